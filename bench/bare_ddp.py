@@ -1,0 +1,60 @@
+"""A bare DistributedDataParallel loop over Lockstep's own model and micro-batches: what PyTorch alone would take for the same step.
+
+The same weights, order, loader, loss, AdamW (foreach), clipping and precision; DDP's built-in all-reduce, `no_sync()` before the last
+micro-batch. Left out is all that Lockstep adds: the ordered sum, the agreement on each step, metrics, progress, signals, checkpoints.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.data.loader import Loader
+from lockstep.data.prepare import open_prepared
+from lockstep.data.tokens import PAD
+from lockstep.models.build import build
+from lockstep.models.translator import cross_entropy
+from lockstep.optim import adamw, learning_rate, set_learning_rate
+from lockstep.parallel.ordered import share
+from lockstep.train import deal
+from task import Stopwatch, Task, read_task
+
+
+def train(task: Task) -> Stopwatch:
+    """Train the steps of the run."""
+    run, device = task.run, torch.device("cpu")
+    corpus = open_prepared(task.data)
+    order = deal(run, corpus)
+    loader = Loader(corpus.train, order, device)
+    model = build(run.model, vocabulary=corpus.tokenizer.size, device=device, seed=run.seed, length=order.shapes[-1].length)
+    optimizer = adamw(model, run.optim)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=run.parallel.bucket_bytes / 2**20, gradient_as_bucket_view=True)
+    mine = share(task.rank, task.size, run.batch.micro_batches)
+    watch = Stopwatch()
+    for step in range(run.steps):
+        tokens = loader.tokens(step)
+        for k in mine:
+            batch = loader.micro_batch(step, k)
+            with nullcontext() if k == mine[-1] else ddp.no_sync():
+                with torch.autocast("cpu", torch.bfloat16, enabled=run.compute.precision == "bf16"):
+                    logits = ddp(batch.source, batch.target)
+                    loss = cross_entropy(logits, batch.labels, smoothing=run.optim.label_smoothing, pad=PAD)
+                (loss * (task.size / tokens)).backward()  # DDP divides the sum by the number of processes
+        torch.nn.utils.clip_grad_norm_(model.parameters(), run.optim.clip_norm)
+        set_learning_rate(optimizer, learning_rate(step + 1, run.optim))
+        optimizer.step()
+        optimizer.zero_grad()
+        here = [order.ids(step, k) for k in mine]
+        watch.step(sum(int(corpus.train.lengths[ids, 1].sum()) for ids in here), sum(map(len, here)))
+    return watch
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    task = read_task()
+    train(task).write(task)
+    dist.destroy_process_group()

@@ -1,0 +1,7 @@
+"""`python -m lockstep`: the command, for torchrun and other starters that want a module."""
+
+import sys
+
+from lockstep.cli import main
+
+sys.exit(main())

@@ -1,0 +1,117 @@
+"""Deciding together: whatever changes the course of a run is decided on values that every process has.
+
+Every function that begins with "Collective." must be called by all processes at the same place. Messages are numbers and JSON over gloo;
+nothing received is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lockstep.errors import BY_NAME, LockstepError
+from lockstep.parallel.ordered import share
+from lockstep.world import World
+
+T = TypeVar("T")
+SIGNALS = ("", "SIGTERM", "SIGUSR1", "SIGINT")  # in rising order: of several wishes the last in this row counts
+
+
+@dataclass(frozen=True)
+class Vote:
+    """What one process brings to the end of a step.
+
+    losses  the loss of each of its micro-batches, in their order
+    """
+
+    losses: Sequence[float]
+    finite: bool = True
+    wants: str = ""
+    save_failed: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all processes hold true: loss is the sum over the micro-batches, stop the signal that ends the run or ""."""
+
+    loss: float
+    finite: bool
+    stop: str
+    save_failed: bool
+
+
+def decide(votes: Sequence[Vote]) -> Verdict:
+    """The one reading of all votes, in the order of the ranks. The loss is an exactly rounded sum, so its bits do not depend on the shares."""
+    losses = [loss for vote in votes for loss in vote.losses]
+    finite = all(vote.finite for vote in votes) and all(map(math.isfinite, losses))
+    return Verdict(
+        loss=math.fsum(losses) if all(map(math.isfinite, losses)) else math.nan,
+        finite=finite,
+        stop=max((vote.wants for vote in votes), key=SIGNALS.index),
+        save_failed=any(vote.save_failed for vote in votes),
+    )
+
+
+def agree(world: World, vote: Vote, *, micro_batches: int) -> Verdict:
+    """Collective. The verdict on a step: one message of 3 + ceil(K / size) numbers a process."""
+    blocks = [share(rank, world.size, micro_batches) for rank in range(world.size)]
+    if world.size == 1:
+        return decide([vote])
+    room = max(map(len, blocks))
+    mine = [float(vote.finite), float(SIGNALS.index(vote.wants)), float(vote.save_failed), *vote.losses]
+    sent = torch.tensor(mine + [0.0] * (3 + room - len(mine)), dtype=torch.float64)
+    received = torch.empty(world.size * len(sent), dtype=torch.float64)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(received, sent)
+    rows = received.view(world.size, -1).tolist()
+    return decide(
+        [
+            Vote(row[3 : 3 + len(block)], bool(row[0]), SIGNALS[int(row[1])], bool(row[2]))
+            for row, block in zip(rows, blocks, strict=True)
+        ]
+    )
+
+
+def gather(world: World, value: Any) -> list[Any]:
+    """Collective. The JSON values of all processes, in the order of the ranks."""
+    if world.size == 1:
+        return [value]
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world.size)]
+    dist.all_gather(lengths, torch.tensor([len(text)]))
+    room = max(int(n) for n in lengths)
+    padded = [torch.zeros(room, dtype=torch.uint8) for _ in range(world.size)]
+    dist.all_gather(padded, torch.nn.functional.pad(text, (0, room - len(text))))
+    return [json.loads(bytes(row[: int(n)].tolist())) for row, n in zip(padded, lengths, strict=True)]
+
+
+def lead(world: World, function: Callable[[], T]) -> T:
+    """Collective. What `function` gives on rank 0 (a JSON value), on every process; its LockstepError too, so that nobody waits for it."""
+    answer: dict[str, Any] = {}
+    if world.leader:
+        try:
+            answer = {"value": function()}
+        except LockstepError as error:
+            answer = {"error": type(error).__name__, "parts": [error.what, error.where, error.hint]}
+        except Exception as error:
+            gather(world, {"error": "LockstepError", "parts": [f"rank 0 failed: {error!r}", "", ""]})
+            raise
+    answer = gather(world, answer)[0]
+    if "error" in answer:
+        raise BY_NAME[answer["error"]](*answer["parts"])
+    value: T = answer["value"]
+    return value
+
+
+def same(world: World, value: Any, what: str) -> None:
+    """Collective. LockstepError on every process when `value` (JSON) is not the same on all of them."""
+    values = gather(world, value)
+    if any(one != values[0] for one in values):
+        listed = ", ".join(f"rank {rank}: {one}" for rank, one in enumerate(values))
+        raise LockstepError(f"{what} differs between processes", listed[:2000], "start all of them with the same run, files and versions")

@@ -1,0 +1,113 @@
+"""A run's checkpoints, as all its processes see them together.
+
+The rooms below know nothing of each other: `state` names the tensors, `store` commits and verifies them, `background` writes beside the
+training. Replicas are bitwise equal, so rank 0 alone writes; which step is resumed is decided there and told to everybody.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from lockstep.agree import lead
+from lockstep.checkpoint.background import BackgroundSaver
+from lockstep.checkpoint.choose import choose
+from lockstep.checkpoint.state import capture, restore
+from lockstep.checkpoint.store import Checkpoint, Store
+from lockstep.world import World
+
+log = logging.getLogger("lockstep")
+
+
+class Keeper:
+    """Saves and resumes `model` and `optimizer` under `folder`; the same object on every process.
+
+    every_steps  committed steps from one checkpoint to the next; 0: only when `save` is called
+    keep         newest checkpoints kept; 0: all
+    on_error     "continue": a failed save is a warning, and the next one is tried; "stop": it ends the run
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        world: World,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        every_steps: int = 0,
+        keep: int = 3,
+        on_error: Literal["continue", "stop"] = "continue",
+    ) -> None:
+        self.world, self.model, self.optimizer, self.every_steps, self.on_error = world, model, optimizer, every_steps, on_error
+        self.store = Store(folder, keep=keep)
+        self.saver = BackgroundSaver(self.store) if world.leader else None
+        self.facts: dict[str, Any] = {}
+        self._saved_step = 0
+        self._failure: Exception | None = None
+
+    def resume(self, how: str = "auto") -> int:
+        """Collective. Load the checkpoint that `how` names ("auto", "never", "required" or a step); the number of steps done, 0 for a new run.
+
+        CheckpointError when it is required and missing, or damaged. With "auto" a damaged newest one is set aside for the one before.
+        """
+        found: Checkpoint | None = None
+
+        def chosen() -> int | None:
+            nonlocal found
+            self.store.preflight()
+            step, reason = choose(how, self.store.steps())
+            if step is not None:
+                found = self.store.load(step) if how.isdigit() else self.store.load_newest()
+            log.info(reason if found is None or found.step == step else f"resuming from step {found.step}")
+            return found.step if found else None
+
+        step = lead(self.world, chosen)
+        if step is not None:
+            found = found or self.store.load(step)
+            restore(self.model, self.optimizer, found.tensors)
+            self.facts = found.facts
+        self._saved_step = step or 0
+        return step or 0
+
+    def due(self, step: int) -> bool:
+        """True when `step` committed steps call for a checkpoint."""
+        return bool(self.every_steps) and step % self.every_steps == 0
+
+    def save(self, step: int, facts: dict[str, Any] | None = None) -> None:
+        """Begin to save the state after `step` committed steps: copied now, written in the background. Nothing when it is saved already."""
+        if self.saver and step != self._saved_step:
+            self.saver.save(step, capture(self.model, self.optimizer), facts or {})
+        self._saved_step = step
+
+    def must_stop(self) -> bool:
+        """True on rank 0 when a save failed and on_error is "stop". With "continue" the failure is a warning, once."""
+        error = self.saver.failure() if self.saver else None
+        if error and self.on_error == "continue":
+            log.warning("%s\n  training goes on (save.on_error = continue)", error)
+        elif error:
+            self._failure = error
+        return self._failure is not None
+
+    def close(self) -> None:
+        """Collective. Wait until the last checkpoint is committed. CheckpointError, on all processes, when it could not be written."""
+
+        def finish() -> None:
+            if self.saver:
+                self.saver.close()
+            if self._failure:
+                raise self._failure
+
+        lead(self.world, finish)
+
+    def __enter__(self) -> Keeper:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        elif self.saver:
+            self.saver.wait()

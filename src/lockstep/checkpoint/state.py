@@ -1,0 +1,230 @@
+"""Model and optimizer as a flat dictionary of named tensors, and back.
+
+    model.<name of parameter or buffer>                    model.encoder.0.norm.weight
+    optim.<name of parameter>.<key>                        optim.encoder.0.norm.weight.exp_avg
+    optim.<name of parameter>.<key>:int | :float | :bool   a Python number of the optimizer, as a tensor of no dimension
+
+Names are those of the bare model: what torch.compile and DistributedDataParallel put before them is left out, so that
+a state saved compiled on eight devices loads plain on one. A parameter that is used in several places is saved once,
+under its first name, and stays tied on loading, since tensors are filled, never replaced.
+Learning rates and the like are not state: they are a pure function of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from lockstep.checkpoint import tensorfile
+from lockstep.checkpoint.tensorfile import Spec
+from lockstep.errors import CheckpointError
+
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
+    torch.bool: "BOOL", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
+NAMES_SHOWN = 5
+
+# -- model and optimizer ----------------------------------------------------------------------------------------------
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The user's own module, out of the wrappers of torch.compile and data parallel."""
+    while True:
+        if isinstance(model, (DistributedDataParallel, DataParallel)):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers of the bare model by name, each tensor once, under its first name."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for path, module in bare(model).named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise CheckpointError(
+                f"{type(module).__name__} keeps extra state besides its tensors, which a checkpoint cannot hold",
+                f"module {path or '(the model itself)'}, get_extra_state",
+                "register it as buffers",
+            )
+        fleeting = module._non_persistent_buffers_set
+        buffers = [(name, tensor) for name, tensor in module._buffers.items() if name not in fleeting]
+        for name, tensor in [*module._parameters.items(), *buffers]:
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                parts = [part for part in path.split(".") if part and part != "_orig_mod"]
+                found[".".join([*parts, name])] = tensor
+    return found
+
+
+def optimizer_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[Tensor, dict[str, Any]]]:
+    """Name -> (parameter, its group) for every parameter of the optimizer, in the optimizer's order."""
+    names = {id(tensor): name for name, tensor in named_tensors(model).items()}
+    pairs = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
+    unknown = [f"shape {tuple(parameter.shape)}" for parameter, _ in pairs if id(parameter) not in names]
+    if unknown:
+        raise CheckpointError(
+            f"{len(unknown)} of the optimizer's parameters are not in the model: {shown(unknown)}",
+            f"{type(optimizer).__name__} and {type(bare(model)).__name__}",
+            "put every trained module into the one model that is saved",
+        )
+    return {names[id(parameter)]: (parameter, group) for parameter, group in pairs}
+
+
+def capture(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
+    """The state by name. The tensors are the living ones, not copies: copy or save them before the next step.
+
+    CheckpointError when the state has more than tensors and numbers (LBFGS, say).
+    """
+    tensors = {f"model.{name}": tensor.detach() for name, tensor in named_tensors(model).items()}
+    if optimizer is None:
+        return tensors
+    for name, (parameter, _) in optimizer_names(model, optimizer).items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and "." not in key:
+                tensors[f"optim.{name}.{key}"] = value.detach()
+            elif type(value) in NUMBERS and "." not in key:
+                tensors[f"optim.{name}.{key}:{type(value).__name__}"] = torch.tensor(value, dtype=NUMBERS[type(value)])
+            elif value is not None:
+                what = f"{type(optimizer).__name__} keeps {key!r} as a {type(value).__name__}"
+                raise CheckpointError(
+                    f"{what}, which a checkpoint cannot hold",
+                    f"state of {name}",
+                    "use an optimizer whose state is tensors and numbers by parameter (AdamW, SGD, ...)",
+                )
+    return tensors
+
+
+@torch.no_grad()
+def restore(model: nn.Module, optimizer: torch.optim.Optimizer | None, tensors: Mapping[str, Tensor]) -> None:
+    """Fill model and optimizer with a captured state; all or nothing. The optimizer may be new, without any state.
+
+    optimizer  None: the weights alone (to evaluate, to translate)
+    CheckpointError names what is missing, unexpected, or of another shape or dtype. Nothing is cast.
+    """
+    own = named_tensors(model)
+    saved = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
+    problems = differences(own, saved)
+    states: dict[str, dict[str, Tensor]] = {}
+    parameters = optimizer_names(model, optimizer) if optimizer else {}
+    for name, tensor in tensors.items():
+        if optimizer and name.startswith("optim."):
+            parameter_name, _, key = name.removeprefix("optim.").rpartition(".")
+            states.setdefault(parameter_name, {})[key] = tensor
+    problems += state_differences(parameters, states, optimizer)
+    if problems:
+        who = type(bare(model)).__name__ + (f" and {type(optimizer).__name__}" if optimizer else "")
+        hint = "build model and optimizer as in the run that saved it"
+        raise CheckpointError(f"the checkpoint does not fit {who}", "\n".join(problems), hint)
+    for name, tensor in saved.items():
+        own[name].copy_(tensor)
+    for name, (parameter, group) in parameters.items():
+        if optimizer:
+            optimizer.state.pop(parameter, None)
+        if optimizer and name in states:
+            optimizer.state[parameter] = dict(placed(k, v, parameter, group) for k, v in states[name].items())
+
+
+def placed(key: str, value: Tensor, parameter: Tensor, group: Mapping[str, Any]) -> tuple[str, Tensor | float]:
+    """One entry of a parameter's optimizer state as torch keeps it: beside the parameter, the step count on the CPU."""
+    key, _, number = key.partition(":")
+    if number:
+        return key, value.item()
+    if key == "step":  # torch/optim/optimizer.py, _process_value_according_to_param_policy
+        on_device = group.get("capturable") or group.get("fused")
+        return key, value.to(device=parameter.device if on_device else "cpu", copy=True)
+    if value.shape == parameter.shape:  # the strides of the parameter too, so that foreach kernels see equal layouts
+        return key, torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+    return key, value.to(parameter.device, copy=True)
+
+
+def differences(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> list[str]:
+    """What keeps the saved tensors from filling our own, a line for each kind."""
+    lines = []
+    if missing := sorted(own.keys() - saved.keys()):
+        lines.append(f"missing in the checkpoint: {shown(missing)}")
+    if unexpected := sorted(saved.keys() - own.keys()):
+        lines.append(f"unexpected in the checkpoint: {shown(unexpected)}")
+    wrong = [
+        f"{name} is {kind(saved[name])} in the checkpoint, {kind(own[name])} here"
+        for name in sorted(own.keys() & saved.keys())
+        if kind(own[name]) != kind(saved[name])
+    ]
+    return lines + ([f"wrong: {shown(wrong)}"] if wrong else [])
+
+
+def state_differences(
+    parameters: Mapping[str, tuple[Tensor, dict[str, Any]]],
+    states: Mapping[str, Mapping[str, Tensor]],
+    optimizer: torch.optim.Optimizer | None,
+) -> list[str]:
+    """What keeps the saved optimizer state from ours.
+
+    Keys and shapes are compared for those parameters that have state in both: a new optimizer has none, and a parameter
+    that was never used has none either.
+    """
+    lines = []
+    if unexpected := sorted(f"optim.{name}" for name in states.keys() - parameters.keys()):
+        lines.append(f"unexpected in the checkpoint: {shown(unexpected)}")
+    own: dict[str, Tensor] = {}
+    saved: dict[str, Tensor] = {}
+    for name, (parameter, _) in parameters.items():
+        mine = optimizer.state.get(parameter, {}) if optimizer else {}
+        if mine and name in states:
+            own |= {f"optim.{name}.{key}": value for key, value in mine.items() if isinstance(value, Tensor)}
+            saved |= {f"optim.{name}.{key}": value for key, value in states[name].items() if ":" not in key}
+    return lines + differences(own, saved)
+
+
+def kind(tensor: Tensor) -> str:
+    """float32 (128, 64)"""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def shown(names: list[str]) -> str:
+    """The first few, and how many more."""
+    more = len(names) - NAMES_SHOWN
+    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+# -- tensors and bytes ------------------------------------------------------------------------------------------------
+
+
+def spec_of(name: str, tensor: Tensor) -> Spec:
+    if tensor.dtype not in DTYPES or tensor.layout != torch.strided:
+        raise CheckpointError(f"a checkpoint cannot hold a tensor of {tensor.dtype}, {tensor.layout}", name)
+    return Spec(name, DTYPES[tensor.dtype], tuple(tensor.shape))
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The tensor's bytes in row-major order; a view of its memory if it is contiguous and on the CPU."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def tensor_of(spec: Spec, data: memoryview) -> Tensor:
+    """A tensor over the bytes, which stay shared."""
+    if not data.nbytes:
+        return torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
+    return torch.frombuffer(data, dtype=TORCH_DTYPES[spec.dtype]).reshape(spec.shape)
+
+
+def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """name -> a line that fixes dtype, shape and bytes. Memory: one tensor at a time, where a copy is needed at all."""
+    return {name: tensorfile.fingerprint(spec_of(name, t), bytes_of(t)) for name, t in tensors.items()}
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """Hex sha256 of a state: names, dtypes, shapes and bytes, in the order of the names. Equal for equal states."""
+    return tensorfile.digest(fingerprints(tensors))

@@ -1,0 +1,365 @@
+"""The run is a value: one tree of frozen dataclasses, and where each of its values came from.
+
+A value is taken from the first of: a flag (`--optim.learning_rate 1e-3`), the environment (`LOCKSTEP_OPTIM_LEARNING_RATE`), the TOML file,
+the run as it began (when it goes on), the default. Unknown keys and wrong types are all reported at once, with the nearest names. Fields marked BITS decide the trained
+bits: a run that goes on must have them as it began. The others (how long, how often to save, what to show) may change at each start.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
+
+from lockstep.errors import ConfigError
+from lockstep.files import read_json
+from lockstep.units import parse_bytes, parse_seconds
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+Seconds = Annotated[float, BeforeValidator(parse_seconds)]
+Words = Annotated[tuple[str, ...], BeforeValidator(lambda x: x.split(",") if isinstance(x, str) else x)]
+BITS = True
+
+
+def value(default: Any, doc: str, *, bits: bool = False, least: float | None = None, below: float | None = None) -> Any:
+    """A field with its default, one sentence on what it does, whether it decides the trained bits, and its range."""
+    return field(default=default, metadata={"doc": doc, "bits": bits, "least": least, "below": below})
+
+
+@dataclass(frozen=True)
+class Data:
+    kind: Literal["cldr", "files", "huggingface", "gettext"] = value(
+        "cldr", "where the pairs come from; cldr is made here and needs no download", bits=BITS
+    )
+    source: str = value("en", "language of the source side", bits=BITS)
+    target: str = value("it", "language of the target side", bits=BITS)
+    train: Words = value((), "training files: two texts, or one .tsv, or one .jsonl, each plain or .gz", bits=BITS)
+    validation: Words = value((), "validation files, as train; empty: pairs are held out of train", bits=BITS)
+    test: Words = value((), "test files, as train; empty: pairs are held out of train", bits=BITS)
+    dataset: str = value("", "huggingface: name or folder of the dataset, such as Helsinki-NLP/opus_books", bits=BITS)
+    subset: str = value("", "huggingface: the configuration, such as en-it", bits=BITS)
+    pairs: int = value(120_000, "cldr: training pairs to make at most; 0 makes all", bits=BITS, least=0)
+    held_out: int = value(1000, "pairs of validation and of test each, where the corpus has none", bits=BITS, least=1)
+    max_tokens: int = value(128, "longer pairs are left out of training and counted", bits=BITS, least=4)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    kind: Literal["bpe", "word"] = value("bpe", "joint byte-level BPE, or whole words", bits=BITS)
+    vocabulary: int = value(8000, "entries; the output layer grows with it", bits=BITS, least=300)
+    min_frequency: int = value(2, "rarer entries are left out", bits=BITS, least=1)
+    lowercase: bool = value(False, "train and translate in lower case", bits=BITS)
+
+
+@dataclass(frozen=True)
+class Batch:
+    micro_batches: int = value(8, "K, forward and backward passes a step, over all replicas together", bits=BITS, least=1)
+    tokens: int = value(2048, "target positions of a micro-batch, padding included; memory grows with it", bits=BITS, least=1)
+    shapes: int = value(6, "how many shapes micro-batches have; more pad less and compile longer", bits=BITS, least=1)
+
+
+@dataclass(frozen=True)
+class Model:
+    width: int = value(128, "size of a token's vector", bits=BITS, least=8)
+    heads: int = value(4, "attention heads; divides width", bits=BITS, least=1)
+    encoder_layers: int = value(3, "blocks of the encoder", bits=BITS, least=1)
+    decoder_layers: int = value(3, "blocks of the decoder", bits=BITS, least=1)
+    feed_forward: int = value(512, "inner size of the feed-forward part", bits=BITS, least=8)
+    dropout: float = value(0.1, "share of activations dropped in training", bits=BITS, least=0, below=1)
+    attention: Literal["auto", "plain", "sdpa"] = value("auto", "plain is faster on a CPU at short lengths", bits=BITS)
+
+
+@dataclass(frozen=True)
+class Optim:
+    learning_rate: float = value(3e-3, "at its peak, after the warm-up", bits=BITS, least=0)
+    warmup_steps: int = value(100, "steps in which the learning rate rises from 0", bits=BITS, least=0)
+    decay: Literal["linear", "cosine", "inverse_sqrt", "constant"] = value("linear", "after the warm-up", bits=BITS)
+    decay_steps: int = value(500, "linear, cosine: the step at which the learning rate reaches 0", bits=BITS, least=1)
+    beta1: float = value(0.9, "AdamW: decay of the mean of the gradient", bits=BITS, least=0, below=1)
+    beta2: float = value(0.98, "AdamW: decay of the mean of its square", bits=BITS, least=0, below=1)
+    epsilon: float = value(1e-9, "AdamW: added to the root of that mean", bits=BITS, least=0)
+    weight_decay: float = value(0.01, "AdamW: matrices only", bits=BITS, least=0)
+    clip_norm: float = value(1.0, "global norm above which the gradient is scaled down; 0: never", bits=BITS, least=0)
+    label_smoothing: float = value(0.1, "share of the target given to all words alike", bits=BITS, least=0, below=1)
+    fused: bool = value(False, "torch's fused AdamW; on a CPU its bits depend on how tensors are cut", bits=BITS)
+
+
+@dataclass(frozen=True)
+class Parallel:
+    reduce: Literal["ordered", "fast"] = value(
+        "ordered", "ordered: the same bits on any number of replicas; fast: the backend's all-reduce", bits=BITS
+    )
+    bucket_bytes: Bytes = value(25_000_000, "gradients that travel together, overlapped with the backward pass", least=1)
+    timeout_s: Seconds = value(600.0, "after which a silent peer counts as lost", least=1)
+
+
+@dataclass(frozen=True)
+class Compute:
+    precision: Literal["auto", "bf16", "fp32"] = value(
+        "auto", "of matrix products; weights and sums stay fp32. auto: bf16 where the device has units for it; kept from then on", bits=BITS
+    )
+    compile: bool = value(False, "torch.compile; helps narrow models on a CPU, hurts wide ones", bits=BITS)
+    threads: int = value(1, "of a worker on a CPU; the number changes the bits", bits=BITS, least=1)
+
+
+@dataclass(frozen=True)
+class Save:
+    every_steps: int = value(100, "committed steps from one checkpoint to the next; 0: only at the end", least=0)
+    keep: int = value(3, "newest checkpoints kept; 0: all", least=0)
+    on_error: Literal["continue", "stop"] = value("continue", "when a checkpoint cannot be written")
+
+
+@dataclass(frozen=True)
+class Track:
+    log_every: int = value(20, "steps from one line on the screen to the next", least=1)
+    tensorboard: bool = value(False, "write RUN/tensorboard")
+    wandb: Literal["off", "offline", "online"] = value("off", "Weights & Biases")
+    project: str = value("lockstep", "its project there")
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    at_end: int = value(1000, "held-out pairs translated and scored when the last step is done; 0: none", least=0)
+    beams: int = value(1, "1: greedy; more: beam search of that width", least=1)
+
+
+@dataclass(frozen=True)
+class Run:
+    seed: int = value(1, "of the weights, the order and the dropout", bits=BITS, least=0)
+    steps: int = value(500, "the last step", least=0)
+    data: Data = Data()
+    tokens: Tokens = Tokens()
+    batch: Batch = Batch()
+    model: Model = Model()
+    optim: Optim = Optim()
+    parallel: Parallel = Parallel()
+    compute: Compute = Compute()
+    save: Save = Save()
+    track: Track = Track()
+    evaluate: Evaluate = Evaluate()
+
+
+@dataclass(frozen=True)
+class Field:
+    """One leaf of the tree: what it holds and its rules."""
+
+    key: str
+    type: Any
+    default: Any
+    doc: str
+    bits: bool
+    least: float | None
+    below: float | None
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A run and, for each dotted key, where its value came from."""
+
+    run: Run
+    origin: dict[str, str]
+
+
+def leaves(cls: type = Run, prefix: str = "") -> dict[str, Field]:
+    """Every dotted key of the run's tree, in the order of the file."""
+    hints = get_type_hints(cls, include_extras=True)
+    found: dict[str, Field] = {}
+    for one in fields(cls):
+        if is_dataclass(hints[one.name]):
+            found |= leaves(hints[one.name], f"{prefix}{one.name}.")
+        else:
+            rules = {name: one.metadata[name] for name in ("doc", "bits", "least", "below")}
+            found[prefix + one.name] = Field(prefix + one.name, hints[one.name], one.default, **rules)
+    return found
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as dotted keys."""
+    flat: dict[str, Any] = {}
+    for name, item in tree.items():
+        flat |= flatten(item, f"{prefix}{name}.") if isinstance(item, Mapping) else {prefix + name: item}
+    return flat
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The dotted keys of a TOML file. ConfigError when it is missing or no TOML."""
+    try:
+        return flatten(tomllib.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        near = sorted(str(p) for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
+        hint = f"there are {', '.join(near)}" if near else "give the path of a TOML file, or none for the embedded default"
+        raise ConfigError(f"there is no run file {path}", "given on the command line", hint) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}", str(path), "mend that place; tables are [section], strings are in quotes") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", str(path), "give a file that this user can read") from None
+
+
+def read_flags(words: list[str]) -> dict[str, str]:
+    """`--key value` and `--key=value` as a mapping. ConfigError for anything else."""
+    given: dict[str, str] = {}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            raise ConfigError(f"{word!r} is neither an option nor the value of one", "command line", "write --section.key value")
+        key, equals, text = word[2:].partition("=")
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise ConfigError(f"--{key} has no value", "command line", f"write --{key} VALUE")
+            text = rest.pop(0)
+        given[key] = text
+    return given
+
+
+def nearest(key: str, known: list[str]) -> list[str]:
+    """Up to three known keys that `key` may mean: the same last word elsewhere, its initials (lr), or a spelling close to it."""
+    last = key.rpartition(".")[2]
+    alike = [k for k in known if last in (k.rpartition(".")[2], "".join(word[0] for word in k.rpartition(".")[2].split("_")))]
+    return (alike or difflib.get_close_matches(key, known, n=3, cutoff=0.6))[:3]
+
+
+def check(one: Field, raw: Any) -> Any:
+    """`raw` as a value of the field. ValueError with the reason when it does not fit."""
+    try:
+        result = TypeAdapter(one.type).validate_python(raw)
+    except ValidationError as error:
+        detail = error.errors()[0]
+        raise ValueError(str(detail["ctx"]["error"]) if "error" in detail.get("ctx", {}) else detail["msg"]) from None
+    if one.least is not None and result < one.least:
+        raise ValueError(f"must be at least {one.least:g}")
+    if one.below is not None and result >= one.below:
+        raise ValueError(f"must be below {one.below:g}")
+    return result
+
+
+def resolve(
+    file: Path | None = None,
+    flags: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+    begun: Resolved | None = None,
+) -> Resolved:
+    """The run that a file, flags and the environment describe, over the values of the run that it continues, if any.
+
+    ConfigError names everything that is wrong, at once.
+    """
+    known = leaves()
+    in_file = read_toml(file) if file else {}
+    by_variable = {"LOCKSTEP_" + key.upper().replace(".", "_"): key for key in known}
+    in_environ = {by_variable[name]: text for name, text in (environ or {}).items() if name in by_variable}
+    layers: list[tuple[str, Mapping[str, Any]]] = [
+        (str(file), in_file),
+        ("LOCKSTEP_* in the environment", in_environ),
+        ("command line", flags or {}),
+    ]
+    values = flatten(asdict(begun.run)) if begun else {key: one.default for key, one in known.items()}
+    origin = dict(begun.origin) if begun else {key: "default" for key in known}
+    wrong: list[tuple[str, str, str]] = []
+    for source, layer in layers:
+        for key, raw in layer.items():
+            if key not in known:
+                near = nearest(key, list(known))
+                wrong.append((f"unknown key {key!r}", source, f"perhaps {' or '.join(near)}" if near else "see lockstep train --help"))
+                continue
+            try:
+                values[key], origin[key] = check(known[key], raw), source
+            except ValueError as error:
+                wrong.append((f"{key} = {raw!r}: {error}", source, known[key].doc))
+    if wrong:
+        what = wrong[0][0] if len(wrong) == 1 else f"{len(wrong)} values do not fit: " + "; ".join(w for w, _, _ in wrong)
+        raise ConfigError(what, "\n".join(dict.fromkeys(w for _, w, _ in wrong)), "\n".join(dict.fromkeys(h for _, _, h in wrong)))
+    run = from_values(values)
+    check_together(run, origin)
+    return Resolved(run, origin)
+
+
+def from_values(values: Mapping[str, Any], cls: type = Run, prefix: str = "") -> Any:
+    """The dataclass tree for dotted keys."""
+    hints = get_type_hints(cls)
+    parts = {f.name: prefix + f.name for f in fields(cls)}
+    return cls(**{n: from_values(values, hints[n], k + ".") if is_dataclass(hints[n]) else values[k] for n, k in parts.items()})
+
+
+def check_together(run: Run, origin: Mapping[str, str]) -> None:
+    """Rules between values: all that can be known before a process starts."""
+
+    def wrong(what: str, keys: list[str], hint: str) -> ConfigError:
+        return ConfigError(what, ", ".join(f"{key} from {origin[key]}" for key in keys), hint)
+
+    if run.model.width % run.model.heads:
+        near = [h for h in range(1, run.model.width + 1) if run.model.width % h == 0]
+        best = min(near, key=lambda h: abs(h - run.model.heads))
+        raise wrong(f"model.width={run.model.width} is no multiple of model.heads={run.model.heads}", ["model.width", "model.heads"], f"try model.heads={best}")
+    if run.data.max_tokens > run.batch.tokens:
+        raise wrong(
+            f"one pair of data.max_tokens={run.data.max_tokens} does not fit a micro-batch of batch.tokens={run.batch.tokens}",
+            ["data.max_tokens", "batch.tokens"],
+            f"try data.max_tokens={run.batch.tokens} or batch.tokens={run.data.max_tokens}",
+        )
+    if run.data.kind == "files" and not run.data.train:
+        raise wrong("data.kind is files, and data.train is empty", ["data.kind", "data.train"], 'try data.train=["train.en.gz", "train.de.gz"]')
+    if run.data.kind == "huggingface" and not run.data.dataset:
+        raise wrong("data.kind is huggingface, and data.dataset is empty", ["data.kind", "data.dataset"], "try data.dataset=Helsinki-NLP/opus_books")
+
+
+def with_precision(resolved: Resolved, precision: Literal["auto", "bf16", "fp32"], origin: str) -> Resolved:
+    """The run with its precision decided, and by whom."""
+    run = replace(resolved.run, compute=replace(resolved.run.compute, precision=precision))
+    return Resolved(run, resolved.origin | {"compute.precision": origin})
+
+
+def to_json(resolved: Resolved) -> dict[str, Any]:
+    """The run as JSON: every value and where it came from."""
+    return {"values": json.loads(json.dumps(asdict(resolved.run))), "origin": resolved.origin}
+
+
+def from_json(saved: Mapping[str, Any]) -> Resolved:
+    """The run that `to_json` wrote. Keys of a newer version are an error, missing ones get their default."""
+    resolved = resolve(None, flatten(saved["values"]))
+    return Resolved(resolved.run, {**{key: "default" for key in leaves()}, **saved["origin"]})
+
+
+def open_run(folder: Path, file: Path | None, flags: Mapping[str, Any], environ: Mapping[str, str]) -> Resolved:
+    """The run of `folder`: as it began there, with what is asked for now over it; a new one where the folder holds none. Writes nothing.
+
+    ConfigError when a value that decides the trained bits is asked to differ, or when run.json is damaged.
+    """
+    path = folder / "run.json"
+    try:
+        begun = from_json(read_json(path)) if path.exists() else None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is damaged: {error}", str(path), f"give another folder with --out, or put back {path.name} from a checkpoint's facts") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", str(path), "give a folder that this user can read and write") from None
+    asked = resolve(file, flags, environ, begun)
+    if begun and asked.run.compute.precision == "auto":
+        asked = with_precision(asked, begun.run.compute.precision, begun.origin["compute.precision"])
+    changed = changed_bits(begun.run, asked.run) if begun else []
+    if changed:
+        raise ConfigError(
+            f"{folder} holds another run: " + "; ".join(f"{key} was {old!r}, now {new!r}" for key, old, new in changed),
+            ", ".join(f"{key} from {asked.origin[key]}" for key, _, _ in changed),
+            "give another folder with --out, or leave these values out to continue the run as it began",
+        )
+    return asked
+
+
+def show(resolved: Resolved) -> str:
+    """Every value and where it came from, a line each."""
+    values = flatten(asdict(resolved.run))
+    width = max(map(len, values))
+    shown = {key: json.dumps(item) for key, item in values.items()}
+    column = min(40, max(map(len, shown.values())))
+    return "\n".join(f"{key:<{width}} = {shown[key]:<{column}}  {resolved.origin[key]}" for key in values)
+
+
+def changed_bits(begun: Run, now: Run) -> list[tuple[str, Any, Any]]:
+    """(key, as begun, as asked for now) for each value that decides the trained bits and differs."""
+    old, new = flatten(asdict(begun)), flatten(asdict(now))
+    return [(key, old[key], new[key]) for key, one in leaves().items() if one.bits and old[key] != new[key]]

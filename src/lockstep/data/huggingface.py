@@ -1,0 +1,60 @@
+"""Pairs from a Hugging Face dataset, such as Helsinki-NLP/opus_books (en-it), or from a folder of the same shape.
+
+A file of its own because importing `datasets` takes seconds: `corpus` imports this file only when a run asks for it.
+The column `translation` holds one text for each language; columns named by the languages, or `source` and `target`, do as well.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import datasets
+
+from lockstep.data.textfiles import Pairs, sides_of
+from lockstep.errors import DataError
+
+
+def read_dataset(name: str, subset: str, source: str, target: str, splits: dict[str, str]) -> dict[str, Pairs]:
+    """Pairs of each split that is there.
+
+    name     of a dataset on the hub, or a folder: one that `save_to_disk` wrote, or one with data files (parquet, jsonl, csv)
+    splits   our split -> the dataset's name for it; "" takes the split of our name if there is one, and none otherwise
+    DataError: no such dataset or subset, no such split or column. The hub is asked only when the dataset is not in the user's cache.
+    """
+    where = f"data.dataset={name} data.subset={subset}"
+    found = load(name, subset, where)
+    if isinstance(found, datasets.Dataset):
+        found = datasets.DatasetDict({"train": found})
+    pairs = {}
+    for ours, theirs in splits.items():
+        wanted = theirs or (ours if ours in found or ours == "train" else "")
+        if wanted and wanted not in found:
+            raise DataError(f"the dataset has no split {wanted!r}, but {', '.join(found)}", where, f"name one of them in data.{ours}")
+        if wanted:
+            split = found[wanted]
+            texts = {
+                column: split[column][:] for column in split.column_names if column in ("translation", source, target, "source", "target")
+            }
+            if not texts:
+                raise DataError(
+                    f"no column for {source!r} and {target!r}, but {', '.join(split.column_names)}", where, "set data.source, data.target"
+                )
+            rows = (dict(zip(texts, values, strict=True)) for values in zip(*texts.values(), strict=True))
+            pairs[ours] = [sides_of(row, source, target, f"{where}, split {wanted}, row {i}") for i, row in enumerate(rows)]
+    return pairs
+
+
+def load(name: str, subset: str, where: str) -> datasets.DatasetDict | datasets.Dataset:
+    """The dataset. Whatever keeps it from loading becomes a DataError with its reason."""
+    folder = Path(name)
+    try:
+        if folder.is_dir() and ((folder / "dataset_dict.json").exists() or (folder / "state.json").exists()):
+            return datasets.load_from_disk(name)
+        return datasets.load_dataset(name, subset or None)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        reason = " ".join(str(error).split())
+        raise DataError(
+            f"the dataset cannot be loaded: {reason[:300]}",
+            where,
+            "is the name right, and the network there? a folder that `save_to_disk` wrote, or one with parquet files, needs none",
+        ) from error

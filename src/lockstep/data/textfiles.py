@@ -1,0 +1,137 @@
+"""Parallel text in files: two texts line by line, one TSV, or one JSONL, each plain or .gz.
+
+Lines end at a line feed and nowhere else (Python's splitlines also cuts at U+2028 and others, which would shift one side against the
+other). What cannot be read is refused with its file, line and byte; nothing is guessed or replaced.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import DataError
+
+Pairs = list[tuple[str, str]]
+
+
+def read_pairs(paths: Sequence[str], source: str, target: str, split: str) -> Pairs:
+    """The pairs of one split, as they stand, empty lines included.
+
+    paths   (text, text) in the order source, target; or one .tsv or .jsonl; any of them with .gz behind it
+    split   its name, for messages: train, validation, test
+    DataError: wrong number or kind of files, a missing or damaged file, bytes that are no UTF-8, sides of different length,
+    a line without both languages.
+    """
+    if len(paths) == 2:
+        return pair_lines(Path(paths[0]), Path(paths[1]))
+    kind = Path(paths[0]).name.removesuffix(".gz").rpartition(".")[2] if len(paths) == 1 else ""
+    if kind == "tsv":
+        return pairs_of_tsv(Path(paths[0]), source, target)
+    if kind in ("jsonl", "json"):
+        return pairs_of_jsonl(Path(paths[0]), source, target)
+    raise DataError(
+        f"data.{split} names {len(paths)} {'file' if len(paths) == 1 else 'files'}: {', '.join(paths) or 'none'}",
+        "of data.kind=files",
+        "give two text files (source, then target), or one .tsv, or one .jsonl; each may end in .gz",
+    )
+
+
+def read_lines(path: Path) -> list[str]:
+    """Lines of a UTF-8 text, without their ends and without a byte order mark. DataError as in `read_pairs`."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read: {error.strerror}", "data.train, data.validation, data.test", "is the path right?"
+        ) from None
+    if path.suffix == ".gz":
+        try:
+            content = gzip.decompress(content)
+        except (OSError, EOFError, zlib.error) as error:
+            raise DataError(f"{path} is no whole gzip file: {error}", f"{len(content):,} bytes", "copy or pack it again") from None
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise DataError(
+            f"{path} is not UTF-8: byte 0x{content[error.start]:02x} at offset {error.start:,}",
+            f"line {line:,}: {content[max(0, error.start - 20) : error.start + 20]!r}",
+            "convert it first, for example: iconv -f latin1 -t utf-8",
+        ) from None
+    lines = text.removeprefix("\ufeff").split("\n")
+    if not lines[-1]:
+        lines.pop()
+    return [line.removesuffix("\r") for line in lines]
+
+
+def pair_lines(source: Path, target: Path) -> Pairs:
+    """Line n of `source` with line n of `target`."""
+    a, b = read_lines(source), read_lines(target)
+    if len(a) != len(b):
+        raise DataError(
+            f"the two sides have {len(a):,} and {len(b):,} lines",
+            f"{source}\n{target}",
+            "line n of one must translate line n of the other; which lines have no partner?",
+        )
+    return list(zip(a, b, strict=True))
+
+
+def pairs_of_tsv(path: Path, source: str, target: str) -> Pairs:
+    """Two columns, source and target; or a first line that names columns, two of them by the languages' codes."""
+    rows = [line.split("\t") for line in read_lines(path)]
+    left, right, first = 0, 1, 0
+    if rows and {source, target} <= set(rows[0]):
+        left, right, first = rows[0].index(source), rows[0].index(target), 1
+    elif rows and len(rows[0]) != 2:
+        raise DataError(
+            f"{path} has {len(rows[0])} columns and no heading with {source!r} and {target!r}",
+            f"line 1: {show(rows[0])}",
+            "give two columns, or a first line with the columns' names",
+        )
+    columns = len(rows[0]) if rows else 2
+    for number, row in enumerate(rows, start=1):
+        if len(row) != columns:
+            raise DataError(
+                f"{path} has {len(row)} columns in line {number:,}, {columns} in line 1", show(row), "is a tab missing or too many?"
+            )
+    return [(row[left], row[right]) for row in rows[first:]]
+
+
+def pairs_of_jsonl(path: Path, source: str, target: str) -> Pairs:
+    """One JSON object a line; `sides_of` says which shapes it may have. Lines with nothing on them are an empty pair."""
+    pairs = []
+    for number, line in enumerate(read_lines(path), start=1):
+        try:
+            found = json.loads(line) if line.strip() else {source: "", target: ""}
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path} is no JSON in line {number:,}: {error}", show(line), "one object a line") from None
+        pairs.append(sides_of(found, source, target, f"{path}, line {number:,}"))
+    return pairs
+
+
+def sides_of(found: Any, source: str, target: str, where: str) -> tuple[str, str]:
+    """Both texts of one record: {"translation": {"en": .., "it": ..}}, {"en": .., "it": ..} or {"source": .., "target": ..}.
+
+    An absent text (null) counts as empty. DataError when the record has no such columns.
+    """
+    inner = found.get("translation", found) if isinstance(found, dict) else {}
+    for left, right in ((source, target), ("source", "target")):
+        if isinstance(inner, dict) and left in inner and right in inner:
+            a, b = inner[left], inner[right]
+            if all(text is None or isinstance(text, str) for text in (a, b)):
+                return a or "", b or ""
+            raise DataError(f"the texts are {type(a).__name__} and {type(b).__name__}", where, "both sides must be strings")
+    columns = ", ".join(map(str, inner)) if isinstance(inner, dict) and inner else show(found)
+    raise DataError(
+        f"no columns {source!r} and {target!r}, but {columns}", where, "set data.source and data.target to columns that are there"
+    )
+
+
+def show(value: object) -> str:
+    """`value`, cut to a length that a message can carry."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."

@@ -1,0 +1,251 @@
+"""One whole copy of a model among those that train together.
+
+DistributedDataParallel does what it is good at: it cuts the gradients into buckets and hands each over while the backward pass still
+runs. Everything that crosses the wire is done by its communication hook, so DDP itself gets a group of one process and the group of all
+replicas stays ours to change. The hook hands a bucket to one courier thread, which takes bucket after bucket in the same order on every
+replica (collectives issued from several threads, or from a future's callback, may pair up wrongly between processes and dead-lock).
+
+Micro-batches before the last run under `no_sync()`. Their gradients are added as the tree of `ordered.py` says: two sibling leaves by
+autograd itself, which adds the second onto the first; larger subtrees by a binary counter. log2(K) copies of the gradients at most.
+"""
+
+from __future__ import annotations
+
+import inspect
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.data.order import mix
+from lockstep.errors import UsageError
+from lockstep.parallel.ordered import Span, Tree, exchange, refuse_empty_shares, share
+
+# torch 2.13 renamed the switch.
+DDP_NAMES = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+LEAVE_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffers" in DDP_NAMES else "broadcast_buffers": False}
+
+
+@dataclass
+class Gradients:
+    """The gradients of all parameters; adding reuses the left side's memory."""
+
+    tensors: list[torch.Tensor]
+
+    def __add__(self, right: Gradients) -> Gradients:
+        torch._foreach_add_(self.tensors, right.tensors)
+        return self
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """One bucket on its way: its flat buffer, the views of each gradient in it, and where these stand among all parameters."""
+
+    buffer: torch.Tensor
+    gradients: list[torch.Tensor]
+    places: list[int]
+    arrived: torch.futures.Future[torch.Tensor]
+
+
+class Replica:
+    """`model` wrapped for training by all processes of `group`; the sum of gradients is the same bits for any number of them.
+
+    micro_batches  K of a step, over all replicas together; at least the number of processes
+    seed           of the randomness within the model, keyed by (seed, step, micro-batch)
+    reduce         "ordered": the fixed tree; "fast": the backend's all-reduce, with other bits for every number of processes
+    bucket_bytes   gradients that travel together
+
+    Collective: constructing one gives every replica the weights of rank 0. Buffers (batch norm's running statistics) are not
+    synchronised afterwards: a model that trains with them has no promise of equal bits.
+    Errors: UsageError when there are more processes than micro-batches, or when no backward pass reached the parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        micro_batches: int,
+        seed: int = 0,
+        reduce: Literal["ordered", "fast"] = "ordered",
+        bucket_bytes: int = 25_000_000,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.group = group or dist.group.WORLD
+        self.leaves, self.seed, self.ordered = micro_batches, seed, reduce == "ordered"
+        refuse_empty_shares(self.group.size(), micro_batches)
+        self.mine = share(self.group.rank(), self.group.size(), micro_batches)
+        self.model = model
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self._place = {id(p): i for i, p in enumerate(self.parameters)}
+        if self.group.size() > 1:
+            for tensor in [*model.parameters(), *model.buffers()]:
+                dist.broadcast(tensor.detach(), group=self.group, group_src=0)
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True) if dist.get_world_size() > 1 else None
+        self.ddp = nn.parallel.DistributedDataParallel(
+            model,
+            process_group=alone,
+            bucket_cap_mb=bucket_bytes / 2**20,
+            gradient_as_bucket_view=True,
+            **LEAVE_BUFFERS,
+        )
+        self.device = self.parameters[0].device
+        hook = self._on_cuda if self.device.type == "cuda" else self._on_cpu
+        self.ddp.register_comm_hook(None, lambda _, bucket: hook(bucket))  # DDP refuses annotations that are still text
+        self.failure: Exception | None = None
+        self._earlier: Tree[Gradients] = Tree()
+        self._held: Span | None = None  # the leaves whose sum stands in the parameters' .grad
+        self._clock = Clock(self.device)
+        if self.device.type == "cuda":
+            self._stream = torch.cuda.Stream(self.device)
+        else:
+            self._queue: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
+            self._courier = threading.Thread(target=self._deliver, name="lockstep-courier", daemon=True)
+            self._courier.start()
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """The model's forward pass."""
+        return self.ddp(*inputs, **named)
+
+    def micro_batches(self, step: int) -> Iterator[int]:
+        """Collective. The numbers of this replica's micro-batches of `step`, one after the other: do a forward and a backward pass for each.
+
+        When the loop ends, the parameters' .grad is the sum over all K micro-batches of all replicas.
+        """
+        self._earlier, self._held = Tree(), None
+        self._clock.begin()
+        for p in self.parameters:
+            p.grad = None
+        for k in self.mine:
+            leaf = Span(k, 1)
+            if self._held and self.ordered and not self._held.sibling_of(leaf):
+                self._put_away()
+            torch.manual_seed(mix(self.seed, step, k) >> 1)
+            self._held = Span(self._held.first, self._held.leaves + 1) if self._held else leaf
+            with nullcontext() if k == self.mine[-1] else self.ddp.no_sync():
+                yield k
+        if not self._clock.parcels:
+            raise UsageError(
+                f"no gradient arrived for the {len(self.parameters)} parameters in step {step}",
+                "Replica.micro_batches",
+                "call the replica (not the model) and loss.backward() once for every micro-batch",
+            )
+        if self.failure:
+            raise self.failure
+
+    def exposed_s(self) -> float:
+        """Seconds that this step waited for the wire after its last gradient was computed."""
+        return self._clock.exposed_s()
+
+    def __enter__(self) -> Replica:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the courier thread."""
+        if self.device.type != "cuda":
+            self._queue.put(None)
+            self._courier.join(timeout=5)
+
+    def _put_away(self) -> None:
+        """Move the sum in .grad to the tree, so that the next leaf starts from nothing."""
+        assert self._held is not None
+        missing = [i for i, p in enumerate(self.parameters) if p.grad is None]
+        if missing:
+            raise UsageError(
+                f"{len(missing)} of {len(self.parameters)} parameters got no gradient in micro-batch {self._held.first}",
+                "Replica.micro_batches",
+                "every parameter must take part in every micro-batch; freeze the others with requires_grad_(False)",
+            )
+        self._earlier.add(self._held, Gradients([p.grad for p in self.parameters if p.grad is not None]))
+        for p in self.parameters:
+            p.grad = None
+        self._held = None
+
+    def _reduce(self, parcel: Parcel) -> None:
+        """Collective. The sum over all replicas, into the bucket's own buffer."""
+        if not self.ordered:
+            dist.all_reduce(parcel.buffer, group=self.group)
+            return
+        assert self._held is not None
+        span, earlier = self._held, list(self._earlier.stack)
+        while earlier and earlier[-1][0].sibling_of(span):
+            left, sums = earlier.pop()
+            torch._foreach_add_(parcel.gradients, [sums.tensors[i] for i in parcel.places])
+            span = Span(left.first, 2 * left.leaves)
+        rows = [(left, torch.cat([sums.tensors[i].flatten() for i in parcel.places])) for left, sums in earlier]
+        exchange([*rows, (span, parcel.buffer)], self.leaves, self.group, out=parcel.buffer)
+
+    def _parcel(self, bucket: dist.GradBucket, arrived: torch.futures.Future[torch.Tensor]) -> Parcel:
+        self._clock.sent()
+        places = [self._place[id(p)] for p in bucket.parameters()]
+        return Parcel(bucket.buffer(), bucket.gradients(), places, arrived)
+
+    def _on_cpu(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        parcel = self._parcel(bucket, torch.futures.Future())
+        self._queue.put(parcel)
+        return parcel.arrived
+
+    def _deliver(self) -> None:
+        """The courier: bucket after bucket, in the order of the backward pass. Never raises: a failure is for the step to report."""
+        while (parcel := self._queue.get()) is not None:
+            if self.failure is None:
+                try:
+                    self._reduce(parcel)
+                except Exception as error:
+                    self.failure = error
+            self._clock.received()
+            parcel.arrived.set_result(parcel.buffer)
+
+    def _on_cuda(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """NCCL's collectives only queue work, so the hook itself queues them, on a stream beside the backward pass."""
+        parcel = self._parcel(bucket, torch.futures.Future(devices=[self.device]))
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            try:
+                self._reduce(parcel)
+            except Exception as error:
+                self.failure = error
+            self._clock.received()
+            parcel.arrived.set_result(parcel.buffer)
+        return parcel.arrived
+
+
+class Clock:
+    """When the last bucket of a step was handed over, and when the last one came back; on CUDA by events, read without a wait of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.begin()
+
+    def begin(self) -> None:
+        self.parcels = 0
+        self._last_sent: Any = None
+        self._last_received: Any = None
+
+    def now(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def sent(self) -> None:
+        self.parcels += 1
+        self._last_sent = self.now()
+
+    def received(self) -> None:
+        self._last_received = self.now()
+
+    def exposed_s(self) -> float:
+        if self._last_sent is None or self._last_received is None:
+            return 0.0
+        if not self.cuda:
+            return max(0.0, float(self._last_received - self._last_sent))
+        self._last_received.synchronize()
+        return max(0.0, float(self._last_sent.elapsed_time(self._last_received)) / 1000)

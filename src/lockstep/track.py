@@ -1,0 +1,278 @@
+"""The record of a run: its steps, evaluations and events, on disk first and then wherever people look.
+
+metrics.jsonl (`metrics.py`) is the truth; TensorBoard and Weights & Biases (`sinks.py`) only follow it. Each sink knows
+how far it has come and is sent what it lacks, in order, when it opens. So a sink that was down, absent or killed loses
+nothing and doubles nothing, and no sink can stop the training: a failure is said once, and the lines stay on disk.
+
+evaluations.jsonl is the same for evaluations. Another process may write it (`lockstep evaluate`), so the tracker looks
+for new lines and passes them on. events.jsonl is a diary: it has every start, however often.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from lockstep.errors import ConfigError, DataError, LockstepError, UsageError
+from lockstep.files import append_line, read_json, try_lock, write_json
+from lockstep.metrics import Lines, Metrics, decode, encode, last_newline, plain, stream
+from lockstep.sinks import Held, Opener, Sink, TensorBoard, WeightsAndBiases
+
+log = logging.getLogger("lockstep")
+
+
+def numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """What can be drawn over the steps: the numbers among `values`, less the step itself."""
+    known = {key: plain(value) if hasattr(value, "item") else value for key, value in values.items() if key != "step"}
+    return {key: value for key, value in known.items() if isinstance(value, (int, float)) and not isinstance(value, bool)}
+
+
+class Tracker:
+    """The record of a run, kept by its global leader; on every other rank its methods do nothing.
+
+    folder       the run's: metrics.jsonl, events.jsonl, evaluations.jsonl, tracker.json, tensorboard/, wandb/
+    from_step    where the run goes on; None to pass evaluations on without training, metrics.jsonl is then only read
+    run          its resolved values, shown in Weights & Biases, but for those named like a secret
+    tensorboard, wandb, project     as in the section [track] of a run
+
+    Steps that a resumed run does again: TensorBoard forgets the first time (purge_step); Weights & Biases cannot, so it
+    keeps the first values and is not sent the second, which have the same bits as long as the run's promise holds.
+    UsageError when another process keeps this record; ConfigError when a package is missing or nobody is logged in.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        leader: bool,
+        from_step: int | None,
+        run: Mapping[str, Any] | None = None,
+        tensorboard: bool = False,
+        wandb: Literal["off", "offline", "online"] = "off",
+        project: str = "lockstep",
+    ) -> None:
+        self.folder, self.leader = folder, leader
+        self.evaluations = folder / "evaluations.jsonl"
+        self.metrics: Metrics | None = None
+        self.events: Lines | None = None
+        self.openers: dict[str, Opener] = {}
+        self.sinks: dict[str, Sink] = {}
+        self.at: dict[str, Held] = {}  # what each open sink was sent; `notes` has what it surely holds
+        self.unwritten: deque[dict[str, Any]] = deque()
+        self.warned: set[str] = set()
+        if not leader:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        self.lock = try_lock(folder / "tracker.lock")
+        if self.lock is None:
+            hint = "wait until it has ended, or give another folder"
+            raise UsageError("another process keeps the record of this run", str(folder), hint)
+        try:
+            self.notes = self._read_notes()
+            events = folder / "events.jsonl"
+            self.events = Lines(events, last_newline(events) if events.exists() else 0)
+            self.metrics = Metrics(folder / "metrics.jsonl", from_step) if from_step is not None else None
+            self.evaluated = {(line["step"], frozenset(line)) for line in stream(self.evaluations)}
+            if tensorboard:
+                self.openers["tensorboard"] = partial(TensorBoard, folder, from_step=from_step, note=self._note)
+            if wandb != "off":
+                self.openers["wandb"] = partial(
+                    WeightsAndBiases, folder, mode=wandb, project=project, run=run or {}, run_id=self._wandb_id()
+                )
+            for name in self.openers:
+                self._open(name)
+            self.sync()
+        except BaseException:
+            self.openers.clear()
+            self.close(failed=True)
+            raise
+
+    def step(self, step: int, values: Mapping[str, Any]) -> None:
+        """Record a committed step: at least loss, tokens and seconds, as Python numbers. Steps come in order."""
+        if not self.leader:
+            return
+        if self.metrics is None:
+            raise LockstepError(f"step {step} came to a tracker that only reads", str(self.folder), "give it from_step")
+        self.metrics.log(step, values)
+        for name in list(self.sinks):
+            self._send_step(name, step, values)
+
+    def validation(self, step: int, values: Mapping[str, Any]) -> None:
+        """Record an evaluation that this process made. One that was recorded (the step is done again) is left out."""
+        if not self.leader or (step, frozenset({"step", *values})) in self.evaluated:
+            return
+        self.evaluated.add((step, frozenset({"step", *values})))
+        self.unwritten.append({"step": step, **values})
+        self.forward_evaluations()
+
+    def event(self, kind: str, **facts: Any) -> None:
+        """Append what happened, and when by this machine's clock, to events.jsonl."""
+        if self.leader and self.events is not None:
+            self.events.add({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": kind, **facts})
+
+    def forward_evaluations(self) -> None:
+        """Pass new lines of evaluations.jsonl on to the sinks, at their checkpoint's step. None new: costs a stat()."""
+        if not self.leader:
+            return
+        self._write_evaluations()
+        try:
+            size = self.evaluations.stat().st_size if self.evaluations.exists() else 0
+            for name in list(self.sinks):
+                if size < self.at[name].evaluations_bytes:
+                    self._warn(f"{self.evaluations} became shorter than what {name} was sent; it is sent from the start")
+                    self.at[name] = replace(self.at[name], evaluations_bytes=0)
+                if size > self.at[name].evaluations_bytes:
+                    self._send_evaluations(name)
+        except OSError as error:
+            self._warn(f"{self.evaluations} cannot be read ({error.strerror}); training goes on, it is read again later")
+
+    def sync(self) -> None:
+        """Make the record durable and note how far each sink is. Before a checkpoint is committed: see Metrics.sync."""
+        if not self.leader:
+            return
+        for lines in (self.metrics, self.events):
+            if lines is not None:
+                lines.sync()
+        # A disk may have room again. The process of wandb, once lost, cannot be had back before the next start.
+        if "tensorboard" in self.openers and "tensorboard" not in self.sinks:
+            self._open("tensorboard")
+        self.forward_evaluations()
+        for name, sink in list(self.sinks.items()):
+            try:
+                sink.flush()
+            except Exception as error:
+                self._drop(name, error)
+            else:
+                self._note(name, asdict(self.at[name]))
+
+    def close(self, failed: bool = False) -> None:
+        """Send the rest, close everything and let go of the run. `failed` is what Weights & Biases will say of it."""
+        if not self.leader or self.lock is None:
+            return
+        self.sync()
+        for name, sink in self.sinks.items():
+            try:
+                sink.close(failed)
+            except Exception as error:
+                self._warn(f"{name} did not close ({error}); the next start sends it what it lacks")
+        self.sinks.clear()
+        for lines in (self.metrics, self.events):
+            if lines is not None:
+                lines.close()
+        os.close(self.lock)
+        self.lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close(failed=error is not None and not isinstance(error, SystemExit))
+
+    def _open(self, name: str) -> None:
+        """Open a sink and send it what it lacks. Only a wrong configuration is an error; the rest is said, once."""
+        try:
+            sink = self.openers[name](held=Held(**self.notes.get(name, {})))
+        except ConfigError:
+            raise
+        except Exception as error:
+            self._warn(f"{name} cannot be opened ({error}); training goes on, the next start sends it what it lacks")
+            return
+        self.sinks[name], self.at[name] = sink, sink.held
+        after = sink.held.step
+        try:
+            for line in self.metrics.after(after) if self.metrics else stream(self.folder / "metrics.jsonl", after):
+                self._send_step(name, line["step"], line)
+        except OSError as error:
+            self._drop(name, error)
+        self.forward_evaluations()
+
+    def _send_step(self, name: str, step: int, values: Mapping[str, Any]) -> None:
+        if name not in self.sinks or step <= self.at[name].step:
+            return
+        now = replace(self.at[name], step=step, rows=self.at[name].rows + 1)
+        try:
+            self.sinks[name].train(numbers(values), now)
+        except Exception as error:
+            self._drop(name, error)
+        else:
+            self.at[name] = now
+
+    def _send_evaluations(self, name: str) -> None:
+        """Send the whole lines that `name` has not had; a torn last line is left for later."""
+        with open(self.evaluations, "rb") as file:
+            file.seek(self.at[name].evaluations_bytes)
+            for raw in file:
+                if not raw.endswith(b"\n"):
+                    return
+                at = self.at[name]
+                now = replace(at, evaluations_bytes=at.evaluations_bytes + len(raw), rows=at.rows + 1)
+                line = decode(raw)
+                if line is None or not isinstance(line.get("step"), int):
+                    self._warn(f"{self.evaluations}: a line that is torn or has no step is left out: {raw[:80]!r}")
+                    self.at[name] = replace(now, rows=at.rows)
+                    continue
+                try:
+                    self.sinks[name].validation(line["step"], numbers(line), now)
+                except Exception as error:
+                    self._drop(name, error)
+                    return
+                self.at[name] = now
+
+    def _write_evaluations(self) -> None:
+        """Append this process's own evaluations; on a line of their own where somebody was killed inside a line."""
+        path = self.evaluations
+        try:
+            while self.unwritten:
+                torn = path.exists() and last_newline(path) < path.stat().st_size
+                append_line(path, "\n" * torn + encode(self.unwritten[0]).decode().rstrip("\n"))
+                self.unwritten.popleft()
+        except OSError as error:
+            self._warn(f"{path} cannot be written ({error.strerror}); training goes on, its lines wait in memory")
+
+    def _drop(self, name: str, error: Exception) -> None:
+        """Go on without a sink that failed."""
+        self._warn(f"{name} failed ({type(error).__name__}: {error}); training goes on, what it lacks is sent later")
+        sink = self.sinks.pop(name)
+        try:
+            sink.close(failed=True)
+        except Exception as again:
+            log.debug("%s did not close either: %s", name, again)
+
+    def _warn(self, problem: str) -> None:
+        """Say it once."""
+        if problem not in self.warned:
+            self.warned.add(problem)
+            log.warning("%s", problem)
+
+    def _wandb_id(self) -> str:
+        """This run's id at Weights & Biases: made once, kept in tracker.json."""
+        if "wandb_id" not in self.notes:
+            self._note("wandb_id", secrets.token_hex(8))
+        return str(self.notes["wandb_id"])
+
+    def _read_notes(self) -> dict[str, Any]:
+        path = self.folder / "tracker.json"
+        try:
+            return dict(read_json(path)) if path.exists() else {}
+        except ValueError as error:
+            hint = "move it aside; the sinks are then filled anew"
+            raise DataError(f"{path.name} is damaged: {error}", str(path), hint) from error
+
+    def _note(self, name: str, value: Any) -> None:
+        """Keep `value` in tracker.json, at once and whole."""
+        if self.notes.get(name) == value:
+            return
+        self.notes[name] = value
+        try:
+            write_json(self.folder / "tracker.json", self.notes)
+        except OSError as error:
+            self._warn(f"{self.folder / 'tracker.json'} cannot be written ({error.strerror}); training goes on")

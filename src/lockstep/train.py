@@ -1,0 +1,215 @@
+"""The training loop, on one page; what it needs is made above it.
+
+A step: every replica takes its share of the K micro-batches, gradients are summed in the order of one fixed tree while the backward pass
+runs, the loss is a sum divided once by the step's tokens, all processes agree that the step is sound, and only then is it committed.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lockstep.agree import Verdict, Vote, agree, lead, same
+from lockstep.checkpoint.keeper import Keeper
+from lockstep.config import Resolved, Run, to_json, with_precision
+from lockstep.data.loader import Loader
+from lockstep.data.order import BucketOrder, choose_shapes
+from lockstep.data.prepare import Prepared, open_prepared, prepare
+from lockstep.data.tokens import PAD
+from lockstep.errors import DivergedError, UsageError
+from lockstep.files import try_lock, write_json
+from lockstep.meter import Meter, flops_per_token, peak_flops
+from lockstep.models.build import build
+from lockstep.models.loss import cross_entropy
+from lockstep.models.translator import Translator
+from lockstep.numerics import changed, choose_precision, fingerprint, make_deterministic
+from lockstep.optim import adamw, divide_and_clip, learning_rate, set_learning_rate
+from lockstep.parallel.replicate import Replica
+from lockstep.progress import Progress
+from lockstep.signals import Signals
+from lockstep.track import Tracker
+from lockstep.world import World
+
+log = logging.getLogger("lockstep")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a training ended: after how many committed steps, and by which signal ("" when it reached the last step)."""
+
+    step: int
+    stopped_by: str
+
+
+def train(resolved: Resolved, folder: Path, world: World, *, resume: str = "auto") -> Outcome:
+    """Collective. Train the run in `folder` to its last step, from where it was.
+
+    Errors: DataError, CheckpointError, DivergedError, PeersLostError; all processes raise the same one.
+    """
+    run = resolved.run
+    corpus = open_corpus(run, folder, world)
+    order = deal(run, corpus)
+    loader = Loader(corpus.train, order, world.device)
+    model = build(run.model, vocabulary=corpus.tokenizer.size, device=world.device, seed=run.seed, length=order.shapes[-1].length)
+    optimizer = adamw(model, run.optim)
+    keeper = Keeper(
+        folder / "checkpoints",
+        world,
+        model,
+        optimizer,
+        every_steps=run.save.every_steps,
+        keep=run.save.keep,
+        on_error=run.save.on_error,
+    )
+    first = keeper.resume(resume)
+    facts = {"run": to_json(resolved), "fingerprints": corpus.fingerprints, "numerics": settle_numerics(world, keeper.facts)}
+    replica = Replica(
+        compiled(model, run),
+        micro_batches=run.batch.micro_batches,
+        seed=run.seed,
+        reduce=run.parallel.reduce,
+        bucket_bytes=run.parallel.bucket_bytes,
+    )
+    tracker = Tracker(
+        folder,
+        leader=world.leader,
+        from_step=first,
+        run=to_json(resolved)["values"],
+        tensorboard=run.track.tensorboard,
+        wandb=run.track.wandb,
+        project=run.track.project,
+    )
+    progress = Progress(run.steps, first, world.local_leader, log_every=run.track.log_every)
+    step, stop = first, ""
+    with Signals() as signals, tracker, progress, keeper, replica:
+        meter = meter_for(model, run, world, length=order.shapes[-1].length)
+        while step < run.steps and not stop:
+            losses = []
+            for k in replica.micro_batches(step):
+                with meter.timing("data"):
+                    batch = loader.micro_batch(step, k)
+                with torch.autocast(world.device.type, torch.bfloat16, enabled=run.compute.precision == "bf16"):
+                    logits = replica(batch.source, batch.target)
+                    loss = cross_entropy(logits, batch.labels, smoothing=run.optim.label_smoothing, pad=PAD)
+                loss.backward()
+                losses.append(loss.detach())
+            meter.add("communication", replica.exposed_s())
+
+            tokens = loader.tokens(step)
+            norm = divide_and_clip(model.parameters(), divisor=tokens, clip_norm=run.optim.clip_norm)
+            *sums, norm_here = torch.stack([*losses, norm]).tolist()
+            vote = Vote(sums, math.isfinite(norm_here), signals.received, keeper.must_stop())
+            verdict = agree(world, vote, micro_batches=run.batch.micro_batches)
+            refuse_to_diverge(verdict, step, norm_here)
+
+            set_learning_rate(optimizer, learning_rate(step + 1, run.optim))
+            optimizer.step()
+            step += 1  # committed
+
+            values = {"loss": verdict.loss / tokens, "norm": norm_here, "epoch": order.epoch(step)}
+            values |= {"learning_rate": optimizer.param_groups[0]["lr"], **meter.step(tokens)}
+            tracker.step(step, values)
+            progress.step(step, values)
+            stop = verdict.stop
+            if keeper.due(step) or stop or verdict.save_failed or step == run.steps:
+                with meter.timing("saving"):
+                    tracker.sync()  # first, so that no checkpoint is ahead of its metrics
+                    keeper.save(step, facts)
+            if verdict.save_failed:
+                break
+    return Outcome(step, stop)
+
+
+def open_corpus(run: Run, folder: Path, world: World) -> Prepared:
+    """Collective. The tokenised corpus in the run folder: made by rank 0 the first time, opened by everybody."""
+    lead(world, lambda: prepare(run.data, run.tokens, folder / "data"))
+    corpus = open_prepared(folder / "data")
+    same(world, corpus.fingerprints, "the prepared corpus")
+    return corpus
+
+
+def deal(run: Run, corpus: Prepared) -> BucketOrder:
+    """The order of the run's micro-batches, and a line that says which shapes they have."""
+    longer = corpus.train.lengths.max(axis=1)
+    shapes, reason = choose_shapes(longer, tokens=run.batch.tokens, shapes=run.batch.shapes)
+    log.info(reason)
+    return BucketOrder(longer, shapes, micro_batches=run.batch.micro_batches, seed=run.seed)
+
+
+def compiled(model: Translator, run: Run) -> torch.nn.Module:
+    """The model as it is, or compiled by torch; graph breaks are counted once, in a line of the log."""
+    if not run.compute.compile:
+        return model
+    torch._dynamo.config.cache_size_limit = max(64, 2 * run.batch.shapes)
+    return torch.compile(model, dynamic=False)  # type: ignore[return-value]
+
+
+def meter_for(model: Translator, run: Run, world: World, *, length: int) -> Meter:
+    """The clock of the loop, with the device's peak where it is known."""
+    flops = flops_per_token(
+        sum(p.numel() for p in model.parameters()), run.model.encoder_layers + run.model.decoder_layers, run.model.width, length
+    )
+    if world.device.type != "cuda":
+        return Meter()
+    peak = peak_flops(torch.cuda.get_device_name(world.device), run.compute.precision)
+    total = peak * world.size if peak else None
+    return Meter(flops_per_token=flops, peak_flops=total, memory=lambda: torch.cuda.max_memory_allocated(world.device))
+
+
+def settle_numerics(world: World, facts: dict[str, object]) -> dict[str, str]:
+    """Collective. This run's numerics fingerprint: equal on all processes, and compared with the one it was saved with."""
+    log.info(make_deterministic(world.device))
+    now = fingerprint(world.device)
+    same(world, now, "what decides the bits")
+    begun = facts.get("numerics")
+    for sentence in changed(begun, now) if isinstance(begun, dict) else []:
+        log.warning("this run goes on with other bits than it would have had where it began: %s", sentence)
+    return now
+
+
+def refuse_to_diverge(verdict: Verdict, step: int, norm: float) -> None:
+    """DivergedError, on all processes alike, when the agreed loss or the norm is not finite. The update is not made."""
+    if not verdict.finite:
+        raise DivergedError(
+            f"loss {verdict.loss} and gradient norm {norm} in step {step + 1}",
+            "agreed by all processes before the update, which was not made",
+            "lower optim.learning_rate, lengthen optim.warmup_steps, or set optim.clip_norm; the checkpoints before are whole",
+        )
+
+
+def settle(resolved: Resolved, device: torch.device) -> Resolved:
+    """The run with what it leaves to the device decided, once: the choice decides bits, so it is written into the run."""
+    if resolved.run.compute.precision != "auto":
+        return resolved
+    precision, reason = choose_precision(device)
+    log.info("compute.precision = %s: %s", precision, reason)
+    return with_precision(resolved, precision, f"chosen: {reason}")
+
+
+@contextmanager
+def claim(folder: Path, resolved: Resolved) -> Iterator[None]:
+    """Hold `folder` for this training alone, with its run.json written. For rank 0.
+
+    UsageError when another training holds it, or when it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = try_lock(folder / "run.lock")
+        if lock is None:
+            raise UsageError(f"another training is at work in {folder}", f"it holds {folder}/run.lock", "wait for it, end it, or give another --out")
+        write_json(folder / "run.json", to_json(resolved))
+    except OSError as error:
+        raise UsageError(
+            f"{folder} cannot be written: {error.strerror}", "given with --out", "give a folder that this user can write, on a disk with space"
+        ) from None
+    try:
+        yield
+    finally:
+        os.close(lock)

@@ -1,0 +1,61 @@
+"""Quantities as people write them: "25 MB", "90 s", "41.2 k".
+
+Bytes are decimal with MB and binary with MiB, as the SI and IEC say; a bare number means the base unit (bytes, seconds).
+"""
+
+from __future__ import annotations
+
+import re
+
+BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+SECONDS = {"MS": 1e-3, "S": 1.0, "MIN": 60.0, "H": 3600.0, "D": 86400.0}
+
+
+def parse(text: object, units: dict[str, float], example: str) -> float:
+    """The number that `text` stands for, in the base unit of `units`. ValueError when it is no such quantity."""
+    if isinstance(text, (int, float)) and not isinstance(text, bool):
+        return float(text)
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
+    if not match:
+        raise ValueError(f"{text!r} is not a quantity such as {example!r}")
+    number, unit = match.groups()
+    if unit and unit.upper() not in units:
+        raise ValueError(f"{text!r} has the unknown unit {unit!r}; there are {', '.join(units)}, for example {example!r}")
+    return float(number) * (units[unit.upper()] if unit else 1.0)
+
+
+def parse_bytes(text: object) -> int:
+    """Bytes in "25 MB", "1 GiB" or 4096."""
+    return int(parse(text, {k: float(v) for k, v in BYTES.items()}, "25 MB"))
+
+
+def parse_seconds(text: object) -> float:
+    """Seconds in "90 s", "5 min" or 0.5."""
+    return parse(text, SECONDS, "90 s")
+
+
+def show_bytes(count: float) -> str:
+    """`count` bytes in the largest binary unit that keeps it above one: 61.0 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def show_seconds(seconds: float) -> str:
+    """`seconds` as a person says it: 0.02 s, 90 s, 12 min, 3.5 h."""
+    if seconds < 10:
+        return f"{seconds:.2f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def show_count(count: float) -> str:
+    """`count` with a decimal prefix and a space: 41.2 k, 2.6 M."""
+    for size, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(count) >= size:
+            return f"{count / size:.1f} {prefix}"
+    return f"{count:.0f}" if float(count).is_integer() else f"{count:.1f}"

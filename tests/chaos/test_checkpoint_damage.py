@@ -1,0 +1,227 @@
+"""A changed, shortened or lost file is found, whichever it is; what is whole is used; nothing is overwritten or lost."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint import commands, seal
+from lockstep.checkpoint.state import digest
+from lockstep.checkpoint.store import Store
+from lockstep.errors import CheckpointError
+
+
+def state(step: int) -> dict[str, Tensor]:
+    """60 KB that depend on the step alone."""
+    generator = torch.Generator().manual_seed(step)
+    shapes = {"model.a": (100, 100), "model.b": (7,), "optim.a.exp_avg": (50, 100), "optim.a.step": ()}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def filled(folder: Path, steps: list[int], keep: int = 0) -> Store:
+    store = Store(folder, keep=keep, file_bytes=25_000)
+    for step in steps:
+        store.save(step, state(step), {"step": step})
+    return store
+
+
+def flip(path: Path, bit: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(bit // 8)
+        byte = file.read(1)[0]
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ 1 << bit % 8]))
+
+
+def test_sixty_of_sixty_flipped_bits_are_found_in_any_file(tmp_path: Path) -> None:
+    filled(tmp_path, [10])
+    path = tmp_path / "step-00000010"
+    files = sorted(path.iterdir())
+    assert [f.name for f in files] == [
+        "COMMITTED", "facts.json", "manifest.json", "tensors-00000.safetensors", "tensors-00001.safetensors",
+    ]  # fmt: skip
+    draw = random.Random(0)
+    found_by_load = found_by_verify = 0
+    for n in range(60):
+        file = files[n % len(files)]
+        bit = draw.randrange(file.stat().st_size * 8)
+        flip(file, bit)
+        found_by_verify += not commands.verify(tmp_path)[0]
+        with pytest.raises(CheckpointError, match="damaged: the checkpoint of step 10"):
+            Store(tmp_path).load(10)
+        found_by_load += 1
+        flip(file, bit)
+        assert commands.verify(tmp_path)[0]
+    assert (found_by_verify, found_by_load) == (60, 60)
+
+
+def test_every_bit_of_manifest_and_marker_counts(tmp_path: Path) -> None:
+    store = filled(tmp_path, [10])
+    for name in ("COMMITTED", "manifest.json"):
+        file = tmp_path / "step-00000010" / name
+        for bit in range(file.stat().st_size * 8):
+            flip(file, bit)
+            assert store.verify(10), (name, bit)
+            flip(file, bit)
+    assert store.verify(10) == []
+
+
+def test_short_long_lost_and_unreadable_files_are_named(tmp_path: Path) -> None:
+    store = filled(tmp_path, [10])
+    path = tmp_path / "step-00000010"
+    data = path / "tensors-00000.safetensors"
+    content = data.read_bytes()
+    data.write_bytes(content[:-1])
+    assert store.verify(10) == [f"{data.name} has {len(content) - 1} bytes, the manifest says {len(content)}"]
+    data.write_bytes(content + b"\0")
+    with pytest.raises(CheckpointError, match=f"{data.name} has {len(content) + 1} bytes"):
+        store.load(10)
+    data.unlink()
+    assert store.verify(10) == [f"{data.name} is missing"]
+    with pytest.raises(CheckpointError, match=rf"{data.name} is missing\n  there is no other one; nothing was deleted"):
+        store.load(10)
+    (path / "manifest.json").unlink()
+    assert store.verify(10) == ["manifest.json is missing"]
+
+
+def test_a_stray_file_is_a_finding_but_costs_no_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = filled(tmp_path, [10])
+    (tmp_path / "step-00000010" / "notes.txt").write_text("mine")
+    assert store.verify(10) == ["notes.txt does not belong here: the manifest does not name it"]
+    found = store.load_newest()
+    assert found and digest(found.tensors) == digest(state(10))
+    assert "holds files that are not part of it: notes.txt" in caplog.text
+
+
+def test_a_missing_step_says_which_there_are(tmp_path: Path) -> None:
+    store = filled(tmp_path, [10, 20])
+    for call in (store.load, store.verify):
+        with pytest.raises(CheckpointError, match=r"no checkpoint of step 15\n.*checkpoints: 10, 20"):
+            call(15)
+    assert Store(tmp_path / "new").load_newest() is None
+
+
+def test_a_damaged_newest_is_set_aside_with_one_line_and_the_one_before_is_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    filled(tmp_path, [10, 20, 30])
+    flip(tmp_path / "step-00000030" / "tensors-00001.safetensors", 12_345)
+    flip(tmp_path / "step-00000020" / "facts.json", 3)
+    caplog.set_level(logging.INFO)
+    store = Store(tmp_path)
+    found = store.load_newest()
+    assert found and found.step == 10 and found.facts == {"step": 10} and digest(found.tensors) == digest(state(10))
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2
+    assert "step-00000030 is damaged (tensors-00001.safetensors is not what was written" in lines[0]
+    assert "set aside as step-00000030.damaged; step 10 is used instead" in lines[0]
+    assert store.steps() == [10]
+    for step in (20, 30):  # the run comes by again
+        store.save(step, state(step), {"step": step})
+    flip(tmp_path / "step-00000030" / "manifest.json", 12)
+    assert store.load_newest() is not None
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "step-00000010", "step-00000020", "step-00000020.damaged", "step-00000030.damaged", "step-00000030.damaged-2",
+    ]  # fmt: skip
+
+
+def test_when_all_are_damaged_it_is_an_error_each_time_and_nothing_is_touched(tmp_path: Path) -> None:
+    filled(tmp_path, [10, 20])
+    for step in (10, 20):
+        flip(tmp_path / f"step-000000{step}" / "facts.json", 3)
+    before = sorted(tmp_path.rglob("*"))
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="damaged: the checkpoint of step 10, 20") as error:
+            Store(tmp_path).load_newest()
+        assert error.value.exit_code == 3
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_step_that_is_there_with_equal_content_is_left_alone(tmp_path: Path) -> None:
+    store = filled(tmp_path, [10])
+    before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
+    other_cut = Store(tmp_path, file_bytes=10**9)
+    assert other_cut.save(10, state(10), {"host": "another"}) == tmp_path / "step-00000010"
+    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
+    assert store.load(10).facts == {"step": 10}
+
+
+def test_a_step_that_is_there_with_other_content_is_an_alarm_and_not_overwritten(tmp_path: Path) -> None:
+    store = filled(tmp_path, [10])
+    other = state(10) | {"model.b": state(11)["model.b"]}
+    with pytest.raises(CheckpointError) as error:
+        store.save(10, other, {})
+    assert "step 10 has a checkpoint with other content, which was not overwritten" in str(error.value)
+    assert "1 of 4 tensors differ: model.b" in str(error.value)
+    assert digest(other) in str(error.value) and digest(state(10)) in str(error.value)
+    assert digest(store.load(10).tensors) == digest(state(10))
+    assert os.listdir(tmp_path) == ["step-00000010"]
+
+
+def test_a_step_that_is_there_but_damaged_is_set_aside_and_saved_anew(tmp_path: Path) -> None:
+    store = filled(tmp_path, [10])
+    flip(tmp_path / "step-00000010" / "tensors-00000.safetensors", 9_999)
+    store.save(10, state(10), {})
+    assert commands.verify(tmp_path)[0]
+    assert (tmp_path / "step-00000010.damaged").is_dir()
+
+
+def test_another_committer_between_our_check_and_our_commit_is_compared_too(tmp_path: Path) -> None:
+    for content in (10, 11):
+        folder = tmp_path / str(content)
+
+        def overtaken(place: str, folder: Path = folder, content: int = content) -> None:
+            if place == "sealed":
+                Store(folder).save(10, state(content), {"by": "the other"})
+
+        store = Store(folder, at=overtaken)
+        if content == 10:
+            store.save(10, state(10), {"by": "me"})
+        else:
+            with pytest.raises(CheckpointError, match="other content"):
+                store.save(10, state(10), {"by": "me"})
+        assert store.load(10).facts == {"by": "the other"}
+        assert os.listdir(folder) == ["step-00000010"]
+
+
+def test_retention_leaves_what_is_read_protected_or_the_last_known_whole(tmp_path: Path) -> None:
+    store = Store(tmp_path, keep=2)
+    for step in (10, 20, 30):
+        store.save(step, state(step), {}, protect={10})
+    assert store.steps() == [10, 20, 30]
+    with seal.pinned(tmp_path, 20) as path, seal.pinned(tmp_path, 20):
+        assert path == tmp_path / "step-00000020"
+        store.save(40, state(40), {})
+        assert store.steps() == [20, 30, 40]  # 10 is no longer protected, 20 is being read
+        assert store.verify(20) == []
+    store.save(50, state(50), {})
+    assert store.steps() == [40, 50]
+    for step in (40, 50):
+        flip(tmp_path / f"step-000000{step}" / "facts.json", 3)
+    back = Store(tmp_path, keep=2)  # resumed from before 40, with damage ahead that nobody has noticed
+    back.save(35, state(35), {})
+    assert back.steps() == [35, 40, 50]
+    assert back.load(35).step == 35
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+def test_keep_zero_keeps_all(tmp_path: Path) -> None:
+    assert filled(tmp_path, [1, 2, 3, 4, 5], keep=0).steps() == [1, 2, 3, 4, 5]
+
+
+def test_a_copied_checkpoint_folder_is_as_good_as_the_first(tmp_path: Path) -> None:
+    filled(tmp_path / "a", [10])
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    assert digest(Store(tmp_path / "b").load(10).tensors) == digest(state(10))
+
+
+def test_loaded_tensors_can_be_written_to(tmp_path: Path) -> None:
+    tensors = filled(tmp_path, [10]).load(10).tensors
+    tensors["model.b"].add_(1)
+    assert torch.equal(tensors["model.b"], state(10)["model.b"] + 1)
+    assert torch.equal(tensors["model.a"], state(10)["model.a"])

@@ -1,0 +1,197 @@
+"""SIGKILL at every place of a save and at random moments: the next start finds a whole checkpoint with the right content.
+
+Processes are forked from one that has torch already, so that fifty deaths take seconds. This file is that process too,
+when it is run as a script: it prints one JSON object for each death.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from mmap import mmap
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint import seal
+from lockstep.checkpoint.state import digest
+from lockstep.checkpoint.store import Store
+
+KEEP = 2
+
+
+def state(step: int) -> dict[str, Tensor]:
+    """300 KB in three files that depend on the step alone."""
+    generator = torch.Generator().manual_seed(step)
+    return {f"model.{name}": torch.randn(25_000, generator=generator) for name in "abc"}
+
+
+def store_in(folder: Path, at: Callable[[str], None] = seal.no_seam) -> Store:
+    return Store(folder, keep=KEEP, file_bytes=100_000, at=at)
+
+
+def child(work: Callable[[], None]) -> int:
+    """The pid of a forked process that does `work` and ends with 0, or with 1 when it raises."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        work()
+    except BaseException as error:
+        print(f"child failed: {error!r}", file=sys.stderr)
+        os._exit(1)
+    os._exit(0)
+
+
+def inspect(folder: Path) -> dict[str, Any]:
+    """What the next start would find, and what lies about."""
+    found = store_in(folder).load_newest()
+    step = found.step if found else 0
+    names = sorted(os.listdir(folder))
+    return {
+        "found": step,
+        "right": found is None or digest(found.tensors) == digest(state(step)),
+        "facts": found.facts if found else {"step": 0},
+        "hidden": [name for name in names if name.startswith(".")],
+        "odd": [name for name in names if not seal.STEP.fullmatch(name) and not seal.HIDDEN.fullmatch(name)],
+    }
+
+
+def die_everywhere(folder: Path) -> None:
+    """Die at the first place of a save, at the second and so on; after each, look, save again and look again."""
+    places: list[str] = []
+    store_in(folder, at=places.append).save(1, state(1), {"step": 1})
+    store_in(folder, at=places.append).save(2, state(2), {"step": 2})
+    places.clear()
+    store_in(folder, at=places.append).save(3, state(3), {"step": 3})  # this one retires step 1
+    for number, place in enumerate(places):
+        step = 4 + number
+        left = iter(range(number, -1, -1))
+
+        def at(_: str, left: Any = left) -> None:
+            if next(left) == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def work(step: int = step, at: Callable[[str], None] = at) -> None:
+            store_in(folder, at).save(step, state(step), {"step": step})
+
+        _, status = os.waitpid(child(work), 0)
+        after = inspect(folder)
+        store_in(folder).save(step, state(step), {"step": step})
+        again = inspect(folder)
+        steps = store_in(folder).steps()
+        print(json.dumps({"place": place, "step": step, "status": status, "after": after, "again": again, "steps": steps}))
+
+
+def die_at_random(folder: Path, deaths: int) -> None:
+    """Save step after step in a child until it is killed; look; go on from what is found."""
+    shared = mmap(-1, 8)  # the last step whose save returned: outlives the child
+    draw = random.Random(1)
+    for _ in range(deaths):
+        begin = store_in(folder).newest() or 0
+        shared[:] = struct.pack("q", begin)
+
+        def work(begin: int = begin) -> None:
+            store = store_in(folder)
+            for step in range(begin + 1, begin + 10_000):
+                store.save(step, state(step), {"step": step})
+                shared[:] = struct.pack("q", step)
+
+        pid = child(work)
+        time.sleep(draw.uniform(0.002, 0.08))
+        os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        print(json.dumps({"status": status, "returned": struct.unpack("q", shared[:])[0], **inspect(folder)}))
+    store_in(folder).save(10**6, state(10**6), {"step": 10**6})
+    print(json.dumps(inspect(folder) | {"names": sorted(os.listdir(folder))}))
+
+
+def die_while_reading(folder: Path) -> None:
+    """A reader in another process pins step 1; retention runs; the reader dies; retention runs again."""
+    store = Store(folder, keep=1)
+    store.save(1, state(1), {"step": 1})
+    from_child, to_parent = os.pipe()
+
+    def work() -> None:
+        with seal.pinned(folder, 1):
+            os.write(to_parent, b"x")
+            time.sleep(600)
+
+    pid = child(work)
+    os.read(from_child, 1)
+    store.save(2, state(2), {})
+    pinned = store.steps()
+    whole = store.verify(1) == []
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    store.save(3, state(3), {})
+    print(json.dumps({"pinned": pinned, "whole": whole, "then": store.steps()}))
+
+
+def lines_of(scene: str, folder: Path) -> list[dict[str, Any]]:
+    """Run this file as a script; what it printed."""
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, __file__, scene, str(folder)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "child failed" not in done.stderr, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_death_at_every_place_of_a_save_leaves_the_old_or_the_new_whole(tmp_path: Path) -> None:
+    lines = lines_of("everywhere", tmp_path / "runs")
+    places = [line["place"] for line in lines]
+    assert len(places) > 15
+    marked = places.index("marked")
+    for number, line in enumerate(lines):
+        step, after, again = line["step"], line["after"], line["again"]
+        assert line["status"] == signal.SIGKILL, line
+        assert after["right"] and after["found"] == (step if number >= marked else step - 1), line
+        assert after["facts"] == {"step": after["found"]} and not after["odd"], line
+        assert again == {"found": step, "right": True, "facts": {"step": step}, "hidden": [], "odd": []}, line
+        assert line["steps"] == [step - 1, step], line
+    assert {"begun", "in facts.json", "after manifest.json", "sealed", "renamed", "marked", "unmarked", "hidden", "removing"} <= set(places)
+    assert any(line["after"]["hidden"] for line in lines)  # there was something to clean up
+
+
+def test_fifty_deaths_at_random_moments_of_a_save(tmp_path: Path) -> None:
+    *deaths, last = lines_of("random", tmp_path / "runs")
+    assert len(deaths) == 50
+    for line in deaths:
+        assert line["status"] == signal.SIGKILL, line
+        assert line["right"] and line["facts"] == {"step": line["found"]} and not line["odd"], line
+        # A save that returned is there; one that did not may be there too, whole.
+        assert line["returned"] <= line["found"] <= line["returned"] + 1, line
+        assert len(line["hidden"]) <= 2, line
+    assert sum(bool(line["hidden"]) for line in deaths) >= 10  # the moments really lay inside saves
+    assert deaths[-1]["found"] > 5
+    assert last["right"] and last["hidden"] == [] and len(last["names"]) == KEEP
+
+
+def test_what_another_process_reads_is_not_deleted_until_it_ends(tmp_path: Path) -> None:
+    assert lines_of("reading", tmp_path / "runs") == [{"pinned": [1, 2], "whole": True, "then": [3]}]
+
+
+if __name__ == "__main__":
+    scene, folder = sys.argv[1], Path(sys.argv[2])
+    if scene == "everywhere":
+        die_everywhere(folder)
+    elif scene == "random":
+        die_at_random(folder, 50)
+    else:
+        die_while_reading(folder)

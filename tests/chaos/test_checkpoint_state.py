@@ -1,0 +1,262 @@
+"""Model and optimizer out of a checkpoint go on with the same bits; what does not fit is named; bytes are safetensors'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.checkpoint import commands, tensorfile
+from lockstep.checkpoint.state import capture, digest, restore
+from lockstep.checkpoint.store import Store
+from lockstep.errors import CheckpointError
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+class Tied(nn.Module):
+    """Embedding and output share their weight; one buffer is state, the other is not."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.unused = nn.Linear(3, 3)
+        self.out = nn.Linear(width, 11, bias=False)
+        self.out.weight = self.embed.weight
+        self.register_buffer("mask", torch.ones(4), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(self.norm(self.embed(ids)))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        ids = torch.arange(6) * (step + 1) % 11
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(ids), (ids + 1) % 11).backward()
+        optimizer.step()
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "adamw foreach amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True, amsgrad=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01),
+    "sgd momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_restored_run_goes_on_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = Tied()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    train(model, optimizer, range(3))
+    Store(tmp_path).save(3, capture(model, optimizer), {})
+    train(model, optimizer, range(3, 6))
+
+    torch.manual_seed(2)
+    second = Tied()
+    again = OPTIMIZERS[name](second.parameters())
+    checkpoint = Store(tmp_path).load(3)
+    restore(second, again, checkpoint.tensors)
+    assert digest(capture(second, again)) == digest(checkpoint.tensors)
+    train(second, again, range(3, 6))
+    assert digest(capture(second, again)) == digest(capture(model, optimizer))
+    assert second.out.weight is second.embed.weight
+
+    restore(second, again, checkpoint.tensors)  # and back, over a state that is there already
+    train(second, again, range(3, 6))
+    assert digest(capture(second, again)) == digest(capture(model, optimizer))
+
+
+def test_names_are_the_bare_models_and_tied_weights_are_saved_once() -> None:
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, range(1))
+    names = set(capture(model, optimizer))
+    assert {n for n in names if n.startswith("model.")} == {
+        "model.embed.weight", "model.norm.weight", "model.norm.bias", "model.norm.running_mean", "model.norm.running_var",
+        "model.norm.num_batches_tracked", "model.unused.weight", "model.unused.bias",
+    }  # fmt: skip
+    keys = ("exp_avg", "exp_avg_sq", "step")
+    assert names - set(capture(model)) == {f"optim.{n}.{k}" for n in ("embed.weight", "norm.weight", "norm.bias") for k in keys}
+    compiled = torch.compile(model)
+    assert isinstance(compiled, nn.Module)
+    assert set(capture(compiled, optimizer)) == names
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(compiled)
+        assert set(capture(wrapped, optimizer)) == names
+        restore(wrapped, optimizer, capture(model, optimizer))
+    finally:
+        dist.destroy_process_group()
+    model.norm = torch.compile(model.norm)  # type: ignore[assignment]
+    assert set(capture(model, optimizer)) == names
+
+
+def test_a_user_module_called_module_keeps_its_name() -> None:
+    model = nn.ModuleDict({"module": nn.Linear(2, 2)})
+    assert set(capture(model)) == {"model.module.weight", "model.module.bias"}
+
+
+class Odd(torch.optim.Optimizer):
+    """State of every kind of Python number."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] |= {"calls": 2**40, "scale": 0.1, "warm": True, "tensor": torch.tensor(3), "none": None}
+
+
+def test_numbers_of_an_optimizer_come_back_as_what_they_were(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = Odd(model.parameters())
+    optimizer.step()
+    Store(tmp_path).save(1, capture(model, optimizer), {})
+    again = Odd(model.parameters())
+    restore(model, again, Store(tmp_path).load(1).tensors)
+    state = again.state[model.weight]
+    assert state == {"calls": 2**40, "scale": 0.1, "warm": True, "tensor": torch.tensor(3)}
+    assert {key: type(value) for key, value in state.items()} == {"calls": int, "scale": float, "warm": bool, "tensor": Tensor}
+
+
+def test_what_a_checkpoint_cannot_hold_is_refused_by_name() -> None:
+    model = nn.Linear(2, 2)
+    lbfgs = torch.optim.LBFGS(model.parameters())
+
+    def closure() -> Tensor:
+        lbfgs.zero_grad()
+        loss = model(torch.ones(2)).square().sum()
+        loss.backward()
+        return loss
+
+    lbfgs.step(closure)
+    with pytest.raises(CheckpointError, match=r"LBFGS keeps '.*' as a list, which a checkpoint cannot hold\n  state of weight"):
+        capture(model, lbfgs)
+
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> int:
+            return 1
+
+    with pytest.raises(CheckpointError, match=r"Extra keeps extra state[\s\S]*module 1,"):
+        capture(nn.Sequential(nn.Linear(1, 1), Extra(1, 1)))
+    other = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(7))])
+    with pytest.raises(CheckpointError, match=r"1 of the optimizer's parameters are not in the model: shape \(7,\)"):
+        capture(model, other)
+    with pytest.raises(CheckpointError, match=r"cannot hold a tensor of torch.complex128[\s\S]*model.x"):
+        digest({"model.x": torch.ones(1, dtype=torch.complex128)})
+
+
+def test_what_does_not_fit_is_named_and_nothing_is_changed() -> None:
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, range(2))
+    saved = {name: tensor.clone() for name, tensor in capture(model, optimizer).items()}
+    train(model, optimizer, range(2))
+    before = digest(capture(model, optimizer))
+    saved["model.extra"] = torch.ones(1)
+    saved["optim.nobody.exp_avg"] = torch.ones(1)
+    del saved["model.unused.bias"]
+    saved["model.norm.weight"] = torch.ones(9)
+    saved["model.norm.bias"] = saved["model.norm.bias"].double()
+    saved["optim.norm.weight.exp_avg"] = torch.ones(9)
+    del saved["optim.norm.bias.exp_avg"]
+    with pytest.raises(CheckpointError) as error:
+        restore(model, optimizer, saved)
+    for line in (
+        "does not fit Tied and AdamW",
+        "missing in the checkpoint: unused.bias",
+        "unexpected in the checkpoint: extra",
+        "norm.bias is float64 (8,) in the checkpoint, float32 (8,) here, norm.weight is float32 (9,)",
+        "unexpected in the checkpoint: optim.nobody",
+        "missing in the checkpoint: optim.norm.bias.exp_avg",
+        "wrong: optim.norm.weight.exp_avg is float32 (9,)",
+    ):
+        assert line in str(error.value)
+    assert digest(capture(model, optimizer)) == before
+
+
+def test_weights_alone_can_be_restored() -> None:
+    model, other = Tied(), Tied()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, range(1))
+    restore(other, None, capture(model, optimizer))
+    assert digest(capture(other)) == digest(capture(model))
+
+
+EVERY_DTYPE = {
+    f"{dtype}": torch.arange(24).reshape(2, 3, 4).to(dtype)
+    for dtype in (
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+        torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2,
+    )
+} | {"zero": torch.tensor(1.5), "empty": torch.empty(0, 3), "an ünusual\nname": torch.ones(1)}  # fmt: skip
+
+
+def test_the_digest_sees_names_dtypes_shapes_and_bytes_and_nothing_else() -> None:
+    a = {"x": torch.arange(6.0).reshape(2, 3), "y": torch.ones(2, dtype=torch.bfloat16)}
+    equal = {"y": a["y"].clone(), "x": torch.stack([a["x"]] * 2, dim=-1)[..., 0]}
+    assert not equal["x"].is_contiguous()
+    assert digest(a) == digest(equal)
+    for other in (
+        {"x": a["x"].reshape(3, 2), "y": a["y"]},
+        {"x": a["x"].view(torch.int32), "y": a["y"]},
+        {"x": a["x"], "z": a["y"]},
+        {"x": a["x"]},
+        {"x": a["x"], "y": torch.tensor([1, 1 + 2**-7], dtype=torch.bfloat16)},
+        {"x": a["x"] * torch.tensor([[-1.0], [1.0]]), "y": a["y"]},  # -0.0 is not 0.0
+    ):
+        assert digest(a) != digest(other)
+
+
+@pytest.mark.parametrize("file_bytes", [1, 100, 10**9])
+def test_every_dtype_comes_back_and_the_digest_is_that_of_the_command(tmp_path: Path, file_bytes: int) -> None:
+    store = Store(tmp_path, file_bytes=file_bytes)
+    facts = {"run": {"seed": 1}, "text": "è", "none": None}
+    path = store.save(7, EVERY_DTYPE, facts)
+    assert len(list(path.glob("*.safetensors"))) == {1: 19, 100: 12, 10**9: 1}[file_bytes]
+    found = store.load(7)
+    assert found.facts == facts
+    assert found.tensors.keys() == EVERY_DTYPE.keys()
+    for name, tensor in EVERY_DTYPE.items():
+        assert found.tensors[name].dtype == tensor.dtype
+        assert found.tensors[name].shape == tensor.shape
+    assert digest(found.tensors) == digest(EVERY_DTYPE)
+    assert commands.digest_line(tmp_path) == f"step 7 sha256 {digest(EVERY_DTYPE)}"
+
+
+def test_the_files_are_those_of_the_safetensors_library(tmp_path: Path) -> None:
+    path = Store(tmp_path).save(1, EVERY_DTYPE, {})
+    theirs = safetensors.torch.load_file(path / "tensors-00000.safetensors")
+    assert digest(theirs) == digest(EVERY_DTYPE)
+    safetensors.torch.save_file(EVERY_DTYPE, tmp_path / "theirs.safetensors", metadata={"a": "b"})
+    found = tensorfile.stored([tmp_path / "theirs.safetensors"])
+    assert found.keys() == EVERY_DTYPE.keys()
+    assert tensorfile.digest({name: tensorfile.fingerprint(*pair) for name, pair in found.items()}) == digest(EVERY_DTYPE)
+
+
+def test_exported_weights_are_read_by_the_safetensors_library(tmp_path: Path) -> None:
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, range(1))
+    Store(tmp_path, file_bytes=100).save(1, capture(model, optimizer), {})
+    commands.export(tmp_path, None, tmp_path / "weights.safetensors")
+    theirs = safetensors.torch.load_file(tmp_path / "weights.safetensors")
+    assert digest({f"model.{name}": tensor for name, tensor in theirs.items()}) == digest(capture(model))
+    with safetensors.safe_open(tmp_path / "weights.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "step": "1"}

@@ -1,0 +1,97 @@
+"""The run as a value: where each value comes from, and errors that name what is wrong, where, and what to try."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.config import Run, from_json, leaves, open_run, read_flags, resolve, show, to_json
+from lockstep.errors import ConfigError
+from lockstep.files import write_json
+from lockstep.units import parse_bytes, parse_seconds, show_bytes, show_count, show_seconds
+
+
+def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('steps = 7\n[optim]\nlearning_rate = 1e-3\nwarmup_steps = 3\n[parallel]\nbucket_bytes = "2 MiB"\ntimeout_s = "2 min"\n')
+    found = resolve(file, {"optim.warmup_steps": "5"}, {"LOCKSTEP_OPTIM_WARMUP_STEPS": "4", "LOCKSTEP_SEED": "9", "HOME": "/"})
+    run = found.run
+    assert (run.steps, run.optim.learning_rate, run.optim.warmup_steps, run.seed, run.batch.micro_batches) == (7, 1e-3, 5, 9, 8)
+    assert (run.parallel.bucket_bytes, run.parallel.timeout_s) == (2 * 2**20, 120.0)
+    assert found.origin["optim.warmup_steps"] == "command line" and found.origin["seed"].startswith("LOCKSTEP_")
+    assert found.origin["steps"] == str(file) and found.origin["batch.tokens"] == "default"
+    assert from_json(json.loads(json.dumps(to_json(found)))) == found
+    shown = show(found).splitlines()
+    assert len(shown) == len(leaves()) and any(line.startswith("optim.warmup_steps") and line.endswith("command line") for line in shown)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"optim.lr": "1"}, ["unknown key 'optim.lr'", "command line", "perhaps optim.learning_rate"]),
+        ({"model.widht": "1"}, ["unknown key 'model.widht'", "perhaps model.width"]),
+        ({"batch.tokens": "many"}, ["batch.tokens = 'many'", "valid integer"]),
+        ({"parallel.bucket_bytes": "3 parsecs"}, ["unknown unit 'parsecs'", "25 MB"]),
+        ({"model.dropout": "1.5"}, ["model.dropout = '1.5'", "below 1"]),
+        ({"model.heads": "5"}, ["model.width=128", "model.heads=5", "try model.heads=4"]),
+        ({"optim.decay": "square"}, ["optim.decay = 'square'", "'linear'"]),
+        ({"data.kind": "files"}, ["data.train is empty", 'try data.train=["train.en.gz"']),
+        ({"optim.lr": "1", "model.dropout": "x"}, ["2 values do not fit", "unknown key 'optim.lr'", "model.dropout = 'x'"]),
+    ],
+)
+def test_a_wrong_value_says_what_where_and_what_to_try(flags: dict[str, str], says: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(None, flags)
+    assert caught.value.exit_code == 2 and caught.value.where
+    for part in says:
+        assert part in str(caught.value)
+
+
+def test_a_file_that_is_no_toml_or_missing_is_a_config_error(tmp_path: Path) -> None:
+    (tmp_path / "other.toml").write_text("")
+    with pytest.raises(ConfigError, match="other.toml"):
+        resolve(tmp_path / "run.toml")
+    (tmp_path / "run.toml").write_text("[optim\nx=")
+    with pytest.raises(ConfigError, match="is not TOML"):
+        resolve(tmp_path / "run.toml")
+
+
+def test_flags_are_read_in_both_spellings_and_strays_are_refused() -> None:
+    assert read_flags(["--a.b", "1", "--c=2"]) == {"a.b": "1", "c": "2"}
+    for words in (["stray"], ["--a"], ["--a", "--b", "1"]):
+        with pytest.raises(ConfigError):
+            read_flags(words)
+
+
+def test_a_run_that_goes_on_keeps_its_values_and_refuses_other_bits(tmp_path: Path) -> None:
+    begun = open_run(tmp_path, None, {"seed": "3", "steps": "10"}, {})
+    write_json(tmp_path / "run.json", to_json(begun))
+    again = open_run(tmp_path, None, {"steps": "20", "save.keep": "9"}, {})
+    assert (again.run.seed, again.run.steps, again.run.save.keep) == (3, 20, 9)
+    with pytest.raises(ConfigError, match="holds another run: seed was 3, now 4"):
+        open_run(tmp_path, None, {"seed": "4"}, {})
+    (tmp_path / "run.json").write_text('{"values": ')
+    with pytest.raises(ConfigError, match="is damaged"):
+        open_run(tmp_path, None, {}, {})
+
+
+def test_every_value_of_a_run_has_a_sentence() -> None:
+    assert all(len(one.doc) > 8 for one in leaves().values()) and len(leaves()) > 40
+    assert {"seed", "model.width", "batch.micro_batches", "compute.threads"} <= {k for k, one in leaves().items() if one.bits}
+    assert not {"steps", "save.keep", "track.wandb"} & {k for k, one in leaves().items() if one.bits}
+    assert Run() == resolve().run
+
+
+def test_quantities_are_read_and_shown() -> None:
+    assert (parse_bytes("25 MB"), parse_bytes("1GiB"), parse_bytes(7)) == (25_000_000, 2**30, 7)
+    assert (parse_seconds("90 s"), parse_seconds("1.5 min"), parse_seconds(0.5)) == (90.0, 90.0, 0.5)
+    assert (show_bytes(61 * 2**30), show_count(41_200), show_seconds(0.02)) == ("61.0 GiB", "41.2 k", "0.02 s")
+
+
+def test_the_first_rooms_do_not_import_torch() -> None:
+    code = "import sys, lockstep.cli, lockstep.config, lockstep.launch, lockstep.place, lockstep.data.order; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
