@@ -10,17 +10,15 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
+from task import Stopwatch, Task, read_task
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.data.loader import Loader
 from lockstep.data.prepare import open_prepared
-from lockstep.data.tokens import PAD
 from lockstep.models.build import build
-from lockstep.models.translator import cross_entropy
 from lockstep.optim import adamw, learning_rate, set_learning_rate
 from lockstep.parallel.ordered import share
 from lockstep.train import deal
-from task import Stopwatch, Task, read_task
 
 
 def train(task: Task) -> Stopwatch:
@@ -40,8 +38,7 @@ def train(task: Task) -> Stopwatch:
             batch = loader.micro_batch(step, k)
             with nullcontext() if k == mine[-1] else ddp.no_sync():
                 with torch.autocast("cpu", torch.bfloat16, enabled=run.compute.precision == "bf16"):
-                    logits = ddp(batch.source, batch.target)
-                    loss = cross_entropy(logits, batch.labels, smoothing=run.optim.label_smoothing, pad=PAD)
+                    loss = ddp(batch.source, batch.target, batch.labels, smoothing=run.optim.label_smoothing)
                 (loss * (task.size / tokens)).backward()  # DDP divides the sum by the number of processes
         torch.nn.utils.clip_grad_norm_(model.parameters(), run.optim.clip_norm)
         set_learning_rate(optimizer, learning_rate(step + 1, run.optim))

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from contests import HERE, LOCKSTEP, Contestant
+
 from lockstep.config import Resolved, to_json
 from lockstep.data.prepare import open_prepared
 from lockstep.train import deal
@@ -33,7 +34,7 @@ class Answer:
         return asdict(self)
 
 
-def start(contestant: Contestant, resolved: Resolved, data: Path, folder: Path, limit_s: float) -> Answer:
+def start(contestant: Contestant, resolved: Resolved, data: Path, folder: Path, environ: dict[str, str], limit_s: float) -> Answer:
     """Run the contestant to its end in an empty `folder` over the prepared corpus in `data`. Failed with what it printed."""
     folder.mkdir()
     (folder / "run.json").write_text(json.dumps(to_json(resolved)))
@@ -41,21 +42,22 @@ def start(contestant: Contestant, resolved: Resolved, data: Path, folder: Path, 
         out = folder / "out"
         out.mkdir()
         (out / "data").symlink_to(data)
-        run([sys.executable, "-m", "lockstep", "train", "--out", str(out), "--workers", str(WORKERS), *as_flags(resolved)], folder, limit_s)
+        lockstep = [sys.executable, "-m", "lockstep", "train", "--out", str(out), "--workers", str(WORKERS)]
+        run([*lockstep, *as_flags(resolved)], folder, environ, limit_s)
         return read_metrics(out, resolved)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS)]
-    run([*torchrun, str(HERE / contestant.script), str(folder / "run.json"), str(data), str(folder)], folder, limit_s)
+    run([*torchrun, str(HERE / contestant.script), str(folder / "run.json"), str(data), str(folder)], folder, environ, limit_s)
     ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORKERS)]
     together = {name: [sum(row) for row in zip(*(rank[name] for rank in ranks), strict=True)] for name in ("tokens", "pairs")}
     return Answer(ranks[0]["seconds"], together["tokens"], together["pairs"])
 
 
-def run(command: list[str], folder: Path, limit_s: float) -> None:
+def run(command: list[str], folder: Path, environ: dict[str, str], limit_s: float) -> None:
     """Wait for the command; what it prints goes to folder/log. Its own children end with it: it is asked to stop before it is killed."""
-    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     path = os.pathsep.join([str(HERE.parent / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    its = os.environ | environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": path}
     with open(folder / "log", "w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | threads | {"PYTHONPATH": path})
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=its)
         try:
             code = process.wait(timeout=limit_s)
         except BaseException:
@@ -66,7 +68,7 @@ def run(command: list[str], folder: Path, limit_s: float) -> None:
                 process.kill()
             raise
     if code:
-        raise Failed(f"{' '.join(command)}\nended with {code}:\n{(folder / 'log').read_text()[-4000:]}")
+        raise Failed(f"{' '.join(command)}\nended with {code}:\n{(folder / 'log').read_text()[-8000:]}")
 
 
 def as_flags(resolved: Resolved) -> list[str]:

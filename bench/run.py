@@ -1,9 +1,9 @@
 """make bench: races Lockstep against others on this machine and prints what came of each claim.
 
-    python bench/run.py                       the small races, about four minutes on two cores
-    python bench/run.py --full                all of them, at the sizes that the claims are about
-    python bench/run.py bare-base-4           one by name
-    python bench/run.py --full --keep speed   write bench/DATE-speed/{command,machine,raw.jsonl,README.md} besides
+python bench/run.py                       the small races, about four minutes on two cores
+python bench/run.py --full                all of them, at the sizes that the claims are about
+python bench/run.py bare-base-4           one by name
+python bench/run.py --full --keep speed   write bench/DATE-speed/{command,machine,raw.jsonl,README.md} besides
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 
 import psutil
 import torch
-
-from contests import HERE, LOCKSTEP, SMALL, Claim, Contestant, Race, races
+from contests import HERE, SMALL, Claim, Contestant, Race, races
 from group import WORKERS, Answer, start
+
 from lockstep.config import Resolved, resolve
 from lockstep.data.prepare import prepare
 
@@ -54,7 +54,7 @@ def main() -> int:
     """Run the races that were asked for; 0 when all of them could be run, whatever came out."""
     args = arguments()
     precision, reason = faster_precision()
-    asked = [race for race in races(full=args.full, precision=precision) if race.name in (args.names or ([] if args.full else SMALL)) or (args.full and not args.names)]
+    asked = [race for race in races(full=args.full, precision=precision) if race.name in args.names]
     print(f"{WORKERS} processes, one thread each; {reason}", flush=True)
     raw: list[dict[str, object]] = []
     results: list[Result] = []
@@ -71,13 +71,20 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    names = [race.name for race in races(full=True, precision="fp32")]
+    """What was asked for; `names` is never empty."""
+    known = [race.name for race in races(full=True, precision="fp32")]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", choices=[*names, []], help=f"races: {', '.join(names)} (default: {', '.join(SMALL)})")
-    parser.add_argument("--full", action="store_true", help="the sizes that the claims are about; all races unless some are named")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(known)} (default: {', '.join(SMALL)}; --full: all)")
+    parser.add_argument("--full", action="store_true", help="the sizes that the claims are about")
     parser.add_argument("--repetitions", type=int, help="instead of each race's own number")
     parser.add_argument("--keep", metavar="NAME", help="write the raw numbers to bench/DATE-NAME")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if unknown := [name for name in args.names if name not in known]:
+        parser.error(f"there is no race {unknown[0]!r}; there are {', '.join(known)}")
+    if args.keep and (folder := kept_folder(args.keep)).exists():
+        parser.error(f"{folder} is there already; give another name")
+    args.names = args.names or (known if args.full else list(SMALL))
+    return args
 
 
 def faster_precision() -> tuple[str, str]:
@@ -101,27 +108,28 @@ def faster_precision() -> tuple[str, str]:
 
 def run_race(race: Race, folder: Path, raw: list[dict[str, object]], repetitions: int) -> dict[str, list[Answer]]:
     """The answers of each contestant, one a repetition; each is added to `raw` as it comes."""
-    resolved = resolve(race.file, race.flags)
-    data = prepared(resolved, folder)
+    data = prepared(resolve(race.file, race.flags), folder)
     answers: dict[str, list[Answer]] = {one.name: [] for one in race.contestants}
     for repetition in range(repetitions):
         for one in race.contestants:
-            steps = {"steps": str(one.steps or race.steps)}
-            its = resolve(race.file, race.flags | one.flags | steps)
+            flags = race.flags | one.flags | {"steps": str(one.steps or race.steps)}
             place = folder / f"{race.name}-{repetition}-{one.name.replace(' ', '-')}"
             begin = time.perf_counter()
-            answer = start(one, its, data, place, LIMIT_S)
+            answer = start(one, resolve(race.file, flags), data, place, race.environ, LIMIT_S)
             answers[one.name].append(answer)
-            raw.append({"race": race.name, "contestant": one.name, "repetition": repetition, "flags": race.flags | one.flags | steps, **answer.json()})
+            raw.append({"race": race.name, "contestant": one.name, "repetition": repetition, "flags": flags, **answer.json()})
             shutil.rmtree(place)  # made by `start` for this one answer; holds a checkpoint of up to 600 MB
-            warm = warmup(race, one)
-            rate = sum(answer.tokens[warm:]) / sum(answer.seconds[warm:])
-            print(
-                f"{race.name:<16} {repetition + 1}/{repetitions} {one.name:<17} {rate:>8.0f} tokens/s  step {median(answer.seconds[warm:]):.3f} s  "
-                f"({time.perf_counter() - begin:.0f} s in all)",
-                flush=True,
-            )
+            print(line(race, one, repetition, answer, time.perf_counter() - begin), flush=True)
     return answers
+
+
+def line(race: Race, one: Contestant, repetition: int, answer: Answer, all_s: float) -> str:
+    """One start on the screen."""
+    warm = warmup(race, one)
+    seconds = answer.seconds[warm:]
+    rate = sum(answer.tokens[warm:]) / sum(seconds)
+    name = f"{race.name:<16} {repetition + 1}  {one.name:<17}"
+    return f"{name} {rate:>8.0f} tokens/s  step {median(seconds):.3f} s  {len(seconds)} steps  ({all_s:.0f} s in all)"
 
 
 def prepared(resolved: Resolved, folder: Path) -> Path:
@@ -165,18 +173,20 @@ def rate(answer: Answer, claim: Claim, warm: int) -> float:
 
 def rows(results: list[Result]) -> Iterator[str]:
     """The table, as Markdown that is also readable on a terminal."""
-    yield f"| {'race':<15} | {'ratio of':<37} | {'ours':>8} | {'theirs':>8} | {'ratio':>6} | {'lowest to highest':<17} | {'bound':<18} | met |"
-    yield f"| {'-' * 15} | {'-' * 37} | {'-' * 7}: | {'-' * 7}: | {'-' * 5}: | {'-' * 17} | {'-' * 18} | --- |"
+    yield row("race", "ratio of", "ours", "theirs", "ratio", "lowest to highest", "bound", "met")
+    yield row("---", "---", "---:", "---:", "---:", "---", "---", "---")
     for result in results:
         claim = result.claim
         sign = "<=" if claim.unit == "step time" else ">="
         bound = f"{sign} {claim.bound:g}" + (f", goal {claim.goal:g}" if claim.goal else "")
         spread = f"{min(result.ratios):.3g} to {max(result.ratios):.3g}"
         what = f"{claim.unit}, {claim.ours} / {claim.theirs}"
-        yield (
-            f"| {result.race:<15} | {what:<37} | {result.ours:>8.4g} | {result.theirs:>8.4g} | {result.ratio:>6.3g} | {spread:<17} "
-            f"| {bound:<18} | {'yes' if claim.met(result.ratio) else 'no':<3} |"
-        )
+        met = "yes" if claim.met(result.ratio) else "no"
+        yield row(result.race, what, f"{result.ours:.4g}", f"{result.theirs:.4g}", f"{result.ratio:.3g}", spread, bound, met)
+
+
+def row(race: str, what: str, ours: str, theirs: str, ratio: str, spread: str, bound: str, met: str) -> str:
+    return f"| {race:<15} | {what:<43} | {ours:>7} | {theirs:>7} | {ratio:>6} | {spread:<17} | {bound:<16} | {met:<3} |"
 
 
 def machine(precision: str, load_before: tuple[float, float, float]) -> str:
@@ -206,14 +216,19 @@ def machine(precision: str, load_before: tuple[float, float, float]) -> str:
     )
 
 
+def kept_folder(name: str) -> Path:
+    return HERE / f"{datetime.date.today().isoformat()}-{name}"
+
+
 def keep(name: str, raw: list[dict[str, object]], table: str, about: str) -> Path:
-    """Write the folder of a measurement; one that is there is never written over."""
-    folder = HERE / f"{datetime.date.today().isoformat()}-{name}"
+    """Write the folder of a measurement."""
+    folder = kept_folder(name)
     folder.mkdir()
     (folder / "command").write_text(f"python bench/run.py {' '.join(sys.argv[1:])}\n")
     (folder / "machine").write_text(about)
     (folder / "raw.jsonl").write_text("".join(json.dumps(line) + "\n" for line in raw))
-    (folder / "README.md").write_text(f"# {folder.name}\n\n```\n{about}```\n\n{table}\n\nHow each is measured: [bench/README.md](../README.md).\n")
+    how = "How each is measured: [bench/README.md](../README.md)."
+    (folder / "README.md").write_text(f"# {folder.name}\n\n```\n{about}```\n\n{table}\n\n{how}\n")
     return folder
 
 

@@ -13,6 +13,7 @@ import math
 
 import torch
 import torch.distributed as dist
+from task import Stopwatch, Task, read_task
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -22,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lockstep.data import corpus
-from task import Stopwatch, Task, read_task
 
 WIDTH, HEADS, LAYERS, HIDDEN, DROPOUT, LENGTH, BATCH = 512, 8, 6, 2048, 0.1, 350, 8
 UNKNOWN, PAD, BEGIN, END = range(4)
@@ -32,7 +32,8 @@ def word_tokenizer(texts: list[str]) -> Tokenizer:
     """Whole words that occur twice."""
     tokenizer = Tokenizer(WordLevel(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = Whitespace()
-    tokenizer.train_from_iterator(texts, WordLevelTrainer(special_tokens=["[UNK]", "[PAD]", "[SOS]", "[EOS]"], min_frequency=2, show_progress=False))
+    trainer = WordLevelTrainer(special_tokens=["[UNK]", "[PAD]", "[SOS]", "[EOS]"], min_frequency=2, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 

@@ -6,14 +6,14 @@ import itertools
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
+from task import Stopwatch, Task, read_task
 from torch.utils.data import DataLoader
+from usual import LikeLengths, Translations, pad
 
 from lockstep.data.prepare import open_prepared
 from lockstep.data.tokens import PAD
 from lockstep.models.build import build
 from lockstep.optim import learning_rate
-from task import Stopwatch, Task, read_task
-from usual import LikeLengths, Translations, pad
 
 
 def train(task: Task) -> Stopwatch:
@@ -40,21 +40,21 @@ def train(task: Task) -> Stopwatch:
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step + 1, run.optim) / run.optim.learning_rate)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
-    loss_of = torch.nn.CrossEntropyLoss(ignore_index=PAD, label_smoothing=run.optim.label_smoothing)
     model.train()
     watch, tokens, pairs = Stopwatch(), 0, 0
     endless = itertools.chain.from_iterable(itertools.repeat(loader))
     while len(watch.seconds) < run.steps:
         source, target, labels = next(endless)
         with accelerator.accumulate(model):
-            loss = loss_of(model(source, target).flatten(0, 1), labels.flatten())
+            real = int((labels != PAD).sum())
+            loss = model(source, target, labels, smoothing=run.optim.label_smoothing) / real
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), run.optim.clip_norm)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-        tokens, pairs = tokens + int((labels != PAD).sum()), pairs + len(labels)
+        tokens, pairs = tokens + real, pairs + len(labels)
         if accelerator.sync_gradients:
             watch.step(tokens, pairs)
             tokens = pairs = 0

@@ -7,14 +7,14 @@ import itertools
 import torch
 from lightning_fabric import Fabric
 from lightning_fabric.strategies import DDPStrategy
+from task import Stopwatch, Task, read_task
 from torch.utils.data import DataLoader
+from usual import LikeLengths, Translations, pad
 
 from lockstep.data.prepare import open_prepared
 from lockstep.data.tokens import PAD
 from lockstep.models.build import build
 from lockstep.optim import learning_rate
-from task import Stopwatch, Task, read_task
-from usual import LikeLengths, Translations, pad
 
 
 def train(task: Task) -> Stopwatch:
@@ -31,7 +31,12 @@ def train(task: Task) -> Stopwatch:
     fabric.seed_everything(run.seed, verbose=False)
     model = build(run.model, vocabulary=corpus.tokenizer.size, device=fabric.device, seed=run.seed)
     batches = LikeLengths(
-        corpus.train, tokens=run.batch.tokens, multiple=run.batch.micro_batches, seed=run.seed, rank=fabric.global_rank, size=fabric.world_size
+        corpus.train,
+        tokens=run.batch.tokens,
+        multiple=run.batch.micro_batches,
+        seed=run.seed,
+        rank=fabric.global_rank,
+        size=fabric.world_size,
     )
     optimizer = torch.optim.AdamW(
         model.parameters(),
@@ -46,7 +51,6 @@ def train(task: Task) -> Stopwatch:
     loader = fabric.setup_dataloaders(
         DataLoader(Translations(corpus.train), batch_sampler=batches, collate_fn=pad), use_distributed_sampler=False
     )
-    loss_of = torch.nn.CrossEntropyLoss(ignore_index=PAD, label_smoothing=run.optim.label_smoothing)
     wrapped.train()
     watch = Stopwatch()
     endless = itertools.chain.from_iterable(itertools.repeat(loader))
@@ -54,10 +58,11 @@ def train(task: Task) -> Stopwatch:
         tokens = pairs = 0
         for micro_batch in range(each):
             source, target, labels = next(endless)
+            real = int((labels != PAD).sum())
             with fabric.no_backward_sync(wrapped, enabled=micro_batch < each - 1):
-                loss = loss_of(wrapped(source, target).flatten(0, 1), labels.flatten())
+                loss = wrapped(source, target, labels, smoothing=run.optim.label_smoothing) / real
                 fabric.backward(loss / each)
-            tokens, pairs = tokens + int((labels != PAD).sum()), pairs + len(labels)
+            tokens, pairs = tokens + real, pairs + len(labels)
         fabric.clip_gradients(wrapped, optimizer, max_norm=run.optim.clip_norm)
         optimizer.step()
         schedule.step()

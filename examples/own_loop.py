@@ -77,6 +77,7 @@ def train(steps: int = 200, out: Path = Path("runs/own")) -> None:
                 step += 1
                 tracker.step(step, {"loss": agree(world, Vote(losses), micro_batches=8).loss})
                 if keeper.due(step):
+                    tracker.sync()
                     keeper.save(step)
 
 

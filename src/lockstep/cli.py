@@ -173,6 +173,7 @@ def work(folder: Path, file: Path | None, flags: dict[str, str], resume: str) ->
     """The life of a worker; its exit code."""
     from lockstep.agree import lead
     from lockstep.config import from_json, open_run, to_json
+    from lockstep.evaluate import finish
     from lockstep.signals import exit_code
     from lockstep.train import claim, settle
     from lockstep.train import train as train_run
@@ -184,7 +185,9 @@ def work(folder: Path, file: Path | None, flags: dict[str, str], resume: str) ->
         resolved = from_json(lead(world, lambda: to_json(settle(open_run(folder, file, flags, os.environ), world.device))))
         lead(world, lambda: held.enter_context(claim(folder, resolved)))
         outcome = train_run(resolved, folder, world, resume=resume)
-        return exit_code(outcome.stopped_by) if outcome.stopped_by else 0
+        if not outcome.stopped_by:
+            finish(folder, resolved.run, world)
+        return exit_code(outcome.stopped_by)
 
 
 def log_file(folder: Path, node: str, rank: int) -> Path:

@@ -21,7 +21,7 @@ AGREED = (0, 75, 130)  # codes of a worker that was not disturbed: done, saved a
 GONE = re.compile(
     r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|Read error|Write error|Read timeout"
     r"|Timed out waiting \d+ms for (send|recv)|Application timeout caused pair closure|Socket closed|Failed to recv, got 0 bytes"
-    r"|wait timeout after \d+ms|client socket has timed out"
+    r"|wait timeout after \d+ms|client socket has timed out|timed out connecting"
     r"|ncclRemoteError|remote process exited|NCCL communicator was aborted|Watchdog caught collective operation timeout"
 )
 
@@ -82,6 +82,12 @@ def peers_lost(error: BaseException | None) -> bool:
     return False
 
 
+def plainly(error: BaseException) -> str:
+    """The first line of a torch error, without its source file, its stack and its advice."""
+    line = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return re.sub(r"^\[[^\]]*\.cc:\d+\] |\. This is typically caused by .*$", "", line)
+
+
 def kind(end: End) -> str:
     """What an end is: "failed", "lost" (its peers), "broke off" (code 0 in the middle), "ended" (by the parent), "left"."""
     account = end.account
@@ -89,16 +95,19 @@ def kind(end: End) -> str:
         if account.lost_peers:
             return "lost"
         return "failed" if account.code else "broke off"
-    if end.code in AGREED:
-        return "left" if account or end.code else "broke off"
-    return "ended" if -end.code in end.sent else "failed"
+    if end.code < 0 and not account and -end.code in end.sent:
+        return "ended"
+    code = code_of(end)
+    if code not in AGREED or (end.code < 0 and -end.code not in end.sent):
+        return "failed"
+    return "left" if account or code else "broke off"
 
 
 def code_of(end: End) -> int:
-    """The exit code for the whole command when this end was the first failure."""
-    if end.account and not end.account.finished:
-        return end.account.code or 1
-    return 128 - end.code if end.code < 0 else end.code or 1
+    """The exit code that a worker wanted: what it said counts when it failed, and when the parent ended it on its way out."""
+    if end.account and (not end.account.finished or -end.code in end.sent):
+        return end.account.code
+    return 128 - end.code if end.code < 0 else end.code
 
 
 def verdict(ends: Sequence[End], *, asked: Sequence[int] = (), grace_s: float = 0.0) -> tuple[int, str]:
@@ -109,13 +118,13 @@ def verdict(ends: Sequence[End], *, asked: Sequence[int] = (), grace_s: float = 
     """
     ends = sorted(ends, key=lambda end: end.account.at_s if end.account else end.at_s)
     of_kind = {name: [end for end in ends if kind(end) == name] for name in ("failed", "broke off", "lost", "ended", "left")}
-    codes = {end.code for end in ends}
-    if len(codes) == 1 and not codes - set(AGREED) and not of_kind["lost"]:
+    codes = {code_of(end) for end in ends}
+    if len(codes) == 1 and not of_kind["failed"] and not of_kind["lost"] and not of_kind["ended"]:
         return codes.pop(), ""
     if of_kind["failed"]:
         first = of_kind["failed"][0]
         return code_of(first), "\n".join([tell(first, ends, asked), *others(first, ends)])
-    early = of_kind["broke off"] or [end for end in of_kind["left"] if of_kind["lost"] and end.code == 0]
+    early = of_kind["broke off"] or [end for end in of_kind["left"] if of_kind["lost"] and code_of(end) == 0]
     if early:
         return 1, "\n".join([tell_early(early[0]), *others(early[0], ends)])
     if of_kind["lost"]:
@@ -129,7 +138,7 @@ def verdict(ends: Sequence[End], *, asked: Sequence[int] = (), grace_s: float = 
             "they were ended; start the same command again to go on from the newest checkpoint",
         )
         return 128 + asked[0], str(error)
-    listed = ", ".join(f"rank {end.rank} with {end.code}" for end in ends)
+    listed = ", ".join(f"rank {end.rank} with {code_of(end)}" for end in ends)
     return 1, str(LockstepError(f"the workers do not agree how it ended: {listed}", places(ends)))
 
 

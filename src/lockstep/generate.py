@@ -105,7 +105,7 @@ class Search:
 
     def advance(self, log_p: Tensor) -> tuple[Tensor, Tensor]:
         """Given the log-probabilities (B, K, V) of what comes next: (the tokens of the new beams, the beams they come from)."""
-        rows, beams, words = log_p.shape
+        beams, words = log_p.shape[1:]
         # At most K of the best 2K end, one for each beam, so K are left that go on.
         totals, flat = (self.totals[..., None] + log_p).flatten(1).topk(2 * beams, dim=1)  # (B, 2K)
         parents, tokens = flat // words, flat % words

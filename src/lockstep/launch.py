@@ -46,20 +46,25 @@ class Limits:
     """
 
     grace_s: float = 300.0
-    settle_s: float = 2.0
-    end_s: float = 5.0
+    settle_s: float = 5.0
+    end_s: float = 10.0
     early_s: float = 30.0
 
 
 @dataclass
 class Worker:
-    """A process of ours. `end` is None while it lives."""
+    """A process of ours.
+
+    output, log, begun_at  the file of its output, that file's path ("" without one), and how long it was before
+    end                    None while it lives
+    """
 
     rank: int
     process: subprocess.Popen[bytes]
     account_fd: int
     output: IO[bytes] | None
     log: str
+    begun_at: int = 0
     said: bytes = b""
     listening: bool = True
     sent: list[int] = field(default_factory=list)
@@ -224,7 +229,7 @@ def start(
         raise UsageError(f"cannot start {command[0]}: {error.strerror}", f"the workers' command: {' '.join(command)}") from None
     finally:
         os.close(theirs)
-    return Worker(rank, process, ours, output, log)
+    return Worker(rank, process, ours, output, log, begun_at=output.tell() if output else 0)
 
 
 def worker_environ(rank: int, size: int, listener: socket.socket) -> dict[str, str]:
@@ -366,7 +371,7 @@ def reap(worker: Worker) -> None:
     if worker.output and account and account.trace:
         worker.output.write(account.trace.encode())
         worker.output.flush()
-    tail = last_lines(worker.output) if worker.output and worker.rank and not account else ""
+    tail = last_lines(worker.output, worker.begun_at) if worker.output and worker.rank and not account else ""
     worker.end = End(worker.rank, pid, code, now_s(), tuple(worker.sent), account, worker.log, tail)
 
 
@@ -392,8 +397,8 @@ def kill_group(pid: int) -> None:
         return
 
 
-def last_lines(output: IO[bytes], lines: int = 12) -> str:
-    """The end of a worker's output."""
+def last_lines(output: IO[bytes], begun_at: int, lines: int = 12) -> str:
+    """The end of a worker's output, from byte `begun_at` on."""
     end = output.seek(0, os.SEEK_END)
-    output.seek(max(0, end - 4096))
+    output.seek(max(begun_at, end - 4096))
     return "\n".join(output.read().decode(errors="replace").splitlines()[-lines:])

@@ -129,8 +129,8 @@ def find_torchrun(environ: Mapping[str, str]) -> Place | None:
     warnings = []
     if given and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         warnings.append(
-            "torchrun restarts workers into the store of the dead ones, and may hang then: "
-            "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for it, or leave --max-restarts out and start it again yourself"
+            "torchrun restarts workers into the store of the dead ones; World keeps the attempts apart in it, but code that calls "
+            "init_process_group itself may hang after a restart: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun mends that"
         )
     rank, size, local_rank, local_size = numbers
     return Place(

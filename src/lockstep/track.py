@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -36,6 +37,17 @@ def numbers(values: Mapping[str, Any]) -> dict[str, float]:
     return {key: value for key, value in known.items() if isinstance(value, (int, float)) and not isinstance(value, bool)}
 
 
+def take_lock(path: Path, patience_s: float) -> int | None:
+    """The descriptor that holds the lock on `path`. UsageError when another process still holds it after `patience_s`."""
+    give_up_s = time.monotonic() + patience_s
+    while (lock := try_lock(path)) is None:
+        if time.monotonic() >= give_up_s:
+            hint = "wait until it has ended, or give another folder"
+            raise UsageError("another process keeps the record of this run", str(path.parent), hint)
+        time.sleep(0.05)
+    return lock
+
+
 class Tracker:
     """The record of a run, kept by its global leader; on every other rank its methods do nothing.
 
@@ -43,6 +55,7 @@ class Tracker:
     from_step    where the run goes on; None to pass evaluations on without training, metrics.jsonl is then only read
     run          its resolved values, shown in Weights & Biases, but for those named like a secret
     tensorboard, wandb, project     as in the section [track] of a run
+    patience_s   how long a training waits for an evaluator that is just passing its lines on
 
     Steps that a resumed run does again: TensorBoard forgets the first time (purge_step); Weights & Biases cannot, so it
     keeps the first values and is not sent the second, which have the same bits as long as the run's promise holds.
@@ -59,6 +72,7 @@ class Tracker:
         tensorboard: bool = False,
         wandb: Literal["off", "offline", "online"] = "off",
         project: str = "lockstep",
+        patience_s: float = 30.0,
     ) -> None:
         self.folder, self.leader = folder, leader
         self.evaluations = folder / "evaluations.jsonl"
@@ -72,10 +86,7 @@ class Tracker:
         if not leader:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        self.lock = try_lock(folder / "tracker.lock")
-        if self.lock is None:
-            hint = "wait until it has ended, or give another folder"
-            raise UsageError("another process keeps the record of this run", str(folder), hint)
+        self.lock = take_lock(folder / "tracker.lock", patience_s if from_step is not None else 0.0)
         try:
             self.notes = self._read_notes()
             events = folder / "events.jsonl"

@@ -22,12 +22,10 @@ from lockstep.config import Resolved, Run, to_json, with_precision
 from lockstep.data.loader import Loader
 from lockstep.data.order import BucketOrder, choose_shapes
 from lockstep.data.prepare import Prepared, open_prepared, prepare
-from lockstep.data.tokens import PAD
 from lockstep.errors import DivergedError, UsageError
 from lockstep.files import try_lock, write_json
 from lockstep.meter import Meter, flops_per_token, peak_flops
 from lockstep.models.build import build
-from lockstep.models.loss import cross_entropy
 from lockstep.models.translator import Translator
 from lockstep.numerics import changed, choose_precision, fingerprint, make_deterministic
 from lockstep.optim import adamw, divide_and_clip, learning_rate, set_learning_rate
@@ -96,8 +94,7 @@ def train(resolved: Resolved, folder: Path, world: World, *, resume: str = "auto
                 with meter.timing("data"):
                     batch = loader.micro_batch(step, k)
                 with torch.autocast(world.device.type, torch.bfloat16, enabled=run.compute.precision == "bf16"):
-                    logits = replica(batch.source, batch.target)
-                    loss = cross_entropy(logits, batch.labels, smoothing=run.optim.label_smoothing, pad=PAD)
+                    loss = replica(batch.source, batch.target, batch.labels, smoothing=run.optim.label_smoothing)
                 loss.backward()
                 losses.append(loss.detach())
             meter.add("communication", replica.exposed_s())

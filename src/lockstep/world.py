@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore  # torch.distributed has them too, untyped
 
 from lockstep.errors import PeersLostError, UsageError
-from lockstep.failures import peers_lost
+from lockstep.failures import peers_lost, plainly
 from lockstep.place import Place, choose_device, find_place
 
 log = logging.getLogger("lockstep")
@@ -98,7 +98,7 @@ class World:
         self.leave()
         if error is not None and not isinstance(error, PeersLostError) and peers_lost(error):
             raise PeersLostError(
-                f"rank {self.rank} lost its peers: {str(error).splitlines()[0]}",
+                f"rank {self.rank} lost its peers: {plainly(error)}",
                 f"{self.node}, pid {os.getpid()}",
                 "the first failure is another worker's, see its log; the same command goes on from the newest checkpoint",
             ) from error
@@ -109,6 +109,7 @@ class World:
 
 def meet(place: Place, timeout_s: float, found: str) -> Store:
     """Collective. A store that all workers share, once every one of them is there."""
+    os.environ.pop("LOCKSTEP_LISTEN_FD", None)  # the socket is used up below; the number means nothing to our children
     if place.size == 1:
         if place.listen_fd is not None:
             os.close(place.listen_fd)
@@ -232,7 +233,7 @@ def form(place: Place, store: Store, device: torch.device, timeout_s: float) -> 
             dist.destroy_process_group()
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
         raise PeersLostError(
-            f"all {place.size} workers came, and rank {place.rank} could not connect to them: {str(error).splitlines()[0]}",
+            f"all {place.size} workers came, and rank {place.rank} could not connect to them: {plainly(error)}",
             f"GLOO_SOCKET_IFNAME={interface} on {socket.gethostname()}",
             "another worker may have failed, see its log; or set GLOO_SOCKET_IFNAME to the interface between the machines (ip -br addr)",
         ) from error

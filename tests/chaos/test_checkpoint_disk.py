@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import re
 import resource
@@ -175,11 +176,13 @@ def test_a_disk_error_at_any_place_of_a_save_leaves_nothing_half_done(tmp_path: 
     assert {"begun", "after manifest.json", "sealed", "renamed", "marked"} <= set(places)
     for number in range(len(places)):
         folder = tmp_path / str(number)
-        calls = iter(range(len(places)))
+        calls = itertools.count()
 
-        def fail(place: str, number: int = number, calls: Iterator[int] = calls) -> None:
+        def fail(place: str, number: int = number, calls: Iterator[int] = calls, folder: Path = folder) -> None:
             if next(calls) == number:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
+            # What is being removed is no checkpoint any more.
+            assert place != "removing" or not list(folder.glob("*step-00000002*/COMMITTED"))
 
         Store(folder, keep=0).save(1, state(1), {})
         with pytest.raises(CheckpointError, match=r"step 2 was not saved: Input/output error\n.*MiB needed[\s\S]*dmesg"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import hashlib
+import itertools
 import os
 import re
 import subprocess
@@ -11,11 +12,14 @@ import sys
 import time
 from collections import Counter
 from decimal import Decimal
+from random import Random
 
 import pytest
 from babel import dates, numbers, units
+
 from lockstep.data import cldr
-from lockstep.data.cldr import Made, Voice
+from lockstep.data.cldr import Made
+from lockstep.data.voice import SPACES, Voice, locale
 from lockstep.errors import DataError
 
 MONTHS = {f"{dt.date(2000, m, 1):%B}": m for m in range(1, 13)} | {f"{dt.date(2000, m, 1):%b}": m for m in range(1, 13)}
@@ -23,7 +27,8 @@ NAMED_DAY = re.compile(r"(?:[A-Z][a-z]+, )?([A-Z][a-z]+) (\d+), (\d{4})(?:, \d+:
 SHORT_DAY = re.compile(r"(\d+)/(\d+)/(\d\d)(?:, \d+:\d\d [AP]M)?")
 UNIT_SECONDS = {"second": 1, "sec": 1, "minute": 60, "min": 60, "hour": 3600, "hr": 3600, "day": 86_400, "week": 604_800, "wk": 604_800}
 UNIT_MONTHS = {"month": 1, "mth": 1, "mo": 1, "year": 12, "yr": 12}
-SPAN = re.compile(r"(?:in )?((?:[\d,]+ (?:%s)s?\.?(?:, and |, | and )?)+)(?: ago)?" % "|".join([*UNIT_SECONDS, *UNIT_MONTHS]))
+UNITS = "|".join([*UNIT_SECONDS, *UNIT_MONTHS])
+SPAN = re.compile(rf"(?:in )?((?:\d[\d,]* (?:{UNITS})s?\.?(?:, and |, | and )?)+)(?: ago)?")
 PART = re.compile(r"(\d[\d,]*) ([a-z]+?)s?\.?(?=,| |$)")
 
 
@@ -33,7 +38,7 @@ def made() -> Made:
 
 
 def voice(code: str) -> Voice:
-    return Voice(cldr.locale(code))
+    return Voice(locale(code))
 
 
 def day_of(text: str) -> dt.date | None:
@@ -128,7 +133,7 @@ def test_no_space_but_the_plain_one_and_none_at_the_ends(made: Made) -> None:
 
 
 def test_codes_may_be_written_as_one_likes() -> None:
-    assert cldr.locale("pt-BR") == cldr.locale("pt_br") == cldr.locale("pt_BR")
+    assert locale("pt-BR") == locale("pt_br") == locale("pt_BR")
 
 
 def test_the_same_bytes_in_another_process_with_another_hash_seed() -> None:
@@ -163,14 +168,14 @@ def test_both_languages_say_the_same_value() -> None:
         (lambda v: v.day(day, "full"), "Wednesday, July 3, 2024", "mercoledì 3 luglio 2024"),
         (lambda v: v.moment(day, time_of_day, "medium"), "Jul 3, 2024, 3:05 PM", "3 lug 2024, 15:05"),
     ]:
-        said = [form(v).translate(cldr.SPACES) for v in (en, it)]
+        said = [form(v).translate(SPACES) for v in (en, it)]
         assert said == [english, italian]
 
 
 @pytest.mark.parametrize("code", ["en", "it", "de", "fr", "ru"])
 def test_a_voice_says_what_babel_says(code: str) -> None:
     """The oracle is babel's own, slower functions."""
-    v, where = voice(code), cldr.locale(code)
+    v, where = voice(code), locale(code)
     for i in range(1, 400, 7):
         day, moment = dt.date(1950, 1, 1) + dt.timedelta(91 * i), dt.time(i % 24, i % 60)
         assert v.number(i * 1000 + 5) == numbers.format_decimal(i * 1000 + 5, locale=where)
@@ -191,6 +196,17 @@ def test_a_voice_says_what_babel_says(code: str) -> None:
             == dates.format_timedelta(-dt.timedelta(i), granularity="day", threshold=10**6, add_direction=True, locale=where)
             or i >= 1000
         )
+
+
+def test_no_value_is_rounded_away() -> None:
+    """10.5 million is 1.05 crore, not 1.1; an amount in a currency without cents has none."""
+    hindi = voice("hi")
+    assert hindi.compact(10_500_000).startswith("1.05 ")
+    shared = cldr.Shared.of(voice("en"), voice("it"))
+    for forms in itertools.islice(cldr.money(Random("x"), shared), 3000):
+        value, currency = forms[0].keywords["value"], forms[0].keywords["currency"]  # type: ignore[attr-defined]
+        digits = numbers.get_currency_precision(currency)
+        assert round(value, digits) == value
 
 
 @pytest.mark.parametrize(("source", "target"), [("de", "fr"), ("ja", "ru"), ("en", "ar"), ("it", "zh-Hant"), ("pt_BR", "hi")])

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from babel.messages.catalog import Catalog
 from babel.messages.mofile import write_mo
+
 from lockstep import config
 from lockstep.config import Data
 from lockstep.data import catalogues, corpus
@@ -117,7 +118,7 @@ def test_sides_of_different_length_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_broken_utf8_is_refused_with_line_and_byte(tmp_path: Path, suffix: str) -> None:
-    en, it = two_files(tmp_path)
+    en, _ = two_files(tmp_path)
     content = "\n".join(["più"] * 39).encode() + "\ncittà".encode("latin1") + b"\n"
     path = tmp_path / f"bad.it{suffix}"
     path.write_bytes(gzip.compress(content) if suffix else content)
@@ -208,7 +209,7 @@ def test_equal_sources_never_straddle_the_splits() -> None:
         parts = corpus.hold_out(pairs, draw.randrange(1, 20), parts=2, where="")
         sources = [{source for source, _ in part} for part in parts]
         assert not (sources[0] & sources[1] or sources[0] & sources[2] or sources[1] & sources[2])
-        assert sorted(sum(parts, [])) == sorted(pairs)
+        assert sorted(pair for part in parts for pair in part) == sorted(pairs)
 
 
 # Fingerprints.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -255,6 +258,33 @@ def test_of_two_committers_of_one_step_exactly_one_wins(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["step-00000009"]
     assert (tmp_path / "step-00000009" / "facts.json").read_bytes() == b"2"
     assert commands.verify(tmp_path)[0]
+
+
+@pytest.mark.skipif(not Path("/proc/locks").exists(), reason="needs /proc/locks to see who waits")
+@pytest.mark.parametrize("saved_anew", [True, False])
+def test_a_reader_that_waited_through_a_deletion_reads_what_is_there_then(tmp_path: Path, saved_anew: bool) -> None:
+    path = save(tmp_path, 9)
+    held = seal.lock_seal(path / "COMMITTED", fcntl.LOCK_EX)  # as retention has it
+    assert held is not None
+    inode = os.fstat(held).st_ino
+    found = []
+
+    def read() -> None:
+        with seal.pinned(tmp_path, 9) as pinned:
+            found.append((pinned, seal.lock_seal(path / "COMMITTED", fcntl.LOCK_EX | fcntl.LOCK_NB)))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    deadline = time.monotonic() + 60
+    while not any(f":{inode} " in line and "->" in line for line in Path("/proc/locks").read_text().splitlines()):
+        assert time.monotonic() < deadline and reader.is_alive()
+        time.sleep(0.001)
+    path.rename(tmp_path / "on its way out")
+    if saved_anew:
+        save(tmp_path, 9)
+    seal.release(held)
+    reader.join()
+    assert found == [(path if saved_anew else None, None)]  # pinned: nobody else gets the lock
 
 
 def test_a_linked_checkpoint_is_read_but_never_deleted(tmp_path: Path) -> None:

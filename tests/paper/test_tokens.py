@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from lockstep.data import cldr
 from lockstep.data.tokens import BEGIN, END, PAD, SPECIALS, UNKNOWN, Tokenizer
 from lockstep.errors import DataError

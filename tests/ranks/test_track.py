@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -148,7 +149,7 @@ def test_a_run_has_one_keeper_and_a_killed_one_lets_go_at_once(tmp_path: Path) -
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         with pytest.raises(UsageError, match="another process keeps the record") as caught:
-            Tracker(tmp_path, leader=True, from_step=3)
+            Tracker(tmp_path, leader=True, from_step=3, patience_s=0)
         assert str(tmp_path) in caught.value.where and caught.value.hint
         assert len(read(tmp_path / "metrics.jsonl")) == 9, "the second one changed nothing"
         process.kill()
@@ -185,8 +186,9 @@ def test_tensorboard_shows_each_step_once_after_a_kill(tmp_path: Path) -> None:
     actions: Actions = [["steps", 1, 3], ["evaluate", 3], ["sync"], ["steps", 4, 6], ["evaluate", 6], ["steps", 7, 10], ["kill"]]
     code, _ = play(tmp_path, actions, from_step=0, tensorboard=True)
     assert code == -signal.SIGKILL
-    newest = max((tmp_path / "tensorboard").iterdir())
-    os.truncate(newest, newest.stat().st_size - 5)
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    with open(events, "ab") as file:
+        file.write(b"\x40\x00\x00\x00\x00\x00\x00\x00torn")  # a record of 64 bytes, killed at its fourth
     with Tracker(tmp_path, leader=True, from_step=6, tensorboard=True) as tracker:
         steps(tracker, 7, 12)
     assert tensorboard(tmp_path, "train/loss") == losses(1, 12)
@@ -269,6 +271,18 @@ def test_the_evaluator_passes_its_lines_on_when_the_trainer_has_ended(tmp_path: 
     assert tensorboard(tmp_path, "validation/bleu") == [(5, 9.5)]
     assert tensorboard(tmp_path, "train/loss") == losses(1, 5)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_training_waits_for_an_evaluator_that_passes_its_lines_on(tmp_path: Path) -> None:
+    evaluator = Tracker(tmp_path, leader=True, from_step=None)
+    end = threading.Timer(0.3, evaluator.close)
+    end.start()
+    with Tracker(tmp_path, leader=True, from_step=0) as tracker:
+        assert evaluator.lock is None, "it had let go"
+        steps(tracker, 1, 1)
+        with pytest.raises(UsageError, match="another process keeps the record"):
+            Tracker(tmp_path, leader=True, from_step=None)
+    end.join()
 
 
 def test_an_own_evaluation_that_is_done_again_stands_once(tmp_path: Path) -> None:

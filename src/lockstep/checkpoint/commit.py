@@ -243,7 +243,7 @@ class Attempt:
             return
         try:
             self._unmark()
-            remove_folder(self.path, self.seal, self.state, no_seam)
+            remove_folder(self.path, self.seal, self.state, self.at)
         except OSError as problem:
             log.warning("%s could not be removed (%s); the next save will try again", self.path, problem.strerror)
 

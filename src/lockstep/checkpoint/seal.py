@@ -106,7 +106,8 @@ def pinned(folder: Path, step: int) -> Iterator[Path | None]:
     path = folder / folder_name(step)
     seal: int | None
     try:
-        seal = lock_seal(path / COMMITTED, fcntl.LOCK_SH)
+        while (seal := lock_seal(path / COMMITTED, fcntl.LOCK_SH)) is None and (path / COMMITTED).exists():
+            pass  # deleted and saved anew while we waited for the lock
         found = seal is not None
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):

@@ -11,15 +11,14 @@ was never seen in any form. Names are a dictionary, which nobody can guess: they
 
 Nothing here depends on the clock, the machine or the order of a set. Randomness is `random.Random(text).random()` only, the one method
 whose numbers Python promises to keep. CLDR writes no-break and thin spaces where one types a space; all become plain spaces.
+How one language says a value is in voice.py.
 """
 
 from __future__ import annotations
 
 import datetime as dt
-import difflib
 import hashlib
 import itertools
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,9 +29,10 @@ from random import Random
 from typing import Any, TypeVar
 
 import babel
-from babel import Locale, languages, localedata, numbers
+from babel import languages, localedata, numbers
 from babel.core import get_global
 
+from lockstep.data.voice import SPACES, Parts, Unsaid, Voice, locale
 from lockstep.errors import DataError
 
 GENERATOR = 1  # belongs to the fingerprint: raise it whenever another sentence can come out
@@ -56,8 +56,6 @@ TRAINING_ONLY = {"minutes"}  # 3:05 PM is said inside dates, so it would be no u
 NAMES_AT_MOST = 0.1  # of the training pairs: a small corpus keeps its balance too
 FORMS_OF_A_VALUE = 3  # sentences that a training value is said in: more values teach more than more forms of one
 
-SPACES = str.maketrans({"\u00a0": " ", "\u202f": " ", "\u2009": " "})
-LETTER_BY_DIGIT = re.compile(r"(?<=[^\W\d_])(?=\d)|(?<=\d)(?=[^\W\d_])")
 DAY_STYLES = (("full", "short"), ("long", "full"), ("medium", "long"), ("short", "medium"), ("yMMMEd", "full"))  # alone, with a time
 FIRST_DAY, DAYS = dt.date(1950, 1, 1), 36_525  # one hundred years, so that a year of two digits still means one day
 
@@ -83,13 +81,8 @@ WAYS: dict[tuple[str, ...], int] = {  # units -> the most of the first one
 
 T = TypeVar("T")
 Pair = tuple[str, str]
-Parts = list[tuple[int, str]]
-Form = Callable[["Voice"], str]
+Form = Callable[[Voice], str]
 Values = Iterator[list[Form]]
-
-
-class Unsaid(LookupError):
-    """CLDR has no words for this in one of the two languages."""
 
 
 @dataclass(frozen=True)
@@ -98,113 +91,6 @@ class Made:
     validation: list[Pair]
     test: list[Pair]
     left_out: dict[str, int] = field(default_factory=dict)  # reason -> pairs
-
-
-class Voice:
-    """One language: says values as CLDR has it. Raises Unsaid where CLDR has no words. Remembers numbers, which come again and again."""
-
-    def __init__(self, locale: Locale) -> None:
-        self.locale = locale
-        self.data: Any = plain(locale._data)
-        self.decimal = locale.decimal_formats[None]
-        self.numbers: dict[int | Decimal, str] = {}
-        self.plurals: dict[int | Decimal, str] = {}
-        self.clocks: dict[tuple[dt.time, str], str] = {}
-        self.lists: dict[str, dict[str, str]] = {}
-        # CLDR, and so babel, leaves out of "long" what is as in "short".
-        self.unit_patterns = {
-            unit: {"short": of.get("short", {}), "long": {**of.get("short", {}), **of.get("long", {})}}
-            for unit, of in self.data["unit_patterns"].items()
-        }
-
-    def number(self, value: int | Decimal) -> str:
-        if value not in self.numbers:
-            self.numbers[value] = str(self.decimal.apply(value, self.locale, decimal_quantization=False))
-        return self.numbers[value]
-
-    def compact(self, value: int) -> str:
-        """3.2 million"""
-        if "long" not in self.data["compact_decimal_formats"]:
-            raise Unsaid
-        return numbers.format_compact_decimal(value, format_type="long", locale=self.locale, fraction_digits=1)
-
-    def percent(self, value: Decimal) -> str:
-        pattern = self.locale.percent_formats[None]
-        return str(pattern.apply(value / 100, self.locale, decimal_quantization=False))
-
-    def plural(self, patterns: dict[str, str], value: int | Decimal) -> str:
-        """The pattern for `value` by its plural form; the form "other" stands in for those that are missing."""
-        if value not in self.plurals:
-            self.plurals[value] = self.locale.plural_form(value)
-        pattern = patterns.get(self.plurals[value]) or patterns.get("other")
-        if not pattern:
-            raise Unsaid
-        return pattern
-
-    def unit(self, value: int | Decimal, unit: str, length: str) -> str:
-        """`length` is long or short."""
-        patterns = self.unit_patterns.get(unit, {}).get(length, {})
-        return self.plural(patterns, value).replace("{0}", self.number(value))
-
-    def span(self, parts: Parts, length: str, style: str) -> str:
-        """3 hours and 5 minutes"""
-        return self.join([self.unit(n, f"duration-{unit}", length) for n, unit in parts], style)
-
-    def relative(self, value: int, unit: str, length: str, direction: str) -> str:
-        """in 3 days, 3 days ago: `direction` is future or past, `length` empty or -short."""
-        known = self.data["date_fields"]
-        patterns = known.get(unit + length) or known.get(unit, {})
-        return self.plural(patterns.get(direction, {}), value).replace("{0}", self.number(value))
-
-    def money(self, value: int | Decimal, currency: str) -> str:
-        """12.50 US dollars: whole amounts without decimals, others with the currency's."""
-        cents = {"currency": currency} if isinstance(value, Decimal) else {}
-        amount = self.decimal.apply(value, self.locale, **cents)
-        plurals = self.data["currency_names_plural"].get(currency) or {"other": self.data["currency_names"][currency]}
-        name = self.plural(plurals, value)
-        return self.plural(self.data["currency_unit_patterns"], value).format(amount, name)
-
-    def price(self, value: int | Decimal, currency: str) -> str:
-        """$12.50, EUR 12.50: letters beside a digit get a space (UTS 35, part 3, currencySpacing; babel leaves it out)."""
-        return LETTER_BY_DIGIT.sub(" ", self.locale.currency_formats["standard"].apply(value, self.locale, currency=currency))
-
-    def day(self, value: dt.date, style: str) -> str:
-        """`style` is full, long, medium, short, or one of CLDR's skeletons such as yMMMEd."""
-        pattern = self.data["date_formats"].get(style) or self.data["datetime_skeletons"].get(style)
-        if pattern is None:
-            raise Unsaid
-        return str(pattern.apply(value, self.locale))
-
-    def clock(self, value: dt.time, style: str) -> str:
-        if (value, style) not in self.clocks:
-            self.clocks[value, style] = str(self.locale.time_formats[style].apply(value, self.locale))
-        return self.clocks[value, style]
-
-    def moment(self, day: dt.date, time: dt.time, style: str) -> str:
-        glue = str(self.data["datetime_formats"][style]).replace("'", "")
-        return glue.replace("{0}", self.clock(time, "short")).replace("{1}", self.day(day, style))
-
-    def names(self, table: str, codes: Sequence[str], style: str) -> str:
-        """Italy, France, and Chad"""
-        return self.join([self.data[table][code] for code in codes], style)
-
-    def join(self, items: Sequence[str], style: str) -> str:
-        """A list as CLDR writes it (UTS 35, part 2, List Patterns). What a style leaves out is as in "standard"."""
-        if style not in self.lists:
-            known = self.data["list_patterns"]
-            self.lists[style] = {**known["standard"], **known.get(style, {})}
-        patterns = self.lists[style]
-        if len(items) == 2:
-            return patterns["2"].format(*items)
-        text = items[0]
-        for i, item in enumerate(items[1:], start=2):
-            text = patterns["start" if i == 2 else "end" if i == len(items) else "middle"].format(text, item)
-        return text
-
-
-def plain(value: Any) -> Any:
-    """`value` with babel's lazy dictionaries as ordinary ones: looking things up is most of the work here."""
-    return {key: plain(value[key]) for key in value} if isinstance(value, localedata.LocaleDataDict) else value
 
 
 # Values. Each function yields, value after value and each value once, the forms it can be said in. `draw` is the only source of chance.
@@ -317,16 +203,17 @@ def durations(draw: Random, shared: Shared) -> Values:
 
 
 def money(draw: Random, shared: Shared) -> Values:
+    """Whole amounts, and amounts with cents in currencies that have them (a yen's cents would be rounded away, and the value with them)."""
+
     def amount() -> tuple[int | Decimal, str]:
         kind, currency = draw.random(), shared.currencies[below(draw, len(shared.currencies))]
-        if kind < 0.45:
+        if kind < 0.45 and numbers.get_currency_precision(currency) >= 2:
             return Decimal(101 + below(draw, 99_899)) / 100, currency
         return 1 + below(draw, 999 if kind < 0.8 else 99_999), currency
 
     for value, currency in distinct(amount) if shared.currencies else ():
-        if value == int(value):
-            value = int(value)
-        yield [partial(form, value=value, currency=currency) for form in (Voice.money, Voice.price)]
+        exact = int(value) if value == int(value) else value
+        yield [partial(form, value=exact, currency=currency) for form in (Voice.money, Voice.price)]
 
 
 def units(draw: Random, shared: Shared) -> Values:
@@ -466,6 +353,7 @@ def pairs(source: str, target: str, *, limit: int, held_out: int) -> Made:
     limit = limit or MOST_PAIRS
     dictionary = [pair for x, y in names(collector.source, collector.target) if (pair := collector.take(x, y))]
     train, validation, test = shuffled(Random("names"), dictionary)[: int(NAMES_AT_MOST * limit)], list[Pair](), list[Pair]()
+    collector.left_out["names beyond their share of a small corpus"] = len(dictionary) - len(train)
     shared = Shared.of(collector.source, collector.target)
     draws = {family: Random(f"{family} {GENERATOR}") for family in FAMILIES}
     streams = {family: values(draws[family], shared) for family, values in FAMILIES.items()}
@@ -487,7 +375,7 @@ def pairs(source: str, target: str, *, limit: int, held_out: int) -> Made:
             "take languages that CLDR covers well, or a larger data.pairs",
         )
     mixed = {name: shuffled(Random(name), split) for name, split in (("train", train), ("validation", validation), ("test", test))}
-    return Made(**mixed, left_out=dict(sorted(collector.left_out.items())))
+    return Made(**mixed, left_out={reason: n for reason, n in sorted(collector.left_out.items()) if n})
 
 
 def apportion(total: int, families: Collection[str]) -> dict[str, int]:
@@ -498,29 +386,6 @@ def apportion(total: int, families: Collection[str]) -> dict[str, int]:
     for family in sorted(exact, key=lambda f: counts[f] - exact[f])[: total - sum(counts.values())]:
         counts[family] += 1
     return counts
-
-
-def locale(code: str) -> Locale:
-    """babel's locale for `code`. DataError, with the nearest codes, when CLDR has no such language or nothing in it."""
-    known = {name.lower(): name for name in localedata.locale_identifiers()}
-    name = known.get(code.lower().replace("-", "_"))
-    if name is None:
-        english = {word.lower(): key for key, word in Locale.parse("en").languages.items() if key.lower() in known}
-        near = difflib.get_close_matches(code.lower(), [*known, *english], n=4, cutoff=0.6)
-        codes = list(dict.fromkeys(known.get(word) or english[word] for word in near))
-        raise DataError(
-            f"CLDR knows no language {code!r}",
-            f"babel {babel.__version__}, data.source, data.target",
-            f"did you mean {', '.join(codes)}?" if codes else "languages are codes such as en, it, de, pt_BR, zh_Hant",
-        )
-    found = Locale.parse(name)
-    if found.months["format"]["wide"][1] == "M01":  # what CLDR's root says where a language has nothing of its own
-        raise DataError(
-            f"CLDR has no month names in {code!r}, so no sentences can be made",
-            f"babel {babel.__version__}, data.source, data.target",
-            "take a language that CLDR covers well",
-        )
-    return found
 
 
 def fingerprint(source: str, target: str, *, limit: int, held_out: int) -> str:

@@ -61,7 +61,7 @@ def add_dropped(residual: Tensor, branch: Tensor, probability: float) -> Tensor:
     if probability == 0.0:
         return residual + branch
     if by_hand(branch):
-        added: Tensor = AddDropped.apply(residual, branch, probability)
+        added: Tensor = AddDropped.apply(residual, branch, probability)  # type: ignore[no-untyped-call]
         return added
     return residual + F.dropout(branch, probability)
 
@@ -97,7 +97,7 @@ def attend_packed(queries: Tensor, others: Tensor | None, bias: Tensor, choice: 
     to another  queries (B, T, 1, H, E) hold the query; others (B, S, 2, H, E) hold key and value
     """
     if choice == "plain" and dropout == 0.0 and by_hand(queries):
-        mixed: Tensor = PackedAttention.apply(queries, others, bias)
+        mixed: Tensor = PackedAttention.apply(queries, others, bias)  # type: ignore[no-untyped-call]
         return mixed
     parts = [*queries.unbind(2), *(() if others is None else others.unbind(2))]
     query, key, value = (part.transpose(1, 2) for part in parts)  # (B, H, T or S, E)

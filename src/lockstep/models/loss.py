@@ -27,7 +27,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, smoothing: float, pad: int)
 
     The sum is float32 (float64 for float64 logits); the gradient has the type of the logits.
     """
-    return loss_of_logits(logits.flatten(0, -2), labels.flatten(), smoothing, pad, wants_slope(logits))[0]
+    loss: Tensor = loss_of_logits(logits.flatten(0, -2), labels.flatten(), smoothing, pad, wants_slope(logits))[0]
+    return loss
 
 
 def output_cross_entropy(states: Tensor, weight: Tensor, labels: Tensor, *, smoothing: float, pad: int) -> Tensor:
@@ -38,7 +39,8 @@ def output_cross_entropy(states: Tensor, weight: Tensor, labels: Tensor, *, smoo
     kind = states.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
     slope = wants_slope(states, weight)
-    return loss_of_states(states.flatten(0, -2), weight, labels.flatten(), dtype, smoothing, pad, slope)[0]
+    loss: Tensor = loss_of_states(states.flatten(0, -2), weight, labels.flatten(), dtype, smoothing, pad, slope)[0]
+    return loss
 
 
 def wants_slope(*tensors: Tensor) -> bool:
@@ -96,35 +98,42 @@ def loss_of_states(
     The constant part of the logits' gradient, -smoothing / V, never becomes a matrix: times the weight it is a multiple of
     the sum of the weight's rows, and times the states a multiple of their sum.
     """
-    narrow = weight.to(dtype)
-    row_sum = weight.sum(dim=0, dtype=wide(dtype))  # (D,)
-    real = (labels != pad)[:, None]  # (N, 1)
-    counted = (states * real).to(dtype)  # (N, D)
+    places = counted_places(labels, pad)
+    chosen, held = labels[places], states[places]
+    real = (chosen != pad)[:, None]  # (N, 1)
+    held = (held * real).to(dtype)
+    narrow, row_sum = weight.to(dtype), weight.sum(dim=0, dtype=wide(dtype))  # (V, D), (D,)
     total = torch.zeros((), dtype=wide(dtype), device=states.device)
-    state_slope = torch.empty(states.shape if slope else (0,), dtype=wide(dtype), device=states.device)
-    weight_slope = torch.zeros(weight.shape if slope else (0,), dtype=wide(dtype), device=states.device)
+    held_slope = torch.empty(held.shape if slope else (0,), dtype=total.dtype, device=states.device)
+    weight_slope = torch.zeros(weight.shape if slope else (0,), dtype=total.dtype, device=states.device)
     at_a_time = rows_at_a_time(states.device)
-    logits = torch.empty(min(at_a_time, len(states)), len(weight), dtype=dtype, device=states.device)
-    for first in range(0, len(states), at_a_time):
+    logits = torch.empty(min(at_a_time, len(held)), len(weight), dtype=dtype, device=states.device)
+    for first in range(0, len(held), at_a_time):
         rows = slice(first, first + at_a_time)
-        chosen, chunk = labels[rows, None], counted[rows]
-        torch.mm(chunk, narrow.t(), out=logits[: len(chunk)])
-        scores = logits[: len(chunk)].to(total.dtype)  # (R, V); the same memory unless dtype is narrow
+        chunk, narrow_logits = held[rows], logits[: len(held) - first]
+        torch.mm(chunk, narrow.t(), out=narrow_logits)
+        scores = narrow_logits.to(total.dtype)  # (R, V); the same memory unless dtype is narrow
         mean = (chunk.to(total.dtype) @ row_sum)[:, None] / len(weight)
-        total += (losses_of(scores, chosen, mean, smoothing, slope) * real[rows]).sum()
-        if not slope:
-            continue
-        if dtype == total.dtype:
-            torch.mm(scores, narrow, out=state_slope[rows])
+        total += (losses_of(scores, chosen[rows, None], mean, smoothing, slope) * real[rows]).sum()
+        if slope and dtype == total.dtype:
+            torch.mm(scores, narrow, out=held_slope[rows])
             weight_slope.addmm_(scores.t(), chunk)
-        else:
-            logits[: len(chunk)] = scores
-            state_slope[rows] = logits[: len(chunk)] @ narrow
-            weight_slope += logits[: len(chunk)].t() @ chunk
-    if slope:
-        state_slope.sub_(row_sum, alpha=smoothing / len(weight)).mul_(real)
-        weight_slope.sub_(counted.sum(dim=0, dtype=total.dtype), alpha=smoothing / len(weight))
-    return total, state_slope.to(states.dtype), weight_slope.to(weight.dtype)
+        elif slope:
+            narrow_logits.copy_(scores)
+            held_slope[rows] = narrow_logits @ narrow
+            weight_slope += narrow_logits.t() @ chunk
+    if not slope:
+        return total, held_slope.to(states.dtype), weight_slope.to(weight.dtype)
+    held_slope.sub_(row_sum, alpha=smoothing / len(weight)).mul_(real)
+    weight_slope.sub_(held.sum(dim=0, dtype=total.dtype), alpha=smoothing / len(weight))
+    state_slope = torch.zeros_like(states)
+    state_slope[places] = held_slope.to(states.dtype)
+    return total, state_slope, weight_slope.to(weight.dtype)
+
+
+def counted_places(labels: Tensor, pad: int) -> Tensor | slice:
+    """Which rows to compute: on a CPU those that count; on a GPU all, since to know their number is to wait for it."""
+    return (labels != pad).nonzero()[:, 0] if labels.device.type == "cpu" else slice(None)
 
 
 @loss_of_logits.register_fake

@@ -23,6 +23,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -292,7 +293,7 @@ class Translator(nn.Module):
     def start(self, memory: Memory, *, beams: int, capacity: int) -> Cache:
         """An empty cache for the sentences of `memory`; keys and values of the source are computed here, once."""
         rows, size = len(memory.states), self.width // self.heads
-        crosses = [layer.cross_attention for layer in self.decoder]
+        crosses = [cast(DecoderLayer, layer).cross_attention for layer in self.decoder]
         packed = torch.stack([c.unpack(c.key_value(memory.states)).permute(2, 0, 3, 1, 4) for c in crosses], dim=1)
         empty = packed.new_zeros(len(self.decoder), rows, self.heads, capacity, beams, size)
         device = memory.states.device
@@ -314,7 +315,7 @@ class Translator(nn.Module):
         bias = cache.bias(self.embedding.weight.dtype)
         states = torch.add(cache.places[cache.position], self.embedding(tokens), alpha=self.width**0.5)  # (B, K, D)
         for i, layer in enumerate(self.decoder):
-            states = layer.step(states, cache, i, bias)
+            states = cast(DecoderLayer, layer).step(states, cache, i, bias)
         cache.position += 1
         return F.linear(self.decoder_norm(states), self.embedding.weight)
 

@@ -1,0 +1,401 @@
+"""Scoring checkpoints on held-out text, in a process of its own, exactly, and each of them once.
+
+Exactly: the work is cut into batches by the data alone, dealt to the processes in turn, and its results are put together
+by their numbers, so no sentence is padded in or counted twice, and any number of processes gives the same answer.
+
+Once: RUN/evaluations.jsonl has one line for each (step, split, beams, average, lowercase). Whoever writes first looks,
+under a lock, whether it is there, and cuts away a line that a killed process left torn. So an evaluator may be killed at
+any moment and started again, or run twice.
+
+Following: all committed checkpoints that have no line are scored, the oldest first, because it is the first that
+retention will delete. RUN/best.json names the best on the validation split; it is a function of the lines.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from lockstep.agree import gather, lead
+from lockstep.checkpoint.choose import show_steps
+from lockstep.checkpoint.store import Store
+from lockstep.config import Run
+from lockstep.data.encoded import EncodedPairs
+from lockstep.data.prepare import Prepared, open_prepared
+from lockstep.errors import CheckpointError, LockstepError, UsageError
+from lockstep.files import append_line, read_json, write_json
+from lockstep.generate import batches_by_length, search_ids
+from lockstep.metrics import encode, last_newline, stream
+from lockstep.models.weights import Loaded, load_for_use, read_run
+from lockstep.scores import score
+from lockstep.signals import Signals
+from lockstep.track import Tracker
+from lockstep.units import show_count
+from lockstep.world import World
+
+log = logging.getLogger("lockstep")
+
+Split = Literal["validation", "test"]
+LINES, BEST, FINISHED = "evaluations.jsonl", "best.json", "finished.json"
+BATCH_TOKENS = 4096  # padded tokens that are scored or translated together
+POLL_S = 1.0
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked of each checkpoint; with the step it names one line of evaluations.jsonl."""
+
+    split: Split = "validation"
+    beams: int = 1
+    average: int = 0
+    lowercase: bool = False
+
+    def of(self, record: dict[str, Any]) -> bool:
+        """Whether the record answers this question."""
+        return all(record.get(key) == value for key, value in vars(self).items())
+
+
+@dataclass(frozen=True)
+class Move:
+    """What a following evaluator does next, and why."""
+
+    do: Literal["evaluate", "wait", "end"]
+    step: int
+    why: str
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def evaluate(
+    folder: Path,
+    world: World,
+    *,
+    step: int | None = None,
+    split: Split = "validation",
+    beams: int = 1,
+    average: int = 0,
+    lowercase: bool | None = None,
+    follow: bool = False,
+) -> str:
+    """Collective. Score the checkpoint of `step` (default: the newest), or with `follow` all until the run is finished.
+
+    average    N: the mean of the newest N checkpoints' weights, those of fewer if there are fewer; the line lists them
+    lowercase  compare in lower case (default: as the run's tokenizer does)
+    Gives the name of the signal that ended it, or "". Errors: UsageError, DataError, CheckpointError.
+    """
+    with Signals() as signals:
+        stopped = await_run(folder, world, signals) if follow else ""
+        if stopped:
+            return stopped
+        run = read_run(folder)
+        asked = Question(split, beams, average, run.tokens.lowercase if lowercase is None else lowercase)
+        corpus = open_prepared(folder / "data")
+        work = Work(folder, run, corpus, world, asked, signals)
+        stopped = work.follow() if follow else work.once(step)
+        if world.leader:
+            pass_on(folder, run)
+        return stopped
+
+
+def finish(folder: Path, run: Run, world: World) -> None:
+    """Collective. What a training ends with: scores on the test split, some translations, and what can be done next."""
+    if run.evaluate.at_end:
+        loaded = load_for_use(folder, device=world.device)
+        corpus = open_prepared(folder / "data")
+        asked = Question("test", run.evaluate.beams, 0, run.tokens.lowercase)
+        result = measure(loaded, corpus, asked, world, lambda: "", pairs=run.evaluate.at_end)
+        assert result is not None  # nobody asked it to stop
+        if world.leader:
+            if result.complete:
+                note(folder, result.record)
+            print("\n".join(["", summary(result.record), *samples(result, run)]))
+    if world.leader:
+        write_json(folder / FINISHED, {"step": run.steps})
+        print(f'\nnext: lockstep translate {folder} "{run.data.source} text"   or   lockstep evaluate {folder}', flush=True)
+
+
+@dataclass
+class Work:
+    """An evaluator at work: its run, its question, and the checkpoints that it could not read."""
+
+    folder: Path
+    run: Run
+    corpus: Prepared
+    world: World
+    asked: Question
+    signals: Signals
+
+    def once(self, step: int | None) -> str:
+        """Collective. Score one checkpoint, unless its line is there; the signal that came between, or ""."""
+        step = lead(self.world, lambda: existing(Store(self.folder / "checkpoints"), step))
+        done = lead(self.world, lambda: find(self.folder, self.asked, step))
+        if done is not None:
+            log.info("%s (scored before)", summary(done))
+            return ""
+        loaded, problem = self.load(step)
+        if loaded is None:
+            raise CheckpointError(problem, f"step {step} of {self.folder}", "see lockstep checkpoint verify")
+        return self.score(loaded)
+
+    def follow(self) -> str:
+        """Collective. Score every checkpoint that has no line, and those to come, until the run is finished or a signal comes."""
+        gone: set[int] = set()
+        waiting = ""
+        while True:
+            move = Move(**lead(self.world, lambda: vars(self.look(gone))))
+            stopped = agreed_stop(self.world, self.signals)
+            if stopped or move.do == "end":
+                log.info(stopped or move.why)
+                return stopped
+            if move.do == "wait":
+                if move.why != waiting:
+                    log.info(move.why)
+                waiting = move.why
+                continue
+            loaded, problem = self.load(move.step)
+            if loaded is None:
+                gone.add(move.step)
+                log.warning("step %d is left out: %s", move.step, problem)
+            elif stopped := self.score(loaded):
+                return stopped
+
+    def look(self, gone: Collection[int]) -> Move:
+        """For the leader: the next move. Sleeps a little before it answers "wait", so that the others wait for the answer."""
+        store = Store(self.folder / "checkpoints")
+        done = [record["step"] for record in stream(self.folder / LINES) if self.asked.of(record)]
+        steps = read_run(self.folder).steps  # may have grown: a run can be trained further
+        ended = self.folder / FINISHED
+        move = next_move(store.steps(), done, gone, steps, read_json(ended)["step"] if ended.exists() else 0)
+        if move.do == "wait" and not self.signals.received:
+            time.sleep(POLL_S)
+        return move
+
+    def load(self, step: int) -> tuple[Loaded | None, str]:
+        """Collective. The model at `step` on every process, or on none and why: a checkpoint may be deleted at any moment."""
+        loaded, problem = None, ""
+        try:
+            loaded = load_for_use(self.folder, step, self.asked.average, device=self.world.device)
+        except LockstepError as error:
+            problem = error.what
+        heard = gather(self.world, [problem, list(loaded.steps) if loaded else []])
+        problems = [text for text, _ in heard if text]
+        if not problems and any(steps != heard[0][1] for _, steps in heard):
+            problems = ["a checkpoint to average with was deleted meanwhile"]
+        return (None, problems[0]) if problems else (loaded, "")
+
+    def score(self, loaded: Loaded) -> str:
+        """Collective. Score a loaded model, write its line; the signal that came between (then nothing is written), or ""."""
+        result = measure(loaded, self.corpus, self.asked, self.world, lambda: self.signals.received)
+        if result is None:
+            return agreed_stop(self.world, self.signals)
+        if self.world.leader:
+            note(self.folder, result.record)
+            log.info(summary(result.record))
+        return ""
+
+
+def next_move(committed: Sequence[int], done: Collection[int], gone: Collection[int], last: int, finished: int) -> Move:
+    """What a following evaluator does, given the steps that are committed, scored, and could not be read.
+
+    last      the run's last step
+    finished  the last step of a training that ended, 0 before
+    """
+    pending = [step for step in committed if step not in done and step not in gone]
+    if pending:
+        return Move("evaluate", pending[0], f"step {pending[0]} is the oldest of {len(pending)} that are not scored")
+    if any(step >= last for step in (*done, *gone)):
+        return Move("end", last, f"step {last}, the last one of the run, is scored")
+    if finished >= last:
+        return Move("end", last, f"the run ended at step {finished}, and all its checkpoints are scored")
+    return Move("wait", 0, f"waiting for a checkpoint; scored so far: {show_steps(sorted(done))}")
+
+
+def await_run(folder: Path, world: World, signals: Signals) -> str:
+    """Collective. Wait for the first committed checkpoint of a run that may not have begun; the signal that came first, or ""."""
+    store, said = Store(folder / "checkpoints"), False
+
+    def begun() -> bool:
+        if not store.steps():
+            time.sleep(POLL_S)
+        return bool(store.steps())
+
+    while True:
+        there = lead(world, begun)
+        stopped = agreed_stop(world, signals)
+        if there or stopped:
+            return stopped
+        if not said:
+            log.info("waiting for the first checkpoint in %s", folder)
+            said = True
+
+
+def agreed_stop(world: World, signals: Signals) -> str:
+    """Collective. The first signal that any process has received, or ""."""
+    return next((name for name in gather(world, signals.received) if name), "")
+
+
+def existing(store: Store, step: int | None) -> int:
+    """`step`, or the newest. CheckpointError when it is not committed."""
+    steps = store.steps()
+    if step is None and steps:
+        return steps[-1]
+    if step is None or step not in steps:
+        what = "there is no checkpoint yet" if step is None else f"there is no checkpoint of step {step}"
+        raise CheckpointError(what, f"{store.folder}; {show_steps(steps)}", "see lockstep checkpoint list")
+    return step
+
+
+def pass_on(folder: Path, run: Run) -> None:
+    """Send new lines to TensorBoard and Weights & Biases, unless a training is at work, whose tracker does."""
+    if not run.track.tensorboard and run.track.wandb == "off":
+        return
+    try:
+        with Tracker(
+            folder, leader=True, from_step=None, tensorboard=run.track.tensorboard, wandb=run.track.wandb, project=run.track.project
+        ) as tracker:
+            tracker.forward_evaluations()
+    except UsageError as error:
+        log.debug("the training passes the evaluations on: %s", error.what)
+
+
+# -- scoring ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Result:
+    """The line of one evaluation and the texts behind it."""
+
+    record: dict[str, Any]
+    sources: list[str]
+    found: list[str]
+    right: list[str]
+    complete: bool  # whether the whole split was translated
+
+
+def measure(
+    loaded: Loaded, corpus: Prepared, asked: Question, world: World, stopped: Callable[[], str], *, pairs: int = 0
+) -> Result | None:
+    """Collective. Loss, scores and translations of a model on the held-out text; None when a process was told to stop.
+
+    pairs  translate only the first so many; 0: all. The loss is always over all that are not too long
+    """
+    began = time.monotonic()
+    text = corpus.text(asked.split)
+    chosen = text[:pairs] if pairs else text
+    sources, right = [source for source, _ in chosen], [target for _, target in chosen]
+    encoded = getattr(corpus, asked.split)
+    rows = loaded.tokenizer.encode(sources)
+    loss_batches = batches_by_length(encoded.lengths.max(axis=1).tolist(), BATCH_TOKENS)
+    text_batches = batches_by_length([len(row) + 1 for row in rows], max(1, BATCH_TOKENS // asked.beams))
+    losses: dict[int, float] = {}
+    translated: dict[int, list[int]] = {}
+    for number in range(world.rank, len(loss_batches), world.size):
+        if not stopped():
+            losses[number] = loss_of(loaded, encoded, loss_batches[number])
+    for number in range(world.rank, len(text_batches), world.size):
+        if not stopped():
+            batch = text_batches[number]
+            ids = search_ids(loaded.model, [rows[i] for i in batch], beams=asked.beams, max_tokens=2 * loaded.run.data.max_tokens)
+            translated |= dict(zip(batch, ids, strict=True))
+    # JSON's keys are text, so pairs are sent; a float's text is its shortest exact form.
+    heard = gather(world, {"losses": list(losses.items()), "translated": list(translated.items()), "stopped": stopped()})
+    if any(one["stopped"] for one in heard):
+        return None
+    by_row = {row: ids for one in heard for row, ids in one["translated"]}
+    found = loaded.tokenizer.decode([by_row[row] for row in range(len(rows))])
+    tokens = int(encoded.lengths[:, 1].sum())
+    loss = math.fsum(value for one in heard for _, value in one["losses"]) / max(1, tokens)
+    record = {
+        "step": loaded.step,
+        **vars(asked),
+        "averaged": list(loaded.steps),
+        "loss": loss,
+        "perplexity": math.exp(loss) if loss < 700 else math.inf,
+        "tokens": tokens,
+        "pairs": len(sources),
+        **score(found, right, language=loaded.run.data.target, lowercase=asked.lowercase),
+        "seconds": round(time.monotonic() - began, 3),
+    }
+    return Result(record, sources, found, right, complete=len(chosen) == len(text))
+
+
+@torch.inference_mode()
+def loss_of(loaded: Loaded, encoded: EncodedPairs, batch: Sequence[int]) -> float:
+    """Sum of -log p over the target tokens of some pairs, END included; what was trained smoothed is not smoothed here."""
+    lengths = encoded.lengths[batch].max(axis=0)
+    arrays = encoded.gather(torch.tensor(batch).numpy(), len(batch), int(lengths[0]), int(lengths[1]))
+    device = loaded.model.embedding.weight.device
+    source, target, labels = (torch.from_numpy(array).to(device) for array in arrays)
+    return float(loaded.model(source, target, labels))
+
+
+# -- the lines --------------------------------------------------------------------------------------------------------
+
+
+def find(folder: Path, asked: Question, step: int) -> dict[str, Any] | None:
+    """The line that answers the question for `step`, if there is one."""
+    return next((record for record in stream(folder / LINES) if record["step"] == step and asked.of(record)), None)
+
+
+def note(folder: Path, record: dict[str, Any]) -> bool:
+    """Write the line of an evaluation and name the best; False when such a line is there already, and nothing is done."""
+    asked = Question(*(record[key] for key in vars(Question())))
+    path = folder / LINES
+    with locked(folder / "evaluations.lock"):
+        if path.exists() and (whole := last_newline(path)) < path.stat().st_size:
+            os.truncate(path, whole)
+        if find(folder, asked, record["step"]) is not None:
+            return False
+        append_line(path, encode(record).decode().rstrip("\n"))
+        if (best := best_of(list(stream(path)))) is not None:
+            write_json(folder / BEST, best)
+    return True
+
+
+def best_of(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Which evaluation of the validation split is best: the highest BLEU; of equal ones the lowest loss, then the earliest."""
+    validation = [record for record in records if record.get("split") == "validation"]
+    if not validation:
+        return None
+    best = min(validation, key=lambda r: (-r["bleu"], r["loss"], r["step"]))
+    return {"by": "bleu", **{key: best[key] for key in ("step", "bleu", "loss", *vars(Question()))}}
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock on `path`; the kernel lets go of it with the process, however that ends."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def summary(record: dict[str, Any]) -> str:
+    """One line for people."""
+    how = f"{record['split']}, {show_count(record['pairs'])} pairs, " + ("greedy" if record["beams"] == 1 else f"{record['beams']} beams")
+    mean = f", mean of {len(record['averaged'])} checkpoints" if len(record["averaged"]) > 1 else ""
+    scores = f"loss {record['loss']:.4f}  BLEU {record['bleu']:.2f}  chrF {record['chrf']:.2f}  exact {record['exact_match']:.1%}"
+    return f"step {record['step']:,}  {scores}  CER {record['cer']:.3f}  WER {record['wer']:.3f}  ({how}{mean})"
+
+
+def samples(result: Result, run: Run, count: int = 6) -> list[str]:
+    """A few translations, taken evenly from the split, with the reference where it says something else."""
+    lines = []
+    for i in range(0, len(result.found), -(-len(result.found) // count)):
+        lines += ["", f"  {run.data.source}  {result.sources[i]}", f"  {run.data.target}  {result.found[i]}"]
+        if result.found[i] != result.right[i]:
+            lines.append(f"  {'':{len(run.data.target)}}  (reference: {result.right[i]})")
+    return lines

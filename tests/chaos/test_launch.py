@@ -1,0 +1,642 @@
+"""The parent and its workers, as real processes: codes, words, signals, kills, and that nothing is left behind.
+
+Most workers here are small scripts without torch; a few form gloo groups.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SRC = Path(__file__).parents[2] / "src"
+NODE = socket.gethostname()
+PARENT = """
+import json, os, sys
+from pathlib import Path
+from lockstep.errors import LockstepError
+from lockstep.launch import Limits, launch
+told = json.loads(sys.argv[1])
+assert "torch" not in sys.modules
+try:
+    folder = Path(told["run_folder"]) if told["run_folder"] else None
+    command = told["command"] or [sys.executable, "worker.py"]
+    sys.exit(launch(command, told["workers"], run_folder=folder, port=told["port"], environ=os.environ, limits=Limits(**told["limits"])))
+except LockstepError as error:
+    print(error, file=sys.stderr)
+    sys.exit(error.exit_code)
+"""
+HEAD = """
+import os, signal, sys, time
+from pathlib import Path
+from lockstep.errors import *
+from lockstep.launch import worker_main
+rank = int(os.environ["RANK"])
+
+def until(done):
+    deadline = time.monotonic() + 120
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+def ready():
+    Path(f"ready-{rank}.tmp").write_text(str(os.getpid()))
+    os.rename(f"ready-{rank}.tmp", f"ready-{rank}")
+"""
+
+
+class Started:
+    """A parent under test, in a folder of its own."""
+
+    def __init__(self, folder: Path, body: str, **told: Any) -> None:
+        self.folder = folder
+        (folder / "tmp").mkdir(exist_ok=True)
+        (folder / "worker.py").write_text(HEAD + textwrap.dedent(body))
+        values = {"workers": 2, "run_folder": "run", "port": None, "command": None, "limits": {}} | told
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(("LOCKSTEP_", "CUDA_"))}
+        environ |= {"PYTHONPATH": str(SRC), "TMPDIR": str(folder / "tmp"), "OMP_NUM_THREADS": "1", "LOCKSTEP_DEVICE": "cpu"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PARENT, json.dumps(values)],
+            cwd=folder,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.pids: list[int] = []
+
+    def ready(self, workers: int = 2) -> list[int]:
+        """Wait until the workers say that they are ready; their numbers."""
+        files = [self.folder / f"ready-{rank}" for rank in range(workers)]
+        wait_for(lambda: all(file.exists() for file in files) or self.process.poll() is not None)
+        assert self.process.poll() is None, self.ended()
+        self.pids = [int(file.read_text()) for file in files]
+        return self.pids
+
+    def ended(self) -> tuple[int, str, str]:
+        """(exit code, stdout, stderr)."""
+        out, err = self.process.communicate(timeout=120)
+        assert not list((self.folder / "tmp").iterdir()), "something is left in the temporary folder"
+        return self.process.returncode, out, err
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
+    """Starts parents; whatever lives at the end is ended by its number."""
+    started: list[Started] = []
+
+    def start_one(body: str, **told: Any) -> Started:
+        started.append(Started(tmp_path, body, **told))
+        return started[-1]
+
+    yield start_one
+    for one in started:
+        for pid in [one.process.pid, *one.pids]:
+            if pid_lives(pid):
+                os.kill(pid, signal.SIGKILL)
+        one.process.communicate()
+
+
+def wait_for(done: Callable[[], bool], timeout_s: float = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def pid_lives(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def in_folder(folder: Path) -> list[int]:
+    """All processes that live in `folder`, whoever started them."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and os.readlink(entry / "cwd") == str(folder) and pid_lives(int(entry.name)):
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+# Codes and words.
+
+
+@pytest.mark.parametrize("code", [0, 75, 130])
+def test_a_code_that_all_workers_return_is_the_commands(start: Callable[..., Started], code: int) -> None:
+    ended, _, err = start(f"sys.exit(worker_main(lambda: {code}))", workers=3).ended()
+    assert (ended, err) == (code, "")
+
+
+def test_workers_get_torchruns_variables_and_rank_0_alone_the_listening_socket(start: Callable[..., Started]) -> None:
+    one = start(
+        """
+        import json
+        names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "LOCKSTEP_RANK", "LOCKSTEP_SIZE"]
+        links = {fd: os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")}
+        sockets = [fd for fd, link in links.items() if "socket:" in link]
+        print(json.dumps([[os.environ[name] for name in names], sockets, os.environ.get("LOCKSTEP_LISTEN_FD")]))
+        """
+    )
+    code, out, _ = one.ended()
+    assert code == 0
+    values, sockets, listen_fd = json.loads(out)
+    assert values == ["0", "2", "0", "2", "127.0.0.1", "0", "2"]
+    assert sockets == [listen_fd]
+    values, sockets, listen_fd = json.loads((one.folder / f"run/logs/{NODE}-1.log").read_text())
+    assert values == ["1", "2", "1", "2", "127.0.0.1", "1", "2"]
+    assert (sockets, listen_fd) == ([], None)
+
+
+def test_rank_0_has_the_terminal_and_the_others_their_logs(start: Callable[..., Started]) -> None:
+    for turn in range(2):
+        one = start(f"print('out', rank, {turn}); print('err', rank, file=sys.stderr)")
+        assert one.ended() == (0, f"out 0 {turn}\n", "err 0\n")
+    assert (one.folder / f"run/logs/{NODE}-1.log").read_text() == "out 1 0\nerr 1\nout 1 1\nerr 1\n"
+
+
+def test_the_first_failures_own_traceback_is_shown_first_though_it_ends_last(start: Callable[..., Started]) -> None:
+    one = start(
+        """
+        import atexit
+        def work():
+            if rank == 1:
+                atexit.register(lambda: until(Path("gone-0").exists))
+                Path("failing").touch()
+                raise ValueError("the loss is a fish")
+            until(Path("failing").exists)
+            atexit.register(lambda: Path("gone-0").touch())
+            raise PeersLostError("Connection closed by peer") if rank == 0 else RuntimeError("[pair.cc:5] Connection closed by peer")
+        sys.exit(worker_main(work))
+        """,
+        workers=3,
+    )
+    code, out, err = one.ended()
+    assert (code, out) == (1, "")
+    assert re.match(r"rank 1 \(pid \d+\) failed first:\nTraceback", err)
+    assert "ValueError: the loss is a fish" in err
+    assert err.splitlines()[-1] == "ranks 0 and 2 lost their peers"
+    assert "PeersLostError" not in err
+    assert "the loss is a fish" in (one.folder / f"run/logs/{NODE}-1.log").read_text()
+
+
+def test_our_own_errors_are_shown_as_three_parts_with_their_code_and_the_trace_in_the_log(start: Callable[..., Started]) -> None:
+    one = start("sys.exit(worker_main(lambda: (_ for _ in ()).throw(DataError('line 7 is torn', 'a.txt', 'mend it'))))")
+    code, _, err = one.ended()
+    assert (code, err) == (3, "DataError: line 7 is torn\n  a.txt\n  mend it\n")
+    for rank in range(2):
+        assert "Traceback" in (one.folder / f"run/logs/{NODE}-{rank}.log").read_text()
+
+
+def test_a_worker_killed_by_a_signal_is_named_with_its_log_and_last_words(start: Callable[..., Started]) -> None:
+    one = start(
+        """
+        print("words of rank", rank)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+        """,
+        limits={"settle_s": 0.1},
+    )
+    code, _, err = one.ended()
+    assert code == 137
+    assert re.match(r"LockstepError: rank 1 \(pid \d+\) was ended by SIGKILL\n  log: run/logs/.*-1.log\n  .*memory", err)
+    assert "  | words of rank 1" in err
+
+
+def test_a_silent_exit_code_is_told_with_the_last_lines_and_without_a_run_folder_too(start: Callable[..., Started]) -> None:
+    code, _, err = start("if rank == 1: print('no such option'); sys.exit(9)", run_folder=None).ended()
+    assert code == 9
+    assert "ended with exit code 9, without a word" in err and "| no such option" in err
+
+
+def test_a_worker_that_breaks_off_with_0_while_others_work_is_a_failure(start: Callable[..., Started]) -> None:
+    code, _, err = start("if rank == 0: time.sleep(60)", limits={"early_s": 0.2}).ended()
+    assert code == 1
+    assert "rank 1" in err and "broke off with exit code 0" in err
+
+
+def test_a_worker_that_finished_leaves_the_leader_its_time(start: Callable[..., Started]) -> None:
+    body = "sys.exit(worker_main(lambda: until(lambda: time.monotonic() > begun + 1) if rank == 0 else 0))"
+    code, _, err = start("begun = time.monotonic()\n" + body, limits={"early_s": 0.1, "settle_s": 0.1}).ended()
+    assert (code, err) == (0, "")
+
+
+def test_a_worker_that_failed_and_hangs_at_its_exit_is_ended_and_its_failure_shown(start: Callable[..., Started]) -> None:
+    body = """
+    import threading
+    def work():
+        threading.Thread(target=time.sleep, args=(60,)).start()
+        raise DataError("torn")
+    sys.exit(worker_main(work))
+    """
+    code, _, err = start(body, workers=1, limits={"settle_s": 0.1, "end_s": 0.2}).ended()
+    assert (code, err) == (3, "DataError: torn\n")
+
+
+def test_what_a_worker_started_ends_with_it(start: Callable[..., Started]) -> None:
+    one = start(
+        """
+        import subprocess
+        child = subprocess.Popen(["sleep", "1000"])
+        sys.exit(worker_main(lambda: 0))
+        """
+    )
+    assert one.ended()[0] == 0
+    assert in_folder(one.folder) == []
+
+
+# Before anything starts.
+
+
+def test_a_busy_port_is_an_error_before_anything_starts(start: Callable[..., Started]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        one = start("Path('started').touch()", port=port)
+        code, _, err = one.ended()
+    assert code == 2
+    assert err.splitlines()[0] == f"UsageError: port {port} is busy"
+    assert len(err.splitlines()) == 3
+    assert not (one.folder / "started").exists()
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        ({"workers": 0}, "0 workers"),
+        ({"command": ["./no-such-program"]}, "cannot start ./no-such-program"),
+        ({"run_folder": "worker.py"}, "cannot write"),
+        ({"port": 70000}, "port 70000"),
+    ],
+)
+def test_what_cannot_start_is_a_usage_error(start: Callable[..., Started], told: dict[str, Any], says: str) -> None:
+    code, _, err = start("", **told).ended()
+    assert code == 2
+    assert err.startswith("UsageError: ") and says in err and "Traceback" not in err
+
+
+def test_a_given_port_is_the_one_on_which_the_workers_meet(start: Callable[..., Started]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    body = "import socket; print(os.environ['MASTER_PORT'], socket.socket(fileno=int(os.environ['LOCKSTEP_LISTEN_FD'])).getsockname())"
+    assert start(body, workers=1, port=port).ended() == (0, f"{port} ('127.0.0.1', {port})\n", "")
+
+
+# Signals.
+
+POLITE = """
+from lockstep.signals import Signals, exit_code
+with Signals() as signals:
+    ready()
+    until(lambda: signals.received)
+Path(f"saved-{rank}").touch()
+sys.exit(worker_main(lambda: exit_code(signals.received)))
+"""
+
+DEAF = """
+from lockstep.signals import Signals
+with Signals() as signals:
+    ready()
+    until(lambda: signals.received)
+    ready()
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+def test_a_signal_to_the_parent_stops_all_workers_politely(start: Callable[..., Started], number: int, code: int) -> None:
+    one = start(POLITE)
+    one.ready()
+    one.process.send_signal(number)
+    assert one.ended() == (code, "", "")
+    assert (one.folder / "saved-0").exists() and (one.folder / "saved-1").exists()
+
+
+def test_a_second_interrupt_ends_at_once_with_130(start: Callable[..., Started]) -> None:
+    one = start(DEAF)
+    pids = one.ready()
+    for rank in range(2):
+        (one.folder / f"ready-{rank}").unlink()
+    one.process.send_signal(signal.SIGINT)
+    one.ready()  # the first one has arrived at both
+    begun = time.monotonic()
+    one.process.send_signal(signal.SIGINT)
+    code, _, err = one.ended()
+    assert code == 130 and "at once" in err
+    assert time.monotonic() - begun < 5
+    assert not any(map(pid_lives, pids))
+
+
+def test_workers_that_do_not_stop_in_time_are_ended_and_named(start: Callable[..., Started]) -> None:
+    one = start(DEAF, limits={"grace_s": 0.3})
+    one.ready()
+    one.process.send_signal(signal.SIGTERM)
+    code, _, err = one.ended()
+    assert code == 128 + signal.SIGTERM
+    assert "ranks 0 and 1 did not stop within 0.3 s of SIGTERM" in err
+
+
+def test_a_worker_that_does_not_know_the_signal_yet_is_told_so(start: Callable[..., Started]) -> None:
+    one = start("ready(); time.sleep(60)")
+    one.ready()
+    one.process.send_signal(signal.SIGTERM)
+    code, _, err = one.ended()
+    assert code == 128 + signal.SIGTERM
+    assert "was ended by SIGTERM before it could save and stop" in err
+
+
+def test_the_parent_killed_leaves_no_orphan(start: Callable[..., Started]) -> None:
+    one = start(DEAF, workers=3)
+    pids = one.ready(3)
+    one.process.kill()
+    wait_for(lambda: not any(map(pid_lives, pids)), timeout_s=10)
+
+
+@pytest.mark.parametrize("turn", range(6))
+def test_the_parent_killed_while_it_starts_leaves_no_orphan(start: Callable[..., Started], turn: int) -> None:
+    one = start("Path(f'began-{rank}').touch(); time.sleep(60)", workers=6)
+    wait_for(lambda: len(in_folder(one.folder)) > 1 + turn % 3)  # forked, and not all of them
+    one.process.kill()
+    one.process.communicate()
+    wait_for(lambda: not in_folder(one.folder), timeout_s=10)
+
+
+def run_script(folder: Path, body: str) -> subprocess.Popen[str]:
+    (folder / "script.py").write_text(HEAD.replace('int(os.environ["RANK"])', "0") + textwrap.dedent(body))
+    environ = os.environ | {"PYTHONPATH": str(SRC)}
+    return subprocess.Popen([sys.executable, "script.py"], cwd=folder, env=environ, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_second_interrupt_ends_even_a_process_that_hangs_in_compiled_code(tmp_path: Path) -> None:
+    """A mutex that this thread holds already: no Python handler runs any more, as in a collective that waits."""
+    body = """
+    import ctypes
+    from lockstep.signals import Signals
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(mutex)
+    with Signals():
+        ready()
+        libc.pthread_mutex_lock(mutex)
+    """
+    with run_script(tmp_path, body) as process:
+        wait_for((tmp_path / "ready-0").exists)
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.3)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 130
+
+
+def test_signals_put_everything_back_and_forked_children_can_be_ended(tmp_path: Path) -> None:
+    body = """
+    import threading
+    from lockstep.signals import Signals
+    before = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with Signals() as signals:
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGTERM)
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(1)
+        time.sleep(0.1)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    assert signals.received == "SIGUSR1", signals.received
+    assert before == [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+    assert threading.active_count() == 1
+    assert descriptors == len(os.listdir("/proc/self/fd"))
+    assert signal.set_wakeup_fd(-1) == -1
+    print("done")
+    """
+    with run_script(tmp_path, body) as process:
+        assert process.communicate(timeout=30)[0] == "done\n"
+
+
+# With gloo.
+
+JOIN = """
+import logging, threading
+import torch, torch.distributed as dist
+from lockstep.world import World
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+"""
+
+
+def test_two_workers_meet_in_a_world_and_leave_nothing(start: Callable[..., Started]) -> None:
+    one = start(
+        JOIN
+        + textwrap.dedent("""
+        def work():
+            threads = len(os.listdir("/proc/self/task"))
+            with World.join(threads=1, timeout_s=60) as world:
+                ones = torch.ones(4) * (world.rank + 1)
+                dist.all_reduce(ones)
+                print(world.rank, world.size, world.leader, world.local_leader, world.node, world.device)
+                print(torch.get_num_threads(), ones.tolist())
+            until(lambda: len(os.listdir("/proc/self/task")) == threads)
+            links = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+            assert not [link for link in links if "socket:" in link], links
+            print("left")
+        sys.exit(worker_main(work))
+        """)
+    )
+    code, out, err = one.ended()
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].startswith("rank 0 of 2, local rank 0 of 2, by lockstep; they meet at 127.0.0.1:")
+    assert "cpu, 1 thread: LOCKSTEP_DEVICE=cpu; gloo on lo" in lines[0]
+    assert lines[1:] == [f"0 2 True True {NODE} cpu", "1 [3.0, 3.0, 3.0, 3.0]", "left"]
+    log = (one.folder / f"run/logs/{NODE}-1.log").read_text()
+    assert log == f"1 2 False False {NODE} cpu\n1 [3.0, 3.0, 3.0, 3.0]\nleft\n"
+
+
+def test_a_failure_ends_peers_that_hang_in_gloo_and_one_that_is_stopped(start: Callable[..., Started]) -> None:
+    """Rank 0 waits in gloo for rank 2, which is stopped; rank 1 fails. Nobody reacts to SIGTERM."""
+    one = start(
+        JOIN
+        + textwrap.dedent("""
+        from lockstep.signals import Signals
+        def work():
+            with World.join(threads=1, timeout_s=600) as world, Signals():
+                if rank == 0:
+                    ready()
+                    dist.recv(torch.zeros(1), 2)
+                ready()
+                if rank == 2:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                until(Path("go").exists)
+                os.abort()
+        sys.exit(worker_main(work))
+        """),
+        workers=3,
+        limits={"settle_s": 0.3, "end_s": 0.3},
+    )
+    pids = one.ready(3)
+    wait_for(lambda: Path(f"/proc/{pids[2]}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+    (one.folder / "go").touch()
+    code, _, err = one.ended()
+    assert code == 128 + signal.SIGABRT
+    assert re.match(rf"LockstepError: rank 1 \(pid {pids[1]}\) was ended by SIGABRT", err)
+    assert not any(map(pid_lives, pids))
+
+
+def test_a_worker_killed_in_an_all_reduce_is_the_first_failure_and_the_others_lost_their_peers(start: Callable[..., Started]) -> None:
+    one = start(
+        JOIN
+        + textwrap.dedent("""
+        def work():
+            with World.join(threads=1, timeout_s=600) as world:
+                ready()
+                while True:
+                    dist.all_reduce(torch.ones(10000))
+        sys.exit(worker_main(work))
+        """),
+        workers=3,
+    )
+    pids = one.ready(3)
+    os.kill(pids[2], signal.SIGKILL)
+    code, _, err = one.ended()
+    assert code == 137
+    assert err.startswith(f"LockstepError: rank 2 (pid {pids[2]}) was ended by SIGKILL")
+    assert err.endswith("ranks 0 and 1 lost their peers\n")
+
+
+def test_inside_torchrun_a_worker_takes_its_place_from_the_environment(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
+    body = """
+    def work():
+        with World.join(threads=1, timeout_s=60) as world:
+            total = torch.tensor([world.rank + 1.0])
+            dist.all_reduce(total)
+            Path(f"answer-{world.rank}").write_text(f"{world.size} {world.local_rank} {world.local_size} {total.item()}")
+    sys.exit(worker_main(work))
+    """
+    (tmp_path / "script.py").write_text(HEAD + JOIN + textwrap.dedent(body))
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
+    environ |= {"PYTHONPATH": str(SRC), "LOCKSTEP_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(torchrun, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 of 2, local rank 0 of 2, by torchrun" in done.stdout
+    assert [(tmp_path / f"answer-{rank}").read_text() for rank in range(2)] == ["2 0 2 3.0", "2 1 2 3.0"]
+
+
+# Starts that are not whole. In this process, with threads as the other workers.
+
+
+def place(rank: int, size: int, port: int, **changed: Any) -> Any:
+    from lockstep.place import Place
+
+    return Place(
+        **(
+            {
+                "rank": rank,
+                "size": size,
+                "local_rank": 0,
+                "local_size": 1,
+                "master_addr": "127.0.0.1",
+                "master_port": port,
+                "starter": "hand",
+            }
+            | changed
+        )
+    )
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+        return port
+
+
+def meet_together(*places: Any, timeout_s: float) -> list[BaseException | None]:
+    """The error of each of these workers as they meet, None where there is none."""
+    from lockstep.world import meet
+
+    errors: list[BaseException | None] = [None] * len(places)
+
+    def one(index: int) -> None:
+        try:
+            meet(places[index], timeout_s, f"worker {index} of the test")
+        except Exception as error:
+            errors[index] = error
+
+    threads = [threading.Thread(target=one, args=(index,)) for index in range(len(places))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+def test_missing_workers_are_named_and_nobody_trains_with_fewer() -> None:
+    port = free_port()
+    errors = meet_together(place(0, 4, port), place(2, 4, port), timeout_s=1.0)
+    for error in errors:
+        assert type(error).__name__ == "PeersLostError"
+    assert any("4 workers were asked for, 2 came within 1 s: no rank 1, 3" in str(error) for error in errors)
+
+
+def test_more_workers_than_asked_for_are_an_error() -> None:
+    port = free_port()
+    errors = meet_together(place(0, 2, port), place(1, 2, port), place(1, 2, port), timeout_s=20.0)
+    assert errors[0] is None
+    assert sorted(str(error).split("\n")[0] for error in errors[1:]) == ["None", "UsageError: there is another rank 1 already"]
+
+
+def test_workers_that_were_told_of_different_sizes_are_an_error() -> None:
+    port = free_port()
+    errors = meet_together(place(0, 2, port), place(1, 3, port), timeout_s=1.0)
+    assert any("UsageError: this worker was told of" in str(error) for error in errors)
+
+
+def test_an_unreachable_master_is_told_with_its_address() -> None:
+    port = free_port()
+    (error,) = meet_together(place(1, 2, port), timeout_s=0.3)
+    assert f"PeersLostError: rank 1 cannot reach rank 0 at 127.0.0.1:{port}: [Errno 111] Connection refused" in str(error)
+    (error,) = meet_together(place(1, 2, port, master_addr="no-such-host.invalid"), timeout_s=0.3)
+    assert "cannot reach rank 0 at no-such-host.invalid" in str(error)
+
+
+def test_a_busy_master_port_is_told_with_its_number() -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        (error,) = meet_together(place(0, 2, port), timeout_s=0.3)
+    assert f"UsageError: port {port} is busy" in str(error)
+
+
+def test_a_descriptor_that_is_no_listening_socket_is_told() -> None:
+    reader, writer = os.pipe()
+    (error,) = meet_together(place(0, 2, 4000, listen_fd=reader), timeout_s=0.3)
+    assert f"LOCKSTEP_LISTEN_FD={reader}" in str(error)
+    os.close(reader)
+    os.close(writer)
+
+
+def test_gloo_takes_the_interface_of_the_route_and_never_a_loopback_between_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep.errors import UsageError
+    from lockstep.world import choose_interface
+
+    assert choose_interface({}, place(0, 2, 1, local_size=2, master_addr="anywhere"))[0] == "lo"
+    assert choose_interface({"GLOO_SOCKET_IFNAME": "eth7"}, place(0, 2, 1)) == ("", "GLOO_SOCKET_IFNAME")
+    with pytest.raises(UsageError, match="other machines cannot reach it"):
+        choose_interface({}, place(0, 2, 1))
