@@ -14,8 +14,9 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, Sampler
 
 from lockstep.data.encoded import EncodedPairs
-from lockstep.data.tokens import BEGIN, END, PAD
+from lockstep.data.tokens import PAD
 
+AT_ONCE = 1000
 Row = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -24,10 +25,12 @@ class Translations(Dataset[Row]):
 
     def __init__(self, pairs: EncodedPairs) -> None:
         self.rows: list[Row] = []
-        for i, (source_length, target_length) in enumerate(pairs.lengths.tolist()):
-            source, _, labels = (torch.from_numpy(side[0]) for side in pairs.gather(np.array([i]), 1, source_length, target_length))
-            self.rows.append((source, torch.cat((torch.tensor([BEGIN]), labels[:-1])), labels))
-            assert int(source[-1]) == int(labels[-1]) == END
+        for first in range(0, len(pairs), AT_ONCE):
+            lengths = pairs.lengths[first : first + AT_ONCE].tolist()
+            ids = np.arange(first, first + len(lengths))
+            sides = [torch.from_numpy(side) for side in pairs.gather(ids, len(ids), *pairs.lengths[ids].max(axis=0).tolist())]
+            for i, (source, target) in enumerate(lengths):
+                self.rows.append((sides[0][i, :source], sides[1][i, :target], sides[2][i, :target]))
 
     def __len__(self) -> int:
         return len(self.rows)

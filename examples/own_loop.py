@@ -67,18 +67,14 @@ def train(steps: int = 200, out: Path = Path("runs/own")) -> None:
         step = keeper.resume()
         with Replica(model, micro_batches=8) as replica, Tracker(out, leader=world.leader, from_step=step) as tracker:
             while step < steps:
-                losses = []
                 for k in replica.micro_batches(step):
                     sizes, prices = default_collate([houses[i] for i in order.ids(step, k)])
                     loss = nn.functional.mse_loss(replica(sizes), prices) / 8
-                    loss.backward()
-                    losses.append(loss.item())
+                    replica.backward(loss)
                 optimizer.step()
                 step += 1
-                tracker.step(step, {"loss": agree(world, Vote(losses), micro_batches=8).loss})
-                if keeper.due(step):
-                    tracker.sync()
-                    keeper.save(step)
+                tracker.step(step, {"loss": agree(world, Vote(replica.losses()), micro_batches=8).loss})
+                keeper.save_if_due(step)
 
 
 if __name__ == "__main__":

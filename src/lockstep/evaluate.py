@@ -111,7 +111,8 @@ def evaluate(
 def finish(folder: Path, run: Run, world: World) -> None:
     """Collective. What a training ends with: scores on the test split, some translations, and what can be done next."""
     if run.evaluate.at_end:
-        loaded = load_for_use(folder, device=world.device)
+        step = lead(world, lambda: existing(Store(folder / "checkpoints"), None))
+        loaded = load_there(folder, step, 0, world)
         corpus = open_prepared(folder / "data")
         asked = Question("test", run.evaluate.beams, 0, run.tokens.lowercase)
         result = measure(loaded, corpus, asked, world, lambda: "", pairs=run.evaluate.at_end)
@@ -143,10 +144,7 @@ class Work:
         if done is not None:
             log.info("%s (scored before)", summary(done))
             return ""
-        loaded, problem = self.load(step)
-        if loaded is None:
-            raise CheckpointError(problem, f"step {step} of {self.folder}", "see lockstep checkpoint verify")
-        return self.score(loaded)
+        return self.score(load_there(self.folder, step, self.asked.average, self.world))
 
     def follow(self) -> str:
         """Collective. Score every checkpoint that has no line, and those to come, until the run is finished or a signal comes."""
@@ -163,7 +161,7 @@ class Work:
                     log.info(move.why)
                 waiting = move.why
                 continue
-            loaded, problem = self.load(move.step)
+            loaded, problem = load(self.folder, move.step, self.asked.average, self.world)
             if loaded is None:
                 gone.add(move.step)
                 log.warning("step %d is left out: %s", move.step, problem)
@@ -181,19 +179,6 @@ class Work:
             time.sleep(POLL_S)
         return move
 
-    def load(self, step: int) -> tuple[Loaded | None, str]:
-        """Collective. The model at `step` on every process, or on none and why: a checkpoint may be deleted at any moment."""
-        loaded, problem = None, ""
-        try:
-            loaded = load_for_use(self.folder, step, self.asked.average, device=self.world.device)
-        except LockstepError as error:
-            problem = error.what
-        heard = gather(self.world, [problem, list(loaded.steps) if loaded else []])
-        problems = [text for text, _ in heard if text]
-        if not problems and any(steps != heard[0][1] for _, steps in heard):
-            problems = ["a checkpoint to average with was deleted meanwhile"]
-        return (None, problems[0]) if problems else (loaded, "")
-
     def score(self, loaded: Loaded) -> str:
         """Collective. Score a loaded model, write its line; the signal that came between (then nothing is written), or ""."""
         result = measure(loaded, self.corpus, self.asked, self.world, lambda: self.signals.received)
@@ -203,6 +188,28 @@ class Work:
             note(self.folder, result.record)
             log.info(summary(result.record))
         return ""
+
+
+def load(folder: Path, step: int, average: int, world: World) -> tuple[Loaded | None, str]:
+    """Collective. The model at `step` on every process, or on none and why: a checkpoint may be deleted at any moment."""
+    loaded, problem = None, ""
+    try:
+        loaded = load_for_use(folder, step, average, device=world.device)
+    except LockstepError as error:
+        problem = error.what
+    heard = gather(world, [problem, list(loaded.steps) if loaded else []])
+    problems = [text for text, _ in heard if text]
+    if not problems and any(steps != heard[0][1] for _, steps in heard):
+        problems = ["a checkpoint to average with was deleted meanwhile"]
+    return (None, problems[0]) if problems else (loaded, "")
+
+
+def load_there(folder: Path, step: int, average: int, world: World) -> Loaded:
+    """Collective. The model at `step`. CheckpointError when a process cannot read it."""
+    loaded, problem = load(folder, step, average, world)
+    if loaded is None:
+        raise CheckpointError(problem, f"step {step} of {folder}", "see lockstep checkpoint verify")
+    return loaded
 
 
 def next_move(committed: Sequence[int], done: Collection[int], gone: Collection[int], last: int, finished: int) -> Move:

@@ -85,7 +85,7 @@ def peers_lost(error: BaseException | None) -> bool:
 def plainly(error: BaseException) -> str:
     """The first line of a torch error, without its source file, its stack and its advice."""
     line = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return re.sub(r"^\[[^\]]*\.cc:\d+\] |\. This is typically caused by .*$", "", line)
+    return re.sub(r"^\[[^\]]*\.cc:\d+\] |\. This is typically caused by.*$", "", line)
 
 
 def kind(end: End) -> str:

@@ -89,20 +89,18 @@ def train(resolved: Resolved, folder: Path, world: World, *, resume: str = "auto
     with Signals() as signals, tracker, progress, keeper, replica:
         meter = meter_for(model, run, world, length=order.shapes[-1].length)
         while step < run.steps and not stop:
-            losses = []
             for k in replica.micro_batches(step):
                 with meter.timing("data"):
                     batch = loader.micro_batch(step, k)
                 with torch.autocast(world.device.type, torch.bfloat16, enabled=run.compute.precision == "bf16"):
                     loss = replica(batch.source, batch.target, batch.labels, smoothing=run.optim.label_smoothing)
-                loss.backward()
-                losses.append(loss.detach())
+                replica.backward(loss)
             meter.add("communication", replica.exposed_s())
 
             tokens = loader.tokens(step)
             norm = divide_and_clip(model.parameters(), divisor=tokens, clip_norm=run.optim.clip_norm)
-            *sums, norm_here = torch.stack([*losses, norm]).tolist()
-            vote = Vote(sums, math.isfinite(norm_here), signals.received, keeper.must_stop())
+            norm_here = float(norm)
+            vote = Vote(replica.losses(), math.isfinite(norm_here), signals.received, keeper.must_stop())
             verdict = agree(world, vote, micro_batches=run.batch.micro_batches)
             refuse_to_diverge(verdict, step, norm_here)
 

@@ -11,9 +11,11 @@ import errno
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
 
@@ -27,6 +29,7 @@ from lockstep.failures import peers_lost, plainly
 from lockstep.place import Place, choose_device, find_place
 
 log = logging.getLogger("lockstep")
+ABANDON_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class World:
     local_rank, local_size  among those of this machine
     node                    this machine's name
     device                  where this worker computes
+    sockets                 gloo's, as (descriptor, name in /proc/self/fd), so that a failure can cut them
     """
 
     rank: int
@@ -45,6 +49,7 @@ class World:
     local_size: int
     node: str
     device: torch.device
+    sockets: tuple[tuple[int, str], ...] = field(default=(), repr=False, compare=False)
 
     @property
     def leader(self) -> bool:
@@ -82,21 +87,40 @@ class World:
             log.info("%s; %s, %d thread%s: %s", found, device, threads, "s"[: threads - 1], why)
             for warning in place.warnings:
                 log.warning("%s", warning)
+        before = open_sockets()
         form(place, store, device, timeout_s)
-        return cls(place.rank, place.size, place.local_rank, place.local_size, socket.gethostname(), device)
+        sockets = tuple(sorted(open_sockets() - before))
+        return cls(place.rank, place.size, place.local_rank, place.local_size, socket.gethostname(), device, sockets)
 
     def leave(self) -> None:
-        """Close the group; its threads, sockets and port are gone. Not collective, so that it can follow a failure."""
+        """Close the group; its threads, sockets and port are gone."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def abandon(self) -> None:
+        """Leave after a failure, when peers may hang: pending collectives end here and there, at once, with an error.
+
+        Closing a gloo group waits for its pending collectives, up to its time-out; cutting its sockets ends those in milliseconds. NCCL may
+        still wait, so it gets a few seconds, and then the end of the process closes it.
+        """
+        for one in open_sockets() & set(self.sockets):
+            with socket.socket(fileno=os.dup(one[0])) as pair, suppress(OSError):  # not connected any more
+                if not pair.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # gloo's listener ends the process when it is cut
+                    pair.shutdown(socket.SHUT_RDWR)
+        closing = threading.Thread(target=self.leave, daemon=True)
+        closing.start()
+        closing.join(ABANDON_S)
 
     def __enter__(self) -> World:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Leave. An error of torch that says that a peer is gone becomes a PeersLostError."""
-        self.leave()
-        if error is not None and not isinstance(error, PeersLostError) and peers_lost(error):
+        if error is None:
+            self.leave()
+            return
+        self.abandon()
+        if not isinstance(error, PeersLostError) and peers_lost(error):
             raise PeersLostError(
                 f"rank {self.rank} lost its peers: {plainly(error)}",
                 f"{self.node}, pid {os.getpid()}",
@@ -237,6 +261,17 @@ def form(place: Place, store: Store, device: torch.device, timeout_s: float) -> 
             f"GLOO_SOCKET_IFNAME={interface} on {socket.gethostname()}",
             "another worker may have failed, see its log; or set GLOO_SOCKET_IFNAME to the interface between the machines (ip -br addr)",
         ) from error
+
+
+def open_sockets() -> set[tuple[int, str]]:
+    """The sockets of this process, as (descriptor, name); the kernel's name tells a descriptor that was given out anew."""
+    found = set()
+    for entry in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []:
+        with suppress(OSError):  # closed since
+            name = os.readlink(f"/proc/self/fd/{entry}")
+            if name.startswith("socket:"):
+                found.add((int(entry), name))
+    return found
 
 
 def choose_interface(environ: Mapping[str, str], place: Place) -> tuple[str, str]:

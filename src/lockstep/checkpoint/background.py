@@ -71,7 +71,7 @@ class BackgroundSaver:
         self._buffers = buffers
         events = []
         for device in devices:
-            events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+            events.append(torch.cuda.Event())
             events[-1].record(torch.cuda.current_stream(device))
         return events
 

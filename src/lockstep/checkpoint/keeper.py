@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -50,8 +51,9 @@ class Keeper:
         self._failure: Exception | None = None
 
     def resume(self, how: str = "auto") -> int:
-        """Collective. Load the checkpoint that `how` names ("auto", "never", "required" or a step); the number of steps done, 0 for a new run.
+        """Collective. Load the checkpoint that `how` names; the number of steps done, 0 for a new run.
 
+        how  "auto", "never", "required", or a step: then newer checkpoints are set aside, as the metrics behind that step are
         CheckpointError when it is required and missing, or damaged. With "auto" a damaged newest one is set aside for the one before.
         """
         found: Checkpoint | None = None
@@ -61,7 +63,9 @@ class Keeper:
             self.store.preflight()
             step, reason = choose(how, self.store.steps())
             if step is not None:
-                found = self.store.load(step) if how.isdigit() else self.store.load_newest()
+                found = self.store.load(step) if how.isdecimal() else self.store.load_newest()
+            if how == "never" or how.isdecimal():
+                self.store.go_back(step or 0)
             log.info(reason if found is None or found.step == step else f"resuming from step {found.step}")
             return found.step if found else None
 
@@ -82,6 +86,11 @@ class Keeper:
         if self.saver and step != self._saved_step:
             self.saver.save(step, capture(self.model, self.optimizer), facts or {})
         self._saved_step = step
+
+    def save_if_due(self, step: int) -> None:
+        """`save`, when `step` committed steps call for it."""
+        if self.due(step):
+            self.save(step)
 
     def must_stop(self) -> bool:
         """True on rank 0 when a save failed and on_error is "stop". With "continue" the failure is a warning, once."""
@@ -106,8 +115,8 @@ class Keeper:
     def __enter__(self) -> Keeper:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is None:
             self.close()
         elif self.saver:
-            self.saver.wait()
+            self.saver.__exit__(kind, error, trace)

@@ -189,6 +189,14 @@ class Store:
             raise self._damaged(damaged)
         return None
 
+    def go_back(self, step: int) -> list[int]:
+        """Set aside the checkpoints after `step` (renamed, not deleted), so that a run that goes on from it finds no later ones; their steps."""
+        later = [there for there in self.steps() if there > step]
+        for there in later:
+            aside = seal.set_aside(self.folder / seal.folder_name(there), "abandoned")
+            log.warning("going back to step %d: checkpoint of step %d set aside as %s", step, there, aside.name if aside else "gone meanwhile")
+        return later
+
     def verify(self, step: int) -> list[str]:
         """Everything that is wrong with the checkpoint of `step`, in words; empty when it is whole. Reads every byte."""
         with commit.reading(self.folder), seal.pinned(self.folder, step) as path:

@@ -85,7 +85,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, choice: Choi
     query (B, H, T, E), key and value (B, H, S, E); bias broadcasts to (B, H, T, S), minus infinity hides a position.
     """
     if choice == "sdpa":
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=dropout)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=bias.to(query.dtype), dropout_p=dropout)
     score = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1) + bias  # (B, H, T, S)
     return dropped(score.softmax(dim=-1), dropout) @ value
 

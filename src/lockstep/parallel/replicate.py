@@ -101,6 +101,7 @@ class Replica:
         self.failure: Exception | None = None
         self._earlier: Tree[Gradients] = Tree()
         self._held: Span | None = None  # the leaves whose sum stands in the parameters' .grad
+        self._losses: list[torch.Tensor] = []
         self._clock = Clock(self.device)
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device)
@@ -113,12 +114,21 @@ class Replica:
         """The model's forward pass."""
         return self.ddp(*inputs, **named)
 
+    def backward(self, loss: torch.Tensor) -> None:
+        """The backward pass of a micro-batch; its loss is kept for `losses`."""
+        loss.backward()
+        self._losses.append(loss.detach())
+
+    def losses(self) -> list[float]:
+        """The losses of this replica's micro-batches of this step, in their order. Waits for the device."""
+        return [float(loss) for loss in torch.stack(self._losses).tolist()] if self._losses else []
+
     def micro_batches(self, step: int) -> Iterator[int]:
         """Collective. The numbers of this replica's micro-batches of `step`, one after the other: do a forward and a backward pass for each.
 
         When the loop ends, the parameters' .grad is the sum over all K micro-batches of all replicas.
         """
-        self._earlier, self._held = Tree(), None
+        self._earlier, self._held, self._losses = Tree(), None, []
         self._clock.begin()
         for p in self.parameters:
             p.grad = None

@@ -1,0 +1,249 @@
+"""`lockstep train` as its user meets it: real processes, real signals, exit codes, and errors in three parts."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lockstep.config import leaves
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["--data.pairs", "1500", "--data.held_out", "40", "--batch.tokens", "128", "--batch.shapes", "3", "--evaluate.at_end", "0"]
+ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def lockstep(*words: str | Path) -> list[str]:
+    return [sys.executable, "-m", "lockstep", *map(str, words)]
+
+
+def run(*words: str | Path, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(lockstep(*words), capture_output=True, text=True, timeout=200, env=environ or ENVIRON, check=False)
+
+
+def start(*words: str | Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(lockstep(*words), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRON)
+
+
+def steps_in(folder: Path) -> list[int]:
+    path = folder / "metrics.jsonl"
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "waited 120 s in vain"
+        time.sleep(0.02)
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def digest(folder: Path) -> str:
+    return run("checkpoint", "digest", folder).stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    done = run("train", "--out", folder, "--workers", "1", "--steps", "8", "--save.every_steps", "2", "--track.log_every", "4", *SMALL)
+    assert done.returncode == 0, done.stderr
+    assert "step 8  loss" in done.stdout and "next: lockstep translate" in done.stdout
+    assert steps_in(folder) == list(range(1, 9))
+    assert run("checkpoint", "verify", folder).returncode == 0
+    return folder
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGUSR1, 75)])
+def test_a_signal_saves_and_the_same_command_goes_on(undisturbed: Path, tmp_path: Path, number: signal.Signals, code: int) -> None:
+    command = ("train", "--out", tmp_path, "--steps", "8", "--save.every_steps", "100", *SMALL)
+    process = start(*command)
+    wait_for(lambda: len(steps_in(tmp_path)) >= 2, process)
+    pids = workers_of(process)
+    assert len(pids) == 2
+    process.send_signal(number)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == code, output
+    assert not any(map(alive, pids))
+    stopped_at = steps_in(tmp_path)[-1]
+    assert digest(tmp_path).startswith(f"step {stopped_at} ")
+    again = run(*command)
+    assert again.returncode == 0, again.stderr
+    assert steps_in(tmp_path) == list(range(1, 9)) and digest(tmp_path) == digest(undisturbed)
+    assert not list(Path("/tmp").glob(f"lockstep-*{process.pid}*"))
+
+
+def test_a_killed_worker_ends_the_run_with_its_name_and_the_same_command_goes_on(undisturbed: Path, tmp_path: Path) -> None:
+    command = ("train", "--out", tmp_path, "--workers", "3", "--steps", "8", "--save.every_steps", "2", *SMALL)
+    process = start(*command)
+    wait_for(lambda: len(steps_in(tmp_path)) >= 3, process)
+    pids = workers_of(process)
+    os.kill(pids[1], signal.SIGKILL)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 128 + signal.SIGKILL, output
+    assert "rank 1" in output and "SIGKILL" in output
+    assert not any(map(alive, pids))
+    assert run(*command).returncode == 0
+    assert steps_in(tmp_path) == list(range(1, 9)) and digest(tmp_path) == digest(undisturbed)
+
+
+def test_when_the_starter_is_killed_its_workers_end_within_two_seconds(tmp_path: Path) -> None:
+    process = start("train", "--out", tmp_path, "--steps", "1000", *SMALL)
+    wait_for(lambda: len(steps_in(tmp_path)) >= 1, process)
+    pids = workers_of(process)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 2
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(map(alive, pids))
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+def three_parts(text: str) -> bool:
+    """An error line, and what follows it indented: where the values came from, what to try."""
+    lines = text.splitlines()
+    first = next((i for i, line in enumerate(lines) if "Error: " in line), None)
+    return first is not None and len(lines) > first + 2 and all(line.startswith("  ") for line in lines[first + 1 : first + 3])
+
+
+@pytest.fixture
+def busy_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_a_busy_port_is_refused(busy_port: int, tmp_path: Path) -> None:
+    done = run("train", "--out", tmp_path / "run", "--port", str(busy_port), *SMALL)
+    assert done.returncode == 2 and str(busy_port) in done.stderr and three_parts(done.stderr), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says", "code"),
+    [
+        (["--optim.lr", "1"], "perhaps optim.learning_rate", 2),
+        (["--bogus"], "--bogus", 2),
+        (["missing.toml"], "there is no run file missing.toml", 2),
+        (["torn.toml"], "torn.toml is not TOML", 2),
+        (["--workers", "9"], "9 workers for a step of 8 micro-batches", 2),
+        (["--resume", "sometimes"], "'sometimes' is neither a step nor", 2),
+        (["--resume", "required"], "there is no checkpoint to resume from", 3),
+        (["--data.kind", "files", "--data.train", "no.en,no.it"], "no.en", 3),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_three_parts(words: list[str], says: str, code: int, tmp_path: Path) -> None:
+    (tmp_path / "torn.toml").write_text("[optim\n")
+    words = [str(tmp_path / word) if word == "torn.toml" else word for word in words]
+    done = run("train", *words, "--out", tmp_path / "run", "--steps", "1", *([] if "files" in words else SMALL))
+    assert done.returncode == code, done.stderr
+    assert says in done.stderr and three_parts(done.stderr), done.stderr
+
+
+def test_the_folder_of_another_run_is_refused_and_left_whole(undisturbed: Path) -> None:
+    before = digest(undisturbed)
+    done = run("train", "--out", undisturbed, "--seed", "7")
+    assert done.returncode == 2 and "holds another run: seed was 1, now 7" in done.stderr and three_parts(done.stderr)
+    assert digest(undisturbed) == before
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    process = start("train", "--out", tmp_path, "--workers", "1", "--steps", "1000", *SMALL)
+    wait_for(lambda: len(steps_in(tmp_path)) >= 1, process)
+    done = run("train", "--out", tmp_path, "--workers", "1")
+    process.kill()
+    process.communicate()
+    assert done.returncode == 2 and "another training is at work" in done.stderr and three_parts(done.stderr), done.stderr
+
+
+def test_a_read_only_folder_is_refused(tmp_path: Path) -> None:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", tmp_path], capture_output=True, check=False).returncode:
+        pytest.skip("mounting a read-only tmpfs needs root")
+    try:
+        done = run("train", "--out", tmp_path / "run", *SMALL)
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+    assert done.returncode == 2 and "Read-only file system" in done.stderr and three_parts(done.stderr), done.stderr
+
+
+def test_help_answers_with_every_value_and_without_torch() -> None:
+    code = "import sys, lockstep.cli as c; sys.argv = ['lockstep', 'train', '--help']; c.main(); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and all(f"--{key}" in done.stdout for key in leaves())
+    assert run("--help").returncode == 0 and run("train", "--show").stdout.count("default") >= len(leaves()) - 1
+
+
+def test_going_back_to_a_step_sets_later_checkpoints_aside_and_ends_with_the_same_bits(undisturbed: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(undisturbed, folder)
+    done = run("train", "--out", folder, "--workers", "2", "--resume", "6", "--steps", "8")
+    assert done.returncode == 0 and "set aside as step-00000008.abandoned" in done.stderr, done.stderr
+    assert steps_in(folder) == list(range(1, 9)) and digest(folder) == digest(undisturbed)
+
+
+def test_torchrun_starts_the_same_training(undisturbed: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "lockstep", "train"]
+    words = ["--out", str(tmp_path), "--steps", "8", "--save.every_steps", "4", *SMALL]
+    done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=200, env=ENVIRON, check=False)
+    assert done.returncode == 0, done.stderr
+    assert digest(tmp_path) == digest(undisturbed)
+
+
+# Your own loop.
+
+
+def own_loop(folder: Path, workers: int, steps: int = 120) -> list[str]:
+    return ["train", f"{ROOT}/examples/own_loop.py:train", "--out", str(folder), "--workers", str(workers), "--steps", str(steps)]
+
+
+def test_own_loop_has_one_sha256_on_1_2_and_3_processes_under_torchrun_and_after_a_kill(tmp_path: Path) -> None:
+    for workers in (1, 2, 3):
+        done = run(*own_loop(tmp_path / str(workers), workers))
+        assert done.returncode == 0, done.stderr
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", f"{ROOT}/examples/own_loop.py"]
+    (tmp_path / "torchrun").mkdir()
+    done = subprocess.run(torchrun, capture_output=True, text=True, timeout=200, env=ENVIRON, cwd=tmp_path / "torchrun", check=False)
+    assert done.returncode == 0, done.stderr
+
+    killed = tmp_path / "killed"
+    process = start(*own_loop(killed, 2))
+    wait_for(lambda: len(steps_in(killed)) >= 60, process)
+    os.kill(workers_of(process)[0], signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == 128 + signal.SIGKILL and steps_in(killed)[-1] < 120
+    assert run(*own_loop(killed, 3)).returncode == 0
+    assert steps_in(killed) == list(range(1, 121))
+
+    digests = {run("checkpoint", "digest", tmp_path / name, "100").stdout for name in ("1", "2", "3", "killed", "torchrun/runs/own")}
+    assert len(digests) == 1 and digests.pop().startswith("step 100 sha256 ")
+
+
+def test_own_loop_differs_from_the_plain_loop_by_ten_lines_at_most() -> None:
+    sys.path.insert(0, str(ROOT / "examples"))
+    import own_loop as example
+
+    plain, ours = (inspect.getsource(f).splitlines()[1:] for f in (example.plain, example.train))
+    stripped = [[line.strip() for line in lines] for lines in (plain, ours)]
+    added = [line for line in difflib.ndiff(*stripped) if line.startswith("+ ")]
+    assert 0 < len(added) <= 10, "\n".join(added)
