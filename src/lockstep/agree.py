@@ -47,7 +47,7 @@ class Verdict:
 
 
 def decide(votes: Sequence[Vote]) -> Verdict:
-    """The one reading of all votes, in the order of the ranks. The loss is an exactly rounded sum, so its bits do not depend on the shares."""
+    """The one reading of all votes, in the order of the ranks. The loss is an exactly rounded sum: the shares do not show in its bits."""
     losses = [loss for vote in votes for loss in vote.losses]
     finite = all(vote.finite for vote in votes) and all(map(math.isfinite, losses))
     return Verdict(
@@ -71,10 +71,7 @@ def agree(world: World, vote: Vote, *, micro_batches: int) -> Verdict:
     gather(received, sent)
     rows = received.view(world.size, -1).tolist()
     return decide(
-        [
-            Vote(row[3 : 3 + len(block)], bool(row[0]), SIGNALS[int(row[1])], bool(row[2]))
-            for row, block in zip(rows, blocks, strict=True)
-        ]
+        [Vote(row[3 : 3 + len(block)], bool(row[0]), SIGNALS[int(row[1])], bool(row[2])) for row, block in zip(rows, blocks, strict=True)]
     )
 
 

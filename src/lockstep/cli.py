@@ -40,7 +40,9 @@ def parser() -> Parser:
 
     one = command("train", train, "train a run, or a function of your own, on every device of this machine")
     one.formatter_class = argparse.RawDescriptionHelpFormatter
-    one.add_argument("what", nargs="?", metavar="RUN.toml|FILE.py:FUNCTION", help="a run file; a function of yours; nothing: the embedded default")
+    one.add_argument(
+        "what", nargs="?", metavar="RUN.toml|FILE.py:FUNCTION", help="a run file, or a function of yours (default: the embedded run)"
+    )
     one.add_argument("--out", type=Path, help="folder of the run (default: runs/NAME of the run file, runs/default)")
     one.add_argument("--workers", type=int, help="processes on this machine (default: one for each GPU, two on a CPU)")
     one.add_argument("--port", type=int, help="port on which the workers meet (default: one that the kernel picks)")
@@ -105,7 +107,7 @@ TRAIN_OPTIONS = ("out", "workers", "port", "resume", "show", "help")
 
 
 def take_values(words: list[str]) -> tuple[list[str], list[str]]:
-    """(words for argparse, the `--section.key value` pairs): argparse would take the value of an option it does not know for the run file."""
+    """(words for argparse, the `--section.key value` pairs): argparse takes the value of an option it does not know for the run file."""
     ours: list[str] = []
     values: list[str] = []
     rest = iter(words)
@@ -126,7 +128,9 @@ def print_train_help(top: Parser) -> None:
     keys = leaves()
     width = max(map(len, keys)) + 2
     lines = [f"  --{one.key:<{width}} {one.doc} (default: {one.default!r})" for one in keys.values()]
-    train_parser.epilog = "values of the run, as --section.key VALUE, in the run file, or as LOCKSTEP_SECTION_KEY:\n" + "\n".join(lines) + "\n\n" + EXIT_CODES
+    train_parser.epilog = (
+        "values of the run, as --section.key VALUE, in the run file, or as LOCKSTEP_SECTION_KEY:\n" + "\n".join(lines) + "\n\n" + EXIT_CODES
+    )
     train_parser.print_help()
 
 
@@ -143,7 +147,7 @@ def train(args: argparse.Namespace, rest: list[str]) -> int:
     from lockstep.place import find_place
 
     flags = read_flags(rest)
-    script = args.what if args.what and ".py" in args.what or args.what and ":" in args.what else None
+    script = args.what if args.what and (":" in args.what or args.what.endswith(".py")) else None
     file = Path(args.what) if args.what and not script else None
     folder = args.out or Path("runs") / (file.stem if file else "default")
     place, found = find_place(os.environ)
@@ -154,7 +158,9 @@ def train(args: argparse.Namespace, rest: list[str]) -> int:
             return 0
     if place is not None:
         if args.workers not in (None, place.size):
-            raise UsageError(f"--workers {args.workers}, but {found}", "command line and environment", "leave --workers out, or start that many")
+            raise UsageError(
+                f"--workers {args.workers}, but {found}", "command line and environment", "leave --workers out, or start that many"
+            )
         if script:
             return worker_main(lambda: own_function(script, folder, flags))
         return worker_main(lambda: work(folder, file, flags, args.resume))
@@ -162,7 +168,9 @@ def train(args: argparse.Namespace, rest: list[str]) -> int:
     if workers < 1 or (not script and workers > resolved.run.batch.micro_batches):
         most = resolved.run.batch.micro_batches if not script else workers
         raise UsageError(
-            f"{workers} workers for a step of {most} micro-batches", f"{reason}; batch.micro_batches", f"give 1 to {most} workers, or more micro-batches"
+            f"{workers} workers for a step of {most} micro-batches",
+            f"{reason}; batch.micro_batches",
+            f"give 1 to {most} workers, or more micro-batches",
         )
     logging.getLogger("lockstep").info("%s: %s", f"{workers} workers" if workers > 1 else "1 worker", reason)
     command = [sys.executable, "-m", "lockstep", "train", *sys.argv[2:]]
@@ -211,7 +219,9 @@ def own_function(spelled: str, folder: Path, flags: dict[str, str]) -> int:
         named.setdefault("out", folder)
     unknown = [name for name in named if name not in takes]
     if unknown:
-        raise UsageError(f"{spelled} takes no --{unknown[0]}", "command line", f"it takes {', '.join('--' + name for name in takes) or 'nothing'}")
+        raise UsageError(
+            f"{spelled} takes no --{unknown[0]}", "command line", f"it takes {', '.join('--' + name for name in takes) or 'nothing'}"
+        )
     try:
         validate_call(function)(**named)
     except ValidationError as error:
@@ -239,9 +249,7 @@ def evaluate_here(args: argparse.Namespace) -> int:
     from lockstep.world import World
 
     with World.join(threads=1) as world:
-        evaluate_run(
-            args.folder, world, step=args.step, split=args.split, beams=args.beams, average=args.average, follow=args.follow
-        )
+        evaluate_run(args.folder, world, step=args.step, split=args.split, beams=args.beams, average=args.average, follow=args.follow)
     return 0
 
 

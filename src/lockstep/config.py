@@ -1,8 +1,9 @@
 """The run is a value: one tree of frozen dataclasses, and where each of its values came from.
 
-A value is taken from the first of: a flag (`--optim.learning_rate 1e-3`), the environment (`LOCKSTEP_OPTIM_LEARNING_RATE`), the TOML file,
-the run as it began (when it goes on), the default. Unknown keys and wrong types are all reported at once, with the nearest names. Fields marked BITS decide the trained
-bits: a run that goes on must have them as it began. The others (how long, how often to save, what to show) may change at each start.
+A value is taken from the first of: a flag (`--optim.learning_rate 1e-3`), the environment (`LOCKSTEP_OPTIM_LEARNING_RATE`), the TOML
+file, the run as it began (when it goes on), the default. Unknown keys and wrong types are all reported at once, with the nearest names.
+Fields marked BITS decide the trained bits: a run that goes on must have them as it began. The others (how long, how often to save, what
+to show) may change at each start.
 """
 
 from __future__ import annotations
@@ -196,7 +197,9 @@ def read_toml(path: Path) -> dict[str, Any]:
         hint = f"there are {', '.join(near)}" if near else "give the path of a TOML file, or none for the embedded default"
         raise ConfigError(f"there is no run file {path}", "given on the command line", hint) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}", str(path), "mend that place; tables are [section], strings are in quotes") from None
+        raise ConfigError(
+            f"{path} is not TOML: {error}", str(path), "mend that place; tables are [section], strings are in quotes"
+        ) from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", str(path), "give a file that this user can read") from None
 
@@ -295,7 +298,11 @@ def check_together(run: Run, origin: Mapping[str, str]) -> None:
     if run.model.width % run.model.heads:
         near = [h for h in range(1, run.model.width + 1) if run.model.width % h == 0]
         best = min(near, key=lambda h: abs(h - run.model.heads))
-        raise wrong(f"model.width={run.model.width} is no multiple of model.heads={run.model.heads}", ["model.width", "model.heads"], f"try model.heads={best}")
+        raise wrong(
+            f"model.width={run.model.width} is no multiple of model.heads={run.model.heads}",
+            ["model.width", "model.heads"],
+            f"try model.heads={best}",
+        )
     if run.data.max_tokens > run.batch.tokens:
         raise wrong(
             f"one pair of data.max_tokens={run.data.max_tokens} does not fit a micro-batch of batch.tokens={run.batch.tokens}",
@@ -303,9 +310,13 @@ def check_together(run: Run, origin: Mapping[str, str]) -> None:
             f"try data.max_tokens={run.batch.tokens} or batch.tokens={run.data.max_tokens}",
         )
     if run.data.kind == "files" and not run.data.train:
-        raise wrong("data.kind is files, and data.train is empty", ["data.kind", "data.train"], 'try data.train=["train.en.gz", "train.de.gz"]')
+        raise wrong(
+            "data.kind is files, and data.train is empty", ["data.kind", "data.train"], 'try data.train=["train.en.gz", "train.de.gz"]'
+        )
     if run.data.kind == "huggingface" and not run.data.dataset:
-        raise wrong("data.kind is huggingface, and data.dataset is empty", ["data.kind", "data.dataset"], "try data.dataset=Helsinki-NLP/opus_books")
+        raise wrong(
+            "data.kind is huggingface, and data.dataset is empty", ["data.kind", "data.dataset"], "try data.dataset=Helsinki-NLP/opus_books"
+        )
 
 
 def with_precision(resolved: Resolved, precision: Literal["auto", "bf16", "fp32"], origin: str) -> Resolved:
@@ -334,9 +345,13 @@ def open_run(folder: Path, file: Path | None, flags: Mapping[str, Any], environ:
     try:
         begun = from_json(read_json(path)) if path.exists() else None
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is damaged: {error}", str(path), f"give another folder with --out, or put back {path.name} from a checkpoint's facts") from None
+        raise ConfigError(
+            f"{path} is damaged: {error}", str(path), f"give another folder with --out, or put back {path.name} from a checkpoint's facts"
+        ) from None
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}", str(path), "give a folder that this user can read and write") from None
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}", str(path), "give a folder that this user can read and write"
+        ) from None
     asked = resolve(file, flags, environ, begun)
     if begun and asked.run.compute.precision == "auto":
         asked = with_precision(asked, begun.run.compute.precision, begun.origin["compute.precision"])

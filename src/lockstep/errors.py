@@ -55,6 +55,5 @@ class PeersLostError(LockstepError):
 
 
 BY_NAME: dict[str, type[LockstepError]] = {
-    cls.__name__: cls
-    for cls in (LockstepError, UsageError, ConfigError, DataError, CheckpointError, DivergedError, PeersLostError)
+    cls.__name__: cls for cls in (LockstepError, UsageError, ConfigError, DataError, CheckpointError, DivergedError, PeersLostError)
 }

@@ -15,7 +15,8 @@ def choose_precision(device: torch.device, cpu_flags: str | None = None) -> tupl
     """bf16 where the device has units for it, else fp32, and why.
 
     cpu_flags  the processor's flags as Linux lists them; None: those of this machine
-    Measured on a processor without (AVX-512, 2.5 GHz): bf16 products at 25 GFLOP/s, fp32 ones at 113; with tiles (AMX) 700 to 1,080 against 30 to 83.
+    Measured a core, 2048 x 512 x 2048: without such units (AVX-512, 2.5 GHz) bf16 at 25 GFLOP/s and fp32 at 119 (bench/products.py);
+    with tiles (AMX) 700 to 1,080 against 30 to 83.
     """
     if device.type == "cuda":
         good = torch.cuda.is_bf16_supported(including_emulation=False)

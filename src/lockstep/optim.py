@@ -67,7 +67,7 @@ def divide_and_clip(parameters: Iterable[nn.Parameter], *, divisor: float, clip_
     Returns the norm after the division and before the clipping: a 0-dim tensor on the device, so that no host waits for it here.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.stack(torch._foreach_norm(gradients)).norm() / divisor
+    norm: torch.Tensor = torch.stack(torch._foreach_norm(gradients)).norm() / divisor
     factor = torch.ones_like(norm) if clip_norm == 0 else torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
     torch._foreach_mul_(gradients, factor / divisor)
     return norm

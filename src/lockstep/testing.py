@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore  # torch.distributed has it too, untyped
 
 from lockstep.world import World
 
@@ -90,7 +91,7 @@ def be_rank(function: Callable[..., Any], rank: int, size: int, folder: str, ans
     try:
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        store = dist.FileStore(str(Path(folder) / "store"), size)
+        store = FileStore(str(Path(folder) / "store"), size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
         world = World(rank, size, rank, size, socket.gethostname(), torch.device("cpu"))
         answer.send((True, function(world, *args)))

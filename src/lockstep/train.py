@@ -198,11 +198,15 @@ def claim(folder: Path, resolved: Resolved) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = try_lock(folder / "run.lock")
         if lock is None:
-            raise UsageError(f"another training is at work in {folder}", f"it holds {folder}/run.lock", "wait for it, end it, or give another --out")
+            raise UsageError(
+                f"another training is at work in {folder}", f"it holds {folder}/run.lock", "wait for it, end it, or give another --out"
+            )
         write_json(folder / "run.json", to_json(resolved))
     except OSError as error:
         raise UsageError(
-            f"{folder} cannot be written: {error.strerror}", "given with --out", "give a folder that this user can write, on a disk with space"
+            f"{folder} cannot be written: {error.strerror}",
+            "given with --out",
+            "give a folder that this user can write, on a disk with space",
         ) from None
     try:
         yield

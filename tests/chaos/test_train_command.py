@@ -198,7 +198,7 @@ def test_going_back_to_a_step_sets_later_checkpoints_aside_and_ends_with_the_sam
     folder = tmp_path / "run"
     shutil.copytree(undisturbed, folder)
     done = run("train", "--out", folder, "--workers", "2", "--resume", "6", "--steps", "8")
-    assert done.returncode == 0 and "set aside as step-00000008.abandoned" in done.stderr, done.stderr
+    assert done.returncode == 0 and "is set aside as step-00000008.abandoned" in done.stderr, done.stderr
     assert steps_in(folder) == list(range(1, 9)) and digest(folder) == digest(undisturbed)
 
 

@@ -53,7 +53,7 @@ def test_a_wrong_value_says_what_where_and_what_to_try(flags: dict[str, str], sa
 
 def test_a_file_that_is_no_toml_or_missing_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "other.toml").write_text("")
-    with pytest.raises(ConfigError, match="other.toml"):
+    with pytest.raises(ConfigError, match=r"other\.toml"):
         resolve(tmp_path / "run.toml")
     (tmp_path / "run.toml").write_text("[optim\nx=")
     with pytest.raises(ConfigError, match="is not TOML"):
@@ -93,5 +93,7 @@ def test_quantities_are_read_and_shown() -> None:
 
 
 def test_the_first_rooms_do_not_import_torch() -> None:
-    code = "import sys, lockstep.cli, lockstep.config, lockstep.launch, lockstep.place, lockstep.data.order; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, lockstep.cli, lockstep.config, lockstep.launch, lockstep.place, lockstep.data.order; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,7 +1,7 @@
 """One sha256 of the trained state, whatever number of processes trained it and whatever happened on the way.
 
-The default model with dropout, bf16 autocast and clipping, K = 8, on a small part of the embedded corpus. A rank is ended by a real SIGKILL;
-what every rank was fed is written down by the ranks themselves (the ledger).
+The default model with dropout, bf16 autocast and clipping, K = 8, on a small part of the embedded corpus. A rank is ended by a real
+SIGKILL; what every rank was fed is written down by the ranks themselves (the ledger).
 """
 
 from __future__ import annotations

@@ -190,11 +190,12 @@ class Store:
         return None
 
     def go_back(self, step: int) -> list[int]:
-        """Set aside the checkpoints after `step` (renamed, not deleted), so that a run that goes on from it finds no later ones; their steps."""
+        """Set aside the checkpoints after `step`, so that a run that goes on from it finds no later ones; their steps. Deletes nothing."""
         later = [there for there in self.steps() if there > step]
         for there in later:
             aside = seal.set_aside(self.folder / seal.folder_name(there), "abandoned")
-            log.warning("going back to step %d: checkpoint of step %d set aside as %s", step, there, aside.name if aside else "gone meanwhile")
+            name = aside.name if aside else "gone meanwhile"
+            log.warning("going back to step %d: the checkpoint of step %d is set aside as %s", step, there, name)
         return later
 
     def verify(self, step: int) -> list[str]:

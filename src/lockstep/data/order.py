@@ -69,7 +69,9 @@ class UniformOrder:
 
     def __post_init__(self) -> None:
         if self.samples < 1 or self.batch % self.micro_batches:
-            raise ValueError(f"batch={self.batch} must be a multiple of micro_batches={self.micro_batches}, samples={self.samples} at least 1")
+            raise ValueError(
+                f"batch={self.batch} must be a multiple of micro_batches={self.micro_batches}, samples={self.samples} at least 1"
+            )
 
     def ids(self, step: int, k: int) -> Ids:
         """Sample ids of micro-batch `k` of step `step`: shape (batch / micro_batches,)."""

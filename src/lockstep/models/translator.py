@@ -107,9 +107,7 @@ class FeedForward(nn.Module):
 class EncoderLayer(nn.Module):
     """Self-attention, feed-forward; each on the norm of what it is added to."""
 
-    def __init__(
-        self, width: int, heads: int, hidden: int, dropout: float, attention_dropout: float, choice: Choice
-    ) -> None:
+    def __init__(self, width: int, heads: int, hidden: int, dropout: float, attention_dropout: float, choice: Choice) -> None:
         super().__init__()
         self.dropout = dropout
         self.self_norm = nn.LayerNorm(width)
@@ -126,9 +124,7 @@ class EncoderLayer(nn.Module):
 class DecoderLayer(nn.Module):
     """Causal self-attention, cross-attention, feed-forward; each on the norm of what it is added to."""
 
-    def __init__(
-        self, width: int, heads: int, hidden: int, dropout: float, attention_dropout: float, choice: Choice
-    ) -> None:
+    def __init__(self, width: int, heads: int, hidden: int, dropout: float, attention_dropout: float, choice: Choice) -> None:
         super().__init__()
         self.dropout = dropout
         self.self_norm = nn.LayerNorm(width)
@@ -249,9 +245,7 @@ class Translator(nn.Module):
         self.decoder = nn.ModuleList(DecoderLayer(*layer) for _ in range(decoder_layers))
         self.decoder_norm = nn.LayerNorm(width)
 
-    def forward(
-        self, source: Tensor, target: Tensor, labels: Tensor | None = None, *, smoothing: float = 0.0
-    ) -> Tensor:
+    def forward(self, source: Tensor, target: Tensor, labels: Tensor | None = None, *, smoothing: float = 0.0) -> Tensor:
         """Logits (B, T, V) of each next token; with labels (B, T) the sum of their cross-entropy instead, a scalar.
 
         source (B, S) and target (B, T) int64, PAD only behind a sentence. The loss never holds the logits of all tokens:

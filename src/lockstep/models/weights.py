@@ -31,9 +31,7 @@ class Loaded:
     steps: tuple[int, ...]
 
 
-def load_for_use(
-    folder: Path, step: int | None = None, average: int = 0, *, device: torch.device | None = None
-) -> Loaded:
+def load_for_use(folder: Path, step: int | None = None, average: int = 0, *, device: torch.device | None = None) -> Loaded:
     """The model of the run in `folder` as it was at `step` (default: at its newest whole checkpoint).
 
     average  N: the mean of the weights of the newest N checkpoints up to that step, of fewer if there are fewer

@@ -111,9 +111,7 @@ def exchange(mine: list[tuple[Span, torch.Tensor]], leaves: int, group: dist.Pro
         sent = torch.stack([value.view(size, slice_len) for value in padded], dim=1).view(-1)  # (size, runs, slice)
     spans = [runs(share(r, size, leaves)) for r in range(size)]
     received = sent.new_empty(sum(map(len, spans)) * slice_len)
-    dist.all_to_all_single(
-        received, sent, [len(some) * slice_len for some in spans], [len(mine) * slice_len] * size, group=group
-    )
+    dist.all_to_all_single(received, sent, [len(some) * slice_len for some in spans], [len(mine) * slice_len] * size, group=group)
     tree: Tree[torch.Tensor] = Tree()
     for span, row in zip((span for some in spans for span in some), received.view(-1, slice_len), strict=True):
         tree.add(span, row)

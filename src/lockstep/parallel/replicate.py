@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import GradBucket  # torch.distributed has it too, untyped
 
 from lockstep.data.order import mix
 from lockstep.errors import UsageError
@@ -77,7 +78,9 @@ class Replica:
         bucket_bytes: int = 25_000_000,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.group = group or dist.group.WORLD
+        everybody = group or dist.group.WORLD
+        assert everybody is not None, "World.join comes first"
+        self.group: dist.ProcessGroup = everybody
         self.leaves, self.seed, self.ordered = micro_batches, seed, reduce == "ordered"
         refuse_empty_shares(self.group.size(), micro_batches)
         self.mine = share(self.group.rank(), self.group.size(), micro_batches)
@@ -124,7 +127,7 @@ class Replica:
         return [float(loss) for loss in torch.stack(self._losses).tolist()] if self._losses else []
 
     def micro_batches(self, step: int) -> Iterator[int]:
-        """Collective. The numbers of this replica's micro-batches of `step`, one after the other: do a forward and a backward pass for each.
+        """Collective. The numbers of this replica's micro-batches of `step`: do a forward and a backward pass for each.
 
         When the loop ends, the parameters' .grad is the sum over all K micro-batches of all replicas.
         """
@@ -191,12 +194,12 @@ class Replica:
         rows = [(left, torch.cat([sums.tensors[i].flatten() for i in parcel.places])) for left, sums in earlier]
         exchange([*rows, (span, parcel.buffer)], self.leaves, self.group, out=parcel.buffer)
 
-    def _parcel(self, bucket: dist.GradBucket, arrived: torch.futures.Future[torch.Tensor]) -> Parcel:
+    def _parcel(self, bucket: GradBucket, arrived: torch.futures.Future[torch.Tensor]) -> Parcel:
         self._clock.sent()
         places = [self._place[id(p)] for p in bucket.parameters()]
         return Parcel(bucket.buffer(), bucket.gradients(), places, arrived)
 
-    def _on_cpu(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _on_cpu(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         parcel = self._parcel(bucket, torch.futures.Future())
         self._queue.put(parcel)
         return parcel.arrived
@@ -212,7 +215,7 @@ class Replica:
             self._clock.received()
             parcel.arrived.set_result(parcel.buffer)
 
-    def _on_cuda(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _on_cuda(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """NCCL's collectives only queue work, so the hook itself queues them, on a stream beside the backward pass."""
         parcel = self._parcel(bucket, torch.futures.Future(devices=[self.device]))
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -227,7 +230,7 @@ class Replica:
 
 
 class Clock:
-    """When the last bucket of a step was handed over, and when the last one came back; on CUDA by events, read without a wait of their own."""
+    """When the last bucket of a step was handed over, and when the last one came back; on CUDA by events in its streams."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
