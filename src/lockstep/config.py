@@ -53,7 +53,7 @@ class Data:
 @dataclass(frozen=True)
 class Tokens:
     kind: Literal["bpe", "word"] = value("bpe", "joint byte-level BPE, or whole words", bits=BITS)
-    vocabulary: int = value(8000, "entries; the output layer grows with it", bits=BITS, least=300)
+    vocabulary: int = value(3000, "entries; the output layer grows with it", bits=BITS, least=300)
     min_frequency: int = value(2, "rarer entries are left out", bits=BITS, least=1)
     lowercase: bool = value(False, "train and translate in lower case", bits=BITS)
 
@@ -61,7 +61,7 @@ class Tokens:
 @dataclass(frozen=True)
 class Batch:
     micro_batches: int = value(8, "K, forward and backward passes a step, over all replicas together", bits=BITS, least=1)
-    tokens: int = value(2048, "target positions of a micro-batch, padding included; memory grows with it", bits=BITS, least=1)
+    tokens: int = value(512, "target positions of a micro-batch, padding included; memory grows with it", bits=BITS, least=1)
     shapes: int = value(6, "how many shapes micro-batches have; more pad less and compile longer", bits=BITS, least=1)
 
 
@@ -72,16 +72,16 @@ class Model:
     encoder_layers: int = value(3, "blocks of the encoder", bits=BITS, least=1)
     decoder_layers: int = value(3, "blocks of the decoder", bits=BITS, least=1)
     feed_forward: int = value(512, "inner size of the feed-forward part", bits=BITS, least=8)
-    dropout: float = value(0.1, "share of activations dropped in training", bits=BITS, least=0, below=1)
+    dropout: float = value(0.05, "share of activations dropped in training", bits=BITS, least=0, below=1)
     attention: Literal["auto", "plain", "sdpa"] = value("auto", "plain is faster on a CPU at short lengths", bits=BITS)
 
 
 @dataclass(frozen=True)
 class Optim:
-    learning_rate: float = value(3e-3, "at its peak, after the warm-up", bits=BITS, least=0)
-    warmup_steps: int = value(100, "steps in which the learning rate rises from 0", bits=BITS, least=0)
+    learning_rate: float = value(4e-3, "at its peak, after the warm-up", bits=BITS, least=0)
+    warmup_steps: int = value(60, "steps in which the learning rate rises from 0", bits=BITS, least=0)
     decay: Literal["linear", "cosine", "inverse_sqrt", "constant"] = value("linear", "after the warm-up", bits=BITS)
-    decay_steps: int = value(500, "linear, cosine: the step at which the learning rate reaches 0", bits=BITS, least=1)
+    decay_steps: int = value(300, "linear, cosine: the step at which the learning rate reaches 0", bits=BITS, least=1)
     beta1: float = value(0.9, "AdamW: decay of the mean of the gradient", bits=BITS, least=0, below=1)
     beta2: float = value(0.98, "AdamW: decay of the mean of its square", bits=BITS, least=0, below=1)
     epsilon: float = value(1e-9, "AdamW: added to the root of that mean", bits=BITS, least=0)
@@ -133,7 +133,7 @@ class Evaluate:
 @dataclass(frozen=True)
 class Run:
     seed: int = value(1, "of the weights, the order and the dropout", bits=BITS, least=0)
-    steps: int = value(500, "the last step", least=0)
+    steps: int = value(300, "the last step", least=0)
     data: Data = Data()
     tokens: Tokens = Tokens()
     batch: Batch = Batch()

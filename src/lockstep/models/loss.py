@@ -57,16 +57,17 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def losses_of(logits: Tensor, labels: Tensor, mean: Tensor, smoothing: float, slope: bool) -> Tensor:
+def losses_of(logits: Tensor, labels: Tensor, mean: Tensor, smoothing: float, slope: bool, out: Tensor) -> Tensor:
     """The loss of each row (R, 1) of logits (R, V), labels (R, 1), given the mean logit of each row (R, 1).
 
-    Overwrites the logits: with `slope`, by p - (1 - smoothing) * [word = label]; the rest of the gradient is a constant.
+    Writes to `out` (R, V), which may be the logits: with `slope`, p - (1 - smoothing) * [word = label]; the rest of the
+    gradient is a constant.
     """
     logit = logits.gather(1, labels)  # (R, 1)
-    torch.log_softmax(logits, dim=1, out=logits)
-    log_p = logits.gather(1, labels)
+    torch.log_softmax(logits, dim=1, out=out)
+    log_p = out.gather(1, labels)
     if slope:
-        logits.exp_().scatter_(1, labels, log_p.exp() - (1 - smoothing))
+        out.exp_().scatter_(1, labels, log_p.exp() - (1 - smoothing))
     log_total = logit - log_p  # log of the sum of exp(logits)
     return smoothing * (log_total - mean) - (1 - smoothing) * log_p
 
@@ -76,17 +77,29 @@ def loss_of_logits(logits: Tensor, labels: Tensor, smoothing: float, pad: int, s
     """(loss, its gradient with respect to logits (N, V), or nothing)."""
     total = torch.zeros((), dtype=wide(logits.dtype), device=logits.device)
     gradient = torch.empty_like(logits if slope else logits[:0])
+    narrow = logits.dtype != total.dtype
     at_a_time = rows_at_a_time(logits.device)
     for first in range(0, len(logits), at_a_time):
         rows = slice(first, first + at_a_time)
-        chosen = labels[rows, None]
-        real = (chosen != pad).to(total.dtype)  # (R, 1)
-        chunk = logits[rows].to(total.dtype, copy=True)
-        losses = losses_of(chunk, chosen, chunk.mean(dim=1, keepdim=True), smoothing, slope)
-        total += (losses * real).sum()
-        if slope:
-            gradient[rows] = chunk.sub_(smoothing / logits.shape[1]).mul_(real)
+        chosen, scores = labels[rows, None], logits[rows].to(total.dtype)
+        out = scores if narrow else gradient[rows] if slope else torch.empty_like(scores)
+        losses = losses_of(scores, chosen, scores.mean(dim=1, keepdim=True), smoothing, slope, out)
+        total += (losses * (chosen != pad)).sum()
+        if slope and smoothing:
+            out.sub_(smoothing / logits.shape[1])
+        if slope and narrow:
+            gradient[rows] = out
+    if slope:
+        clear_rows(gradient, labels == pad)
     return total, gradient
+
+
+def clear_rows(tensor: Tensor, which: Tensor) -> None:
+    """Zero the rows that `which` names: on a CPU by their numbers, on a GPU without waiting for how many they are."""
+    if tensor.device.type == "cpu":
+        tensor.index_fill_(0, which.nonzero()[:, 0], 0)
+    else:
+        tensor.masked_fill_(which[:, None], 0)
 
 
 @torch.library.custom_op("lockstep::loss_of_states", mutates_args=())
@@ -114,7 +127,7 @@ def loss_of_states(
         torch.mm(chunk, narrow.t(), out=narrow_logits)
         scores = narrow_logits.to(total.dtype)  # (R, V); the same memory unless dtype is narrow
         mean = (chunk.to(total.dtype) @ row_sum)[:, None] / len(weight)
-        total += (losses_of(scores, chosen[rows, None], mean, smoothing, slope) * real[rows]).sum()
+        total += (losses_of(scores, chosen[rows, None], mean, smoothing, slope, scores) * real[rows]).sum()
         if slope and dtype == total.dtype:
             torch.mm(scores, narrow, out=held_slope[rows])
             weight_slope.addmm_(scores.t(), chunk)
