@@ -246,11 +246,13 @@ def evaluate(args: argparse.Namespace, rest: list[str]) -> int:
 def evaluate_here(args: argparse.Namespace) -> int:
     """The life of an evaluating worker."""
     from lockstep.evaluate import evaluate as evaluate_run
+    from lockstep.signals import exit_code
     from lockstep.world import World
 
     with World.join(threads=1) as world:
-        evaluate_run(args.folder, world, step=args.step, split=args.split, beams=args.beams, average=args.average, follow=args.follow)
-    return 0
+        log.set_up(rank=world.rank)
+        asked = {"step": args.step, "split": args.split, "beams": args.beams, "average": args.average, "follow": args.follow}
+        return exit_code(evaluate_run(args.folder, world, **asked))
 
 
 def translate(args: argparse.Namespace, rest: list[str]) -> int:

@@ -231,6 +231,9 @@ class Tracker:
                     self._warn(f"{self.evaluations}: a line that is torn or has no step is left out: {raw[:80]!r}")
                     self.at[name] = replace(now, rows=at.rows)
                     continue
+                if line.get("split", "validation") != "validation":
+                    self.at[name] = replace(now, rows=at.rows)  # scores on the test split are for the end, not for a curve to choose by
+                    continue
                 try:
                     self.sinks[name].validation(line["step"], numbers(line), now)
                 except Exception as error:

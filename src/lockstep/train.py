@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
+from torch._dynamo.utils import counters
 
 from lockstep.agree import Verdict, Vote, agree, lead, same
 from lockstep.checkpoint.keeper import Keeper
@@ -112,6 +114,8 @@ def train(resolved: Resolved, folder: Path, world: World, *, resume: str = "auto
             values |= {"learning_rate": optimizer.param_groups[0]["lr"], **meter.step(tokens)}
             tracker.step(step, values)
             progress.step(step, values)
+            if run.compute.compile and step == first + 1:
+                log.info(graph_breaks())
             stop = verdict.stop
             if keeper.due(step) or stop or verdict.save_failed or step == run.steps:
                 with meter.timing("saving"):
@@ -139,11 +143,18 @@ def deal(run: Run, corpus: Prepared) -> BucketOrder:
 
 
 def compiled(model: Translator, run: Run) -> torch.nn.Module:
-    """The model as it is, or compiled by torch; graph breaks are counted once, in a line of the log."""
+    """The model as it is, or compiled by torch: one graph for each shape of micro-batches."""
     if not run.compute.compile:
         return model
-    torch._dynamo.config.cache_size_limit = max(64, 2 * run.batch.shapes)
-    return torch.compile(model, dynamic=False)  # type: ignore[return-value]
+    torch._dynamo.config.cache_size_limit = 2 * run.batch.shapes
+    return cast(torch.nn.Module, torch.compile(model, dynamic=False))
+
+
+def graph_breaks() -> str:
+    """A sentence on what torch.compile made of the first step: its graphs, and each reason for which one had to end early."""
+    graphs, reasons = counters["stats"]["unique_graphs"], counters["graph_break"]
+    listed = "; ".join(f"{count} x {reason}" for reason, count in reasons.items())
+    return f"torch.compile: {graphs} graphs, {sum(reasons.values())} graph breaks{': ' + listed if listed else ''}"
 
 
 def meter_for(model: Translator, run: Run, world: World, *, length: int) -> Meter:

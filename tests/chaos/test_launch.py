@@ -16,6 +16,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -397,10 +398,15 @@ lockstep.launch.ctypes = type("Ctypes", (), {"CDLL": lambda name: Late()})
     assert (one.folder / "tied").exists() and not (one.folder / "began").exists()
 
 
-def run_script(folder: Path, body: str) -> subprocess.Popen[str]:
+@contextmanager
+def run_script(folder: Path, body: str) -> Iterator[subprocess.Popen[str]]:
     (folder / "script.py").write_text(HEAD.replace('int(os.environ["RANK"])', "0") + textwrap.dedent(body))
     environ = os.environ | {"PYTHONPATH": str(SRC)}
-    return subprocess.Popen([sys.executable, "script.py"], cwd=folder, env=environ, stdout=subprocess.PIPE, text=True)
+    with subprocess.Popen([sys.executable, "script.py"], cwd=folder, env=environ, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_a_second_interrupt_ends_even_a_process_that_hangs_in_compiled_code(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """One language as Unicode CLDR speaks it: a day, a price, a length of time or a list, said in its words and patterns.
 
-babel carries CLDR and has functions for all of this, but each call looks up its patterns anew, three to ten times slower; here they are
-looked up once. Where babel stops short of CLDR we follow CLDR, and the docstrings say so; elsewhere tests compare the two.
+babel carries CLDR and has functions for all of this, but each call looks up its patterns anew, which is two to four times slower; here
+they are looked up once. Where babel stops short of CLDR we follow CLDR, and the docstrings say so; elsewhere tests compare the two.
 """
 
 from __future__ import annotations

@@ -1,0 +1,45 @@
+"""What only a GPU can show: NCCL under the hook, the courier's stream, and equal bits from one run to the next. Skipped without one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+
+SMALL = [
+    "--steps",
+    "6",
+    "--data.pairs",
+    "1500",
+    "--data.held_out",
+    "40",
+    "--batch.tokens",
+    "128",
+    "--batch.shapes",
+    "3",
+    "--evaluate.at_end",
+    "0",
+]
+
+
+def trained(folder: Path, workers: int) -> str:
+    command = [sys.executable, "-m", "lockstep"]
+    words = ["train", "--out", str(folder), "--workers", str(workers), "--save.every_steps", "3", *SMALL]
+    done = subprocess.run([*command, *words], capture_output=True, text=True, env={**os.environ}, check=False)
+    assert done.returncode == 0, done.stderr
+    return subprocess.run([*command, "checkpoint", "digest", str(folder)], capture_output=True, text=True, check=True).stdout
+
+
+def test_two_trainings_on_one_gpu_have_one_sha256(tmp_path: Path) -> None:
+    assert trained(tmp_path / "a", 1) == trained(tmp_path / "b", 1)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU or none here")
+def test_one_and_two_gpus_have_one_sha256(tmp_path: Path) -> None:
+    assert trained(tmp_path / "a", 1) == trained(tmp_path / "b", 2)
