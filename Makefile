@@ -22,7 +22,7 @@ train: setup
 	$(BIN)/lockstep train --out runs/default
 
 test: setup
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 check: setup
 	$(BIN)/ruff check .
