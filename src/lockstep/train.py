@@ -25,7 +25,7 @@ from lockstep.data.loader import Loader
 from lockstep.data.order import BucketOrder, choose_shapes
 from lockstep.data.prepare import Prepared, open_prepared, prepare
 from lockstep.errors import DivergedError, UsageError
-from lockstep.files import try_lock, write_json
+from lockstep.files import read_json, try_lock, write_json
 from lockstep.meter import Meter, flops_per_token, peak_flops
 from lockstep.models.build import build
 from lockstep.models.translator import Translator
@@ -120,10 +120,16 @@ def train(resolved: Resolved, folder: Path, world: World, *, resume: str = "auto
             if keeper.due(step) or stop or verdict.save_failed or step == run.steps:
                 with meter.timing("saving"):
                     tracker.sync()  # first, so that no checkpoint is ahead of its metrics
-                    keeper.save(step, facts)
+                    keeper.save(step, facts, protect=best_steps(folder))
             if verdict.save_failed:
                 break
     return Outcome(step, stop)
+
+
+def best_steps(folder: Path) -> list[int]:
+    """The step that an evaluator has marked best, which retention leaves."""
+    path = folder / "best.json"
+    return [int(read_json(path)["step"])] if path.exists() else []
 
 
 def open_corpus(run: Run, folder: Path, world: World) -> Prepared:

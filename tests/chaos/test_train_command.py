@@ -187,6 +187,26 @@ def test_a_read_only_folder_is_refused(tmp_path: Path) -> None:
     assert done.returncode == 2 and "Read-only file system" in done.stderr and three_parts(done.stderr), done.stderr
 
 
+@pytest.mark.parametrize(("on_error", "last"), [("continue", 8), ("stop", 7)])
+def test_when_the_disk_is_full_training_goes_on_or_stops_and_the_older_checkpoint_is_whole(
+    on_error: str, last: int, tmp_path: Path
+) -> None:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", tmp_path], capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small tmpfs needs root")
+    try:
+        words = ("train", "--out", tmp_path / "run", "--steps", "8", "--save.every_steps", "2", "--save.on_error", on_error, *SMALL)
+        done = run(*words)
+        assert done.returncode == 3, done.stderr  # the last checkpoint could not be had, either way
+        assert "No space left on device" in done.stderr and three_parts(done.stderr), done.stderr
+        steps = steps_in(tmp_path / "run")
+        assert steps == list(range(1, len(steps) + 1)) and (len(steps) == 8 if on_error == "continue" else 4 <= len(steps) <= last)
+        listed = run("checkpoint", "verify", tmp_path / "run")
+        assert listed.returncode == 0 and listed.stdout.startswith("step 2 is whole"), listed.stdout
+        assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
 def test_help_answers_with_every_value_and_without_torch() -> None:
     code = "import sys, lockstep.cli as c; sys.argv = ['lockstep', 'train', '--help']; c.main(); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

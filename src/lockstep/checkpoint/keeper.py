@@ -7,6 +7,7 @@ training. Replicas are bitwise equal, so rank 0 alone writes; which step is resu
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -81,10 +82,13 @@ class Keeper:
         """True when `step` committed steps call for a checkpoint."""
         return bool(self.every_steps) and step % self.every_steps == 0
 
-    def save(self, step: int, facts: dict[str, Any] | None = None) -> None:
-        """Begin to save the state after `step` committed steps: copied now, written in the background. Nothing when it is saved already."""
+    def save(self, step: int, facts: dict[str, Any] | None = None, protect: Collection[int] = ()) -> None:
+        """Begin to save the state after `step` committed steps: copied now, written in the background. Nothing when it is saved already.
+
+        protect  steps that retention must leave, such as the best
+        """
         if self.saver and step != self._saved_step:
-            self.saver.save(step, capture(self.model, self.optimizer), facts or {})
+            self.saver.save(step, capture(self.model, self.optimizer), facts or {}, protect)
         self._saved_step = step
 
     def save_if_due(self, step: int) -> None:
