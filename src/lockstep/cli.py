@@ -142,6 +142,8 @@ def refuse(rest: list[str], command: str) -> None:
 
 def train(args: argparse.Namespace, rest: list[str]) -> int:
     """Start the workers of this machine, or be one of them when the environment says so."""
+    from lockstep.checkpoint.choose import choose
+    from lockstep.checkpoint.seal import committed_steps
     from lockstep.config import open_run, read_flags, show
     from lockstep.launch import default_workers, launch, worker_main
     from lockstep.place import find_place
@@ -156,6 +158,7 @@ def train(args: argparse.Namespace, rest: list[str]) -> int:
         if args.show:
             print(show(resolved))
             return 0
+        choose(args.resume, committed_steps(folder / "checkpoints"))  # refused here, before a process starts
     if place is not None:
         if args.workers not in (None, place.size):
             raise UsageError(

@@ -104,7 +104,8 @@ class World:
         still wait, so it gets a few seconds, and then the end of the process closes it.
         """
         for one in open_sockets() & set(self.sockets):
-            with socket.socket(fileno=os.dup(one[0])) as pair, suppress(OSError):  # not connected any more
+            # gloo's own thread may close a pair at any moment, when the peer is gone too.
+            with suppress(OSError), socket.socket(fileno=os.dup(one[0])) as pair:
                 if not pair.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # gloo's listener ends the process when it is cut
                     pair.shutdown(socket.SHUT_RDWR)
         closing = threading.Thread(target=self.leave, daemon=True)

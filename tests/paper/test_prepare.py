@@ -213,7 +213,7 @@ def test_multi30k_is_prepared_whole(tmp_path: Path) -> None:
         return str(MULTI30K / f"{name}.en.gz"), str(MULTI30K / f"{name}.de.gz")
 
     data = Data(kind="files", target="de", train=pair("train"), validation=pair("val"), test=pair("test_2016_flickr"))
-    prepare(data, Tokens(lowercase=True), tmp_path / "data")
+    prepare(data, Tokens(vocabulary=8000, lowercase=True), tmp_path / "data")
     found = open_prepared(tmp_path / "data")
     assert (len(found.train), len(found.validation), len(found.test)) == (29_000, 1014, 1000)
     assert found.tokenizer.size == 8000

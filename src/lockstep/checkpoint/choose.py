@@ -23,9 +23,15 @@ def choose(resume: str, steps: Collection[int]) -> tuple[int | None, str]:
             return None, "starts at step 0: there is no checkpoint yet"
         raise CheckpointError("there is no checkpoint to resume from", "--resume required", "try --resume auto")
     if not resume.isdecimal():
-        raise UsageError(f"--resume {resume!r} is neither a step nor auto, never or required", there)
+        raise UsageError(
+            f"--resume {resume!r} is neither a step nor auto, never or required",
+            there,
+            "leave --resume out to go on from the newest checkpoint",
+        )
     if int(resume) not in steps:
-        raise CheckpointError(f"there is no checkpoint of step {int(resume)}", f"--resume {resume}; {there}")
+        raise CheckpointError(
+            f"there is no checkpoint of step {int(resume)}", f"--resume {resume}; {there}", "see lockstep checkpoint list"
+        )
     return int(resume), f"goes on at step {int(resume)}, as --resume asks"
 
 
