@@ -31,6 +31,9 @@ from lockstep.failures import Account, End, kind, peers_lost, verdict
 from lockstep.signals import INTERRUPTED, STOPPING
 
 ACCOUNT = "LOCKSTEP_ACCOUNT_FD"
+# glibc gives large blocks back to the kernel at every free, and a training step frees the same ones that the next step asks for: keeping
+# them saves the faults (mallopt(3)). What the user has set stays.
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "2000000000", "MALLOC_TRIM_THRESHOLD_": "4000000000"}
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 HERE = "127.0.0.1"
 
@@ -216,7 +219,7 @@ def start(
     try:
         process = subprocess.Popen(
             list(command),
-            env={**environ, **worker_environ(rank, size, listener), ACCOUNT: str(theirs)},
+            env={**KEEP_MEMORY, **environ, **worker_environ(rank, size, listener), ACCOUNT: str(theirs)},
             stdin=subprocess.DEVNULL,
             stdout=output if rank else None,
             stderr=output if rank else None,

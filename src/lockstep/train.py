@@ -56,7 +56,7 @@ def train(resolved: Resolved, folder: Path, world: World, *, resume: str = "auto
     run = resolved.run
     corpus = open_corpus(run, folder, world)
     order = deal(run, corpus)
-    loader = Loader(corpus.train, order, world.device)
+    loader = Loader(corpus.train, order, world.device, fixed_shapes=run.compute.compile)
     model = build(run.model, vocabulary=corpus.tokenizer.size, device=world.device, seed=run.seed, length=order.shapes[-1].length)
     optimizer = adamw(model, run.optim)
     keeper = Keeper(

@@ -24,10 +24,14 @@ class MicroBatch:
 
 
 class Loader:
-    """Micro-batches of `pairs` in `order`, on `device`. Holds no position: any step may be asked for at any time."""
+    """Micro-batches of `pairs` in `order`, on `device`. Holds no position: any step may be asked for at any time.
 
-    def __init__(self, pairs: EncodedPairs, order: BucketOrder, device: torch.device) -> None:
-        self.pairs, self.order, self.device = pairs, order, device
+    fixed_shapes  each micro-batch has the shape that the order names, so that a compiler meets few; otherwise both sides end with their
+                  longest sentence, which is a function of the micro-batch alone and so the same on any number of processes
+    """
+
+    def __init__(self, pairs: EncodedPairs, order: BucketOrder, device: torch.device, *, fixed_shapes: bool = False) -> None:
+        self.pairs, self.order, self.device, self.fixed_shapes = pairs, order, device, fixed_shapes
 
     def tokens(self, step: int) -> int:
         """Target tokens of the whole step, end marks included, over the micro-batches of all replicas."""
@@ -35,10 +39,10 @@ class Loader:
         return int(self.pairs.lengths[ids, 1].sum())
 
     def micro_batch(self, step: int, k: int) -> MicroBatch:
-        """Micro-batch `k` of step `step`: always of the shape that the order names, empty rows at its end."""
-        shape = self.order.shape(step, k)
-        arrays = self.pairs.gather(self.order.ids(step, k), shape.rows, shape.length, shape.length)
-        tensors = [torch.from_numpy(array) for array in arrays]
+        """Micro-batch `k` of step `step`: as many rows as the order names, empty ones at its end."""
+        shape, ids = self.order.shape(step, k), self.order.ids(step, k)
+        longest = (shape.length, shape.length) if self.fixed_shapes else tuple(int(n) for n in self.pairs.lengths[ids].max(axis=0))
+        tensors = [torch.from_numpy(array) for array in self.pairs.gather(ids, shape.rows, *longest)]
         if self.device.type == "cuda":
             tensors = [tensor.pin_memory().to(self.device, non_blocking=True) for tensor in tensors]
         return MicroBatch(*tensors)
