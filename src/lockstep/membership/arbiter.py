@@ -1,0 +1,164 @@
+"""Which list of members is generation n: a log in the run folder, in which every number is written once.
+
+    RUN/generations/000007.json
+
+A record is written whole beside its place and then given its name by link(2), which fails when the name is taken. So of all who propose
+a number exactly one wins, nobody hosts the log, and the two halves of a cut network cannot both go on. Whoever comes second reads the
+winner's record and follows it. link(2) is atomic on local disks and on NFS, whose client may say that it failed when it did not (a lost
+reply); so the winner is always read back, and knows itself by the random token.
+
+The messages between members (member.py) only make a change of members fast; this log makes it right.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.files import fsync_folder
+
+NAME = re.compile(r"(\d{6,})\.json")
+
+
+@dataclass(frozen=True)
+class Member:
+    """One worker process, for its whole life.
+
+    id       "HOST/SLOT/RANDOM": never given twice
+    slot     its number on its host, from 0
+    address  where its member thread listens: "ADDRESS:PORT"
+    """
+
+    id: str
+    host: str
+    slot: int
+    pid: int
+    address: str
+
+    @property
+    def place(self) -> tuple[str, int, str]:
+        """Its place in the order of those that have no generation yet."""
+        return self.host, self.slot, self.id
+
+
+@dataclass(frozen=True)
+class Out:
+    """A member that the next generation goes on without, and why."""
+
+    id: str
+    why: str
+
+
+@dataclass(frozen=True)
+class End:
+    """How the run ended. No generation follows until somebody starts the run again."""
+
+    code: int
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One generation.
+
+    number   from 1, without a gap
+    token    random, so that a generation is never mistaken for another of its number
+    members  in the order of their ranks; none when the run has ended
+    store    "ADDRESS:PORT" of the store, held by rank 0, over which the group forms; needed only until it has
+    step     steps committed when it began
+    reason   for people
+    out      those that are in the generation before and not in this one
+    end      None while the run goes on
+    """
+
+    number: int
+    token: str
+    members: tuple[Member, ...]
+    store: str
+    step: int
+    reason: str
+    out: tuple[Out, ...] = ()
+    end: End | None = None
+
+    def rank_of(self, id: str) -> int | None:
+        """The rank of a member; None: it is not in this generation."""
+        return next((rank for rank, member in enumerate(self.members) if member.id == id), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """As the log has it."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(value: Any) -> Record:
+        """The record in a JSON value. KeyError, TypeError or ValueError when it is none."""
+        fields = dict(value)
+        return Record(
+            **fields
+            | {
+                "members": tuple(Member(**one) for one in fields["members"]),
+                "out": tuple(Out(**one) for one in fields["out"]),
+                "end": End(**fields["end"]) if fields["end"] else None,
+            }
+        )
+
+
+def new_token() -> str:
+    """A token that no other generation has."""
+    return secrets.token_hex(8)
+
+
+class Arbiter:
+    """The log of generations in `folder`. OSError from every method when the disk does not do what it should."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def newest(self, known: int = 0) -> Record | None:
+        """The newest record; None when there is none above `known`. Costs a stat() when nothing is new.
+
+        known  the newest number that the caller has: numbers have no gap, so the next one is simply looked for
+        """
+        if known and not self._path(known + 1).exists():
+            return None
+        numbers = sorted((int(match[1]) for name in self._names() if (match := NAME.fullmatch(name))), reverse=True)
+        return self.read(numbers[0]) if numbers and numbers[0] > known else None
+
+    def read(self, number: int) -> Record:
+        """The record of a number. OSError when it is missing or no record."""
+        path = self._path(number)
+        try:
+            return Record.from_json(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, KeyError, TypeError) as error:
+            raise OSError(None, f"{path} is no generation: {error}") from error
+
+    def propose(self, record: Record) -> Record:
+        """Publish `record`; the record of that number that won, which may be another."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self._path(record.number)
+        beside = self.folder / f".{record.number:06d}.{record.token}"
+        with open(beside, "x", encoding="utf-8") as file:
+            json.dump(record.to_json(), file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            with suppress(FileExistsError):
+                os.link(beside, path)
+            fsync_folder(self.folder)
+        finally:
+            beside.unlink(missing_ok=True)
+        return self.read(record.number)
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"{number:06d}.json"
+
+    def _names(self) -> list[str]:
+        try:
+            return os.listdir(self.folder)
+        except FileNotFoundError:
+            return []

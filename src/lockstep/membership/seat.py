@@ -1,0 +1,135 @@
+"""What an agent gives a worker, and what each finds of the other on their host.
+
+An agent starts workers with these variables:
+
+    LOCKSTEP_SEAT       JSON: the fields of Seat
+    LOCKSTEP_STATE      a folder of this host, not shared: what outlives the agent and the worker
+
+In that folder, for slot 3:
+
+    3.json     who sits there: pid and start time, written before the worker runs
+    3.end      its last words (failures.Account), written by itself
+    3.board    what it is doing now (board.py)
+    agent.lock held by the one agent of this host and run
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lockstep.errors import UsageError
+from lockstep.files import read_json, write_json
+
+SEAT, STATE = "LOCKSTEP_SEAT", "LOCKSTEP_STATE"
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A worker's place on its host.
+
+    folder      of the run, absolute
+    state       the host's own folder for this run
+    host        name of the host, unique in the run
+    slot        from 0; `slots` of them on this host
+    expected    workers on all hosts together, for whom the first generation waits
+    least       workers below which training waits (`min`)
+    most        workers that train at once; others stand by (`max`)
+    address     of this host, where its servers listen
+    after       the newest generation before this start: an end that it says is over
+    agent       pid of the agent with which this worker ends; 0: it outlives its agent
+    """
+
+    folder: str
+    state: str
+    host: str
+    slot: int
+    slots: int
+    expected: int
+    least: int
+    most: int
+    address: str
+    after: int = 0
+    agent: int = 0
+
+    def environ(self) -> dict[str, str]:
+        """The variables for the worker."""
+        return {SEAT: json.dumps(asdict(self)), STATE: self.state}
+
+
+def find_seat(environ: Mapping[str, str]) -> Seat | None:
+    """This worker's seat; None when no agent started it. UsageError when the variable is not what an agent writes."""
+    text = environ.get(SEAT)
+    if not text:
+        return None
+    try:
+        return Seat(**json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{SEAT} is not what an agent writes: {error}", "environment", "leave it unset") from None
+
+
+def state_folder(run: Path, host: str) -> Path:
+    """Where this host keeps what outlives agent and workers: not on the run's disk, which may be slow or gone. Made with mode 700."""
+    name = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:12]
+    parent = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"lockstep-{os.getuid()}"
+    for folder in (parent, parent / f"{name}-{host}"):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            raise UsageError(f"{folder} belongs to another user", "the folder for temporary files", "set XDG_RUNTIME_DIR to your own")
+    return parent / f"{name}-{host}"
+
+
+# Who sits where.
+
+
+@dataclass(frozen=True)
+class Sitter:
+    """A process, told from a later one with its number by when it started.
+
+    started        clock ticks after boot: setting the wall clock does not change it
+    begun_at_byte  how long its log was when it began
+    """
+
+    pid: int
+    started: int
+    begun_at_byte: int = 0
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still runs; one that has ended and not been waited for does not."""
+        try:
+            state, started = look(self.pid)
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        return started == self.started and state not in "ZX"
+
+
+def look(pid: int) -> tuple[str, int]:
+    """(state, start time in ticks after boot) of a process, from /proc/PID/stat (proc(5)). FileNotFoundError when there is none."""
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # the name before may hold anything
+    return words[0], int(words[19])
+
+
+def sitter(pid: int, begun_at_byte: int = 0) -> Sitter:
+    """The living process `pid`. FileNotFoundError when there is none."""
+    return Sitter(pid, look(pid)[1], begun_at_byte)
+
+
+def note_sitter(state: Path, slot: int, one: Sitter) -> None:
+    """Write down who sits in `slot`."""
+    write_json(state / f"{slot}.json", asdict(one))
+
+
+def sitters(state: Path) -> dict[int, Sitter]:
+    """Slot -> the living process that sits there."""
+    found = {}
+    for path in state.glob("*.json"):
+        one = Sitter(**read_json(path))
+        if path.stem.isdecimal() and one.alive:
+            found[int(path.stem)] = one
+    return found
