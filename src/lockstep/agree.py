@@ -6,7 +6,6 @@ nothing received is unpickled.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import torch.distributed as dist
 
 from lockstep.errors import BY_NAME, LockstepError
 from lockstep.parallel.ordered import share
-from lockstep.world import World
+from lockstep.world import World, gather_json
 
 T = TypeVar("T")
 SIGNALS = ("", "SIGTERM", "SIGUSR1", "SIGINT")  # in rising order: of several wishes the last in this row counts
@@ -27,23 +26,34 @@ SIGNALS = ("", "SIGTERM", "SIGUSR1", "SIGINT")  # in rising order: of several wi
 class Vote:
     """What one process brings to the end of a step.
 
-    losses  the loss of each of its micro-batches, in their order
+    losses   the loss of each of its micro-batches, in their order
+    wants    the signal that it was sent, "" for none
+    joiners  others wait to join
+    leaves   this process is to leave, and the rest goes on
     """
 
     losses: Sequence[float]
     finite: bool = True
     wants: str = ""
     save_failed: bool = False
+    joiners: bool = False
+    leaves: bool = False
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What all processes hold true: loss is the sum over the micro-batches, stop the signal that ends the run or ""."""
+    """What all processes hold true.
+
+    loss     the sum over the micro-batches
+    stop     the signal that ends the run, or ""
+    regroup  the members change before the next step
+    """
 
     loss: float
-    finite: bool
-    stop: str
-    save_failed: bool
+    finite: bool = True
+    stop: str = ""
+    save_failed: bool = False
+    regroup: bool = False
 
 
 def decide(votes: Sequence[Vote]) -> Verdict:
@@ -53,45 +63,41 @@ def decide(votes: Sequence[Vote]) -> Verdict:
     return Verdict(
         loss=math.fsum(losses) if all(map(math.isfinite, losses)) else math.nan,
         finite=finite,
-        stop=max((vote.wants for vote in votes), key=SIGNALS.index),
+        stop=max((vote.wants for vote in votes), key=SIGNALS.index) or ("SIGUSR1" if all(vote.leaves for vote in votes) else ""),
         save_failed=any(vote.save_failed for vote in votes),
+        regroup=any(vote.joiners or vote.leaves for vote in votes),
     )
 
 
 def agree(world: World, vote: Vote, *, micro_batches: int) -> Verdict:
-    """Collective. The verdict on a step: one message of 3 + ceil(K / size) numbers a process."""
+    """Collective. The verdict on a step: one message of 5 + ceil(K / size) numbers a process."""
     blocks = [share(rank, world.size, micro_batches) for rank in range(world.size)]
     if world.size == 1:
         return decide([vote])
     room = max(map(len, blocks))
-    mine = [float(vote.finite), float(SIGNALS.index(vote.wants)), float(vote.save_failed), *vote.losses]
-    sent = torch.tensor(mine + [0.0] * (3 + room - len(mine)), dtype=torch.float64)
+    flags = [vote.finite, SIGNALS.index(vote.wants), vote.save_failed, vote.joiners, vote.leaves]
+    sent = torch.tensor([*flags, *vote.losses, *[0.0] * (room - len(vote.losses))], dtype=torch.float64)
     received = torch.empty(world.size * len(sent), dtype=torch.float64)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(received, sent)
     rows = received.view(world.size, -1).tolist()
-    return decide(
-        [Vote(row[3 : 3 + len(block)], bool(row[0]), SIGNALS[int(row[1])], bool(row[2])) for row, block in zip(rows, blocks, strict=True)]
-    )
+    return decide([read_vote(row, len(block)) for row, block in zip(rows, blocks, strict=True)])
+
+
+def read_vote(row: Sequence[float], losses: int) -> Vote:
+    """The vote in a row of numbers, of which `losses` are in use."""
+    return Vote(row[5 : 5 + losses], bool(row[0]), SIGNALS[int(row[1])], bool(row[2]), bool(row[3]), bool(row[4]))
 
 
 def gather(world: World, value: Any) -> list[Any]:
-    """Collective. The JSON values of all processes, in the order of the ranks."""
-    if world.size == 1:
-        return [value]
-    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world.size)]
-    dist.all_gather(lengths, torch.tensor([len(text)]))
-    room = max(int(n) for n in lengths)
-    padded = [torch.zeros(room, dtype=torch.uint8) for _ in range(world.size)]
-    dist.all_gather(padded, torch.nn.functional.pad(text, (0, room - len(text))))
-    return [json.loads(bytes(row[: int(n)].tolist())) for row, n in zip(padded, lengths, strict=True)]
+    """Collective. The JSON values of all processes, in the order of the ranks. A worker that is still joining is alone."""
+    return gather_json(1 if world.joining else world.size, value)
 
 
 def lead(world: World, function: Callable[[], T]) -> T:
     """Collective. What `function` gives on rank 0 (a JSON value), on every process; its LockstepError too, so that nobody waits for it."""
     answer: dict[str, Any] = {}
-    if world.leader:
+    if world.leader or world.joining:
         try:
             answer = {"value": function()}
         except LockstepError as error:

@@ -9,6 +9,7 @@ A message has three parts: what happened with the values, where they came from, 
       CheckpointError                    3   a checkpoint is damaged, missing or cannot be written
       DivergedError                      4   the loss or the gradient is no longer finite
       PeersLostError                    76   other processes of this run are gone
+        FencedError                     77   the run goes on without this worker; its agent starts it anew
 
 Codes that are no error: 0 done, 75 saved and wants to be started again, 128 + n ended by signal n.
 """
@@ -52,6 +53,10 @@ class DivergedError(LockstepError):
 
 class PeersLostError(LockstepError):
     exit_code = 76
+
+
+class FencedError(PeersLostError):
+    exit_code = 77
 
 
 BY_NAME: dict[str, type[LockstepError]] = {

@@ -115,6 +115,16 @@ def last_newline(path: Path) -> int:
     return 0
 
 
+def last_step(path: Path, below: int) -> int:
+    """The last step under `below` up to which `path` has every one; 0 when it has none. It may begin at any step."""
+    last = 0
+    for line in stream(path):
+        if line["step"] >= below or (last and line["step"] != last + 1):
+            break
+        last = line["step"]
+    return last
+
+
 def stream(path: Path, after: int = 0) -> Iterator[dict[str, Any]]:
     """The lines of `path` with a step above `after`, in order; none when there is no file. A torn line is left out."""
     if not path.exists():

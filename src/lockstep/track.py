@@ -15,20 +15,23 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 from lockstep.errors import ConfigError, DataError, LockstepError, UsageError
 from lockstep.files import append_line, read_json, try_lock, write_json
-from lockstep.metrics import Lines, Metrics, decode, encode, last_newline, plain, stream
+from lockstep.metrics import Lines, Metrics, decode, encode, last_newline, last_step, plain, stream
 from lockstep.sinks import Held, Opener, Sink, TensorBoard, WeightsAndBiases
 
 log = logging.getLogger("lockstep")
+
+
+REMEMBERED = 10_000  # steps that another than the leader keeps in memory
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:
@@ -37,7 +40,7 @@ def numbers(values: Mapping[str, Any]) -> dict[str, float]:
     return {key: value for key, value in known.items() if isinstance(value, (int, float)) and not isinstance(value, bool)}
 
 
-def take_lock(path: Path, patience_s: float) -> int | None:
+def take_lock(path: Path, patience_s: float) -> int:
     """The descriptor that holds the lock on `path`. UsageError when another process still holds it after `patience_s`."""
     give_up_s = time.monotonic() + patience_s
     while (lock := try_lock(path)) is None:
@@ -49,8 +52,9 @@ def take_lock(path: Path, patience_s: float) -> int | None:
 
 
 class Tracker:
-    """The record of a run, kept by its global leader; on every other rank its methods do nothing.
+    """The record of a run, kept by its global leader; every other rank only remembers the last steps, should it become the leader.
 
+    leader       whether this process keeps the record: it may come to, when the leader before it is lost
     folder       the run's: metrics.jsonl, events.jsonl, evaluations.jsonl, tracker.json, tensorboard/, wandb/
     from_step    where the run goes on; None to pass evaluations on without training, metrics.jsonl is then only read
     run          its resolved values, shown in Weights & Biases, but for those named like a secret
@@ -66,7 +70,7 @@ class Tracker:
         self,
         folder: Path,
         *,
-        leader: bool,
+        leader: bool | Callable[[], bool],
         from_step: int | None,
         run: Mapping[str, Any] | None = None,
         tensorboard: bool = False,
@@ -74,7 +78,9 @@ class Tracker:
         project: str = "lockstep",
         patience_s: float = 30.0,
     ) -> None:
-        self.folder, self.leader = folder, leader
+        self.folder, self.from_step, self.run, self.patience_s = folder, from_step, run or {}, patience_s
+        self.leads = leader if callable(leader) else lambda: leader
+        self.sinks_wanted: tuple[bool, str, str] = (tensorboard, wandb, project)
         self.evaluations = folder / "evaluations.jsonl"
         self.metrics: Metrics | None = None
         self.events: Lines | None = None
@@ -82,11 +88,22 @@ class Tracker:
         self.sinks: dict[str, Sink] = {}
         self.at: dict[str, Held] = {}  # what each open sink was sent; `notes` has what it surely holds
         self.unwritten: deque[dict[str, Any]] = deque()
+        self.recent: deque[tuple[int, dict[str, Any]]] = deque(maxlen=REMEMBERED)
         self.warned: set[str] = set()
-        if not leader:
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        self.lock = take_lock(folder / "tracker.lock", patience_s if from_step is not None else 0.0)
+        self.lock: int | None = None
+        if self.leads():
+            folder.mkdir(parents=True, exist_ok=True)
+            self._keep(take_lock(folder / "tracker.lock", patience_s if from_step is not None else 0.0), from_step)
+
+    @property
+    def leader(self) -> bool:
+        """Whether this process keeps the record now."""
+        return self.lock is not None
+
+    def _keep(self, lock: int, from_step: int | None) -> None:
+        """Open the record, to go on after `from_step`."""
+        folder, (tensorboard, wandb, project) = self.folder, self.sinks_wanted
+        self.lock = lock
         try:
             self.notes = self._read_notes()
             events = folder / "events.jsonl"
@@ -96,9 +113,8 @@ class Tracker:
             if tensorboard:
                 self.openers["tensorboard"] = partial(TensorBoard, folder, from_step=from_step, note=self._note)
             if wandb != "off":
-                self.openers["wandb"] = partial(
-                    WeightsAndBiases, folder, mode=wandb, project=project, run=run or {}, run_id=self._wandb_id()
-                )
+                mode = cast(Literal["offline", "online"], wandb)
+                self.openers["wandb"] = partial(WeightsAndBiases, folder, mode=mode, project=project, run=self.run, run_id=self._wandb_id())
             for name in self.openers:
                 self._open(name)
             self.sync()
@@ -107,10 +123,38 @@ class Tracker:
             self.close(failed=True)
             raise
 
+    def _take_over(self, step: int) -> None:
+        """Keep the record from `step` on, in the place of a leader that is gone: what it did not write is still remembered here.
+
+        While a stopped leader holds the lock, the steps wait in memory.
+        """
+        lock = try_lock(self.folder / "tracker.lock")
+        if lock is None:
+            self._warn("the leader before this one still holds the record; the steps wait in memory")
+            return
+        path = self.folder / "metrics.jsonl"
+        written = last_step(path, below=step)
+        self._keep(lock, written)
+        for one, values in self.recent:
+            if one == written + 1:
+                written = one
+                self._record(one, values)
+        if written < step - 1:
+            self._warn(f"steps {written + 1} to {step - 1} were not written by the leader before; they are missing in {path}")
+            assert self.metrics is not None
+            self.metrics.last = step - 1
+        self.recent.clear()
+
     def step(self, step: int, values: Mapping[str, Any]) -> None:
         """Record a committed step: at least loss, tokens and seconds, as Python numbers. Steps come in order."""
-        if not self.leader:
-            return
+        if not self.leader and self.leads():
+            self._take_over(step)
+        if self.leader:
+            self._record(step, values)
+        else:
+            self.recent.append((step, dict(values)))
+
+    def _record(self, step: int, values: Mapping[str, Any]) -> None:
         if self.metrics is None:
             raise LockstepError(f"step {step} came to a tracker that only reads", str(self.folder), "give it from_step")
         self.metrics.log(step, values)

@@ -18,7 +18,7 @@ from typing import cast
 import torch
 from torch._dynamo.utils import counters
 
-from lockstep.agree import Verdict, Vote, agree, lead, same
+from lockstep.agree import Verdict, lead, same
 from lockstep.checkpoint.keeper import Keeper
 from lockstep.config import Resolved, Run, to_json, with_precision
 from lockstep.data.loader import Loader
@@ -34,6 +34,7 @@ from lockstep.optim import adamw, divide_and_clip, learning_rate, set_learning_r
 from lockstep.parallel.replicate import Replica
 from lockstep.progress import Progress
 from lockstep.signals import Signals
+from lockstep.team import Team
 from lockstep.track import Tracker
 from lockstep.world import World
 
@@ -68,18 +69,21 @@ def train(resolved: Resolved, folder: Path, world: World, *, resume: str = "auto
         keep=run.save.keep,
         on_error=run.save.on_error,
     )
-    first = keeper.resume(resume)
-    facts = {"run": to_json(resolved), "fingerprints": corpus.fingerprints, "numerics": settle_numerics(world, keeper.facts)}
+    numerics = settle_numerics(world)
+    first = keeper.resume(resume, numerics | corpus.fingerprints)
+    warn_of_other_bits(keeper.facts, numerics)
+    facts = {"run": to_json(resolved), "fingerprints": corpus.fingerprints, "numerics": numerics}
     replica = Replica(
         compiled(model, run),
         micro_batches=run.batch.micro_batches,
         seed=run.seed,
         reduce=run.parallel.reduce,
         bucket_bytes=run.parallel.bucket_bytes,
+        equal=world.fresh,
     )
     tracker = Tracker(
         folder,
-        leader=world.leader,
+        leader=lambda: world.leader,
         from_step=first,
         run=to_json(resolved)["values"],
         tensorboard=run.track.tensorboard,
@@ -89,9 +93,10 @@ def train(resolved: Resolved, folder: Path, world: World, *, resume: str = "auto
     progress = Progress(run.steps, first, world.local_leader, log_every=run.track.log_every)
     step, stop = first, ""
     with Signals() as signals, tracker, progress, keeper, replica:
+        team = Team(world, replica, keeper, signals)
         meter = meter_for(model, run, world, length=order.shapes[-1].length)
         while step < run.steps and not stop:
-            for k in replica.micro_batches(step):
+            for k in team.micro_batches(step):
                 with meter.timing("data"):
                     batch = loader.micro_batch(step, k)
                 with torch.autocast(world.device.type, torch.bfloat16, enabled=run.compute.precision == "bf16"):
@@ -101,10 +106,7 @@ def train(resolved: Resolved, folder: Path, world: World, *, resume: str = "auto
 
             tokens = loader.tokens(step)
             norm = divide_and_clip(model.parameters(), divisor=tokens, clip_norm=run.optim.clip_norm)
-            norm_here = float(norm)
-            vote = Vote(replica.losses(), math.isfinite(norm_here), signals.received, keeper.must_stop())
-            verdict = agree(world, vote, micro_batches=run.batch.micro_batches)
-            refuse_to_diverge(verdict, step, norm_here)
+            verdict = refuse_to_diverge(team.verdict, step, norm_here := float(norm))
 
             set_learning_rate(optimizer, learning_rate(step + 1, run.optim))
             optimizer.step()
@@ -175,25 +177,33 @@ def meter_for(model: Translator, run: Run, world: World, *, length: int) -> Mete
     return Meter(flops_per_token=flops, peak_flops=total, memory=lambda: torch.cuda.max_memory_allocated(world.device))
 
 
-def settle_numerics(world: World, facts: dict[str, object]) -> dict[str, str]:
-    """Collective. This run's numerics fingerprint: equal on all processes, and compared with the one it was saved with."""
+def settle_numerics(world: World) -> dict[str, str]:
+    """Collective. This run's numerics fingerprint: equal on all processes that begin together. Who joins them later is compared then."""
     log.info(make_deterministic(world.device))
     now = fingerprint(world.device)
     same(world, now, "what decides the bits")
-    begun = facts.get("numerics")
-    for sentence in changed(begun, now) if isinstance(begun, dict) else []:
-        log.warning("this run goes on with other bits than it would have had where it began: %s", sentence)
     return now
 
 
-def refuse_to_diverge(verdict: Verdict, step: int, norm: float) -> None:
-    """DivergedError, on all processes alike, when the agreed loss or the norm is not finite. The update is not made."""
-    if not verdict.finite:
+def warn_of_other_bits(facts: dict[str, object], now: dict[str, str]) -> None:
+    """Warn when the run goes on where its bits would have been others: `facts` is what its checkpoint says of where it was saved."""
+    begun = facts.get("numerics")
+    for sentence in changed(begun, now) if isinstance(begun, dict) else []:
+        log.warning("this run goes on with other bits than it would have had where it began: %s", sentence)
+
+
+def refuse_to_diverge(verdict: Verdict, step: int, norm: float) -> Verdict:
+    """The verdict. DivergedError, on all processes alike, when the agreed loss or the norm is not finite: the update is not made.
+
+    norm  of a gradient that has the same bits on all of them
+    """
+    if not (verdict.finite and math.isfinite(norm)):
         raise DivergedError(
             f"loss {verdict.loss} and gradient norm {norm} in step {step + 1}",
             "agreed by all processes before the update, which was not made",
             "lower optim.learning_rate, lengthen optim.warmup_steps, or set optim.clip_norm; the checkpoints before are whole",
         )
+    return verdict
 
 
 def settle(resolved: Resolved, device: torch.device) -> Resolved:

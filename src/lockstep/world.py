@@ -1,46 +1,65 @@
 """Who this process is among all of them, and the group in which they talk.
 
-`join` takes the place that the environment gives (place.py), meets the others at a store that rank 0 holds, calls the roll, and only then
-forms the group: a start that is not whole ends with the names of those that are missing, and never as a smaller run. There is always a
-group, of one process too, so that nothing downstream needs a second path.
+`join` takes the place that the starter gave. Where an agent did (membership/), the workers of a run are a generation: the group can be left
+and the next one formed in the living process, so rank and size change while it runs. Elsewhere (torchrun, srun, two machines by hand) the
+place stands in the environment (place.py): the workers meet at a store that rank 0 holds and call the roll, and a start that is not whole
+ends with the names of those that are missing, never as a smaller run. There is always a group, of one process too, so that nothing
+downstream needs a second path.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
+from typing import Any, TypeVar
 
 import psutil
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore  # torch.distributed has them too, untyped
 
-from lockstep.errors import PeersLostError, UsageError
+from lockstep.errors import FencedError, PeersLostError, UsageError
 from lockstep.failures import peers_lost, plainly
+from lockstep.membership.arbiter import Arbiter, End, Record
+from lockstep.membership.member import Membership
+from lockstep.membership.protocol import Limits, Report
+from lockstep.membership.seat import Seat, find_seat
 from lockstep.place import Place, choose_device, find_place
 
 log = logging.getLogger("lockstep")
+T = TypeVar("T")
 ABANDON_S = 5.0
+FORM_S = 10.0
+TRIES = 50  # generations in a row that do not form
 
 
-@dataclass(frozen=True)
+@dataclass
 class World:
-    """This process among all of them.
+    """This process among all of them. Under an agent rank and size change with the generation; otherwise they stay.
 
     rank, size              among all workers of the run
     local_rank, local_size  among those of this machine
     node                    this machine's name
     device                  where this worker computes
     sockets                 gloo's, as (descriptor, name in /proc/self/fd), so that a failure can cut them
+    membership              this worker's part in the generations; None: the group is for life
+    generation              the number of the one that this worker is in
+    joining                 others are at work, and this worker has not got the state from them yet: it has no group
+    fresh                   all workers of the first group began together, so that what prepares a run is done by all
+    members                 their ids, in the order of the ranks
+    standing, standings     where this worker stands, told to all when a generation forms, and where each of them stood then
+    code                    with which the run ends, when this worker leaves without an error
     """
 
     rank: int
@@ -50,6 +69,16 @@ class World:
     node: str
     device: torch.device
     sockets: tuple[tuple[int, str], ...] = field(default=(), repr=False, compare=False)
+    membership: Membership | None = field(default=None, repr=False, compare=False)
+    generation: int = 0
+    joining: bool = False
+    fresh: bool = True
+    timeout_s: float = 600.0
+    members: tuple[str, ...] = ()
+    standing: dict[str, Any] = field(default_factory=lambda: {"at": "join", "step": -1})
+    standings: list[dict[str, Any]] = field(default_factory=list)
+    code: int = 0
+    _before: set[tuple[int, str]] = field(default_factory=set, repr=False, compare=False)
 
     @property
     def leader(self) -> bool:
@@ -61,6 +90,11 @@ class World:
         """Whether this is the first worker of its machine."""
         return self.local_rank == 0
 
+    @property
+    def number(self) -> int:
+        """What this process is called in logs: its slot on its machine under an agent, else its rank."""
+        return self.membership.seat.slot if self.membership else self.rank
+
     @classmethod
     def join(cls, threads: int = 1, timeout_s: float = 600.0) -> World:
         """Collective. The place of this process, in a group with all others. Also a context: `with World.join() as world:`.
@@ -69,13 +103,11 @@ class World:
         timeout_s  after which a missing or silent peer counts as lost, now and in every collective
         Errors: UsageError (the environment contradicts itself, a busy port), PeersLostError (others did not come).
         """
-        place, found = find_place(os.environ)
         torch.set_num_threads(threads)
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        name, why = choose_device(os.environ, place, gpus)
-        device = torch.device(name)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        if seat := find_seat(os.environ):
+            return cls.sit(seat, timeout_s)
+        place, found = find_place(os.environ)
+        device, why = take_device(place)
         place = place or Place(0, 1, 0, 1, "", 0, "nobody")
         store = meet(place, timeout_s, found)
         if place.size > 1:
@@ -92,6 +124,127 @@ class World:
         sockets = tuple(sorted(open_sockets() - before))
         return cls(place.rank, place.size, place.local_rank, place.local_size, socket.gethostname(), device, sockets)
 
+    # -- under an agent -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def sit(cls, seat: Seat, timeout_s: float) -> World:
+        """Collective. The world of a worker that an agent started.
+
+        With all other workers in a first generation; or `joining`, when a generation is at work: `enter` comes later, when the state
+        of the others can be taken, so that they need not wait until this worker has built its model.
+        """
+        device, why = take_device(Place(seat.slot, seat.slots, seat.slot, seat.slots, "", 0, "lockstep"))
+        os.environ["GLOO_SOCKET_IFNAME"] = interface_of(seat.address)
+        world = cls(-1, 0, seat.slot, seat.slots, seat.host, device, timeout_s=timeout_s)
+        limits = Limits(expected=seat.expected, least=seat.least, most=seat.most)
+        world.membership = Membership(seat, limits, world.cut)
+        if seat.slot == 0:
+            log.info("%s, %d of %d workers on %s: %s", device, seat.slots, seat.expected, seat.host, why)
+        try:
+            world.joining = others_at_work(Path(seat.folder), seat)
+            if not world.joining:
+                world.enter({})
+        except BaseException:
+            world.membership.close()
+            raise
+        return world
+
+    def enter(self, facts: Mapping[str, str]) -> None:
+        """Collective. Take part in the next generation. `facts` must be equal on all its members."""
+        assert self.membership is not None
+        self.membership.ask(facts)
+        self.form_next()
+
+    def form_next(self) -> None:
+        """Collective. Form the next generation that this worker is in, and hear where each of its members stands.
+
+        A generation that breaks while it forms is left for the one after it.
+        """
+        assert self.membership is not None
+        for _ in range(TRIES):
+            record = self.membership.next(after=self.generation)
+            self.generation = record.number
+            try:
+                self._form(record)
+                self.standings = gather_json(self.size, self.standing)
+                break
+            except RuntimeError as error:
+                why = plainly(error)
+                error.__traceback__ = None  # it holds the group
+            self.leave_group(why)
+        else:
+            raise PeersLostError(f"{TRIES} generations in a row did not form: {why}", f"{self.node}, {self.membership.me.address}")
+        steps = [int(one["step"]) for one in self.standings]
+        self.joining = self.standing["step"] < 0 <= max(steps)
+        self.fresh = self.fresh and max(steps) < 0
+        if max(steps) < 0 and len({one["at"] for one in self.standings}) > 1:
+            raise FencedError("the workers of this start do not stand at the same place", self.members[self.rank], "they are started anew")
+
+    def leave_group(self, why: str, *, leaving: bool = False) -> None:
+        """Leave the group of this generation, whole or broken, and tell the others where this worker stands."""
+        assert self.membership is not None
+        self.abandon()
+        self.membership.left(Report(self.generation, int(self.standing["step"]), leaving, why))
+
+    def lost(self, error: BaseException) -> bool:
+        """Whether an error means that the next generation is to be formed."""
+        if self.membership is None or not isinstance(error, RuntimeError | PeersLostError):
+            return False
+        return isinstance(error, PeersLostError) or peers_lost(error) or bool(self.broken())
+
+    def redo(self, function: Callable[[], T]) -> T:
+        """Collective. What `function` gives, called again from its beginning with the members of the next generation whenever one is lost.
+
+        For what all do together outside of the steps. Nobody joins from now on.
+        """
+        if self.membership:
+            self.membership.close_doors()
+        while True:
+            try:
+                return function()
+            except Exception as error:
+                if isinstance(error, FencedError) or not self.lost(error):
+                    raise
+                why = plainly(error)
+                error.__traceback__ = None  # it holds the group
+            self.leave_group(why)
+            self.form_next()
+
+    def evict(self, rank: int, why: str) -> None:
+        """Go on without a member, from the next generation on."""
+        assert self.membership is not None
+        self.membership.evict(self.members[rank], why)
+
+    def broken(self) -> str:
+        """Why this generation has come to its end; "" while it lives, and where groups are for life."""
+        return self.membership.over(self.generation) if self.membership else ""
+
+    def _form(self, record: Record) -> None:
+        """Collective. The process group of a generation. RuntimeError when it does not come to be."""
+        rank = record.rank_of(self.membership.me.id) if self.membership else None
+        assert rank is not None
+        self.rank, self.size = rank, len(record.members)
+        self.members = tuple(one.id for one in record.members)
+        mine = sorted(one.slot for one in record.members if one.host == self.node)
+        self.local_rank, self.local_size = mine.index(record.members[rank].slot), len(mine)
+        self._before = open_sockets()
+        if why := self.broken():
+            raise RuntimeError(why)
+        host, _, port = record.store.rpartition(":")
+        store = TCPStore(host, int(port), self.size, is_master=False, timeout=timedelta(seconds=FORM_S))
+        prefixed = PrefixStore(f"generation-{record.number}-{record.token}", store)
+        init_group(prefixed, self.rank, self.size, self.device, self.timeout_s)
+        self.sockets = tuple(sorted(open_sockets() - self._before))
+        log.info("generation %d: rank %d of %d (%s)", record.number, self.rank, self.size, record.reason)
+
+    def cut(self) -> None:
+        """End all that waits in this generation's group, formed or forming. For the member thread."""
+        links = self.membership.sockets() if self.membership else set()
+        now = open_sockets()
+        cut_sockets(one for one in now & set(self.sockets) | (now - self._before if not self.sockets else set()) if one[0] not in links)
+
+    # -- leaving ----------------------------------------------------------------------------------------------------------
+
     def leave(self) -> None:
         """Close the group; its threads, sockets and port are gone."""
         if dist.is_initialized():
@@ -103,11 +256,9 @@ class World:
         Closing a gloo group waits for its pending collectives, up to its time-out; cutting its sockets ends those in milliseconds. NCCL may
         still wait, so it gets a few seconds, and then the end of the process closes it.
         """
-        for one in open_sockets() & set(self.sockets):
-            # gloo's own thread may close a pair at any moment, when the peer is gone too.
-            with suppress(OSError), socket.socket(fileno=os.dup(one[0])) as pair:
-                if not pair.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # gloo's listener ends the process when it is cut
-                    pair.shutdown(socket.SHUT_RDWR)
+        cut_sockets(open_sockets() & set(self.sockets))
+        self.sockets = ()
+        self._before = open_sockets()
         closing = threading.Thread(target=self.leave, daemon=True)
         closing.start()
         closing.join(ABANDON_S)
@@ -117,16 +268,97 @@ class World:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Leave. An error of torch that says that a peer is gone becomes a PeersLostError."""
-        if error is None:
-            self.leave()
-            return
-        self.abandon()
+        try:
+            if error is None:
+                if self.membership and self.leader:
+                    self.membership.end(End(self.code))
+                self.leave()
+                return
+            self.abandon()
+        finally:
+            if self.membership:
+                self.membership.close()
         if not isinstance(error, PeersLostError) and peers_lost(error):
             raise PeersLostError(
                 f"rank {self.rank} lost its peers: {plainly(error)}",
                 f"{self.node}, pid {os.getpid()}",
                 "the first failure is another worker's, see its log; the same command goes on from the newest checkpoint",
             ) from error
+
+
+# Under an agent.
+
+
+def take_device(place: Place | None) -> tuple[torch.device, str]:
+    """(where this worker computes, the reason). A GPU is made the current one."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    name, why = choose_device(os.environ, place, gpus)
+    device = torch.device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device, why
+
+
+def others_at_work(folder: Path, seat: Seat) -> bool:
+    """Whether a generation is at work in `folder`. UsageError when it is on another host, and this start is for one host alone."""
+    newest = Arbiter(folder / "generations").newest()
+    if newest is None or newest.end:
+        return False
+    alive = [one for one in newest.members if answers(one.address)]
+    foreign = [one for one in alive if one.host != seat.host]
+    if seat.agent and foreign:
+        raise UsageError(
+            f"another training is at work in {folder}",
+            f"generation {newest.number} on {', '.join(sorted({one.host for one in foreign}))}",
+            "wait for it, stop it with lockstep launch --stop, or give another --out",
+        )
+    return bool(alive)
+
+
+def answers(address: str) -> bool:
+    """Whether something listens there."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=1.0).close()
+        return True
+    except OSError:
+        return False
+
+
+def interface_of(address: str) -> str:
+    """The network interface that has `address`. UsageError when none does."""
+    found = psutil.net_if_addrs()
+    of_address: dict[str, str] = {one.address.partition("%")[0]: name for name, all_of in found.items() for one in all_of}
+    if address.startswith("127.") and address not in of_address:
+        return of_address["127.0.0.1"]
+    if address not in of_address:
+        raise UsageError(f"{address} is no address of {socket.gethostname()}", "hosts file", f"it has {', '.join(sorted(of_address))}")
+    return of_address[address]
+
+
+def cut_sockets(some: Iterable[tuple[int, str]]) -> None:
+    """Shut connections down in both directions: whoever waits in one, here or there, gets an error at once."""
+    for descriptor, name in some:
+        # gloo's own thread may close a pair at any moment, when the peer is gone too.
+        with suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{descriptor}") != name:
+                continue
+            with socket.socket(fileno=os.dup(descriptor)) as pair:
+                if not pair.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # gloo's listener ends the process when it is cut
+                    pair.shutdown(socket.SHUT_RDWR)
+
+
+def gather_json(size: int, value: Any) -> list[Any]:
+    """Collective. The JSON values of all processes of the group, in the order of the ranks."""
+    if size == 1:
+        return [value]
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([len(text)]))
+    room = max(int(n) for n in lengths)
+    padded = [torch.zeros(room, dtype=torch.uint8) for _ in range(size)]
+    dist.all_gather(padded, torch.nn.functional.pad(text, (0, room - len(text))))
+    return [json.loads(bytes(row[: int(n)].tolist())) for row, n in zip(padded, lengths, strict=True)]
 
 
 # Meeting.
@@ -249,10 +481,8 @@ def call_the_roll(place: Place, store: Store, deadline_s: float, timeout_s: floa
 
 def form(place: Place, store: Store, device: torch.device, timeout_s: float) -> None:
     """Collective. The process group over a store; when it returns, nobody needs the store for it any more."""
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
-        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=timedelta(seconds=timeout_s))
-        dist.all_reduce(torch.zeros(1))
+        init_group(store, place.rank, place.size, device, timeout_s)
     except RuntimeError as error:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -262,6 +492,13 @@ def form(place: Place, store: Store, device: torch.device, timeout_s: float) -> 
             f"GLOO_SOCKET_IFNAME={interface} on {socket.gethostname()}",
             "another worker may have failed, see its log; or set GLOO_SOCKET_IFNAME to the interface between the machines (ip -br addr)",
         ) from error
+
+
+def init_group(store: Store, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
+    """Collective. torch's default group, tried once. The one place where groups are made."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
+    dist.all_reduce(torch.zeros(1))
 
 
 def open_sockets() -> set[tuple[int, str]]:

@@ -7,7 +7,7 @@ training. Replicas are bitwise equal, so rank 0 alone writes; which step is resu
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -20,6 +20,9 @@ from lockstep.checkpoint.background import BackgroundSaver
 from lockstep.checkpoint.choose import choose
 from lockstep.checkpoint.state import capture, restore
 from lockstep.checkpoint.store import Checkpoint, Store
+from lockstep.errors import FencedError
+from lockstep.failures import plainly
+from lockstep.membership.handover import hand_over, roles
 from lockstep.world import World
 
 log = logging.getLogger("lockstep")
@@ -46,17 +49,29 @@ class Keeper:
     ) -> None:
         self.world, self.model, self.optimizer, self.every_steps, self.on_error = world, model, optimizer, every_steps, on_error
         self.store = Store(folder, keep=keep)
-        self.saver = BackgroundSaver(self.store) if world.leader else None
+        self.saver: BackgroundSaver | None = None  # the leader's
         self.facts: dict[str, Any] = {}
         self._saved_step = 0
+        self._asked: tuple[int, dict[str, Any], Collection[int]] | None = None  # the last save, whoever was to do it
         self._failure: Exception | None = None
 
-    def resume(self, how: str = "auto") -> int:
+    def capture(self) -> dict[str, torch.Tensor]:
+        """The living state by name."""
+        return capture(self.model, self.optimizer)
+
+    def resume(self, how: str = "auto", facts: Mapping[str, str] | None = None) -> int:
         """Collective. Load the checkpoint that `how` names; the number of steps done, 0 for a new run.
 
-        how  "auto", "never", "required", or a step: then newer checkpoints are set aside, as the metrics behind that step are
+        Where others of this run are at work already, their state is taken from them instead, bitwise, and this worker is one of them.
+
+        how    "auto", "never", "required", or a step: then newer checkpoints are set aside, as the metrics behind that step are
+        facts  what must be equal on all who train together; others are refused, with the reason
         CheckpointError when it is required and missing, or damaged. With "auto" a damaged newest one is set aside for the one before.
         """
+        if self.world.joining and (step := self._join(facts or {})) is not None:
+            return step
+        if self.world.membership:
+            self.world.membership.know(facts or {})
         found: Checkpoint | None = None
 
         def chosen() -> int | None:
@@ -78,6 +93,38 @@ class Keeper:
         self._saved_step = step or 0
         return step or 0
 
+    def _join(self, facts: Mapping[str, str]) -> int | None:
+        """Collective. Become one of those that are at work; the step at which they are. None when none of them was left to join."""
+        world = self.world
+        world.standing = {"at": "resume", "step": -1}
+        if not world.generation:
+            world.enter(facts)
+        while world.joining:
+            try:
+                tensors = hand_over(world)
+                break
+            except Exception as error:
+                if isinstance(error, FencedError) or not world.lost(error):
+                    raise
+                why = plainly(error)
+                error.__traceback__ = None  # it holds the group
+            world.leave_group(why)
+            world.form_next()
+        else:
+            return None
+        assert tensors is not None
+        restore(self.model, self.optimizer, tensors)
+        world.joining = False
+        step, sources, _ = roles(world.standings)
+        log.info("joined at step %d as rank %d of %d; the state came from %d of them", step, world.rank, world.size, len(sources))
+        self._saved_step = step
+        return step
+
+    def take_over(self, step: int) -> None:
+        """After a change of members: the leader begins anew what the leader before it was to save, while the state is still that one."""
+        if self.world.leader and self.saver is None and self._asked and self._asked[0] == step and step not in self.store.steps():
+            self._begin(*self._asked)
+
     def due(self, step: int) -> bool:
         """True when `step` committed steps call for a checkpoint."""
         return bool(self.every_steps) and step % self.every_steps == 0
@@ -87,9 +134,15 @@ class Keeper:
 
         protect  steps that retention must leave, such as the best
         """
-        if self.saver and step != self._saved_step:
-            self.saver.save(step, capture(self.model, self.optimizer), facts or {}, protect)
-        self._saved_step = step
+        if step == self._saved_step:
+            return
+        self._saved_step, self._asked = step, (step, facts or {}, protect)
+        if self.world.leader:
+            self._begin(*self._asked)
+
+    def _begin(self, step: int, facts: dict[str, Any], protect: Collection[int]) -> None:
+        self.saver = self.saver or BackgroundSaver(self.store)
+        self.saver.save(step, self.capture(), facts, protect)
 
     def save_if_due(self, step: int) -> None:
         """`save`, when `step` committed steps call for it."""
@@ -109,12 +162,14 @@ class Keeper:
         """Collective. Wait until the last checkpoint is committed. CheckpointError, on all processes, when it could not be written."""
 
         def finish() -> None:
+            if self._asked:
+                self.take_over(self._asked[0])
             if self.saver:
                 self.saver.close()
             if self._failure:
                 raise self._failure
 
-        lead(self.world, finish)
+        self.world.redo(lambda: lead(self.world, finish))
 
     def __enter__(self) -> Keeper:
         return self

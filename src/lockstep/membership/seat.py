@@ -43,6 +43,7 @@ class Seat:
     address     of this host, where its servers listen
     after       the newest generation before this start: an end that it says is over
     agent       pid of the agent with which this worker ends; 0: it outlives its agent
+    drain       SIGUSR1 means: this host leaves, and the rest goes on
     """
 
     folder: str
@@ -56,6 +57,7 @@ class Seat:
     address: str
     after: int = 0
     agent: int = 0
+    drain: bool = False
 
     def environ(self) -> dict[str, str]:
         """The variables for the worker."""
@@ -123,6 +125,11 @@ def sitter(pid: int, begun_at_byte: int = 0) -> Sitter:
 def note_sitter(state: Path, slot: int, one: Sitter) -> None:
     """Write down who sits in `slot`."""
     write_json(state / f"{slot}.json", asdict(one))
+
+
+def last_words(state: Path, slot: int) -> Path:
+    """Where the worker of `slot` tells how it ended."""
+    return state / f"{slot}.end"
 
 
 def sitters(state: Path) -> dict[int, Sitter]:

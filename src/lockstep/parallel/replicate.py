@@ -15,7 +15,7 @@ import inspect
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,7 +26,7 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket  # torch.distributed has it too, untyped
 
 from lockstep.data.order import mix
-from lockstep.errors import UsageError
+from lockstep.errors import PeersLostError, UsageError
 from lockstep.parallel.ordered import Span, Tree, exchange, refuse_empty_shares, share
 
 # torch 2.13 renamed the switch.
@@ -63,7 +63,10 @@ class Replica:
     reduce         "ordered": the fixed tree; "fast": the backend's all-reduce, with other bits for every number of processes
     bucket_bytes   gradients that travel together
 
-    Collective: constructing one gives every replica the weights of rank 0. Buffers (batch norm's running statistics) are not
+    equal          make all replicas equal now: Collective, every one gets the weights of rank 0. False: they are, or one joins others that
+                   are at work (World.fresh)
+
+    Buffers (batch norm's running statistics) are not
     synchronised afterwards: a model that trains with them has no promise of equal bits.
     Errors: UsageError when there are more processes than micro-batches, or when no backward pass reached the parameters.
     """
@@ -76,36 +79,25 @@ class Replica:
         seed: int = 0,
         reduce: Literal["ordered", "fast"] = "ordered",
         bucket_bytes: int = 25_000_000,
-        group: dist.ProcessGroup | None = None,
+        equal: bool = True,
     ) -> None:
-        everybody = group or dist.group.WORLD
-        assert everybody is not None, "World.join comes first"
-        self.group: dist.ProcessGroup = everybody
-        self.leaves, self.seed, self.ordered = micro_batches, seed, reduce == "ordered"
-        refuse_empty_shares(self.group.size(), micro_batches)
-        self.mine = share(self.group.rank(), self.group.size(), micro_batches)
+        self.leaves, self.seed, self.ordered, self.bucket_bytes = micro_batches, seed, reduce == "ordered", bucket_bytes
         self.model = model
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self._place = {id(p): i for i, p in enumerate(self.parameters)}
-        if self.group.size() > 1:
-            for tensor in [*model.parameters(), *model.buffers()]:
-                dist.broadcast(tensor.detach(), group=self.group, group_src=0)
-        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True) if dist.get_world_size() > 1 else None
-        self.ddp = nn.parallel.DistributedDataParallel(
-            model,
-            process_group=alone,
-            bucket_cap_mb=bucket_bytes / 2**20,
-            gradient_as_bucket_view=True,
-            **LEAVE_BUFFERS,
-        )
         self.device = self.parameters[0].device
-        hook = self._on_cuda if self.device.type == "cuda" else self._on_cpu
-        self.ddp.register_comm_hook(None, lambda _, bucket: hook(bucket))  # DDP refuses annotations that are still text
+        self.broken: Callable[[], str] = str  # why this step cannot end well, asked before each micro-batch
         self.failure: Exception | None = None
         self._earlier: Tree[Gradients] = Tree()
         self._held: Span | None = None  # the leaves whose sum stands in the parameters' .grad
         self._losses: list[torch.Tensor] = []
         self._clock = Clock(self.device)
+        self.ddp: nn.parallel.DistributedDataParallel | None = None
+        if equal:
+            self._wrap()
+            if self.group.size() > 1:
+                for tensor in [*model.parameters(), *model.buffers()]:
+                    dist.broadcast(tensor.detach(), group=self.group, group_src=0)
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device)
         else:
@@ -113,9 +105,36 @@ class Replica:
             self._courier = threading.Thread(target=self._deliver, name="lockstep-courier", daemon=True)
             self._courier.start()
 
+    def _wrap(self) -> nn.parallel.DistributedDataParallel:
+        """Wrap the model for the group that there is now. DDP cuts its buckets anew after a first backward pass, so that replicas which
+        have done a different number of passes would exchange different buckets: a new group begins with new ones on every replica."""
+        everybody = dist.group.WORLD
+        assert everybody is not None, "World.join comes first"
+        self.group: dist.ProcessGroup = everybody
+        refuse_empty_shares(self.group.size(), self.leaves)
+        self.mine = share(self.group.rank(), self.group.size(), self.leaves)
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True) if dist.get_world_size() > 1 else None
+        ddp = nn.parallel.DistributedDataParallel(
+            self.model,
+            process_group=alone,
+            bucket_cap_mb=self.bucket_bytes / 2**20,
+            gradient_as_bucket_view=True,
+            **LEAVE_BUFFERS,
+        )
+        hook = self._on_cuda if self.device.type == "cuda" else self._on_cpu
+        ddp.register_comm_hook(None, lambda _, bucket: hook(bucket))  # DDP refuses annotations that are still text
+        self.ddp = ddp
+        return ddp
+
+    def forget(self) -> None:
+        """Let go of the group, which is broken or left; the next step wraps the model for the new one. The gradients stay."""
+        self.ddp, self.failure = None, None
+        self.__dict__.pop("group", None)
+
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """The model's forward pass."""
-        return self.ddp(*inputs, **named)
+        ddp = self.ddp or self._wrap()
+        return ddp(*inputs, **named)
 
     def backward(self, loss: torch.Tensor) -> None:
         """The backward pass of a micro-batch; its loss is kept for `losses`."""
@@ -131,17 +150,20 @@ class Replica:
 
         When the loop ends, the parameters' .grad is the sum over all K micro-batches of all replicas.
         """
+        ddp = self.ddp or self._wrap()
         self._earlier, self._held, self._losses = Tree(), None, []
         self._clock.begin()
         for p in self.parameters:
             p.grad = None
         for k in self.mine:
+            if why := self.broken():
+                raise PeersLostError(why, "Replica.micro_batches")
             leaf = Span(k, 1)
             if self._held and self.ordered and not self._held.sibling_of(leaf):
                 self._put_away()
             torch.manual_seed(mix(self.seed, step, k) >> 1)
             self._held = Span(self._held.first, self._held.leaves + 1) if self._held else leaf
-            with nullcontext() if k == self.mine[-1] else self.ddp.no_sync():
+            with nullcontext() if k == self.mine[-1] else ddp.no_sync():
                 yield k
         if not self._clock.parcels:
             raise UsageError(

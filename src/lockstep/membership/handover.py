@@ -1,0 +1,61 @@
+"""The state of a run from those who have it to those who join: between peers, in parallel, no disk in between.
+
+Tensor i of the state is sent by source i modulo the number of sources, so that several sources share the work. What has come is compared by
+the sha256 over the whole state (checkpoint/state.py): a joiner is bitwise equal, or it is no member.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.checkpoint.state import DTYPES, TORCH_DTYPES, digest
+from lockstep.errors import PeersLostError
+from lockstep.world import World, gather_json
+
+
+def roles(standings: Sequence[Mapping[str, Any]]) -> tuple[int, list[int], list[int]]:
+    """(the step at which the run stands, the ranks that have its state, the ranks that need it)."""
+    steps = [int(one["step"]) for one in standings]
+    first = max(steps)
+    return first, [rank for rank, step in enumerate(steps) if step == first >= 0], [rank for rank, step in enumerate(steps) if step < 0]
+
+
+def hand_over(world: World, capture: Callable[[], Mapping[str, Tensor]] | None = None) -> dict[str, Tensor] | None:
+    """Collective. The state, on the ranks that need it; None on the others.
+
+    capture  gives the state on a rank that has it
+    Errors: RuntimeError when a peer is lost meanwhile; PeersLostError when what came is not what was sent.
+    """
+    _, sources, joiners = roles(world.standings)
+    if not sources or not joiners:
+        return None
+    sends, takes = world.rank in sources, world.rank in joiners
+    mine = dict(capture()) if sends and capture else {}
+    plan = gather_json(
+        world.size, [[name, DTYPES[one.dtype], list(one.shape)] for name, one in mine.items()] if world.rank == sources[0] else None
+    )
+    works = []
+    for i, (name, dtype, shape) in enumerate(plan[sources[0]]):
+        source = sources[i % len(sources)]
+        if takes:
+            mine[name] = torch.empty(shape, dtype=TORCH_DTYPES[dtype])
+            works.append(dist.irecv(as_bytes(mine[name]), src=source))
+        elif source == world.rank:
+            works += [dist.isend(as_bytes(mine[name].cpu()), dst=joiner) for joiner in joiners]
+    for work in works:
+        if work is not None:
+            work.wait()
+    digests = gather_json(world.size, digest(mine) if takes or world.rank == sources[0] else None)
+    if wrong := [rank for rank in joiners if digests[rank] != digests[sources[0]]]:
+        raise PeersLostError(f"the state came damaged to rank {', '.join(map(str, wrong))}", f"sent by ranks {sources}")
+    return mine if takes else None
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The tensor's own memory as a row of bytes (a copy when it is not contiguous)."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

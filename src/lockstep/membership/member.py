@@ -1,0 +1,414 @@
+"""A worker's part in membership: one thread that keeps the links, one that waits for the disk, and what the main thread asks of them.
+
+The decisions are protocol.py's. Here are the sockets, the log and the clock: what happens is told to the protocol, its effects are carried
+out. The disk has a thread of its own, since a shared disk may not answer for minutes, and a member that says nothing counts as gone.
+
+The main thread:  member.ask(facts)      a new worker wants in
+                  member.next()          the generation that it is in now; waits for it
+                  member.left(report)    it has left the group of the generation before
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import queue
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore  # torch.distributed has it too, untyped
+
+from lockstep.errors import FencedError, LockstepError, UsageError
+from lockstep.files import read_json, write_json
+from lockstep.membership.arbiter import Arbiter, End, Member, Record, new_token
+from lockstep.membership.protocol import (
+    Connect,
+    Cut,
+    Effect,
+    Form,
+    Leave,
+    Limits,
+    Look,
+    Propose,
+    Protocol,
+    Report,
+    Say,
+    Send,
+)
+from lockstep.membership.seat import Seat
+from lockstep.membership.wire import Link, Stranger, read_token
+
+log = logging.getLogger("lockstep")
+TICK_S = 0.1
+CONNECT_S = 1.0
+
+
+class RunEnded(LockstepError):
+    """The run has ended, by the word of another: what was asked for is done, or cannot be."""
+
+    def __init__(self, end: End) -> None:
+        super().__init__(f"the run has ended with exit code {end.code}", "", "")
+        self.end = end
+        self.exit_code = end.code
+
+
+class Membership:
+    """This worker among those of its run.
+
+    on_cut  ends all that waits in the group, at once; called from the thread, perhaps several times
+    """
+
+    def __init__(self, seat: Seat, limits: Limits, on_cut: Callable[[], None]) -> None:
+        self.seat, self.on_cut = seat, on_cut
+        self.folder = Path(seat.folder)
+        self.token = read_token(self.folder)
+        self.arbiter = Arbiter(self.folder / "generations")
+        self.waiting_room = self.folder / "waiting"
+        self._listener = socket.create_server((seat.address, 0), backlog=256)
+        self._listener.setblocking(False)
+        host, port = self._listener.getsockname()[:2]
+        self.me = Member(f"{seat.host}/{seat.slot}/{secrets.token_hex(4)}", seat.host, seat.slot, os.getpid(), f"{host}:{port}")
+        self.protocol = Protocol(self.me, limits, tokens=new_token, now_s=time.monotonic(), after=seat.after)
+        self.waiting = 0  # joiners; read by the main thread when it votes
+        self.stop_wanted = ""  # the signal that a person's command stands for
+        self.doing: Callable[[], Mapping[str, Any]] = dict  # what `status` shows of this worker
+        self._links: dict[int, Link] = {}
+        self._calls: queue.SimpleQueue[Callable[[], Sequence[Effect]] | None] = queue.SimpleQueue()
+        self._disk: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._turn = threading.Condition()
+        self._formed: Record | None = None
+        self._gone: Exception | None = None
+        self._store: TCPStore | None = None  # of the generation that this worker proposed last
+        self._busy_looking = False
+        self._selector = selectors.DefaultSelector()
+        self._wake_reader, self._wake_writer = os.pipe()
+        os.set_blocking(self._wake_reader, False)
+        os.set_blocking(self._wake_writer, False)
+        self._ended = False
+        self._threads = [
+            threading.Thread(target=self._run, name="lockstep-member", daemon=True),
+            threading.Thread(target=self._serve_disk, name="lockstep-disk", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # -- what the main thread asks ----------------------------------------------------------------------------------------
+
+    def ask(self, facts: Mapping[str, str]) -> None:
+        """This worker is warm and wants in."""
+        path = self.waiting_room / f"{self.me.id.replace('/', '-')}.json"
+        self._disk.put(lambda: write_waiting(path, self.me))
+        self._call(lambda: self.protocol.ask(time.monotonic(), facts))
+
+    def know(self, facts: Mapping[str, str]) -> None:
+        """What must be equal on all members: who wants to join and differs is refused."""
+
+        def note() -> list[Effect]:
+            self.protocol.facts = dict(facts)
+            return []
+
+        self._call(note)
+
+    def next(self, after: int) -> Record:
+        """The first generation above `after` that this worker is in. FencedError, RunEnded or UsageError when there will be none."""
+        with self._turn:
+            while self._gone is None and (self._formed is None or self._formed.number <= after):
+                self._turn.wait(1.0)  # with a limit, so that a signal's handler gets its turn
+            if self._gone is not None:
+                raise self._gone
+            assert self._formed is not None
+            return self._formed
+
+    def left(self, report: Report) -> None:
+        """The main thread has left generation `report.number`."""
+        self._call(lambda: self.protocol.left(report, time.monotonic()))
+
+    def evict(self, id: str, why: str) -> None:
+        """Go on without a member."""
+        self._call(lambda: self.protocol.evict(id, why, time.monotonic()))
+
+    def close_doors(self) -> None:
+        """Let nobody join any more: the run is about to end."""
+        self._call(self.protocol.close_doors)
+
+    def over(self, number: int) -> str:
+        """Why generation `number` has come to its end; "" while it lives."""
+        record = self.protocol.record
+        if self._gone is not None:
+            return str(self._gone)
+        return self.protocol.over if record is None or record.number <= number else "a newer generation exists"
+
+    def end(self, end: End) -> None:
+        """Write into the log that the run has ended; the others learn it there. Gives up when the disk does not do it."""
+        done = threading.Event()
+
+        def propose() -> None:
+            with suppress(OSError):
+                while True:
+                    newest = self.arbiter.newest()
+                    if newest is not None and newest.end:
+                        break
+                    number, step = (newest.number + 1, newest.step) if newest else (1, 0)
+                    ending = Record(number, new_token(), (), "", step, end.text or "the run has ended", end=end)
+                    if self.arbiter.propose(ending).token == ending.token:
+                        break
+            done.set()
+
+        self._disk.put(propose)
+        done.wait(10.0)
+
+    def close(self) -> None:
+        """End the threads and every link."""
+        if self._ended:
+            return
+        self._ended = True
+        self._calls.put(None)
+        self._wake()
+        self._threads[0].join(5.0)
+        path = self.waiting_room / f"{self.me.id.replace('/', '-')}.json"
+        self._disk.put(lambda: path.unlink(missing_ok=True))
+        self._disk.put(None)
+        self._threads[1].join(2.0)  # the disk may be gone: the thread ends with the process
+
+    def sockets(self) -> set[int]:
+        """The descriptors of the links: no part of the group."""
+        return {self._listener.fileno(), *self._links}
+
+    # -- the thread ---------------------------------------------------------------------------------------------------------
+
+    def _call(self, function: Callable[[], Sequence[Effect]]) -> None:
+        self._calls.put(function)
+        self._wake()
+
+    def _wake(self) -> None:
+        with suppress(BlockingIOError, OSError):
+            os.write(self._wake_writer, b".")
+
+    def _run(self) -> None:
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        try:
+            while self._turn_once():
+                pass
+        except Exception as error:  # a fault of ours must end this worker, not leave it deaf
+            log.exception("the member thread failed")
+            self._leave(error)
+            self.on_cut()
+        for link in list(self._links.values()):
+            self._drop(link)
+        self._selector.close()
+        self._listener.close()
+        os.close(self._wake_reader)
+
+    def _turn_once(self) -> bool:
+        """Wait for something to happen, or for the next tick; tell the protocol, and carry out what it wants."""
+        for key, events in self._selector.select(TICK_S):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fd == self._wake_reader:
+                with suppress(BlockingIOError):
+                    os.read(self._wake_reader, 65536)
+            elif (link := self._links.get(key.fd)) is not None:
+                self._serve(link, events)
+        with suppress(queue.Empty):
+            while True:
+                function = self._calls.get_nowait()
+                if function is None:
+                    return False
+                self._do(function())
+        now_s = time.monotonic()
+        for link in [one for one in self._links.values() if not one.id and now_s - one.began_s > CONNECT_S]:
+            self._fail(link, refused=False)
+        self._do(self.protocol.tick(now_s))
+        if self.protocol.over and self.protocol.phase == "in":
+            self.on_cut()  # again: the main thread may have opened more since
+        self.waiting = self.protocol.waiting
+        return True
+
+    def _do(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send(id, message):
+                    for link in [one for one in self._links.values() if one.id == id][:1]:
+                        link.send(message)
+                        self._flush(link)
+                case Connect(member):
+                    self._connect(member)
+                case Look(known):
+                    self._look(known)
+                case Propose(record):
+                    self._propose(record)
+                case Cut(why):
+                    log.info("generation %d is over: %s", self.protocol.number, why)
+                    self.on_cut()
+                case Form(record):
+                    with self._turn:
+                        self._formed = record
+                        self._turn.notify_all()
+                case Leave(why, fenced, end):
+                    self._leave(RunEnded(end) if end else FencedError(why) if fenced else UsageError(why, self.me.id))
+                case Say(text):
+                    log.warning("%s", text)
+
+    def _leave(self, error: Exception) -> None:
+        with self._turn:
+            self._gone = error
+            self._turn.notify_all()
+
+    # -- links --------------------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            connection, _ = self._listener.accept()
+            self._add(Link(connection, self.token, self.me.id, vars(self.me), ours=False, began_s=time.monotonic()))
+
+    def _connect(self, member: Member) -> None:
+        host, _, port = member.address.rpartition(":")
+        connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        connection.setblocking(False)
+        code = connection.connect_ex((host, int(port)))
+        if code not in (0, errno.EINPROGRESS):
+            connection.close()
+            self._do(self.protocol.connect_failed(member.id, code == errno.ECONNREFUSED, time.monotonic()))
+            return
+        self._add(Link(connection, self.token, self.me.id, vars(self.me), ours=True, began_s=time.monotonic(), expected=member.id))
+
+    def _add(self, link: Link) -> None:
+        self._links[link.socket.fileno()] = link
+        self._selector.register(link.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, link)
+
+    def _serve(self, link: Link, events: int) -> None:
+        known = link.id
+        try:
+            error = link.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if error:
+                raise OSError(error, os.strerror(error))
+            messages = link.receive() if events & selectors.EVENT_READ else []
+            if link.id and not known:
+                self._met(link)
+            for message in messages:
+                self._hear(link, message)
+            self._flush(link)
+        except EOFError:
+            self._fail(link, refused=False)
+        except OSError as error:
+            self._fail(link, refused=error.errno == errno.ECONNREFUSED)
+        except (Stranger, KeyError, TypeError, ValueError) as error:
+            log.warning("refused a connection from %s: %s", peer_of(link.socket), error)
+            self._fail(link, refused=False)
+
+    def _met(self, link: Link) -> None:
+        if link.ours and link.id != link.expected:  # its port is another worker's now
+            self._fail(link, refused=True)
+        elif not link.id.startswith("control/") and len([one for one in self._links.values() if one.id == link.id]) == 1:
+            self._do(self.protocol.link_up(link.id, time.monotonic()))
+
+    def _hear(self, link: Link, message: dict[str, Any]) -> None:
+        if link.id.startswith("control/"):
+            link.send(self._answer(message))
+        elif message["kind"] != "beat":
+            self._do(self.protocol.heard(link.id, message, time.monotonic()))
+        else:
+            self.protocol.heard_s[link.id] = time.monotonic()
+
+    def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a person's command."""
+        if message["kind"] == "stop":
+            self.stop_wanted = "SIGTERM"
+            return {"kind": "stopping", "id": self.me.id}
+        return {"kind": "status", "id": self.me.id, "phase": self.protocol.phase, "generation": self.protocol.number, **self.doing()}
+
+    def _flush(self, link: Link) -> None:
+        try:
+            link.flush()
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.has_more else 0)
+            self._selector.modify(link.socket, wanted, link)
+        except KeyError:
+            return  # dropped meanwhile
+        except OSError:
+            self._fail(link, refused=False)
+
+    def _drop(self, link: Link) -> None:
+        if self._links.pop(link.socket.fileno(), None) is not None:
+            self._selector.unregister(link.socket)
+        link.socket.close()
+
+    def _fail(self, link: Link, *, refused: bool) -> None:
+        """A link is gone, or never came to be."""
+        met = link.id and not (link.ours and link.id != link.expected)
+        self._drop(link)
+        if met and not link.id.startswith("control/"):
+            if not any(one.id == link.id for one in self._links.values()):
+                self._do(self.protocol.link_down(link.id, time.monotonic()))
+        elif link.ours:
+            self._do(self.protocol.connect_failed(link.expected, refused, time.monotonic()))
+
+    # -- the disk -----------------------------------------------------------------------------------------------------------
+
+    def _serve_disk(self) -> None:
+        while (job := self._disk.get()) is not None:
+            try:
+                job()
+            except OSError as error:
+                log.debug("the run folder: %s", error)
+                self._call(lambda: self.protocol.disk_failed(time.monotonic()))
+            finally:
+                self._busy_looking = False
+
+    def _look(self, known: int) -> None:
+        if self._busy_looking:
+            return
+        self._busy_looking = True
+        room_too = self.protocol.phase == "out"
+
+        def look() -> None:
+            newest = self.arbiter.newest(known)
+            room = list(waiting_members(self.waiting_room)) if room_too else []
+            self._call(lambda: self.protocol.looked(newest, room, time.monotonic()))
+
+        self._disk.put(look)
+
+    def _propose(self, record: Record) -> None:
+        """Propose with a store on this worker, which listens before anybody can know of it: nobody has to wait for it."""
+
+        def propose() -> None:
+            with socket.create_server((self.seat.address, 0), backlog=1024) as listener:
+                host, port = listener.getsockname()[:2]
+                wanted = replace(record, store=f"{host}:{port}")
+                winner = self.arbiter.propose(wanted)
+                if winner.token == wanted.token:
+                    size = len(wanted.members)
+                    self._store = TCPStore(host, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+            self._call(lambda: self.protocol.proposed(winner, time.monotonic()))
+
+        self._disk.put(propose)
+
+
+def write_waiting(path: Path, me: Member) -> None:
+    """Show others that are in no generation where this worker listens."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, vars(me))
+
+
+def waiting_members(folder: Path) -> Iterator[Member]:
+    """Those who have shown themselves in the waiting room. Some may have ended since: a refused connection tells."""
+    for path in sorted(folder.glob("[!.]*.json")):
+        with suppress(OSError, ValueError, TypeError):
+            yield Member(**read_json(path))
+
+
+def peer_of(connection: socket.socket) -> str:
+    """The other side's address, for the log."""
+    try:
+        return str(connection.getpeername()[0])
+    except OSError:
+        return "somebody"

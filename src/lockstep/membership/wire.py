@@ -1,0 +1,198 @@
+"""Messages between members: JSON in frames over TCP, from those who know the run's token and from nobody else.
+
+    server -> client   {"kind": "hello", "nonce": N}
+    client -> server   {"kind": "i_am", "member": {...}, "nonce": M, "proof": HMAC-SHA256(token, "client N ID")}
+    server -> client   {"kind": "you_know", "id": ID, "proof": HMAC-SHA256(token, "server M ID")}
+
+The token is in the run folder, for its owner alone (mode 600), and never crosses the wire. Nothing received is unpickled or evaluated. A
+frame is four bytes of length and that much JSON; a longer one than LARGEST, bytes that are no frame and a wrong proof end the connection.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import UsageError
+
+LARGEST = 1 << 20
+HEAD = struct.Struct("!I")
+# Linux <tcp.h>: a connection whose bytes are not acknowledged for so long is closed by the kernel.
+TCP_USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", 18)
+
+
+class Stranger(Exception):
+    """The other side does not speak as a member of this run does; the reason is for the log."""
+
+
+def read_token(run: Path) -> bytes:
+    """The run's token, made by the first who asks. UsageError when others than its owner could read it."""
+    path = run / "token"
+    run.mkdir(parents=True, exist_ok=True)
+    beside = run / f".token.{secrets.token_hex(4)}"
+    if not path.exists():
+        try:
+            descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(descriptor, "w", encoding="utf-8") as file:
+                file.write(secrets.token_hex(32))
+            os.link(beside, path)
+        except FileExistsError:
+            pass  # another one was first
+        finally:
+            beside.unlink(missing_ok=True)
+    if path.stat().st_mode & 0o077:
+        raise UsageError(f"{path} can be read by others than its owner", "the run's token lets workers join", f"chmod 600 {path}")
+    return path.read_text(encoding="utf-8").strip().encode()
+
+
+def proof(token: bytes, side: str, nonce: str, id: str) -> str:
+    """What only those who know the token can say."""
+    return hmac.new(token, f"{side} {nonce} {id}".encode(), hashlib.sha256).hexdigest()
+
+
+def frame(message: dict[str, Any]) -> bytes:
+    """A message as bytes on the wire."""
+    text = json.dumps(message).encode()
+    return HEAD.pack(len(text)) + text
+
+
+@dataclass
+class Link:
+    """One connection and what is half read and half written of it. Non-blocking; nothing here waits.
+
+    id      of the peer, "" until it has proved to know the token
+    ours    whether this side opened it; then `expected` is whom it wants to reach
+    """
+
+    socket: socket.socket
+    token: bytes
+    me: str
+    introduction: dict[str, Any]
+    ours: bool
+    began_s: float
+    expected: str = ""
+    id: str = ""
+    nonce: str = field(default_factory=lambda: secrets.token_hex(16))
+    member: dict[str, Any] = field(default_factory=dict)
+    _incoming: bytearray = field(default_factory=bytearray)
+    _outgoing: bytearray = field(default_factory=bytearray)
+
+    def __post_init__(self) -> None:
+        self.socket.setblocking(False)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if not self.ours:
+            self.send({"kind": "hello", "nonce": self.nonce})
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Queue a message; `flush` writes it."""
+        self._outgoing += frame(message)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether something waits to be written."""
+        return bool(self._outgoing)
+
+    def flush(self) -> None:
+        """Write what the socket takes. OSError when the connection is gone."""
+        while self._outgoing:
+            try:
+                del self._outgoing[: self.socket.send(self._outgoing)]
+            except BlockingIOError:
+                return
+
+    def receive(self) -> list[dict[str, Any]]:
+        """The whole messages that have come, less the introduction. EOFError at its end; OSError; Stranger."""
+        closed = False
+        while True:
+            try:
+                part = self.socket.recv(65536)
+            except BlockingIOError:
+                break
+            if not part:
+                closed = True
+                break
+            self._incoming += part
+            if len(self._incoming) > LARGEST + HEAD.size:
+                break
+        found = []
+        while len(self._incoming) >= HEAD.size:
+            (length,) = HEAD.unpack_from(self._incoming)
+            if length > LARGEST:
+                raise Stranger(f"a message of {length} bytes, the largest is {LARGEST}")
+            if len(self._incoming) < HEAD.size + length:
+                break
+            text = bytes(self._incoming[HEAD.size : HEAD.size + length])
+            del self._incoming[: HEAD.size + length]
+            message = self._decode(text)
+            if self.id:
+                found.append(message)
+            else:
+                self._meet(message)
+        if closed and not found:
+            raise EOFError
+        return found
+
+    @staticmethod
+    def _decode(text: bytes) -> dict[str, Any]:
+        try:
+            message = json.loads(text)
+        except ValueError:
+            raise Stranger("bytes that are no message") from None
+        if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
+            raise Stranger("a message without a kind")
+        return message
+
+    def _meet(self, message: dict[str, Any]) -> None:
+        """One message of the introduction; `id` is set when it is over."""
+        kind = message["kind"]
+        if self.ours and kind == "hello":
+            introduction = {"kind": "i_am", "member": self.introduction, "nonce": self.nonce}
+            self.send({**introduction, "proof": proof(self.token, "client", str(message.get("nonce")), self.me)})
+        elif self.ours and kind == "you_know":
+            id = str(message.get("id"))
+            self._check(message, proof(self.token, "server", self.nonce, id))
+            self.id = id
+        elif not self.ours and kind == "i_am":
+            member = message.get("member")
+            if not isinstance(member, dict) or not isinstance(member.get("id"), str):
+                raise Stranger("an introduction without a name")
+            self._check(message, proof(self.token, "client", self.nonce, member["id"]))
+            self.send({"kind": "you_know", "id": self.me, "proof": proof(self.token, "server", str(message.get("nonce")), self.me)})
+            self.id, self.member = member["id"], member
+        else:
+            raise Stranger(f"{kind!r} instead of an introduction")
+
+    @staticmethod
+    def _check(message: dict[str, Any], right: str) -> None:
+        if not hmac.compare_digest(str(message.get("proof")), right):
+            raise Stranger("a wrong proof: it does not know this run's token")
+
+
+def ask(address: str, token: bytes, message: dict[str, Any], timeout_s: float = 5.0) -> dict[str, Any]:
+    """The answer of the member at "ADDRESS:PORT" to a control message. OSError, EOFError or Stranger when there is none."""
+    host, _, port = address.rpartition(":")
+    me = f"control/{os.getpid()}/{secrets.token_hex(4)}"
+    until_s, asked = time.monotonic() + timeout_s, False
+    with socket.create_connection((host, int(port)), timeout=timeout_s) as connection:
+        link = Link(connection, token, me, {"id": me}, ours=True, began_s=0.0)
+        while (left_s := until_s - time.monotonic()) > 0:
+            select.select([connection], [connection] if link.has_more else [], [], left_s)
+            for answer in link.receive():
+                if answer["kind"] != "beat":
+                    return answer
+            if link.id and not asked:
+                link.send(message)
+                asked = True
+            link.flush()
+    raise TimeoutError(f"{address} does not answer")

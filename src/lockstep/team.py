@@ -1,0 +1,129 @@
+"""All replicas of a run, as one loop sees them: a step is done by all of them, or it is done again.
+
+    for k in team.micro_batches(step):
+        ...                      forward and backward of micro-batch k
+    optimizer.step()             what stands here happens once for each step, on every replica that lives
+
+The `for` ends when the gradient of the step is whole and all have agreed on it. When a replica is lost before that, the others leave the
+broken group, form the next generation and go through the same `for` again, each with its new share of the micro-batches. The agreement may
+reach some and not others, when somebody dies in its midst: then those who missed it hear of it in the next generation, and since their
+gradient was whole (they had voted so), they go on as if nothing had been. So no replica ever needs another one's weights, but a new one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+
+from lockstep.agree import Verdict, Vote, agree
+from lockstep.checkpoint.keeper import Keeper
+from lockstep.errors import FencedError, PeersLostError
+from lockstep.failures import plainly
+from lockstep.membership.handover import hand_over, roles
+from lockstep.parallel.replicate import Replica
+from lockstep.signals import Signals
+from lockstep.units import show_seconds
+from lockstep.world import World
+
+log = logging.getLogger("lockstep")
+
+
+class Drained(SystemExit):
+    """This worker has left the run as it was asked to, and the others go on without it."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+class Team:
+    """The replicas that train together. Under an agent it heals; elsewhere a lost replica is an error.
+
+    replica  this process's copy of the model
+    keeper   has the state that a joiner is given; None: nobody can join
+    signals  wishes to stop, agreed on at each step
+    """
+
+    def __init__(self, world: World, replica: Replica, keeper: Keeper | None = None, signals: Signals | None = None) -> None:
+        self.world, self.replica, self.keeper, self.signals = world, replica, keeper, signals
+        self.verdict = Verdict(0.0)
+        self.leaving = False
+        replica.broken = world.broken
+
+    @property
+    def loss(self) -> float:
+        """The sum of the losses of the step's micro-batches, over all replicas; its bits do not depend on their number."""
+        return self.verdict.loss
+
+    def micro_batches(self, step: int) -> Iterator[int]:
+        """Collective. The numbers of this replica's micro-batches of `step`, until the step's gradient is whole and agreed."""
+        self.world.standing = {"at": "step", "step": step, "verdict": asdict(self.verdict)}
+        if self.verdict.regroup and self.world.membership:
+            self._regroup(step, "members change", voted=False)
+        while True:
+            voted = False
+            try:
+                yield from self.replica.micro_batches(step)
+                vote = self._vote()
+                voted = True
+                self._commit(step, agree(self.world, vote, micro_batches=self.replica.leaves))
+                return
+            except Exception as error:
+                if not self.world.lost(error):
+                    raise
+                why = plainly(error)
+                error.__traceback__ = None  # it holds the broken group
+            if self._regroup(step, why, voted=voted):
+                return
+
+    def _commit(self, step: int, verdict: Verdict) -> None:
+        """All have agreed on `step`: from here on this replica stands behind it."""
+        self.verdict = verdict
+        self.world.standing = {"at": "step", "step": step + 1, "verdict": asdict(verdict)}
+
+    def _vote(self) -> Vote:
+        membership = self.world.membership
+        wants = self.signals.received if self.signals else ""
+        if membership and membership.seat.drain and wants == "SIGUSR1":
+            self.leaving, wants = True, ""
+        if membership and membership.stop_wanted:
+            wants = wants or membership.stop_wanted
+        save_failed = bool(self.keeper and self.keeper.must_stop())
+        joiners = bool(membership and membership.waiting)
+        return Vote(self.replica.losses(), wants=wants, save_failed=save_failed, joiners=joiners, leaves=self.leaving)
+
+    def _regroup(self, step: int, why: str, *, voted: bool) -> bool:
+        """Collective. Go on with the members of the next generation; True when `step` is committed, as others have heard that all agreed.
+
+        voted  this replica's gradient of `step` is whole, and it said so
+        """
+        began_s = time.monotonic()
+        self.replica.forget()
+        while True:
+            try:
+                self.world.leave_group(why, leaving=self.leaving)
+                self.world.form_next()
+                hand_over(self.world, self.keeper.capture if self.keeper else None)
+                break
+            except FencedError:
+                if self.leaving:
+                    raise Drained from None
+                raise
+            except Exception as error:
+                if not self.world.lost(error):
+                    raise
+                why = plainly(error)
+                error.__traceback__ = None
+        first, sources, _ = roles(self.world.standings)
+        if self.world.leader:
+            log.warning("%s; %d workers go on after %s", why, self.world.size, show_seconds(time.monotonic() - began_s))
+        if first == step:
+            self.verdict = replace(self.verdict, regroup=False)
+            if self.keeper:
+                self.keeper.take_over(step)
+            return False
+        if first != step + 1 or not voted:
+            raise PeersLostError(f"this worker stands at step {step}, the others at {first}", self.world.members[self.world.rank])
+        self._commit(step, replace(Verdict(**self.world.standings[sources[0]]["verdict"]), regroup=False))
+        return True
