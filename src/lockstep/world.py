@@ -152,7 +152,7 @@ class World:
     def enter(self, facts: Mapping[str, str]) -> None:
         """Collective. Take part in the next generation. `facts` must be equal on all its members."""
         assert self.membership is not None
-        self.membership.ask(facts)
+        self.membership.ask(facts, joins=self.joining)
         self.form_next()
 
     def form_next(self) -> None:

@@ -103,11 +103,11 @@ class Membership:
 
     # -- what the main thread asks ----------------------------------------------------------------------------------------
 
-    def ask(self, facts: Mapping[str, str]) -> None:
-        """This worker is warm and wants in."""
+    def ask(self, facts: Mapping[str, str], *, joins: bool) -> None:
+        """This worker is warm and wants in. `joins`: to those that are at work, and with nobody else."""
         path = self.waiting_room / f"{self.me.id.replace('/', '-')}.json"
         self._disk.put(lambda: write_waiting(path, self.me))
-        self._call(lambda: self.protocol.ask(time.monotonic(), facts))
+        self._call(lambda: self.protocol.ask(time.monotonic(), facts, joins=joins))
 
     def know(self, facts: Mapping[str, str]) -> None:
         """What must be equal on all members: who wants to join and differs is refused."""

@@ -18,7 +18,7 @@ nobody is left of a generation, the new workers gather around the first of them 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lockstep.membership.arbiter import End, Member, Out, Record
@@ -193,6 +193,7 @@ class Protocol:
     record: Record | None = None
     phase: str = "out"
     asked: bool = False
+    joins: bool = False
     over: str = ""  # why the generation has come to its end, while nobody has proposed the next
     reports: dict[str, Report] = field(default_factory=dict)
     joiners: dict[str, Joiner] = field(default_factory=dict)
@@ -238,9 +239,9 @@ class Protocol:
 
     # -- what the main thread says --------------------------------------------------------------------------------------
 
-    def ask(self, now_s: float, facts: Mapping[str, str]) -> list[Effect]:
-        """The worker is warm and wants in."""
-        self.asked, self.facts = True, facts
+    def ask(self, now_s: float, facts: Mapping[str, str], *, joins: bool = False) -> list[Effect]:
+        """The worker is warm and wants in. `joins`: to those that are at work, and with nobody else."""
+        self.asked, self.facts, self.joins = True, facts, joins
         self._looked_s = now_s
         return [Look(0)]
 
@@ -256,6 +257,11 @@ class Protocol:
         """Go on without a member that hangs, or whose state differs."""
         self.dead.setdefault(id, why)
         return [*self._end_generation(why, now_s), *self._move_on(now_s)]
+
+    def close_doors(self) -> list[Effect]:
+        """Let nobody join any more: the run is about to end."""
+        self.limits = replace(self.limits, most=0)
+        return []
 
     # -- what the network says ------------------------------------------------------------------------------------------
 
@@ -457,7 +463,7 @@ class Protocol:
     def _take_joiner(self, joiner: Joiner, now_s: float) -> list[Effect]:
         """Somebody wants in."""
         id = joiner.member.id
-        if self.facts and (wrong := differing(joiner.facts, self.facts)):
+        if self.facts and joiner.facts and (wrong := differing(joiner.facts, self.facts)):
             return [Send(id, {"kind": "refused", "why": f"its numbers would have other bits: {wrong}"})]
         if self.phase == "out" or self.leads:
             self.joiners[id] = joiner
@@ -483,6 +489,9 @@ class Protocol:
             heard_s = self.heard_s.get(one.id, now_s)
             if one.id not in self.links and one.id not in self.dead and now_s - heard_s > self.limits.takeover_s:
                 self.dead[one.id] = f"no answer for {self.limits.takeover_s:g} s"
+        if self.joins and self.record and all(one.id in self.dead for one in self._seats()):
+            self.phase = "gone"
+            return [Leave("nobody is left to join; this worker starts anew, with the others", fenced=True)]
         target = self._target(now_s)
         if target is not None:
             self._gathering_s = None
