@@ -7,6 +7,7 @@ nothing received is unpickled.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -30,6 +31,7 @@ class Vote:
     wants    the signal that it was sent, "" for none
     joiners  others wait to join
     leaves   this process is to leave, and the rest goes on
+    digest   64 bits over the weights with which it computed; 0: not looked
     """
 
     losses: Sequence[float]
@@ -38,6 +40,7 @@ class Vote:
     save_failed: bool = False
     joiners: bool = False
     leaves: bool = False
+    digest: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Verdict:
     loss     the sum over the micro-batches
     stop     the signal that ends the run, or ""
     regroup  the members change before the next step
+    differ   ranks whose weights are not those of the majority; all ranks when there is none. The step is not sound then
     """
 
     loss: float
@@ -54,6 +58,7 @@ class Verdict:
     stop: str = ""
     save_failed: bool = False
     regroup: bool = False
+    differ: tuple[int, ...] = ()
 
 
 def decide(votes: Sequence[Vote]) -> Verdict:
@@ -66,16 +71,33 @@ def decide(votes: Sequence[Vote]) -> Verdict:
         stop=max((vote.wants for vote in votes), key=SIGNALS.index) or ("SIGUSR1" if all(vote.leaves for vote in votes) else ""),
         save_failed=any(vote.save_failed for vote in votes),
         regroup=any(vote.joiners or vote.leaves for vote in votes),
+        differ=minority([vote.digest for vote in votes]),
     )
 
 
+def minority(digests: Sequence[int]) -> tuple[int, ...]:
+    """The ranks that have not what more than half of them have; all of them where nothing has a majority."""
+    most, count = Counter(digests).most_common(1)[0]
+    if 2 * count <= len(digests):
+        return tuple(range(len(digests)))
+    return tuple(rank for rank, digest in enumerate(digests) if digest != most)
+
+
 def agree(world: World, vote: Vote, *, micro_batches: int) -> Verdict:
-    """Collective. The verdict on a step: one message of 5 + ceil(K / size) numbers a process."""
+    """Collective. The verdict on a step: one message of 7 + ceil(K / size) numbers a process."""
     blocks = [share(rank, world.size, micro_batches) for rank in range(world.size)]
     if world.size == 1:
         return decide([vote])
     room = max(map(len, blocks))
-    flags = [vote.finite, SIGNALS.index(vote.wants), vote.save_failed, vote.joiners, vote.leaves]
+    flags = [
+        vote.finite,
+        SIGNALS.index(vote.wants),
+        vote.save_failed,
+        vote.joiners,
+        vote.leaves,
+        vote.digest >> 32,
+        vote.digest & 0xFFFFFFFF,
+    ]
     sent = torch.tensor([*flags, *vote.losses, *[0.0] * (room - len(vote.losses))], dtype=torch.float64)
     received = torch.empty(world.size * len(sent), dtype=torch.float64)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -86,7 +108,8 @@ def agree(world: World, vote: Vote, *, micro_batches: int) -> Verdict:
 
 def read_vote(row: Sequence[float], losses: int) -> Vote:
     """The vote in a row of numbers, of which `losses` are in use."""
-    return Vote(row[5 : 5 + losses], bool(row[0]), SIGNALS[int(row[1])], bool(row[2]), bool(row[3]), bool(row[4]))
+    digest = int(row[5]) << 32 | int(row[6])
+    return Vote(row[7 : 7 + losses], bool(row[0]), SIGNALS[int(row[1])], bool(row[2]), bool(row[3]), bool(row[4]), digest)
 
 
 def gather(world: World, value: Any) -> list[Any]:

@@ -43,10 +43,14 @@ class Team:
     replica  this process's copy of the model
     keeper   has the state that a joiner is given; None: nobody can join
     signals  wishes to stop, agreed on at each step
+    verify_every  steps from one comparison of all replicas' weights to the next; 0: never. At 1 no gradient of a replica whose
+                  weights differ is ever used
     """
 
-    def __init__(self, world: World, replica: Replica, keeper: Keeper | None = None, signals: Signals | None = None) -> None:
-        self.world, self.replica, self.keeper, self.signals = world, replica, keeper, signals
+    def __init__(
+        self, world: World, replica: Replica, keeper: Keeper | None = None, signals: Signals | None = None, *, verify_every: int = 1
+    ) -> None:
+        self.world, self.replica, self.keeper, self.signals, self.verify_every = world, replica, keeper, signals, verify_every
         self.verdict = Verdict(0.0)
         self.leaving = False
         replica.broken = world.broken
@@ -65,10 +69,14 @@ class Team:
             voted = False
             try:
                 yield from self.replica.micro_batches(step)
-                vote = self._vote()
+                vote = self._vote(step)
                 voted = True
-                self._commit(step, agree(self.world, vote, micro_batches=self.replica.leaves))
-                return
+                verdict = agree(self.world, vote, micro_batches=self.replica.leaves)
+                if not verdict.differ:
+                    return self._commit(step, verdict)
+                voted = False
+                self._throw_out(step, verdict.differ)
+                why = "replicas differ"
             except Exception as error:
                 if not self.world.lost(error):
                     raise
@@ -82,7 +90,7 @@ class Team:
         self.verdict = verdict
         self.world.standing = {"at": "step", "step": step + 1, "verdict": asdict(verdict)}
 
-    def _vote(self) -> Vote:
+    def _vote(self, step: int) -> Vote:
         membership = self.world.membership
         wants = self.signals.received if self.signals else ""
         if membership and membership.seat.drain and wants == "SIGUSR1":
@@ -91,7 +99,28 @@ class Team:
             wants = wants or membership.stop_wanted
         save_failed = bool(self.keeper and self.keeper.must_stop())
         joiners = bool(membership and membership.waiting)
-        return Vote(self.replica.losses(), wants=wants, save_failed=save_failed, joiners=joiners, leaves=self.leaving)
+        look = self.verify_every and step % self.verify_every == 0 and self.world.size > 1
+        digest = self.replica.digest() if look else 0
+        return Vote(self.replica.losses(), wants=wants, save_failed=save_failed, joiners=joiners, leaves=self.leaving, digest=digest)
+
+    def _throw_out(self, step: int, differ: tuple[int, ...]) -> None:
+        """Go on without the replicas whose weights are not those of the majority; FencedError on these themselves.
+
+        Where there is no majority nobody can be trusted: all start anew, from a checkpoint that was made before all agreed last.
+        """
+        world = self.world
+        names = ", ".join(f"rank {rank} ({world.members[rank]})" if world.members else f"rank {rank}" for rank in differ)
+        if world.membership is None or len(differ) == world.size:
+            if self.keeper and world.leader:
+                self.keeper.store.go_back(max(0, step - 1))
+            raise FencedError(
+                f"the weights of {names} differ before step {step + 1}, and none is in the majority", "", "the same command goes on"
+            )
+        log.error("the weights of %s differ from those of the others before step %d: a bit has flipped there", names, step + 1)
+        if world.rank in differ:
+            raise FencedError(f"the weights of {names} differ from those of the others before step {step + 1}", "a bit has flipped here")
+        for rank in differ:
+            world.evict(rank, f"its weights differ before step {step + 1}")
 
     def _regroup(self, step: int, why: str, *, voted: bool) -> bool:
         """Collective. Go on with the members of the next generation; True when `step` is committed, as others have heard that all agreed.

@@ -188,7 +188,7 @@ class World:
 
     def lost(self, error: BaseException) -> bool:
         """Whether an error means that the next generation is to be formed."""
-        if self.membership is None or not isinstance(error, RuntimeError | PeersLostError):
+        if self.membership is None or isinstance(error, FencedError) or not isinstance(error, RuntimeError | PeersLostError):
             return False
         return isinstance(error, PeersLostError) or peers_lost(error) or bool(self.broken())
 
@@ -203,7 +203,7 @@ class World:
             try:
                 return function()
             except Exception as error:
-                if isinstance(error, FencedError) or not self.lost(error):
+                if not self.lost(error):
                     raise
                 why = plainly(error)
                 error.__traceback__ = None  # it holds the group

@@ -20,7 +20,6 @@ from lockstep.checkpoint.background import BackgroundSaver
 from lockstep.checkpoint.choose import choose
 from lockstep.checkpoint.state import capture, restore
 from lockstep.checkpoint.store import Checkpoint, Store
-from lockstep.errors import FencedError
 from lockstep.failures import plainly
 from lockstep.membership.handover import hand_over, roles
 from lockstep.world import World
@@ -104,7 +103,7 @@ class Keeper:
                 tensors = hand_over(world)
                 break
             except Exception as error:
-                if isinstance(error, FencedError) or not world.lost(error):
+                if not world.lost(error):
                     raise
                 why = plainly(error)
                 error.__traceback__ = None  # it holds the group

@@ -32,6 +32,7 @@ from lockstep.parallel.ordered import Span, Tree, exchange, refuse_empty_shares,
 # torch 2.13 renamed the switch.
 DDP_NAMES = inspect.signature(nn.parallel.DistributedDataParallel).parameters
 LEAVE_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffers" in DDP_NAMES else "broadcast_buffers": False}
+DIGEST_FACTOR = 0x9E3779B97F4A7C15  # odd, so that nothing is lost in a product modulo 2**64
 
 
 @dataclass
@@ -173,6 +174,13 @@ class Replica:
             )
         if self.failure:
             raise self.failure
+
+    def digest(self) -> int:
+        """64 bits over the weights, of which a flipped one shows: torch's hash of each parameter, in their order (not of its elements)."""
+        total = 0
+        for one in torch.stack([torch.hash_tensor(p.detach()) for p in self.parameters]).tolist():
+            total = (total * DIGEST_FACTOR + one) % 2**64
+        return total
 
     def exposed_s(self) -> float:
         """Seconds that this step waited for the wire after its last gradient was computed."""
