@@ -192,13 +192,16 @@ def work(folder: Path, file: Path | None, flags: dict[str, str], resume: str) ->
 
     here = open_run(folder, file, flags, os.environ)
     with World.join(threads=here.run.compute.threads, timeout_s=here.run.parallel.timeout_s) as world, ExitStack() as held:
-        log.set_up(rank=world.rank, file=log_file(folder, world.node, world.rank))
+        log.set_up(rank=world.number, file=log_file(folder, world.node, world.number))
         resolved = from_json(lead(world, lambda: to_json(settle(open_run(folder, file, flags, os.environ), world.device))))
-        lead(world, lambda: held.enter_context(claim(folder, resolved)))
+        if not world.joining:
+            lead(world, lambda: held.enter_context(claim(folder, resolved)))
         outcome = train_run(resolved, folder, world, resume=resume)
         if not outcome.stopped_by:
-            finish(folder, resolved.run, world)
-        return exit_code(outcome.stopped_by)
+            with world.board.during("evaluating"):
+                world.redo(lambda: finish(folder, resolved.run, world))
+        world.code = exit_code(outcome.stopped_by)
+        return world.code
 
 
 def log_file(folder: Path, node: str, rank: int) -> Path:

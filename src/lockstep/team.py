@@ -53,7 +53,8 @@ class Team:
         self.world, self.replica, self.keeper, self.signals, self.verify_every = world, replica, keeper, signals, verify_every
         self.verdict = Verdict(0.0)
         self.leaving = False
-        replica.broken = world.broken
+        self.board = world.board
+        replica.broken, replica.board = world.broken, world.board
 
     @property
     def loss(self) -> float:
@@ -68,8 +69,12 @@ class Team:
         while True:
             voted = False
             try:
-                yield from self.replica.micro_batches(step)
+                for k in self.replica.micro_batches(step):
+                    self.board.enter("forward", step + 1)
+                    yield k
                 vote = self._vote(step)
+                self.board.enter("voting")
+                self.board.collective()
                 voted = True
                 verdict = agree(self.world, vote, micro_batches=self.replica.leaves)
                 if not verdict.differ:
@@ -87,6 +92,7 @@ class Team:
 
     def _commit(self, step: int, verdict: Verdict) -> None:
         """All have agreed on `step`: from here on this replica stands behind it."""
+        self.board.enter("updating")
         self.verdict = verdict
         self.world.standing = {"at": "step", "step": step + 1, "verdict": asdict(verdict)}
 
@@ -128,6 +134,7 @@ class Team:
         voted  this replica's gradient of `step` is whole, and it said so
         """
         began_s = time.monotonic()
+        self.board.enter("joining")
         self.replica.forget()
         while True:
             try:

@@ -120,7 +120,7 @@ def train(resolved: Resolved, folder: Path, world: World, *, resume: str = "auto
                 log.info(graph_breaks())
             stop = verdict.stop
             if keeper.due(step) or stop or verdict.save_failed or step == run.steps:
-                with meter.timing("saving"):
+                with meter.timing("saving"), world.board.during("saving"):
                     tracker.sync()  # first, so that no checkpoint is ahead of its metrics
                     keeper.save(step, facts, protect=best_steps(folder))
             if verdict.save_failed:

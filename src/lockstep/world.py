@@ -32,6 +32,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore  
 from lockstep.errors import FencedError, PeersLostError, UsageError
 from lockstep.failures import peers_lost, plainly
 from lockstep.membership.arbiter import Arbiter, End, Record
+from lockstep.membership.board import Board
 from lockstep.membership.member import Membership
 from lockstep.membership.protocol import Limits, Report
 from lockstep.membership.seat import Seat, find_seat
@@ -60,6 +61,7 @@ class World:
     members                 their ids, in the order of the ranks
     standing, standings     where this worker stands, told to all when a generation forms, and where each of them stood then
     code                    with which the run ends, when this worker leaves without an error
+    board                   what this worker is doing, for its agent and for the verdict on a hang
     """
 
     rank: int
@@ -78,6 +80,7 @@ class World:
     standing: dict[str, Any] = field(default_factory=lambda: {"at": "join", "step": -1})
     standings: list[dict[str, Any]] = field(default_factory=list)
     code: int = 0
+    board: Board = field(default_factory=lambda: Board(None), repr=False, compare=False)
     _before: set[tuple[int, str]] = field(default_factory=set, repr=False, compare=False)
 
     @property
@@ -137,6 +140,7 @@ class World:
         os.environ["GLOO_SOCKET_IFNAME"] = interface_of(seat.address)
         world = cls(-1, 0, seat.slot, seat.slots, seat.host, device, timeout_s=timeout_s)
         limits = Limits(expected=seat.expected, least=seat.least, most=seat.most)
+        world.board = Board(Path(seat.state) / f"{seat.slot}.board")
         world.membership = Membership(seat, limits, world.cut)
         if seat.slot == 0:
             log.info("%s, %d of %d workers on %s: %s", device, seat.slots, seat.expected, seat.host, why)
@@ -223,6 +227,7 @@ class World:
         """Collective. The process group of a generation. RuntimeError when it does not come to be."""
         rank = record.rank_of(self.membership.me.id) if self.membership else None
         assert rank is not None
+        self.board.enter("joining", generation=record.number)
         self.rank, self.size = rank, len(record.members)
         self.members = tuple(one.id for one in record.members)
         mine = sorted(one.slot for one in record.members if one.host == self.node)

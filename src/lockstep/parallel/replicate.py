@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import GradBucket  # torch.distributed has it to
 
 from lockstep.data.order import mix
 from lockstep.errors import PeersLostError, UsageError
+from lockstep.membership.board import Board
 from lockstep.parallel.ordered import Span, Tree, exchange, refuse_empty_shares, share
 
 # torch 2.13 renamed the switch.
@@ -88,7 +89,9 @@ class Replica:
         self._place = {id(p): i for i, p in enumerate(self.parameters)}
         self.device = self.parameters[0].device
         self.broken: Callable[[], str] = str  # why this step cannot end well, asked before each micro-batch
+        self.board = Board(None)
         self.failure: Exception | None = None
+        self._buckets = 0  # of a step; 0 until one is done
         self._earlier: Tree[Gradients] = Tree()
         self._held: Span | None = None  # the leaves whose sum stands in the parameters' .grad
         self._losses: list[torch.Tensor] = []
@@ -129,7 +132,7 @@ class Replica:
 
     def forget(self) -> None:
         """Let go of the group, which is broken or left; the next step wraps the model for the new one. The gradients stay."""
-        self.ddp, self.failure = None, None
+        self.ddp, self.failure, self._buckets = None, None, 0
         self.__dict__.pop("group", None)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
@@ -139,6 +142,7 @@ class Replica:
 
     def backward(self, loss: torch.Tensor) -> None:
         """The backward pass of a micro-batch; its loss is kept for `losses`."""
+        self.board.enter("backward")
         loss.backward()
         self._losses.append(loss.detach())
 
@@ -166,6 +170,7 @@ class Replica:
             self._held = Span(self._held.first, self._held.leaves + 1) if self._held else leaf
             with nullcontext() if k == self.mine[-1] else ddp.no_sync():
                 yield k
+        self._buckets = self._clock.parcels
         if not self._clock.parcels:
             raise UsageError(
                 f"no gradient arrived for the {len(self.parameters)} parameters in step {step}",
@@ -212,6 +217,7 @@ class Replica:
 
     def _reduce(self, parcel: Parcel) -> None:
         """Collective. The sum over all replicas, into the bucket's own buffer."""
+        self.board.collective(parcel.buffer.nbytes)
         if not self.ordered:
             dist.all_reduce(parcel.buffer, group=self.group)
             return
@@ -226,6 +232,8 @@ class Replica:
 
     def _parcel(self, bucket: GradBucket, arrived: torch.futures.Future[torch.Tensor]) -> Parcel:
         self._clock.sent()
+        if self._clock.parcels == self._buckets:
+            self.board.enter("reducing")
         places = [self._place[id(p)] for p in bucket.parameters()]
         return Parcel(bucket.buffer(), bucket.gradients(), places, arrived)
 
