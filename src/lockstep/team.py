@@ -16,11 +16,14 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import partial
 
 from lockstep.agree import Verdict, Vote, agree
 from lockstep.checkpoint.keeper import Keeper
 from lockstep.errors import FencedError, PeersLostError
+from lockstep.events import note
 from lockstep.failures import plainly
+from lockstep.membership.fault import FaultyBoard, flip_bit
 from lockstep.membership.handover import hand_over, roles
 from lockstep.parallel.replicate import Replica
 from lockstep.signals import Signals
@@ -55,6 +58,8 @@ class Team:
         self.leaving = False
         self.board = world.board
         replica.broken, replica.board = world.broken, world.board
+        if isinstance(world.board, FaultyBoard):
+            world.board.flip = partial(flip_bit, list(replica.parameters))
 
     @property
     def loss(self) -> float:
@@ -66,8 +71,9 @@ class Team:
         self.world.standing = {"at": "step", "step": step, "verdict": asdict(self.verdict)}
         if self.verdict.regroup and self.world.membership:
             self._regroup(step, "members change", voted=False)
+        self.world.ledger.switch("training", time.monotonic())
         while True:
-            voted = False
+            voted, began_s = False, time.monotonic()
             try:
                 for k in self.replica.micro_batches(step):
                     self.board.enter("forward", step + 1)
@@ -87,6 +93,8 @@ class Team:
                     raise
                 why = plainly(error)
                 error.__traceback__ = None  # it holds the broken group
+            if not voted:
+                self.world.ledger.lost(time.monotonic() - began_s, time.monotonic())
             if self._regroup(step, why, voted=voted):
                 return
 
@@ -133,14 +141,15 @@ class Team:
 
         voted  this replica's gradient of `step` is whole, and it said so
         """
-        began_s = time.monotonic()
+        world, began_s = self.world, time.monotonic()
+        before = world.ledger.switch("regrouping", began_s)
         self.board.enter("joining")
         self.replica.forget()
         while True:
             try:
-                self.world.leave_group(why, leaving=self.leaving)
-                self.world.form_next()
-                hand_over(self.world, self.keeper.capture if self.keeper else None)
+                world.leave_group(why, leaving=self.leaving)
+                world.form_next()
+                hand_over(world, self.keeper.capture if self.keeper else None)
                 break
             except FencedError:
                 if self.leaving:
@@ -151,9 +160,14 @@ class Team:
                     raise
                 why = plainly(error)
                 error.__traceback__ = None
-        first, sources, _ = roles(self.world.standings)
-        if self.world.leader:
-            log.warning("%s; %d workers go on after %s", why, self.world.size, show_seconds(time.monotonic() - began_s))
+        first, sources, joined = roles(world.standings)
+        seconds = time.monotonic() - began_s
+        world.ledger.switch(before, time.monotonic())
+        if world.leader:
+            log.warning("%s; %d workers go on after %s", why, world.size, show_seconds(seconds))
+            if world.membership:
+                facts = {"why": why, "workers": list(world.members), "joined": joined, "step": first, "seconds": round(seconds, 4)}
+                note(world.membership.folder, "regrouped", generation=world.generation, **facts)
         if first == step:
             self.verdict = replace(self.verdict, regroup=False)
             if self.keeper:

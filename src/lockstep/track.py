@@ -17,15 +17,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, cast
 
 from lockstep.errors import ConfigError, DataError, LockstepError, UsageError
+from lockstep.events import note
 from lockstep.files import append_line, read_json, try_lock, write_json
-from lockstep.metrics import Lines, Metrics, decode, encode, last_newline, last_step, plain, stream
+from lockstep.metrics import Metrics, decode, encode, last_newline, last_step, plain, stream
 from lockstep.sinks import Held, Opener, Sink, TensorBoard, WeightsAndBiases
 
 log = logging.getLogger("lockstep")
@@ -83,7 +83,6 @@ class Tracker:
         self.sinks_wanted: tuple[bool, str, str] = (tensorboard, wandb, project)
         self.evaluations = folder / "evaluations.jsonl"
         self.metrics: Metrics | None = None
-        self.events: Lines | None = None
         self.openers: dict[str, Opener] = {}
         self.sinks: dict[str, Sink] = {}
         self.at: dict[str, Held] = {}  # what each open sink was sent; `notes` has what it surely holds
@@ -106,8 +105,6 @@ class Tracker:
         self.lock = lock
         try:
             self.notes = self._read_notes()
-            events = folder / "events.jsonl"
-            self.events = Lines(events, last_newline(events) if events.exists() else 0)
             self.metrics = Metrics(folder / "metrics.jsonl", from_step) if from_step is not None else None
             self.evaluated = {(line["step"], frozenset(line)) for line in stream(self.evaluations)}
             if tensorboard:
@@ -171,8 +168,8 @@ class Tracker:
 
     def event(self, kind: str, **facts: Any) -> None:
         """Append what happened, and when by this machine's clock, to events.jsonl."""
-        if self.leader and self.events is not None:
-            self.events.add({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": kind, **facts})
+        if self.leader:
+            note(self.folder, kind, **facts)
 
     def forward_evaluations(self) -> None:
         """Pass new lines of evaluations.jsonl on to the sinks, at their checkpoint's step. None new: costs a stat()."""
@@ -194,9 +191,8 @@ class Tracker:
         """Make the record durable and note how far each sink is. Before a checkpoint is committed: see Metrics.sync."""
         if not self.leader:
             return
-        for lines in (self.metrics, self.events):
-            if lines is not None:
-                lines.sync()
+        if self.metrics is not None:
+            self.metrics.sync()
         # A disk may have room again. The process of wandb, once lost, cannot be had back before the next start.
         if "tensorboard" in self.openers and "tensorboard" not in self.sinks:
             self._open("tensorboard")
@@ -220,9 +216,8 @@ class Tracker:
             except Exception as error:
                 self._warn(f"{name} did not close ({error}); the next start sends it what it lacks")
         self.sinks.clear()
-        for lines in (self.metrics, self.events):
-            if lines is not None:
-                lines.close()
+        if self.metrics is not None:
+            self.metrics.close()
         os.close(self.lock)
         self.lock = None
 

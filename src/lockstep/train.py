@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch._dynamo.utils import counters
@@ -26,6 +27,7 @@ from lockstep.data.order import BucketOrder, choose_shapes
 from lockstep.data.prepare import Prepared, open_prepared, prepare
 from lockstep.errors import DivergedError, UsageError
 from lockstep.files import read_json, try_lock, write_json
+from lockstep.membership.goodput import Ledger
 from lockstep.meter import Meter, flops_per_token, peak_flops
 from lockstep.models.build import build
 from lockstep.models.translator import Translator
@@ -72,6 +74,7 @@ def train(resolved: Resolved, folder: Path, world: World, *, resume: str = "auto
     numerics = settle_numerics(world)
     first = keeper.resume(resume, numerics | corpus.fingerprints)
     warn_of_other_bits(keeper.facts, numerics)
+    go_on_counting(world, keeper.facts)
     facts = {"run": to_json(resolved), "fingerprints": corpus.fingerprints, "numerics": numerics}
     replica = Replica(
         compiled(model, run),
@@ -93,7 +96,7 @@ def train(resolved: Resolved, folder: Path, world: World, *, resume: str = "auto
     progress = Progress(run.steps, first, world.local_leader, log_every=run.track.log_every)
     step, stop = first, ""
     with Signals() as signals, tracker, progress, keeper, replica:
-        team = Team(world, replica, keeper, signals)
+        team = Team(world, replica, keeper, signals, verify_every=run.heal.verify_every)
         meter = meter_for(model, run, world, length=order.shapes[-1].length)
         while step < run.steps and not stop:
             for k in team.micro_batches(step):
@@ -113,18 +116,21 @@ def train(resolved: Resolved, folder: Path, world: World, *, resume: str = "auto
             step += 1  # committed
 
             values = {"loss": verdict.loss / tokens, "norm": norm_here, "epoch": order.epoch(step)}
-            values |= {"learning_rate": optimizer.param_groups[0]["lr"], **meter.step(tokens)}
+            values |= {"learning_rate": optimizer.param_groups[0]["lr"], "workers": world.size, **meter.step(tokens)}
+            book(world.ledger, values)
             tracker.step(step, values)
             progress.step(step, values)
             if run.compute.compile and step == first + 1:
                 log.info(graph_breaks())
             stop = verdict.stop
             if keeper.due(step) or stop or verdict.save_failed or step == run.steps:
-                with meter.timing("saving"), world.board.during("saving"):
+                with meter.timing("saving"), world.during("saving"):
                     tracker.sync()  # first, so that no checkpoint is ahead of its metrics
-                    keeper.save(step, facts, protect=best_steps(folder))
+                    keeper.save(step, facts | {"time": world.ledger.to_json(time.monotonic(), time.time())}, protect=best_steps(folder))
             if verdict.save_failed:
                 break
+        tracker.event("goodput", **world.ledger.summary(time.monotonic()))
+    log.info(world.ledger.show(time.monotonic()))
     return Outcome(step, stop)
 
 
@@ -183,6 +189,18 @@ def settle_numerics(world: World) -> dict[str, str]:
     now = fingerprint(world.device)
     same(world, now, "what decides the bits")
     return now
+
+
+def go_on_counting(world: World, facts: dict[str, Any]) -> None:
+    """Count the run's time from where its checkpoint has it: between then and now nobody ran."""
+    if held := facts.get("time"):
+        world.ledger = Ledger.from_json(held, time.monotonic(), wall_clock_s=time.time())
+
+
+def book(ledger: Ledger, values: dict[str, Any]) -> None:
+    """Count what a step waited for the wire and for data as that, no longer as training."""
+    ledger.move("training", "communication", values.get("communication_seconds", 0.0), time.monotonic())
+    ledger.move("training", "data", values.get("data_seconds", 0.0), time.monotonic())
 
 
 def warn_of_other_bits(facts: dict[str, object], now: dict[str, str]) -> None:

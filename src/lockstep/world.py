@@ -16,13 +16,13 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import psutil
 import torch
@@ -33,6 +33,8 @@ from lockstep.errors import FencedError, PeersLostError, UsageError
 from lockstep.failures import peers_lost, plainly
 from lockstep.membership.arbiter import Arbiter, End, Record
 from lockstep.membership.board import Board
+from lockstep.membership.fault import DRILL, FaultyBoard
+from lockstep.membership.goodput import Ledger
 from lockstep.membership.member import Membership
 from lockstep.membership.protocol import Limits, Report
 from lockstep.membership.seat import Seat, find_seat
@@ -61,7 +63,7 @@ class World:
     members                 their ids, in the order of the ranks
     standing, standings     where this worker stands, told to all when a generation forms, and where each of them stood then
     code                    with which the run ends, when this worker leaves without an error
-    board                   what this worker is doing, for its agent and for the verdict on a hang
+    board, ledger           what this worker is doing, for its agent and for the verdict on a hang; where the run's time went
     """
 
     rank: int
@@ -81,6 +83,7 @@ class World:
     standings: list[dict[str, Any]] = field(default_factory=list)
     code: int = 0
     board: Board = field(default_factory=lambda: Board(None), repr=False, compare=False)
+    ledger: Ledger = field(default_factory=lambda: Ledger(time.monotonic()), repr=False, compare=False)
     _before: set[tuple[int, str]] = field(default_factory=set, repr=False, compare=False)
 
     @property
@@ -99,16 +102,17 @@ class World:
         return self.membership.seat.slot if self.membership else self.rank
 
     @classmethod
-    def join(cls, threads: int = 1, timeout_s: float = 600.0) -> World:
+    def join(cls, threads: int = 1, timeout_s: float = 600.0, limits: Limits | None = None) -> World:
         """Collective. The place of this process, in a group with all others. Also a context: `with World.join() as world:`.
 
         threads    of torch in this process; their number changes bits, so it belongs to the run
         timeout_s  after which a missing or silent peer counts as lost, now and in every collective
+        limits     under an agent: how soon a peer that says nothing, or a run that does not move, has a consequence
         Errors: UsageError (the environment contradicts itself, a busy port), PeersLostError (others did not come).
         """
         torch.set_num_threads(threads)
         if seat := find_seat(os.environ):
-            return cls.sit(seat, timeout_s)
+            return cls.sit(seat, timeout_s, limits or Limits())
         place, found = find_place(os.environ)
         device, why = take_device(place)
         place = place or Place(0, 1, 0, 1, "", 0, "nobody")
@@ -130,7 +134,7 @@ class World:
     # -- under an agent -------------------------------------------------------------------------------------------------
 
     @classmethod
-    def sit(cls, seat: Seat, timeout_s: float) -> World:
+    def sit(cls, seat: Seat, timeout_s: float, limits: Limits) -> World:
         """Collective. The world of a worker that an agent started.
 
         With all other workers in a first generation; or `joining`, when a generation is at work: `enter` comes later, when the state
@@ -139,8 +143,9 @@ class World:
         device, why = take_device(Place(seat.slot, seat.slots, seat.slot, seat.slots, "", 0, "lockstep"))
         os.environ["GLOO_SOCKET_IFNAME"] = interface_of(seat.address)
         world = cls(-1, 0, seat.slot, seat.slots, seat.host, device, timeout_s=timeout_s)
-        limits = Limits(expected=seat.expected, least=seat.least, most=seat.most)
-        world.board = Board(Path(seat.state) / f"{seat.slot}.board")
+        limits = replace(limits, expected=seat.expected, least=seat.least, most=seat.most)
+        path = Path(seat.state) / f"{seat.slot}.board"
+        world.board = FaultyBoard(path, path.with_suffix(".fault")) if os.environ.get(DRILL) == "1" else Board(path)
         world.membership = Membership(seat, limits, world.cut)
         if seat.slot == 0:
             log.info("%s, %d of %d workers on %s: %s", device, seat.slots, seat.expected, seat.host, why)
@@ -213,6 +218,16 @@ class World:
                 error.__traceback__ = None  # it holds the group
             self.leave_group(why)
             self.form_next()
+
+    @contextmanager
+    def during(self, phase: Literal["saving", "evaluating"]) -> Iterator[None]:
+        """Be in `phase`, on the board and in the ledger."""
+        before = self.ledger.switch(phase, time.monotonic())
+        try:
+            with self.board.during(phase):
+                yield
+        finally:
+            self.ledger.switch(before, time.monotonic())
 
     def evict(self, rank: int, why: str) -> None:
         """Go on without a member, from the next generation on."""

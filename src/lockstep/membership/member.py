@@ -28,8 +28,13 @@ from typing import Any
 from torch._C._distributed_c10d import TCPStore  # torch.distributed has it too, untyped
 
 from lockstep.errors import FencedError, LockstepError, UsageError
+from lockstep.events import note
+from lockstep.failures import Account
 from lockstep.files import read_json, write_json
+from lockstep.launch import tell_parent
+from lockstep.membership import hang
 from lockstep.membership.arbiter import Arbiter, End, Member, Record, new_token
+from lockstep.membership.hang import stack_of
 from lockstep.membership.protocol import (
     Connect,
     Cut,
@@ -45,6 +50,7 @@ from lockstep.membership.protocol import (
     Send,
 )
 from lockstep.membership.seat import Seat
+from lockstep.membership.watch import Watch, doing_at
 from lockstep.membership.wire import Link, Stranger, read_token
 
 log = logging.getLogger("lockstep")
@@ -69,6 +75,7 @@ class Membership:
 
     def __init__(self, seat: Seat, limits: Limits, on_cut: Callable[[], None]) -> None:
         self.seat, self.on_cut = seat, on_cut
+        self.board = Path(seat.state) / f"{seat.slot}.board"
         self.folder = Path(seat.folder)
         self.token = read_token(self.folder)
         self.arbiter = Arbiter(self.folder / "generations")
@@ -80,7 +87,8 @@ class Membership:
         self.protocol = Protocol(self.me, limits, tokens=new_token, now_s=time.monotonic(), after=seat.after)
         self.waiting = 0  # joiners; read by the main thread when it votes
         self.stop_wanted = ""  # the signal that a person's command stands for
-        self.doing: Callable[[], Mapping[str, Any]] = dict  # what `status` shows of this worker
+        self.main_thread = threading.get_ident()
+        self.watch = Watch(hang_limits(limits), seat.host, self._ask_stack)
         self._links: dict[int, Link] = {}
         self._calls: queue.SimpleQueue[Callable[[], Sequence[Effect]] | None] = queue.SimpleQueue()
         self._disk: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -232,12 +240,46 @@ class Membership:
         if self.protocol.over and self.protocol.phase == "in":
             self.on_cut()  # again: the main thread may have opened more since
         self.waiting = self.protocol.waiting
+        self._watch(now_s)
         return True
+
+    def _watch(self, now_s: float) -> None:
+        """As the hub, see whether everybody moves."""
+        protocol = self.protocol
+        if not protocol.leads or protocol.phase != "in" or protocol.over or protocol.record is None:
+            self.watch.forget()
+            return
+        self.watch.beat(self.me.id, doing_at(self.board), now_s)
+        verdict = self.watch.due(protocol.record, now_s)
+        if verdict is None:
+            return
+        log.error("%s", verdict.paragraph)
+        self._disk.put(lambda: hangs(self.folder, verdict))
+        why = verdict.paragraph.partition(";")[0]
+        if verdict.action == "end":
+            threading.Thread(target=self.end, args=(End(1, verdict.paragraph),), daemon=True).start()
+        elif self.me.id in verdict.culprits and verdict.action == "evict":
+            # The main thread cannot be told. Once this process has ended, the next member is the hub.
+            tell_parent(Account(FencedError.exit_code, now_s, verdict.paragraph, stack_of(self.main_thread), lost_peers=True))
+            os._exit(FencedError.exit_code)
+        elif verdict.action != "tell":
+            for id in verdict.culprits:
+                self._do(protocol.evict(id, why, now_s))
+            if not verdict.culprits:
+                self._do(protocol.break_up(why, now_s))
+
+    def _ask_stack(self, id: str) -> None:
+        if id == self.me.id:
+            self.watch.stack(id, stack_of(self.main_thread))
+        else:
+            self._do([Send(id, {"kind": "where"})])
 
     def _do(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
             match effect:
                 case Send(id, message):
+                    if message["kind"] == "beat":
+                        message = {"kind": "beat", "doing": doing_at(self.board)}
                     for link in [one for one in self._links.values() if one.id == id][:1]:
                         link.send(message)
                         self._flush(link)
@@ -315,17 +357,28 @@ class Membership:
     def _hear(self, link: Link, message: dict[str, Any]) -> None:
         if link.id.startswith("control/"):
             link.send(self._answer(message))
-        elif message["kind"] != "beat":
-            self._do(self.protocol.heard(link.id, message, time.monotonic()))
-        else:
+        elif message["kind"] == "beat":
             self.protocol.heard_s[link.id] = time.monotonic()
+            self.watch.beat(link.id, message.get("doing"), time.monotonic())
+        elif message["kind"] == "where":
+            threading.Thread(target=self._say_where, args=(link.id,), daemon=True).start()
+        elif message["kind"] == "here":
+            self.watch.stack(link.id, str(message["stack"]))
+        else:
+            self._do(self.protocol.heard(link.id, message, time.monotonic()))
+
+    def _say_where(self, id: str) -> None:
+        """Tell the hub the main thread's stack. On a thread of its own: source files are read from a disk, which may not answer."""
+        message = {"kind": "here", "stack": stack_of(self.main_thread)}
+        self._call(lambda: [Send(id, message)])
 
     def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
         """The answer to a person's command."""
         if message["kind"] == "stop":
             self.stop_wanted = "SIGTERM"
             return {"kind": "stopping", "id": self.me.id}
-        return {"kind": "status", "id": self.me.id, "phase": self.protocol.phase, "generation": self.protocol.number, **self.doing()}
+        known = {"id": self.me.id, "membership": self.protocol.phase, "number": self.protocol.number, "waiting": self.protocol.waiting}
+        return {"kind": "status", **known, "doing": doing_at(self.board)}
 
     def _flush(self, link: Link) -> None:
         try:
@@ -391,6 +444,16 @@ class Membership:
             self._call(lambda: self.protocol.proposed(winner, time.monotonic()))
 
         self._disk.put(propose)
+
+
+def hang_limits(limits: Limits) -> hang.Limits:
+    """The limits of the hang verdict for a run's own."""
+    return hang.Limits(hang_s=limits.hang_s, silent_s=limits.silent_s, then=limits.on_hang)
+
+
+def hangs(run: Path, verdict: hang.Verdict) -> None:
+    """Note the verdict in the run's diary."""
+    note(run, "hang", culprits=list(verdict.culprits), action=verdict.action, why=verdict.paragraph)
 
 
 def write_waiting(path: Path, me: Member) -> None:

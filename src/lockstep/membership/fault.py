@@ -1,0 +1,88 @@
+"""Faults on order, for drills and tests: a worker kills itself, stops, hangs or flips a bit of its weights, at an exact place of a step.
+
+The order lies in the state folder (seat.py) as SLOT.fault, JSON, and is taken away before it is carried out:
+
+    {"what": "kill", "at": "voting", "step": 7}
+
+A worker looks for orders only when it was started with LOCKSTEP_DRILL=1, which `lockstep drill` and the tests set.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from lockstep.files import write_json
+from lockstep.membership.board import Board, Phase
+
+log = logging.getLogger("lockstep")
+DRILL = "LOCKSTEP_DRILL"
+What = Literal["kill", "stop", "hang", "spin", "raise", "exit", "flip"]
+
+
+class FaultyBoard(Board):
+    """A board that obeys orders at each phase (and at each "collective") of its worker.
+
+    flip  flips a bit of the weights; set by whoever has them
+    """
+
+    def __init__(self, path: Path, orders: Path) -> None:
+        self.orders = orders
+        self.flip: Callable[[], None] | None = None
+        super().__init__(path)
+
+    def enter(self, phase: Phase, step: int | None = None, *, generation: int | None = None) -> None:
+        super().enter(phase, step, generation=generation)
+        self._obey(phase)
+
+    def collective(self, size_bytes: int = 0) -> None:
+        super().collective(size_bytes)
+        self._obey("collective")
+
+    def _obey(self, at: str) -> None:
+        try:
+            order = json.loads(self.orders.read_text())
+        except (OSError, ValueError):
+            return
+        if order.get("at") not in (None, at) or self.step < order.get("step", 0) or (order["what"] == "flip" and self.flip is None):
+            return
+        with suppress(FileNotFoundError):
+            self.orders.unlink()
+            log.warning("obeying %s at %s of step %d", order["what"], at, self.step)
+            self._do(order["what"])
+
+    def _do(self, what: What) -> None:
+        if what in ("kill", "stop"):
+            os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+        elif what == "hang":
+            time.sleep(3600)
+        elif what == "spin":
+            ctypes.PyDLL(None).sleep(3600)  # PyDLL keeps the interpreter's lock
+        elif what == "raise":
+            raise ValueError("an error on order")
+        elif what == "exit":
+            sys.exit(0)
+        elif self.flip:
+            self.flip()
+
+
+def order(state: Path, slot: int, what: What, **where: Any) -> None:
+    """Leave an order for the worker in `slot`: at="forward", step=7."""
+    write_json(state / f"{slot}.fault", {"what": what, **where})
+
+
+def flip_bit(parameters: list[Any], seed: int = 0) -> None:
+    """Flip one bit of one weight (a torch tensor), as a cosmic ray does."""
+    chance = random.Random(seed)
+    words = chance.choice(parameters).detach().view(-1).numpy().view("uint32")
+    words[chance.randrange(len(words))] ^= 1 << chance.randrange(20, 32)
