@@ -5,23 +5,31 @@ Agents and workers of all hosts append to it, a line in one write. A disk that d
 
 from __future__ import annotations
 
-import json
 import logging
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from lockstep.files import append_line
+from lockstep.metrics import decode, encode, last_newline
 
 log = logging.getLogger("lockstep")
 
 
 def note(run: Path, event: str, **facts: Any) -> bool:
     """Append one event; False when the disk did not take it."""
-    line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **facts}
+    path, now = run / "events.jsonl", datetime.now(UTC).isoformat(timespec="milliseconds")
     try:
-        append_line(run / "events.jsonl", json.dumps(line, ensure_ascii=False))
+        torn = path.exists() and last_newline(path) < path.stat().st_size  # somebody was killed inside a line
+        append_line(path, "\n" * torn + encode({"time": now, "event": event, **facts}).decode().rstrip("\n"))
     except OSError as error:
         log.debug("%s was not noted: %s", event, error)
         return False
     return True
+
+
+def read(run: Path) -> list[dict[str, Any]]:
+    """All events, in the order in which they were written; the torn line of somebody who was killed in it is left out."""
+    path = run / "events.jsonl"
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return [event for event in map(decode, lines) if event is not None]
