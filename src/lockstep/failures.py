@@ -34,6 +34,8 @@ class Account:
     trace       the whole traceback, for the log
     finished    its function returned; a process that ends with code 0 and did not say so broke off
     lost_peers  the end is the consequence of another's
+    step        steps that it had committed; -1: it does not know
+    drained     it left between two steps because its host is taken away, and the others go on
     """
 
     code: int
@@ -42,6 +44,8 @@ class Account:
     trace: str = ""
     finished: bool = False
     lost_peers: bool = False
+    step: int = -1
+    drained: bool = False
 
     def to_line(self) -> bytes:
         """One line of JSON."""
@@ -57,20 +61,30 @@ class Account:
 class End:
     """One worker's end, as its parent saw it.
 
-    code   as subprocess has it: -n when signal n ended it
+    code   as subprocess has it: -n when signal n ended it; None: it was nobody's child here, so nobody can know
     sent   signals that the parent sent to end it
     log    where its output is, "" when nowhere
     tail   the last lines of that output
+    title  what `rank` counts: ranks, or the slots of a host
     """
 
     rank: int
     pid: int
-    code: int
+    code: int | None
     at_s: float
     sent: tuple[int, ...] = ()
     account: Account | None = None
     log: str = ""
     tail: str = ""
+    title: str = "rank"
+
+    @property
+    def signal(self) -> int:
+        """The signal that ended it; 0: none did, or nobody knows."""
+        return -self.code if self.code is not None and self.code < 0 else 0
+
+    def __str__(self) -> str:
+        return f"{self.title} {self.rank} (pid {self.pid})"
 
 
 def peers_lost(error: BaseException | None) -> bool:
@@ -95,19 +109,21 @@ def kind(end: End) -> str:
         if account.lost_peers:
             return "lost"
         return "failed" if account.code else "broke off"
-    if end.code < 0 and not account and -end.code in end.sent:
+    if end.signal in end.sent and not account:
         return "ended"
     code = code_of(end)
-    if code not in AGREED or (end.code < 0 and -end.code not in end.sent):
+    if code not in AGREED or (end.signal and end.signal not in end.sent):
         return "failed"
     return "left" if account or code else "broke off"
 
 
 def code_of(end: End) -> int:
     """The exit code that a worker wanted: what it said counts when it failed, and when the parent ended it on its way out."""
-    if end.account and (not end.account.finished or -end.code in end.sent):
+    if end.account and (end.code is None or not end.account.finished or end.signal in end.sent):
         return end.account.code
-    return 128 - end.code if end.code < 0 else end.code
+    if end.code is None:
+        return 1
+    return 128 + end.signal if end.signal else end.code
 
 
 def verdict(ends: Sequence[End], *, asked: Sequence[int] = (), grace_s: float = 0.0) -> tuple[int, str]:
@@ -138,7 +154,7 @@ def verdict(ends: Sequence[End], *, asked: Sequence[int] = (), grace_s: float = 
             "they were ended; start the same command again to go on from the newest checkpoint",
         )
         return 128 + asked[0], str(error)
-    listed = ", ".join(f"rank {end.rank} with {code_of(end)}" for end in ends)
+    listed = ", ".join(f"{end.title} {end.rank} with {code_of(end)}" for end in ends)
     return 1, str(LockstepError(f"the workers do not agree how it ended: {listed}", places(ends)))
 
 
@@ -151,20 +167,24 @@ def tell(first: End, ends: Sequence[End], asked: Sequence[int]) -> str:
             return text
         where = f"\n  log: {first.log}" if first.log else ""
         return f"{ranks(alike)} (pid {first.pid}) failed first:\n{text}{where}"
-    name = f"rank {first.rank} (pid {first.pid})"
     log = f"log: {first.log}" if first.log else ""
-    if first.code >= 0:
-        return with_tail(first, LockstepError(f"{name} ended with exit code {first.code}, without a word", log))
-    number = -first.code
+    if not first.signal:
+        code = "an exit code that nobody could see" if first.code is None else f"exit code {first.code}"
+        return with_tail(first, LockstepError(f"{first} ended with {code}, without a word", log))
+    number = first.signal
     if number in asked:
-        return str(LockstepError(f"{name} was ended by {signal.Signals(number).name} before it could save and stop", log))
+        return str(LockstepError(f"{first} was ended by {signal.Signals(number).name} before it could save and stop", log))
     hints: dict[int, str] = {
         signal.SIGKILL: "nobody of ours sent it: the kernel does when memory runs out (journalctl -k, or dmesg), or somebody did",
         signal.SIGBUS: "the kernel sends it when /dev/shm or the disk under a mapped file is full (df)",
         signal.SIGSEGV: "a fault in compiled code; PYTHONFAULTHANDLER=1 shows where",
     }
-    shown = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    return with_tail(first, LockstepError(f"{name} was ended by {shown}", log, hints.get(number, "")))
+    return with_tail(first, LockstepError(f"{first} was ended by {signal_name(number)}", log, hints.get(number, "")))
+
+
+def signal_name(number: int) -> str:
+    """ "SIGKILL", or "signal 70" for one without a name."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def tell_early(first: End) -> str:
@@ -172,7 +192,7 @@ def tell_early(first: End) -> str:
     what = "broke off with exit code 0" if kind(first) == "broke off" else "was done and left"
     hint = "all workers must take the same number of steps; a worker leaves by returning from its function, not by sys.exit"
     log = f"log: {first.log}" if first.log else ""
-    return with_tail(first, LockstepError(f"rank {first.rank} (pid {first.pid}) {what} while the others were at work", log, hint))
+    return with_tail(first, LockstepError(f"{first} {what} while the others were at work", log, hint))
 
 
 def with_tail(end: End, error: LockstepError) -> str:
@@ -190,7 +210,7 @@ def others(first: End, ends: Sequence[End]) -> list[str]:
     for end in failed:
         said = end.account.text.strip().splitlines() if end.account and end.account.text else [f"exit code {end.code}"]
         words = said[-1] if said[0].startswith("Traceback") else said[0]
-        lines.append(f"rank {end.rank} failed too: {words}" + (f" (log: {end.log})" if end.log else ""))
+        lines.append(f"{end.title} {end.rank} failed too: {words}" + (f" (log: {end.log})" if end.log else ""))
     return lines
 
 
@@ -198,8 +218,8 @@ def ranks(ends: Sequence[End]) -> str:
     """ "rank 1", "ranks 0, 2 and 3"."""
     numbers = [str(end.rank) for end in sorted(ends, key=lambda end: end.rank)]
     if len(numbers) == 1:
-        return f"rank {numbers[0]}"
-    return f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
+        return f"{ends[0].title} {numbers[0]}"
+    return f"{ends[0].title}s {', '.join(numbers[:-1])} and {numbers[-1]}"
 
 
 def places(ends: Sequence[End]) -> str:

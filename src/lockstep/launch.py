@@ -21,13 +21,15 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
 from lockstep.errors import LockstepError, PeersLostError, UsageError
 from lockstep.failures import Account, End, kind, peers_lost, verdict
+from lockstep.files import write_atomic
+from lockstep.membership.seat import find_seat, last_words
 from lockstep.signals import INTERRUPTED, STOPPING
 
 ACCOUNT = "LOCKSTEP_ACCOUNT_FD"
@@ -134,9 +136,13 @@ def launch(
     return code
 
 
-def worker_main(function: Callable[[], int | None]) -> int:
-    """The exit code of a worker whose life is `function()`. A failure is told to the parent, or shown on stderr where there is none."""
+def worker_main(function: Callable[[], int | None], about: Callable[[], Mapping[str, Any]] = dict) -> int:
+    """The exit code of a worker whose life is `function()`. A failure is told to the parent, or shown on stderr where there is none.
+
+    about  further fields of the Account, asked for when function() has ended: {"step": 7}
+    """
     account, text = live(function)
+    account = replace(account, **about())
     told = tell_parent(account)
     if text and not told:
         print(text, file=sys.stderr, flush=True)
@@ -164,16 +170,18 @@ def live(function: Callable[[], int | None]) -> tuple[Account, str]:
 
 
 def tell_parent(account: Account) -> bool:
-    """Write the account into the parent's pipe; False where there is no parent that listens."""
+    """Write the account into the parent's pipe, or where the agent looks for it; False where there is nobody to tell."""
     given = os.environ.pop(ACCOUNT, "")
-    if not given:
-        return False
+    seat = find_seat(os.environ)
     try:
-        with open(int(given), "wb") as pipe:
-            pipe.write(account.to_line())
-    except OSError:  # the parent is gone, or the descriptor was closed on the way here
+        if given:
+            with open(int(given), "wb") as pipe:
+                pipe.write(account.to_line())
+        elif seat:
+            write_atomic(last_words(Path(seat.state), seat.slot), account.to_line())
+    except OSError:  # the parent is gone, the descriptor was closed on the way here, or the state folder is full
         return False
-    return True
+    return bool(given or seat)
 
 
 def now_s() -> float:
@@ -247,11 +255,14 @@ def worker_environ(rank: int, size: int, listener: socket.socket) -> dict[str, s
     return {name: str(value) for name, value in added.items()} | {"PYTHONUNBUFFERED": "1"}
 
 
-def open_output(run_folder: Path | None, rank: int) -> tuple[IO[bytes] | None, str]:
-    """(the file for a worker's output, its path); without a run folder a file that has no name and vanishes with us."""
+def open_output(run_folder: Path | None, rank: int, host: str = "") -> tuple[IO[bytes] | None, str]:
+    """(the file for a worker's output, its path); without a run folder a file that has no name and vanishes with us.
+
+    host  by which name this machine goes in the run; "": its own
+    """
     if run_folder is None:
         return (tempfile.TemporaryFile() if rank else None), ""
-    path = run_folder / "logs" / f"{socket.gethostname()}-{rank}.log"
+    path = run_folder / "logs" / f"{host or socket.gethostname()}-{rank}.log"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return open(path, "a+b"), str(path)
