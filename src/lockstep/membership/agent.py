@@ -1,0 +1,453 @@
+"""The host's side of a run: one agent a host starts the workers, sees each end at once, and puts a new one into the slot.
+
+It imports no torch, owns no thread and holds nothing that cannot be found again: who sits in which slot stands in the state folder
+(seat.py), what the run is doing stands in the log of generations. So it may die at any time. Under `lockstep launch` its workers train on,
+and the next agent takes them over; under `lockstep train` they end with it, by the kernel's doing.
+
+It sleeps until a worker ends (its pidfd can be read), the zygote says something or a signal comes, and looks ten times a second at the log:
+a worker of this host that the newest generation goes on without is killed, stopped or hanging as it may be, and a record with an end is
+the end of all. What follows from the end of a worker is decided in restart.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from lockstep.errors import LockstepError, UsageError
+from lockstep.failures import Account, End, kind, verdict
+from lockstep.launch import Inbox, kill_group, last_lines, now_s, open_output
+from lockstep.membership import arbiter
+from lockstep.membership.arbiter import Arbiter, Record, new_token
+from lockstep.membership.claim import Found, claim, end_all
+from lockstep.membership.journal import Journal
+from lockstep.membership.nursery import Newborn, Nursery
+from lockstep.membership.restart import RULES, Past, Rules, after
+from lockstep.membership.seat import Seat, Sitter, last_words, note_sitter, sitter, state_folder
+from lockstep.membership.zygote import Work, adopt_orphans
+from lockstep.signals import INTERRUPTED, STOPPING
+
+log = logging.getLogger("lockstep")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long an agent waits.
+
+    look_s    from one look at the log of generations to the next
+    grace_s   from a signal to the agreed stop: a step and a checkpoint
+    leave_s   from the end of the run until SIGTERM for those who have not left, and from there until SIGKILL
+    told_s    from the last words of a worker that failed until SIGKILL, when it does not end
+    import_s  until the zygote has imported everything
+    fork_s    until it has forked
+    """
+
+    look_s: float = 0.1
+    grace_s: float = 300.0
+    leave_s: float = 2.0
+    told_s: float = 10.0
+    import_s: float = 120.0
+    fork_s: float = 5.0
+
+
+@dataclass
+class Worker:
+    """A living worker.
+
+    handle  its pidfd: readable when it has ended, and never another process's (pidfd_open(2))
+    child   ours to wait for; otherwise taken over from an earlier agent
+    sent    signals that were to end it
+    doomed  (when it is killed, why)
+    """
+
+    slot: int
+    sitter: Sitter
+    handle: int
+    child: bool
+    began_s: float
+    sent: list[int] = field(default_factory=list)
+    doomed: tuple[float, str] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Its number, which is that of its process group and session too."""
+        return self.sitter.pid
+
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.handle, number)
+
+
+@dataclass
+class Slot:
+    """One of the host's places for a worker.
+
+    due_s          when one is asked for; None: there is one, one is on its way, or there will be none
+    again          it has had a worker before
+    begun_at_byte  how long its log was when its newest worker was asked for
+    end            of its last worker
+    """
+
+    number: int
+    due_s: float | None = 0.0
+    again: bool = False
+    begun_at_byte: int = 0
+    worker: Worker | None = None
+    end: End | None = None
+    past: Past = Past()
+
+
+@dataclass(frozen=True)
+class Over:
+    """The run has ended: with this exit code, these words, at this time."""
+
+    code: int
+    text: str
+    at_s: float
+
+
+def run_agent(
+    work: Work,
+    folder: Path,
+    *,
+    host: str,
+    address: str,
+    slots: int,
+    expected: int,
+    least: int,
+    most: int,
+    lives_on: bool,
+    environ: Mapping[str, str],
+    limits: Limits = Limits(),
+    rules: Rules = RULES,
+) -> int:
+    """Look after this host's workers until the run ends; the exit code of the command, with the first failure on stderr.
+
+    folder    of the run
+    slots     workers of this host; expected, least, most, host, address: see Seat
+    lives_on  the workers outlive the agent, and SIGUSR1 means that this host is taken away; otherwise they end with it
+    environ   of the workers, to which ours is added
+    Errors: UsageError before anything was started. For the main thread.
+    """
+    state = state_folder(folder, host)
+    with Inbox() as inbox, claim(folder, state, host, slots=slots, lives_on=lives_on) as found:
+        adopt_orphans()
+        seat = Seat(
+            folder=str(folder.resolve()),
+            state=str(state),
+            host=host,
+            slot=0,
+            slots=slots,
+            expected=expected,
+            least=least,
+            most=most,
+            address=address,
+            after=found.after,
+            agent=0 if lives_on else os.getpid(),
+            drain=lives_on,
+        )
+        journal = Journal(folder, host)
+        nursery = Nursery(work, environ, journal, import_s=limits.import_s, fork_s=limits.fork_s)
+        agent = Agent(seat, found, nursery, journal, limits, rules)
+        try:
+            code, text = agent.watch(inbox)
+        finally:
+            agent.close()
+    if text:
+        print(text, file=sys.stderr, flush=True)
+    return code
+
+
+class Agent:
+    """The agent of one host and run."""
+
+    def __init__(self, seat: Seat, found: Found, nursery: Nursery, journal: Journal, limits: Limits, rules: Rules) -> None:
+        self.seat, self.nursery, self.journal, self.limits, self.rules = seat, nursery, journal, limits, rules
+        self.folder, self.state = Path(seat.folder), Path(seat.state)
+        self.arbiter = Arbiter(self.folder / "generations")
+        self.newest, self.known = found.newest, found.after  # of what came since `after`, nothing has been heeded yet
+        self.asked: list[int] = []
+        self.asked_s: float | None = None
+        self.over: Over | None = None
+        self.slots = {number: Slot(number) for number in range(seat.slots)}
+        for number, one in found.sitting.items():
+            self.take_over(self.slots[number], one)
+
+    @property
+    def workers(self) -> list[Worker]:
+        """Those who live, as far as we know."""
+        return [slot.worker for slot in self.slots.values() if slot.worker]
+
+    def watch(self, inbox: Inbox) -> tuple[int, str]:
+        """(exit code, what to print) when nobody is left."""
+        while self.workers or self.nursery.expected or any(slot.due_s is not None for slot in self.slots.values()):
+            self.ask_for_workers()
+            for newborn in self.nursery.turn():
+                self.admit(self.slots[newborn.slot], newborn)
+            for number in inbox.wait(self.pause_s(), [*self.nursery.descriptors(), *[worker.handle for worker in self.workers]]):
+                if number == signal.SIGINT and (number in self.asked or self.over):
+                    end_all({worker.slot: worker.sitter for worker in self.workers})
+                    return INTERRUPTED, "ended at once; start the same command again to go on from the newest checkpoint"
+                if number in STOPPING:
+                    self.pass_on(number)
+            self.look()  # before anybody is buried: who ended because the run did is not started again
+            for worker in ended(self.workers):
+                self.bury(worker)
+            self.press()
+            if not self.nursery.expected:  # one of them may have died already, and nobody knows its number
+                reap_strangers({worker.pid for worker in self.workers} | self.nursery.pids())
+        return self.verdict()
+
+    def pause_s(self) -> float:
+        """How long to sleep when nothing happens."""
+        waits = [slot.due_s - now_s() for slot in self.slots.values() if slot.due_s is not None]
+        return max(0.0, min([self.limits.look_s, *waits]))
+
+    def verdict(self) -> tuple[int, str]:
+        """(exit code, what to print) now that all have ended."""
+        if self.over:
+            return self.over.code, self.over.text
+        ends = [slot.end for slot in self.slots.values() if slot.end]
+        if not ends:
+            name = signal.Signals(self.asked[0]).name
+            return 128 + self.asked[0], str(LockstepError(f"{name} came before a worker had started", f"{self.seat.host}, {self.folder}"))
+        left = [end for end in ends if kind(end) == "left"]
+        return verdict(left or ends, asked=self.asked, grace_s=self.limits.grace_s)
+
+    def close(self) -> None:
+        """Let go of everything. Workers that are still there live on under `launch`, and end under `train`."""
+        self.nursery.close()
+        if self.seat.agent:
+            end_all({worker.slot: worker.sitter for worker in self.workers})
+        for worker in self.workers:
+            os.close(worker.handle)
+        reap_strangers(set())
+
+    # -- stopping -------------------------------------------------------------------------------------------------------------
+
+    def pass_on(self, number: int) -> None:
+        """Tell the workers of a signal, once. Nobody is started from now on."""
+        if number in self.asked:
+            return
+        self.asked.append(number)
+        self.asked_s = self.asked_s or now_s()
+        self.start_nobody()
+        self.journal.note("signal passed on", f"the agent was sent {signal.Signals(number).name}")
+        for worker in self.workers:
+            worker.signal(number)
+
+    def start_nobody(self) -> None:
+        """No worker is started from now on."""
+        self.nursery.forget()
+        for slot in self.slots.values():
+            slot.due_s = None
+
+    def finish(self, code: int, text: str, why: str) -> None:
+        """End the run: on this host now, on the others by the log."""
+        self.over = Over(code, text, now_s())
+        self.start_nobody()
+        number, step = (self.newest.number, self.newest.step) if self.newest else (0, 0)
+        try:
+            while True:
+                ours = Record(number + 1, new_token(), (), "", step, why, end=arbiter.End(code, text))
+                won = self.arbiter.propose(ours)
+                if won.end:
+                    break
+                number, step = won.number, won.step
+        except OSError as error:
+            self.journal.warn("the end of the run cannot be written down, and other hosts may not hear of it", error)
+        self.journal.note("run ended", why)
+
+    def press(self) -> None:
+        """End those who should have left, and did not."""
+        now = now_s()
+        for worker in self.workers:
+            if not worker.doomed and (account := read_account(self.state, worker.slot)) and not account.finished:
+                worker.doomed = now + self.limits.told_s, f"it failed, and had not ended {self.limits.told_s:g} s later"
+            over_s = self.over.at_s if self.over else None
+            number, why = pressure(now, worker.sent, doomed=worker.doomed, over_s=over_s, asked_s=self.asked_s, limits=self.limits)
+            if number:
+                worker.sent.append(number)
+                self.journal.note(f"{signal.Signals(number).name} sent", why, slot=worker.slot, pid=worker.pid)
+                worker.signal(number)
+
+    # -- the log of generations -----------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Heed what was written into the log since."""
+        try:
+            newest = self.arbiter.newest(self.known)
+            for number in range(self.known + 1, newest.number + 1 if newest else 0):
+                before = self.newest if self.newest and self.newest.number == number - 1 else self.read(number - 1)
+                self.newest = self.arbiter.read(number)
+                self.known = number
+                self.heed(self.newest, before)
+        except OSError as error:
+            self.journal.warn("the log of generations cannot be read", error)
+
+    def read(self, number: int) -> Record | None:
+        """The record of a number, if it can be had."""
+        with suppress(OSError):
+            return self.arbiter.read(number)
+        return None
+
+    def heed(self, record: Record, before: Record | None) -> None:
+        """Kill workers of ours that this generation goes on without; end with it when it is the end."""
+        members = {member.id: member for member in before.members} if before else {}
+        for out in record.out:
+            member = members.get(out.id)
+            slot = self.slots.get(member.slot) if member and member.host == self.seat.host else None
+            if member and slot and slot.worker and slot.worker.pid == member.pid:
+                # Who leaves because this host is taken away needs a moment for it.
+                spare_s = self.limits.leave_s if signal.SIGUSR1 in self.asked else 0.0
+                slot.worker.doomed = now_s() + spare_s, f"generation {record.number} goes on without it: {out.why}"
+        if record.end and not self.over:
+            self.over = Over(record.end.code, record.end.text, now_s())
+            self.start_nobody()
+
+    # -- workers --------------------------------------------------------------------------------------------------------------
+
+    def ask_for_workers(self) -> None:
+        """Ask for the workers whose time has come."""
+        for slot in self.slots.values():
+            if slot.due_s is None or slot.due_s > now_s():
+                continue
+            slot.due_s = None
+            with suppress(OSError):
+                last_words(self.state, slot.number).unlink(missing_ok=True)
+            seat = replace(self.seat, slot=slot.number)
+            if slot.number == 0:
+                self.nursery.expect(seat, 1, 2, again=slot.again)  # ours: the terminal
+                continue
+            try:
+                output, _ = open_output(self.folder, slot.number, self.seat.host)
+                assert output is not None
+                with output:
+                    slot.begun_at_byte = output.tell()
+                    self.nursery.expect(seat, output.fileno(), output.fileno(), again=slot.again)
+            except UsageError as error:
+                self.journal.warn(f"the output of slot {slot.number} goes to the terminal", error)
+                self.nursery.expect(seat, 2, 2, again=slot.again)
+
+    def admit(self, slot: Slot, one: Newborn) -> None:
+        """Write down who sits in `slot` now, and open the gate."""
+        who = sitter(one.pid, slot.begun_at_byte)
+        slot.worker, slot.again = Worker(slot.number, who, os.pidfd_open(one.pid), True, now_s()), True
+        try:
+            note_sitter(self.state, slot.number, who)
+        except OSError as error:
+            self.journal.warn(f"who sits in slot {slot.number} cannot be written down, and another agent would not find it", error)
+        with suppress(BrokenPipeError):
+            os.write(one.opener, b".")
+        os.close(one.opener)
+        self.journal.note("worker started", one.how, slot=slot.number, pid=one.pid)
+
+    def take_over(self, slot: Slot, one: Sitter) -> None:
+        """Look after a worker that an earlier agent has started."""
+        try:
+            handle = os.pidfd_open(one.pid)
+        except ProcessLookupError:
+            return
+        if not one.alive:  # the handle may be another process's
+            os.close(handle)
+            return
+        slot.worker, slot.again, slot.due_s = Worker(slot.number, one, handle, False, now_s()), True, None
+        self.journal.note("worker taken over", "its agent had died, and it trained on", slot=slot.number, pid=one.pid)
+        log.info("slot %d (pid %d) trains on without its agent: taken over", slot.number, one.pid)
+
+    def bury(self, worker: Worker) -> None:
+        """Note the end of a worker, end what it left behind, and do what follows."""
+        slot = self.slots[worker.slot]
+        slot.worker = None
+        end = slot.end = self.end_of(worker)
+        follows, slot.past = after(
+            end,
+            slot.past,
+            lived_s=end.at_s - worker.began_s,
+            step=self.newest.step if self.newest else -1,
+            stopping=bool(self.asked or self.over),
+            rules=self.rules,
+        )
+        self.journal.note("worker ended", follows.why, slot=worker.slot, pid=worker.pid)
+        if follows.what == "restart":
+            log.warning("%s: %s", end, follows.why)
+            slot.due_s = now_s() + follows.wait_s
+        elif follows.what == "end":
+            self.finish(follows.code, follows.text, f"{end} on {self.seat.host}: {follows.why}")
+
+    def end_of(self, worker: Worker) -> End:
+        """How a worker ended. Nothing of it is left."""
+        os.close(worker.handle)
+        if worker.child:
+            kill_group(worker.pid)  # while nobody has waited for it, its number, which is its group's too, cannot be given to a stranger
+            code: int | None = os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
+        else:
+            if not Path(f"/proc/{worker.pid}").exists():  # a number that a group still has is given to nobody
+                kill_group(worker.pid)
+            code = -worker.sent[-1] if worker.sent else None
+        account = read_account(self.state, worker.slot)
+        path = self.folder / "logs" / f"{self.seat.host}-{worker.slot}.log"
+        tail = ""
+        with suppress(OSError):
+            if account and account.trace:
+                with open(path, "ab") as output:
+                    output.write(account.trace.encode())
+            elif worker.slot and not account:
+                with open(path, "rb") as output:
+                    tail = last_lines(output, worker.sitter.begun_at_byte)
+        shown = str(path) if path.exists() else ""
+        return End(worker.slot, worker.pid, code, now_s(), tuple(worker.sent), account, shown, tail, title="slot")
+
+
+def pressure(
+    now_s: float,
+    sent: Sequence[int],
+    *,
+    doomed: tuple[float, str] | None,
+    over_s: float | None,
+    asked_s: float | None,
+    limits: Limits,
+) -> tuple[int, str]:
+    """(the signal that a worker is to be sent now, why); 0: none.
+
+    sent     to it so far, to end it
+    doomed   (when it is killed, why)
+    over_s   when the run ended; asked_s: when the workers were asked to stop
+    """
+    due: tuple[int, str] = (0, "")
+    if over_s is not None and now_s >= over_s + limits.leave_s:
+        kill = now_s >= over_s + 2 * limits.leave_s
+        due = signal.SIGKILL if kill else signal.SIGTERM, "the run has ended, and it had not left"
+    elif over_s is None and asked_s is not None and now_s >= asked_s + limits.grace_s:
+        due = signal.SIGKILL, f"it did not stop within {limits.grace_s:g} s"
+    if doomed and now_s >= doomed[0]:
+        due = signal.SIGKILL, doomed[1]
+    return (0, "") if due[0] in sent else due
+
+
+def read_account(state: Path, slot: int) -> Account | None:
+    """The last words of the worker in `slot`, if it has said any."""
+    with suppress(OSError, ValueError, TypeError):
+        return Account.from_line(last_words(state, slot).read_bytes())
+    return None
+
+
+def ended(workers: Sequence[Worker]) -> list[Worker]:
+    """Those that have ended."""
+    ready, _, _ = select.select([worker.handle for worker in workers], [], [], 0)
+    return [worker for worker in workers if worker.handle in ready]
+
+
+def reap_strangers(known: set[int]) -> None:
+    """Wait for what our workers have left to us, so that it does not stay a zombie; not for the processes in `known`."""
+    with suppress(ChildProcessError):
+        while (one := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and one.si_pid not in known:
+            os.waitpid(one.si_pid, 0)

@@ -1,0 +1,156 @@
+"""Being the one agent of a host and run, and finding what an earlier one has left.
+
+The agent holds the lock state/agent.lock, which the kernel takes from it when it dies. In it stands what the next one must know:
+
+    pid       who holds it
+    after     the newest generation before the workers were started: an end that it says is over
+    lives_on  whether the workers outlive their agent
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from lockstep.errors import UsageError
+from lockstep.files import try_lock
+from lockstep.launch import kill_group, open_output
+from lockstep.membership.arbiter import Arbiter, Record
+from lockstep.membership.seat import Sitter, sitters
+from lockstep.membership.wire import read_token
+
+PATIENCE_S = 5.0  # for the kernel to end a process
+
+
+@dataclass(frozen=True)
+class Found:
+    """What an agent finds at its start.
+
+    newest   the newest generation in the log
+    after    the newest one that this agent's workers have nothing to do with
+    sitting  slot -> worker of an earlier agent that trains on
+    """
+
+    newest: Record | None
+    after: int
+    sitting: Mapping[int, Sitter]
+
+
+@contextmanager
+def claim(folder: Path, state: Path, host: str, *, slots: int, lives_on: bool) -> Iterator[Found]:
+    """Be the agent of `host` for the run in `folder` while entered, with the folder made ready.
+
+    UsageError when there is an agent already, when what an earlier one has left does not fit this start, or when the folder cannot be had.
+    """
+    with hold(state / "agent.lock", folder, host) as lock:
+        make_ready(folder, slots, host)
+        newest = newest_generation(folder)
+        before, sitting = read_lock(lock), sitters(state)
+        if sitting and not before.get("lives_on"):
+            end_all(sitting)  # their agent is dead, and they are about to follow
+            sitting = {}
+        if sitting:
+            refuse_to_mix(sitting, folder, slots, lives_on)
+        after = int(before["after"]) if sitting else newest.number if newest else 0
+        write_lock(lock, {"pid": os.getpid(), "after": after, "lives_on": lives_on})
+        yield Found(newest, after, sitting)
+        tidy(state)
+
+
+@contextmanager
+def hold(path: Path, folder: Path, host: str) -> Iterator[BinaryIO]:
+    """Hold the lock. UsageError when another agent does."""
+    descriptor = try_lock(path)
+    if descriptor is None:
+        with open(path, "rb") as file:
+            holder = read_lock(file).get("pid", "unknown")
+        raise UsageError(
+            f"another training is at work in {folder}: the agent of {host}, pid {holder}",
+            f"it holds {path}",
+            f"wait for it, stop it (kill {holder}), or give another --out",
+        )
+    with open(descriptor, "r+b", buffering=0) as lock:
+        yield lock
+
+
+def read_lock(lock: BinaryIO) -> dict[str, int]:
+    """What the newest agent has written into its lock; {} when there was none."""
+    lock.seek(0)
+    with suppress(ValueError, TypeError):
+        return dict(json.loads(lock.read() or b"{}"))
+    return {}
+
+
+def write_lock(lock: BinaryIO, value: Mapping[str, int]) -> None:
+    """Write into the lock."""
+    lock.seek(0)
+    lock.truncate()
+    lock.write(json.dumps(value).encode())
+
+
+def make_ready(folder: Path, slots: int, host: str) -> None:
+    """The run folder, with its token and logs. UsageError when it cannot be had."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        read_token(folder)
+        for slot in range(1, slots):
+            output, _ = open_output(folder, slot, host)
+            if output:
+                output.close()
+    except OSError as error:
+        raise UsageError(
+            f"{folder} cannot be written: {error.strerror}",
+            "given with --out",
+            "give a folder that this user can write, on a disk with space",
+        ) from None
+
+
+def newest_generation(folder: Path) -> Record | None:
+    """The newest generation. UsageError when the log cannot be read."""
+    log = Arbiter(folder / "generations")
+    try:
+        return log.newest()
+    except OSError as error:
+        raise UsageError(f"the log of generations cannot be read: {error}", str(log.folder), "mend it, or give another --out") from None
+
+
+def refuse_to_mix(sitting: Mapping[int, Sitter], folder: Path, slots: int, lives_on: bool) -> None:
+    """UsageError when the workers that an earlier `launch` has left at work are not such as this start would have."""
+    pids = ", ".join(str(one.pid) for one in sitting.values())
+    stop = f"stop them first: lockstep launch --stop {folder}"
+    if not lives_on:
+        raise UsageError(
+            f"workers of `lockstep launch` train in {folder}: pid {pids}",
+            "their agent was killed, and they trained on",
+            f"start lockstep launch again, which takes them over; or {stop}",
+        )
+    if max(sitting) >= slots:
+        raise UsageError(
+            f"{max(sitting) + 1} workers train in {folder} on this host, and {slots} are asked for: pid {pids}",
+            "their agent was killed, and they trained on",
+            f"start as many workers as there are, or {stop}",
+        )
+
+
+def end_all(sitting: Mapping[int, Sitter]) -> None:
+    """SIGKILL to workers and what they have started; they are gone when it returns."""
+    for one in sitting.values():
+        with suppress(ProcessLookupError):
+            handle = os.pidfd_open(one.pid)
+            if one.alive:
+                kill_group(one.pid)
+                select.select([handle], [], [], PATIENCE_S)
+            os.close(handle)
+
+
+def tidy(state: Path) -> None:
+    """Remove what stands in the state folder of workers that are gone."""
+    if not sitters(state):
+        for path in state.glob("[0-9]*.*"):
+            path.unlink()
