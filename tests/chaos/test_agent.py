@@ -486,11 +486,23 @@ def test_a_record_with_an_end_is_the_end_of_all_within_five_seconds(start: Calla
     assert time.monotonic() - begun < 5 and not any(map(alive, pids))
 
 
+def test_a_host_that_does_not_fit_leaves_the_run_of_others_alone(start: Callable[..., Started]) -> None:
+    one = start(
+        "def work():\n    ready()\n    until(Path('go').exists)\n    raise UsageError('threads=2', 'run.toml', 'make it 1')", slots=1
+    )
+    one.ready(1)
+    publish(one, (Member("there/0/a", "there", 0, os.getpid(), ""),))
+    (one.folder / "go").touch()
+    assert one.ended()[0] == 2
+    newest = Arbiter(one.run / "generations").newest()
+    assert newest and newest.number == 1
+
+
 def test_an_end_before_this_start_is_over(start: Callable[..., Started]) -> None:
-    one = start()
+    one = start(limits={"leave_s": 0.2})
     one.ready()
-    publish(one, end=End(0))
-    assert one.ended()[0] == 0
+    publish(one, end=End(75))
+    assert one.ended()[0] == 75
     for slot in range(2):
         (one.folder / f"ready-{slot}").unlink()
     two = start()

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError, UsageError
 from lockstep.failures import Account, End, kind
-from lockstep.membership.agent import Limits, pressure
+from lockstep.membership.agent import Limits, Over, pressure
 from lockstep.membership.hosts import Host, Hosts, parse_hosts, read_hosts, ssh_command, start_all
-from lockstep.membership.restart import RULES, Next, Past, Rules, after, pause
+from lockstep.membership.restart import RULES, Next, Past, Rules, after, only_here, pause
 
 TRACE = 'Traceback (most recent call last):\n  File "x.py"\nValueError: fish\n'
 
@@ -133,30 +133,47 @@ def test_nobody_is_started_once_the_run_stops(one: End) -> None:
     assert decided.what == "done" and past == Past(2, 2, 3)
 
 
+@pytest.mark.parametrize(
+    ("code", "at_work", "alone"),
+    [
+        (2, {"ada"}, True),  # a start that does not fit the run that ada has under way
+        (3, {"ada", "bob"}, True),
+        (2, {"ada", "here"}, False),
+        (2, set(), False),  # nobody is at work: all would wait for this host
+        (4, {"ada"}, False),
+        (1, {"ada"}, False),
+    ],
+)
+def test_a_host_that_does_not_fit_the_run_of_others_ends_alone(code: int, at_work: set[str], alone: bool) -> None:
+    assert only_here(code, at_work, "here") == alone
+
+
 # Whom an agent ends.
 
 
 def pressed(at_s: float, sent: list[int] | None = None, **when: Any) -> int:
-    given: dict[str, Any] = {"doomed": None, "over_s": None, "asked_s": None} | when
+    given: dict[str, Any] = {"doomed": None, "over": None, "asked_s": None} | when
     return pressure(at_s, sent or [], **given, limits=Limits())[0]
 
 
 def test_workers_of_a_run_that_has_ended_leave_are_asked_and_are_killed() -> None:
+    failed, done = Over(4, "", 100.0), Over(0, "", 100.0)
     assert pressed(1000.0) == 0
-    assert [pressed(at_s, over_s=100.0) for at_s in (100.0, 101.9, 102.0, 103.9, 104.0)] == [0, 0, 15, 15, 9]
-    assert pressed(103.0, [signal.SIGTERM], over_s=100.0) == 0
-    assert pressed(104.0, [signal.SIGTERM], over_s=100.0) == signal.SIGKILL
-    assert pressed(200.0, [signal.SIGTERM, signal.SIGKILL], over_s=100.0) == 0
+    assert [pressed(at_s, over=failed) for at_s in (100.0, 101.9, 102.0, 103.9, 104.0)] == [0, 0, 15, 15, 9]
+    assert [pressed(at_s, over=done) for at_s in (104.0, 399.9, 400.0, 402.0)] == [0, 0, 15, 9]  # a user's own words after the training
+    assert pressed(103.0, [signal.SIGTERM], over=failed) == 0
+    assert pressed(104.0, [signal.SIGTERM], over=failed) == signal.SIGKILL
+    assert pressed(200.0, [signal.SIGTERM, signal.SIGKILL], over=failed) == 0
 
 
 def test_workers_that_were_asked_to_stop_have_time_to_save() -> None:
     assert [pressed(at_s, asked_s=100.0) for at_s in (100.0, 399.0, 400.0)] == [0, 0, 9]
-    assert pressed(102.0, asked_s=1.0, over_s=100.0) == signal.SIGTERM  # the run's end counts
+    assert pressed(102.0, asked_s=1.0, over=Over(75, "", 100.0)) == signal.SIGTERM  # the run's end counts
 
 
 def test_a_doomed_worker_is_killed_when_its_time_has_come_whatever_else_is_due() -> None:
     assert [pressed(at_s, doomed=(100.0, "out")) for at_s in (99.0, 100.0)] == [0, 9]
-    assert pressed(102.5, doomed=(100.0, "out"), over_s=100.0) == signal.SIGKILL
+    assert pressed(102.5, doomed=(100.0, "out"), over=Over(4, "", 100.0)) == signal.SIGKILL
 
 
 @given(st.lists(st.floats(0, 20), min_size=1), st.none() | st.floats(0, 10), st.none() | st.floats(0, 10), st.none() | st.floats(0, 10))
@@ -165,7 +182,8 @@ def test_nobody_is_sent_a_signal_twice_and_a_run_that_ended_is_gone_in_five_seco
 ) -> None:
     sent: list[int] = []
     for at_s in [*sorted(times), 30.0]:
-        number = pressed(at_s, sent, over_s=over_s, asked_s=asked_s, doomed=None if doomed_s is None else (doomed_s, "out"))
+        over = None if over_s is None else Over(4, "", over_s)
+        number = pressed(at_s, sent, over=over, asked_s=asked_s, doomed=None if doomed_s is None else (doomed_s, "out"))
         assert number not in sent
         sent += [number] if number else []
         if over_s is not None and at_s > over_s + 5:

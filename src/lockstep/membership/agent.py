@@ -29,7 +29,7 @@ from lockstep.membership.arbiter import Arbiter, Record, new_token
 from lockstep.membership.claim import Found, claim, end_all
 from lockstep.membership.journal import Journal
 from lockstep.membership.nursery import Newborn, Nursery
-from lockstep.membership.restart import RULES, Past, Rules, after
+from lockstep.membership.restart import RULES, Past, Rules, after, only_here
 from lockstep.membership.seat import Seat, Sitter, last_words, note_sitter, sitter, state_folder
 from lockstep.membership.zygote import Work, adopt_orphans
 from lockstep.signals import INTERRUPTED, STOPPING
@@ -42,8 +42,8 @@ class Limits:
     """How long an agent waits.
 
     look_s    from one look at the log of generations to the next
-    grace_s   from a signal to the agreed stop: a step and a checkpoint
-    leave_s   from the end of the run until SIGTERM for those who have not left, and from there until SIGKILL
+    grace_s   from a signal to the agreed stop: a step and a checkpoint; and for what comes after a run that is done
+    leave_s   from the end of a run that was not done until SIGTERM for those who have not left, and from there until SIGKILL
     told_s    from the last words of a worker that failed until SIGKILL, when it does not end
     import_s  until the zygote has imported everything
     fork_s    until it has forked
@@ -254,6 +254,10 @@ class Agent:
         """End the run: on this host now, on the others by the log."""
         self.over = Over(code, text, now_s())
         self.start_nobody()
+        self.journal.note("run ended", why)
+        at_work = {member.host for member in self.newest.members} if self.newest else set()
+        if only_here(code, at_work, self.seat.host):
+            return
         number, step = (self.newest.number, self.newest.step) if self.newest else (0, 0)
         try:
             while True:
@@ -264,7 +268,6 @@ class Agent:
                 number, step = won.number, won.step
         except OSError as error:
             self.journal.warn("the end of the run cannot be written down, and other hosts may not hear of it", error)
-        self.journal.note("run ended", why)
 
     def press(self) -> None:
         """End those who should have left, and did not."""
@@ -272,8 +275,7 @@ class Agent:
         for worker in self.workers:
             if not worker.doomed and (account := read_account(self.state, worker.slot)) and not account.finished:
                 worker.doomed = now + self.limits.told_s, f"it failed, and had not ended {self.limits.told_s:g} s later"
-            over_s = self.over.at_s if self.over else None
-            number, why = pressure(now, worker.sent, doomed=worker.doomed, over_s=over_s, asked_s=self.asked_s, limits=self.limits)
+            number, why = pressure(now, worker.sent, doomed=worker.doomed, over=self.over, asked_s=self.asked_s, limits=self.limits)
             if number:
                 worker.sent.append(number)
                 self.journal.note(f"{signal.Signals(number).name} sent", why, slot=worker.slot, pid=worker.pid)
@@ -412,7 +414,7 @@ def pressure(
     sent: Sequence[int],
     *,
     doomed: tuple[float, str] | None,
-    over_s: float | None,
+    over: Over | None,
     asked_s: float | None,
     limits: Limits,
 ) -> tuple[int, str]:
@@ -420,13 +422,15 @@ def pressure(
 
     sent     to it so far, to end it
     doomed   (when it is killed, why)
-    over_s   when the run ended; asked_s: when the workers were asked to stop
+    over     how and when the run ended; asked_s: when the workers were asked to stop
     """
     due: tuple[int, str] = (0, "")
-    if over_s is not None and now_s >= over_s + limits.leave_s:
-        kill = now_s >= over_s + 2 * limits.leave_s
-        due = signal.SIGKILL if kill else signal.SIGTERM, "the run has ended, and it had not left"
-    elif over_s is None and asked_s is not None and now_s >= asked_s + limits.grace_s:
+    if over:
+        spare_s = limits.leave_s if over.code else limits.grace_s
+        if now_s >= over.at_s + spare_s:
+            kill = now_s >= over.at_s + spare_s + limits.leave_s
+            due = signal.SIGKILL if kill else signal.SIGTERM, f"the run had ended {spare_s:g} s before, and it had not left"
+    elif asked_s is not None and now_s >= asked_s + limits.grace_s:
         due = signal.SIGKILL, f"it did not stop within {limits.grace_s:g} s"
     if doomed and now_s >= doomed[0]:
         due = signal.SIGKILL, doomed[1]

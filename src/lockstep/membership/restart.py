@@ -8,6 +8,7 @@ repetition mends (the run's values, damaged data, a loss that is not finite) end
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -95,6 +96,11 @@ def after(end: End, past: Past, *, lived_s: float, step: int, stopping: bool, ru
         return Next("end", words, code=code_of(end) or 1, text=f"{own_words(end)}\n{error}"), now
     wait_s = pause(restarts, rules)
     return Next("restart", f"{words}; {f'a new one starts in {wait_s:g} s' if wait_s else 'a new one starts at once'}", wait_s), now
+
+
+def only_here(code: int, at_work: Collection[str], host: str) -> bool:
+    """Whether an end is this host's alone: it came with values or files that are not those of the others, who are at work without it."""
+    return code in (2, 3) and bool(at_work) and host not in at_work
 
 
 def pause(restarts: int, rules: Rules) -> float:
