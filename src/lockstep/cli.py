@@ -8,9 +8,11 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep import log
@@ -18,6 +20,8 @@ from lockstep.errors import LockstepError, UsageError
 
 EXIT_CODES = """exit codes: 0 done; 1 training error; 2 usage or config; 3 data or checkpoint damaged; 4 diverged;
 75 saved and wants to be started again (SIGTERM, SIGUSR1); 76 peers lost; 128+n ended by signal n (130: saved after SIGINT)"""
+
+HERE = "127.0.0.1"
 
 
 class Parser(argparse.ArgumentParser):
@@ -45,9 +49,20 @@ def parser() -> Parser:
     )
     one.add_argument("--out", type=Path, help="folder of the run (default: runs/NAME of the run file, runs/default)")
     one.add_argument("--workers", type=int, help="processes on this machine (default: one for each GPU, two on a CPU)")
-    one.add_argument("--port", type=int, help="port on which the workers meet (default: one that the kernel picks)")
     one.add_argument("--resume", default="auto", metavar="auto|never|required|STEP", help="which checkpoint to go on from (default: auto)")
     one.add_argument("--show", action="store_true", help="print every value and where it came from, and end")
+
+    one = command("launch", launch, "train on several hosts, or on this one, and go on whatever dies")
+    one.formatter_class = argparse.RawDescriptionHelpFormatter
+    one.add_argument("what", nargs="?", metavar="RUN.toml|FILE.py:FUNCTION", help="as for train")
+    one.add_argument("--out", type=Path, help="folder of the run, on a disk that all hosts share (default: as for train)")
+    one.add_argument("--workers", type=int, help="processes on this host, when it is the only one (default: as for train)")
+    one.add_argument("--hosts", type=Path, metavar="HOSTS.toml", help="all hosts of the run; start the same command on each")
+    one.add_argument("--host", metavar="NAME", help="which of them this is (default: what this machine calls itself)")
+    one.add_argument("--ssh", action="store_true", help="start the command on all hosts from here, by ssh")
+    one.add_argument("--min", type=int, default=1, help="workers below which training waits for more (default: 1)")
+    one.add_argument("--max", type=int, help="workers that train at once, others stand by (default: batch.micro_batches)")
+    one.add_argument("--resume", default="auto", metavar="auto|never|required|STEP", help="which checkpoint to go on from (default: auto)")
 
     one = command("evaluate", evaluate, "score the checkpoints of a run on its held-out text")
     one.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
@@ -79,10 +94,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         top = parser()
-        if words[:1] == ["train"] and {"--help", "-h"} & set(words):
-            print_train_help(top)
+        of_a_run = words[:1] in (["train"], ["launch"])
+        if of_a_run and {"--help", "-h"} & set(words):
+            print_help_of_a_run(top, words[0])
             return 0
-        words, values = take_values(words) if words[:1] == ["train"] else (words, [])
+        words, values = take_values(words) if of_a_run else (words, [])
         args, rest = top.parse_known_args(words)
         rest += values
         if args.version:
@@ -103,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
 
 
-TRAIN_OPTIONS = ("out", "workers", "port", "resume", "show", "help")
+OPTIONS_OF_A_RUN = ("out", "workers", "resume", "show", "help", "hosts", "host", "ssh", "min", "max")
 
 
 def take_values(words: list[str]) -> tuple[list[str], list[str]]:
@@ -113,25 +129,25 @@ def take_values(words: list[str]) -> tuple[list[str], list[str]]:
     rest = iter(words)
     for word in rest:
         name = word.removeprefix("--").partition("=")[0]
-        if not word.startswith("--") or name in TRAIN_OPTIONS:
+        if not word.startswith("--") or name in OPTIONS_OF_A_RUN:
             ours.append(word)
         else:
             values += [word] if "=" in word else [word, *[value for value in [next(rest, None)] if value is not None]]
     return ours, values
 
 
-def print_train_help(top: Parser) -> None:
-    """The options of train and every key of a run, from the schema itself."""
+def print_help_of_a_run(top: Parser, command: str) -> None:
+    """The options of train or launch and every key of a run, from the schema itself."""
     from lockstep.config import leaves
 
-    train_parser = top._subparsers._group_actions[0].choices["train"]  # type: ignore[union-attr, index]
+    its_parser = top._subparsers._group_actions[0].choices[command]  # type: ignore[union-attr, index]
     keys = leaves()
     width = max(map(len, keys)) + 2
     lines = [f"  --{one.key:<{width}} {one.doc} (default: {one.default!r})" for one in keys.values()]
-    train_parser.epilog = (
+    its_parser.epilog = (
         "values of the run, as --section.key VALUE, in the run file, or as LOCKSTEP_SECTION_KEY:\n" + "\n".join(lines) + "\n\n" + EXIT_CODES
     )
-    train_parser.print_help()
+    its_parser.print_help()
 
 
 def refuse(rest: list[str], command: str) -> None:
@@ -140,44 +156,153 @@ def refuse(rest: list[str], command: str) -> None:
         raise UsageError(f"unknown option {rest[0]!r}", "command line", f"see lockstep {command} --help")
 
 
-def train(args: argparse.Namespace, rest: list[str]) -> int:
-    """Start the workers of this machine, or be one of them when the environment says so."""
-    from lockstep.checkpoint.choose import choose
-    from lockstep.checkpoint.seal import committed_steps
-    from lockstep.config import open_run, read_flags, show
-    from lockstep.launch import default_workers, launch, worker_main
-    from lockstep.place import find_place
+@dataclass(frozen=True)
+class Asked:
+    """The run that the words of `train` and `launch` ask for.
 
-    flags = read_flags(rest)
-    script = args.what if args.what and (":" in args.what or args.what.endswith(".py")) else None
+    script  the user's FILE.py:FUNCTION; "": a run of ours
+    file    the run file, if one was given
+    values  the words --section.key VALUE, or --name VALUE for a function, and `flags` what they say
+    """
+
+    script: str
+    file: Path | None
+    folder: Path
+    resume: str
+    values: list[str]
+    flags: dict[str, str]
+
+    def words(self, resume: str) -> tuple[str, ...]:
+        """`lockstep train` with these words does it."""
+        what = [self.script] if self.script else [str(self.file)] if self.file else []
+        return "train", *what, "--out", str(self.folder), "--resume", resume, *self.values
+
+    def live(self) -> int:
+        """The life of a worker; its exit code."""
+        if self.script:
+            return own_function(self.script, self.folder, self.flags)
+        return work(self.folder, self.file, self.flags, self.resume)
+
+
+def read_asked(args: argparse.Namespace, rest: list[str]) -> Asked:
+    """What is asked for."""
+    from lockstep.config import read_flags
+
+    script = args.what if args.what and (":" in args.what or args.what.endswith(".py")) else ""
     file = Path(args.what) if args.what and not script else None
     folder = args.out or Path("runs") / (file.stem if file else "default")
+    return Asked(script, file, folder, args.resume, rest, read_flags(rest))
+
+
+def check(asked: Asked) -> int | None:
+    """What does not fit is refused here, before a process starts; the micro-batches of a step, None for a function."""
+    from lockstep.checkpoint.choose import choose
+    from lockstep.checkpoint.seal import committed_steps
+    from lockstep.config import open_run
+
+    if asked.script:
+        return None
+    resolved = open_run(asked.folder, asked.file, asked.flags, os.environ)
+    choose(asked.resume, committed_steps(asked.folder / "checkpoints"))
+    return resolved.run.batch.micro_batches
+
+
+def train(args: argparse.Namespace, rest: list[str]) -> int:
+    """Start the workers of this machine, or be one of them when the environment says so."""
+    from lockstep.config import open_run, show
+    from lockstep.launch import worker_main
+    from lockstep.membership.seat import find_seat
+    from lockstep.place import find_place
+
+    asked = read_asked(args, rest)
+    if find_seat(os.environ):
+        return worker_main(asked.live)
+    if args.show and not asked.script:
+        print(show(open_run(asked.folder, asked.file, asked.flags, os.environ)))
+        return 0
     place, found = find_place(os.environ)
-    if not script:
-        resolved = open_run(folder, file, flags, os.environ)
-        if args.show:
-            print(show(resolved))
-            return 0
-        choose(args.resume, committed_steps(folder / "checkpoints"))  # refused here, before a process starts
+    micro_batches = check(asked)
     if place is not None:
         if args.workers not in (None, place.size):
             raise UsageError(
                 f"--workers {args.workers}, but {found}", "command line and environment", "leave --workers out, or start that many"
             )
-        if script:
-            return worker_main(lambda: own_function(script, folder, flags))
-        return worker_main(lambda: work(folder, file, flags, args.resume))
-    workers, reason = (args.workers, "--workers") if args.workers is not None else default_workers()
-    if workers < 1 or (not script and workers > resolved.run.batch.micro_batches):
-        most = resolved.run.batch.micro_batches if not script else workers
+        return worker_main(asked.live)
+    workers, reason = count_workers(args.workers)
+    most = workers if micro_batches is None else micro_batches
+    if not 1 <= workers <= most:
         raise UsageError(
             f"{workers} workers for a step of {most} micro-batches",
             f"{reason}; batch.micro_batches",
             f"give 1 to {most} workers, or more micro-batches",
         )
+    return look_after(asked, socket.gethostname(), HERE, workers, expected=workers, least=1, most=most, lives_on=False)
+
+
+def launch(args: argparse.Namespace, rest: list[str]) -> int:
+    """Be the agent of this host, or start the agents of all hosts."""
+    from lockstep.membership.hosts import read_hosts, ssh_command, start_all
+
+    asked = read_asked(args, rest)
+    micro_batches = check(asked)
+    name, source = (args.host, "--host") if args.host else (socket.gethostname(), "what this machine calls itself")
+    if args.hosts is None:
+        if args.ssh:
+            raise UsageError("--ssh starts nothing without hosts", "command line", "give --hosts HOSTS.toml")
+        workers, _ = count_workers(args.workers)
+        address, expected = HERE, workers
+    else:
+        if args.workers is not None:
+            raise UsageError(
+                f"--workers {args.workers} beside --hosts {args.hosts}", "command line", "that file says how many on each host"
+            )
+        hosts = read_hosts(args.hosts)
+        if (args.ssh or hosts.ssh) and not args.host:
+            bounds = ["--min", str(args.min), *(["--max", str(args.max)] if args.max else [])]
+            words = [sys.executable, "-m", "lockstep", "launch", *asked.words(asked.resume)[1:], "--hosts", str(args.hosts), *bounds]
+            return start_all([ssh_command(host, [*words, "--host", host.name], Path.cwd(), os.environ) for host in hosts.host])
+        host = hosts.find(name, f"{source}; {args.hosts}")
+        workers, address, expected = host.workers, host.resolve(), hosts.workers
+    most = args.max if args.max is not None else micro_batches or expected
+    if workers < 1 or not 1 <= args.min <= most or most > (micro_batches or most):
+        raise UsageError(
+            f"{workers} workers here, at least {args.min} and at most {most} at work, for {micro_batches or 'any number of'} micro-batches",
+            "--workers, --min, --max; batch.micro_batches",
+            "give 1 <= --min <= --max <= batch.micro_batches, and 1 worker or more",
+        )
+    return look_after(asked, name, address, workers, expected=expected, least=args.min, most=most, lives_on=True)
+
+
+def count_workers(given: int | None) -> tuple[int, str]:
+    """(workers of this machine, the reason), which is told unless they were given."""
+    from lockstep.launch import default_workers
+
+    if given is not None:
+        return given, "--workers"
+    workers, reason = default_workers()
     logging.getLogger("lockstep").info("%s: %s", f"{workers} workers" if workers > 1 else "1 worker", reason)
-    command = [sys.executable, "-m", "lockstep", "train", *sys.argv[2:]]
-    return launch(command, workers, run_folder=folder, port=args.port, environ=os.environ)
+    return workers, reason
+
+
+def look_after(asked: Asked, host: str, address: str, workers: int, *, expected: int, least: int, most: int, lives_on: bool) -> int:
+    """Be the agent of this machine's workers; the exit code of the run."""
+    from lockstep.membership.agent import run_agent
+    from lockstep.membership.zygote import Work
+
+    # A worker that comes after another one goes on from where the run is by then, whatever the first was told.
+    work = Work(asked.words(asked.resume), asked.words("auto"), script=asked.script)
+    return run_agent(
+        work,
+        asked.folder,
+        host=host,
+        address=address,
+        slots=workers,
+        expected=expected,
+        least=least,
+        most=most,
+        lives_on=lives_on,
+        environ=os.environ,
+    )
 
 
 def work(folder: Path, file: Path | None, flags: dict[str, str], resume: str) -> int:
