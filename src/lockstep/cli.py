@@ -241,7 +241,7 @@ def train(args: argparse.Namespace, rest: list[str]) -> int:
 
 def launch(args: argparse.Namespace, rest: list[str]) -> int:
     """Be the agent of this host, or start the agents of all hosts."""
-    from lockstep.membership.hosts import read_hosts, ssh_command, start_all
+    from lockstep.membership.hosts import parse_hosts, read_hosts, ssh_command, start_all
 
     asked = read_asked(args, rest)
     micro_batches = check(asked)
@@ -249,28 +249,26 @@ def launch(args: argparse.Namespace, rest: list[str]) -> int:
     if args.hosts is None:
         if args.ssh:
             raise UsageError("--ssh starts nothing without hosts", "command line", "give --hosts HOSTS.toml")
-        workers, _ = count_workers(args.workers)
-        address, expected = HERE, workers
+        workers, reason = count_workers(args.workers)
+        hint = "give 1 worker or more, and a name of letters, digits, dots, dashes and underscores"
+        hosts = parse_hosts({"host": [{"name": name, "address": HERE, "workers": workers}]}, f"{source}; {reason}", hint)
+    elif args.workers is not None:
+        raise UsageError(f"--workers {args.workers} beside --hosts {args.hosts}", "command line", "leave one out: the file says how many")
     else:
-        if args.workers is not None:
-            raise UsageError(
-                f"--workers {args.workers} beside --hosts {args.hosts}", "command line", "that file says how many on each host"
-            )
         hosts = read_hosts(args.hosts)
-        if (args.ssh or hosts.ssh) and not args.host:
-            bounds = ["--min", str(args.min), *(["--max", str(args.max)] if args.max else [])]
-            words = [sys.executable, "-m", "lockstep", "launch", *asked.words(asked.resume)[1:], "--hosts", str(args.hosts), *bounds]
-            return start_all([ssh_command(host, [*words, "--host", host.name], Path.cwd(), os.environ) for host in hosts.host])
-        host = hosts.find(name, f"{source}; {args.hosts}")
-        workers, address, expected = host.workers, host.resolve(), hosts.workers
-    most = args.max if args.max is not None else micro_batches or expected
-    if workers < 1 or not 1 <= args.min <= most or most > (micro_batches or most):
+    if (args.ssh or hosts.ssh) and not args.host:
+        bounds = ["--min", str(args.min), *(["--max", str(args.max)] if args.max else [])]
+        words = [sys.executable, "-m", "lockstep", "launch", *asked.words(asked.resume)[1:], "--hosts", str(args.hosts), *bounds]
+        return start_all([ssh_command(host, [*words, "--host", host.name], Path.cwd(), os.environ) for host in hosts.host])
+    host = hosts.find(name, f"{source}; {args.hosts}")
+    most = args.max if args.max is not None else micro_batches or hosts.workers
+    if not 1 <= args.min <= most <= (micro_batches or most):
         raise UsageError(
-            f"{workers} workers here, at least {args.min} and at most {most} at work, for {micro_batches or 'any number of'} micro-batches",
-            "--workers, --min, --max; batch.micro_batches",
-            "give 1 <= --min <= --max <= batch.micro_batches, and 1 worker or more",
+            f"at least {args.min} and at most {most} workers for a step of {micro_batches or 'any number of'} micro-batches",
+            "--min, --max; batch.micro_batches",
+            "give 1 <= --min <= --max <= batch.micro_batches",
         )
-    return look_after(asked, name, address, workers, expected=expected, least=args.min, most=most, lives_on=True)
+    return look_after(asked, name, host.resolve(), host.workers, expected=hosts.workers, least=args.min, most=most, lives_on=True)
 
 
 def count_workers(given: int | None) -> tuple[int, str]:

@@ -510,6 +510,20 @@ def test_an_end_before_this_start_is_over(start: Callable[..., Started]) -> None
     assert two.stopped()[0] == 75
 
 
+def test_an_agent_that_was_stopped_obeys_what_happened_meanwhile(start: Callable[..., Started]) -> None:
+    one = start(lives_on=True)
+    pids = one.ready()
+    publish(one, tuple(Member(f"here/{slot}/a", "here", slot, pid, "") for slot, pid in enumerate(pids)))
+    one.process.send_signal(signal.SIGSTOP)
+    wait_for(lambda: state_of(one.process.pid) == "T")
+    publish(one, out=(Out("here/1/a", "silent"),))
+    publish(one)
+    one.process.send_signal(signal.SIGCONT)
+    one.successor(1, pids[1])
+    assert alive(pids[0])
+    assert one.stopped()[0] == 75
+
+
 # Signals.
 
 

@@ -137,6 +137,10 @@ def run_agent(
     environ   of the workers, to which ours is added
     Errors: UsageError before anything was started. For the main thread.
     """
+    if sys.platform != "linux":
+        raise UsageError(
+            f"no agent for {sys.platform}", "it needs pidfd_open(2) and prctl(2)", "start the workers with torchrun -m lockstep train"
+        )
     state = state_folder(folder, host)
     with Inbox() as inbox, claim(folder, state, host, slots=slots, lives_on=lives_on) as found:
         adopt_orphans()

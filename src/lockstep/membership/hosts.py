@@ -100,13 +100,13 @@ def read_hosts(path: Path) -> Hosts:
         raise ConfigError(f"{path} is no hosts file: {error}", f"--hosts {path}", FORM) from None
 
 
-def parse_hosts(values: Mapping[str, Any], source: str) -> Hosts:
+def parse_hosts(values: Mapping[str, Any], source: str, hint: str = FORM) -> Hosts:
     """The hosts in the values of a file. ConfigError that names all that does not fit."""
     try:
         hosts = TypeAdapter(Hosts).validate_python(values)
     except ValidationError as error:
         wrong = [f"{place(one['loc'])}: {one['msg'].replace('Unexpected keyword argument', 'unknown key')}" for one in error.errors()]
-        raise ConfigError("; ".join(wrong), source, FORM) from None
+        raise ConfigError("; ".join(wrong), source, hint) from None
     twice = [name for name, count in Counter(host.name for host in hosts.host).items() if count > 1]
     if twice:
         raise ConfigError(f"more than one host is called {', '.join(twice)}", source, "give each a name of its own")
