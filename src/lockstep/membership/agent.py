@@ -24,7 +24,7 @@ from pathlib import Path
 from lockstep.errors import LockstepError, UsageError
 from lockstep.failures import Account, End, kind, verdict
 from lockstep.launch import Inbox, kill_group, last_lines, now_s, open_output
-from lockstep.membership import arbiter
+from lockstep.membership import arbiter, waiting
 from lockstep.membership.arbiter import Arbiter, Record, new_token
 from lockstep.membership.claim import Found, claim, end_all
 from lockstep.membership.journal import Journal
@@ -374,6 +374,8 @@ class Agent:
         slot = self.slots[worker.slot]
         slot.worker = None
         end = slot.end = self.end_of(worker)
+        with suppress(OSError):
+            waiting.sweep(self.folder, self.seat.host, worker.slot)
         follows, slot.past = after(
             end,
             slot.past,

@@ -19,7 +19,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -30,9 +30,8 @@ from torch._C._distributed_c10d import TCPStore  # torch.distributed has it too,
 from lockstep.errors import FencedError, LockstepError, UsageError
 from lockstep.events import note
 from lockstep.failures import Account
-from lockstep.files import read_json, write_json
 from lockstep.launch import tell_parent
-from lockstep.membership import hang
+from lockstep.membership import hang, waiting
 from lockstep.membership.arbiter import Arbiter, End, Member, Record, new_token
 from lockstep.membership.hang import stack_of
 from lockstep.membership.protocol import (
@@ -79,7 +78,6 @@ class Membership:
         self.folder = Path(seat.folder)
         self.token = read_token(self.folder)
         self.arbiter = Arbiter(self.folder / "generations")
-        self.waiting_room = self.folder / "waiting"
         self._listener = socket.create_server((seat.address, 0), backlog=256)
         self._listener.setblocking(False)
         host, port = self._listener.getsockname()[:2]
@@ -113,8 +111,7 @@ class Membership:
 
     def ask(self, facts: Mapping[str, str], *, joins: bool) -> None:
         """This worker is warm and wants in. `joins`: to those that are at work, and with nobody else."""
-        path = self.waiting_room / f"{self.me.id.replace('/', '-')}.json"
-        self._disk.put(lambda: write_waiting(path, self.me))
+        self._disk.put(lambda: waiting.show(self.folder, self.me))
         self._call(lambda: self.protocol.ask(time.monotonic(), facts, joins=joins))
 
     def know(self, facts: Mapping[str, str]) -> None:
@@ -182,8 +179,7 @@ class Membership:
         self._calls.put(None)
         self._wake()
         self._threads[0].join(5.0)
-        path = self.waiting_room / f"{self.me.id.replace('/', '-')}.json"
-        self._disk.put(lambda: path.unlink(missing_ok=True))
+        self._disk.put(self._waits_no_longer)
         self._disk.put(None)
         self._threads[1].join(2.0)  # the disk may be gone: the thread ends with the process
 
@@ -276,6 +272,8 @@ class Membership:
 
     def _do(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
+            if not isinstance(effect, Look) and not (isinstance(effect, Send) and effect.message["kind"] == "beat"):
+                log.debug("%s", effect)
             match effect:
                 case Send(id, message):
                     if message["kind"] == "beat":
@@ -296,6 +294,7 @@ class Membership:
                     with self._turn:
                         self._formed = record
                         self._turn.notify_all()
+                    self._disk.put(self._waits_no_longer)
                 case Leave(why, fenced, end):
                     self._leave(RunEnded(end) if end else FencedError(why) if fenced else UsageError(why, self.me.id))
                 case Say(text):
@@ -417,6 +416,9 @@ class Membership:
             finally:
                 self._busy_looking = False
 
+    def _waits_no_longer(self) -> None:
+        waiting.path_of(self.folder, self.me).unlink(missing_ok=True)
+
     def _look(self, known: int) -> None:
         if self._busy_looking:
             return
@@ -425,7 +427,7 @@ class Membership:
 
         def look() -> None:
             newest = self.arbiter.newest(known)
-            room = list(waiting_members(self.waiting_room)) if room_too else []
+            room = list(waiting.members(self.folder)) if room_too else []
             self._call(lambda: self.protocol.looked(newest, room, time.monotonic()))
 
         self._disk.put(look)
@@ -454,19 +456,6 @@ def hang_limits(limits: Limits) -> hang.Limits:
 def hangs(run: Path, verdict: hang.Verdict) -> None:
     """Note the verdict in the run's diary."""
     note(run, "hang", culprits=list(verdict.culprits), action=verdict.action, why=verdict.paragraph)
-
-
-def write_waiting(path: Path, me: Member) -> None:
-    """Show others that are in no generation where this worker listens."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, vars(me))
-
-
-def waiting_members(folder: Path) -> Iterator[Member]:
-    """Those who have shown themselves in the waiting room. Some may have ended since: a refused connection tells."""
-    for path in sorted(folder.glob("[!.]*.json")):
-        with suppress(OSError, ValueError, TypeError):
-            yield Member(**read_json(path))
 
 
 def peer_of(connection: socket.socket) -> str:
