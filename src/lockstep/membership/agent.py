@@ -28,13 +28,14 @@ from lockstep.membership import arbiter, waiting
 from lockstep.membership.arbiter import Arbiter, Record, new_token
 from lockstep.membership.claim import Found, claim, end_all
 from lockstep.membership.journal import Journal
-from lockstep.membership.nursery import Newborn, Nursery
+from lockstep.membership.nursery import RETRY_S, Newborn, Nursery
 from lockstep.membership.restart import RULES, Past, Rules, after, only_here
 from lockstep.membership.seat import Seat, Sitter, last_words, note_sitter, sitter, state_folder
 from lockstep.membership.zygote import Work, adopt_orphans
 from lockstep.signals import INTERRUPTED, STOPPING
 
 log = logging.getLogger("lockstep")
+TOUCH_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,7 @@ class Agent:
         self.asked: list[int] = []
         self.asked_s: float | None = None
         self.over: Over | None = None
+        self.touched_s = now_s()
         self.slots = {number: Slot(number) for number in range(seat.slots)}
         for number, one in found.sitting.items():
             self.take_over(self.slots[number], one)
@@ -202,6 +204,7 @@ class Agent:
                     return INTERRUPTED, "ended at once; start the same command again to go on from the newest checkpoint"
                 if number in STOPPING:
                     self.pass_on(number)
+            self.keep_state()
             self.look()  # before anybody is buried: who ended because the run did is not started again
             for worker in ended(self.workers):
                 self.bury(worker)
@@ -214,6 +217,14 @@ class Agent:
         """How long to sleep when nothing happens."""
         waits = [slot.due_s - now_s() for slot in self.slots.values() if slot.due_s is not None]
         return max(0.0, min([self.limits.look_s, *waits]))
+
+    def keep_state(self) -> None:
+        """Touch the state folder once an hour: systemd-tmpfiles removes from /tmp what nobody has touched for ten days, locks too."""
+        if now_s() > self.touched_s + TOUCH_S:
+            self.touched_s = now_s()
+            with suppress(OSError):
+                for path in (self.state, *self.state.iterdir()):
+                    os.utime(path)
 
     def verdict(self) -> tuple[int, str]:
         """(exit code, what to print) now that all have ended."""
@@ -324,24 +335,32 @@ class Agent:
     def ask_for_workers(self) -> None:
         """Ask for the workers whose time has come."""
         for slot in self.slots.values():
-            if slot.due_s is None or slot.due_s > now_s():
-                continue
-            slot.due_s = None
-            with suppress(OSError):
-                last_words(self.state, slot.number).unlink(missing_ok=True)
-            seat = replace(self.seat, slot=slot.number)
-            if slot.number == 0:
-                self.nursery.expect(seat, 1, 2, again=slot.again)  # ours: the terminal
-                continue
-            try:
-                output, _ = open_output(self.folder, slot.number, self.seat.host)
-                assert output is not None
-                with output:
-                    slot.begun_at_byte = output.tell()
-                    self.nursery.expect(seat, output.fileno(), output.fileno(), again=slot.again)
-            except UsageError as error:
-                self.journal.warn(f"the output of slot {slot.number} goes to the terminal", error)
-                self.nursery.expect(seat, 2, 2, again=slot.again)
+            if slot.due_s is not None and slot.due_s <= now_s():
+                try:
+                    self.ask_for(slot)
+                    slot.due_s = None
+                except OSError as error:  # out of descriptors
+                    self.journal.warn(f"a worker for slot {slot.number} cannot be asked for", error)
+                    slot.due_s = now_s() + RETRY_S
+
+    def ask_for(self, slot: Slot) -> None:
+        """Ask for a worker, with our terminal for slot 0 and a log for the others."""
+        with suppress(OSError):
+            last_words(self.state, slot.number).unlink(missing_ok=True)
+        seat = replace(self.seat, slot=slot.number)
+        if slot.number == 0:
+            self.nursery.expect(seat, 1, 2, again=slot.again)
+            return
+        try:
+            output, _ = open_output(self.folder, slot.number, self.seat.host)
+        except UsageError as error:
+            self.journal.warn(f"the output of slot {slot.number} goes to the terminal", error)
+            self.nursery.expect(seat, 2, 2, again=slot.again)
+            return
+        assert output is not None
+        with output:
+            slot.begun_at_byte = output.tell()
+            self.nursery.expect(seat, output.fileno(), output.fileno(), again=slot.again)
 
     def admit(self, slot: Slot, one: Newborn) -> None:
         """Write down who sits in `slot` now, and open the gate."""
@@ -403,7 +422,7 @@ class Agent:
             code = -worker.sent[-1] if worker.sent else None
         account = read_account(self.state, worker.slot)
         path = self.folder / "logs" / f"{self.seat.host}-{worker.slot}.log"
-        tail = ""
+        shown = tail = ""
         with suppress(OSError):
             if account and account.trace:
                 with open(path, "ab") as output:
@@ -411,7 +430,7 @@ class Agent:
             elif worker.slot and not account:
                 with open(path, "rb") as output:
                     tail = last_lines(output, worker.sitter.begun_at_byte)
-        shown = str(path) if path.exists() else ""
+            shown = str(path) if path.exists() else ""
         return End(worker.slot, worker.pid, code, now_s(), tuple(worker.sent), account, shown, tail, title="slot")
 
 

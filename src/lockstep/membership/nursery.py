@@ -80,9 +80,8 @@ class Nursery:
         again  it comes after another one in its slot
         """
         argv = self.work.again if again and self.work.again is not None else self.work.argv
-        gate, opener = os.pipe()
         birth = Birth(self.work.entry, argv, seat.environ(), seat.agent)
-        self.expected[seat.slot] = Expected(seat.slot, birth, os.dup(out), os.dup(err), gate, opener)
+        self.expected[seat.slot] = Expected(seat.slot, birth, os.dup(out), os.dup(err), *os.pipe())
 
     def turn(self) -> list[Newborn]:
         """Do what can be done now; the workers that have come."""
