@@ -192,6 +192,7 @@ class World:
     def leave_group(self, why: str, *, leaving: bool = False) -> None:
         """Leave the group of this generation, whole or broken, and tell the others where this worker stands."""
         assert self.membership is not None
+        log.debug("leaving generation %d: %s", self.generation, why)
         self.abandon()
         self.membership.left(Report(self.generation, int(self.standing["step"]), leaving, why))
 

@@ -55,6 +55,7 @@ from lockstep.membership.wire import Link, Stranger, read_token
 log = logging.getLogger("lockstep")
 TICK_S = 0.1
 CONNECT_S = 1.0
+AGAIN_S = 0.01
 
 
 class RunEnded(LockstepError):
@@ -95,6 +96,7 @@ class Membership:
         self._gone: Exception | None = None
         self._store: TCPStore | None = None  # of the generation that this worker proposed last
         self._busy_looking = False
+        self._dying: list[Member] = []  # to whom a connection is tried again at once
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_reader, False)
@@ -215,7 +217,7 @@ class Membership:
 
     def _turn_once(self) -> bool:
         """Wait for something to happen, or for the next tick; tell the protocol, and carry out what it wants."""
-        for key, events in self._selector.select(TICK_S):
+        for key, events in self._selector.select(AGAIN_S if self._dying else TICK_S):
             if key.fileobj is self._listener:
                 self._accept()
             elif key.fd == self._wake_reader:
@@ -232,6 +234,9 @@ class Membership:
         now_s = time.monotonic()
         for link in [one for one in self._links.values() if not one.id and now_s - one.began_s > CONNECT_S]:
             self._fail(link, refused=False)
+        again, self._dying = self._dying, []
+        for member in again:
+            self._connect(member)
         self._do(self.protocol.tick(now_s))
         if self.protocol.over and self.protocol.phase == "in":
             self.on_cut()  # again: the main thread may have opened more since
@@ -321,7 +326,8 @@ class Membership:
             connection.close()
             self._do(self.protocol.connect_failed(member.id, code == errno.ECONNREFUSED, time.monotonic()))
             return
-        self._add(Link(connection, self.token, self.me.id, vars(self.me), ours=True, began_s=time.monotonic(), expected=member.id))
+        began_s = time.monotonic()
+        self._add(Link(connection, self.token, self.me.id, vars(self.me), True, began_s, expected=member.id, member=vars(member)))
 
     def _add(self, link: Link) -> None:
         self._links[link.socket.fileno()] = link
@@ -339,8 +345,8 @@ class Membership:
             for message in messages:
                 self._hear(link, message)
             self._flush(link)
-        except EOFError:
-            self._fail(link, refused=False)
+        except (EOFError, ConnectionResetError):
+            self._fail(link, refused=False, dying=link.ours and not link.id)
         except OSError as error:
             self._fail(link, refused=error.errno == errno.ECONNREFUSED)
         except (Stranger, KeyError, TypeError, ValueError) as error:
@@ -394,13 +400,19 @@ class Membership:
             self._selector.unregister(link.socket)
         link.socket.close()
 
-    def _fail(self, link: Link, *, refused: bool) -> None:
-        """A link is gone, or never came to be."""
+    def _fail(self, link: Link, *, refused: bool, dying: bool = False) -> None:
+        """A link is gone, or never came to be.
+
+        dying  the other side took the connection and let it fall before a word: the kernel is taking a killed process apart, which takes
+               the longer the more memory it had. A moment later it refuses
+        """
         met = link.id and not (link.ours and link.id != link.expected)
         self._drop(link)
         if met and not link.id.startswith("control/"):
             if not any(one.id == link.id for one in self._links.values()):
                 self._do(self.protocol.link_down(link.id, time.monotonic()))
+        elif dying:
+            self._dying.append(Member(**link.member))
         elif link.ours:
             self._do(self.protocol.connect_failed(link.expected, refused, time.monotonic()))
 
