@@ -47,7 +47,7 @@ class Limits:
     leave_s   from the end of a run that was not done until SIGTERM for those who have not left, and from there until SIGKILL
     told_s    from the last words of a worker that failed until SIGKILL, when it does not end
     import_s  until the zygote has imported everything
-    fork_s    until it has forked
+    fork_s    until it has forked, for one worker
     """
 
     look_s: float = 0.1

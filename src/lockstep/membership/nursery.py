@@ -63,7 +63,7 @@ class Newborn:
 class Nursery:
     """The nursery of one agent.
 
-    import_s, fork_s  until a zygote is ready, and until it has forked; a slower one is given up
+    import_s, fork_s  until a zygote is ready, and from one worker to the next; a slower one is given up
     """
 
     def __init__(self, work: Work, environ: Mapping[str, str], journal: Journal, *, import_s: float, fork_s: float) -> None:
@@ -71,7 +71,8 @@ class Nursery:
         self.environ = {**KEEP_MEMORY, **ONE_THREAD, **environ, "PYTHONUNBUFFERED": "1"}
         self.expected: dict[int, Expected] = {}
         self.zygote: Zygote | None = None
-        self.since_s, self.stillborn = 0.0, 0
+        self.since_s = self.heard_s = 0.0
+        self.stillborn = 0
         self.start_zygote()
 
     def expect(self, seat: Seat, out: int, err: int, *, again: bool) -> None:
@@ -146,6 +147,7 @@ class Nursery:
         said = self.zygote.answers() if self.zygote else []
         if said is None:
             self.replace("it ended")
+        self.heard_s = now_s() if said else self.heard_s
         for answer in said or []:
             if "ready" in answer and self.zygote:
                 self.zygote.ready, self.stillborn = True, 0
@@ -158,7 +160,8 @@ class Nursery:
 
     def lose_patience(self) -> None:
         """Give up a zygote that hangs."""
-        asked = [one for one in self.expected.values() if one.asked_s is not None and now_s() > one.asked_s + self.fork_s]
+        late_s = now_s() - self.fork_s
+        asked = [one for one in self.expected.values() if one.asked_s is not None and max(one.asked_s, self.heard_s) < late_s]
         slow = self.zygote and not self.zygote.ready and now_s() > self.since_s + self.import_s
         for one in self.expected.values() if slow else asked:
             one.cold = True
