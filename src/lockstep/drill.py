@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +71,7 @@ class Run:
         self.command = [sys.executable, "-m", "lockstep", "launch", *words, "--out", str(folder), "--workers", str(workers)]
         self.arbiter = Arbiter(folder / "generations")
         self.metrics = folder / "metrics.jsonl"
+        self.stopped: list[Member] = []
         folder.mkdir(parents=True, exist_ok=True)
         self.start()
 
@@ -114,7 +115,7 @@ class Run:
             with suppress(ProcessLookupError):
                 os.kill(member.pid, number)
 
-    def strike(self, fault: str, chance: random.Random, silent_s: float) -> None:
+    def strike(self, fault: str, chance: random.Random) -> None:
         """Do it."""
         members = self.members()
         others = members[1:] or members
@@ -123,10 +124,8 @@ class Run:
         elif fault == "leader":
             self.kill(members[:1])
         elif fault == "stop":
-            victim = [chance.choice(members)]
-            self.kill(victim, signal.SIGSTOP)
-            time.sleep(silent_s + 1.0)
-            self.kill(victim, signal.SIGCONT)
+            self.stopped = [chance.choice(members)]
+            self.kill(self.stopped, signal.SIGSTOP)
         elif fault == "flip":
             order(state_folder(self.folder, self.host), chance.choice(members).slot, "flip", at="forward")
         elif fault in ("agent", "host"):
@@ -153,18 +152,20 @@ class Run:
             file.write(bytes([byte ^ (1 << chance.randrange(8))]))
 
 
-def disturb(run: Run, faults: Sequence[tuple[int, str]], workers: int, seed: int, silent_s: float, tell: Callable[[Felt], None]) -> None:
+def disturb(run: Run, faults: Sequence[tuple[int, str]], workers: int, seed: int, tell: Callable[[Felt], None]) -> None:
     """Let each fault happen when its step has come and the one before is healed."""
     chance = random.Random(seed)
     for moment, fault in faults:
         run.wait_for(lambda moment=moment: run.step() >= moment and len(run.members()) == workers, f"step {moment} with {workers} workers")  # type: ignore[misc]
         step, before = run.step(), run.newest()
         began_s = time.monotonic()
-        run.strike(fault, chance, silent_s)
+        run.strike(fault, chance)
         noticed_s = None
         if fault != "agent":
             run.wait_for(lambda before=before: changed(run.newest(), before), f"a new generation after {fault!r} at step {step}")  # type: ignore[misc]
             noticed_s = time.monotonic() - began_s
+        run.kill(run.stopped, signal.SIGCONT)  # it finds that the run went on without it, if its agent has not ended it before
+        run.stopped = []
         resumed = record.step if (record := run.newest()) else 0
         again = run.step()
         run.wait_for(lambda again=again: run.step() > again or run.step() < again, f"a step after {fault!r} at step {step}")  # type: ignore[misc]
@@ -179,25 +180,13 @@ def changed(now: Record | None, before: Record | None) -> bool:
     return now is not None and (before is None or now.number > before.number)
 
 
-def drill(
-    words: Sequence[str],
-    folder: Path,
-    *,
-    workers: int,
-    faults: int,
-    seed: int,
-    steps: int,
-    silent_s: float,
-    host: str,
-    environ: Mapping[str, str],
-) -> int:
+def drill(words: Sequence[str], folder: Path, *, workers: int, faults: int, seed: int, steps: int, host: str) -> int:
     """Train twice and compare; 0 only when the hashes are equal.
 
-    words    of `lockstep launch` for the run, without --out and --workers
-    steps    the run's last step
-    silent_s after which a worker counts as gone
+    words  of `lockstep launch` for the run, without --out and --workers
+    steps  the run's last step
+    host   what this machine calls itself
     """
-    del environ
     if folder.exists() and any(folder.iterdir()):
         raise UsageError(f"{folder} is not empty", "--out", "give a new folder: a drill begins at step 0")
     calm = Run(words, folder / "undisturbed", workers, host)
@@ -209,7 +198,7 @@ def drill(
     print(f"disturbed:   {faults} faults, seed {seed}, in {wild.folder}\n", flush=True)
     print(f"{'fault':<11} {'at step':>8} {'noticed after':>14} {'back after':>11} {'steps lost':>11}")
     try:
-        disturb(wild, chosen, workers, seed, silent_s, lambda felt: print(row(felt), flush=True))
+        disturb(wild, chosen, workers, seed, lambda felt: print(row(felt), flush=True))
         code = wild.agent.wait()
     finally:
         if wild.agent.poll() is None:
