@@ -6,6 +6,7 @@ Rooms are imported where they are used, here and nowhere else: `lockstep --help`
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import socket
@@ -14,9 +15,13 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep import log
 from lockstep.errors import LockstepError, UsageError
+
+if TYPE_CHECKING:
+    from lockstep.membership.seat import Seat
 
 EXIT_CODES = """exit codes: 0 done; 1 training error; 2 usage or config; 3 data or checkpoint damaged; 4 diverged;
 75 saved and wants to be started again (SIGTERM, SIGUSR1); 76 peers lost; 128+n ended by signal n (130: saved after SIGINT)"""
@@ -64,6 +69,20 @@ def parser() -> Parser:
     one.add_argument("--max", type=int, help="workers that train at once, others stand by (default: batch.micro_batches)")
     one.add_argument("--resume", default="auto", metavar="auto|never|required|STEP", help="which checkpoint to go on from (default: auto)")
 
+    one.add_argument("--stop", type=Path, metavar="RUN", help="ask the run in this folder to save and stop, from any host; starts nothing")
+
+    one = command("status", status, "list who is in a run: generation, members, hosts, process ids, roles and steps")
+    one.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
+    one.add_argument("--json", action="store_true", help="for programs")
+
+    one = command("drill", drill, "train twice, once with random faults, and compare the hashes")
+    one.formatter_class = argparse.RawDescriptionHelpFormatter
+    one.add_argument("what", nargs="?", metavar="RUN.toml", help="a run file (default: the embedded run)")
+    one.add_argument("--workers", type=int, default=3, help="processes on this machine (default: 3)")
+    one.add_argument("--faults", type=int, default=7, help="how many (default: 7, one of each kind)")
+    one.add_argument("--seed", type=int, default=1, help="of the faults (default: 1)")
+    one.add_argument("--out", type=Path, help="a new folder (default: runs/drill)")
+
     one = command("evaluate", evaluate, "score the checkpoints of a run on its held-out text")
     one.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
     one.add_argument("--step", type=int, help="the checkpoint to score (default: the newest)")
@@ -94,11 +113,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         top = parser()
-        of_a_run = words[:1] in (["train"], ["launch"])
+        of_a_run = words[:1] in (["train"], ["launch"], ["drill"])
         if of_a_run and {"--help", "-h"} & set(words):
             print_help_of_a_run(top, words[0])
             return 0
-        words, values = take_values(words) if of_a_run else (words, [])
+        words, values = take_values(words, OPTIONS[words[0]]) if of_a_run else (words, [])
         args, rest = top.parse_known_args(words)
         rest += values
         if args.version:
@@ -119,17 +138,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
 
 
-OPTIONS_OF_A_RUN = ("out", "workers", "resume", "show", "help", "hosts", "host", "ssh", "min", "max")
+OPTIONS = {
+    "train": ("out", "workers", "resume", "show", "help"),
+    "launch": ("out", "workers", "resume", "help", "hosts", "host", "ssh", "min", "max", "stop"),
+    "drill": ("out", "workers", "help", "faults", "seed"),
+}
 
 
-def take_values(words: list[str]) -> tuple[list[str], list[str]]:
+def take_values(words: list[str], options: Sequence[str]) -> tuple[list[str], list[str]]:
     """(words for argparse, the `--section.key value` pairs): argparse takes the value of an option it does not know for the run file."""
     ours: list[str] = []
     values: list[str] = []
     rest = iter(words)
     for word in rest:
         name = word.removeprefix("--").partition("=")[0]
-        if not word.startswith("--") or name in OPTIONS_OF_A_RUN:
+        if not word.startswith("--") or name in options:
             ours.append(word)
         else:
             values += [word] if "=" in word else [word, *[value for value in [next(rest, None)] if value is not None]]
@@ -215,8 +238,8 @@ def train(args: argparse.Namespace, rest: list[str]) -> int:
     from lockstep.place import find_place
 
     asked = read_asked(args, rest)
-    if find_seat(os.environ):
-        return worker_main(asked.live)
+    if seat := find_seat(os.environ):
+        return sit(asked, seat)
     if args.show and not asked.script:
         print(show(open_run(asked.folder, asked.file, asked.flags, os.environ)))
         return 0
@@ -243,6 +266,11 @@ def launch(args: argparse.Namespace, rest: list[str]) -> int:
     """Be the agent of this host, or start the agents of all hosts."""
     from lockstep.membership.hosts import parse_hosts, read_hosts, ssh_command, start_all
 
+    if args.stop:
+        from lockstep.membership.control import stop
+
+        print(stop(args.stop))
+        return 0
     asked = read_asked(args, rest)
     micro_batches = check(asked)
     name, source = (args.host, "--host") if args.host else (socket.gethostname(), "what this machine calls itself")
@@ -308,23 +336,81 @@ def work(folder: Path, file: Path | None, flags: dict[str, str], resume: str) ->
     from lockstep.agree import lead
     from lockstep.config import from_json, open_run, to_json
     from lockstep.evaluate import finish
+    from lockstep.membership.protocol import Limits
     from lockstep.signals import exit_code
     from lockstep.train import claim, settle
     from lockstep.train import train as train_run
     from lockstep.world import World
 
     here = open_run(folder, file, flags, os.environ)
-    with World.join(threads=here.run.compute.threads, timeout_s=here.run.parallel.timeout_s) as world, ExitStack() as held:
+    heal = here.run.heal
+    limits = Limits(silent_s=heal.silent_s, gather_s=heal.gather_s, hang_s=heal.hang_s, on_hang=heal.on_hang)
+    with World.join(threads=here.run.compute.threads, timeout_s=here.run.parallel.timeout_s, limits=limits) as world, ExitStack() as held:
         log.set_up(rank=world.number, file=log_file(folder, world.node, world.number))
         resolved = from_json(lead(world, lambda: to_json(settle(open_run(folder, file, flags, os.environ), world.device))))
         if not world.joining:
-            lead(world, lambda: held.enter_context(claim(folder, resolved)))
+            lead(world, lambda: held.enter_context(claim(folder, resolved, alone=world.membership is None)))
         outcome = train_run(resolved, folder, world, resume=resume)
         if not outcome.stopped_by:
-            with world.board.during("evaluating"):
+            with world.during("evaluating"):
                 world.redo(lambda: finish(folder, resolved.run, world))
         world.code = exit_code(outcome.stopped_by)
         return world.code
+
+
+def sit(asked: Asked, seat: Seat) -> int:
+    """The life of a worker that an agent started; its exit code. That it was to leave, or that the run has ended, is no failure."""
+    from lockstep.launch import worker_main
+    from lockstep.membership.board import look
+    from lockstep.membership.member import RunEnded
+    from lockstep.signals import Stopped
+    from lockstep.team import Drained
+
+    told: dict[str, bool] = {}
+
+    def life() -> int:
+        try:
+            return asked.live()
+        except Drained:
+            told["drained"] = True
+            return 0
+        except Stopped as stopped:
+            return int(str(stopped))
+        except RunEnded as ended:
+            return ended.exit_code
+
+    def about() -> dict[str, int | bool]:
+        try:
+            return {"step": max(-1, look(Path(seat.state) / f"{seat.slot}.board").step - 1), **told}
+        except OSError:
+            return {**told}
+
+    return worker_main(life, about)
+
+
+def status(args: argparse.Namespace, rest: list[str]) -> int:
+    """Who is in a run, and what each does."""
+    refuse(rest, "status")
+    from lockstep.membership import control
+
+    found = control.status(args.folder)
+    print(json.dumps(found, indent=1) if args.json else control.show(found))
+    return 0
+
+
+def drill(args: argparse.Namespace, rest: list[str]) -> int:
+    """Train twice, once with faults, and compare the hashes."""
+    from lockstep.config import read_flags, resolve
+    from lockstep.drill import drill as drill_run
+
+    file = Path(args.what) if args.what else None
+    run = resolve(file, read_flags(rest), os.environ).run
+    if not 1 <= args.workers <= run.batch.micro_batches:
+        most = run.batch.micro_batches
+        raise UsageError(f"{args.workers} workers for a step of {most} micro-batches", "--workers", f"give 1 to {most}")
+    words = [*([str(file)] if file else []), *rest]
+    folder = args.out or Path("runs") / "drill"
+    return drill_run(words, folder, workers=args.workers, faults=args.faults, seed=args.seed, steps=run.steps, host=socket.gethostname())
 
 
 def log_file(folder: Path, node: str, rank: int) -> Path:

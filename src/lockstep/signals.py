@@ -23,6 +23,13 @@ def exit_code(name: str) -> int:
     return EXIT_CODES[name]
 
 
+class Stopped(SystemExit):
+    """The run has saved and stops, as all its processes have agreed; `code` is the exit code."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(exit_code(name))
+
+
 class Signals:
     """While entered, the first of SIGTERM, SIGINT, SIGUSR1 sets `received` to its name ("" before); a second SIGINT ends at once with 130.
 

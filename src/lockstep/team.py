@@ -26,11 +26,14 @@ from lockstep.failures import plainly
 from lockstep.membership.fault import FaultyBoard, flip_bit
 from lockstep.membership.handover import hand_over, roles
 from lockstep.parallel.replicate import Replica
-from lockstep.signals import Signals
+from lockstep.signals import Signals, Stopped
 from lockstep.units import show_seconds
 from lockstep.world import World
 
 log = logging.getLogger("lockstep")
+
+
+LINGER_S = 1.0  # who leaves may hold the store over which the others form their group
 
 
 class Drained(SystemExit):
@@ -45,7 +48,7 @@ class Team:
 
     replica  this process's copy of the model
     keeper   has the state that a joiner is given; None: nobody can join
-    signals  wishes to stop, agreed on at each step
+    signals  wishes to stop, agreed on at each step, for the loop to heed. None: the team itself saves and ends the loop when it is to stop
     verify_every  steps from one comparison of all replicas' weights to the next; 0: never. At 1 no gradient of a replica whose
                   weights differ is ever used
     """
@@ -53,7 +56,9 @@ class Team:
     def __init__(
         self, world: World, replica: Replica, keeper: Keeper | None = None, signals: Signals | None = None, *, verify_every: int = 1
     ) -> None:
-        self.world, self.replica, self.keeper, self.signals, self.verify_every = world, replica, keeper, signals, verify_every
+        self.world, self.replica, self.keeper, self.verify_every = world, replica, keeper, verify_every
+        self.stops = signals is None and world.membership is not None
+        self.signals = Signals().__enter__() if self.stops else signals  # until the process ends
         self.verdict = Verdict(0.0)
         self.leaving = False
         self.board = world.board
@@ -69,6 +74,8 @@ class Team:
     def micro_batches(self, step: int) -> Iterator[int]:
         """Collective. The numbers of this replica's micro-batches of `step`, until the step's gradient is whole and agreed."""
         self.world.standing = {"at": "step", "step": step, "verdict": asdict(self.verdict)}
+        if self.stops and self.verdict.stop:
+            self._stop(step)
         if self.verdict.regroup and self.world.membership:
             self._regroup(step, "members change", voted=False)
         self.world.ledger.switch("training", time.monotonic())
@@ -97,6 +104,13 @@ class Team:
                 self.world.ledger.lost(time.monotonic() - began_s, time.monotonic())
             if self._regroup(step, why, voted=voted):
                 return
+
+    def _stop(self, step: int) -> None:
+        """End a loop that asks nobody whether it is to end: all have agreed."""
+        if self.keeper:
+            self.keeper.save(step)
+            self.keeper.close()
+        raise Stopped(self.verdict.stop)
 
     def _commit(self, step: int, verdict: Verdict) -> None:
         """All have agreed on `step`: from here on this replica stands behind it."""
@@ -152,9 +166,10 @@ class Team:
                 hand_over(world, self.keeper.capture if self.keeper else None)
                 break
             except FencedError:
-                if self.leaving:
-                    raise Drained from None
-                raise
+                if not self.leaving:
+                    raise
+                time.sleep(LINGER_S)
+                raise Drained from None
             except Exception as error:
                 if not self.world.lost(error):
                     raise

@@ -234,15 +234,17 @@ def settle(resolved: Resolved, device: torch.device) -> Resolved:
 
 
 @contextmanager
-def claim(folder: Path, resolved: Resolved) -> Iterator[None]:
+def claim(folder: Path, resolved: Resolved, *, alone: bool) -> Iterator[None]:
     """Hold `folder` for this training alone, with its run.json written. For rank 0.
 
+    alone  nothing but the lock keeps another training away; otherwise the log of generations does
     UsageError when another training holds it, or when it cannot be written.
     """
+    lock = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = try_lock(folder / "run.lock")
-        if lock is None:
+        lock = try_lock(folder / "run.lock") if alone else None
+        if alone and lock is None:
             raise UsageError(
                 f"another training is at work in {folder}", f"it holds {folder}/run.lock", "wait for it, end it, or give another --out"
             )
@@ -256,4 +258,5 @@ def claim(folder: Path, resolved: Resolved) -> Iterator[None]:
     try:
         yield
     finally:
-        os.close(lock)
+        if lock is not None:
+            os.close(lock)

@@ -39,6 +39,7 @@ from lockstep.membership.member import Membership
 from lockstep.membership.protocol import Limits, Report
 from lockstep.membership.seat import Seat, find_seat
 from lockstep.place import Place, choose_device, find_place
+from lockstep.signals import Stopped
 
 log = logging.getLogger("lockstep")
 T = TypeVar("T")
@@ -290,9 +291,9 @@ class World:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Leave. An error of torch that says that a peer is gone becomes a PeersLostError."""
         try:
-            if error is None:
+            if error is None or isinstance(error, Stopped):
                 if self.membership and self.leader:
-                    self.membership.end(End(self.code))
+                    self.membership.end(End(self.code if error is None else int(str(error))))
                 self.leave()
                 return
             self.abandon()

@@ -3,6 +3,7 @@
 The order lies in the state folder (seat.py) as SLOT.fault, JSON, and is taken away before it is carried out:
 
     {"what": "kill", "at": "voting", "step": 7}
+    {"what": "kill", "at": "collective", "during": "joining", "after": 1}      the second of them
 
 A worker looks for orders only when it was started with LOCKSTEP_DRILL=1, which `lockstep drill` and the tests set.
 """
@@ -54,7 +55,12 @@ class FaultyBoard(Board):
             order = json.loads(self.orders.read_text())
         except (OSError, ValueError):
             return
-        if order.get("at") not in (None, at) or self.step < order.get("step", 0) or (order["what"] == "flip" and self.flip is None):
+        if order.get("at") not in (None, at) or order.get("during") not in (None, self.phase) or self.step < order.get("step", 0):
+            return
+        if order["what"] == "flip" and self.flip is None:
+            return
+        if order.get("after"):
+            write_json(self.orders, order | {"after": order["after"] - 1})
             return
         with suppress(FileNotFoundError):
             self.orders.unlink()

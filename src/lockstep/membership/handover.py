@@ -47,6 +47,7 @@ def hand_over(world: World, capture: Callable[[], Mapping[str, Tensor]] | None =
             works.append(dist.irecv(as_bytes(mine[name]), src=source))
         elif source == world.rank:
             works += [dist.isend(as_bytes(mine[name].cpu()), dst=joiner) for joiner in joiners]
+    world.board.collective()  # all of it counts as one
     for work in works:
         if work is not None:
             work.wait()
