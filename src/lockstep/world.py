@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -45,6 +46,7 @@ log = logging.getLogger("lockstep")
 T = TypeVar("T")
 ABANDON_S = 5.0
 FORM_S = 10.0
+LOOK_S = 0.02
 TRIES = 50  # generations in a row that do not form
 
 
@@ -91,6 +93,10 @@ class World:
     def leader(self) -> bool:
         """Whether this is rank 0, which alone writes what there is one of."""
         return self.rank == 0
+
+    def leads(self) -> bool:
+        """Whether this is rank 0 now: for who must follow a change of generation."""
+        return self.leader
 
     @property
     def local_leader(self) -> bool:
@@ -252,12 +258,33 @@ class World:
         self._before = open_sockets()
         if why := self.broken():
             raise RuntimeError(why)
-        host, _, port = record.store.rpartition(":")
-        store = TCPStore(host, int(port), self.size, is_master=False, timeout=timedelta(seconds=FORM_S))
+        store = self._reach_store(record.store)
         prefixed = PrefixStore(f"generation-{record.number}-{record.token}", store)
         init_group(prefixed, self.rank, self.size, self.device, self.timeout_s)
         self.sockets = tuple(sorted(open_sockets() - self._before))
         log.info("generation %d: rank %d of %d (%s)", record.number, self.rank, self.size, record.reason)
+
+    def _reach_store(self, address: str) -> TCPStore:
+        """The store at "ADDRESS:PORT". RuntimeError when it does not answer, or the generation is over.
+
+        On a thread: where nobody listens any more torch's client tries again and again for its whole time-out, and nothing stops it.
+        """
+        host, _, port = address.rpartition(":")
+        reached: Future[TCPStore] = Future()
+
+        def reach() -> None:
+            try:
+                reached.set_result(TCPStore(host, int(port), self.size, is_master=False, timeout=timedelta(seconds=FORM_S)))
+            except RuntimeError as error:
+                reached.set_exception(error)
+
+        threading.Thread(target=reach, daemon=True).start()
+        while True:
+            try:
+                return reached.result(LOOK_S)
+            except TimeoutError:
+                if why := self.broken():
+                    raise RuntimeError(why) from None
 
     def cut(self) -> None:
         """End all that waits in this generation's group, formed or forming. For the member thread."""
