@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lockstep.checkpoint.keeper import Keeper
 from lockstep.data.order import UniformOrder
-from lockstep.parallel.replicate import Replica
 from lockstep.team import Team
 from lockstep.track import Tracker
 from lockstep.world import World
@@ -65,16 +64,12 @@ def train(steps: int = 200, out: Path = Path("runs/own")) -> None:
     order = UniformOrder(len(houses), batch=64, micro_batches=8)
     with World.join() as world, Keeper(out / "checkpoints", world, model, optimizer, every_steps=50) as keeper:
         step = keeper.resume()
-        with (
-            Replica(model, micro_batches=8, equal=world.fresh) as replica,
-            Tracker(out, leader=lambda: world.leader, from_step=step) as tracker,
-        ):
-            team = Team(world, replica, keeper)
+        with Team(world, model, keeper, micro_batches=8) as team, Tracker(out, leader=world.leads, from_step=step) as tracker:
             while step < steps:
                 for k in team.micro_batches(step):
                     sizes, prices = default_collate([houses[i] for i in order.ids(step, k)])
-                    loss = nn.functional.mse_loss(replica(sizes), prices) / 8
-                    replica.backward(loss)
+                    loss = nn.functional.mse_loss(team(sizes), prices) / 8
+                    team.backward(loss)
                 optimizer.step()
                 step += 1
                 tracker.step(step, {"loss": team.loss})

@@ -1,8 +1,8 @@
 """All replicas of a run, as one loop sees them: a step is done by all of them, or it is done again.
 
     for k in team.micro_batches(step):
-        ...                      forward and backward of micro-batch k
-    optimizer.step()             what stands here happens once for each step, on every replica that lives
+        team.backward(loss_of(team(inputs)))     of micro-batch k
+    optimizer.step()                             what stands here happens once for each step, on every replica that lives
 
 The `for` ends when the gradient of the step is whole and all have agreed on it. When a replica is lost before that, the others leave the
 broken group, form the next generation and go through the same `for` again, each with its new share of the micro-batches. The agreement may
@@ -17,6 +17,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
 
 from lockstep.agree import Verdict, Vote, agree
 from lockstep.checkpoint.keeper import Keeper
@@ -44,27 +48,56 @@ class Drained(SystemExit):
 
 
 class Team:
-    """The replicas that train together. Under an agent it heals; elsewhere a lost replica is an error.
+    """`model` trained by all replicas together. Under an agent it heals; elsewhere a lost replica is an error.
 
-    replica  this process's copy of the model
-    keeper   has the state that a joiner is given; None: nobody can join
-    signals  wishes to stop, agreed on at each step, for the loop to heed. None: the team itself saves and ends the loop when it is to stop
-    verify_every  steps from one comparison of all replicas' weights to the next; 0: never. At 1 no gradient of a replica whose
-                  weights differ is ever used
+    keeper         has the state that a joiner is given; None: nobody can join
+    micro_batches, seed, reduce, bucket_bytes   see Replica
+    signals        wishes to stop, agreed on at each step, for the loop to heed. None: the team itself saves and ends the loop when it is
+                   to stop
+    verify_every   steps from one comparison of all replicas' weights to the next; 0: never. At 1 no gradient of a replica whose
+                   weights differ is ever used
     """
 
     def __init__(
-        self, world: World, replica: Replica, keeper: Keeper | None = None, signals: Signals | None = None, *, verify_every: int = 1
+        self,
+        world: World,
+        model: nn.Module,
+        keeper: Keeper | None = None,
+        *,
+        micro_batches: int,
+        seed: int = 0,
+        reduce: Literal["ordered", "fast"] = "ordered",
+        bucket_bytes: int = 25_000_000,
+        signals: Signals | None = None,
+        verify_every: int = 1,
     ) -> None:
-        self.world, self.replica, self.keeper, self.verify_every = world, replica, keeper, verify_every
+        self.world, self.keeper, self.verify_every, self.board = world, keeper, verify_every, world.board
+        self.replica = Replica(model, micro_batches=micro_batches, seed=seed, reduce=reduce, bucket_bytes=bucket_bytes, equal=world.fresh)
+        self.replica.broken, self.replica.board = world.broken, world.board
         self.stops = signals is None and world.membership is not None
         self.signals = Signals().__enter__() if self.stops else signals  # until the process ends
         self.verdict = Verdict(0.0)
         self.leaving = False
-        self.board = world.board
-        replica.broken, replica.board = world.broken, world.board
         if isinstance(world.board, FaultyBoard):
-            world.board.flip = partial(flip_bit, list(replica.parameters))
+            world.board.flip = partial(flip_bit, list(self.replica.parameters))
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """The model's forward pass."""
+        return self.replica(*inputs, **named)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """The backward pass of a micro-batch; its loss is kept for the vote."""
+        self.replica.backward(loss)
+
+    def exposed_s(self) -> float:
+        """Seconds that this step waited for the wire after its last gradient was computed."""
+        return self.replica.exposed_s()
+
+    def __enter__(self) -> Team:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.replica.__exit__()
 
     @property
     def loss(self) -> float:

@@ -33,7 +33,6 @@ from lockstep.models.build import build
 from lockstep.models.translator import Translator
 from lockstep.numerics import changed, choose_precision, fingerprint, make_deterministic
 from lockstep.optim import adamw, divide_and_clip, learning_rate, set_learning_rate
-from lockstep.parallel.replicate import Replica
 from lockstep.progress import Progress
 from lockstep.signals import Signals
 from lockstep.team import Team
@@ -76,17 +75,9 @@ def train(resolved: Resolved, folder: Path, world: World, *, resume: str = "auto
     warn_of_other_bits(keeper.facts, numerics)
     go_on_counting(world, keeper.facts)
     facts = {"run": to_json(resolved), "fingerprints": corpus.fingerprints, "numerics": numerics}
-    replica = Replica(
-        compiled(model, run),
-        micro_batches=run.batch.micro_batches,
-        seed=run.seed,
-        reduce=run.parallel.reduce,
-        bucket_bytes=run.parallel.bucket_bytes,
-        equal=world.fresh,
-    )
     tracker = Tracker(
         folder,
-        leader=lambda: world.leader,
+        leader=world.leads,
         from_step=first,
         run=to_json(resolved)["values"],
         tensorboard=run.track.tensorboard,
@@ -95,17 +86,16 @@ def train(resolved: Resolved, folder: Path, world: World, *, resume: str = "auto
     )
     progress = Progress(run.steps, first, world.local_leader, log_every=run.track.log_every)
     step, stop = first, ""
-    with Signals() as signals, tracker, progress, keeper, replica:
-        team = Team(world, replica, keeper, signals, verify_every=run.heal.verify_every)
+    with Signals() as signals, tracker, progress, keeper, gather_team(run, world, model, keeper, signals) as team:
         meter = meter_for(model, run, world, length=order.shapes[-1].length)
         while step < run.steps and not stop:
             for k in team.micro_batches(step):
                 with meter.timing("data"):
                     batch = loader.micro_batch(step, k)
                 with torch.autocast(world.device.type, torch.bfloat16, enabled=run.compute.precision == "bf16"):
-                    loss = replica(batch.source, batch.target, batch.labels, smoothing=run.optim.label_smoothing)
-                replica.backward(loss)
-            meter.add("communication", replica.exposed_s())
+                    loss = team(batch.source, batch.target, batch.labels, smoothing=run.optim.label_smoothing)
+                team.backward(loss)
+            meter.add("communication", team.exposed_s())
 
             tokens = loader.tokens(step)
             norm = divide_and_clip(model.parameters(), divisor=tokens, clip_norm=run.optim.clip_norm)
@@ -154,6 +144,21 @@ def deal(run: Run, corpus: Prepared) -> BucketOrder:
     shapes, reason = choose_shapes(longer, tokens=run.batch.tokens, shapes=run.batch.shapes)
     log.info(reason)
     return BucketOrder(longer, shapes, micro_batches=run.batch.micro_batches, seed=run.seed)
+
+
+def gather_team(run: Run, world: World, model: Translator, keeper: Keeper, signals: Signals) -> Team:
+    """All replicas of the model, as the run wants them to train."""
+    return Team(
+        world,
+        compiled(model, run),
+        keeper,
+        micro_batches=run.batch.micro_batches,
+        seed=run.seed,
+        reduce=run.parallel.reduce,
+        bucket_bytes=run.parallel.bucket_bytes,
+        signals=signals,
+        verify_every=run.heal.verify_every,
+    )
 
 
 def compiled(model: Translator, run: Run) -> torch.nn.Module:
