@@ -69,6 +69,7 @@ def parser() -> Parser:
     one.add_argument("--max", type=int, help="workers that train at once, others stand by (default: batch.micro_batches)")
     one.add_argument("--resume", default="auto", metavar="auto|never|required|STEP", help="which checkpoint to go on from (default: auto)")
 
+    one.add_argument("--with-evaluator", action="store_true", help="score every checkpoint in a process of its own on this host")
     one.add_argument("--stop", type=Path, metavar="RUN", help="ask the run in this folder to save and stop, from any host; starts nothing")
 
     one = command("status", status, "list who is in a run: generation, members, hosts, process ids, roles and steps")
@@ -140,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 OPTIONS = {
     "train": ("out", "workers", "resume", "show", "help"),
-    "launch": ("out", "workers", "resume", "help", "hosts", "host", "ssh", "min", "max", "stop"),
+    "launch": ("out", "workers", "resume", "help", "hosts", "host", "ssh", "min", "max", "stop", "with-evaluator"),
     "drill": ("out", "workers", "help", "faults", "seed"),
 }
 
@@ -296,7 +297,17 @@ def launch(args: argparse.Namespace, rest: list[str]) -> int:
             "--min, --max; batch.micro_batches",
             "give 1 <= --min <= --max <= batch.micro_batches",
         )
-    return look_after(asked, name, host.resolve(), host.workers, expected=hosts.workers, least=args.min, most=most, lives_on=True)
+    return look_after(
+        asked,
+        name,
+        host.resolve(),
+        host.workers,
+        expected=hosts.workers,
+        least=args.min,
+        most=most,
+        lives_on=True,
+        evaluator=args.with_evaluator,
+    )
 
 
 def count_workers(given: int | None) -> tuple[int, str]:
@@ -310,7 +321,9 @@ def count_workers(given: int | None) -> tuple[int, str]:
     return workers, reason
 
 
-def look_after(asked: Asked, host: str, address: str, workers: int, *, expected: int, least: int, most: int, lives_on: bool) -> int:
+def look_after(
+    asked: Asked, host: str, address: str, workers: int, *, expected: int, least: int, most: int, lives_on: bool, evaluator: bool = False
+) -> int:
     """Be the agent of this machine's workers; the exit code of the run."""
     from lockstep.membership.agent import run_agent
     from lockstep.membership.zygote import Work
@@ -328,6 +341,7 @@ def look_after(asked: Asked, host: str, address: str, workers: int, *, expected:
         most=most,
         lives_on=lives_on,
         environ=os.environ,
+        evaluator=evaluator,
     )
 
 

@@ -27,6 +27,7 @@ from lockstep.launch import Inbox, kill_group, last_lines, now_s, open_output
 from lockstep.membership import arbiter, waiting
 from lockstep.membership.arbiter import Arbiter, Record, new_token
 from lockstep.membership.claim import Found, claim, end_all
+from lockstep.membership.companion import Companion
 from lockstep.membership.journal import Journal
 from lockstep.membership.nursery import RETRY_S, Newborn, Nursery
 from lockstep.membership.restart import RULES, Past, Rules, after, only_here
@@ -56,6 +57,7 @@ class Limits:
     told_s: float = 10.0
     import_s: float = 120.0
     fork_s: float = 5.0
+    score_s: float = 600.0
 
 
 @dataclass
@@ -127,6 +129,7 @@ def run_agent(
     most: int,
     lives_on: bool,
     environ: Mapping[str, str],
+    evaluator: bool = False,
     limits: Limits = Limits(),
     rules: Rules = RULES,
 ) -> int:
@@ -136,6 +139,7 @@ def run_agent(
     slots     workers of this host; expected, least, most, host, address: see Seat
     lives_on  the workers outlive the agent, and SIGUSR1 means that this host is taken away; otherwise they end with it
     environ   of the workers, to which ours is added
+    evaluator keep one beside the workers
     Errors: UsageError before anything was started. For the main thread.
     """
     if sys.platform != "linux":
@@ -161,7 +165,8 @@ def run_agent(
         )
         journal = Journal(folder, host)
         nursery = Nursery(work, environ, journal, import_s=limits.import_s, fork_s=limits.fork_s)
-        agent = Agent(seat, found, nursery, journal, limits, rules)
+        companion = Companion(folder, host, environ, journal) if evaluator else None
+        agent = Agent(seat, found, nursery, journal, limits, rules, companion)
         try:
             code, text = agent.watch(inbox)
         finally:
@@ -174,7 +179,17 @@ def run_agent(
 class Agent:
     """The agent of one host and run."""
 
-    def __init__(self, seat: Seat, found: Found, nursery: Nursery, journal: Journal, limits: Limits, rules: Rules) -> None:
+    def __init__(
+        self,
+        seat: Seat,
+        found: Found,
+        nursery: Nursery,
+        journal: Journal,
+        limits: Limits,
+        rules: Rules,
+        companion: Companion | None = None,
+    ) -> None:
+        self.companion = companion
         self.seat, self.nursery, self.journal, self.limits, self.rules = seat, nursery, journal, limits, rules
         self.folder, self.state = Path(seat.folder), Path(seat.state)
         self.arbiter = Arbiter(self.folder / "generations")
@@ -209,9 +224,16 @@ class Agent:
             for worker in ended(self.workers):
                 self.bury(worker)
             self.press()
+            if self.companion:
+                self.companion.turn()
             if not self.nursery.expected:  # one of them may have died already, and nobody knows its number
-                reap_strangers({worker.pid for worker in self.workers} | self.nursery.pids())
-        return self.verdict()
+                reap_strangers(
+                    {worker.pid for worker in self.workers} | self.nursery.pids() | (self.companion.pids() if self.companion else set())
+                )
+        code, text = self.verdict()
+        if self.companion and not code:
+            self.companion.finish(self.limits.score_s)
+        return code, text
 
     def pause_s(self) -> float:
         """How long to sleep when nothing happens."""
@@ -240,6 +262,8 @@ class Agent:
     def close(self) -> None:
         """Let go of everything. Workers that are still there live on under `launch`, and end under `train`."""
         self.nursery.close()
+        if self.companion:
+            self.companion.close()
         if self.seat.agent:
             end_all({worker.slot: worker.sitter for worker in self.workers})
         for worker in self.workers:

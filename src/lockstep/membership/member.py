@@ -293,7 +293,8 @@ class Membership:
                 case Propose(record):
                     self._propose(record)
                 case Cut(why):
-                    log.info("generation %d is over: %s", self.protocol.number, why)
+                    ending = self.protocol.limits.most == 0  # the doors are closed: members leave when they are done
+                    log.log(logging.DEBUG if ending else logging.INFO, "generation %d is over: %s", self.protocol.number, why)
                     self.on_cut()
                 case Form(record):
                     with self._turn:
