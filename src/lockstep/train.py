@@ -71,6 +71,9 @@ def train(resolved: Resolved, folder: Path, world: World, *, resume: str = "auto
         on_error=run.save.on_error,
     )
     numerics = settle_numerics(world)
+    graphs = compiled(model, run)
+    if world.joining:
+        warm_up(graphs, loader, run, world)
     first = keeper.resume(resume, numerics | corpus.fingerprints)
     warn_of_other_bits(keeper.facts, numerics)
     go_on_counting(world, keeper.facts)
@@ -86,7 +89,7 @@ def train(resolved: Resolved, folder: Path, world: World, *, resume: str = "auto
     )
     progress = Progress(run.steps, first, world.local_leader, log_every=run.track.log_every)
     step, stop = first, ""
-    with Signals() as signals, tracker, progress, keeper, gather_team(run, world, model, keeper, signals) as team:
+    with Signals() as signals, tracker, progress, keeper, gather_team(run, world, graphs, keeper, signals) as team:
         meter = meter_for(model, run, world, length=order.shapes[-1].length)
         while step < run.steps and not stop:
             for k in team.micro_batches(step):
@@ -146,11 +149,19 @@ def deal(run: Run, corpus: Prepared) -> BucketOrder:
     return BucketOrder(longer, shapes, micro_batches=run.batch.micro_batches, seed=run.seed)
 
 
-def gather_team(run: Run, world: World, model: Translator, keeper: Keeper, signals: Signals) -> Team:
+def warm_up(model: torch.nn.Module, loader: Loader, run: Run, world: World) -> None:
+    """One forward and backward pass that leaves nothing behind, so that nobody waits for what a first one costs (compiling, memory)."""
+    batch = loader.micro_batch(0, 0)
+    with torch.autocast(world.device.type, torch.bfloat16, enabled=run.compute.precision == "bf16"):
+        model(batch.source, batch.target, batch.labels, smoothing=run.optim.label_smoothing).backward()
+    model.zero_grad(set_to_none=True)
+
+
+def gather_team(run: Run, world: World, model: torch.nn.Module, keeper: Keeper, signals: Signals) -> Team:
     """All replicas of the model, as the run wants them to train."""
     return Team(
         world,
-        compiled(model, run),
+        model,
         keeper,
         micro_batches=run.batch.micro_batches,
         seed=run.seed,

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -26,14 +26,14 @@ log = logging.getLogger("lockstep")
 
 
 class BackgroundSaver:
-    """Saves into `store`, one checkpoint at a time. Not for several threads.
+    """Saves into `store`, one checkpoint at a time. Not for several threads. `on_saved(step, seconds)` is called in the writing thread.
 
     What fails in the thread is kept until `failure` hands it out, so that all processes can vote on it; whatever is
     still there at the end is raised by `close`.
     """
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
+    def __init__(self, store: Store, on_saved: Callable[[int, float], object] = lambda step, seconds: None) -> None:
+        self.store, self.on_saved = store, on_saved
         self.committed: int | None = None  # the last step that this saver committed
         self._buffers: dict[str, Tensor] = {}
         self._failures: deque[Exception] = deque()
@@ -86,8 +86,10 @@ class BackgroundSaver:
         try:
             for event in events:
                 event.synchronize()
+            began_s = time.monotonic()
             self.store.save(step, tensors, facts, protect)
             self.committed = step
+            self.on_saved(step, time.monotonic() - began_s)
         except Exception as error:
             self._failures.append(error)
         finally:

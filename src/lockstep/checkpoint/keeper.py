@@ -20,6 +20,7 @@ from lockstep.checkpoint.background import BackgroundSaver
 from lockstep.checkpoint.choose import choose
 from lockstep.checkpoint.state import capture, restore
 from lockstep.checkpoint.store import Checkpoint, Store
+from lockstep.events import note
 from lockstep.failures import plainly
 from lockstep.membership.handover import hand_over, roles
 from lockstep.world import World
@@ -140,8 +141,11 @@ class Keeper:
             self._begin(*self._asked)
 
     def _begin(self, step: int, facts: dict[str, Any], protect: Collection[int]) -> None:
-        self.saver = self.saver or BackgroundSaver(self.store)
+        self.saver = self.saver or BackgroundSaver(self.store, self._note_saved)
         self.saver.save(step, self.capture(), facts, protect)
+
+    def _note_saved(self, step: int, seconds: float) -> None:
+        note(self.store.folder.parent, "saved", step=step, seconds=round(seconds, 4), generation=self.world.generation)
 
     def save_if_due(self, step: int) -> None:
         """`save`, when `step` committed steps call for it."""
