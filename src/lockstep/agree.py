@@ -51,6 +51,7 @@ class Verdict:
     stop     the signal that ends the run, or ""
     regroup  the members change before the next step
     differ   ranks whose weights are not those of the majority; all ranks when there is none. The step is not sound then
+    digests  of all ranks, when some differ
     """
 
     loss: float
@@ -59,11 +60,13 @@ class Verdict:
     save_failed: bool = False
     regroup: bool = False
     differ: tuple[int, ...] = ()
+    digests: tuple[int, ...] = ()
 
 
 def decide(votes: Sequence[Vote]) -> Verdict:
     """The one reading of all votes, in the order of the ranks. The loss is an exactly rounded sum: the shares do not show in its bits."""
     losses = [loss for vote in votes for loss in vote.losses]
+    differ = minority([vote.digest for vote in votes])
     finite = all(vote.finite for vote in votes) and all(map(math.isfinite, losses))
     return Verdict(
         loss=math.fsum(losses) if all(map(math.isfinite, losses)) else math.nan,
@@ -71,7 +74,8 @@ def decide(votes: Sequence[Vote]) -> Verdict:
         stop=max((vote.wants for vote in votes), key=SIGNALS.index) or ("SIGUSR1" if all(vote.leaves for vote in votes) else ""),
         save_failed=any(vote.save_failed for vote in votes),
         regroup=any(vote.joiners or vote.leaves for vote in votes),
-        differ=minority([vote.digest for vote in votes]),
+        differ=differ,
+        digests=tuple(vote.digest for vote in votes) if differ else (),
     )
 
 

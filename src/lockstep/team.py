@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -27,6 +28,7 @@ from lockstep.checkpoint.keeper import Keeper
 from lockstep.errors import FencedError, PeersLostError
 from lockstep.events import note
 from lockstep.failures import plainly
+from lockstep.files import read_json, write_json
 from lockstep.membership.fault import FaultyBoard, flip_bit
 from lockstep.membership.handover import hand_over, roles
 from lockstep.parallel.replicate import Replica
@@ -78,6 +80,7 @@ class Team:
         self.signals = Signals().__enter__() if self.stops else signals  # until the process ends
         self.verdict = Verdict(0.0)
         self.leaving = False
+        self.suspects = read_json(self._suspects) if world.membership and self._suspects.exists() else None
         if isinstance(world.board, FaultyBoard):
             world.board.flip = partial(flip_bit, list(self.replica.parameters))
 
@@ -124,9 +127,10 @@ class Team:
                 voted = True
                 verdict = agree(self.world, vote, micro_batches=self.replica.leaves)
                 if not verdict.differ:
+                    self._name_culprits(step)
                     return self._commit(step, verdict)
                 voted = False
-                self._throw_out(step, verdict.differ)
+                self._throw_out(step, verdict)
                 why = "replicas differ"
             except Exception as error:
                 if not self.world.lost(error):
@@ -164,24 +168,44 @@ class Team:
         digest = self.replica.digest() if look else 0
         return Vote(self.replica.losses(), wants=wants, save_failed=save_failed, joiners=joiners, leaves=self.leaving, digest=digest)
 
-    def _throw_out(self, step: int, differ: tuple[int, ...]) -> None:
+    def _throw_out(self, step: int, verdict: Verdict) -> None:
         """Go on without the replicas whose weights are not those of the majority; FencedError on these themselves.
 
-        Where there is no majority nobody can be trusted: all start anew, from a checkpoint that was made before all agreed last.
+        Where there is no majority nobody can be trusted: all start anew, from a checkpoint that was made before all agreed last. When
+        they come to this step again, it shows who was wrong.
         """
-        world = self.world
-        names = ", ".join(f"rank {rank} ({world.members[rank]})" if world.members else f"rank {rank}" for rank in differ)
+        world, differ = self.world, verdict.differ
+        listed = ", ".join(f"rank {rank} ({world.members[rank]})" if world.members else f"rank {rank}" for rank in differ)
+        what = f"the weights of {listed} differ before step {step + 1}"
         if world.membership is None or len(differ) == world.size:
             if self.keeper and world.leader:
                 self.keeper.store.go_back(max(0, step - 1))
-            raise FencedError(
-                f"the weights of {names} differ before step {step + 1}, and none is in the majority", "", "the same command goes on"
-            )
-        log.error("the weights of %s differ from those of the others before step %d: a bit has flipped there", names, step + 1)
+            if world.membership and world.leader:
+                write_json(self._suspects, {"step": step, "digests": dict(zip(world.members, map(str, verdict.digests), strict=True))})
+            raise FencedError(f"{what}, and none is in the majority", "a bit has flipped in one of them", "the same command goes on")
+        log.error("%s from those of the others: a bit has flipped there", what)
         if world.rank in differ:
-            raise FencedError(f"the weights of {names} differ from those of the others before step {step + 1}", "a bit has flipped here")
+            raise FencedError(what, "a bit has flipped here", "this worker is started anew and takes the state of the others")
         for rank in differ:
             world.evict(rank, f"its weights differ before step {step + 1}")
+
+    @property
+    def _suspects(self) -> Path:
+        """Who differed from whom when nobody could tell who was wrong."""
+        assert self.world.membership is not None
+        return self.world.membership.folder / "suspects.json"
+
+    def _name_culprits(self, step: int) -> None:
+        """Now that a step is done again at which replicas differed, say which of them was wrong."""
+        if not (self.suspects and self.world.leader) or step < self.suspects["step"]:
+            return
+        suspects, self.suspects = self.suspects, None
+        if suspects["step"] == step:
+            right = str(self.replica.digest())
+            wrong = [id for id, digest in suspects["digests"].items() if digest != right]
+            log.error("before step %d the weights of %s were wrong: a bit had flipped there", step + 1, ", ".join(wrong) or "nobody")
+            note(self._suspects.parent, "culprit found", step=step, wrong=wrong, why="the step was done again from a checkpoint")
+        self._suspects.unlink(missing_ok=True)
 
     def _regroup(self, step: int, why: str, *, voted: bool) -> bool:
         """Collective. Go on with the members of the next generation; True when `step` is committed, as others have heard that all agreed.
