@@ -1,0 +1,61 @@
+"""The promise made to a user's machine, kept on this one: a short drill, and the rules of the plan."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from lockstep.drill import FAULTS, plan
+from lockstep.membership.arbiter import Arbiter
+
+TINY = [
+    "--data.pairs",
+    "3000",
+    "--data.held_out",
+    "50",
+    "--tokens.vocabulary",
+    "500",
+    "--model.width",
+    "32",
+    "--model.encoder_layers",
+    "1",
+    "--model.decoder_layers",
+    "1",
+    "--model.feed_forward",
+    "64",
+    "--batch.tokens",
+    "256",
+    "--evaluate.at_end",
+    "0",
+    "--save.every_steps",
+    "10",
+]
+
+
+def test_a_drill_ends_with_the_same_bits(tmp_path: Path) -> None:
+    words = ["drill", "--workers", "3", "--faults", "5", "--seed", "2", "--steps", "60", "--out", str(tmp_path / "drill"), *TINY]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-m", "lockstep", *words], capture_output=True, text=True, timeout=280, env=environ, check=False)
+    log = tmp_path / "drill" / "disturbed" / "drill.log"
+    assert done.returncode == 0, done.stdout + done.stderr + (log.read_text()[-3000:] if log.exists() else "")
+    rows = [line.split()[0] for line in done.stdout.splitlines() if line.split()[:1] and line.split()[0] in FAULTS]
+    assert sorted(rows) == sorted(fault for _, fault in plan(2, 5, 60, 3)) and "the same bits" in done.stdout
+    newest = Arbiter(tmp_path / "drill" / "disturbed" / "generations").newest()
+    assert newest is not None and newest.end is not None and newest.end.code == 0 and newest.number > 2
+
+
+def test_a_plan_is_a_function_of_its_seed_and_has_every_kind_before_any_twice() -> None:
+    assert plan(7, 20, 300, 3) == plan(7, 20, 300, 3) != plan(8, 20, 300, 3)
+    assert {fault for _, fault in plan(1, len(FAULTS), 300, 3)} == set(FAULTS)
+    assert "flip" not in {fault for _, fault in plan(1, 12, 300, 2)}  # two replicas cannot tell who is wrong without going back
+    moments = [moment for moment, _ in plan(3, 9, 40, 3)]
+    assert moments == sorted(moments) and moments[0] >= 1 and moments[-1] < 37
+
+
+def test_a_drill_wants_a_new_folder(tmp_path: Path) -> None:
+    (tmp_path / "there").write_text("")
+    words = ["drill", "--out", str(tmp_path), "--steps", "5", *TINY]
+    done = subprocess.run([sys.executable, "-m", "lockstep", *words], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "is not empty" in done.stderr
