@@ -218,7 +218,7 @@ class Team:
         self.replica.forget()
         while True:
             try:
-                world.leave_group(why, leaving=self.leaving)
+                world.leave_group("its host is taken away" if self.leaving else why, leaving=self.leaving)
                 world.form_next()
                 hand_over(world, self.keeper.capture if self.keeper else None)
                 break

@@ -10,28 +10,9 @@ from pathlib import Path
 from lockstep.drill import FAULTS, plan
 from lockstep.membership.arbiter import Arbiter
 
-TINY = [
-    "--data.pairs",
-    "3000",
-    "--data.held_out",
-    "50",
-    "--tokens.vocabulary",
-    "500",
-    "--model.width",
-    "32",
-    "--model.encoder_layers",
-    "1",
-    "--model.decoder_layers",
-    "1",
-    "--model.feed_forward",
-    "64",
-    "--batch.tokens",
-    "256",
-    "--evaluate.at_end",
-    "0",
-    "--save.every_steps",
-    "10",
-]
+TINY = ["--data.pairs", "3000", "--data.held_out", "50", "--tokens.vocabulary", "500", "--batch.tokens", "256", "--evaluate.at_end", "0"]
+TINY += ["--model.width", "32", "--model.encoder_layers", "1", "--model.decoder_layers", "1", "--model.feed_forward", "64"]
+TINY += ["--save.every_steps", "10"]
 
 
 def test_a_drill_ends_with_the_same_bits(tmp_path: Path) -> None:
