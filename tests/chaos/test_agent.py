@@ -628,6 +628,7 @@ def test_restarts_leave_no_zombie_no_descriptor_and_nothing_that_a_worker_starte
     assert set(map(state_of, children(one.process.pid))) <= {"S", "R"}
     assert len(os.listdir(f"/proc/{one.process.pid}/fd")) == descriptors
     assert one.stopped()[0] == 75
+    wait_for(lambda: not in_folder(one.folder), timeout_s=5)
 
 
 def test_a_worker_starts_though_its_log_cannot_be_written_meanwhile(start: Callable[..., Started]) -> None:
