@@ -182,7 +182,7 @@ class World:
             self.generation = record.number
             try:
                 self._form(record)
-                self.standings = gather_json(self.size, self.standing)
+                self.standings = gather_json(self.size, self.standing | {"fresh": self.fresh})
                 break
             except RuntimeError as error:
                 why = plainly(error)
@@ -192,7 +192,7 @@ class World:
             raise PeersLostError(f"{TRIES} generations in a row did not form: {why}", f"{self.node}, {self.membership.me.address}")
         steps = [int(one["step"]) for one in self.standings]
         self.joining = self.standing["step"] < 0 <= max(steps)
-        self.fresh = self.fresh and max(steps) < 0
+        self.fresh = all(one["fresh"] for one in self.standings) and max(steps) < 0  # the same on all: collectives depend on it
         if max(steps) < 0 and len({one["at"] for one in self.standings}) > 1:
             raise FencedError("the workers of this start do not stand at the same place", self.members[self.rank], "they are started anew")
 
