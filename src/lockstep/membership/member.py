@@ -144,8 +144,13 @@ class Membership:
         self._call(lambda: self.protocol.evict(id, why, time.monotonic()))
 
     def close_doors(self) -> None:
-        """Let nobody join any more: the run is about to end."""
-        self._call(self.protocol.close_doors)
+        """Let nobody join any more, and wait for nobody: the run is about to end."""
+
+        def close() -> Sequence[Effect]:
+            self.protocol.limits = replace(self.protocol.limits, least=1)
+            return self.protocol.close_doors()
+
+        self._call(close)
 
     def over(self, number: int) -> str:
         """Why generation `number` has come to its end; "" while it lives."""
