@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,8 +27,9 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.checkpoint.commands import digest_line
-from lockstep.membership import fault
+from lockstep.membership import board, fault
 from lockstep.membership.arbiter import Arbiter, Member, Record
+from lockstep.membership.board import Doing
 from lockstep.membership.seat import Sitter, look, sitters, state_folder
 
 NOWHERE = "02:00:00:00:00:01"  # a hardware address that nobody has
@@ -43,6 +44,7 @@ TINY = {
     "model.decoder_layers": 1,
     "model.feed_forward": 64,
     "batch.tokens": 256,
+    "parallel.bucket_bytes": 50_000,  # several buckets
     "evaluate.at_end": 0,
     "save.every_steps": 10,
     "track.log_every": 5,
@@ -221,6 +223,12 @@ class Training:
         return 0
 
     @property
+    def shown(self) -> int:
+        """The newest step on a screen, which is not in the run folder."""
+        shown = "".join(path.read_text(errors="replace") for path in self.folder.glob("*.out"))
+        return max([0, *(int(step.replace(",", "")) for step in re.findall(r"^step ([\d,]+)  loss", shown, re.MULTILINE))])
+
+    @property
     def newest(self) -> Record:
         """The newest generation."""
         record = self.log.newest()
@@ -245,6 +253,12 @@ class Training:
         """Slot -> the worker that its agent has written down, in a generation or not yet."""
         return sitters(self.state(host))
 
+    def zygote(self, host: Host = HERE) -> int:
+        """The number of the agent's zygote."""
+        agent = self.agents[host.name].pid
+        found = [int(word) for word in Path(f"/proc/{agent}/task/{agent}/children").read_text().split()]
+        return next(pid for pid in found if Path(f"/proc/{pid}/comm").read_text() == "lockstep-zygote\n")
+
     def state(self, host: Host = HERE) -> Path:
         """The host's own folder."""
         return state_folder(self.run, host.name)
@@ -255,10 +269,22 @@ class Training:
         lines = path.read_text().splitlines() if path.exists() else []
         return [event for event in map(json.loads, filter(None, lines)) if event["event"] == name]
 
+    def doing(self, slot: int, host: Host = HERE) -> Doing:
+        """What its worker does, by its board."""
+        return board.look(self.state(host) / f"{slot}.board")
+
+    def orders_obeyed(self) -> list[tuple[str, int]]:
+        """(place, step) of each fault that came to be."""
+        return [(place, int(step)) for place, step in re.findall(r"obeying \w+ at (\w+) of step (\d+)", self.text())]
+
+    def text(self) -> str:
+        """All that the agents and workers have shown."""
+        logs = [*self.folder.glob("*.out"), *self.run.glob("logs/*-[1-9].log")]
+        return "\n".join(path.read_text(errors="replace") for path in logs)
+
     def says(self, pattern: str) -> bool:
         """Whether a line that the agents or workers have shown fits."""
-        logs = [*self.folder.glob("*.out"), *self.run.glob("logs/*.log")]
-        return any(re.search(pattern, path.read_text(errors="replace")) for path in logs)
+        return re.search(pattern, self.text()) is not None
 
     # -- waiting ------------------------------------------------------------------------------------------------------------
 
@@ -285,6 +311,10 @@ class Training:
             return now.number > since.number and len(now.members) == count and self.step > now.step
 
         return self.wait(whole, timeout_s, what=f"a generation of {count} workers after number {since.number}")
+
+    def wait_until_it_waits(self, slot: int, host: Host = HERE) -> float:
+        """Wait until the worker in `slot` has left its group."""
+        return self.wait(lambda: self.doing(slot, host).phase == "joining", what=f"the end of the group of slot {slot}")
 
     def story(self) -> str:
         """What happened so far, for whom a test fails."""
@@ -379,8 +409,3 @@ def undisturbed(folder: Path, steps: int, **values: object) -> Truth:
     command = [sys.executable, "-m", "lockstep", "train", "--workers", "1", "--out", "run", *flags(steps, **values)]
     subprocess.run(command, cwd=folder, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return Truth(digest_line(folder / "run", None), read_steps(folder / "run"))
-
-
-def pids(some: Iterable[Member]) -> set[int]:
-    """Their numbers."""
-    return {one.pid for one in some}

@@ -3,7 +3,7 @@
 The order lies in the state folder (seat.py) as SLOT.fault, JSON, and is taken away before it is carried out:
 
     {"what": "kill", "at": "voting", "step": 7}
-    {"what": "kill", "at": "collective", "during": "joining", "after": 1}      the second of them
+    {"what": "kill", "at": "collective", "after": 1}      between two buckets; "hand-over": while the state goes to a joiner
 
 A worker looks for orders only when it was started with LOCKSTEP_DRILL=1, which `lockstep drill` and the tests set.
 """
@@ -48,16 +48,14 @@ class FaultyBoard(Board):
 
     def collective(self, size_bytes: int = 0) -> None:
         super().collective(size_bytes)
-        self._obey("collective")
+        self._obey("hand-over" if self.phase == "joining" else "collective")
 
     def _obey(self, at: str) -> None:
         try:
             order = json.loads(self.orders.read_text())
         except (OSError, ValueError):
             return
-        if order.get("at") not in (None, at) or order.get("during") not in (None, self.phase) or self.step < order.get("step", 0):
-            return
-        if order["what"] == "flip" and self.flip is None:
+        if order.get("at") not in (None, at) or self.step < order.get("step", 0) or (order["what"] == "flip" and self.flip is None):
             return
         if order.get("after"):
             write_json(self.orders, order | {"after": order["after"] - 1})

@@ -1,0 +1,627 @@
+"""The fault matrix: what is done to a run, when, and what must follow.
+
+Every row ends with `judge`: the same bits, each step once, no process, port or file left over.
+
+The number of a row is the first part of each test's name in brackets. Time bounds are far below the time-out that would otherwise have
+ended the wait (600 s in a collective), since machines differ; what was measured is printed (pytest -rP).
+
+Rows that are tested elsewhere, or cannot be:
+
+    38-40       tests/chaos/test_checkpoint_kill.py: death at every place of a save
+    42, 43, 50  tests/chaos/test_checkpoint_disk.py
+    44, 45, 49  tests/chaos/test_checkpoint_damage.py
+    46, 47      tests/chaos/test_checkpoint_kill.py and _damage.py: a reader and retention
+    48          tests/chaos/test_checkpoint_damage.py: another committer between our check and our commit
+    51          there is no process that loads data: each worker reads the mapped corpus itself
+
+The rows that are not in the short part of the tests need LOCKSTEP_CHAOS=1.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hosts import HERE, Host, Network, Training, Truth, undisturbed, why_no_hosts
+
+STEPS = 40
+SOON_S = 20.0  # far below the 600 s of a collective, far above what it takes
+Start = Callable[..., Training]
+long = pytest.mark.skipif(os.environ.get("LOCKSTEP_CHAOS") != "1", reason="the long part of the fault matrix: LOCKSTEP_CHAOS=1")
+
+
+@pytest.fixture(scope="session")
+def truth(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Truth]:
+    """What a run of so many steps comes to undisturbed, computed once for all processes that test."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
+
+    def find(steps: int = STEPS) -> Truth:
+        folder = base / f"undisturbed-{steps}"
+        folder.mkdir(exist_ok=True)
+        with open(folder / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            kept = folder / "truth.json"
+            if not kept.exists():
+                kept.write_text(json.dumps(asdict(undisturbed(folder, steps))))
+            values = json.loads(kept.read_text())
+            return Truth(values["digest"], [(step, loss, norm) for step, loss, norm in values["steps"]])
+
+    return find
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Starts trainings, and ends what they leave."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    started: list[Training] = []
+
+    def start_one(*args: Any, **values: Any) -> Training:
+        started.append(Training(tmp_path, *args, **{"steps": STEPS} | values))
+        return started[-1]
+
+    yield start_one
+    for one in started:
+        one.close()
+
+
+@pytest.fixture(scope="session")
+def may_have_hosts() -> str:
+    return why_no_hosts()
+
+
+@pytest.fixture
+def network(may_have_hosts: str) -> Iterator[Network]:
+    """Three hosts."""
+    if may_have_hosts:
+        pytest.skip(may_have_hosts)
+    with Network(3) as made:
+        yield made
+
+
+def tell(**seconds: float) -> None:
+    """Show what was measured."""
+    print("; ".join(f"{what.replace('_', ' ')} {value:.2f} s" for what, value in seconds.items()))
+
+
+# One worker dies.
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        pytest.param({"at": "forward"}, id="1-forward"),
+        pytest.param({"at": "backward"}, id="1-backward", marks=long),
+        pytest.param({"at": "collective"}, id="2-first bucket", marks=long),
+        pytest.param({"at": "collective", "after": 1}, id="2-between buckets"),
+        pytest.param({"at": "reducing"}, id="2-last bucket", marks=long),
+        pytest.param({"at": "voting"}, id="3-after the reduction"),
+        pytest.param({"at": "updating"}, id="4-in the update"),
+    ],
+)
+def test_a_worker_killed_inside_a_step_costs_at_most_this_step(start: Start, truth: Callable[..., Truth], at: Any) -> None:
+    one = start()
+    one.wait_for_step(8)
+    before = one.newest
+    one.strike(1, "kill", step=12, **at)
+    back_s = one.wait_for_step(13)
+    whole_s = one.wait_until_whole(before)
+    tell(back=back_s, whole=back_s + whole_s)
+    after = one.log.read(before.number + 1)
+    assert len(after.members) == 2 and after.step in (11, 12) and back_s < SOON_S
+    one.judge(truth())
+
+
+def test_5_the_worker_that_leads_and_holds_the_store_is_killed(start: Start, truth: Callable[..., Truth]) -> None:
+    one = start()
+    one.wait_for_step(12)
+    before, step = one.newest, one.step
+    one.kill(one.leader)
+    back_s = one.wait_for_step(step + 2)
+    tell(back=back_s, whole=back_s + one.wait_until_whole(before))
+    assert one.log.read(before.number + 1).step >= step and back_s < SOON_S
+    one.judge(truth())
+
+
+@pytest.mark.parametrize("after", [pytest.param(0, id="6-left the old group"), pytest.param(1, id="6-forming the new group")])
+def test_the_worker_that_leads_is_killed_while_a_group_forms(start: Start, truth: Callable[..., Truth], after: int) -> None:
+    one = start()
+    one.wait_for_step(8)
+    before = one.newest
+    one.order(one.leader.slot, "kill", at="joining", after=after)
+    one.strike(2, "kill", at="backward", step=12)
+    back_s = one.wait_for_step(13)
+    tell(back=back_s, whole=back_s + one.wait_until_whole(before))
+    assert back_s < SOON_S
+    one.judge(truth())
+
+
+def test_7_all_workers_but_one_are_killed_at_once(start: Start, truth: Callable[..., Truth]) -> None:
+    one = start()
+    one.wait_for_step(12)
+    before, step = one.newest, one.step
+    one.kill(*one.newest.members[:-1])
+    back_s = one.wait_for_step(step + 2)
+    tell(back=back_s, whole=back_s + one.wait_until_whole(before))
+    after = one.log.read(before.number + 1)
+    assert after.step >= step and len(after.members) == 1 and back_s < SOON_S
+    one.judge(truth())
+
+
+def test_8_all_workers_are_killed_at_once(start: Start, truth: Callable[..., Truth]) -> None:
+    one = start()
+    one.wait_for_step(14)
+    before = one.newest
+    one.kill(*before.members)
+    back_s = one.wait_until_whole(before)
+    again = one.step
+    tell(back=back_s)
+    assert again >= 10 and back_s < SOON_S
+    one.judge(truth())
+
+
+@pytest.mark.parametrize(
+    "slot",
+    [
+        pytest.param(1, id="9-the new worker"),
+        pytest.param(0, id="10-the leader, a source", marks=long),
+        pytest.param(2, id="10-the other source"),
+    ],
+)
+def test_killed_while_the_state_is_handed_over(start: Start, truth: Callable[..., Truth], slot: int) -> None:
+    one = start()
+    one.wait_for_step(12)
+    before = one.newest
+    one.order(slot, "kill", at="hand-over")
+    one.kill(one.member(1))
+    struck_s = one.wait(lambda: one.obeyed(slot), what="the hand-over")
+    step = one.step
+    back_s = one.wait_for_step(step + 1)
+    tell(handed_over_after=struck_s, back=back_s, whole=back_s + one.wait_until_whole(before))
+    assert back_s < SOON_S and one.newest.step >= 12
+    one.judge(truth())
+
+
+# An agent or a zygote dies.
+
+
+def test_12_the_agent_is_killed_and_the_next_one_adopts_its_workers(start: Start, truth: Callable[..., Truth]) -> None:
+    one = start(steps=60)
+    one.wait_for_step(8)
+    before, step = one.newest, one.step
+    one.kill_agent()
+    one.agents.clear()
+    until(lambda: one.step >= step + 5)
+    one.start_agent()
+    adopted_s = one.wait(lambda: len(one.events("worker taken over")) == 3, what="the adoption")
+    assert one.newest == before and adopted_s < SOON_S
+    one.kill(one.member(1))
+    tell(adopted=adopted_s, whole=one.wait_until_whole(before))
+    one.judge(truth(60))
+
+
+@pytest.mark.parametrize("host", [pytest.param(0, id="13-of the host that leads"), pytest.param(None, id="14-all")])
+@long
+def test_agents_of_several_hosts_are_killed(start: Start, truth: Callable[..., Truth], network: Network, host: int | None) -> None:
+    hosts = network.hosts if host is None else [network.hosts[host]]
+    one = start(network.hosts, workers=1, steps=60)
+    one.wait_for_step(8)
+    before, step = one.newest, one.step
+    for dead in hosts:
+        one.kill_agent(dead)
+    until(lambda: one.step >= step + 5)
+    for dead in hosts:
+        one.start_agent(dead)
+    one.wait(lambda: len(one.events("worker taken over")) == len(hosts), what="the adoption")
+    assert one.newest == before
+    one.judge(truth(60))
+
+
+def test_18_the_zygote_is_killed_and_a_worker_at_once(start: Start, truth: Callable[..., Truth]) -> None:
+    one = start(steps=100)
+    one.wait_for_step(8)
+    before = one.newest
+    os.kill(one.zygote(), signal.SIGKILL)
+    one.kill(one.member(1))
+    whole_s = one.wait_until_whole(before)
+    tell(whole=whole_s)
+    assert whole_s < SOON_S
+    one.judge(truth(100))
+
+
+@long
+def test_20_an_agent_is_stopped_and_goes_on(start: Start, truth: Callable[..., Truth]) -> None:
+    one = start(steps=120)
+    one.wait_for_step(8)
+    before, step = one.newest, one.step
+    one.kill_agent(number=signal.SIGSTOP)
+    one.kill(one.member(1))
+    until(lambda: one.step >= step + 40)
+    assert len(one.newest.members) == 2
+    one.kill_agent(number=signal.SIGCONT)
+    tell(whole=one.wait_until_whole(before))
+    one.judge(truth(120))
+
+
+# A worker is there, and does not do what it should.
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param("stop", id="19-stopped"),
+        pytest.param("spin", id="21-spins with the interpreter's lock", marks=long),
+        pytest.param("hang", id="21-hangs", marks=long),
+        pytest.param("raise", id="22-raises"),
+        pytest.param("exit", id="23-exits with 0"),
+        pytest.param("flip", id="37-a bit of its weights flips"),
+    ],
+)
+def test_a_worker_that_fails_is_left_out_and_replaced(start: Start, truth: Callable[..., Truth], what: Any) -> None:
+    one = start(steps=60)
+    one.wait_for_step(8)
+    before, pid = one.newest, one.member(1).pid
+    one.strike(1, what, at="backward", step=12)
+    back_s = one.wait_for_step(13)
+    tell(back=back_s, whole=back_s + one.wait_until_whole(before))
+    after = one.log.read(before.number + 1)
+    assert pid not in {member.pid for member in one.newest.members} and after.step >= 11 and back_s < SOON_S
+    assert "/1" in after.reason
+    one.judge(truth(60))
+
+
+def test_22_an_error_that_comes_again_and_again_ends_the_run_with_its_traceback(start: Start) -> None:
+    one = start()
+    one.wait_for_step(8)
+
+    def poisoned() -> bool:
+        for slot in range(3):
+            if one.obeyed(slot):
+                one.order(slot, "raise", at="backward", step=12)
+        return all(agent.poll() is not None for agent in one.agents.values())
+
+    tell(ended_after=one.wait(poisoned, what="the end"))
+    assert set(one.end().values()) == {1} and one.step <= 12
+    assert one.says("ValueError: an error on order") and one.says("in a row to end at step 12 by an error of its own")
+    one.leaves_nothing()
+
+
+# It is told to stop.
+
+
+@pytest.mark.parametrize("who", [pytest.param("worker", id="24-a worker", marks=long), pytest.param("agent", id="24-the agent")])
+def test_a_polite_stop_saves_and_the_same_command_goes_on(start: Start, truth: Callable[..., Truth], who: str) -> None:
+    one = start()
+    one.wait_for_step(12)
+    if who == "agent":
+        one.kill_agent(number=signal.SIGTERM)
+    else:
+        one.kill(one.member(1), number=signal.SIGTERM)
+    assert set(one.end().values()) == {75}
+    step = one.step
+    assert 12 <= step < STEPS
+    one.leaves_nothing()
+    one.start_agent()
+    one.judge(truth())
+    assert one.says(rf"(goes on|continues|starts|resumed) .*step {step}")
+
+
+# The run folder.
+
+
+@long
+@pytest.mark.parametrize("part", [pytest.param("run/generations", id="32-the log"), pytest.param("run", id="32-the whole run folder")])
+def test_the_shared_disk_is_away_for_a_while(start: Start, truth: Callable[..., Truth], tmp_path: Path, part: str) -> None:
+    one = start(steps=200)
+    one.wait_for_step(12)
+    before, shown = one.newest, one.shown
+    with away(tmp_path / part):
+        time.sleep(10)
+        assert one.shown >= shown + 20
+    assert one.newest == before
+    one.judge(truth(200))
+
+
+def test_33_two_starts_of_one_run_are_refused(start: Start, truth: Callable[..., Truth], tmp_path: Path) -> None:
+    one = start(steps=60)
+    one.wait_for_step(5)
+    first = one.agents.pop("here")
+    one.start_agent()
+    assert one.end() == {"here": 2} and one.says("another training is at work in run")
+    one.agents["here"] = first
+    one.judge(truth(60))
+
+
+def test_34_what_a_dead_run_has_left_is_ignored(start: Start, truth: Callable[..., Truth]) -> None:
+    one = start()
+    one.wait_for_step(14)
+    before = one.newest
+    one.kill_host(HERE)
+    one.start_agent()
+    back_s = one.wait_until_whole(before)
+    tell(back=back_s)
+    assert one.step >= 10 and back_s < SOON_S
+    one.judge(truth())
+
+
+def test_53_the_metrics_cannot_be_written_for_a_while(start: Start, truth: Callable[..., Truth], tmp_path: Path) -> None:
+    one = start(steps=60, values={"track__tensorboard": True})
+    one.wait_for_step(8)
+    shown = one.shown
+    (tmp_path / "run" / "metrics.jsonl").rename(tmp_path / "run" / "elsewhere.jsonl")
+    (tmp_path / "run" / "metrics.jsonl").mkdir()
+    until(lambda: one.shown >= shown + 20)
+    (tmp_path / "run" / "metrics.jsonl").rmdir()
+    (tmp_path / "run" / "elsewhere.jsonl").rename(tmp_path / "run" / "metrics.jsonl")
+    one.judge(truth(60))
+
+
+def test_41_the_committer_is_killed_while_it_saves(start: Start, truth: Callable[..., Truth]) -> None:
+    one = start()
+    one.wait_for_step(8)
+    before = one.newest
+    one.strike(one.leader.slot, "kill", at="saving", step=10)
+    back_s = one.wait_for_step(13)
+    tell(back=back_s, whole=back_s + one.wait_until_whole(before))
+    assert back_s < SOON_S
+    one.judge(truth())
+
+
+# Several hosts.
+
+
+@pytest.mark.parametrize(
+    ("number", "away_s"),
+    [
+        pytest.param(1, 0, id="15-a host"),
+        pytest.param(0, 3, id="16-the host that leads, back after 3 s", marks=long),
+        pytest.param(1, 25, id="17-back after 25 s", marks=long),
+    ],
+)
+def test_a_host_loses_its_power(start: Start, truth: Callable[..., Truth], network: Network, number: int, away_s: float) -> None:
+    steps = 600 if away_s > 10 else 120
+    one = start(network.hosts, workers=1, steps=steps)
+    one.wait_for_step(8)
+    lost, before, step = network.hosts[number], one.newest, one.step
+    survivors = {member.pid for member in before.members if member.host != lost.name}
+    network.cut(lost)  # first, so that its kernel says goodbye to nobody
+    one.kill_host(lost)
+    back_s = one.wait_for_step(step + 2)
+    assert one.newest.step >= step and back_s < SOON_S
+    network.mend(lost)
+    time.sleep(away_s)
+    alone = one.newest
+    one.start_agent(lost)
+    tell(back=back_s, joined=one.wait_until_whole(alone))
+    assert survivors < {member.pid for member in one.newest.members}
+    one.judge(truth(steps))
+
+
+@pytest.mark.parametrize("seconds", [pytest.param(1.0, id="25-1 s"), pytest.param(5.0, id="25-5 s", marks=long)])
+@long
+def test_a_cable_is_out_for_a_moment(start: Start, truth: Callable[..., Truth], network: Network, seconds: float) -> None:
+    one = start(network.hosts, workers=1, steps=120)
+    one.wait_for_step(8)
+    before, step = one.newest, one.step
+    network.cut(network.hosts[1])
+    time.sleep(seconds)
+    network.mend(network.hosts[1])
+    back_s = one.wait_for_step(step + 2)
+    tell(back=back_s)
+    if seconds < 2:
+        assert one.newest == before
+    else:
+        one.wait_until_whole(before)
+    assert back_s < SOON_S
+    one.judge(truth(120))
+
+
+@pytest.mark.parametrize("who", [pytest.param(0, id="26-the leader"), pytest.param(1, id="26-another")])
+def test_a_host_is_cut_off_for_good(start: Start, truth: Callable[..., Truth], network: Network, who: int) -> None:
+    one = start(network.hosts, workers=1, steps=60)
+    one.wait_for_step(8)
+    before, step, lost = one.newest, one.step, network.hosts[who]
+    network.cut(lost)
+    back_s = one.wait_for_step(step + 2)
+    tell(back=back_s)
+    after = one.log.read(before.number + 1)
+    assert after.step >= step and len(after.members) == 2 and lost.name not in {member.host for member in after.members}
+    assert back_s < SOON_S
+    one.judge(truth(60))
+
+
+@long
+def test_26_two_hosts_are_cut_apart_and_exactly_one_goes_on(start: Start, truth: Callable[..., Truth], network: Network) -> None:
+    hosts = network.hosts[:2]
+    one = start(hosts, workers=1, steps=900)
+    one.wait_for_step(8)
+    before, step = one.newest, one.step
+    network.cut(hosts[1])
+    back_s = one.wait_for_step(step + 2)
+    tell(back=back_s)
+    assert back_s < SOON_S
+    one.judge(truth(900))
+    apart = [record for record in one.generations[before.number :] if not record.end]
+    assert [len(record.members) for record in apart] == [1], "one generation, of one"
+
+
+@long
+def test_27_what_one_host_sends_to_the_leader_is_lost(start: Start, truth: Callable[..., Truth], network: Network) -> None:
+    one = start(network.hosts, workers=1, steps=120)
+    one.wait_for_step(8)
+    step, (a, b, _) = one.step, network.hosts
+    network.drop(b, a)
+    back_s = one.wait_for_step(step + 2)
+    tell(back=back_s)
+    assert back_s < SOON_S and one.newest.step >= step
+    network.deliver(b, a)
+    one.judge(truth(120))
+
+
+@long
+def test_28_two_workers_do_not_reach_each_other_and_a_third_reaches_both(
+    start: Start, truth: Callable[..., Truth], network: Network
+) -> None:
+    one = start(network.hosts, workers=1, steps=120)
+    one.wait_for_step(8)
+    step, (_, b, c) = one.step, network.hosts
+    network.drop(b, c)
+    network.drop(c, b)
+    back_s = one.wait_for_step(step + 2)
+    tell(back=back_s)
+    assert back_s < SOON_S and len(one.newest.members) == 2 and one.newest.step >= step
+    one.judge(truth(120))
+
+
+@long
+def test_29_a_cut_off_host_comes_back_after_the_others_went_on(start: Start, truth: Callable[..., Truth], network: Network) -> None:
+    one = start(network.hosts, workers=1, steps=200)
+    one.wait_for_step(8)
+    before, step = one.newest, one.step
+    network.cut(network.hosts[0])
+    back_s = one.wait_for_step(step + 2)
+    time.sleep(3.0)
+    between = one.newest
+    network.mend(network.hosts[0])
+    tell(back=back_s, whole=one.wait_until_whole(between))
+    assert before.members[0].id not in {member.id for member in one.newest.members}
+    one.judge(truth(200))
+
+
+@long
+def test_30_a_slow_network_is_no_death(start: Start, truth: Callable[..., Truth], network: Network) -> None:
+    one = start(network.hosts, workers=1, steps=15)
+    one.wait_for_step(3)
+    before = one.newest
+    for host in network.hosts:
+        network.shape(host, "1mbit")
+    tell(step=one.wait_for_step(8, timeout_s=200) / 5)
+    assert one.newest == before
+    one.judge(truth(15), timeout_s=200)
+
+
+@long
+@pytest.mark.parametrize("shift_s", [pytest.param(3600, id="31-ahead"), pytest.param(-3600, id="31-behind")])
+def test_the_clock_of_a_host_is_an_hour_off(start: Start, truth: Callable[..., Truth], tmp_path: Path, shift_s: int) -> None:
+    (tmp_path / "sitecustomize.py").write_text(f"import time\nright = time.time\ntime.time = lambda: right() + {shift_s}\n")
+    hosts = [Host("a"), Host("b", enter=("env", f"PYTHONPATH={tmp_path}"))]
+    one = start(hosts, workers=1)
+    one.wait_for_step(12)
+    before = one.newest
+    one.kill(before.members[0])
+    tell(whole=one.wait_until_whole(before))
+    assert one.log.read(before.number + 1).step >= 12
+    one.judge(truth())
+
+
+@long
+def test_35_one_worker_then_four_then_one(start: Start, truth: Callable[..., Truth]) -> None:
+    hosts = [Host(name) for name in "abcd"]
+    one = start(hosts, workers=1, steps=200, start=hosts[:1], values={"heal__gather_s": 0.1})
+    one.wait_for_step(5)
+    for size, host in enumerate(hosts[1:], 2):
+        before = one.newest
+        one.start_agent(host)
+        one.wait_until_whole(before, size)
+    for size, host in zip((3, 2, 1), hosts, strict=False):
+        before = one.newest
+        one.kill_agent(host, signal.SIGUSR1)
+        one.wait_until_whole(before, size)
+    sizes = [len(record.members) for record in one.generations]
+    assert sizes == [1, 2, 3, 4, 3, 2, 1] and [record.step for record in one.generations] == sorted(
+        one.log.read(n).step for n in range(1, 8)
+    )
+    one.judge(truth(200))
+
+
+@long
+def test_36_a_host_whose_numbers_would_have_other_bits_is_refused(start: Start, truth: Callable[..., Truth]) -> None:
+    hosts = [Host("a"), Host("b", enter=("env", "ATEN_CPU_CAPABILITY=default"))]
+    one = start(hosts, workers=1, steps=120, start=hosts[:1], values={"heal__gather_s": 0.1})
+    one.wait_for_step(5)
+    before = one.newest
+    one.start_agent(hosts[1])
+    refused = one.agents.pop("b")
+    one.wait(lambda: refused.poll() is not None, what="the refusal")
+    assert refused.returncode == 2 and one.says("would have other bits") and one.newest == before
+    one.judge(truth(120))
+
+
+# All of it.
+
+
+@long
+def test_11_kills_without_a_pause(start: Start, truth: Callable[..., Truth]) -> None:
+    one = start(steps=400, values={"save__every_steps": 5})
+    one.wait_for_step(8)
+    chance, kills, end_s, progress = random.Random(1), 0, time.monotonic() + 60, one.step
+    while time.monotonic() < end_s and one.step < 380:
+        one.kill(chance.choice(list(one.sitting().values()) or [one.leader]))
+        kills += 1
+        time.sleep(0.1)
+    print(f"{kills} kills, {one.step - progress} steps meanwhile, {one.newest.number} generations")
+    assert kills >= 200 and one.step > progress
+    one.judge(truth(400))
+
+
+PLACES: list[dict[str, Any]] = [
+    {"at": "forward"},
+    {"at": "backward"},
+    {"at": "collective"},
+    {"at": "collective", "after": 1},  # between two buckets
+    {"at": "voting"},
+]
+
+
+@pytest.mark.timeout(600)
+def test_54_every_place_of_every_step(start: Start, truth: Callable[..., Truth]) -> None:
+    """SIGKILL at each place of each step, the replicas in turn.
+
+    With --min 3 those who are left wait until all three are there, and do the step again, in which the next one dies at the next place.
+    After the vote the step is not done again: there one dies in the update, and another one while it saves.
+    """
+    one = start(steps=6, words=("--min", "3"), values={"save__every_steps": 1})
+    began_s = time.monotonic()
+    for step in range(1, 7):
+        slots = [(step + turn) % 3 for turn in range(8)]
+        for slot, following, place in zip(slots, slots[1:], PLACES, strict=False):
+            one.strike(slot, "kill", step=step, **place)
+            one.wait_until_it_waits(following)
+        one.order(slots[5], "kill", at="updating", step=step)
+        one.strike(slots[6], "kill", at="saving", step=step)
+        one.wait(lambda slot=slots[5]: one.obeyed(slot), what=f"the update of {step}")  # type: ignore[misc]
+        if step < 6:
+            one.wait_until_it_waits(slots[7])
+    tell(each=(time.monotonic() - began_s) / 42)
+    one.judge(truth(6))
+    expected = [(place["at"], step) for step in range(1, 7) for place in (*PLACES, {"at": "updating"}, {"at": "saving"})]
+    assert sorted(one.orders_obeyed()) == sorted(expected)
+
+
+@contextmanager
+def away(folder: Path) -> Iterator[None]:
+    """For a while `folder` is empty, and cannot be written."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def until(done: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    """Wait until `done()`, without an agent."""
+    end_s = time.monotonic() + timeout_s
+    while not done():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
