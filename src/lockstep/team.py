@@ -33,6 +33,7 @@ from lockstep.membership.fault import FaultyBoard, flip_bit
 from lockstep.membership.handover import hand_over, roles
 from lockstep.parallel.replicate import Replica
 from lockstep.signals import Signals, Stopped
+from lockstep.track import Tracker
 from lockstep.units import show_seconds
 from lockstep.world import World
 
@@ -56,6 +57,7 @@ class Team:
     micro_batches, seed, reduce, bucket_bytes   see Replica
     signals        wishes to stop, agreed on at each step, for the loop to heed. None: the team itself saves and ends the loop when it is
                    to stop
+    tracker        has the lines of steps that a lost leader did not write; they are written before a joiner is given the state
     verify_every   steps from one comparison of all replicas' weights to the next; 0: never. At 1 no gradient of a replica whose
                    weights differ is ever used
     """
@@ -71,9 +73,10 @@ class Team:
         reduce: Literal["ordered", "fast"] = "ordered",
         bucket_bytes: int = 25_000_000,
         signals: Signals | None = None,
+        tracker: Tracker | None = None,
         verify_every: int = 1,
     ) -> None:
-        self.world, self.keeper, self.verify_every, self.board = world, keeper, verify_every, world.board
+        self.world, self.keeper, self.tracker, self.verify_every, self.board = world, keeper, tracker, verify_every, world.board
         self.replica = Replica(model, micro_batches=micro_batches, seed=seed, reduce=reduce, bucket_bytes=bucket_bytes, equal=world.fresh)
         self.replica.broken, self.replica.board = world.broken, world.board
         self.stops = signals is None and world.membership is not None
@@ -220,6 +223,8 @@ class Team:
             try:
                 world.leave_group("its host is taken away" if self.leaving else why, leaving=self.leaving)
                 world.form_next()
+                if self.tracker:
+                    self.tracker.take_over(step + 1)
                 hand_over(world, self.keeper.capture if self.keeper else None)
                 break
             except FencedError:

@@ -120,11 +120,13 @@ class Tracker:
             self.close(failed=True)
             raise
 
-    def _take_over(self, step: int) -> None:
-        """Keep the record from `step` on, in the place of a leader that is gone: what it did not write is still remembered here.
+    def take_over(self, step: int) -> None:
+        """Where this process leads, keep the record from `step` on, in the place of a leader that is gone.
 
-        While a stopped leader holds the lock, the steps wait in memory.
+        What that one did not write is still remembered here. While it is only stopped and holds the lock, the steps wait in memory.
         """
+        if self.leader or not self.leads():
+            return
         lock = try_lock(self.folder / "tracker.lock")
         if lock is None:
             self._warn("the leader before this one still holds the record; the steps wait in memory")
@@ -144,8 +146,7 @@ class Tracker:
 
     def step(self, step: int, values: Mapping[str, Any]) -> None:
         """Record a committed step: at least loss, tokens and seconds, as Python numbers. Steps come in order."""
-        if not self.leader and self.leads():
-            self._take_over(step)
+        self.take_over(step)
         if self.leader:
             self._record(step, values)
         else:
@@ -207,6 +208,8 @@ class Tracker:
 
     def close(self, failed: bool = False) -> None:
         """Send the rest, close everything and let go of the run. `failed` is what Weights & Biases will say of it."""
+        if self.recent and not failed:  # the leader was lost in the last step
+            self.take_over(self.recent[-1][0] + 1)
         if not self.leader or self.lock is None:
             return
         self.sync()

@@ -89,7 +89,7 @@ def train(resolved: Resolved, folder: Path, world: World, *, resume: str = "auto
     )
     progress = Progress(run.steps, first, world.local_leader, log_every=run.track.log_every)
     step, stop = first, ""
-    with Signals() as signals, tracker, progress, keeper, gather_team(run, world, graphs, keeper, signals) as team:
+    with Signals() as signals, tracker, progress, keeper, gather_team(run, world, graphs, keeper, signals, tracker) as team:
         meter = meter_for(model, run, world, length=order.shapes[-1].length)
         while step < run.steps and not stop:
             for k in team.micro_batches(step):
@@ -157,7 +157,7 @@ def warm_up(model: torch.nn.Module, loader: Loader, run: Run, world: World) -> N
     model.zero_grad(set_to_none=True)
 
 
-def gather_team(run: Run, world: World, model: torch.nn.Module, keeper: Keeper, signals: Signals) -> Team:
+def gather_team(run: Run, world: World, model: torch.nn.Module, keeper: Keeper, signals: Signals, tracker: Tracker) -> Team:
     """All replicas of the model, as the run wants them to train."""
     return Team(
         world,
@@ -168,6 +168,7 @@ def gather_team(run: Run, world: World, model: torch.nn.Module, keeper: Keeper, 
         reduce=run.parallel.reduce,
         bucket_bytes=run.parallel.bucket_bytes,
         signals=signals,
+        tracker=tracker,
         verify_every=run.heal.verify_every,
     )
 
