@@ -36,7 +36,7 @@ from lockstep.membership.arbiter import Arbiter, End, Record
 from lockstep.membership.board import Board
 from lockstep.membership.fault import DRILL, FaultyBoard
 from lockstep.membership.goodput import Ledger
-from lockstep.membership.member import Membership
+from lockstep.membership.member import Membership, RunEnded
 from lockstep.membership.protocol import Limits, Report
 from lockstep.membership.seat import Seat, find_seat
 from lockstep.place import Place, choose_device, find_place
@@ -319,8 +319,8 @@ class World:
         """Leave. An error of torch that says that a peer is gone becomes a PeersLostError."""
         try:
             if error is None or isinstance(error, Stopped):
-                if self.membership and self.leader:
-                    self.membership.end(End(self.code if error is None else int(str(error))))
+                if self.membership:
+                    self._conclude(self.membership, End(self.code if error is None else int(str(error))))
                 self.leave()
                 return
             self.abandon()
@@ -333,6 +333,19 @@ class World:
                 f"{self.node}, pid {os.getpid()}",
                 "the first failure is another worker's, see its log; the same command goes on from the newest checkpoint",
             ) from error
+
+    def _conclude(self, membership: Membership, end: End) -> None:
+        """Collective. Nobody leaves before all have done all; then the leader writes down that the run has ended, and they go."""
+
+        def part() -> None:
+            gather_json(self.size, "done")
+            if self.leader:
+                membership.end(end)
+            else:
+                membership.await_end(self.generation)
+
+        with suppress(RunEnded):
+            self.redo(part)
 
 
 # Under an agent.

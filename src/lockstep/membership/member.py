@@ -17,8 +17,10 @@ import queue
 import secrets
 import selectors
 import socket
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -27,7 +29,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore  # torch.distributed has it too, untyped
 
-from lockstep.errors import FencedError, LockstepError, UsageError
+from lockstep.errors import FencedError, LockstepError, PeersLostError, UsageError
 from lockstep.events import note
 from lockstep.failures import Account
 from lockstep.launch import tell_parent
@@ -56,6 +58,8 @@ log = logging.getLogger("lockstep")
 TICK_S = 0.1
 CONNECT_S = 1.0
 AGAIN_S = 0.01
+STUCK_S = 10.0  # after which a collective in a group whose connections are cut is given up
+AGREED = (0, 75, 130)
 
 
 class RunEnded(LockstepError):
@@ -96,6 +100,7 @@ class Membership:
         self._gone: Exception | None = None
         self._store: TCPStore | None = None  # of the generation that this worker proposed last
         self._busy_looking = False
+        self._cut_s = 0.0  # when the group was first cut; 0.0 while it is whole
         self._dying: list[Member] = []  # to whom a connection is tried again at once
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = os.pipe()
@@ -165,18 +170,24 @@ class Membership:
 
         def propose() -> None:
             with suppress(OSError):
-                while True:
-                    newest = self.arbiter.newest()
-                    if newest is not None and newest.end:
-                        break
-                    number, step = (newest.number + 1, newest.step) if newest else (1, 0)
-                    ending = Record(number, new_token(), (), "", step, end.text or "the run has ended", end=end)
-                    if self.arbiter.propose(ending).token == ending.token:
-                        break
+                ended = write_end(self.arbiter, end)
+                self._call(lambda: self.protocol.proposed(ended, time.monotonic()))
             done.set()
 
         self._disk.put(propose)
         done.wait(10.0)
+
+    def await_end(self, number: int) -> None:
+        """Wait until the run has ended. PeersLostError when generation `number` breaks before that."""
+        while True:
+            with self._turn:
+                if isinstance(self._gone, RunEnded):
+                    return
+                if self._gone is not None:
+                    raise self._gone
+                self._turn.wait(0.05)
+            if why := self.over(number):
+                raise PeersLostError(why)
 
     def close(self) -> None:
         """End the threads and every link."""
@@ -245,6 +256,15 @@ class Membership:
         self._do(self.protocol.tick(now_s))
         if self.protocol.over and self.protocol.phase == "in":
             self.on_cut()  # again: the main thread may have opened more since
+            self._cut_s = self._cut_s or now_s
+            if now_s - self._cut_s > STUCK_S and (where := in_a_collective()):
+                log.error(
+                    "a collective of the broken generation does not end, though its connections are cut: this worker starts anew\n%s", where
+                )
+                tell_parent(Account(FencedError.exit_code, now_s, "stuck in a broken group", where, lost_peers=True))
+                os._exit(FencedError.exit_code)
+        else:
+            self._cut_s = 0.0
         self.waiting = self.protocol.waiting
         self._watch(now_s)
         return True
@@ -298,6 +318,9 @@ class Membership:
                 case Propose(record):
                     self._propose(record)
                 case Cut(why):
+                    record = self.protocol.record
+                    if record and record.end and record.end.code in AGREED:
+                        continue  # all have done all, and some may still be in the last collective
                     ending = self.protocol.limits.most == 0  # the doors are closed: members leave when they are done
                     log.log(logging.DEBUG if ending else logging.INFO, "generation %d is over: %s", self.protocol.number, why)
                     self.on_cut()
@@ -466,9 +489,26 @@ class Membership:
         self._disk.put(propose)
 
 
+def in_a_collective() -> str:
+    """The stack of a thread that is in a collective of torch; "" when none is."""
+    for frame in sys._current_frames().values():
+        if any(entry.f_code.co_filename.endswith("distributed_c10d.py") for entry, _ in traceback.walk_stack(frame)):
+            return "".join(traceback.format_stack(frame))
+    return ""
+
+
 def hang_limits(limits: Limits) -> hang.Limits:
     """The limits of the hang verdict for a run's own."""
     return hang.Limits(hang_s=limits.hang_s, silent_s=limits.silent_s, then=limits.on_hang)
+
+
+def write_end(arbiter: Arbiter, end: End) -> Record:
+    """Write into the log that the run has ended; the record that says so, which may be another's."""
+    newest = arbiter.newest()
+    while newest is None or not newest.end:
+        number, step = (newest.number + 1, newest.step) if newest else (1, 0)
+        newest = arbiter.propose(Record(number, new_token(), (), "", step, end.text or "the run has ended", end=end))
+    return newest
 
 
 def hangs(run: Path, verdict: hang.Verdict) -> None:
