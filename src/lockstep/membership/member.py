@@ -318,8 +318,8 @@ class Membership:
                 case Propose(record):
                     self._propose(record)
                 case Cut(why):
-                    record = self.protocol.record
-                    if record and record.end and record.end.code in AGREED:
+                    newest = self.protocol.record
+                    if newest and newest.end and newest.end.code in AGREED:
                         continue  # all have done all, and some may still be in the last collective
                     ending = self.protocol.limits.most == 0  # the doors are closed: members leave when they are done
                     log.log(logging.DEBUG if ending else logging.INFO, "generation %d is over: %s", self.protocol.number, why)
