@@ -94,8 +94,8 @@ class Started:
         (folder / "work.py").write_text(HEAD + textwrap.dedent(body))
         values = {"slots": 2, "lives_on": False, "limits": {}, "rules": {}, "warm": ["work"], "script": ""} | told
         environ = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
-        environ |= {"PYTHONPATH": f"{SRC}:{folder}", "TMPDIR": str(folder / "tmp"), "OMP_NUM_THREADS": "1"}
-        environ.pop("XDG_RUNTIME_DIR", None)
+        temporary = str(folder / "tmp")
+        environ |= {"PYTHONPATH": f"{SRC}:{folder}", "TMPDIR": temporary, "LOCKSTEP_TMP": temporary, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [sys.executable, "-c", AGENT, json.dumps(values)],
             cwd=folder,
@@ -149,8 +149,7 @@ class Started:
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Started]]:
     """Starts agents; what lives in the test's folder at the end should not, and is ended by its number."""
-    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setenv("LOCKSTEP_TMP", str(tmp_path / "tmp"))
     monkeypatch.setattr("tempfile.tempdir", None)
     started: list[Started] = []
 

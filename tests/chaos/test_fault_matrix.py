@@ -64,7 +64,7 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Truth]:
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Starts trainings, and ends what they leave."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("LOCKSTEP_TMP", str(tmp_path))
     started: list[Training] = []
 
     def start_one(*args: Any, **values: Any) -> Training:
@@ -293,8 +293,20 @@ def test_22_an_error_that_comes_again_and_again_ends_the_run_with_its_traceback(
 
     tell(ended_after=one.wait(poisoned, what="the end"))
     assert set(one.end().values()) == {1} and one.step <= 12
-    assert one.says("ValueError: an error on order") and one.says("in a row to end at step 12 by an error of its own")
+    assert one.says("ValueError: an error on order") and one.says("in a row to end at step 1[12] by an error of its own")
     one.leaves_nothing()
+
+
+@long
+def test_52_the_kernel_ends_a_worker_that_wants_too_much_memory(start: Start, truth: Callable[..., Truth]) -> None:
+    one = start(steps=60)
+    one.wait_for_step(8)
+    before, step = one.newest, one.step
+    with little_memory(one.member(1).pid):
+        back_s = one.wait(lambda: one.newest.number > before.number and one.step > step, what="the next generation")
+        tell(back=back_s, whole=back_s + one.wait_until_whole(before))
+    assert one.newest.step >= step
+    one.judge(truth(60))
 
 
 # It is told to stop.
@@ -617,6 +629,23 @@ def away(folder: Path) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@contextmanager
+def little_memory(pid: int) -> Iterator[None]:
+    """A process gets no more memory: the kernel ends it."""
+    group = Path("/sys/fs/cgroup/memory") / f"lockstep-{pid}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no group of processes with a limit of its own: {error}")
+    try:
+        (group / "memory.limit_in_bytes").write_text("1M")
+        (group / "cgroup.procs").write_text(str(pid))
+        yield
+    finally:
+        until(lambda: not (group / "cgroup.procs").read_text())
+        group.rmdir()
 
 
 def until(done: Callable[[], bool], timeout_s: float = 60.0) -> None:

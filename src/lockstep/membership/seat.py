@@ -18,7 +18,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -76,13 +75,21 @@ def find_seat(environ: Mapping[str, str]) -> Seat | None:
 
 
 def state_folder(run: Path, host: str) -> Path:
-    """Where this host keeps what outlives agent and workers: not on the run's disk, which may be slow or gone. Made with mode 700."""
+    """Where this host keeps what outlives agent and workers: not on the run's disk, which may be slow or gone. Made with mode 700.
+
+    In /tmp (or $LOCKSTEP_TMP), whatever TMPDIR and XDG_RUNTIME_DIR say: an agent that cron starts must find what one at a terminal left,
+    and a person who logs out takes nothing along.
+    """
     name = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:12]
-    parent = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"lockstep-{os.getuid()}"
+    parent = Path(os.environ.get("LOCKSTEP_TMP") or "/tmp") / f"lockstep-{os.getuid()}"
     for folder in (parent, parent / f"{name}-{host}"):
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.stat().st_uid != os.getuid():
-            raise UsageError(f"{folder} belongs to another user", "the folder for temporary files", "set XDG_RUNTIME_DIR to your own")
+            raise UsageError(
+                f"{folder} belongs to another user",
+                "where agents and workers of a host find each other",
+                "remove it, as its owner or as root",
+            )
     return parent / f"{name}-{host}"
 
 
