@@ -1,0 +1,60 @@
+"""What the others train in failover.py: the model, micro-batches and optimizer of the Lockstep run beside them, and a line for each step.
+
+    steps.jsonl    {"rank": 1, "pid": 4711, "group": 0, "step": 57, "at_s": 103.27}
+
+Each process appends its own lines. `group` tells the processes that did the step together from those of before; `at_s` is the clock
+that runs on through all processes of a machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from contextlib import nullcontext
+
+import torch
+from task import Task
+
+from lockstep.data.loader import Loader
+from lockstep.data.prepare import open_prepared
+from lockstep.models.build import build
+from lockstep.optim import adamw
+from lockstep.parallel.ordered import share
+from lockstep.train import deal
+
+
+class Trained:
+    """A model, its optimizer and this process's share of every step; the share stays what it was when another process is gone."""
+
+    def __init__(self, task: Task) -> None:
+        torch.set_num_threads(1)
+        run = task.run
+        corpus = open_prepared(task.data)
+        order = deal(run, corpus)
+        self.task = task
+        self.loader = Loader(corpus.train, order, torch.device("cpu"))
+        self.model = build(
+            run.model, vocabulary=corpus.tokenizer.size, device=torch.device("cpu"), seed=run.seed, length=order.shapes[-1].length
+        )
+        self.optimizer = adamw(self.model, run.optim)
+        self.mine = share(task.rank, task.size, run.batch.micro_batches)
+
+    def backward(self, model: torch.nn.Module, step: int) -> None:
+        """Gradients of a step; a `model` that reduces them by itself does so in the last micro-batch."""
+        run, tokens = self.task.run, self.loader.tokens(step)
+        for k in self.mine:
+            batch = self.loader.micro_batch(step, k)
+            with nullcontext() if k == self.mine[-1] else getattr(model, "no_sync", nullcontext)():
+                loss = model(batch.source, batch.target, batch.labels, smoothing=run.optim.label_smoothing)
+                (loss * (self.task.size / tokens)).backward()
+
+    def clip(self) -> None:
+        """As the run says."""
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.task.run.optim.clip_norm)
+
+    def note(self, step: int, group: int) -> None:
+        """`step` is done."""
+        line = {"rank": self.task.rank, "pid": os.getpid(), "group": group, "step": step, "at_s": time.monotonic()}
+        with open(self.task.answer / "steps.jsonl", "a") as file:
+            file.write(json.dumps(line) + "\n")

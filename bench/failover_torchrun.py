@@ -1,0 +1,45 @@
+"""A plain DDP script as one writes it for torchrun --max-restarts: a checkpoint every ten steps, and it goes on from the newest.
+
+torchrun --standalone --nproc-per-node 3 --max-restarts 10 failover_torchrun.py RUN.json DATA ANSWER
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from failover_loop import Trained
+from task import read_task
+from torch.nn.parallel import DistributedDataParallel
+
+EVERY = 10
+
+
+def main() -> None:
+    """Train until somebody ends it."""
+    dist.init_process_group("gloo")
+    task = read_task()
+    trained = Trained(task)
+    path, group, step = task.answer / "checkpoint.pt", int(os.environ["TORCHELASTIC_RESTART_COUNT"]), 0
+    if path.exists():
+        saved = torch.load(path)
+        trained.model.load_state_dict(saved["model"])
+        trained.optimizer.load_state_dict(saved["optimizer"])
+        step = saved["step"]
+    ddp = DistributedDataParallel(trained.model)
+    while True:
+        trained.backward(ddp, step)
+        trained.clip()
+        trained.optimizer.step()
+        trained.optimizer.zero_grad()
+        step += 1
+        trained.note(step, group)
+        if step % EVERY == 0 and task.rank == 0:
+            state = {"model": trained.model.state_dict(), "optimizer": trained.optimizer.state_dict(), "step": step}
+            torch.save(state, path.with_suffix(".new"))
+            os.replace(path.with_suffix(".new"), path)
+
+
+if __name__ == "__main__":
+    main()
