@@ -201,7 +201,7 @@ class Training:
     def start_agent(self, host: Host = HERE) -> None:
         """Start the agent of a host, or another one in its place."""
         command = [*host.enter, sys.executable, "-m", "lockstep", "launch", "--hosts", "hosts.toml", "--host", host.name, "--out", "run"]
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
+        environ = {name: value for name, value in os.environ.items() if name == "LOCKSTEP_TMP" or not name.startswith("LOCKSTEP_")}
         with open(self.folder / f"{host.name}.out", "ab") as output:
             self.agents[host.name] = subprocess.Popen(
                 [*command, *self.words, *flags(self.steps, **self.values)],

@@ -269,7 +269,7 @@ def test_20_an_agent_is_stopped_and_goes_on(start: Start, truth: Callable[..., T
     ],
 )
 def test_a_worker_that_fails_is_left_out_and_replaced(start: Start, truth: Callable[..., Truth], what: Any) -> None:
-    one = start(steps=60)
+    one = start(steps=60, values={"heal__hang_s": 4.0})
     one.wait_for_step(8)
     before, pid = one.newest, one.member(1).pid
     one.strike(1, what, at="backward", step=12)
@@ -527,7 +527,7 @@ def test_30_a_slow_network_is_no_death(start: Start, truth: Callable[..., Truth]
 @pytest.mark.parametrize("shift_s", [pytest.param(3600, id="31-ahead"), pytest.param(-3600, id="31-behind")])
 def test_the_clock_of_a_host_is_an_hour_off(start: Start, truth: Callable[..., Truth], tmp_path: Path, shift_s: int) -> None:
     (tmp_path / "sitecustomize.py").write_text(f"import time\nright = time.time\ntime.time = lambda: right() + {shift_s}\n")
-    hosts = [Host("a"), Host("b", enter=("env", f"PYTHONPATH={tmp_path}"))]
+    hosts = [Host("a"), Host("b", enter=("env", f"PYTHONPATH={tmp_path}:{os.environ.get('PYTHONPATH', '')}"))]
     one = start(hosts, workers=1)
     one.wait_for_step(12)
     before = one.newest
