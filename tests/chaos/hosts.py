@@ -347,6 +347,10 @@ class Training:
         """Order a fault of the worker in `slot`."""
         fault.order(self.state(host), slot, what, **where)
 
+    def withdraw(self, slot: int, host: Host = HERE) -> None:
+        """Take an order back."""
+        (self.state(host) / f"{slot}.fault").unlink(missing_ok=True)
+
     def obeyed(self, slot: int, host: Host = HERE) -> bool:
         """Whether the order has been taken."""
         return not (self.state(host) / f"{slot}.fault").exists()
