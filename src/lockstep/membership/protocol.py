@@ -7,19 +7,24 @@ carries out the effects that come back. The simulation in the tests does the sam
     in     in generation `record`: forming its group, or training
     left   its main thread has left the group and said at which step (Report); it waits for the next generation
 
-The *hub* is the first member of the generation that is not known to be gone: the leader, or who would be next. Every member holds a link
-to the hub and hears its beat. When the group breaks, everybody leaves it and reports to the hub; once each of the others has reported,
-has ended or is silent, the hub proposes the next generation to the log (arbiter.py). Whoever loses follows the winner.
+The *hub* is the first member of the generation that is not gone: the leader, or who would be next. Every member holds a link to the hub
+and hears its beat. When the group breaks, everybody leaves it and reports to the hub; once each of the others has reported, has ended or
+is silent, the hub proposes the next generation to the log (arbiter.py). Whoever loses follows the winner.
 
-Joiners ask the hub, too; the members agree on the moment (the vote of a step), leave between two steps and are joined by them. Where
-nobody is left of a generation, the new workers gather around the first of them and start from a checkpoint.
+Nothing rests on a message that comes exactly once: at every beat a worker says to each peer what that peer should know of it (`_word`).
+And nothing but the log rests on what is only believed: who was silent and is heard of again is there again, and two members that each
+take themselves for the hub both propose, of which one wins.
+
+Joiners ask all members, who agree on the moment (the vote of a step), leave between two steps and are joined by them. Where nobody is left
+of a generation, the new workers gather around the first of them and start from a checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from lockstep.membership.arbiter import End, Member, Out, Record
 
@@ -33,6 +38,8 @@ class Limits:
     look_s      from one look at the log to the next while waiting for a record
     gather_s    how long a start waits for all `expected` workers, when there are `least` already
     takeover_s  how long new workers wait for members of the newest generation that neither answer nor are known to have ended
+    hang_s      without a step forward, while nobody is only slow, until the verdict on a hang
+    on_hang     then the culprit is left out and the rest goes on ("evict"), the run ends ("end"), or it is only told ("tell")
     expected, least, most   workers: for whom a start waits; below which training waits; that train at once
     """
 
@@ -41,6 +48,8 @@ class Limits:
     look_s: float = 0.25
     gather_s: float = 30.0
     takeover_s: float = 30.0
+    hang_s: float = 10.0
+    on_hang: Literal["evict", "end", "tell"] = "evict"
     expected: int = 1
     least: int = 1
     most: int = 1_000_000
@@ -50,22 +59,25 @@ class Limits:
 class Report:
     """What a member says when its main thread has left generation `number`.
 
-    step     steps that it has committed, or must commit since all have agreed to
+    step     steps that it has committed, or must commit since all have agreed to; less than 0: it has no state
     leaving  it wants out, as its host is taken away
+    lost     other members that it does not reach; the protocol itself finds out
     """
 
     number: int
     step: int
     leaving: bool = False
     why: str = ""
+    lost: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Joiner:
-    """A worker that is ready to join, and what must be equal on all (the numerics fingerprint)."""
+    """A worker that is ready to join, what must be equal on all (the numerics fingerprint), and which members it reaches."""
 
     member: Member
     facts: Mapping[str, str]
+    reaches: frozenset[str] = frozenset()
 
 
 # Effects: what the member thread is to do.
@@ -152,18 +164,34 @@ def next_generation(view: View, limits: Limits, token: str) -> tuple[Record | No
     missing = [one for one in members if one.id not in view.reports and one.id not in view.dead]
     if missing:
         return None, f"waiting for {names(missing)} to leave generation {view.record.number}"
-    stay = [one for one in members if one.id in view.reports and one.id not in view.dead and not view.reports[one.id].leaving]
-    if not stay:
-        return None, "nobody would stay"
-    new = [one.member for one in view.joiners][: max(0, limits.most - len(stay))]
+    there = [one for one in members if one.id not in view.dead]
+    out = [Out(one.id, view.dead[one.id]) for one in members if one.id in view.dead]
+    leave = [one for one in there if view.reports[one.id].leaving]
+    if len(leave) < len(there):
+        out += [Out(one.id, view.reports[one.id].why or "it leaves") for one in leave]
+        there = [one for one in there if one not in leave]
+    elif not newcomers(view.joiners, there, limits):
+        return None, "nobody would stay"  # else the last ones stay until they have handed over what they have
+    stay: list[Member] = []
+    for one in there:
+        apart = next((other for other in stay if one.id in view.reports[other.id].lost and other.id in view.reports[one.id].lost), None)
+        if apart:
+            out.append(Out(one.id, f"it and {names([apart])} do not reach each other"))
+        else:
+            stay.append(one)
+    new = newcomers(view.joiners, stay, limits)
     if len(stay) + len(new) < limits.least:
         return None, f"{len(stay) + len(new)} workers are there, training waits for {limits.least}"
-    out = [Out(one.id, view.dead.get(one.id) or view.reports[one.id].why or "it leaves") for one in members if one not in stay]
-    reason = "; ".join([f"{one.id.rpartition('/')[0]}: {one.why}" for one in out] + ([f"{names(new)} joined"] if new else [])) or next(
-        (report.why for report in view.reports.values() if report.why), "formed anew"
-    )
+    causes = [f"{one.id.rpartition('/')[0]}: {one.why}" for one in out] + ([f"{names(new)} joined"] if new else [])
+    reason = "; ".join(causes) or next((report.why for report in view.reports.values() if report.why), "formed anew")
     step = max(view.reports[one.id].step for one in stay)
-    return Record(view.record.number + 1, token, tuple(stay + new), "", step, reason, tuple(out)), reason
+    return Record(view.record.number + 1, token, (*stay, *new), "", step, reason, tuple(out)), reason
+
+
+def newcomers(joiners: Iterable[Joiner], stay: Sequence[Member], limits: Limits) -> list[Member]:
+    """Who can be let in beside those who stay: who reaches them all, as long as there is room."""
+    fit = [one.member for one in joiners if all(other.id in one.reaches for other in stay)]
+    return fit[: max(0, limits.most - len(stay))]
 
 
 def names(members: Sequence[Member]) -> str:
@@ -180,8 +208,16 @@ def differing(facts: Mapping[str, str], mine: Mapping[str, str]) -> str:
 class Protocol:
     """The state of one worker's membership. Every method that tells it something takes the moment and returns the effects, in order.
 
-    tokens  a source of random tokens: called for each proposal
-    after   the newest generation when this start began: that the run ended up to there is an old story
+    tokens   a source of random tokens: called for each proposal
+    after    the newest generation when this start began: that the run ended up to there is an old story
+    joins    it came while others were at work, and begins with nobody else
+    over     why the generation has come to its end, while nobody has proposed the next; "" while it lives
+    reports  what members have said that have left the generation
+    joiners  who wants in, as far as this worker was told
+    dead     id -> why it is gone for good: it has ended, or was evicted
+    heard_s  id -> when it was last heard of, of those of whom this worker should hear
+    links    who is linked
+    room     who else has been in no generation, from the run folder; some may have ended
     """
 
     me: Member
@@ -194,18 +230,21 @@ class Protocol:
     phase: str = "out"
     asked: bool = False
     joins: bool = False
-    over: str = ""  # why the generation has come to its end, while nobody has proposed the next
+    over: str = ""
     reports: dict[str, Report] = field(default_factory=dict)
     joiners: dict[str, Joiner] = field(default_factory=dict)
     dead: dict[str, str] = field(default_factory=dict)
-    heard_s: dict[str, float] = field(default_factory=dict)  # when a peer was last heard of, or began to be listened for
+    heard_s: dict[str, float] = field(default_factory=dict)
     links: set[str] = field(default_factory=set)
-    room: tuple[Member, ...] = ()  # others that are in no generation, from the run folder
-    _tried_s: dict[str, float] = field(default_factory=dict)
-    _looked_s: float = -1e9
-    _beat_s: float = -1e9
+    room: tuple[Member, ...] = ()
+    _told: dict[str, dict[str, Any]] = field(default_factory=dict)  # what each peer was told last
+    _try_s: dict[str, float] = field(default_factory=dict)  # when a link may be tried again; never, while one is being tried
+    _has_looked: bool = False  # it knows what the log held when it came
+    _looked_s: float = -math.inf
+    _beat_s: float = -math.inf
     _gathering_s: float | None = None
-    _proposed: int = 0
+    _proposed: int = 0  # the number of a record that is on its way to the log
+    _retry_s: float = -math.inf  # when the disk may be asked again for what it did not do
     _waits: str = ""
 
     # -- who is who ---------------------------------------------------------------------------------------------------
@@ -215,27 +254,33 @@ class Protocol:
         """The newest generation that this worker knows; 0: none."""
         return self.record.number if self.record else 0
 
-    def hub(self) -> Member | None:
-        """The first member of the generation that is not known to be gone."""
-        members = self.record.members if self.record else ()
-        return next((one for one in members if one.id not in self.dead), None)
-
-    @property
-    def leads(self) -> bool:
-        """Whether this worker is its generation's hub."""
-        hub = self.hub()
-        return self.phase in ("in", "left") and hub is not None and hub.id == self.me.id
-
     @property
     def others(self) -> list[Member]:
         """The members of the generation, less this one."""
         return [one for one in self.record.members if one.id != self.me.id] if self.record else []
 
+    def hub(self) -> Member | None:
+        """The first member of the generation that is not gone; of those that stay, if any does."""
+        here = [one for one in self.record.members if not self._gone(one.id)] if self.record else []
+        stay = [one for one in here if one.id not in self.reports or not self.reports[one.id].leaving]
+        return next(iter(stay or here), None)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker is its generation's hub."""
+        return self.phase in ("in", "left") and self.hub() == self.me
+
     @property
     def waiting(self) -> int:
-        """Joiners for whom there is room."""
-        room = self.limits.most - (len(self.record.members) if self.record else 0)
-        return max(0, min(len(self.joiners), room)) if self.leads else 0
+        """Joiners who could be let in."""
+        if not self.leads or not self.record:
+            return 0
+        return len(newcomers(self.joiners.values(), [one for one in self.record.members if not self._gone(one.id)], self.limits))
+
+    @property
+    def signs(self) -> bool:
+        """Whether this worker is to show in the run folder that it lives, so that nobody who cannot reach it takes over."""
+        return self.phase == "in" and self.leads
 
     # -- what the main thread says --------------------------------------------------------------------------------------
 
@@ -251,12 +296,19 @@ class Protocol:
             return []
         self.phase = "left"
         self.reports[self.me.id] = report
-        return [*self._end_generation(report.why or "left", now_s), *self._report(now_s)]
+        self.over = self.over or report.why or "left"
+        return self._move_on(now_s)
 
     def evict(self, id: str, why: str, now_s: float) -> list[Effect]:
         """Go on without a member that hangs, or whose state differs."""
+        if id == self.me.id:
+            return self._leave(why)
         self.dead.setdefault(id, why)
-        return [*self._end_generation(why, now_s), *self._move_on(now_s)]
+        return self._move_on(now_s)
+
+    def break_up(self, why: str, now_s: float) -> list[Effect]:
+        """Form the group anew, with the same members: it does not move, and none of them is to blame."""
+        return [*self._end_generation(why), *self._move_on(now_s)]
 
     def close_doors(self) -> list[Effect]:
         """Let nobody join any more: the run is about to end."""
@@ -269,66 +321,62 @@ class Protocol:
         """There is a link to a peer, whoever opened it."""
         self.links.add(id)
         self.heard_s[id] = now_s
-        effects: list[Effect] = []
-        if self.record and self.phase != "out" and self.over and any(id == one.id for one in self.others):
-            effects.append(Send(id, {"kind": "over", "number": self.number, "why": self.over}))
-        return [*effects, *self._introduce(id, now_s)]
+        self._told.pop(id, None)
+        self._try_s.pop(id, None)
+        return self._move_on(now_s)
 
     def link_down(self, id: str, now_s: float) -> list[Effect]:
         """The last link to a peer has closed. Has it ended? One more try tells."""
         self.links.discard(id)
         self.joiners.pop(id, None)
-        member = self._member(id)
-        if member is None or self.phase == "gone":
-            return []
-        if self.phase == "out" or self.leads or self._is_hub(id):
-            self._tried_s[id] = now_s
-            return [Connect(member)]
-        return []
+        self._try_s.pop(id, None)
+        return [*self._connect([one for one in self._heeded() if one.id == id], now_s), *self._move_on(now_s)]
 
     def connect_failed(self, id: str, refused: bool, now_s: float) -> list[Effect]:
         """A link could not be opened. `refused`: the host answers, and nothing listens there: the process has ended."""
-        self.heard_s.setdefault(id, now_s)
-        if not refused or self.phase == "gone":
-            return []
-        was_hub = self._is_hub(id)
-        self.dead.setdefault(id, "it has ended")
-        effects: list[Effect] = []
-        if self.phase == "in" and any(id == one.id for one in self.others) and (was_hub or self.leads):
-            effects += self._end_generation(f"{id.rpartition('/')[0]} has ended", now_s)
-        return [*effects, *self._move_on(now_s)]
+        self._try_s[id] = now_s + self.limits.look_s
+        if refused:
+            self.dead.setdefault(id, "it has ended")
+        return self._move_on(now_s)
 
     def heard(self, id: str, message: Mapping[str, Any], now_s: float) -> list[Effect]:
         """A message of a peer that is linked."""
         self.heard_s[id] = now_s
-        kind, number = message["kind"], int(message.get("number", 0))
+        kind, number = message["kind"], int(message.get("number", self.number))
+        if self.phase == "gone" or kind == "beat":
+            return []
         if kind == "record":
             return self._follow(Record.from_json(message["record"]), now_s)
-        if kind == "join":
-            return self._take_joiner(Joiner(Member(**message["member"]), dict(message["facts"])), now_s)
-        if kind == "go_to":
-            return self._connect(Member(**message["member"]), now_s)
         if kind == "refused":
             self.phase = "gone"
             return [Leave(str(message["why"]))]
-        if kind not in ("left", "over"):
-            return []
+        if number > self.number:
+            return [Look(self.number)]
         if number < self.number and self.record:
             return [Send(id, {"kind": "record", "record": self.record.to_json()})]
-        if number > self.number or self.phase not in ("in", "left"):
-            return [Look(self.number)]
+        if kind == "join":
+            return self._take_joiner(Joiner(Member(**message["member"]), dict(message["facts"]), frozenset(message["reaches"])), now_s)
+        if kind not in ("left", "over") or self.phase == "out":
+            return []
+        if self.me.id in message["dead"]:
+            return self._leave(str(message["dead"][self.me.id]))
+        self.dead = {**message["dead"], **self.dead}
         if kind == "left":
-            self.reports[id] = Report(number, int(message["step"]), bool(message["leaving"]), str(message["why"]))
-        return [*self._end_generation(str(message["why"]) or f"{id} left", now_s), *self._move_on(now_s)]
+            self.reports[id] = Report(number, int(message["step"]), bool(message["leaving"]), str(message["why"]), tuple(message["lost"]))
+        return [*self._end_generation(str(message["why"]) or f"{id} left"), *self._move_on(now_s)]
 
     # -- what the disk says ---------------------------------------------------------------------------------------------
 
-    def looked(self, newest: Record | None, room: Sequence[Member], now_s: float) -> list[Effect]:
-        """The log was read: its newest record, if above what was known, and who waits in the run folder."""
+    def looked(self, newest: Record | None, room: Sequence[Member], now_s: float, alive: Iterable[str] = ()) -> list[Effect]:
+        """The log was read: its newest record, if above what was known, and who waits in the run folder.
+
+        alive  who has shown there that it lives (`signs`) since this worker looked last
+        """
+        self._has_looked = True
         self.room = tuple(one for one in room if one.id != self.me.id)
-        if newest and newest.number > self.number:
-            return self._follow(newest, now_s)
-        return self._move_on(now_s)
+        if self.phase == "out" and self.record:
+            self.heard_s |= {id: now_s for id in alive if self.record.rank_of(id) is not None}
+        return self._follow(newest, now_s) if newest else self._move_on(now_s)
 
     def proposed(self, winner: Record, now_s: float) -> list[Effect]:
         """The log has a record of the number that was proposed: this worker's, or another's."""
@@ -337,206 +385,209 @@ class Protocol:
 
     def disk_failed(self, now_s: float) -> list[Effect]:
         """The log could not be read or written; it is tried again."""
-        self._proposed = 0
+        self._proposed, self._retry_s = 0, now_s + self.limits.look_s
         return []
 
     # -- what the clock says --------------------------------------------------------------------------------------------
 
     def tick(self, now_s: float) -> list[Effect]:
-        """Time has passed."""
-        if self.phase == "gone":
+        """Time has passed. To be called at least once a beat; more often does no harm."""
+        passed_s = now_s - self.now_s
+        if self.phase == "gone" or passed_s < self.limits.beat_s / 10:
             return []
-        effects: list[Effect] = []
-        if now_s - self.now_s > self.limits.silent_s:  # this process was stopped: nobody else has been silent
-            self.heard_s = dict.fromkeys(self.heard_s, now_s)
-            effects.append(Look(self.number))
+        stood_s = max(0.0, passed_s - self.limits.beat_s)  # this process was stopped: nobody else has been silent
         self.now_s = now_s
+        self.heard_s = {one.id: min(now_s, self.heard_s.get(one.id, now_s) + stood_s) for one in self._heeded()}
+        self.joiners = {id: one for id, one in self.joiners.items() if not self._is_silent(id)}
+        effects: list[Effect] = []
         if now_s - self._beat_s >= self.limits.beat_s:
-            self._beat_s = now_s
-            effects += [Send(id, {"kind": "beat"}) for id in sorted(self.links)]
+            self._beat_s, self._told = now_s, {}
         pause_s = self.limits.look_s if self.phase != "in" else 4 * self.limits.look_s
         if now_s - self._looked_s >= pause_s and (self.phase != "out" or self.asked):
             self._looked_s = now_s
             effects.append(Look(self.number))
-        for one in self._listening_for():
-            if now_s - self.heard_s.setdefault(one.id, now_s) > self.limits.silent_s:
-                self.dead.setdefault(one.id, f"silent for {self.limits.silent_s:g} s")
-                effects += self._end_generation(f"{one.host}/{one.slot} is silent", now_s)
         return [*effects, *self._move_on(now_s)]
 
-    # -- within ---------------------------------------------------------------------------------------------------------
+    # -- who is there ---------------------------------------------------------------------------------------------------
 
-    def _listening_for(self) -> list[Member]:
-        """Whom this worker should hear of: the hub, and the hub everybody."""
-        if self.phase not in ("in", "left"):
-            return []
-        hub = self.hub()
-        if self.leads:
-            return [one for one in self.others if one.id not in self.dead and (self.phase == "in" or one.id not in self.reports)]
-        return [hub] if hub else []
+    def _is_silent(self, id: str) -> bool:
+        return self.now_s - self.heard_s.get(id, self.now_s) > self.limits.silent_s
 
-    def _member(self, id: str) -> Member | None:
-        known = [*(self.record.members if self.record else ()), *self.room]
-        return next((one for one in known if one.id == id), None)
+    def _gone(self, id: str) -> str:
+        """Why a worker counts as gone: for good, or until it is heard of; "" when it does not."""
+        return self.dead.get(id) or (f"silent for {self.limits.silent_s:g} s" if self._is_silent(id) else "")
 
-    def _is_hub(self, id: str) -> bool:
-        hub = self.hub() if self.phase != "out" else None
-        return hub is not None and hub.id == id
+    def _late(self, id: str) -> bool:
+        """Whether it is time to try the next one, too."""
+        return id in self.dead or (id not in self.links and self.now_s - self.heard_s.get(id, self.now_s) > self.limits.beat_s)
 
-    def _connect(self, member: Member, now_s: float) -> list[Effect]:
-        """Open a link to a peer that has none, not more often than a look."""
-        if member.id in self.links:
-            return self._introduce(member.id, now_s)
-        if now_s - self._tried_s.get(member.id, -1e9) < self.limits.look_s:
-            return []
-        self._tried_s[member.id] = now_s
-        self.heard_s.setdefault(member.id, now_s)
-        return [Connect(member)]
+    def _peers(self) -> list[Member]:
+        """With whom this worker wants a link: those who lead, or would if they were heard of."""
+        if self.phase == "out":
+            row = self._row() if not self._seats() else []
+            wanted = [*self._members(), *row[: 1 + sum(self._late(one.id) for one in row)]] if self.asked else []
+        elif self._fruitless or (self.leads and self.over):
+            wanted = self.others
+        else:
+            hub, members = self.hub(), self._members()
+            wanted = members[: members.index(hub) + 1] if hub else []
+        return [one for one in wanted if one.id != self.me.id and one.id not in self.dead]
 
-    def _introduce(self, id: str, now_s: float) -> list[Effect]:
-        """What a peer must hear first: a joiner's wish, a report."""
-        if self.phase == "out" and self.asked and (target := self._target(now_s)) and target.id == id:
-            return [Send(id, {"kind": "join", "member": vars(self.me), "facts": dict(self.facts)})]
-        if self.phase == "left" and self._is_hub(id):
-            report = self.reports[self.me.id]
-            return [Send(id, {"kind": "left", **vars(report)})]
-        return []
+    def _heeded(self) -> list[Member]:
+        """Of whom this worker should hear: its peers, those who wait for it, and as hub everybody."""
+        waiting = [one.member for one in self.joiners.values()]
+        return [one for one in (*self._peers(), *waiting, *(self.others if self.leads else ())) if one.id not in self.dead]
 
-    def _end_generation(self, why: str, now_s: float) -> list[Effect]:
-        """Leave the group and let the others know: an error in one member does not reach all by itself."""
-        if self.over or self.phase not in ("in", "left"):
-            return []
-        self.over = why
-        message = {"kind": "over", "number": self.number, "why": why}
-        return [Cut(why), *(Send(one.id, message) for one in self.others if one.id in self.links)]
+    def _members(self) -> list[Member]:
+        return list(self.record.members) if self.record and not self.record.end else []
 
-    def _report(self, now_s: float) -> list[Effect]:
-        """Tell the hub; the hub itself moves on."""
-        hub = self.hub()
-        if hub is None or hub.id == self.me.id:
-            return self._move_on(now_s)
-        return self._introduce(hub.id, now_s) if hub.id in self.links else self._connect(hub, now_s)
+    def _seats(self) -> list[Member]:
+        """Members of the newest generation that may be at work, to one who is in none."""
+        since_s = self.now_s - self.limits.takeover_s
+        return [one for one in self._members() if one.id not in self.dead and self.heard_s.get(one.id, self.now_s) >= since_s]
+
+    def _row(self) -> list[Member]:
+        """Those in no generation, in their order, down to this worker: they gather around the first that is not gone."""
+        members, mine = self._members(), self.me.place
+        return sorted((one for one in {self.me, *self.room} if one not in members and one.place <= mine), key=lambda one: one.place)
+
+    def _first(self) -> Member:
+        return next(one for one in self._row() if not self._gone(one.id))
+
+    @property
+    def _fruitless(self) -> bool:
+        """Whether this worker has left a generation that brought no step: perhaps some of its members do not reach each other."""
+        return self.phase == "left" and self.record is not None and self.reports[self.me.id].step <= self.record.step
+
+    @property
+    def _ready(self) -> bool:
+        """Whether it has left, and knows what it has to report."""
+        return self.phase == "left" and (not self._fruitless or self._knows_all(self.others))
+
+    def _knows_all(self, members: Sequence[Member]) -> bool:
+        """Whether it knows of each of `members` if it reaches it."""
+        return all(one.id in self.links or one.id == self.me.id or self._gone(one.id) for one in members)
+
+    # -- what is due ----------------------------------------------------------------------------------------------------
 
     def _move_on(self, now_s: float) -> list[Effect]:
-        """Do what is due: look for the hub, or be it."""
-        if self.phase == "out":
-            return self._seek(now_s) if self.asked else []
-        hub = self.hub()
-        if self.phase not in ("in", "left") or hub is None or self.record is None:
-            return []
-        if hub.id != self.me.id:
-            known = hub.id in self.links
-            return (
-                [] if known and self.phase == "in" else self._report_once(hub, now_s) if self.phase == "left" else self._connect(hub, now_s)
-            )
-        if not self.over:
+        """Whatever has happened: what is due now."""
+        if self.phase == "gone":
             return []
         effects: list[Effect] = []
         for one in self.others:
-            if one.id not in self.dead and one.id not in self.reports and one.id not in self.links:
-                effects += self._connect(one, now_s)
-        if self.phase == "left":
-            effects += self._propose(now_s)
-        return effects
+            if why := self._gone(one.id):
+                effects += self._end_generation(f"{names([one])}: {why}")
+        effects += self._connect(self._peers(), now_s)
+        effects += self._gather(now_s) if self.phase == "out" else self._propose(now_s)
+        return [*effects, *self._tell()]
 
-    def _report_once(self, hub: Member, now_s: float) -> list[Effect]:
-        """Report to a hub that was not told yet."""
-        if hub.id not in self.links:
-            return self._connect(hub, now_s)
-        if self._tried_s.get(f"report {hub.id}", -1e9) >= now_s - self.limits.beat_s:
+    def _end_generation(self, why: str) -> list[Effect]:
+        """Leave the group; the others are told: an error in one member does not reach all by itself."""
+        if self.phase != "in" or self.over:
             return []
-        self._tried_s[f"report {hub.id}"] = now_s
-        return self._introduce(hub.id, now_s)
+        self.over = why
+        return [Cut(why)]
+
+    def _leave(self, why: str) -> list[Effect]:
+        """The others go on without this worker."""
+        effects = self._end_generation(why)
+        self.phase = "gone"
+        return [*effects, Leave(f"the others go on without this worker: {why}", fenced=True)]
+
+    def _connect(self, members: Sequence[Member], now_s: float) -> list[Effect]:
+        """Open links to those that have none."""
+        new = [one for one in members if one.id not in self.links and self._try_s.get(one.id, now_s) <= now_s]
+        self._try_s |= {one.id: math.inf for one in new}
+        return [Connect(one) for one in new]
+
+    def _tell(self) -> list[Effect]:
+        """Tell each peer what it should know, when that has changed; and at each beat, when nothing counts as told."""
+        words = {id: self._word(id) for id in sorted(self.links)}
+        told, self._told = self._told, words
+        return [Send(id, word) for id, word in words.items() if told.get(id) != word]
+
+    def _word(self, id: str) -> dict[str, Any]:
+        """What a peer should know of this worker: that it wants in, that it has left, that all is over, or just that it lives."""
+        if self.phase == "out" and self.asked and any(one.id == id for one in self._asked()):
+            reaches = sorted(one.id for one in self._seats() if one.id in self.links)
+            return {"kind": "join", "number": self.number, "member": vars(self.me), "facts": dict(self.facts), "reaches": reaches}
+        if not self.over or all(one.id != id for one in self.others):
+            return {"kind": "beat"}
+        dead = {one.id: self.dead[one.id] for one in self.others if one.id in self.dead}
+        hub = self.hub()
+        if self._ready and ((hub and hub.id == id) or self.reports[self.me.id].leaving):
+            lost = [one.id for one in self.others if self._is_silent(one.id)]
+            return {"kind": "left", **vars(self.reports[self.me.id]), "lost": lost, "dead": dead}
+        return {"kind": "over", "number": self.number, "why": self.over, "dead": dead}
+
+    def _asked(self) -> list[Member]:
+        """Whom a worker asks to be let in: all at work, when it knows which of them it reaches; else the one around which all gather."""
+        seats = self._seats()
+        return (seats if self._knows_all(seats) else []) if seats else [self._first()]
+
+    def _may_propose(self, now_s: float) -> bool:
+        return self._proposed <= self.number and now_s >= self._retry_s
 
     def _propose(self, now_s: float) -> list[Effect]:
-        assert self.record is not None
-        if self._proposed == self.number + 1:
+        """The hub proposes the next generation as soon as it has heard of all."""
+        if self.record is None or not self.leads or not self._ready or not self._may_propose(now_s):
             return []
-        view = View(self.record, self.reports, self.dead, list(self.joiners.values()))
-        record, reason = next_generation(view, self.limits, self.tokens())
+        gone = {one.id: why for one in self.others if (why := self._gone(one.id))}
+        record, reason = next_generation(View(self.record, self.reports, gone, list(self.joiners.values())), self.limits, self.tokens())
         if record is None:
             said, self._waits = self._waits, reason
             return [Say(reason)] if reason != said and not reason.startswith("waiting") else []
         self._proposed = record.number
         return [Propose(record)]
 
+    def _gather(self, now_s: float) -> list[Effect]:
+        """Where nobody is at work, the first of those who wait proposes a generation of them all."""
+        if not self.asked or not self._has_looked:
+            return []
+        seats = self._seats()
+        if self.joins and self.record and not seats:
+            self.phase = "gone"
+            return [Leave("nobody is left to join; this worker starts anew, with the others", fenced=True)]
+        if seats or self._first() != self.me:
+            self._gathering_s = None
+            return []
+        self._gathering_s = now_s if self._gathering_s is None else self._gathering_s
+        late = now_s - self._gathering_s >= self.limits.gather_s
+        wanted = self.limits.least if late else max(self.limits.expected, self.limits.least)
+        came = [self.me, *sorted((one.member for one in self.joiners.values()), key=lambda one: one.place)]
+        if len(came) < wanted or not self._may_propose(now_s):
+            return []
+        out = tuple(Out(one.id, self.dead.get(one.id, f"no answer for {self.limits.takeover_s:g} s")) for one in self._members())
+        reason = "start" if not out else f"nobody of generation {self.number} is left; from the newest checkpoint"
+        self._proposed = self.number + 1
+        return [Propose(Record(self.number + 1, self.tokens(), tuple(came[: self.limits.most]), "", 0, reason, out))]
+
     def _take_joiner(self, joiner: Joiner, now_s: float) -> list[Effect]:
         """Somebody wants in."""
         id = joiner.member.id
         if self.facts and joiner.facts and (wrong := differing(joiner.facts, self.facts)):
             return [Send(id, {"kind": "refused", "why": f"its numbers would have other bits: {wrong}"})]
-        if self.phase == "out" or self.leads:
-            self.joiners[id] = joiner
-            return self._move_on(now_s)
-        hub = self.hub()
-        return [Send(id, {"kind": "go_to", "member": vars(hub)})] if hub and hub.id != id else []
-
-    def _target(self, now_s: float) -> Member | None:
-        """Whom a worker that is out asks: a member of the newest generation, or the first of those that gather; None: itself."""
-        for one in self._seats():
-            if one.id not in self.dead:
-                return one
-        room = sorted((one for one in (*self.room, self.me) if one.id not in self.dead), key=lambda one: one.place)
-        return None if room[0].id == self.me.id else room[0]
-
-    def _seats(self) -> tuple[Member, ...]:
-        """Those who are, or may be, at work in the newest generation."""
-        return self.record.members if self.record and not self.record.end else ()
-
-    def _seek(self, now_s: float) -> list[Effect]:
-        """A worker that is out looks for the one that lets it in, or becomes it."""
-        for one in self._seats():
-            heard_s = self.heard_s.get(one.id, now_s)
-            if one.id not in self.links and one.id not in self.dead and now_s - heard_s > self.limits.takeover_s:
-                self.dead[one.id] = f"no answer for {self.limits.takeover_s:g} s"
-        if self.joins and self.record and all(one.id in self.dead for one in self._seats()):
-            self.phase = "gone"
-            return [Leave("nobody is left to join; this worker starts anew, with the others", fenced=True)]
-        target = self._target(now_s)
-        if target is not None:
-            self._gathering_s = None
-            effects = [] if target.id in self.links else self._connect(target, now_s)
-            for one in self._seats():  # the first may be cut off: ask the others too, they know the hub
-                effects += [] if one.id in self.links or one.id in self.dead or one.id == target.id else self._connect(one, now_s)
-            key = f"join {target.id}"
-            if target.id in self.links and self._tried_s.get(key, -1e9) < now_s - self.limits.beat_s:
-                self._tried_s[key] = now_s
-                effects += self._introduce(target.id, now_s)
-            return effects
-        self._gathering_s = now_s if self._gathering_s is None else self._gathering_s
-        came = sorted([self.me, *(one.member for one in self.joiners.values())], key=lambda one: one.place)
-        late = now_s - self._gathering_s >= self.limits.gather_s
-        wanted = self.limits.least if late else max(self.limits.expected, self.limits.least)
-        if len(came) < wanted or self._proposed == self.number + 1:
-            return []
-        out = tuple(Out(one.id, self.dead[one.id]) for one in self._seats())
-        reason = "start" if not out else f"nobody of generation {self.number} is left; from the newest checkpoint"
-        self._proposed = self.number + 1
-        return [Propose(Record(self.number + 1, self.tokens(), tuple(came[: self.limits.most]), "", 0, reason, out))]
+        self.joiners[id] = joiner
+        return self._move_on(now_s)
 
     def _follow(self, record: Record, now_s: float) -> list[Effect]:
         """A newer record: in it, or out."""
         if record.number <= self.number:
             return self._move_on(now_s)
-        was_in, broken = self.phase in ("in", "left"), bool(self.over)
-        self.record, self.over, self._waits = record, "", ""
-        self.reports, self.dead, self._tried_s = {}, {}, {}
+        was_in = self.phase in ("in", "left")
+        effects = self._end_generation("a newer generation exists")
+        self.record, self.over, self.reports, self.heard_s = record, "", {}, {}
+        self._gathering_s, self._waits = None, ""
+        self.joiners = {id: one for id, one in self.joiners.items() if record.rank_of(id) is None}
         message = {"kind": "record", "record": record.to_json()}
-        effects: list[Effect] = [Cut("a newer generation exists")] if was_in and not broken else []
         effects += [Send(id, message) for id in sorted(self.links)]
         if record.end and (was_in or record.number > self.after):
             self.phase = "gone"
             return [*effects, Leave("the run has ended", end=record.end)]
-        rank = record.rank_of(self.me.id)
-        if rank is None:
-            if was_in:
-                self.phase = "gone"
-                why = next((one.why for one in record.out if one.id == self.me.id), "it was not there")
-                return [*effects, Leave(f"generation {record.number} goes on without this worker: {why}", fenced=True)]
-            return [*effects, *self._move_on(now_s)]
-        self.phase = "in"
-        self._gathering_s = None
-        self.joiners = {id: one for id, one in self.joiners.items() if record.rank_of(id) is None}
-        self.heard_s = {one.id: now_s for one in record.members}
-        hub = record.members[0]
-        return [*effects, Form(record), *([] if rank == 0 else self._connect(hub, now_s))]
+        if record.rank_of(self.me.id) is not None:
+            self.phase = "in"
+            effects.append(Form(record))
+        elif was_in:
+            return [*effects, *self._leave(next((one.why for one in record.out if one.id == self.me.id), "it was not there"))]
+        return [*effects, *self._move_on(now_s)]
