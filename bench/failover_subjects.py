@@ -145,20 +145,21 @@ class Other(Subject):
             return [json.loads(line) for line in (self.folder / "steps.jsonl").read_text().rpartition("\n")[0].splitlines()]
         return []
 
+    def last(self) -> list[dict[str, float]]:
+        """The lines of the last steps, of all ranks."""
+        return self.steps()[-AFTER * WORKERS :]
+
     def ready(self) -> bool:
-        steps = self.steps()
-        together = [line for line in steps if line["group"] == steps[-1]["group"]]
-        return len({line["rank"] for line in together}) == WORKERS and len(together) >= AFTER * WORKERS
+        last = self.last()
+        together = len({line["group"] for line in last}) == 1 and len({line["rank"] for line in last}) == WORKERS
+        return together and len(last) == AFTER * WORKERS
 
     def strike(self, chance: random.Random, even: bool) -> dict[str, object]:
-        steps = self.steps()
-        self.group = steps[-1]["group"]
-        together = [line for line in steps if line["group"] == self.group]
-        at_s = [line["at_s"] for line in together if line["rank"] == 0]
-        self.step_s = median(b - a for a, b in pairwise(at_s[5:]))
-        rank = chance.randrange(WORKERS)
-        os.kill(next(int(line["pid"]) for line in together if line["rank"] == rank), signal.SIGKILL)
-        return {"met": f"rank {rank}", "at_step": together[-1]["step"]}
+        last, rank = self.last(), chance.randrange(WORKERS)
+        self.group = last[-1]["group"]
+        self.step_s = median(b["at_s"] - a["at_s"] for a, b in pairwise(line for line in last if line["rank"] == rank))
+        os.kill(next(int(line["pid"]) for line in reversed(last) if line["rank"] == rank), signal.SIGKILL)
+        return {"met": f"rank {rank}", "at_step": last[-1]["step"]}
 
     def back(self) -> bool:
         """Some who came together anew have done a step beyond all those of before."""
