@@ -8,7 +8,8 @@ softmax that the loss needs anyway, is made at once in the same memory. The back
     loss of a token   (1 - s) * -log p(label) + s * mean over words of -log p(word),   s = smoothing
     its gradient      p - (1 - s) * [word = label] - s / words
 
-as `torch.nn.functional.cross_entropy(reduction="sum", label_smoothing=s)` defines it. Labels equal to `pad` count nothing.
+as `torch.nn.functional.cross_entropy(reduction="sum", label_smoothing=s)` defines it. Labels equal to `pad`, a word or a
+negative number, count nothing.
 
 Both functions are custom operators, which torch.compile takes as they are, without a graph break.
 Letters in the margin: N tokens, V vocabulary, D width, R tokens that go through at a time.
@@ -63,6 +64,7 @@ def losses_of(logits: Tensor, labels: Tensor, mean: Tensor, smoothing: float, sl
     Writes to `out` (R, V), which may be the logits: with `slope`, p - (1 - smoothing) * [word = label]; the rest of the
     gradient is a constant.
     """
+    labels = labels.clamp(min=0)  # a negative `pad`: its loss and gradient are thrown away
     logit = logits.gather(1, labels)  # (R, 1)
     torch.log_softmax(logits, dim=1, out=out)
     log_p = out.gather(1, labels)
