@@ -101,11 +101,25 @@ def parser() -> Parser:
     one.add_argument("--average", type=int, default=0, metavar="N", help="use the mean of the newest N checkpoints' weights")
     one.add_argument("--compile", action="store_true", help="compile the decoder; pays off for long files")
 
-    one = command("checkpoint", checkpoint, "list, verify, digest or export the checkpoints of a run")
-    one.add_argument("action", choices=["list", "verify", "digest", "export"])
-    one.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
+    one = command("generate", generate, "continue a text, or lines from standard input, by a Llama")
+    one.add_argument("folder", type=Path, metavar="RUN|HF-FOLDER", help="folder of a run, or of a Hugging Face model")
+    one.add_argument("text", nargs="*", help="what to continue; nothing: lines from standard input")
+    one.add_argument("--tokens", type=int, default=128, help="how many at most (default: 128)")
+    one.add_argument("--temperature", type=float, default=0.0, help="0: the most probable token; higher: more varied (default: 0)")
+    one.add_argument("--top-k", type=int, default=0, help="draw from the K most probable tokens only (default: 0, from all)")
+    one.add_argument("--top-p", type=float, default=1.0, help="draw from the most probable tokens of this total probability (default: 1)")
+    one.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
+    one.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
+    one.add_argument("--chat", action="store_true", help="the text is what a user says: answer it, by the model's chat template")
+    one.add_argument("--step", type=int, help="the checkpoint of a run to use (default: the newest)")
+    one.add_argument("--compile", action="store_true", help="compile the decoding step; pays off for long continuations")
+
+    one = command("checkpoint", checkpoint, "list, verify, digest, import or export the checkpoints of a run")
+    one.add_argument("action", choices=["list", "verify", "digest", "import", "export"])
+    one.add_argument("folder", type=Path, metavar="RUN", help="folder of the run; import: a Hugging Face folder")
     one.add_argument("step", nargs="?", type=int, help="digest, export: the checkpoint (default: the newest)")
-    one.add_argument("--out", type=Path, help="export: the .safetensors file to write")
+    one.add_argument("--out", type=Path, help="export: the .safetensors file (of a Llama: the folder) to write; import: the run's folder")
+    one.add_argument("--shard-bytes", metavar="SIZE", help="export of a Llama: most bytes in one file (default: 5 GB)")
     return top
 
 
@@ -497,11 +511,37 @@ def translate(args: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
+def generate(args: argparse.Namespace, rest: list[str]) -> int:
+    """Print continuations, and nothing else, on standard output: that of one text as it comes, else a JSON string a line."""
+    refuse(rest, "generate")
+    from lockstep.data.chat import ChatTokenizer
+    from lockstep.models.pretrained import load
+    from lockstep.sample import Sampling, check
+    from lockstep.sample import generate as generate_texts
+
+    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+    check(args.tokens, sampling)
+    loaded = load(args.folder, args.step)
+    tokenizer = ChatTokenizer.load(loaded.tokenizer, loaded.config)
+    texts = args.text or [line.rstrip("\n") for line in sys.stdin]
+    options = {"tokens": args.tokens, "sampling": sampling, "stops": args.stop, "chat": args.chat, "compile": args.compile}
+    found = ["" for _ in texts]
+    for row, text in generate_texts(loaded.model, tokenizer, texts, **options):
+        found[row] += text
+        if len(args.text) == 1:
+            print(text, end="", flush=True)
+    for one in found:
+        print("" if len(args.text) == 1 else json.dumps(one, ensure_ascii=False))
+    return 0
+
+
 def checkpoint(args: argparse.Namespace, rest: list[str]) -> int:
-    """List, verify, digest, export."""
+    """List, verify, digest, import, export."""
     refuse(rest, "checkpoint")
     from lockstep.checkpoint import commands
 
+    if args.action == "import" or (args.action == "export" and (args.folder / "model.json").is_file()):
+        return carry(args)
     if args.action == "list":
         print(commands.list_table(args.folder))
     elif args.action == "digest":
@@ -512,4 +552,23 @@ def checkpoint(args: argparse.Namespace, rest: list[str]) -> int:
         whole, lines = commands.verify(args.folder)
         print("\n".join(lines))
         return 0 if whole else 3
+    return 0
+
+
+def carry(args: argparse.Namespace) -> int:
+    """A Llama from a Hugging Face folder into a run's, or back."""
+    from lockstep.models.hub import SHARD_BYTES
+    from lockstep.models.pretrained import export_run, import_hub
+    from lockstep.units import parse_bytes
+
+    if args.out is None:
+        raise UsageError(f"checkpoint {args.action} needs a folder to write", "command line", "name a new one with --out")
+    if args.action == "import":
+        print(import_hub(args.folder, args.out))
+    else:
+        try:
+            shard_bytes = parse_bytes(args.shard_bytes) if args.shard_bytes else SHARD_BYTES
+        except ValueError as error:
+            raise UsageError(f"--shard-bytes: {error}", "command line", "give a size such as 5 GB") from None
+        print(export_run(args.folder, args.step, args.out, shard_bytes))
     return 0

@@ -1,0 +1,119 @@
+"""The tokenizer that comes with a pretrained model: text to ids and back, the form of a chat, the ids that end an answer.
+
+The files are Hugging Face's: tokenizer.json (read by `tokenizers`), tokenizer_config.json, chat_template.jinja,
+generation_config.json. A chat template is a program by a stranger: it runs in jinja's sandbox, sees the messages and
+the names of special tokens, and can reach nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import tokenizers
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from lockstep.errors import DataError
+from lockstep.files import read_json
+
+Message = Mapping[str, str]  # {"role": "user", "content": "Hello"}
+
+
+@dataclass(frozen=True)
+class ChatTokenizer:
+    """A tokenizer with its chat template ("" if it has none), special tokens by role (bos_token, ...) and ends of an answer."""
+
+    inner: tokenizers.Tokenizer
+    template: str
+    specials: Mapping[str, str]
+    ends: frozenset[int]
+    folder: Path
+
+    @classmethod
+    def load(cls, folder: Path, config: Mapping[str, Any]) -> ChatTokenizer:
+        """The tokenizer in `folder`; the model's config.json may name the ends too. DataError when it is absent or torn."""
+        path = folder / "tokenizer.json"
+        try:
+            inner = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            hint = "copy it beside the model; transformers' save_pretrained of a fast tokenizer writes it"
+            raise DataError("the model has no tokenizer.json", str(folder), hint) from None
+        except Exception as error:  # the library raises bare Exception for every fault of the file
+            raise DataError(f"the tokenizer cannot be read: {error}", str(path), "copy the file again") from error
+        inner.no_padding()
+        inner.no_truncation()
+        said = optional_json(folder / "tokenizer_config.json")
+        specials = {name: spelled(token) for name, token in said.items() if name.endswith("_token") and spelled(token)}
+        named = optional_json(folder / "generation_config.json").get("eos_token_id") or config.get("eos_token_id")
+        by_word = inner.token_to_id(specials.get("eos_token", ""))
+        ends = named if isinstance(named, list) else [by_word if named is None else named]
+        return cls(inner, template_in(folder, said), specials, frozenset(end for end in ends if end is not None), folder)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, with what the tokenizer puts before each one."""
+        ids: list[int] = self.inner.encode(text).ids
+        return ids
+
+    def encode_chat(self, messages: Sequence[Message], *, now: Callable[[], datetime] = datetime.now) -> list[int]:
+        """Ids of a chat up to where the answer begins."""
+        ids: list[int] = self.inner.encode(self.render(messages, now=now), add_special_tokens=False).ids
+        return ids
+
+    def render(self, messages: Sequence[Message], *, answer: bool = True, now: Callable[[], datetime] = datetime.now) -> str:
+        """The chat as the template writes it; with `answer`, up to where the answer begins. DataError when it fails."""
+        where = f"the chat template in {self.folder}"
+        if not self.template:
+            raise DataError("the tokenizer has no chat template", str(self.folder), "leave --chat out, or put a chat_template.jinja there")
+        room = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        room.filters["tojson"] = to_json
+        room.globals |= {"raise_exception": complain, "strftime_now": lambda form: now().strftime(form)}
+        given = {"messages": [dict(message) for message in messages], "add_generation_prompt": answer, "tools": None, **self.specials}
+        try:
+            return room.from_string(self.template).render(given)
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            raise DataError(f"the chat cannot be written: {error}", where, "see which roles and orders of messages it accepts") from error
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of some ids, special tokens left out."""
+        text: str = self.inner.decode(list(ids), skip_special_tokens=True)
+        return text
+
+
+def template_in(folder: Path, said: Mapping[str, Any]) -> str:
+    """The chat template: a file of its own, or the one in tokenizer_config.json (of several the one called default); "": none."""
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    found = said.get("chat_template") or optional_json(folder / "chat_template.json").get("chat_template") or ""
+    if isinstance(found, list):
+        found = {one.get("name"): one.get("template") for one in found}.get("default") or ""
+    return str(found)
+
+
+def optional_json(path: Path) -> dict[str, Any]:
+    """The object in the file; {} when there is no such file."""
+    try:
+        value = read_json(path)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path.name} cannot be read: {error}", str(path), "copy the file again") from error
+    return value if isinstance(value, dict) else {}
+
+
+def spelled(token: Any) -> str:
+    """A special token, which tokenizer_config.json writes as a word or as an object."""
+    return str(token.get("content", "") if isinstance(token, dict) else token or "")
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """jinja's own escapes HTML, which is no part of a prompt."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def complain(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,166 @@
+"""Llama models between Hugging Face folders, run folders and memory.
+
+A run folder of a Llama:
+
+    model.json      {"shape": {...}, "config": the config.json that it came with, or null}
+    tokenizer/      tokenizer.json, the chat template, generation_config.json, ... as they came
+    checkpoints/    step 0 is what was imported
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.checkpoint import commands, commit, seal
+from lockstep.checkpoint.store import Store
+from lockstep.errors import CheckpointError, DataError, UsageError
+from lockstep.files import read_json, write_atomic, write_json
+from lockstep.models.hub import (
+    SHARD_BYTES,
+    Hub,
+    Place,
+    Tensors,
+    is_hub,
+    open_hub,
+    places_in,
+    shape_from_json,
+    shape_to_json,
+    write_hub,
+)
+from lockstep.models.llama import Llama, Shape
+from lockstep.units import show_bytes, show_count
+
+log = logging.getLogger("lockstep")
+
+MODEL, TOKENIZER, CHECKPOINTS = "model.json", "tokenizer", "checkpoints"
+
+
+def is_run(folder: Path) -> bool:
+    """Whether it is the run folder of a Llama."""
+    return (folder / MODEL).is_file()
+
+
+def read_model(folder: Path) -> tuple[Shape, dict[str, Any]]:
+    """(the shape of the run's model, the config.json that it came with or {}). DataError when model.json is damaged."""
+    try:
+        value = read_json(folder / MODEL)
+        return shape_from_json(value["shape"]), value["config"] or {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{MODEL} cannot be read: {error}", str(folder / MODEL), "import the model again") from error
+
+
+# -- in and out -------------------------------------------------------------------------------------------------------
+
+
+def import_hub(source: Path, folder: Path) -> str:
+    """Make `folder` a run whose checkpoint of step 0 is the model in the Hugging Face folder `source`; a line that says so.
+
+    The checkpoint is committed last; the same import again changes nothing. Memory: one tensor.
+    UsageError: there is another run in `folder`. CheckpointError: the source is damaged, the target cannot be written.
+    """
+    hub = open_hub(source)
+    model = {"shape": shape_to_json(hub.shape), "config": hub.config}
+    refuse_other(folder, model)
+    tensors = Tensors({f"model.{name}": renamed(place, f"model.{name}") for name, place in hub.tensors.places.items()})
+    size = sum(place.spec.bytes for place in tensors.places.values())
+    with commit.writing(f"{folder} was not written", existing(folder), size):
+        (folder / TOKENIZER).mkdir(parents=True, exist_ok=True)
+        for path in hub.carried:
+            write_atomic(folder / TOKENIZER / path.name, path.read_bytes())
+        write_json(folder / MODEL, model)
+    Store(folder / CHECKPOINTS).save(0, tensors, {"imported": source.name})
+    return f"step 0: {len(tensors)} tensors, {show_count(hub.shape.parameters)} parameters, {show_bytes(size)}, written to {folder}"
+
+
+def refuse_other(folder: Path, model: Mapping[str, Any]) -> None:
+    """UsageError when something else than this model as it was imported is in `folder`."""
+    hint = "name another folder with --out; nothing was changed"
+    if (folder / "run.json").exists() or (is_run(folder) and read_json(folder / MODEL) != model):
+        raise UsageError(f"there is another run in {folder}", "--out", hint)
+    if later := [step for step in seal.committed_steps(folder / CHECKPOINTS) if step > 0]:
+        raise UsageError(f"the run in {folder} is at step {max(later)} already", "--out", hint)
+
+
+def export_run(folder: Path, step: int | None, target: Path, shard_bytes: int = SHARD_BYTES) -> str:
+    """Write one checkpoint of a Llama's run (None: the newest) as a Hugging Face folder; a line that says so.
+
+    The checkpoint is verified first. Memory: one tensor.
+    """
+    shape, config = read_model(folder)
+    with commands.verified(folder, step) as (found, _):
+        path = commands.checkpoints_in(folder) / seal.folder_name(found)
+        places = [place for file in sorted(path.glob("tensors-*.safetensors")) for place in places_in(file).values()]
+        of_model = {place.spec.name.removeprefix("model."): place for place in places if place.spec.name.startswith("model.")}
+        carried = sorted((folder / TOKENIZER).iterdir()) if (folder / TOKENIZER).is_dir() else []
+        files = write_hub(target, shape, Tensors(of_model), config=config or None, carried=carried, shard_bytes=shard_bytes)
+    size = sum(place.spec.bytes for place in of_model.values())
+    how = f"{len(files)} files" if len(files) > 1 else "1 file"
+    return f"step {found}: {len(of_model)} tensors, {show_bytes(size)} in {how}, written to {target}"
+
+
+def renamed(place: Place, name: str) -> Place:
+    return place._replace(spec=place.spec._replace(name=name))
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there: where its room on the disk can be asked."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+
+
+# -- for use ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A model in evaluation mode with where its tokenizer is and what its config.json says."""
+
+    model: Llama
+    tokenizer: Path
+    config: dict[str, Any]
+
+
+def load(folder: Path, step: int | None = None, *, device: torch.device | None = None) -> Pretrained:
+    """The Llama in a run's folder (as it was at `step`; default: the newest whole checkpoint) or in a Hugging Face folder.
+
+    device  default: the GPU if there is one
+    Memory: the weights once. Those of a Hugging Face folder on a CPU stay mapped, and are read when they are used first.
+    """
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if is_run(folder):
+        shape, config = read_model(folder)
+        store = Store(folder / CHECKPOINTS)
+        found = store.load_newest() if step is None else store.load(step)
+        if found is None:
+            raise CheckpointError("there is no checkpoint yet", str(store.folder), "import the model again")
+        tensors = {name.removeprefix("model."): found.tensors[name] for name in found.tensors if name.startswith("model.")}
+        found.tensors.clear()
+        return Pretrained(filled(shape, tensors, device), folder / TOKENIZER, config)
+    if (folder / "run.json").is_file():
+        raise UsageError(f"the run in {folder} trains a translator", str(folder / "run.json"), f"try lockstep translate {folder}")
+    if not is_hub(folder):
+        hint = "give a folder that lockstep checkpoint import wrote, or one of a Hugging Face model"
+        raise UsageError(f"there is no model in {folder}", f"neither {MODEL} nor config.json is there", hint)
+    if step is not None:
+        raise UsageError(f"step {step} of {folder}, which has no steps", "--step", "leave --step out for a Hugging Face folder")
+    hub: Hub = open_hub(folder)
+    return Pretrained(filled(hub.shape, hub.tensors, device), folder, hub.config)
+
+
+def filled(shape: Shape, tensors: Mapping[str, Tensor], device: torch.device) -> Llama:
+    """The model with these very tensors as its parameters, moved to `device` one at a time."""
+    with torch.device("meta"):
+        model = Llama(shape)
+    names = {name: parameter.shape for name, parameter in model.named_parameters()}
+    if names.keys() != tensors.keys() or any(tensors[name].shape != size for name, size in names.items()):
+        raise CheckpointError("the checkpoint is not of the model in model.json", MODEL, "import the model again")
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(path), leaf, nn.Parameter(tensors[name].to(device), requires_grad=False))
+    return model.eval()
