@@ -371,6 +371,7 @@ class Agent:
         """Ask for a worker, with our terminal for slot 0 and a log for the others."""
         with suppress(OSError):
             last_words(self.state, slot.number).unlink(missing_ok=True)
+            waiting.sweep(self.folder, self.seat.host, slot.number)
         seat = replace(self.seat, slot=slot.number)
         if slot.number == 0:
             self.nursery.expect(seat, 1, 2, again=slot.again)

@@ -100,6 +100,7 @@ class Membership:
         self._gone: Exception | None = None
         self._store: TCPStore | None = None  # of the generation that this worker proposed last
         self._busy_looking = False
+        self._signs: dict[str, str] = {}  # of members, as this worker saw them last
         self._cut_s = 0.0  # when the group was first cut; 0.0 while it is whole
         self._dying: list[Member] = []  # to whom a connection is tried again at once
         self._selector = selectors.DefaultSelector()
@@ -197,7 +198,7 @@ class Membership:
         self._calls.put(None)
         self._wake()
         self._threads[0].join(5.0)
-        self._disk.put(self._waits_no_longer)
+        self._disk.put(lambda: waiting.leave(self.folder, self.me, sign_too=True))
         self._disk.put(None)
         self._threads[1].join(2.0)  # the disk may be gone: the thread ends with the process
 
@@ -328,7 +329,7 @@ class Membership:
                     with self._turn:
                         self._formed = record
                         self._turn.notify_all()
-                    self._disk.put(self._waits_no_longer)
+                    self._disk.put(lambda: waiting.leave(self.folder, self.me))
                 case Leave(why, fenced, end):
                     self._leave(RunEnded(end) if end else FencedError(why) if fenced else UsageError(why, self.me.id))
                 case Say(text):
@@ -457,19 +458,21 @@ class Membership:
             finally:
                 self._busy_looking = False
 
-    def _waits_no_longer(self) -> None:
-        waiting.path_of(self.folder, self.me).unlink(missing_ok=True)
-
     def _look(self, known: int) -> None:
         if self._busy_looking:
             return
         self._busy_looking = True
-        room_too = self.protocol.phase == "out"
+        out, signs = self.protocol.phase == "out", self.protocol.signs
+        members = self.protocol.record.members if self.protocol.record else ()
 
         def look() -> None:
+            if signs:
+                waiting.sign(self.folder, self.me)
             newest = self.arbiter.newest(known)
-            room = list(waiting.members(self.folder)) if room_too else []
-            self._call(lambda: self.protocol.looked(newest, room, time.monotonic()))
+            room = list(waiting.members(self.folder)) if out else []
+            before, self._signs = self._signs, waiting.signs(self.folder, members) if out else {}
+            alive = [id for id, sign in self._signs.items() if before.get(id, sign) != sign]
+            self._call(lambda: self.protocol.looked(newest, room, time.monotonic(), alive))
 
         self._disk.put(look)
 

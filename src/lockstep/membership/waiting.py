@@ -1,12 +1,14 @@
 """The waiting room, RUN/waiting: those who are in no generation show there where they listen, so that they find each other.
 
 HOST-SLOT-RANDOM.json is written by its worker, which takes it away as soon as it is in; of one that was killed before, its agent does.
+HOST-SLOT-RANDOM.sign changes as long as its worker leads: whoever cannot reach it, but sees the run folder, knows that it lives.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,9 +18,9 @@ from lockstep.membership.arbiter import Member
 FOLDER = "waiting"
 
 
-def path_of(run: Path, one: Member) -> Path:
+def path_of(run: Path, one: Member, ending: str = "json") -> Path:
     """Its file."""
-    return run / FOLDER / f"{one.id.replace('/', '-')}.json"
+    return run / FOLDER / f"{one.id.replace('/', '-')}.{ending}"
 
 
 def show(run: Path, me: Member) -> None:
@@ -34,8 +36,29 @@ def members(run: Path) -> Iterator[Member]:
             yield Member(**read_json(path))
 
 
+def sign(run: Path, me: Member) -> None:
+    """Show that this worker lives."""
+    path_of(run, me, "sign").write_text(str(time.monotonic_ns()))
+
+
+def signs(run: Path, some: Iterable[Member]) -> dict[str, str]:
+    """The newest signs of `some`, as far as there are any."""
+    found = {}
+    for one in some:
+        with suppress(OSError):
+            found[one.id] = path_of(run, one, "sign").read_text()
+    return found
+
+
+def leave(run: Path, me: Member, *, sign_too: bool = False) -> None:
+    """Take this worker's file away."""
+    path_of(run, me).unlink(missing_ok=True)
+    if sign_too:
+        path_of(run, me, "sign").unlink(missing_ok=True)
+
+
 def sweep(run: Path, host: str, slot: int) -> None:
     """Take away what is left of the workers of a slot, in which nobody sits."""
-    for path in (run / FOLDER).glob("*.json*"):
-        if re.fullmatch(rf"\.?{re.escape(host)}-{slot}-[0-9a-f]+\.json.*", path.name):
+    for path in (run / FOLDER).glob("*"):
+        if re.fullmatch(rf"\.?{re.escape(host)}-{slot}-[0-9a-f]+\.(json|sign).*", path.name):
             path.unlink(missing_ok=True)
