@@ -302,15 +302,18 @@ class Training:
         """Wait until `step` is committed."""
         return self.wait(lambda: self.step >= step, timeout_s, what=f"step {step}")
 
-    def wait_until_whole(self, since: Record, count: int | None = None, timeout_s: float = 60.0) -> float:
-        """Wait until a generation after `since` has all workers, or `count`, and has done a step."""
-        count = self.workers * len(self.hosts) if count is None else count
+    def wait_until_back(self, since: Record, count: int | None = None, timeout_s: float = 60.0) -> float:
+        """Wait until a generation after `since`, of any size or of `count` workers, has done a step."""
 
-        def whole() -> bool:
+        def back() -> bool:
             now = self.newest
-            return now.number > since.number and len(now.members) == count and self.step > now.step
+            return now.number > since.number and len(now.members) == (count or len(now.members)) and self.step > now.step
 
-        return self.wait(whole, timeout_s, what=f"a generation of {count} workers after number {since.number}")
+        return self.wait(back, timeout_s, what=f"a step of a generation after {since.number}")
+
+    def wait_until_whole(self, since: Record) -> float:
+        """Wait until a generation after `since` has all workers, and has done a step."""
+        return self.wait_until_back(since, self.workers * len(self.hosts))
 
     def wait_until_it_waits(self, slot: int, host: Host = HERE) -> float:
         """Wait until the worker in `slot` has left its group."""
