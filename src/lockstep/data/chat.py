@@ -8,6 +8,7 @@ the names of special tokens, and can reach nothing else.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -22,6 +23,9 @@ from lockstep.errors import DataError
 from lockstep.files import read_json
 
 Message = Mapping[str, str]  # {"role": "user", "content": "Hello"}
+
+# A tag of transformers' own around what the model is to learn; here a block like any other, with the same spaces around it.
+ANSWER, END_OF_ANSWER = (re.compile(r"(\{%[-+]?\s*)" + word + r"(\s*[-+]?%\})") for word in ("generation", "endgeneration"))
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ class ChatTokenizer:
         room.globals |= {"raise_exception": complain, "strftime_now": lambda form: now().strftime(form)}
         given = {"messages": [dict(message) for message in messages], "add_generation_prompt": answer, "tools": None, **self.specials}
         try:
-            return room.from_string(self.template).render(given)
+            return room.from_string(END_OF_ANSWER.sub(r"\1endif\2", ANSWER.sub(r"\1if true\2", self.template))).render(given)
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             raise DataError(f"the chat cannot be written: {error}", where, "see which roles and orders of messages it accepts") from error
 
@@ -106,8 +110,9 @@ def optional_json(path: Path) -> dict[str, Any]:
 
 
 def spelled(token: Any) -> str:
-    """A special token, which tokenizer_config.json writes as a word or as an object."""
-    return str(token.get("content", "") if isinstance(token, dict) else token or "")
+    """A special token, which tokenizer_config.json writes as a word or as an object; "" for what is none (add_bos_token: true)."""
+    word = token.get("content") if isinstance(token, dict) else token
+    return word if isinstance(word, str) else ""
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
