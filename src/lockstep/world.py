@@ -260,7 +260,8 @@ class World:
             raise RuntimeError(why)
         store = self._reach_store(record.store)
         prefixed = PrefixStore(f"generation-{record.number}-{record.token}", store)
-        init_group(prefixed, self.rank, self.size, self.device, self.timeout_s)
+        init_group(prefixed, self.rank, self.size, self.device, FORM_S)  # where two members do not reach each other, it ends soon
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout_s), dist.group.WORLD)
         self.sockets = tuple(sorted(open_sockets() - self._before))
         log.info("generation %d: rank %d of %d (%s)", record.number, self.rank, self.size, record.reason)
 
@@ -559,6 +560,8 @@ def form(place: Place, store: Store, device: torch.device, timeout_s: float) -> 
 def init_group(store: Store, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
     """Collective. torch's default group, tried once. The one place where groups are made."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    # torch counts the groups that it has tried to form, and the count is part of their names in the store: it must be the same on all.
+    dist.distributed_c10d._world.group_count = 0
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
     dist.all_reduce(torch.zeros(1))
 
