@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import socket
 import time
 from collections.abc import Iterator
@@ -59,13 +58,14 @@ def test_a_control_command_needs_the_token(member: Membership) -> None:
     ("data", "says"),
     [
         (HEAD.pack(LARGEST + 1), "the largest is"),
-        (HEAD.pack(16) + os.urandom(16), "no message"),
+        (HEAD.pack(16) + bytes(range(200, 216)), "no message"),
         (frame({"kind": "stop"}), "instead of an introduction"),
         (frame({"kind": "i_am", "member": {"id": "control/1"}, "nonce": "0", "proof": "0" * 64}), "a wrong proof"),
         (frame({"kind": "i_am", "member": "nobody", "nonce": "0", "proof": ""}), "without a name"),
         (HEAD.pack(2) + b"[]", "without a kind"),
         (b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", "the largest is"),
     ],
+    ids=["oversized", "garbage", "a command at once", "a wrong proof", "no name", "no object", "a browser"],
 )
 def test_a_stranger_is_refused_and_logged(member: Membership, data: bytes, says: str, caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("lockstep").propagate = True
