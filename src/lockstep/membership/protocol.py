@@ -261,9 +261,9 @@ class Protocol:
 
     def hub(self) -> Member | None:
         """The first member of the generation that is not gone; of those that stay, if any does."""
-        here = [one for one in self.record.members if not self._gone(one.id)] if self.record else []
-        stay = [one for one in here if one.id not in self.reports or not self.reports[one.id].leaving]
-        return next(iter(stay or here), None)
+        leaving = {id for id, report in self.reports.items() if report.leaving}
+        stay_first = sorted(self._members(), key=lambda one: one.id in leaving)
+        return next((one for one in stay_first if not self._gone(one.id)), None)
 
     @property
     def leads(self) -> bool:

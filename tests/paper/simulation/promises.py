@@ -37,6 +37,7 @@ class Promises:
         self.began_s.append(self.cluster.clock.now_s)
         ids, limits = [one.id for one in record.members], self.cluster.limits
         check(number == len(log), f"generation {number} follows generation {len(log) - 1}")
+        check(number <= 5 * (2 + len(self.cluster.history.faults)), f"generation {number} after {self.cluster.history.faults}")
         check(len(set(ids)) == len(ids), f"generation {number} has a member twice: {ids}")
         check(limits.least <= len(ids) <= limits.most, f"generation {number} has {len(ids)} members")
         before = {one.id for one in log[-2].members} if number > 1 else set()
