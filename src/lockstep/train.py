@@ -251,7 +251,7 @@ def settle(resolved: Resolved, device: torch.device) -> Resolved:
 
 
 @contextmanager
-def claim(folder: Path, resolved: Resolved, *, alone: bool) -> Iterator[None]:
+def claim(folder: Path, resolved: Resolved, *, alone: bool = True) -> Iterator[None]:
     """Hold `folder` for this training alone, with its run.json written. For rank 0.
 
     alone  nothing but the lock keeps another training away; otherwise the log of generations does

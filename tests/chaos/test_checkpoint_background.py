@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,15 @@ def test_a_program_that_ends_without_closing_still_finishes_its_save(tmp_path: P
     assert Store(tmp_path).load(5).tensors["model.x"].sum() == 10**6
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also where a shell started the tests in the background and so without it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_a_signal_that_interrupts_the_wait_loses_nothing(tmp_path: Path) -> None:
     gate = Gate()
     saver = BackgroundSaver(Store(tmp_path, at=gate))

@@ -199,7 +199,7 @@ def test_killed_while_the_state_is_handed_over(start: Start, truth: Callable[...
 
 
 def test_12_the_agent_is_killed_and_the_next_one_adopts_its_workers(start: Start, truth: Callable[..., Truth]) -> None:
-    one = start(steps=60)
+    one = start(steps=60, words=("--min", "3"))  # the run may be over before the new agent's zygote has imported everything
     one.wait_for_step(8)
     before, step = one.newest, one.step
     one.kill_agent()
