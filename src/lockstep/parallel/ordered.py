@@ -89,19 +89,63 @@ class Tree(Generic[Value]):
         return value
 
 
+@dataclass
+class Part:
+    """A slice of a sum, in memory that may be used up; adding reuses the left side's memory."""
+
+    tensor: torch.Tensor
+
+    def __add__(self, right: Part) -> Part:
+        self.tensor.add_(right.tensor)
+        return self
+
+
 def exchange(mine: list[tuple[Span, torch.Tensor]], leaves: int, group: dist.ProcessGroup, out: torch.Tensor) -> None:
     """Collective. Put the sum of all `leaves` leaves, added in tree order, into `out` on every process.
 
-    mine  this process's runs and their sums, each of shape (length,): those of `runs(share(rank, size, leaves))`
+    mine  this process's runs and their sums, each of shape (length,): those of `runs(share(rank, size, leaves))`; they are used up
     out   (length,); may be one of the sums in `mine`
     """
-    size = group.size()
+    rank, size = group.rank(), group.size()
     if size == 1:
-        total = Tree(list(mine)).total()
+        total = Tree([(span, Part(value)) for span, value in mine]).total().tensor
         if total is not out:
             out.copy_(total)
         return
-    length = out.numel()
+    if out.is_cuda:
+        exchange_by_collectives(mine, leaves, group, out)
+        return
+    slice_len = -(-out.numel() // size)
+    slices = [slice(j * slice_len, (j + 1) * slice_len) for j in range(size)]  # the last ones may be short, or empty
+    others = [j for j in range(size) if j != rank]
+    spans = [runs(share(r, size, leaves)) for r in range(size)]
+    own = slices[rank]
+    rows = {r: [value[own] for _, value in mine] if r == rank else [torch.empty_like(out[own]) for _ in spans[r]] for r in range(size)}
+    works = [dist.irecv(row, group=group, group_src=r) for r in others for row in rows[r] if row.numel()]
+    works += [dist.isend(value[slices[r]], group=group, group_dst=r) for r in others for _, value in mine if value[slices[r]].numel()]
+    finish(works)
+    tree: Tree[Part] = Tree()
+    for r in range(size):
+        for span, row in zip(spans[r], rows[r], strict=True):
+            tree.add(span, Part(row))
+    total = tree.total().tensor
+    if total.data_ptr() != out[own].data_ptr():
+        out[own].copy_(total)
+    works = [dist.irecv(out[slices[r]], group=group, group_src=r) for r in others if out[slices[r]].numel()]
+    works += [dist.isend(out[own], group=group, group_dst=r) for r in others if out[own].numel()]
+    finish(works)
+
+
+def finish(works: list[dist.Work | None]) -> None:
+    """Wait for all."""
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
+def exchange_by_collectives(mine: list[tuple[Span, torch.Tensor]], leaves: int, group: dist.ProcessGroup, out: torch.Tensor) -> None:
+    """Collective. The same with two collectives, which NCCL queues on the device; on a CPU they copy more than they need to."""
+    size, length = group.size(), out.numel()
     slice_len = -(-length // size)
     even = length == size * slice_len
     if even and len(mine) == 1:

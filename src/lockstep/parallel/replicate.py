@@ -20,6 +20,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -97,6 +98,7 @@ class Replica:
         self._losses: list[torch.Tensor] = []
         self._clock = Clock(self.device)
         self.ddp: nn.parallel.DistributedDataParallel | None = None
+        self._words: list[np.ndarray[Any, Any] | None] = []
         if equal:
             self._wrap()
             if self.group.size() > 1:
@@ -128,6 +130,7 @@ class Replica:
         hook = self._on_cuda if self.device.type == "cuda" else self._on_cpu
         ddp.register_comm_hook(None, lambda _, bucket: hook(bucket))  # DDP refuses annotations that are still text
         self.ddp = ddp
+        self._words = [words_of(p) for p in self.parameters]
         return ddp
 
     def forget(self) -> None:
@@ -181,9 +184,10 @@ class Replica:
             raise self.failure
 
     def digest(self) -> int:
-        """64 bits over the weights, of which a flipped one shows: torch's hash of each parameter, in their order (not of its elements)."""
+        """64 bits over the weights, of which a flipped one shows: a sum over each parameter's words, in the order of the parameters."""
         total = 0
-        for one in torch.stack([torch.hash_tensor(p.detach()) for p in self.parameters]).tolist():
+        for parameter, words in zip(self.parameters, self._words, strict=True):
+            one = int(torch.hash_tensor(parameter.detach())) if words is None else int(np.add.reduce(words, dtype=np.uint64))
             total = (total * DIGEST_FACTOR + one) % 2**64
         return total
 
@@ -265,6 +269,14 @@ class Replica:
             self._clock.received()
             parcel.arrived.set_result(parcel.buffer)
         return parcel.arrived
+
+
+def words_of(parameter: torch.Tensor) -> np.ndarray[Any, Any] | None:
+    """The memory of a parameter on the CPU as whole numbers, eight times as fast to sum as torch's hash; None where it is elsewhere."""
+    if parameter.is_cuda or not parameter.is_contiguous():
+        return None
+    raw = parameter.detach().view(-1).view(torch.uint8).numpy()
+    return raw.view(next(kind for kind in (np.uint64, np.uint32, np.uint16, np.uint8) if raw.nbytes % np.dtype(kind).itemsize == 0))
 
 
 class Clock:
