@@ -395,10 +395,10 @@ class Agent:
             note_sitter(self.state, slot.number, who)
         except OSError as error:
             self.journal.warn(f"who sits in slot {slot.number} cannot be written down, and another agent would not find it", error)
+        self.journal.note("worker started", one.how, slot=slot.number, pid=one.pid)  # before it can do anything
         with suppress(BrokenPipeError):
             os.write(one.opener, b".")
         os.close(one.opener)
-        self.journal.note("worker started", one.how, slot=slot.number, pid=one.pid)
 
     def take_over(self, slot: Slot, one: Sitter) -> None:
         """Look after a worker that an earlier agent has started."""
