@@ -15,11 +15,11 @@ from lockstep.membership.board import PHASES, Doing, Phase
 from lockstep.membership.hang import Limits, Seen, Verdict, innermost, judge, stack_of
 
 MODEL = """\
-/work/run/train.py:12 in <module>: main()
+/home/me/run/train.py:12 in <module>: main()
 /opt/venv/lib/python3.11/site-packages/torch/nn/modules/module.py:1775 in _call_impl: return forward_call(*args, **kwargs)
-/work/run/model.py:83 in forward: time.sleep(600)"""
+/home/me/run/model.py:83 in forward: time.sleep(600)"""
 QUEUE = """\
-/work/run/train.py:20 in main: batch = next(batches)
+/home/me/run/train.py:20 in main: batch = next(batches)
 /opt/venv/lib/python3.11/site-packages/torch/utils/data/dataloader.py:1284 in _get_data: success, data = self._try_get_data()
 /usr/lib/python3.11/multiprocessing/queues.py:113 in get: if not self._poll(timeout):"""
 
