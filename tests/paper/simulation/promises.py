@@ -77,12 +77,13 @@ class Promises:
         return state
 
     def commit(self, main: Main, record: Record, state: State) -> None:
-        """A worker commits a step: the next one, with what everybody else made of it, and not when it is fenced."""
+        """A worker commits a step: the next one, with what everybody else made of it. One that is followed by another generation commits no
+        more than what all had agreed on; and since it is fenced nothing of that outlives it (`accept`)."""
         me, (step, content), log = main.worker.me.id, state, self.cluster.folder.log
         check(main.state is not None and step == main.state[0] + 1, f"{me} goes from {main.state} to {state}")
-        check(main.worker.alive and main.worker.protocol.phase != "gone", f"{me} is fenced and commits step {step}")
+        check(main.worker.alive and main.group is not None, f"{me} is in no group and commits step {step}")
         check(self.made.setdefault(step, state) == state, f"step {step} is committed twice: {self.made[step][1]}, {content}")
-        if len(log) > record.number:  # only what all had agreed on before the first of them left
+        if len(log) > record.number:
             survive = {one.id for one in record.members} & {one.id for one in log[record.number].members}
             allowed = not survive or step <= log[record.number].step + 1
             check(allowed, f"{me} commits step {step} in {record.number}; {record.number + 1} began at {log[record.number].step}")

@@ -118,7 +118,7 @@ class Worker:
                 case Form(record):
                     self.main.form(record)
                 case Leave():
-                    self.end()
+                    self.after(self.clock.between(0, 1), self.end)
 
     def look(self, known: int) -> tuple[Record | None, list[Member], list[str]]:
         """What the folder shows: the newest record, who has ever waited, and who has signed since the last look."""
@@ -150,7 +150,10 @@ class Worker:
     # -- links ------------------------------------------------------------------------------------------------------------
 
     def connect(self, other: Worker) -> None:
-        """Knock; the other one answers on a new line, its kernel refuses, or nothing comes back."""
+        """Knock; the other one answers on a new line, its kernel refuses (on this host at once), or nothing comes back."""
+        if other.host is self.host and not other.alive:
+            self.tell("connect_failed", other.me.id, True)
+            return
         knock = Knock()
 
         def arrive() -> None:
