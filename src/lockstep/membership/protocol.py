@@ -37,7 +37,7 @@ class Limits:
     silent_s    after which a peer that says nothing counts as gone
     look_s      from one look at the log to the next while waiting for a record
     gather_s    how long a start waits for all `expected` workers, when there are `least` already
-    takeover_s  how long new workers wait for members of the newest generation that neither answer nor are known to have ended
+    takeover_s  how long new workers wait for members of the newest generation that neither answer nor show that they live
     hang_s      without a step forward, while nobody is only slow, until the verdict on a hang
     on_hang     then the culprit is left out and the rest goes on ("evict"), the run ends ("end"), or it is only told ("tell")
     expected, least, most   workers: for whom a start waits; below which training waits; that train at once
@@ -100,7 +100,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Look:
-    """Read the log for a record above `known`, and the waiting room; `looked` or `disk_failed` follows."""
+    """Read the log for a record above `known`, the waiting room, and who shows that it lives; `looked` or `disk_failed` follows."""
 
     known: int
 
@@ -279,7 +279,7 @@ class Protocol:
 
     @property
     def signs(self) -> bool:
-        """Whether this worker is to show in the run folder that it lives, so that nobody who cannot reach it takes over."""
+        """Whether this worker is to show in the run folder, at each look, that it lives: so nobody who cannot reach it takes over."""
         return self.phase == "in" and self.leads
 
     # -- what the main thread says --------------------------------------------------------------------------------------
