@@ -1,0 +1,116 @@
+"""From a model on the meta device to what this worker holds of it: the one place where the order of wrapping stands.
+
+    1. tensor      the matrices themselves get smaller; all that follows sees plain, smaller layers
+    2. recompute   inside the units, so that what is computed again is computed while its unit is gathered
+    3. compile     inside the units too: a compiled layer is one graph for all layers; gathering stays outside of it
+    4. shard       around each block, then around the model (embedding, norms, output): what is left belongs to the root
+    5. memory      only now: a worker never has more than its pieces
+    6. first values  each parameter's pieces, of its first value or of the checkpoint that the run starts from
+
+Replicas alone need none of this but 2, 3, 5 and 6: the model is whole, and DistributedDataParallel (replicate.py) carries its gradients.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import _register_process_group
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from lockstep.layout import Layout, Spot
+from lockstep.parallel.pieces import Piece
+from lockstep.parallel.plans import Plan, plan_of
+from lockstep.parallel.tensor import split
+from lockstep.parallel.wires import Wires
+
+NUMBERS = itertools.count()
+FirstValue = Callable[[str, torch.Size], Tensor]
+
+
+@dataclass
+class Held:
+    """What this worker holds of a model that is cut.
+
+    module      to be called; its parameters are FSDP's
+    parameters  name -> the same memory as an ordinary parameter of this worker's piece, for the optimizer and the checkpoint
+    pieces      name -> which piece that is
+    units       FSDP's modules in the order of the forward pass, the root last
+    """
+
+    module: nn.Module
+    layout: Layout
+    wires: Wires
+    plan: Plan
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    pieces: dict[str, Piece] = field(default_factory=dict)
+    units: list[FSDPModule] = field(default_factory=list)
+
+
+def hold(
+    model: nn.Module,
+    layout: Layout,
+    spot: Spot,
+    first_value: FirstValue,
+    device: torch.device,
+    *,
+    inside: Callable[[nn.Module], None] = lambda model: None,
+    units_ahead: int = 1,
+    free_after_forward: bool = True,
+) -> Held:
+    """This worker's part of `model` (on the meta device), for a layout whose replicas are several workers.
+
+    spot                where this worker stands in its replica
+    inside              what is done to the blocks before they are sharded (recompute, compile)
+    units_ahead         units gathered ahead of the one that computes: 1 + units_ahead are alive at once
+    free_after_forward  False: units stay gathered from the forward to the backward pass (ZeRO-2): less traffic, more memory
+    """
+    plan, wires = plan_of(model), Wires(layout)
+    pieces = split(model, plan, wires, spot.tensor, layout.tensor)
+    inside(model)
+    units = shard(model, plan, device, spot.shard, layout.shard, free_after_forward)
+    look_ahead(units, units_ahead)
+    pieces = {name: piece.cut_rows(spot.shard, layout.shard) for name, piece in pieces.items()}
+    held = Held(model, layout, wires, plan, pieces=pieces, units=units)
+    model.to_empty(device=device)
+    cast(FSDPModule, model)._get_fsdp_state()._lazy_init()  # now, since it may move what the parameters below share
+    for name, parameter in model.named_parameters():
+        local = cast(Tensor, parameter).to_local().detach()  # type: ignore[attr-defined]
+        assert tuple(local.shape) == pieces[name].size, (name, local.shape, pieces[name])
+        with torch.no_grad():
+            local.copy_(pieces[name].of(first_value(name, torch.Size(pieces[name].shape))))
+        held.parameters[name] = nn.Parameter(local, requires_grad=parameter.requires_grad)
+    return held
+
+
+def shard(model: nn.Module, plan: Plan, device: torch.device, part: int, parts: int, free_after_forward: bool) -> list[FSDPModule]:
+    """Wrap each unit, then the model. The mesh only says who is who: its group has no backend, nothing can be sent over it."""
+    mesh = DeviceMesh(device.type, list(range(parts)), mesh_dim_names=("shard",), _init_backend=False, _rank=part)
+    name = f"lockstep-shard-{next(NUMBERS)}"
+    mesh._dim_group_names, mesh._pg_registry[name] = [name], dist.ProcessGroup(part, parts)
+    _register_process_group(name, mesh._pg_registry[name])  # which holds it weakly
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what it does on a CPU
+        for name in plan.units:
+            fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=free_after_forward)
+        fully_shard(model, mesh=mesh)
+    return [cast(FSDPModule, model.get_submodule(name)) for name in plan.units] + [cast(FSDPModule, model)]
+
+
+def look_ahead(units: list[FSDPModule], ahead: int) -> None:
+    """The rate limiter: which units are asked for when one begins, forward and backward."""
+    blocks = units[:-1]
+    for i, unit in enumerate(blocks):
+        unit.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + ahead])
+        # a unit that names itself names nobody: FSDP would choose one by itself
+        unit.set_modules_to_backward_prefetch(blocks[max(0, i - ahead) : i][::-1] or [unit])
+    if blocks:
+        units[-1].set_modules_to_forward_prefetch(blocks[:ahead])
+        units[-1].set_modules_to_backward_prefetch(blocks[max(0, len(blocks) - ahead) :][::-1] or [units[-1]])

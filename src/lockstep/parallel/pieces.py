@@ -1,0 +1,105 @@
+"""What one worker holds of a tensor: some of its rows, and some of its columns.
+
+    whole    (4096, 1024)        as the model, its first values and its checkpoints know it
+    tensor   rows 0-2047         what the tensor axis leaves (or columns: a product whose results are added)
+    shard    rows 1024-2047      and of those what the shard axis leaves
+
+Rows may be several ranges: where a matrix packs query, key and value, the tensor axis takes a part of each. So every layout is a set of
+pieces of the same whole tensors, and one layout is turned into another by putting the pieces together and cutting anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a tensor of `shape`.
+
+    rows     ranges [start, stop) of its first dimension, in the order in which they are held
+    columns  range of its second dimension; None: all
+    """
+
+    shape: tuple[int, ...]
+    rows: tuple[tuple[int, int], ...]
+    columns: tuple[int, int] | None = None
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Piece:
+        """All of it."""
+        return cls(tuple(shape), ((0, shape[0] if shape else 1),))
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """The shape of the part."""
+        if not self.shape:
+            return ()
+        rest = self.shape[1:] if self.columns is None else (self.columns[1] - self.columns[0], *self.shape[2:])
+        return sum(stop - start for start, stop in self.rows), *rest
+
+    @property
+    def is_whole(self) -> bool:
+        return self.size == self.shape
+
+    def cut_rows(self, part: int, parts: int, groups: int = 1) -> Piece:
+        """Part `part` of `parts`, as torch.chunk cuts: equal ones, the last ones shorter or empty.
+
+        groups  equal blocks of rows, of each of which a part is taken
+        """
+        total = self.size[0]
+        block = total // groups
+        length = -(-block // parts)
+        taken = [(g * block + min(block, part * length), g * block + min(block, (part + 1) * length)) for g in range(groups)]
+        rows = [piece for start, stop in taken for piece in self._among_rows(start, stop)]
+        return Piece(self.shape, tuple(rows), self.columns)
+
+    def _among_rows(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Rows [start, stop) of those that are held, as ranges of the whole."""
+        found, passed = [], 0
+        for first, last in self.rows:
+            low, high = max(start, passed), min(stop, passed + last - first)
+            if low < high:
+                found.append((first + low - passed, first + high - passed))
+            passed += last - first
+        return found
+
+    def cut_columns(self, part: int, parts: int) -> Piece:
+        """Part `part` of `parts` equal ones."""
+        assert self.columns is None and self.shape[1] % parts == 0
+        length = self.shape[1] // parts
+        return Piece(self.shape, self.rows, (part * length, (part + 1) * length))
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This part of `whole`: a view where it is one range, else a copy."""
+        assert tuple(whole.shape) == self.shape, (whole.shape, self.shape)
+        if not self.shape:
+            return whole
+        parts = [whole[start:stop] for start, stop in self.rows]
+        rows = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else whole[:0]
+        return rows if self.columns is None else rows[:, self.columns[0] : self.columns[1]]
+
+    def fill(self, whole: Tensor, part: Tensor) -> None:
+        """Put the part in its place."""
+        if not self.shape:
+            whole.copy_(part)
+            return
+        passed = 0
+        for start, stop in self.rows:
+            there = whole[start:stop] if self.columns is None else whole[start:stop, self.columns[0] : self.columns[1]]
+            there.copy_(part[passed : passed + stop - start])
+            passed += stop - start
+
+    def to_json(self) -> dict[str, Any]:
+        return {"shape": list(self.shape), "rows": [list(one) for one in self.rows], "columns": self.columns and list(self.columns)}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Piece:
+        columns = value["columns"]
+        rows = tuple((int(start), int(stop)) for start, stop in value["rows"])
+        return cls(tuple(value["shape"]), rows, (int(columns[0]), int(columns[1])) if columns else None)

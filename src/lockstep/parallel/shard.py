@@ -1,0 +1,269 @@
+"""One replica that is several workers, each with its pieces of the model; the sum of gradients is the same bits as that of whole replicas.
+
+FSDP2 gathers each unit's parameters before it computes, frees them after, and hands the unit's gradients over when its backward pass is
+done. Its two collectives are ours:
+
+    gather   each shard sends its piece of a unit to the others; asked for `units_ahead`, so that it travels while another one computes
+    reduce   micro-batches are dealt in turn to the shards of a replica, so that a round of all of them is adjacent leaves of the tree in
+             ordered.py. Each shard takes its rows of the gradients of all leaves of a round and adds them in the order of the tree; with
+             the last round of a step, those who hold the same rows in other replicas finish the tree (`exchange`)
+
+So a shard's gradient is the same sum, in the same order, for every number of replicas and shards. The reducing is done by a courier thread
+beside the backward pass, as in replicate.py. Between rounds a shard keeps log2(K) partial sums of its own rows, never of the whole.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.data.order import mix
+from lockstep.errors import PeersLostError, UsageError
+from lockstep.membership.board import Board
+from lockstep.parallel.apply import Held
+from lockstep.parallel.ordered import Part, Span, Tree, exchange, share
+from lockstep.parallel.replicate import DIGEST_FACTOR, words_of
+from lockstep.parallel.wires import Arrival, everybody_sends, exchange_rows
+
+@dataclass(frozen=True)
+class Round:
+    """One pass of all shards of a replica: leaves [first, first + leaves), the rest of the shards do it for nothing."""
+
+    first: int
+    leaves: int
+    last: bool
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """The gradients of one unit on their way. sent: (S * n,), slice j for shard j; out: (n,), where FSDP awaits the sum of this shard's rows."""
+
+    unit: int
+    round: Round
+    sent: Tensor
+    out: Tensor
+
+
+class ShardedReplica:
+    """What `Replica` is, for a model that is cut: see there. `held` is what this worker has of it (apply.py)."""
+
+    def __init__(self, held: Held, *, micro_batches: int, seed: int = 0) -> None:
+        self.held, self.leaves, self.seed = held, micro_batches, seed
+        self.parameters = [p for p in held.parameters.values() if p.requires_grad]
+        self.broken: Callable[[], str] = str
+        self.wires = held.wires
+        self.mine: list[int] = []
+        self._trees: list[Tree[Part]] = []
+        self._round = Round(0, 0, True)
+        self._losses: list[Tensor] = []
+        self._counts = True
+        self._sent_s = self._done_s = 0.0
+        self._rooted: list[Tensor] = []
+        self._words = [words_of(p) for p in self.parameters]
+        self._queue: queue.SimpleQueue[Parcel | threading.Event | None] = queue.SimpleQueue()
+        self._courier = threading.Thread(target=self._deliver, name="lockstep-courier", daemon=True)
+        self._courier.start()
+        for number, unit in enumerate(held.units):
+            unit.set_custom_all_gather(Gather(self))
+            unit.set_custom_reduce_scatter(Hand(self))
+            unit.set_all_reduce_hook(partial(self._reduced, number))
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+        self._sharded = [cast(Any, p) for p in held.module.parameters() if p.requires_grad]
+
+    @property
+    def board(self) -> Board:
+        return self.wires.board
+
+    @board.setter
+    def board(self, board: Board) -> None:
+        self.wires.board = board
+
+    def forget(self) -> None:
+        """Let go of the groups, which are broken or left; the next step makes new ones."""
+        self.wires.drop()
+        self._drain()
+        self.wires.failure = None
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """The model's forward pass."""
+        if not self.wires.laid:
+            self.wires.lay()
+        return self.held.module(*inputs, **named)
+
+    def backward(self, loss: Tensor) -> None:
+        """The backward pass of a micro-batch; its loss is kept, unless this is a pass that only helps the other shards."""
+        self.board.enter("backward")
+        loss.backward()
+        if self._counts:
+            self._losses.append(loss.detach())
+
+    def losses(self) -> list[float]:
+        """The losses of this worker's micro-batches of this step; of those who share a micro-batch one alone tells."""
+        spot = self.held.layout.spot(dist.get_rank())
+        tells = spot.tensor == 0 and spot.stage == self.held.layout.pipeline - 1
+        return [float(loss) for loss in torch.stack(self._losses).tolist()] if self._losses and tells else []
+
+    def micro_batches(self, step: int) -> Iterator[int]:
+        """Collective. The numbers of this worker's micro-batches of `step`: do a forward and a backward pass for each.
+
+        When the loop ends, each parameter's .grad is this worker's rows of the sum over all K micro-batches of all replicas.
+        """
+        if not self.wires.laid:
+            self.wires.lay()
+        layout = self.wires.now()
+        spot = layout.spot(dist.get_rank())
+        block = share(spot.replica, layout.replicate, self.leaves)
+        refuse_idle_shards(layout.loaders, self.leaves, len(block), layout.shard)
+        self._trees = [Tree() for _ in self.held.units]
+        self._losses, self.wires.waits.seconds, self._sent_s = [], 0.0, 0.0
+        for first in range(block.start, block.stop, layout.shard):
+            if why := self.broken():
+                raise PeersLostError(why, "ShardedReplica.micro_batches")
+            last = first + layout.shard >= block.stop
+            self._round = Round(first, min(layout.shard, block.stop - first), last)
+            self._counts = spot.shard < self._round.leaves
+            k = first + min(spot.shard, self._round.leaves - 1)
+            for p in self._sharded:
+                p.grad = None
+            torch.manual_seed(mix(self.seed, step, k) >> 1)
+            if last:
+                self.board.enter("reducing")
+            yield k
+            if self.wires.failure:
+                break
+        self._drain()
+        if self.wires.failure:
+            raise self.wires.failure
+        if not self._sent_s:
+            raise UsageError(
+                f"no gradient arrived for the {len(self.parameters)} parameters in step {step}",
+                "ShardedReplica.micro_batches",
+                "call the team (not the model) and team.backward(loss) once for every micro-batch",
+            )
+        for own, sharded in zip(self.parameters, self._sharded, strict=True):
+            own.grad = sharded.grad.to_local()
+            sharded.grad = None
+
+    def digest(self) -> int:
+        """64 bits over this worker's pieces, of which a flipped one shows; equal on those who hold the same in other replicas."""
+        total = 0
+        for parameter, words in zip(self.parameters, self._words, strict=True):
+            one = int(torch.hash_tensor(parameter.detach())) if words is None else int(words.sum(dtype="uint64"))
+            total = (total * DIGEST_FACTOR + one) % 2**64
+        return total
+
+    def exposed_s(self) -> float:
+        """Seconds that this step waited for the wire: for parameters, and after its last gradient was computed."""
+        return self.wires.waits.seconds + max(0.0, self._done_s - self._sent_s)
+
+    def __enter__(self) -> ShardedReplica:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the courier thread."""
+        self._queue.put(None)
+        self._courier.join(timeout=5)
+
+    # -- FSDP's collectives ---------------------------------------------------------------------------------------------
+
+    def _reduced(self, unit: int, out: Tensor) -> None:
+        """FSDP has handed the gradients of a unit over: `_sent`, where there are several shards, else `out` itself."""
+        sent = self._rooted.pop() if self._rooted else out
+        self._sent_s = time.perf_counter()
+        parcel = Parcel(unit, self._round, sent, out)
+        if out.is_cuda:
+            self._reduce(parcel)
+        else:
+            self._queue.put(parcel)
+
+    def _deliver(self) -> None:
+        """The courier: parcel after parcel, in the order of the backward pass, which is the same on all. Never raises."""
+        while (parcel := self._queue.get()) is not None:
+            if isinstance(parcel, threading.Event):
+                parcel.set()
+                continue
+            self._reduce(parcel)
+            self._done_s = time.perf_counter()
+
+    def _drain(self) -> None:
+        """Wait for the courier."""
+        done = threading.Event()
+        self._queue.put(done)
+        done.wait()
+
+    def _reduce(self, parcel: Parcel) -> None:
+        """Collective. This shard's rows of all leaves of the round, into the unit's tree; with the last round the sum, into `out`."""
+        if self.wires.failure is not None or not self.wires.laid:
+            return
+        try:
+            self.board.collective(parcel.sent.nbytes)
+            parts = list(parcel.sent.view(self.held.layout.shard, -1))
+            rows = exchange_rows(parts, self.wires.scatter)
+            tree = self._trees[parcel.unit]
+            for number, row in enumerate(rows[: parcel.round.leaves]):
+                tree.add(Span(parcel.round.first + number, 1), Part(row))
+            if not parcel.round.last:
+                kept = parcel.sent.untyped_storage().data_ptr()
+                for _, part in tree.stack:  # a view would keep the rows of all shards
+                    if len(parts) > 1 and part.tensor.untyped_storage().data_ptr() == kept:
+                        part.tensor = part.tensor.clone()
+            elif self.wires.across is None:
+                parcel.out.copy_(tree.total().tensor)
+            else:
+                exchange([(span, part.tensor) for span, part in tree.stack], self.leaves, self.wires.across, out=parcel.out)
+        except Exception as error:
+            self.wires._fail(error)
+
+
+class Hand:
+    """FSDP's reduce-scatter: keeps what is to be sent for `_reduced`, which FSDP calls next."""
+
+    def __init__(self, replica: ShardedReplica) -> None:
+        self.replica = replica
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
+        self.replica._rooted.append(input_tensor)
+
+
+class Gather:
+    """FSDP's all-gather."""
+
+    def __init__(self, replica: ShardedReplica) -> None:
+        self.replica = replica
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> dist.Work | None:
+        wires = self.replica.wires
+        there = wires.gather
+        assert there is not None
+        if output_tensor.is_cuda:
+            wires.guard(lambda: [dist.all_gather_into_tensor(output_tensor, input_tensor, group=there)])
+            return None
+        parts = list(output_tensor.view(there.size(), -1))  # FSDP has put this worker's part in its place
+        wires.board.collective(output_tensor.nbytes)
+        return Arrival(wires, wires.guard(lambda: everybody_sends(parts, there)))
+
+
+def refuse_idle_shards(loaders: int, leaves: int, block: int, shards: int) -> None:
+    """UsageError when some shard would have no micro-batch."""
+    if block < shards:
+        raise UsageError(
+            f"{loaders} shards of all replicas are running, a step has {leaves} micro-batches",
+            "a shard without a micro-batch has nothing to do",
+            f"start fewer replicas, or set batch.micro_batches={loaders}",
+        )

@@ -1,0 +1,148 @@
+"""The groups of one worker, an axis each, in the present generation; and collectives on them that never raise.
+
+A peer may be lost in the middle of a forward or backward pass, where an error would leave torch's machinery, and the user's loop, in the
+midst of something. So the first error is kept for the end of the pass; from then on nothing is sent, and what was to come stays as it is:
+the numbers of that pass are not used.
+
+The parameters of FSDP's units are cut over a mesh whose group has no backend: it only says who is who. What is sent goes over the groups
+here, which are made anew with each generation, so that a model which lives need not be wrapped again.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.layout import Layout
+from lockstep.membership.board import Board
+
+
+@dataclass
+class Waits:
+    """Seconds that the thread of the model has waited for the wire, in the present step."""
+
+    seconds: float = 0.0
+
+
+class Wires:
+    """The groups of this worker. None where an axis has one place, or before `lay`.
+
+    gather   the shards of a unit's parameters, for the thread of the model
+    scatter  the same workers, for the gradients, which travel beside it (one group must not be used by two threads)
+    across   those who hold the same in other replicas, for the gradients
+    tensor   those who share each layer
+    stages   those of the pipeline
+    tied     the first and the last stage, for a matrix that both have
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.failure: Exception | None = None
+        self.board = Board(None)
+        self.waits = Waits()
+        self.laid = False
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget the groups: they are broken, or left."""
+        self.laid = False
+        self.failure = None
+        self.gather: dist.ProcessGroup | None = None
+        self.scatter: dist.ProcessGroup | None = None
+        self.across: dist.ProcessGroup | None = None
+        self.tensor: dist.ProcessGroup | None = None
+        self.stages: dist.ProcessGroup | None = None
+
+    def lay(self) -> None:
+        """Collective. The groups of the present generation, whose ranks stand as the layout says; all replicas that there are now."""
+        rank, layout = dist.get_rank(), self.now()
+
+        def group(axis: str) -> dist.ProcessGroup | None:
+            ranks = layout.along(rank, axis)
+            return dist.new_group(ranks, use_local_synchronization=True) if len(ranks) > 1 else None
+
+        self.gather, self.scatter = group("shard"), group("shard")
+        self.across, self.tensor, self.stages = group("replicate"), group("tensor"), group("pipeline")
+        self.laid = True
+
+    def now(self) -> Layout:
+        """The layout with as many replicas as there are in this generation."""
+        axes = self.layout
+        return Layout(dist.get_world_size() // axes.unit, axes.shard, axes.tensor, axes.pipeline)
+
+    def guard(self, begin: Any) -> list[dist.Work]:
+        """The works that `begin()` starts; none after a failure."""
+        if self.failure is not None:
+            return []
+        try:
+            return [work for work in begin() if work is not None]
+        except Exception as error:
+            self._fail(error)
+            return []
+
+    def wait(self, works: list[dist.Work]) -> None:
+        """Wait for all, in the thread of the model."""
+        began_s = time.perf_counter()
+        for work in works:
+            if self.failure is not None:
+                break
+            try:
+                work.wait()
+            except Exception as error:
+                self._fail(error)
+        self.waits.seconds += time.perf_counter() - began_s
+
+    def _fail(self, error: Exception) -> None:
+        error.__traceback__ = None  # it holds the group
+        self.failure = self.failure or error
+
+    def add_up(self, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        """Collective in the group. The sum, in place; the same bits on all of them."""
+        if group is not None:
+            self.board.collective(tensor.nbytes)
+            self.wait(self.guard(lambda: [dist.all_reduce(tensor, group=group, async_op=True)]))
+        return tensor
+
+
+class Arrival(dist.Work):
+    """Parameters on their way; waiting for them never raises."""
+
+    def __init__(self, wires: Wires, works: list[dist.Work]) -> None:
+        super().__init__()
+        self.wires, self.works = wires, works
+
+    def wait(self, timeout: Any = None) -> bool:
+        self.wires.wait(self.works)
+        return True
+
+
+def everybody_sends(parts: list[Tensor], group: dist.ProcessGroup) -> list[dist.Work | None]:
+    """Begin: parts[i] comes from member i, and parts[own] goes to all others."""
+    own = group.rank()
+    others = [i for i in range(group.size()) if i != own]
+    works = [dist.irecv(parts[i], group=group, group_src=i) for i in others if parts[i].numel()]
+    return works + [dist.isend(parts[own], group=group, group_dst=i) for i in others if parts[own].numel()]
+
+
+def exchange_rows(parts: list[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Collective. parts[i] goes to member i; what they have sent to this one, in their order (its own is parts[own] itself)."""
+    if group is None:
+        return parts
+    own = group.rank()
+    if parts[own].is_cuda:
+        received = torch.empty_like(torch.stack(parts))
+        dist.all_to_all_single(received, torch.stack(parts), group=group)
+        return list(received)
+    rows = [part if i == own else torch.empty_like(parts[own]) for i, part in enumerate(parts)]
+    others = [i for i in range(len(parts)) if i != own]
+    works = [dist.irecv(rows[i], group=group, group_src=i) for i in others]
+    works += [dist.isend(parts[i], group=group, group_dst=i) for i in others]
+    for work in works:
+        if work is not None:
+            work.wait()
+    return rows
