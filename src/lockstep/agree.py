@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import BY_NAME, LockstepError
-from lockstep.parallel.ordered import share
 from lockstep.world import World, gather_json
 
 T = TypeVar("T")
@@ -63,10 +62,13 @@ class Verdict:
     digests: tuple[int, ...] = ()
 
 
-def decide(votes: Sequence[Vote]) -> Verdict:
-    """The one reading of all votes, in the order of the ranks. The loss is an exactly rounded sum: the shares do not show in its bits."""
+def decide(votes: Sequence[Vote], unit: int = 1) -> Verdict:
+    """The one reading of all votes, in the order of the ranks. The loss is an exactly rounded sum: the shares do not show in its bits.
+
+    unit  workers of a replica: those that stand at the same place in theirs hold the same
+    """
     losses = [loss for vote in votes for loss in vote.losses]
-    differ = minority([vote.digest for vote in votes])
+    differ = differing([vote.digest for vote in votes], unit)
     finite = all(vote.finite for vote in votes) and all(map(math.isfinite, losses))
     return Verdict(
         loss=math.fsum(losses) if all(map(math.isfinite, losses)) else math.nan,
@@ -79,6 +81,13 @@ def decide(votes: Sequence[Vote]) -> Verdict:
     )
 
 
+def differing(digests: Sequence[int], unit: int) -> tuple[int, ...]:
+    """The ranks that hold something else than most of those at their place; all ranks where a place has no majority."""
+    found = [place + unit * replica for place in range(unit) for replica in minority(digests[place::unit])]
+    lost = any(len(minority(digests[place::unit])) == len(digests) // unit for place in range(unit))
+    return tuple(range(len(digests))) if found and lost else tuple(sorted(found))
+
+
 def minority(digests: Sequence[int]) -> tuple[int, ...]:
     """The ranks that have not what more than half of them have; all of them where nothing has a majority."""
     most, count = Counter(digests).most_common(1)[0]
@@ -87,12 +96,14 @@ def minority(digests: Sequence[int]) -> tuple[int, ...]:
     return tuple(rank for rank, digest in enumerate(digests) if digest != most)
 
 
-def agree(world: World, vote: Vote, *, micro_batches: int) -> Verdict:
-    """Collective. The verdict on a step: one message of 7 + ceil(K / size) numbers a process."""
-    blocks = [share(rank, world.size, micro_batches) for rank in range(world.size)]
+def agree(world: World, vote: Vote, *, told: Sequence[int], unit: int = 1) -> Verdict:
+    """Collective. The verdict on a step: one message of 7 + max(told) numbers a process.
+
+    told  how many losses each rank tells
+    """
     if world.size == 1:
         return decide([vote])
-    room = max(map(len, blocks))
+    room = max(told)
     flags = [
         vote.finite,
         SIGNALS.index(vote.wants),
@@ -107,7 +118,7 @@ def agree(world: World, vote: Vote, *, micro_batches: int) -> Verdict:
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(received, sent)
     rows = received.view(world.size, -1).tolist()
-    return decide([read_vote(row, len(block)) for row, block in zip(rows, blocks, strict=True)])
+    return decide([read_vote(row, losses) for row, losses in zip(rows, told, strict=True)], unit)
 
 
 def read_vote(row: Sequence[float], losses: int) -> Vote:

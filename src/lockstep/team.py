@@ -31,7 +31,9 @@ from lockstep.failures import plainly
 from lockstep.files import read_json, write_json
 from lockstep.membership.fault import FaultyBoard, flip_bit
 from lockstep.membership.handover import hand_over, roles
+from lockstep.parallel.apply import Held
 from lockstep.parallel.replicate import Replica
+from lockstep.parallel.shard import ShardedReplica
 from lockstep.signals import Signals, Stopped
 from lockstep.track import Tracker
 from lockstep.units import show_seconds
@@ -53,6 +55,7 @@ class Drained(SystemExit):
 class Team:
     """`model` trained by all replicas together. Under an agent it heals; elsewhere a lost replica is an error.
 
+    model          a module, of which each worker has a whole replica; or what this worker holds of one (parallel/apply.py)
     keeper         has the state that a joiner is given; None: nobody can join
     micro_batches, seed, reduce, bucket_bytes   see Replica
     signals        wishes to stop, agreed on at each step, for the loop to heed. None: the team itself saves and ends the loop when it is
@@ -65,7 +68,7 @@ class Team:
     def __init__(
         self,
         world: World,
-        model: nn.Module,
+        model: nn.Module | Held,
         keeper: Keeper | None = None,
         *,
         micro_batches: int,
@@ -77,7 +80,14 @@ class Team:
         verify_every: int = 1,
     ) -> None:
         self.world, self.keeper, self.tracker, self.verify_every, self.board = world, keeper, tracker, verify_every, world.board
-        self.replica = Replica(model, micro_batches=micro_batches, seed=seed, reduce=reduce, bucket_bytes=bucket_bytes, equal=world.fresh)
+        self.replica: Replica | ShardedReplica
+        if isinstance(model, Held):
+            self.replica = ShardedReplica(model, micro_batches=micro_batches, seed=seed)
+        else:
+            self.replica = Replica(
+                model, micro_batches=micro_batches, seed=seed, reduce=reduce, bucket_bytes=bucket_bytes, equal=world.fresh
+            )
+        self.squares: torch.Tensor | None = None
         self.replica.broken, self.replica.board = world.broken, world.board
         self.stops = signals is None and world.membership is not None
         self.signals = Signals().__enter__() if self.stops else signals  # until the process ends
@@ -85,7 +95,7 @@ class Team:
         self.leaving = False
         self.suspects = read_json(self._suspects) if world.membership and self._suspects.exists() else None
         if isinstance(world.board, FaultyBoard):
-            world.board.flip = partial(flip_bit, list(self.replica.parameters))
+            world.board.flip = partial(flip_bit, [p for p in self.replica.parameters if p.numel()])
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """The model's forward pass."""
@@ -124,11 +134,12 @@ class Team:
                 for k in self.replica.micro_batches(step):
                     self.board.enter("forward", step + 1)
                     yield k
+                self.squares = self.replica.squares()
                 vote = self._vote(step)
                 self.board.enter("voting")
                 self.board.collective()
                 voted = True
-                verdict = agree(self.world, vote, micro_batches=self.replica.leaves)
+                verdict = agree(self.world, vote, told=self.replica.told(self.world.size), unit=self.replica.unit)
                 if not verdict.differ:
                     self._name_culprits(step)
                     return self._commit(step, verdict)
@@ -167,7 +178,7 @@ class Team:
             wants = wants or membership.stop_wanted
         save_failed = bool(self.keeper and self.keeper.must_stop())
         joiners = bool(membership and membership.waiting)
-        look = self.verify_every and step % self.verify_every == 0 and self.world.size > 1
+        look = self.verify_every and step % self.verify_every == 0 and self.world.size > self.replica.unit
         digest = self.replica.digest() if look else 0
         return Vote(self.replica.losses(), wants=wants, save_failed=save_failed, joiners=joiners, leaves=self.leaving, digest=digest)
 
@@ -225,7 +236,7 @@ class Team:
                 world.form_next()
                 if self.tracker:
                     self.tracker.take_over(step + 1)
-                hand_over(world, self.keeper.capture if self.keeper else None)
+                hand_over(world, self.keeper.capture if self.keeper else None, self.replica.unit)
                 break
             except FencedError:
                 if not self.leaving:

@@ -25,15 +25,18 @@ def roles(standings: Sequence[Mapping[str, Any]]) -> tuple[int, list[int], list[
     return first, [rank for rank, step in enumerate(steps) if step == first >= 0], [rank for rank, step in enumerate(steps) if step < 0]
 
 
-def hand_over(world: World, capture: Callable[[], Mapping[str, Tensor]] | None = None) -> dict[str, Tensor] | None:
+def hand_over(world: World, capture: Callable[[], Mapping[str, Tensor]] | None = None, unit: int = 1) -> dict[str, Tensor] | None:
     """Collective. The state, on the ranks that need it; None on the others.
 
     capture  gives the state on a rank that has it
+    unit     workers of a replica: each takes the state from those that stand at the same place in theirs
     Errors: RuntimeError when a peer is lost meanwhile; PeersLostError when what came is not what was sent.
     """
     _, sources, joiners = roles(world.standings)
     if not sources or not joiners:
         return None
+    all_joiners, first_of = joiners, {rank: next(one for one in sources if one % unit == rank % unit) for rank in [*sources, *joiners]}
+    sources, joiners = ([rank for rank in some if rank % unit == world.rank % unit] for some in (sources, joiners))
     sends, takes = world.rank in sources, world.rank in joiners
     mine = dict(capture()) if sends and capture else {}
     plan = gather_json(
@@ -52,7 +55,7 @@ def hand_over(world: World, capture: Callable[[], Mapping[str, Tensor]] | None =
         if work is not None:
             work.wait()
     digests = gather_json(world.size, digest(mine) if takes or world.rank == sources[0] else None)
-    if wrong := [rank for rank in joiners if digests[rank] != digests[sources[0]]]:
+    if wrong := [rank for rank in all_joiners if digests[rank] != digests[first_of[rank]]]:
         raise PeersLostError(f"the state came damaged to rank {', '.join(map(str, wrong))}", f"sent by ranks {sources}")
     return mine if takes else None
 

@@ -484,7 +484,7 @@ class Membership:
                 host, port = listener.getsockname()[:2]
                 wanted = replace(record, store=f"{host}:{port}")
                 winner = self.arbiter.propose(wanted)
-                if winner.token == wanted.token:
+                if winner.token == wanted.token and wanted.members:
                     size = len(wanted.members)
                     self._store = TCPStore(host, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
             self._call(lambda: self.protocol.proposed(winner, time.monotonic()))

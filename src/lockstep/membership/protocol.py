@@ -41,6 +41,7 @@ class Limits:
     hang_s      without a step forward, while nobody is only slow, until the verdict on a hang
     on_hang     then the culprit is left out and the rest goes on ("evict"), the run ends ("end"), or it is only told ("tell")
     expected, least, most   workers: for whom a start waits; below which training waits; that train at once
+    unit        workers of a replica, which stand side by side in a generation: a replica is whole, or out
     """
 
     beat_s: float = 0.5
@@ -53,6 +54,7 @@ class Limits:
     expected: int = 1
     least: int = 1
     most: int = 1_000_000
+    unit: int = 1
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,11 @@ def next_generation(view: View, limits: Limits, token: str) -> tuple[Record | No
             out.append(Out(one.id, f"it and {names([apart])} do not reach each other"))
         else:
             stay.append(one)
+    stay, torn = whole_replicas(members, stay, limits.unit)
+    out += [Out(one.id, "its replica is no longer whole") for one in torn]
+    if not stay and torn:
+        reason = "no replica is whole; from the newest checkpoint"
+        return Record(view.record.number + 1, token, (), "", view.record.step, reason, tuple(out)), reason
     new = newcomers(view.joiners, stay, limits)
     if len(stay) + len(new) < limits.least:
         return None, f"{len(stay) + len(new)} workers are there, training waits for {limits.least}"
@@ -189,9 +196,23 @@ def next_generation(view: View, limits: Limits, token: str) -> tuple[Record | No
 
 
 def newcomers(joiners: Iterable[Joiner], stay: Sequence[Member], limits: Limits) -> list[Member]:
-    """Who can be let in beside those who stay: who reaches them all, as long as there is room."""
+    """Who can be let in beside those who stay: who reaches them all, as long as there is room. Whole replicas, neighbours side by side."""
     fit = [one.member for one in joiners if all(other.id in one.reaches for other in stay)]
-    return fit[: max(0, limits.most - len(stay))]
+    return whole(fit if limits.unit == 1 else sorted(fit, key=lambda one: one.place), max(0, limits.most - len(stay)), limits.unit)
+
+
+def whole(some: Sequence[Member], most: int, unit: int) -> list[Member]:
+    """The first of them, at most `most`, as many as make whole replicas."""
+    return list(some[: min(len(some), most) // unit * unit])
+
+
+def whole_replicas(members: Sequence[Member], stay: Sequence[Member], unit: int) -> tuple[list[Member], list[Member]]:
+    """(those of `stay` whose replica stays whole, the others). A replica is `unit` members side by side."""
+    if unit == 1:
+        return list(stay), []
+    replicas = [members[first : first + unit] for first in range(0, len(members), unit)]
+    kept = [one for replica in replicas if all(one in stay for one in replica) for one in replica]
+    return kept, [one for one in stay if one not in kept]
 
 
 def names(members: Sequence[Member]) -> str:
@@ -559,9 +580,10 @@ class Protocol:
         if len(came) < wanted or not self._may_propose(now_s):
             return []
         out = tuple(Out(one.id, self.dead.get(one.id, f"no answer for {self.limits.takeover_s:g} s")) for one in self._members())
-        reason = "start" if not out else f"nobody of generation {self.number} is left; from the newest checkpoint"
-        self._proposed = self.number + 1
-        return [Propose(Record(self.number + 1, self.tokens(), tuple(came[: self.limits.most]), "", 0, reason, out))]
+        reason = "start" if self.record is None or self.record.end else f"nobody of generation {self.number} is left; from the newest checkpoint"
+        members = tuple(whole(came, self.limits.most, self.limits.unit))
+        self._proposed = self.number + 1 if members else self._proposed
+        return [Propose(Record(self.number + 1, self.tokens(), members, "", 0, reason, out))] if members else []
 
     def _take_joiner(self, joiner: Joiner, now_s: float) -> list[Effect]:
         """Somebody wants in."""

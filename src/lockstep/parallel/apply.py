@@ -52,6 +52,19 @@ class Held:
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     pieces: dict[str, Piece] = field(default_factory=dict)
     units: list[FSDPModule] = field(default_factory=list)
+    shared: dict[str, Piece] = field(default_factory=dict)  # what the tensor axis leaves, before the shards
+
+    def rows_of_trained(self, shard: int) -> list[tuple[int, int, int, bool]]:
+        """For each trained parameter: where its rows begin and end among all rows of them, which of its rows is this shard's first, and
+        whether the tensor axis has cut it."""
+        found, first = [], 0
+        for name, parameter in self.parameters.items():
+            if parameter.requires_grad:
+                rows = self.shared[name].size[0]
+                start = min(rows, shard * -(-rows // self.layout.shard))
+                found.append((first, first + rows, start, not self.shared[name].is_whole))
+                first += rows
+        return found
 
 
 def hold(
@@ -77,8 +90,8 @@ def hold(
     inside(model)
     units = shard(model, plan, device, spot.shard, layout.shard, free_after_forward)
     look_ahead(units, units_ahead)
-    pieces = {name: piece.cut_rows(spot.shard, layout.shard) for name, piece in pieces.items()}
-    held = Held(model, layout, wires, plan, pieces=pieces, units=units)
+    shared, pieces = pieces, {name: piece.cut_rows(spot.shard, layout.shard) for name, piece in pieces.items()}
+    held = Held(model, layout, wires, plan, pieces=pieces, units=units, shared=shared)
     model.to_empty(device=device)
     cast(FSDPModule, model)._get_fsdp_state()._lazy_init()  # now, since it may move what the parameters below share
     for name, parameter in model.named_parameters():

@@ -86,6 +86,7 @@ class Replica:
     ) -> None:
         self.leaves, self.seed, self.ordered, self.bucket_bytes = micro_batches, seed, reduce == "ordered", bucket_bytes
         self.model = model
+        self.unit = 1  # workers of a replica
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self._place = {id(p): i for i, p in enumerate(self.parameters)}
         self.device = self.parameters[0].device
@@ -182,6 +183,13 @@ class Replica:
             )
         if self.failure:
             raise self.failure
+
+    def told(self, size: int) -> list[int]:
+        """How many losses each of `size` ranks tells."""
+        return [len(share(rank, size, self.leaves)) for rank in range(size)]
+
+    def squares(self) -> None:
+        """The parameters' .grad is the whole gradient: whoever wants its norm has it."""
 
     def digest(self) -> int:
         """64 bits over the weights, of which a flipped one shows: a sum over each parameter's words, in the order of the parameters."""

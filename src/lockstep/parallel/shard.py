@@ -29,6 +29,7 @@ from torch import Tensor
 from lockstep.data.order import mix
 from lockstep.errors import PeersLostError, UsageError
 from lockstep.membership.board import Board
+from lockstep.optim import row_norms
 from lockstep.parallel.apply import Held
 from lockstep.parallel.ordered import Part, Span, Tree, exchange, share
 from lockstep.parallel.replicate import DIGEST_FACTOR, words_of
@@ -60,7 +61,7 @@ class ShardedReplica:
         self.held, self.leaves, self.seed = held, micro_batches, seed
         self.parameters = [p for p in held.parameters.values() if p.requires_grad]
         self.broken: Callable[[], str] = str
-        self.wires = held.wires
+        self.wires, self.unit = held.wires, held.layout.unit
         self.mine: list[int] = []
         self._trees: list[Tree[Part]] = []
         self._round = Round(0, 0, True)
@@ -153,6 +154,34 @@ class ShardedReplica:
         for own, sharded in zip(self.parameters, self._sharded, strict=True):
             own.grad = sharded.grad.to_local()
             sharded.grad = None
+
+    def told(self, size: int) -> list[int]:
+        """How many losses each of `size` ranks tells."""
+        layout = self.wires.of(size)
+        spots = [layout.spot(rank) for rank in range(size)]
+        tell = [spot.tensor == 0 and spot.stage == layout.pipeline - 1 for spot in spots]
+        blocks = [share(spot.replica, layout.replicate, self.leaves)[spot.shard :: layout.shard] for spot in spots]
+        return [len(block) if tells else 0 for block, tells in zip(blocks, tell, strict=True)]
+
+    def squares(self) -> Tensor:
+        """Collective in the replica. The sum of the squares of the whole gradient, 0-dim float64; its bits do not depend on the shards."""
+        layout, spot = self.held.layout, self.wires.now().spot(dist.get_rank())
+        places = self.held.rows_of_trained(spot.shard)
+        total = max((stop for _, stop, _, _ in places), default=0)
+        rows = torch.zeros(total, device=self.parameters[0].device)
+        for parameter, (first, _, start, _) in zip(self.parameters, places, strict=True):
+            assert parameter.grad is not None
+            rows[first + start : first + start + len(row_norms(parameter.grad))] = row_norms(parameter.grad)
+        self.wires.add_up(rows, self.wires.gather)  # each row comes from one shard alone, so the sum is exact
+        sums = torch.stack([rows[first:stop].double().square().sum() for first, stop, _, _ in places])
+        shared = torch.tensor([cut for _, _, _, cut in places], device=rows.device)
+        parts = self.wires.add_up(torch.where(shared, sums, 0.0), self.wires.tensor)
+        squares = torch.where(shared, parts, sums).sum()
+        if layout.pipeline > 1:
+            self.wires.add_up(squares, self.wires.stages)
+        if self.wires.failure:
+            raise self.wires.failure
+        return squares
 
     def digest(self) -> int:
         """64 bits over this worker's pieces, of which a flipped one shows; equal on those who hold the same in other replicas."""

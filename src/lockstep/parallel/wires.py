@@ -11,7 +11,7 @@ here, which are made anew with each generation, so that a model which lives need
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -72,8 +72,11 @@ class Wires:
 
     def now(self) -> Layout:
         """The layout with as many replicas as there are in this generation."""
-        axes = self.layout
-        return Layout(dist.get_world_size() // axes.unit, axes.shard, axes.tensor, axes.pipeline)
+        return self.of(dist.get_world_size())
+
+    def of(self, workers: int) -> Layout:
+        """The layout of so many workers."""
+        return replace(self.layout, replicate=workers // self.layout.unit)
 
     def guard(self, begin: Any) -> list[dist.Work]:
         """The works that `begin()` starts; none after a failure."""
