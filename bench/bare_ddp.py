@@ -18,7 +18,7 @@ from lockstep.data.prepare import open_prepared
 from lockstep.models.build import build
 from lockstep.optim import adamw, learning_rate, set_learning_rate
 from lockstep.parallel.ordered import share
-from lockstep.train import deal
+from lockstep.tasks.translation import deal
 
 
 def train(task: Task) -> Stopwatch:

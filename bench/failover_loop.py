@@ -21,7 +21,7 @@ from lockstep.data.prepare import open_prepared
 from lockstep.models.build import build
 from lockstep.optim import adamw
 from lockstep.parallel.ordered import share
-from lockstep.train import deal
+from lockstep.tasks.translation import deal
 
 
 class Trained:

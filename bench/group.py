@@ -13,7 +13,7 @@ from contests import HERE, LOCKSTEP, Contestant
 
 from lockstep.config import Resolved, to_json
 from lockstep.data.prepare import open_prepared
-from lockstep.train import deal
+from lockstep.tasks.translation import deal
 
 WORKERS = 2
 

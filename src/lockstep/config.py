@@ -141,6 +141,9 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class Run:
+    task: Literal["translate", "pretrain", "sft"] = value(
+        "translate", "what is trained: a translator, a Llama on text, or a Llama on the answers of chats", bits=BITS
+    )
     seed: int = value(1, "of the weights, the order and the dropout", bits=BITS, least=0)
     steps: int = value(300, "the last step", least=0)
     data: Data = Data()

@@ -19,22 +19,20 @@ from typing import Any, cast
 import torch
 from torch._dynamo.utils import counters
 
-from lockstep.agree import Verdict, lead, same
+from lockstep.agree import Verdict, same
 from lockstep.checkpoint.keeper import Keeper
 from lockstep.config import Resolved, Run, to_json, with_precision
-from lockstep.data.loader import Loader
-from lockstep.data.order import BucketOrder, choose_shapes
-from lockstep.data.prepare import Prepared, open_prepared, prepare
 from lockstep.errors import DivergedError, UsageError
 from lockstep.files import read_json, try_lock, write_json
 from lockstep.membership.goodput import Ledger
-from lockstep.meter import Meter, flops_per_token, peak_flops
-from lockstep.models.build import build
-from lockstep.models.translator import Translator
+from lockstep.meter import Meter, peak_flops
+from lockstep.models.build import materialise
 from lockstep.numerics import changed, choose_precision, fingerprint, make_deterministic
 from lockstep.optim import adamw, divide_and_clip, learning_rate, set_learning_rate
 from lockstep.progress import Progress
 from lockstep.signals import Signals
+from lockstep.tasks.open import open_task
+from lockstep.tasks.task import Task
 from lockstep.team import Team
 from lockstep.track import Tracker
 from lockstep.world import World
@@ -56,10 +54,8 @@ def train(resolved: Resolved, folder: Path, world: World, *, resume: str = "auto
     Errors: DataError, CheckpointError, DivergedError, PeersLostError; all processes raise the same one.
     """
     run = resolved.run
-    corpus = open_corpus(run, folder, world)
-    order = deal(run, corpus)
-    loader = Loader(corpus.train, order, world.device, fixed_shapes=run.compute.compile)
-    model = build(run.model, vocabulary=corpus.tokenizer.size, device=world.device, seed=run.seed, length=order.shapes[-1].length)
+    task = open_task(run, folder, world)
+    model = materialise(task.meta(), world.device, task.first_value)
     optimizer = adamw(model, run.optim)
     keeper = Keeper(
         folder / "checkpoints",
@@ -73,11 +69,11 @@ def train(resolved: Resolved, folder: Path, world: World, *, resume: str = "auto
     numerics = settle_numerics(world)
     graphs = compiled(model, run)
     if world.joining:
-        warm_up(graphs, loader, run, world)
-    first = keeper.resume(resume, numerics | corpus.fingerprints)
+        warm_up(graphs, task, run, world)
+    first = keeper.resume(resume, numerics | dict(task.fingerprints))
     warn_of_other_bits(keeper.facts, numerics)
     go_on_counting(world, keeper.facts)
-    facts = {"run": to_json(resolved), "fingerprints": corpus.fingerprints, "numerics": numerics}
+    facts = {"run": to_json(resolved), "fingerprints": dict(task.fingerprints), "numerics": numerics}
     tracker = Tracker(
         folder,
         leader=world.leads,
@@ -90,17 +86,17 @@ def train(resolved: Resolved, folder: Path, world: World, *, resume: str = "auto
     progress = Progress(run.steps, first, world.local_leader, log_every=run.track.log_every)
     step, stop = first, ""
     with Signals() as signals, tracker, progress, keeper, gather_team(run, world, graphs, keeper, signals, tracker) as team:
-        meter = meter_for(model, run, world, length=order.shapes[-1].length)
+        meter = meter_for(task, run, world)
         while step < run.steps and not stop:
             for k in team.micro_batches(step):
                 with meter.timing("data"):
-                    batch = loader.micro_batch(step, k)
+                    batch = task.micro_batch(step, k)
                 with torch.autocast(world.device.type, torch.bfloat16, enabled=run.compute.precision == "bf16"):
-                    loss = team(batch.source, batch.target, batch.labels, smoothing=run.optim.label_smoothing)
+                    loss = task.loss(team, batch)
                 team.backward(loss)
             meter.add("communication", team.exposed_s())
 
-            tokens = loader.tokens(step)
+            tokens = task.tokens(step)
             norm = divide_and_clip(model.parameters(), divisor=tokens, clip_norm=run.optim.clip_norm)
             verdict = refuse_to_diverge(team.verdict, step, norm_here := float(norm))
 
@@ -108,7 +104,7 @@ def train(resolved: Resolved, folder: Path, world: World, *, resume: str = "auto
             optimizer.step()
             step += 1  # committed
 
-            values = {"loss": verdict.loss / tokens, "norm": norm_here, "epoch": order.epoch(step)}
+            values = {"loss": verdict.loss / tokens, "norm": norm_here, "epoch": task.epoch(step)}
             values |= {"learning_rate": optimizer.param_groups[0]["lr"], "workers": world.size, **meter.step(tokens)}
             book(world.ledger, values)
             tracker.step(step, values)
@@ -133,27 +129,10 @@ def best_steps(folder: Path) -> list[int]:
     return [int(read_json(path)["step"])] if path.exists() else []
 
 
-def open_corpus(run: Run, folder: Path, world: World) -> Prepared:
-    """Collective. The tokenised corpus in the run folder: made by rank 0 the first time, opened by everybody."""
-    lead(world, lambda: prepare(run.data, run.tokens, folder / "data"))
-    corpus = open_prepared(folder / "data")
-    same(world, corpus.fingerprints, "the prepared corpus")
-    return corpus
-
-
-def deal(run: Run, corpus: Prepared) -> BucketOrder:
-    """The order of the run's micro-batches, and a line that says which shapes they have."""
-    longer = corpus.train.lengths.max(axis=1)
-    shapes, reason = choose_shapes(longer, tokens=run.batch.tokens, shapes=run.batch.shapes)
-    log.info(reason)
-    return BucketOrder(longer, shapes, micro_batches=run.batch.micro_batches, seed=run.seed)
-
-
-def warm_up(model: torch.nn.Module, loader: Loader, run: Run, world: World) -> None:
+def warm_up(model: torch.nn.Module, task: Task, run: Run, world: World) -> None:
     """One forward and backward pass that leaves nothing behind, so that nobody waits for what a first one costs (compiling, memory)."""
-    batch = loader.micro_batch(0, 0)
     with torch.autocast(world.device.type, torch.bfloat16, enabled=run.compute.precision == "bf16"):
-        model(batch.source, batch.target, batch.labels, smoothing=run.optim.label_smoothing).backward()
+        task.loss(model, task.micro_batch(0, 0)).backward()
     model.zero_grad(set_to_none=True)
 
 
@@ -173,7 +152,7 @@ def gather_team(run: Run, world: World, model: torch.nn.Module, keeper: Keeper, 
     )
 
 
-def compiled(model: Translator, run: Run) -> torch.nn.Module:
+def compiled(model: torch.nn.Module, run: Run) -> torch.nn.Module:
     """The model as it is, or compiled by torch: one graph for each shape of micro-batches."""
     if not run.compute.compile:
         return model
@@ -188,16 +167,13 @@ def graph_breaks() -> str:
     return f"torch.compile: {graphs} graphs, {sum(reasons.values())} graph breaks{': ' + listed if listed else ''}"
 
 
-def meter_for(model: Translator, run: Run, world: World, *, length: int) -> Meter:
+def meter_for(task: Task, run: Run, world: World) -> Meter:
     """The clock of the loop, with the device's peak where it is known."""
-    flops = flops_per_token(
-        sum(p.numel() for p in model.parameters()), run.model.encoder_layers + run.model.decoder_layers, run.model.width, length
-    )
     if world.device.type != "cuda":
         return Meter()
     peak = peak_flops(torch.cuda.get_device_name(world.device), run.compute.precision)
     total = peak * world.size if peak else None
-    return Meter(flops_per_token=flops, peak_flops=total, memory=lambda: torch.cuda.max_memory_allocated(world.device))
+    return Meter(flops_per_token=task.flops_per_token, peak_flops=total, memory=lambda: torch.cuda.max_memory_allocated(world.device))
 
 
 def settle_numerics(world: World) -> dict[str, str]:

@@ -1,20 +1,25 @@
-"""From the run's [model] section to a model on a device.
+"""From a model on the meta device to one with memory and values.
 
-The model is built on the meta device (no memory, no random numbers), then given memory where it shall live, then its
-first values, which depend on (seed, parameter name) alone.
+A model is built on the meta device (no memory, no random numbers), then one tensor after another is given memory where it
+shall live and its first value, which depends on (seed, name) or comes from a file. The translator of a run's [model]
+section is built here; a Llama in `llama.py`.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
+from torch import Tensor, nn
 
 from lockstep import config
 from lockstep.models.kernels import Choice
-from lockstep.models.translator import Translator, initialise
+from lockstep.models.translator import Translator, first_value
 
 log = logging.getLogger("lockstep")
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def choose_attention(device_type: str, length: int) -> tuple[Choice, str]:
@@ -44,16 +49,39 @@ def shape(model: config.Model, vocabulary: int, attention: Choice) -> Translator
     )
 
 
-def build(model: config.Model, *, vocabulary: int, device: torch.device, seed: int, length: int = 128) -> Translator:
-    """The model of a run, in training mode on `device`, with its first values.
+def on_meta(model: config.Model, vocabulary: int, device_type: str, length: int) -> Translator:
+    """The translator of a run on the meta device, in training mode.
 
     length  of the longest usual sentence in tokens, on which attention = "auto" depends
     """
-    attention, reason = (model.attention, "") if model.attention != "auto" else choose_attention(device.type, length)
+    attention, reason = (model.attention, "") if model.attention != "auto" else choose_attention(device_type, length)
     if reason:
         log.info("attention %s: %s", attention, reason)
     with torch.device("meta"):
-        built = shape(model, vocabulary, attention)
-    built.to_empty(device=device)
-    initialise(built, seed)
-    return built
+        return shape(model, vocabulary, attention)
+
+
+def build(model: config.Model, *, vocabulary: int, device: torch.device, seed: int, length: int = 128) -> Translator:
+    """The translator of a run, in training mode on `device`, with its first values."""
+    built = on_meta(model, vocabulary, device.type, length)
+    return materialise(built, device, lambda name, size: first_value(name, size, seed))
+
+
+@torch.no_grad()
+def materialise(model: Model, device: torch.device, first_value: Callable[[str, torch.Size], Tensor]) -> Model:
+    """The model, which is on the meta device, with memory on `device` and its first values. In place; tied tensors stay tied.
+
+    first_value  of the parameter or buffer of this name and shape, on the CPU; one at a time is asked for, each tied one once
+    """
+    made: dict[Tensor, Tensor] = {}
+    for path, module in model.named_modules():
+        for held in (module._parameters, module._buffers):
+            for leaf, tensor in held.items():
+                if tensor is None:
+                    continue
+                if tensor not in made:
+                    name = f"{path}.{leaf}" if path else leaf
+                    filled = torch.empty_like(tensor, device=device).copy_(first_value(name, tensor.shape))
+                    made[tensor] = nn.Parameter(filled, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else filled
+                held[leaf] = made[tensor]
+    return model

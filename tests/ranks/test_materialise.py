@@ -1,0 +1,35 @@
+"""From the meta device to memory and first values: one tensor at a time, each once, tied ones tied."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.models.build import materialise
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.output = nn.Linear(3, 5, bias=False)
+        self.output.weight = self.embedding.weight
+        self.register_buffer("seen", torch.zeros(2))
+        self.frozen = nn.Parameter(torch.zeros(4), requires_grad=False)
+        self.register_parameter("absent", None)
+
+
+def test_every_tensor_is_asked_for_once_and_stays_what_it_was() -> None:
+    with torch.device("meta"):
+        model = Tied()
+    asked: list[str] = []
+
+    def first_value(name: str, shape: torch.Size) -> Tensor:
+        asked.append(name)
+        return torch.full(shape, float(len(asked)))
+
+    assert materialise(model, torch.device("cpu"), first_value) is model
+    assert asked == ["frozen", "seen", "embedding.weight"]
+    assert model.output.weight is model.embedding.weight and torch.equal(model.embedding.weight, torch.full((5, 3), 3.0))
+    assert isinstance(model.frozen, nn.Parameter) and not model.frozen.requires_grad and model.embedding.weight.requires_grad
+    assert torch.equal(model.seen, torch.full((2,), 2.0)) and not isinstance(model.seen, nn.Parameter)
