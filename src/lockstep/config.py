@@ -101,6 +101,20 @@ class Parallel:
 
 
 @dataclass(frozen=True)
+class Layout:
+    replicate: int = value(0, "whole copies of the model; 0: as many as the workers make", least=0)
+    shard: int = value(1, "workers that share the parameters, gradients and optimizer state of a copy (FSDP)", least=1)
+    tensor: int = value(1, "workers that share each layer's matrices", bits=BITS, least=1)
+    pipeline: int = value(1, "stages that the layers are dealt to", bits=BITS, least=1)
+
+
+@dataclass(frozen=True)
+class Shard:
+    units_ahead: int = value(1, "blocks gathered ahead of the one that computes; 1 + units_ahead are whole at once", least=0)
+    free_after_forward: bool = value(True, "gather each block again for its backward pass (ZeRO-3); false: keep it (ZeRO-2)")
+
+
+@dataclass(frozen=True)
 class Heal:
     silent_s: Seconds = value(2.5, "after which a worker or host that says nothing counts as gone", least=0.5)
     gather_s: Seconds = value(30.0, "that a start waits for all workers, when there are enough without them", least=0)
@@ -152,6 +166,8 @@ class Run:
     model: Model = Model()
     optim: Optim = Optim()
     parallel: Parallel = Parallel()
+    layout: Layout = Layout()
+    shard: Shard = Shard()
     heal: Heal = Heal()
     compute: Compute = Compute()
     save: Save = Save()
@@ -315,6 +331,13 @@ def check_together(run: Run, origin: Mapping[str, str]) -> None:
             f"model.width={run.model.width} is no multiple of model.heads={run.model.heads}",
             ["model.width", "model.heads"],
             f"try model.heads={best}",
+        )
+    unit = run.layout.shard * run.layout.tensor * run.layout.pipeline
+    if unit > 1 and run.parallel.reduce == "fast":
+        raise wrong(
+            "parallel.reduce is fast, and replicas are several workers, whose gradients are always added in order",
+            ["parallel.reduce"],
+            "try parallel.reduce=ordered",
         )
     if run.data.max_tokens > run.batch.tokens:
         raise wrong(

@@ -13,7 +13,6 @@ Everything here is arithmetic on whole numbers; nothing imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import product
 
@@ -98,7 +97,9 @@ class Bounds:
         if uneven := [size for size in self.tensor if size % layout.tensor]:
             return f"tensor {layout.tensor} does not divide {', '.join(map(str, uneven))} (heads, key-value heads, inner width)"
         if layout.pipeline > 1 and layout.pipeline > self.stages:
-            return f"pipeline {layout.pipeline} needs as many layers, the model has {self.stages}" if self.stages else "this model has no cuts"
+            return (
+                f"pipeline {layout.pipeline} needs as many layers, the model has {self.stages}" if self.stages else "this model has no cuts"
+            )
         return ""
 
 
@@ -124,7 +125,7 @@ def nearest(wrong: Layout, workers: int, bounds: Bounds, most: int = 3) -> list[
     every = (Layout(*some) for some in product(sizes, repeat=4))
     works = [one for one in every if one.workers == workers and not bounds.why_not(one)]
 
-    def distance(one: Layout) -> Sequence[int]:
+    def distance(one: Layout) -> tuple[int, int]:
         differing = [a != b for a, b in zip(astuple(one), astuple(wrong), strict=True)]
         return sum(differing), sum(abs(a - b) for a, b in zip(astuple(one), astuple(wrong), strict=True))
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -17,7 +18,14 @@ from lockstep.config import Optim
 log = logging.getLogger("lockstep")
 
 
-def adamw(model: nn.Module, values: Optim) -> torch.optim.AdamW:
+class Model(Protocol):
+    """What has parameters: a module, or what one worker holds of it (parallel/apply.py)."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Each once, in the order of the model."""
+
+
+def adamw(model: Model, values: Optim) -> torch.optim.AdamW:
     """AdamW over the model's parameters, weight decay on matrices only (Loshchilov and Hutter, 2019).
 
     foreach by default: its bits do not depend on how tensors are cut. The fused one is faster and says so.
@@ -62,11 +70,13 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def row_norms(gradient: torch.Tensor) -> torch.Tensor:
-    """The norm of each row (n, ...): (n,). A row's bits do not depend on the rows beside it, so a worker that has some of them has those bits.
+    """The norm of each row (n, ...): (n,). A row's bits do not depend on the rows beside it, so a worker that has only some has those bits.
 
     Measured on one core: (2048, 704) in 148 us, as long as torch's norm of the whole.
     """
-    return torch.linalg.vector_norm(gradient.reshape(len(gradient), -1) if gradient.dim() else gradient.reshape(1, 1), dim=1)
+    rows = gradient.reshape(len(gradient) if gradient.dim() else 1, -1) if gradient.numel() else gradient.reshape(len(gradient), 1)
+    norms: torch.Tensor = torch.linalg.vector_norm(rows, dim=1)
+    return norms
 
 
 def sum_of_squares(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

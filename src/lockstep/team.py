@@ -81,11 +81,16 @@ class Team:
     ) -> None:
         self.world, self.keeper, self.tracker, self.verify_every, self.board = world, keeper, tracker, verify_every, world.board
         self.replica: Replica | ShardedReplica
-        if isinstance(model, Held):
+        if isinstance(model, Held) and model.layout.unit > 1:
             self.replica = ShardedReplica(model, micro_batches=micro_batches, seed=seed)
         else:
             self.replica = Replica(
-                model, micro_batches=micro_batches, seed=seed, reduce=reduce, bucket_bytes=bucket_bytes, equal=world.fresh
+                model.module if isinstance(model, Held) else model,
+                micro_batches=micro_batches,
+                seed=seed,
+                reduce=reduce,
+                bucket_bytes=bucket_bytes,
+                equal=world.fresh,
             )
         self.squares: torch.Tensor | None = None
         self.replica.broken, self.replica.board = world.broken, world.board

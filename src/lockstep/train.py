@@ -10,11 +10,11 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch._dynamo.utils import counters
@@ -24,11 +24,13 @@ from lockstep.checkpoint.keeper import Keeper
 from lockstep.config import Resolved, Run, to_json, with_precision
 from lockstep.errors import DivergedError, UsageError
 from lockstep.files import read_json, try_lock, write_json
+from lockstep.layout import Layout, choose
 from lockstep.membership.goodput import Ledger
 from lockstep.meter import Meter, peak_flops
-from lockstep.models.build import materialise
 from lockstep.numerics import changed, choose_precision, fingerprint, make_deterministic
 from lockstep.optim import adamw, divide_and_clip, learning_rate, set_learning_rate
+from lockstep.parallel.apply import Held, hold
+from lockstep.parallel.plans import plan_of
 from lockstep.progress import Progress
 from lockstep.signals import Signals
 from lockstep.tasks.open import open_task
@@ -55,21 +57,20 @@ def train(resolved: Resolved, folder: Path, world: World, *, resume: str = "auto
     """
     run = resolved.run
     task = open_task(run, folder, world)
-    model = materialise(task.meta(), world.device, task.first_value)
-    optimizer = adamw(model, run.optim)
+    numerics = settle_numerics(world)
+    held = hold_model(run, task, world, numerics | dict(task.fingerprints))
+    optimizer = adamw(held, run.optim)
     keeper = Keeper(
         folder / "checkpoints",
         world,
-        model,
+        held,
         optimizer,
         every_steps=run.save.every_steps,
         keep=run.save.keep,
         on_error=run.save.on_error,
     )
-    numerics = settle_numerics(world)
-    graphs = compiled(model, run)
-    if world.joining:
-        warm_up(graphs, task, run, world)
+    if world.joining and held.layout.unit == 1:
+        warm_up(held.module, task, run, world)
     first = keeper.resume(resume, numerics | dict(task.fingerprints))
     warn_of_other_bits(keeper.facts, numerics)
     go_on_counting(world, keeper.facts)
@@ -85,7 +86,7 @@ def train(resolved: Resolved, folder: Path, world: World, *, resume: str = "auto
     )
     progress = Progress(run.steps, first, world.local_leader, log_every=run.track.log_every)
     step, stop = first, ""
-    with Signals() as signals, tracker, progress, keeper, gather_team(run, world, graphs, keeper, signals, tracker) as team:
+    with Signals() as signals, tracker, progress, keeper, gather_team(run, world, held, keeper, signals, tracker) as team:
         meter = meter_for(task, run, world)
         while step < run.steps and not stop:
             for k in team.micro_batches(step):
@@ -97,7 +98,7 @@ def train(resolved: Resolved, folder: Path, world: World, *, resume: str = "auto
             meter.add("communication", team.exposed_s())
 
             tokens = task.tokens(step)
-            norm = divide_and_clip(model.parameters(), divisor=tokens, clip_norm=run.optim.clip_norm)
+            norm = divide_and_clip(held.parameters(), divisor=tokens, clip_norm=run.optim.clip_norm, squares=team.squares)
             verdict = refuse_to_diverge(team.verdict, step, norm_here := float(norm))
 
             set_learning_rate(optimizer, learning_rate(step + 1, run.optim))
@@ -136,7 +137,30 @@ def warm_up(model: torch.nn.Module, task: Task, run: Run, world: World) -> None:
     model.zero_grad(set_to_none=True)
 
 
-def gather_team(run: Run, world: World, model: torch.nn.Module, keeper: Keeper, signals: Signals, tracker: Tracker) -> Team:
+def hold_model(run: Run, task: Task, world: World, facts: Mapping[str, str]) -> Held:
+    """Collective. This worker's part of a new model. UsageError, on all alike, when the layout does not suit the model."""
+    model, axes = task.meta(), run.layout
+    asked = Layout(0, axes.shard, axes.tensor, axes.pipeline)
+    if asked.unit > 1:
+        if world.joining:
+            world.enter(facts)  # who does not know its place cannot know what to hold
+        layout = choose(asked, world.size, plan_of(model).bounds(run.batch.micro_batches), "[layout] of the run")
+        log.info("%s: %s", layout, "each replica is several workers" if layout.replicate > 1 else "one replica")
+    else:
+        layout = replace(asked, replicate=world.size or 1)
+    return hold(
+        model,
+        layout,
+        layout.spot(max(0, world.rank)),
+        task.first_value,
+        world.device,
+        inside=lambda module: compiled(module, run, by_block=layout.unit > 1),
+        units_ahead=run.shard.units_ahead,
+        free_after_forward=run.shard.free_after_forward,
+    )
+
+
+def gather_team(run: Run, world: World, model: Held, keeper: Keeper, signals: Signals, tracker: Tracker) -> Team:
     """All replicas of the model, as the run wants them to train."""
     return Team(
         world,
@@ -152,12 +176,16 @@ def gather_team(run: Run, world: World, model: torch.nn.Module, keeper: Keeper, 
     )
 
 
-def compiled(model: torch.nn.Module, run: Run) -> torch.nn.Module:
-    """The model as it is, or compiled by torch: one graph for each shape of micro-batches."""
+def compiled(model: torch.nn.Module, run: Run, *, by_block: bool) -> None:
+    """Have torch compile the model, in place, if the run wants it: one graph for each shape of micro-batches.
+
+    by_block  each block for itself: one graph serves them all, and what is gathered between them stays outside
+    """
     if not run.compute.compile:
-        return model
-    torch._dynamo.config.cache_size_limit = 2 * run.batch.shapes
-    return cast(torch.nn.Module, torch.compile(model, dynamic=False))
+        return
+    torch._dynamo.config.cache_size_limit = 2 * run.batch.shapes * (1 + len(plan_of(model).units) * by_block)
+    for module in [model.get_submodule(name) for name in plan_of(model).units] if by_block else [model]:
+        module.compile(dynamic=False)
 
 
 def graph_breaks() -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lockstep.checkpoint import commit, seal, tensorfile
+from lockstep.checkpoint import commit, parts, seal, tensorfile
 from lockstep.checkpoint.choose import show_steps
 from lockstep.errors import CheckpointError
 from lockstep.files import fsync_folder
@@ -56,8 +56,7 @@ def verify(folder: Path) -> tuple[bool, list[str]]:
 def digest_line(folder: Path, step: int | None = None) -> str:
     """`step S sha256 HEX` of the state at `step` (None: the newest). CheckpointError if it is missing or damaged."""
     with verified(folder, step) as (found, tensors):
-        prints = {name: tensorfile.fingerprint(spec, data) for name, (spec, data) in tensors.items()}
-    return f"step {found} sha256 {tensorfile.digest(prints)}"
+        return f"step {found} sha256 {tensorfile.digest(tensors.fingerprints())}"
 
 
 def export(folder: Path, step: int | None, target: Path) -> str:
@@ -67,14 +66,14 @@ def export(folder: Path, step: int | None, target: Path) -> str:
     """
     with verified(folder, step) as (found, tensors):
         weights = {name.removeprefix("model."): at for name, at in tensors.items() if name.startswith("model.")}
-        specs = [spec._replace(name=name) for name, (spec, _) in weights.items()]
+        specs = [at.spec._replace(name=name) for name, at in weights.items()]
         metadata = {"format": "pt", "step": str(found)}
         size = sum(spec.bytes for spec in specs)
         beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
         with commit.writing(f"{target.name} was not written", target.parent, size):
             try:
                 with open(beside, "xb") as file:
-                    for chunk in tensorfile.chunks(specs, lambda name: weights[name][1], metadata):
+                    for chunk in tensorfile.chunks(specs, lambda name: weights[name].data(), metadata):
                         file.write(chunk)
                     file.flush()
                     os.fsync(file.fileno())
@@ -87,7 +86,7 @@ def export(folder: Path, step: int | None, target: Path) -> str:
 
 
 @contextmanager
-def verified(folder: Path, step: int | None) -> Iterator[tuple[int, dict[str, tuple[tensorfile.Spec, memoryview]]]]:
+def verified(folder: Path, step: int | None) -> Iterator[tuple[int, parts.Tensors]]:
     """(the step, its tensors by name) of a checkpoint that was just verified and is not deleted inside the block."""
     place = checkpoints_in(folder)
     steps = seal.committed_steps(place)
@@ -102,7 +101,7 @@ def verified(folder: Path, step: int | None) -> Iterator[tuple[int, dict[str, tu
         if problems := commit.check(path, wanted):
             where = "\n".join([str(path), *problems])
             raise CheckpointError(f"the checkpoint of step {wanted} is damaged", where, f"try another: {show_steps(steps)}")
-        yield wanted, commit.tensors_at(path, wanted)
+        yield wanted, parts.tensors_at(path, wanted)
 
 
 def others_in(place: Path) -> list[str]:

@@ -37,7 +37,6 @@ from lockstep.checkpoint.seal import (
     remove_folder,
     set_aside,
 )
-from lockstep.checkpoint.tensorfile import Spec, stored
 from lockstep.errors import CheckpointError
 from lockstep.files import fsync_folder
 from lockstep.units import show_bytes
@@ -103,12 +102,6 @@ def read_checked(path: Path, record: Record) -> tuple[bytearray, str]:
     except OSError as error:
         return bytearray(), damage(path.name, error)
     return (content, "") if sha256.hexdigest() == record.sha256 else (bytearray(), wrong_hash(path.name))
-
-
-def tensors_at(path: Path, step: int) -> dict[str, tuple[Spec, memoryview]]:
-    """The tensors of a verified checkpoint by name; their bytes are mapped, not in memory."""
-    files, _ = read_manifest(path, step)
-    return stored(path / name for name in files if name.endswith(".safetensors"))
 
 
 def read_whole(path: Path) -> tuple[bytes, str]:

@@ -1,7 +1,8 @@
 """A run's checkpoints, as all its processes see them together.
 
 The rooms below know nothing of each other: `state` names the tensors, `store` commits and verifies them, `background` writes beside the
-training. Replicas are bitwise equal, so rank 0 alone writes; which step is resumed is decided there and told to everybody.
+training. Replicas are bitwise equal, so the first one alone writes: rank 0, or each of its workers its part (`parts`). Which step is resumed
+is decided by rank 0 and told to everybody.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from torch import nn
 from lockstep.agree import lead
 from lockstep.checkpoint.background import BackgroundSaver
 from lockstep.checkpoint.choose import choose
+from lockstep.checkpoint.parts import Part, parameter_of, place_of
 from lockstep.checkpoint.state import capture, restore
 from lockstep.checkpoint.store import Checkpoint, Store
 from lockstep.events import note
 from lockstep.failures import plainly
 from lockstep.membership.handover import hand_over, roles
+from lockstep.parallel.apply import Held
 from lockstep.world import World
 
 log = logging.getLogger("lockstep")
@@ -40,24 +43,55 @@ class Keeper:
         self,
         folder: Path,
         world: World,
-        model: nn.Module,
+        model: nn.Module | Held,
         optimizer: torch.optim.Optimizer,
         *,
         every_steps: int = 0,
         keep: int = 3,
         on_error: Literal["continue", "stop"] = "continue",
     ) -> None:
-        self.world, self.model, self.optimizer, self.every_steps, self.on_error = world, model, optimizer, every_steps, on_error
+        self.world, self.optimizer, self.every_steps, self.on_error = world, optimizer, every_steps, on_error
         self.store = Store(folder, keep=keep)
+        self.model: nn.Module | Mapping[str, torch.Tensor]
+        self.held = model if isinstance(model, Held) and model.layout.unit > 1 else None
+        if self.held:
+            self.model = self.held.named
+        else:
+            self.model = model.module if isinstance(model, Held) else model
         self.saver: BackgroundSaver | None = None  # the leader's
         self.facts: dict[str, Any] = {}
         self._saved_step = 0
         self._asked: tuple[int, dict[str, Any], Collection[int]] | None = None  # the last save, whoever was to do it
         self._failure: Exception | None = None
 
+    @property
+    def unit(self) -> int:
+        """Workers of a replica, which save together."""
+        return self.held.layout.unit if self.held else 1
+
+    @property
+    def writes(self) -> bool:
+        """Whether this worker writes checkpoints, or a part of them."""
+        return self.world.rank < self.unit
+
     def capture(self) -> dict[str, torch.Tensor]:
-        """The living state by name."""
+        """The living state by name, as far as this worker has it."""
         return capture(self.model, self.optimizer)
+
+    def _take_part(self, held: Held) -> dict[str, torch.Tensor]:
+        """What this worker writes of a checkpoint: of tensors that several have, the first of them writes."""
+        spot, world, tensors = held.layout.spot(self.world.rank), self.world, self.capture()
+        places = {name: place_of(name, held.pieces[parameter_of(name)].shape, held.pieces) for name in tensors}
+        pieces = {name: places[name] for name, tensor in tensors.items() if tuple(tensor.shape) == places[name].size}
+
+        def is_mine(name: str) -> bool:
+            if name not in pieces:  # a number beside the tensors
+                return spot.shard == spot.tensor == 0
+            cut = not held.shared[parameter_of(name)].is_whole
+            return tensors[name].numel() > 0 and (spot.tensor == 0 or cut)
+
+        self.store.part = Part(world.rank, self.unit, pieces, lambda: world.generation, world.broken)
+        return {name: tensor for name, tensor in tensors.items() if is_mine(name)}
 
     def resume(self, how: str = "auto", facts: Mapping[str, str] | None = None) -> int:
         """Collective. Load the checkpoint that `how` names; the number of steps done, 0 for a new run.
@@ -78,16 +112,20 @@ class Keeper:
             nonlocal found
             self.store.preflight()
             step, reason = choose(how, self.store.steps())
-            if step is not None:
+            there = step
+            if step is not None and self.held:
+                there = step if how.isdecimal() else self.store.newest_whole()
+            elif step is not None:
                 found = self.store.load(step) if how.isdecimal() else self.store.load_newest()
+                there = found.step if found else None
             if how == "never" or how.isdecimal():
                 self.store.go_back(step or 0)
-            log.info(reason if found is None or found.step == step else f"resuming from step {found.step}")
-            return found.step if found else None
+            log.info(reason if there == step else f"resuming from step {there}")
+            return there
 
         step = lead(self.world, chosen)
         if step is not None:
-            found = found or self.store.load(step)
+            found = found or (self.store.pieces(step, self.held.pieces) if self.held else self.store.load(step))
             restore(self.model, self.optimizer, found.tensors)
             self.facts = found.facts
         self._saved_step = step or 0
@@ -101,7 +139,7 @@ class Keeper:
             world.enter(facts)
         while world.joining:
             try:
-                tensors = hand_over(world)
+                tensors = hand_over(world, unit=self.unit)
                 break
             except Exception as error:
                 if not world.lost(error):
@@ -121,8 +159,17 @@ class Keeper:
         return step
 
     def take_over(self, step: int) -> None:
-        """After a change of members: the leader begins anew what the leader before it was to save, while the state is still that one."""
-        if self.world.leader and self.saver is None and self._asked and self._asked[0] == step and step not in self.store.steps():
+        """After a change of members: the leader begins anew what the leader before it was to save, while the state is still that one.
+
+        Where several workers write together they all begin anew, since the part of one of them may never come.
+        """
+        if not (self.writes and self._asked and self._asked[0] == step) or step in self.store.steps():
+            return
+        if self.saver and self.held:
+            self.saver.wait()
+            while self.saver.failure():  # of the group that is no more
+                pass
+        if self.saver is None or self.held:
             self._begin(*self._asked)
 
     def due(self, step: int) -> bool:
@@ -137,12 +184,12 @@ class Keeper:
         if step == self._saved_step:
             return
         self._saved_step, self._asked = step, (step, facts or {}, protect)
-        if self.world.leader:
+        if self.writes:
             self._begin(*self._asked)
 
     def _begin(self, step: int, facts: dict[str, Any], protect: Collection[int]) -> None:
-        self.saver = self.saver or BackgroundSaver(self.store, self._note_saved)
-        self.saver.save(step, self.capture(), facts, protect)
+        self.saver = self.saver or BackgroundSaver(self.store, self._note_saved if self.world.leader else lambda step, seconds: None)
+        self.saver.save(step, self._take_part(self.held) if self.held else self.capture(), facts, protect)
 
     def _note_saved(self, step: int, seconds: float) -> None:
         note(self.store.folder.parent, "saved", step=step, seconds=round(seconds, 4), generation=self.world.generation)
@@ -165,14 +212,19 @@ class Keeper:
         """Collective. Wait until the last checkpoint is committed. CheckpointError, on all processes, when it could not be written."""
 
         def finish() -> None:
-            if self._asked:
-                self.take_over(self._asked[0])
             if self.saver:
                 self.saver.close()
             if self._failure:
                 raise self._failure
 
-        self.world.redo(lambda: lead(self.world, finish))
+        def together() -> None:
+            if self._asked:
+                self.take_over(self._asked[0])
+            lead(self.world, finish)
+            if self.saver and not self.world.leader:
+                self.saver.close()
+
+        self.world.redo(together)
 
     def __enter__(self) -> Keeper:
         return self

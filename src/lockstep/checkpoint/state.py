@@ -36,6 +36,11 @@ NAMES_SHOWN = 5
 # -- model and optimizer ----------------------------------------------------------------------------------------------
 
 
+def kind_of(model: Model) -> str:
+    """What to call it in messages."""
+    return type(bare(model)).__name__ if isinstance(model, nn.Module) else "the pieces of the model"
+
+
 def bare(model: nn.Module) -> nn.Module:
     """The user's own module, out of the wrappers of torch.compile and data parallel."""
     while True:
@@ -47,8 +52,13 @@ def bare(model: nn.Module) -> nn.Module:
             return model
 
 
-def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers of the bare model by name, each tensor once, under its first name."""
+Model = nn.Module | Mapping[str, Tensor]
+
+
+def named_tensors(model: Model) -> dict[str, Tensor]:
+    """Parameters and persistent buffers of the bare model by name, each tensor once, under its first name. A mapping is taken as it is."""
+    if isinstance(model, Mapping):
+        return dict(model)
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for path, module in bare(model).named_modules():
@@ -68,7 +78,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def optimizer_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[Tensor, dict[str, Any]]]:
+def optimizer_names(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, tuple[Tensor, dict[str, Any]]]:
     """Name -> (parameter, its group) for every parameter of the optimizer, in the optimizer's order."""
     names = {id(tensor): name for name, tensor in named_tensors(model).items()}
     pairs = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
@@ -76,13 +86,13 @@ def optimizer_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     if unknown:
         raise CheckpointError(
             f"{len(unknown)} of the optimizer's parameters are not in the model: {shown(unknown)}",
-            f"{type(optimizer).__name__} and {type(bare(model)).__name__}",
+            f"{type(optimizer).__name__} and {kind_of(model)}",
             "put every trained module into the one model that is saved",
         )
     return {names[id(parameter)]: (parameter, group) for parameter, group in pairs}
 
 
-def capture(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
+def capture(model: Model, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
     """The state by name. The tensors are the living ones, not copies: copy or save them before the next step.
 
     CheckpointError when the state has more than tensors and numbers (LBFGS, say).
@@ -107,7 +117,7 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
 
 
 @torch.no_grad()
-def restore(model: nn.Module, optimizer: torch.optim.Optimizer | None, tensors: Mapping[str, Tensor]) -> None:
+def restore(model: Model, optimizer: torch.optim.Optimizer | None, tensors: Mapping[str, Tensor]) -> None:
     """Fill model and optimizer with a captured state; all or nothing. The optimizer may be new, without any state.
 
     optimizer  None: the weights alone (to evaluate, to translate)
@@ -124,7 +134,7 @@ def restore(model: nn.Module, optimizer: torch.optim.Optimizer | None, tensors: 
             states.setdefault(parameter_name, {})[key] = tensor
     problems += state_differences(parameters, states, optimizer)
     if problems:
-        who = type(bare(model)).__name__ + (f" and {type(optimizer).__name__}" if optimizer else "")
+        who = kind_of(model) + (f" and {type(optimizer).__name__}" if optimizer else "")
         hint = "build model and optimizer as in the run that saved it"
         raise CheckpointError(f"the checkpoint does not fit {who}", "\n".join(problems), hint)
     for name, tensor in saved.items():

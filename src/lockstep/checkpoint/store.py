@@ -19,7 +19,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,8 +29,11 @@ from torch import Tensor
 
 from lockstep.checkpoint import commit, seal, tensorfile
 from lockstep.checkpoint.choose import expendable, show_steps
-from lockstep.checkpoint.state import bytes_of, fingerprints, shown, spec_of, tensor_of
+from lockstep.checkpoint.parts import FILES_A_WRITER, Part, Tensors, place_of, tensors_at
+from lockstep.checkpoint.state import bytes_of, fingerprints, shown, spec_of
+from lockstep.checkpoint.tensorfile import Spec
 from lockstep.errors import CheckpointError
+from lockstep.parallel.pieces import Piece
 from lockstep.units import show_bytes, show_seconds
 
 log = logging.getLogger("lockstep")
@@ -58,6 +61,7 @@ class Store:
 
     def __init__(self, folder: Path, keep: int = 3, *, file_bytes: int = FILE_BYTES, at: seal.Seam = seal.no_seam) -> None:
         self.folder, self.keep, self.file_bytes, self.at = folder, keep, file_bytes, at
+        self.part: Part | None = None  # where several workers write a checkpoint together: what this one does of it
         self._good: int | None = None  # the last step that this process wrote or verified
 
     # -- which there are ----------------------------------------------------------------------------------------------
@@ -99,6 +103,10 @@ class Store:
         needed_bytes = sum(spec.bytes + 256 for spec in specs) + len(text)
         path = self.folder / seal.folder_name(step)
         failing = partial(commit.writing, f"the checkpoint of step {step} was not saved", self.folder, needed_bytes)
+        if self.part and self.part.writer:
+            with failing():
+                self.part.write(self.folder, step, self._files(specs, tensors))
+            return path
         with failing():
             self.folder.mkdir(parents=True, exist_ok=True)
             seal.sweep(self.folder)
@@ -108,15 +116,28 @@ class Store:
                 with commit.Attempt(self.folder, step, self.at) as attempt, failing():
                     self.at("begun")
                     attempt.put(FACTS, [text])
-                    for number, part in enumerate(tensorfile.split(specs, self.file_bytes)):
-                        pieces = tensorfile.chunks(part, lambda name: bytes_of(tensors[name]))
-                        attempt.put(f"tensors-{number:05d}.safetensors", pieces)
+                    for name, chunks in self._files(specs, tensors):
+                        attempt.put(name, chunks)
+                    if self.part:
+                        self.part.adopt(attempt, self.folder, step)
                     if attempt.commit():
                         break
         self._good = step
+        if self.part:
+            self.part.sweep(self.folder, step)
         log.info("saved %s: %s in %s", path, show_bytes(needed_bytes), show_seconds(time.monotonic() - began))
         self.retire(protect)
         return path
+
+    def _files(self, specs: list[Spec], tensors: Mapping[str, Tensor]) -> list[tuple[str, Iterable[bytes | memoryview]]]:
+        """(name, content) of each file of tensors; the content is a generator, for one use."""
+        first = self.part.writer * FILES_A_WRITER if self.part else 0
+        found: list[tuple[str, Iterable[bytes | memoryview]]] = []
+        for number, some in enumerate(tensorfile.split(specs, self.file_bytes)):
+            words = self.part.metadata([spec.name for spec in some]) if self.part else {}
+            content = tensorfile.chunks(some, lambda name: bytes_of(tensors[name]), words)
+            found.append((f"tensors-{first + number:05d}.safetensors", content))
+        return found
 
     def _require_space(self, needed_bytes: int) -> None:
         """ENOSPC before the disk is full, rather than when it is: others write there too."""
@@ -132,7 +153,12 @@ class Store:
                 aside = seal.set_aside(path, "damaged")
                 log.warning("checkpoint %s is damaged (%s), set aside as %s; saved anew", path, shown(problems), aside)
                 return False
-            there = {name: tensorfile.fingerprint(*pair) for name, pair in commit.tensors_at(path, step).items()}
+            stored = tensors_at(path, step)
+            if self.part:
+                mine = {name: self.part.pieces.get(name, Piece.whole(tensor.shape)) for name, tensor in tensors.items()}
+                there = fingerprints({name: stored[name].piece(mine[name]) for name in mine if name in stored})
+            else:
+                there = stored.fingerprints()
             here = fingerprints(tensors)
         if there == here:
             log.info("%s is there already, with the same content", path)
@@ -226,9 +252,41 @@ class Store:
             if foreign := commit.strays(path, files):
                 log.warning("%s holds files that are not part of it: %s", path, ", ".join(foreign))
         facts = json.loads(contents.pop(FACTS))
-        pairs = [pair for content in contents.values() for pair in tensorfile.tensors_in(memoryview(content))]
         self._good = step
-        return Checkpoint(step, {spec.name: tensor_of(spec, data) for spec, data in pairs}, facts), []
+        stored = Tensors(memoryview(content) for content in contents.values())
+        return Checkpoint(step, {name: one.tensor() for name, one in stored.items()}, facts), []
+
+    def newest_whole(self) -> int | None:
+        """The step of the newest whole checkpoint, every byte verified; None when there is none. As `load_newest`, but loads nothing."""
+        damaged: dict[int, list[str]] = {}
+        for step in reversed(self.steps()):
+            if problems := self.verify(step):
+                damaged[step] = problems
+                continue
+            for bad, why in damaged.items():
+                self._quarantine(bad, why, step)
+            return step
+        if damaged:
+            raise self._damaged(damaged)
+        return None
+
+    def pieces(self, step: int, wanted: Mapping[str, Piece]) -> Checkpoint:
+        """The pieces that a worker holds of the checkpoint of `step`: of each parameter named, and of its optimizer state; the rest whole.
+
+        wanted  name of a parameter -> its piece
+        Each file is hashed before its bytes are used. Memory: these pieces, and one whole tensor.
+        CheckpointError when it is missing or damaged.
+        """
+        with commit.reading(self.folder), seal.pinned(self.folder, step) as path:
+            if path is None:
+                raise self._missing(step)
+            if problems := commit.check(path, step):
+                raise self._damaged({step: problems})
+            stored = tensors_at(path, step)
+            places = {name: place_of(name, one.spec.shape, wanted) for name, one in stored.items()}
+            tensors = {name: one.piece(places[name]) for name, one in stored.items()}
+            facts = json.loads((path / FACTS).read_bytes())
+        return Checkpoint(step, tensors, facts)
 
     def _quarantine(self, step: int, problems: list[str], instead: int) -> None:
         path = self.folder / seal.folder_name(step)

@@ -79,14 +79,17 @@ def tensors_in(content: memoryview) -> Iterator[tuple[Spec, memoryview]]:
             yield Spec(name, entry["dtype"], tuple(entry["shape"])), data[start:end]
 
 
-def stored(paths: Iterable[Path]) -> dict[str, tuple[Spec, memoryview]]:
-    """The tensors of some files by name. Their bytes are mapped: read from the disk when used, never all in memory."""
-    tensors: dict[str, tuple[Spec, memoryview]] = {}
-    for path in paths:
-        with open(path, "rb") as file:
-            content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        tensors |= {spec.name: (spec, data) for spec, data in tensors_in(content)}
-    return tensors
+def metadata_in(content: memoryview) -> dict[str, str]:
+    """The words in a file's header."""
+    length = int.from_bytes(content[:8], "little")
+    found: dict[str, str] = json.loads(bytes(content[8 : 8 + length])).get("__metadata__", {})
+    return found
+
+
+def mapped(path: Path) -> memoryview:
+    """The content of a file: read from the disk when used, never all in memory."""
+    with open(path, "rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 def fingerprint(spec: Spec, data: memoryview) -> str:

@@ -580,7 +580,9 @@ class Protocol:
         if len(came) < wanted or not self._may_propose(now_s):
             return []
         out = tuple(Out(one.id, self.dead.get(one.id, f"no answer for {self.limits.takeover_s:g} s")) for one in self._members())
-        reason = "start" if self.record is None or self.record.end else f"nobody of generation {self.number} is left; from the newest checkpoint"
+        reason = (
+            "start" if self.record is None or self.record.end else f"nobody of generation {self.number} is left; from the newest checkpoint"
+        )
         members = tuple(whole(came, self.limits.most, self.limits.unit))
         self._proposed = self.number + 1 if members else self._proposed
         return [Propose(Record(self.number + 1, self.tokens(), members, "", 0, reason, out))] if members else []

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lockstep.layout import Layout, Spot
+from lockstep.models.build import materialise
 from lockstep.parallel.pieces import Piece
 from lockstep.parallel.plans import Plan, plan_of
 from lockstep.parallel.tensor import split
@@ -37,28 +38,32 @@ FirstValue = Callable[[str, torch.Size], Tensor]
 
 @dataclass
 class Held:
-    """What this worker holds of a model that is cut.
+    """What this worker holds of a model: all of it, or its pieces.
 
-    module      to be called; its parameters are FSDP's
-    parameters  name -> the same memory as an ordinary parameter of this worker's piece, for the optimizer and the checkpoint
-    pieces      name -> which piece that is
-    units       FSDP's modules in the order of the forward pass, the root last
+    module  to be called; its parameters are FSDP's
+    named   name -> the same memory as an ordinary parameter of this worker's piece, for the optimizer and the checkpoint
+    pieces  name -> which piece that is
+    units   FSDP's modules in the order of the forward pass, the root last
+    shared  name -> what the tensor axis leaves, before it is sharded
     """
 
     module: nn.Module
     layout: Layout
-    wires: Wires
-    plan: Plan
-    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    wires: Wires | None = None
+    named: dict[str, nn.Parameter] = field(default_factory=dict)
     pieces: dict[str, Piece] = field(default_factory=dict)
     units: list[FSDPModule] = field(default_factory=list)
-    shared: dict[str, Piece] = field(default_factory=dict)  # what the tensor axis leaves, before the shards
+    shared: dict[str, Piece] = field(default_factory=dict)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This worker's pieces."""
+        return iter(self.named.values())
 
     def rows_of_trained(self, shard: int) -> list[tuple[int, int, int, bool]]:
         """For each trained parameter: where its rows begin and end among all rows of them, which of its rows is this shard's first, and
         whether the tensor axis has cut it."""
         found, first = [], 0
-        for name, parameter in self.parameters.items():
+        for name, parameter in self.named.items():
             if parameter.requires_grad:
                 rows = self.shared[name].size[0]
                 start = min(rows, shard * -(-rows // self.layout.shard))
@@ -78,20 +83,24 @@ def hold(
     units_ahead: int = 1,
     free_after_forward: bool = True,
 ) -> Held:
-    """This worker's part of `model` (on the meta device), for a layout whose replicas are several workers.
+    """This worker's part of `model` (on the meta device): the whole where a replica is one worker.
 
     spot                where this worker stands in its replica
     inside              what is done to the blocks before they are sharded (recompute, compile)
     units_ahead         units gathered ahead of the one that computes: 1 + units_ahead are alive at once
     free_after_forward  False: units stay gathered from the forward to the backward pass (ZeRO-2): less traffic, more memory
     """
+    if layout.unit == 1:
+        whole = materialise(model, device, first_value)
+        inside(whole)
+        return Held(whole, layout, named=dict(whole.named_parameters()))
     plan, wires = plan_of(model), Wires(layout)
     pieces = split(model, plan, wires, spot.tensor, layout.tensor)
     inside(model)
     units = shard(model, plan, device, spot.shard, layout.shard, free_after_forward)
     look_ahead(units, units_ahead)
     shared, pieces = pieces, {name: piece.cut_rows(spot.shard, layout.shard) for name, piece in pieces.items()}
-    held = Held(model, layout, wires, plan, pieces=pieces, units=units, shared=shared)
+    held = Held(model, layout, wires, pieces=pieces, units=units, shared=shared)
     model.to_empty(device=device)
     cast(FSDPModule, model)._get_fsdp_state()._lazy_init()  # now, since it may move what the parameters below share
     for name, parameter in model.named_parameters():
@@ -99,7 +108,7 @@ def hold(
         assert tuple(local.shape) == pieces[name].size, (name, local.shape, pieces[name])
         with torch.no_grad():
             local.copy_(pieces[name].of(first_value(name, torch.Size(pieces[name].shape))))
-        held.parameters[name] = nn.Parameter(local, requires_grad=parameter.requires_grad)
+        held.named[name] = nn.Parameter(local, requires_grad=parameter.requires_grad)
     return held
 
 
@@ -107,8 +116,9 @@ def shard(model: nn.Module, plan: Plan, device: torch.device, part: int, parts: 
     """Wrap each unit, then the model. The mesh only says who is who: its group has no backend, nothing can be sent over it."""
     mesh = DeviceMesh(device.type, list(range(parts)), mesh_dim_names=("shard",), _init_backend=False, _rank=part)
     name = f"lockstep-shard-{next(NUMBERS)}"
-    mesh._dim_group_names, mesh._pg_registry[name] = [name], dist.ProcessGroup(part, parts)
-    _register_process_group(name, mesh._pg_registry[name])  # which holds it weakly
+    mesh._pg_registry[name] = dist.ProcessGroup(part, parts)  # type: ignore[call-arg]  # whose store may be left out
+    mesh._dim_group_names = [cast(Any, name)]
+    _register_process_group(cast(Any, name), mesh._pg_registry[name])  # which holds it weakly
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what it does on a CPU
         for name in plan.units:

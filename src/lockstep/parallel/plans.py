@@ -1,8 +1,8 @@
 """Where each model may be cut. Models know nothing of distribution; what is said of them here are names.
 
-    units    blocks that the shard axis gathers and frees one after the other, in the order of the forward pass
-    regions  parts that the tensor axis shares: what comes in is whole, what goes out is added up. The head of each is cut by rows
-             (a part of the heads, of the inner width), its tail by columns
+units    blocks that the shard axis gathers and frees one after the other, in the order of the forward pass
+regions  parts that the tensor axis shares: what comes in is whole, what goes out is added up. The head of each is cut by rows
+         (a part of the heads, of the inner width), its tail by columns
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def plan_of(model: nn.Module) -> Plan:
     if isinstance(model, Translator):
         return plan_of_translator(model)
     raise UsageError(
-        f"{type(model).__name__} cannot be cut", "layout", "leave layout.shard, layout.tensor and layout.pipeline at 1: replicas take any model"
+        f"{type(model).__name__} cannot be cut",
+        "layout",
+        "leave layout.shard, layout.tensor and layout.pipeline at 1: replicas take any model",
     )
 
 
@@ -74,7 +76,7 @@ def plan_of_translator(model: Translator) -> Plan:
     decoder = [f"decoder.{i}" for i in range(len(model.decoder))]
     parts = ("self_attention", "cross_attention", "feed_forward")
     names = dict(model.named_modules())
-    hidden = model.get_submodule("decoder.0.feed_forward.up").weight.shape[0]
+    hidden = len(model.get_parameter("decoder.0.feed_forward.up.weight"))
     return Plan(
         units=(*encoder, *decoder),
         regions=tuple(name for layer in (*encoder, *decoder) for part in parts if (name := f"{layer}.{part}") in names),

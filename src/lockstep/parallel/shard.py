@@ -25,6 +25,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from lockstep.data.order import mix
 from lockstep.errors import PeersLostError, UsageError
@@ -34,6 +35,7 @@ from lockstep.parallel.apply import Held
 from lockstep.parallel.ordered import Part, Span, Tree, exchange, share
 from lockstep.parallel.replicate import DIGEST_FACTOR, words_of
 from lockstep.parallel.wires import Arrival, everybody_sends, exchange_rows
+
 
 @dataclass(frozen=True)
 class Round:
@@ -46,7 +48,11 @@ class Round:
 
 @dataclass(frozen=True)
 class Parcel:
-    """The gradients of one unit on their way. sent: (S * n,), slice j for shard j; out: (n,), where FSDP awaits the sum of this shard's rows."""
+    """The gradients of one unit on their way.
+
+    sent  (S * n,), slice j for shard j
+    out   (n,), where FSDP awaits the sum of this shard's rows
+    """
 
     unit: int
     round: Round
@@ -58,8 +64,9 @@ class ShardedReplica:
     """What `Replica` is, for a model that is cut: see there. `held` is what this worker has of it (apply.py)."""
 
     def __init__(self, held: Held, *, micro_batches: int, seed: int = 0) -> None:
+        assert held.wires is not None
         self.held, self.leaves, self.seed = held, micro_batches, seed
-        self.parameters = [p for p in held.parameters.values() if p.requires_grad]
+        self.parameters = [p for p in held.named.values() if p.requires_grad]
         self.broken: Callable[[], str] = str
         self.wires, self.unit = held.wires, held.layout.unit
         self.mine: list[int] = []
@@ -254,7 +261,7 @@ class ShardedReplica:
             self.wires._fail(error)
 
 
-class Hand:
+class Hand(ReduceScatter):
     """FSDP's reduce-scatter: keeps what is to be sent for `_reduced`, which FSDP calls next."""
 
     def __init__(self, replica: ShardedReplica) -> None:
@@ -267,7 +274,7 @@ class Hand:
         self.replica._rooted.append(input_tensor)
 
 
-class Gather:
+class Gather(AllGather):
     """FSDP's all-gather."""
 
     def __init__(self, replica: ShardedReplica) -> None:

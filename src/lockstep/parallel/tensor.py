@@ -1,7 +1,7 @@
 """Matrices that several workers share, in the middle of each layer (Shoeybi et al. 2019, "Megatron-LM", section 3).
 
-Of each region (attention, feed-forward) a worker has a part of the heads or of the inner width: the first matrices are cut by rows, the last
-one by columns. What comes in is the same on all; its gradient is added up. What goes out are summands; they are added up. Two sums in the
+Of each region (attention, feed-forward) a worker has a part of the heads or of the inner width: the first matrices are cut by rows, the
+last one by columns. What comes in is the same on all; its gradient is added up. What goes out are summands; they are added up. Two sums in the
 forward pass of a layer, two in the backward pass, each of the whole activations: this axis belongs inside a machine.
 
 By hand rather than by DTensor, since the groups change while the model lives (wires.py).
@@ -71,7 +71,7 @@ def split(model: nn.Module, plan: Plan, wires: Wires, part: int, parts: int) -> 
     for name in plan.regions:
         region = model.get_submodule(name)
         region.register_forward_pre_hook(lambda _, inputs: tuple(entered(one, wires) for one in inputs))
-        region.register_forward_hook(lambda _, inputs, output: Leave.apply(output, wires))
+        region.register_forward_hook(lambda _, inputs, output: Leave.apply(output, wires))  # type: ignore[no-untyped-call]
     return pieces
 
 

@@ -1,0 +1,205 @@
+"""A state of which several workers have a piece each, as one checkpoint.
+
+Each writer puts its files, flushed to the disk, into a folder of its own beside the checkpoints, and last `part.json`, with their sizes
+and hashes. The first of them, who commits, waits for the parts of the others and renames their files into its attempt: no byte is copied or
+sent, and the checkpoint is sealed by one process, as ever (commit.py).
+
+    .part-00001200-7-3/     of step 1200, in generation 7, by writer 3
+
+In the header of each file stands which piece of which whole tensor it holds (pieces.py), so a checkpoint can be read by any layout: whoever
+reads takes what it needs of each piece. The digest of a state is that of its whole tensors, however they are stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint import commit, tensorfile
+from lockstep.checkpoint.commit import Attempt, Record
+from lockstep.checkpoint.state import TORCH_DTYPES, bytes_of, tensor_of
+from lockstep.checkpoint.tensorfile import Spec
+from lockstep.errors import CheckpointError
+from lockstep.files import fsync_folder, write_json
+from lockstep.parallel.pieces import Piece
+
+log = logging.getLogger("lockstep")
+
+PART = "part.json"
+FOLDER = re.compile(r"\.part-([0-9]{8,})-[0-9]+-[0-9]+")
+PATIENCE_S = 600.0
+LOOK_S = 0.02
+FILES_A_WRITER = 1000  # so that the names of all of them differ
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one of `writers` workers writes of a state.
+
+    pieces      name of a tensor -> which piece of it this worker has; what is not named is whole
+    generation  the number of the group that saves together, asked for at each save
+    broken      why that group will not bring its parts any more; "" while it may
+    """
+
+    writer: int
+    writers: int
+    pieces: Mapping[str, Piece]
+    generation: Callable[[], int]
+    broken: Callable[[], str]
+
+    def folder(self, folder: Path, step: int, generation: int, writer: int) -> Path:
+        return folder / f".part-{step:08d}-{generation}-{writer}"
+
+    def metadata(self, names: Iterable[str]) -> dict[str, str]:
+        """For the header of a file that holds these tensors."""
+        cut = {name: self.pieces[name].to_json() for name in names if name in self.pieces and not self.pieces[name].is_whole}
+        return {"pieces": json.dumps(cut)} if cut else {}
+
+    def write(self, folder: Path, step: int, files: Iterable[tuple[str, Iterable[bytes | memoryview]]]) -> None:
+        """Write this part. A failure is told to the one who waits for it, too."""
+        path = self.folder(folder, step, self.generation(), self.writer)
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True)
+        try:
+            records = {name: vars(put(path / name, chunks)) for name, chunks in files}
+            fsync_folder(path)
+            write_json(path / PART, {"files": records})
+        except OSError as error:
+            write_json(path / PART, {"error": f"{error.strerror or error} ({path.name})"})
+            raise
+
+    def adopt(self, attempt: Attempt, folder: Path, step: int) -> None:
+        """For the first writer: wait for the parts of the others, and put their files into the attempt. CheckpointError when one fails."""
+        generation, deadline = self.generation(), time.monotonic() + PATIENCE_S
+        for writer in range(1, self.writers):
+            path = self.folder(folder, step, generation, writer)
+            while not (path / PART).exists():
+                if (why := self.broken()) or time.monotonic() > deadline:
+                    why = why or f"it did not come within {PATIENCE_S:g} s"
+                    raise CheckpointError(
+                        f"the checkpoint of step {step} lacks the part of writer {writer}", f"{path}: {why}", "it is tried again"
+                    )
+                time.sleep(LOOK_S)
+            said = json.loads((path / PART).read_text())
+            if "error" in said:
+                raise CheckpointError(f"writer {writer} could not write its part of step {step}: {said['error']}", str(path), "")
+            for name, record in said["files"].items():
+                os.rename(path / name, attempt.path / name)
+                attempt.files[name] = Record(**record)
+            shutil.rmtree(path, ignore_errors=True)
+
+    def sweep(self, folder: Path, step: int) -> None:
+        """Delete the parts of earlier steps, which nobody has taken."""
+        for path in folder.glob(".part-*"):
+            found = FOLDER.fullmatch(path.name)
+            if found and int(found[1]) < step:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def put(path: Path, chunks: Iterable[bytes | memoryview]) -> Record:
+    """Write a file, flushed to the disk."""
+    sha256, size = hashlib.sha256(), 0
+    with open(path, "xb") as file:
+        for chunk in chunks:
+            file.write(chunk)
+            sha256.update(chunk)
+            size += len(memoryview(chunk).cast("B"))
+        file.flush()
+        os.fsync(file.fileno())
+    return Record(size, sha256.hexdigest())
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Stored:
+    """One tensor as a checkpoint has it: whole, or in pieces (spec of a piece, its bytes, which it is)."""
+
+    pieces: list[tuple[Spec, memoryview, Piece]] = field(default_factory=list)
+
+    @property
+    def spec(self) -> Spec:
+        """Of the whole."""
+        first, _, piece = self.pieces[0]
+        return first._replace(shape=piece.shape)
+
+    def data(self) -> memoryview:
+        """The bytes of the whole; a view where it lies in one piece."""
+        _, data, piece = self.pieces[0]
+        return data if piece.is_whole else bytes_of(self.tensor())
+
+    def tensor(self) -> Tensor:
+        """The whole tensor."""
+        spec, data, piece = self.pieces[0]
+        if piece.is_whole:
+            return tensor_of(spec, data)
+        out = torch.empty(piece.shape, dtype=TORCH_DTYPES[spec.dtype])
+        missing = torch.ones(piece.shape[:2], dtype=torch.bool)
+        for one, its_data, place in self.pieces:
+            place.fill(out, tensor_of(one, its_data))
+            place.fill(missing, torch.zeros(place.size[:2], dtype=torch.bool))
+        if missing.any():
+            raise CheckpointError(f"pieces of {spec.name} are missing", f"{int(missing.sum())} of its numbers are in no file")
+        return out
+
+    def piece(self, wanted: Piece) -> Tensor:
+        """A piece of the tensor, which need not be one that is stored."""
+        return wanted.of(self.tensor()).clone()
+
+
+class Tensors(Mapping[str, Stored]):
+    """All tensors of a checkpoint by name, from the contents of its files (in memory or mapped)."""
+
+    def __init__(self, contents: Iterable[memoryview]) -> None:
+        self._stored: dict[str, Stored] = {}
+        for content in contents:
+            pieces = json.loads(tensorfile.metadata_in(content).get("pieces", "{}"))
+            for spec, data in tensorfile.tensors_in(content):
+                piece = Piece.from_json(pieces[spec.name]) if spec.name in pieces else Piece.whole(spec.shape)
+                self._stored.setdefault(spec.name, Stored()).pieces.append((spec, data, piece))
+
+    def __getitem__(self, name: str) -> Stored:
+        return self._stored[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def fingerprints(self) -> dict[str, str]:
+        """name -> a line that fixes dtype, shape and bytes of the whole tensor. Memory: one tensor."""
+        return {name: tensorfile.fingerprint(one.spec, one.data()) for name, one in self.items()}
+
+
+def tensors_at(path: Path, step: int) -> Tensors:
+    """The tensors of a verified checkpoint; their bytes are mapped, not in memory."""
+    files, _ = commit.read_manifest(path, step)
+    return Tensors(tensorfile.mapped(path / name) for name in sorted(files) if name.endswith(".safetensors"))
+
+
+def parameter_of(name: str) -> str:
+    """The parameter to which a tensor of a captured state (checkpoint/state.py) belongs."""
+    kind, _, rest = name.partition(".")
+    return rest if kind == "model" else rest.rpartition(".")[0]
+
+
+def place_of(name: str, shape: tuple[int, ...], pieces: Mapping[str, Piece]) -> Piece:
+    """Which piece of the tensor `name` (whole: `shape`) belongs to a worker: that of its parameter, where it has the parameter's shape.
+
+    pieces  name of a parameter -> its piece
+    """
+    piece = pieces.get(parameter_of(name))
+    return piece if piece is not None and piece.shape == tuple(shape) else Piece.whole(shape)
