@@ -21,6 +21,7 @@ from lockstep import log
 from lockstep.errors import LockstepError, UsageError
 
 if TYPE_CHECKING:
+    from lockstep.config import Run
     from lockstep.membership.seat import Seat
 
 EXIT_CODES = """exit codes: 0 done; 1 training error; 2 usage or config; 3 data or checkpoint damaged; 4 diverged;
@@ -79,7 +80,7 @@ def parser() -> Parser:
     one = command("drill", drill, "train twice, once with random faults, and compare the hashes")
     one.formatter_class = argparse.RawDescriptionHelpFormatter
     one.add_argument("what", nargs="?", metavar="RUN.toml", help="a run file (default: the embedded run)")
-    one.add_argument("--workers", type=int, default=3, help="processes on this machine (default: 3)")
+    one.add_argument("--workers", type=int, help="processes on this machine (default: 3, or what the layout takes)")
     one.add_argument("--faults", type=int, default=7, help="how many (default: 7, one of each kind)")
     one.add_argument("--seed", type=int, default=1, help="of the faults (default: 1)")
     one.add_argument("--out", type=Path, help="a new folder (default: runs/drill)")
@@ -232,8 +233,8 @@ def read_asked(args: argparse.Namespace, rest: list[str]) -> Asked:
     return Asked(script, file, folder, args.resume, rest, read_flags(rest))
 
 
-def check(asked: Asked) -> int | None:
-    """What does not fit is refused here, before a process starts; the micro-batches of a step, None for a function."""
+def check(asked: Asked) -> Run | None:
+    """What does not fit is refused here, before a process starts; the run, None for a function."""
     from lockstep.checkpoint.choose import choose
     from lockstep.checkpoint.seal import committed_steps
     from lockstep.config import open_run
@@ -242,7 +243,7 @@ def check(asked: Asked) -> int | None:
         return None
     resolved = open_run(asked.folder, asked.file, asked.flags, os.environ)
     choose(asked.resume, committed_steps(asked.folder / "checkpoints"))
-    return resolved.run.batch.micro_batches
+    return resolved.run
 
 
 def train(args: argparse.Namespace, rest: list[str]) -> int:
@@ -259,22 +260,16 @@ def train(args: argparse.Namespace, rest: list[str]) -> int:
         print(show(open_run(asked.folder, asked.file, asked.flags, os.environ)))
         return 0
     place, found = find_place(os.environ)
-    micro_batches = check(asked)
+    run = check(asked)
     if place is not None:
         if args.workers not in (None, place.size):
             raise UsageError(
                 f"--workers {args.workers}, but {found}", "command line and environment", "leave --workers out, or start that many"
             )
         return worker_main(asked.live)
-    workers, reason = count_workers(args.workers)
-    most = workers if micro_batches is None else micro_batches
-    if not 1 <= workers <= most:
-        raise UsageError(
-            f"{workers} workers for a step of {most} micro-batches",
-            f"{reason}; batch.micro_batches",
-            f"give 1 to {most} workers, or more micro-batches",
-        )
-    return look_after(asked, socket.gethostname(), HERE, workers, expected=workers, least=1, most=most, lives_on=False)
+    workers, _ = count_workers(args.workers, run)
+    unit, most = room(run, workers)
+    return look_after(asked, socket.gethostname(), HERE, workers, expected=workers, least=unit, most=most, lives_on=False)
 
 
 def launch(args: argparse.Namespace, rest: list[str]) -> int:
@@ -287,12 +282,12 @@ def launch(args: argparse.Namespace, rest: list[str]) -> int:
         print(stop(args.stop))
         return 0
     asked = read_asked(args, rest)
-    micro_batches = check(asked)
+    run = check(asked)
     name, source = (args.host, "--host") if args.host else (socket.gethostname(), "what this machine calls itself")
     if args.hosts is None:
         if args.ssh:
             raise UsageError("--ssh starts nothing without hosts", "command line", "give --hosts HOSTS.toml")
-        workers, reason = count_workers(args.workers)
+        workers, reason = count_workers(args.workers, run)
         hint = "give 1 worker or more, and a name of letters, digits, dots, dashes and underscores"
         hosts = parse_hosts({"host": [{"name": name, "address": HERE, "workers": workers}]}, f"{source}; {reason}", hint)
     elif args.workers is not None:
@@ -304,12 +299,14 @@ def launch(args: argparse.Namespace, rest: list[str]) -> int:
         words = [sys.executable, "-m", "lockstep", "launch", *asked.words(asked.resume)[1:], "--hosts", str(args.hosts), *bounds]
         return start_all([ssh_command(host, [*words, "--host", host.name], Path.cwd(), os.environ) for host in hosts.host])
     host = hosts.find(name, f"{source}; {args.hosts}")
-    most = args.max if args.max is not None else micro_batches or hosts.workers
-    if not 1 <= args.min <= most <= (micro_batches or most):
+    refuse_layout(run, hosts.workers, str(args.hosts or "--workers"))
+    unit, room_for = room(run, hosts.workers)
+    most = args.max if args.max is not None else room_for
+    if not 1 <= args.min <= most <= room_for:
         raise UsageError(
-            f"at least {args.min} and at most {most} workers for a step of {micro_batches or 'any number of'} micro-batches",
+            f"at least {args.min} and at most {most} workers, where a step has work for {room_for}",
             "--min, --max; batch.micro_batches",
-            "give 1 <= --min <= --max <= batch.micro_batches",
+            f"give 1 <= --min <= --max <= {room_for}",
         )
     return look_after(
         asked,
@@ -317,20 +314,53 @@ def launch(args: argparse.Namespace, rest: list[str]) -> int:
         host.resolve(),
         host.workers,
         expected=hosts.workers,
-        least=args.min,
+        least=max(args.min, unit),
         most=most,
         lives_on=True,
         evaluator=args.with_evaluator,
     )
 
 
-def count_workers(given: int | None) -> tuple[int, str]:
-    """(workers of this machine, the reason), which is told unless they were given."""
+def room(run: Run | None, workers: int) -> tuple[int, int]:
+    """(workers of a replica, workers for which a step has work)."""
+    if run is None:
+        return 1, workers
+    unit = run.layout.shard * run.layout.tensor * run.layout.pipeline
+    return unit, run.batch.micro_batches // run.layout.shard * unit
+
+
+def refuse_layout(run: Run | None, workers: int, where: str) -> None:
+    """UsageError when so many workers cannot be laid out as the run wants, with the nearest layouts that work."""
+    if run is None:
+        return
+    from dataclasses import asdict
+
+    from lockstep.layout import Layout, choose
+    from lockstep.tasks.bounds import bounds
+
+    asked = Layout(**asdict(run.layout))
+    if asked.unit == 1 and not 1 <= workers <= run.batch.micro_batches:
+        most = run.batch.micro_batches
+        raise UsageError(
+            f"{workers} workers for a step of {most} micro-batches",
+            f"{where}; batch.micro_batches",
+            f"give 1 to {most} workers, or more micro-batches",
+        )
+    choose(asked, workers, bounds(run), f"{where}; [layout] of the run")
+
+
+def count_workers(given: int | None, run: Run | None) -> tuple[int, str]:
+    """(workers of this machine, the reason), which is told unless they were given. UsageError when the run's layout does not come out."""
     from lockstep.launch import default_workers
 
     if given is not None:
+        refuse_layout(run, given, "--workers")
         return given, "--workers"
     workers, reason = default_workers()
+    unit, _ = room(run, workers)
+    if run and (unit > 1 or run.layout.replicate):
+        workers, reason = unit * (run.layout.replicate or max(1, workers // unit)), "the layout"
+    refuse_layout(run, workers, reason)
     logging.getLogger("lockstep").info("%s: %s", f"{workers} workers" if workers > 1 else "1 worker", reason)
     return workers, reason
 
@@ -372,7 +402,8 @@ def work(folder: Path, file: Path | None, flags: dict[str, str], resume: str) ->
 
     here = open_run(folder, file, flags, os.environ)
     heal = here.run.heal
-    limits = Limits(silent_s=heal.silent_s, gather_s=heal.gather_s, hang_s=heal.hang_s, on_hang=heal.on_hang)
+    unit, _ = room(here.run, 1)
+    limits = Limits(silent_s=heal.silent_s, gather_s=heal.gather_s, hang_s=heal.hang_s, on_hang=heal.on_hang, unit=unit)
     with World.join(threads=here.run.compute.threads, timeout_s=here.run.parallel.timeout_s, limits=limits) as world, ExitStack() as held:
         log.set_up(rank=world.number, file=log_file(folder, world.node, world.number))
         resolved = from_json(lead(world, lambda: to_json(settle(open_run(folder, file, flags, os.environ), world.device))))
@@ -433,12 +464,12 @@ def drill(args: argparse.Namespace, rest: list[str]) -> int:
 
     file = Path(args.what) if args.what else None
     run = resolve(file, read_flags(rest), os.environ).run
-    if not 1 <= args.workers <= run.batch.micro_batches:
-        most = run.batch.micro_batches
-        raise UsageError(f"{args.workers} workers for a step of {most} micro-batches", "--workers", f"give 1 to {most}")
+    unit, _ = room(run, 3)
+    workers = args.workers if args.workers is not None else unit * (run.layout.replicate or 3)
+    refuse_layout(run, workers, "--workers")
     words = [*([str(file)] if file else []), *rest]
     folder = args.out or Path("runs") / "drill"
-    return drill_run(words, folder, workers=args.workers, faults=args.faults, seed=args.seed, steps=run.steps, host=socket.gethostname())
+    return drill_run(words, folder, workers=workers, faults=args.faults, seed=args.seed, steps=run.steps, host=socket.gethostname())
 
 
 def log_file(folder: Path, node: str, rank: int) -> Path:

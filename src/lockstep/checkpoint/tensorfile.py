@@ -89,7 +89,7 @@ def metadata_in(content: memoryview) -> dict[str, str]:
 def mapped(path: Path) -> memoryview:
     """The content of a file: read from the disk when used, never all in memory."""
     with open(path, "rb") as file:
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
 
 
 def fingerprint(spec: Spec, data: memoryview) -> str:
