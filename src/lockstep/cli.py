@@ -333,12 +333,10 @@ def refuse_layout(run: Run | None, workers: int, where: str) -> None:
     """UsageError when so many workers cannot be laid out as the run wants, with the nearest layouts that work."""
     if run is None:
         return
-    from dataclasses import asdict
-
     from lockstep.layout import Layout, choose
     from lockstep.tasks.bounds import bounds
 
-    asked = Layout(**asdict(run.layout))
+    asked = Layout(run.layout.replicate, run.layout.shard, run.layout.tensor, run.layout.pipeline)
     if asked.unit == 1 and not 1 <= workers <= run.batch.micro_batches:
         most = run.batch.micro_batches
         raise UsageError(

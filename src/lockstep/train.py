@@ -157,6 +157,7 @@ def hold_model(run: Run, task: Task, world: World, facts: Mapping[str, str]) -> 
         inside=lambda module: compiled(module, run, by_block=layout.unit > 1),
         units_ahead=run.shard.units_ahead,
         free_after_forward=run.shard.free_after_forward,
+        parts_of_stages=axes.parts,
     )
 
 

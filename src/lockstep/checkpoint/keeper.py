@@ -1,8 +1,8 @@
 """A run's checkpoints, as all its processes see them together.
 
 The rooms below know nothing of each other: `state` names the tensors, `store` commits and verifies them, `background` writes beside the
-training. Replicas are bitwise equal, so the first one alone writes: rank 0, or each of its workers its part (`parts`). Which step is resumed
-is decided by rank 0 and told to everybody.
+training. Replicas are bitwise equal, so the first one alone writes: rank 0, or each of its workers its part (`parts`). Which step is
+resumed is decided by rank 0 and told to everybody.
 """
 
 from __future__ import annotations
@@ -85,6 +85,8 @@ class Keeper:
         pieces = {name: places[name] for name, tensor in tensors.items() if tuple(tensor.shape) == places[name].size}
 
         def is_mine(name: str) -> bool:
+            if held.is_borrowed(parameter_of(name)):
+                return False
             if name not in pieces:  # a number beside the tensors
                 return spot.shard == spot.tensor == 0
             cut = not held.shared[parameter_of(name)].is_whole

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from lockstep.checkpoint import commit, seal, tensorfile
 from lockstep.checkpoint.choose import expendable, show_steps
-from lockstep.checkpoint.parts import FILES_A_WRITER, Part, Tensors, place_of, tensors_at
+from lockstep.checkpoint.parts import FILES_A_WRITER, Part, Tensors, parameter_of, place_of, tensors_at
 from lockstep.checkpoint.state import bytes_of, fingerprints, shown, spec_of
 from lockstep.checkpoint.tensorfile import Spec
 from lockstep.errors import CheckpointError
@@ -283,8 +283,8 @@ class Store:
             if problems := commit.check(path, step):
                 raise self._damaged({step: problems})
             stored = tensors_at(path, step)
-            places = {name: place_of(name, one.spec.shape, wanted) for name, one in stored.items()}
-            tensors = {name: one.piece(places[name]) for name, one in stored.items()}
+            mine = {name: one for name, one in stored.items() if parameter_of(name) in wanted}
+            tensors = {name: one.piece(place_of(name, one.spec.shape, wanted)) for name, one in mine.items()}
             facts = json.loads((path / FACTS).read_bytes())
         return Checkpoint(step, tensors, facts)
 

@@ -1,13 +1,14 @@
 """From a model on the meta device to what this worker holds of it: the one place where the order of wrapping stands.
 
-    1. tensor      the matrices themselves get smaller; all that follows sees plain, smaller layers
-    2. recompute   inside the units, so that what is computed again is computed while its unit is gathered
-    3. compile     inside the units too: a compiled layer is one graph for all layers; gathering stays outside of it
-    4. shard       around each block, then around the model (embedding, norms, output): what is left belongs to the root
-    5. memory      only now: a worker never has more than its pieces
-    6. first values  each parameter's pieces, of its first value or of the checkpoint that the run starts from
+    1. pipeline      layers of other stages are taken out; what is left is a smaller model
+    2. tensor        the matrices themselves get smaller; all that follows sees plain, smaller layers
+    3. recompute     inside the units, so that what is computed again is computed while its unit is gathered
+    4. compile       inside the units too: a compiled layer is one graph for all layers; gathering stays outside of it
+    5. shard         around each block, then around the model (embedding, norms, output): what is left belongs to the root
+    6. memory        only now: a worker never has more than its pieces
+    7. first values  each parameter's piece of its first value, or of the checkpoint that the run starts from
 
-Replicas alone need none of this but 2, 3, 5 and 6: the model is whole, and DistributedDataParallel (replicate.py) carries its gradients.
+Replicas alone need none of this but 3, 4, 6 and 7: the model is whole, and DistributedDataParallel (replicate.py) carries its gradients.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from lockstep.layout import Layout, Spot
 from lockstep.models.build import materialise
 from lockstep.parallel.pieces import Piece
+from lockstep.parallel.pipeline import Stage, keep
 from lockstep.parallel.plans import Plan, plan_of
 from lockstep.parallel.tensor import split
 from lockstep.parallel.wires import Wires
@@ -54,17 +56,22 @@ class Held:
     pieces: dict[str, Piece] = field(default_factory=dict)
     units: list[FSDPModule] = field(default_factory=list)
     shared: dict[str, Piece] = field(default_factory=dict)
+    stage: Stage | None = None
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This worker's pieces."""
         return iter(self.named.values())
 
+    def is_borrowed(self, name: str) -> bool:
+        """Whether the parameter is the first stage's, and this one has a copy of it."""
+        return self.stage is not None and name in self.stage.borrowed
+
     def rows_of_trained(self, shard: int) -> list[tuple[int, int, int, bool]]:
-        """For each trained parameter: where its rows begin and end among all rows of them, which of its rows is this shard's first, and
-        whether the tensor axis has cut it."""
+        """For each trained parameter that is this stage's own: where its rows begin and end among all rows of them, which of its rows is
+        this shard's first, and whether the tensor axis has cut it."""
         found, first = [], 0
         for name, parameter in self.named.items():
-            if parameter.requires_grad:
+            if parameter.requires_grad and not self.is_borrowed(name):
                 rows = self.shared[name].size[0]
                 start = min(rows, shard * -(-rows // self.layout.shard))
                 found.append((first, first + rows, start, not self.shared[name].is_whole))
@@ -82,6 +89,7 @@ def hold(
     inside: Callable[[nn.Module], None] = lambda model: None,
     units_ahead: int = 1,
     free_after_forward: bool = True,
+    parts_of_stages: int = 1,
 ) -> Held:
     """This worker's part of `model` (on the meta device): the whole where a replica is one worker.
 
@@ -89,18 +97,21 @@ def hold(
     inside              what is done to the blocks before they are sharded (recompute, compile)
     units_ahead         units gathered ahead of the one that computes: 1 + units_ahead are alive at once
     free_after_forward  False: units stay gathered from the forward to the backward pass (ZeRO-2): less traffic, more memory
+    parts_of_stages     of the model that each stage holds, a lap of all stages apart (interleaved)
     """
     if layout.unit == 1:
         whole = materialise(model, device, first_value)
         inside(whole)
         return Held(whole, layout, named=dict(whole.named_parameters()))
     plan, wires = plan_of(model), Wires(layout)
+    stage = keep(model, spot.stage, layout.pipeline, parts_of_stages) if layout.pipeline > 1 else None
+    plan = plan.within(model)
     pieces = split(model, plan, wires, spot.tensor, layout.tensor)
     inside(model)
     units = shard(model, plan, device, spot.shard, layout.shard, free_after_forward)
     look_ahead(units, units_ahead)
     shared, pieces = pieces, {name: piece.cut_rows(spot.shard, layout.shard) for name, piece in pieces.items()}
-    held = Held(model, layout, wires, pieces=pieces, units=units, shared=shared)
+    held = Held(model, layout, wires, pieces=pieces, units=units, shared=shared, stage=stage)
     model.to_empty(device=device)
     cast(FSDPModule, model)._get_fsdp_state()._lazy_init()  # now, since it may move what the parameters below share
     for name, parameter in model.named_parameters():

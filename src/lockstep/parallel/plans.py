@@ -8,7 +8,7 @@ regions  parts that the tensor axis shares: what comes in is whole, what goes ou
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -41,6 +41,15 @@ class Plan:
 
     def is_tail(self, name: str) -> bool:
         return re.search(self.tails, name) is not None
+
+    def within(self, model: nn.Module) -> Plan:
+        """For a model of which only some layers are left."""
+        there = dict(model.named_modules())
+
+        def holds(name: str) -> bool:
+            return name in there and not isinstance(there[name], nn.Identity)
+
+        return replace(self, units=tuple(filter(holds, self.units)), regions=tuple(filter(holds, self.regions)))
 
     def bounds(self, micro_batches: int) -> Bounds:
         return Bounds(micro_batches, self.widths, len(self.units))

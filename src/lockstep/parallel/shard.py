@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from lockstep.membership.board import Board
 from lockstep.optim import row_norms
 from lockstep.parallel.apply import Held
 from lockstep.parallel.ordered import Part, Span, Tree, exchange, share
+from lockstep.parallel.pipeline import Flow, Stage, travelling
 from lockstep.parallel.replicate import DIGEST_FACTOR, words_of
 from lockstep.parallel.wires import Arrival, everybody_sends, exchange_rows
 
@@ -60,6 +61,15 @@ class Parcel:
     out: Tensor
 
 
+class Waiting(NamedTuple):
+    """The inputs of a micro-batch for a pipeline, and autocast's type around its forward pass; None: off."""
+
+    k: int
+    inputs: tuple[Any, ...]
+    named: dict[str, Any]
+    narrow: torch.dtype | None
+
+
 class ShardedReplica:
     """What `Replica` is, for a model that is cut: see there. `held` is what this worker has of it (apply.py)."""
 
@@ -74,6 +84,8 @@ class ShardedReplica:
         self._round = Round(0, 0, True)
         self._losses: list[Tensor] = []
         self._counts = True
+        self._k = 0
+        self._waiting: list[Waiting] = []
         self._sent_s = self._done_s = 0.0
         self._rooted: list[Tensor] = []
         self._words = [words_of(p) for p in self.parameters]
@@ -103,13 +115,20 @@ class ShardedReplica:
         self.wires.failure = None
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """The model's forward pass."""
+        """The model's forward pass. In a pipeline the inputs wait until those of all micro-batches of the step are there."""
         if not self.wires.laid:
             self.wires.lay()
-        return self.held.module(*inputs, **named)
+        if self.held.stage is None:
+            return self.held.module(*inputs, **named)
+        kind = self.parameters[0].device.type
+        narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        self._waiting.append(Waiting(self._k, inputs, named, narrow))
+        return torch.zeros(())
 
     def backward(self, loss: Tensor) -> None:
         """The backward pass of a micro-batch; its loss is kept, unless this is a pass that only helps the other shards."""
+        if self.held.stage is not None:
+            return
         self.board.enter("backward")
         loss.backward()
         if self._counts:
@@ -133,22 +152,26 @@ class ShardedReplica:
         block = share(spot.replica, layout.replicate, self.leaves)
         refuse_idle_shards(layout.loaders, self.leaves, len(block), layout.shard)
         self._trees = [Tree() for _ in self.held.units]
-        self._losses, self.wires.waits.seconds, self._sent_s = [], 0.0, 0.0
+        self._losses, self.wires.waits.seconds, self._sent_s, self._waiting = [], 0.0, 0.0, []
+        passes: list[tuple[Round, bool]] = []
         for first in range(block.start, block.stop, layout.shard):
             if why := self.broken():
                 raise PeersLostError(why, "ShardedReplica.micro_batches")
             last = first + layout.shard >= block.stop
             self._round = Round(first, min(layout.shard, block.stop - first), last)
             self._counts = spot.shard < self._round.leaves
-            k = first + min(spot.shard, self._round.leaves - 1)
+            self._k = first + min(spot.shard, self._round.leaves - 1)
+            passes.append((self._round, self._counts))
             for p in self._sharded:
                 p.grad = None
-            torch.manual_seed(mix(self.seed, step, k) >> 1)
+            torch.manual_seed(mix(self.seed, step, self._k) >> 1)
             if last:
                 self.board.enter("reducing")
-            yield k
+            yield self._k
             if self.wires.failure:
                 break
+        if self.held.stage is not None and not self.wires.failure:
+            self._flow(self.held.stage, step, passes)
         self._drain()
         if self.wires.failure:
             raise self.wires.failure
@@ -161,6 +184,38 @@ class ShardedReplica:
         for own, sharded in zip(self.parameters, self._sharded, strict=True):
             own.grad = sharded.grad.to_local()
             sharded.grad = None
+        self._add_tied()
+
+    def _flow(self, stage: Stage, step: int, passes: list[tuple[Round, bool]]) -> None:
+        """The step of a pipeline: the micro-batches that wait, forward and backward."""
+        module, kind = self.held.module, self.parameters[0].device.type
+
+        def run(received: list[Tensor], part: int, micro: int) -> tuple[Tensor, ...]:
+            k, inputs, named, narrow = self._waiting[micro]
+            torch.manual_seed(mix(self.seed, step, k, part * stage.stages + stage.number) >> 1)
+            with torch.autocast(kind, narrow, enabled=narrow is not None):
+                out: tuple[Tensor, ...] = module(received, part, inputs, named)
+            return out
+
+        def back(micro: int, part: int) -> None:
+            self._round = passes[micro][0]
+            for p in self._sharded:
+                p.grad = None
+
+        dtype = next(iter(self.held.named.values())).dtype
+        flow = Flow(stage, self.wires, run, back, lambda micro: travelling(module, dtype, self._waiting[micro].inputs))
+        losses = flow.step(len(passes))
+        self._losses = [loss for loss, (_, counts) in zip(losses, passes, strict=False) if counts]
+
+    def _add_tied(self) -> None:
+        """Collective of the first and the last stage. A matrix that both have gets the sum of their gradients, and so stays the same."""
+        stage = self.held.stage
+        for name in (*stage.borrowed, *stage.lent) if stage else ():
+            gradient = self.held.named[name].grad
+            if gradient is not None:
+                self.wires.add_up(gradient, self.wires.tied)
+        if self.wires.failure:
+            raise self.wires.failure
 
     def told(self, size: int) -> list[int]:
         """How many losses each of `size` ranks tells."""
@@ -176,7 +231,8 @@ class ShardedReplica:
         places = self.held.rows_of_trained(spot.shard)
         total = max((stop for _, stop, _, _ in places), default=0)
         rows = torch.zeros(total, device=self.parameters[0].device)
-        for parameter, (first, _, start, _) in zip(self.parameters, places, strict=True):
+        own = [p for name, p in self.held.named.items() if p.requires_grad and not self.held.is_borrowed(name)]
+        for parameter, (first, _, start, _) in zip(own, places, strict=True):
             assert parameter.grad is not None
             rows[first + start : first + start + len(row_norms(parameter.grad))] = row_norms(parameter.grad)
         self.wires.add_up(rows, self.wires.gather)  # each row comes from one shard alone, so the sum is exact

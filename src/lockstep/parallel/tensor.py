@@ -1,8 +1,8 @@
 """Matrices that several workers share, in the middle of each layer (Shoeybi et al. 2019, "Megatron-LM", section 3).
 
 Of each region (attention, feed-forward) a worker has a part of the heads or of the inner width: the first matrices are cut by rows, the
-last one by columns. What comes in is the same on all; its gradient is added up. What goes out are summands; they are added up. Two sums in the
-forward pass of a layer, two in the backward pass, each of the whole activations: this axis belongs inside a machine.
+last one by columns. What comes in is the same on all; its gradient is added up. What goes out are summands; they are added up. Two sums in
+the forward pass of a layer, two in the backward pass, each of the whole activations: this axis belongs inside a machine.
 
 By hand rather than by DTensor, since the groups change while the model lives (wires.py).
 """

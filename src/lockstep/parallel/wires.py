@@ -57,6 +57,7 @@ class Wires:
         self.across: dist.ProcessGroup | None = None
         self.tensor: dist.ProcessGroup | None = None
         self.stages: dist.ProcessGroup | None = None
+        self.tied: dist.ProcessGroup | None = None
 
     def lay(self) -> None:
         """Collective. The groups of the present generation, whose ranks stand as the layout says; all replicas that there are now."""
@@ -68,6 +69,8 @@ class Wires:
 
         self.gather, self.scatter = group("shard"), group("shard")
         self.across, self.tensor, self.stages = group("replicate"), group("tensor"), group("pipeline")
+        ends = [*layout.along(rank, "pipeline")[:1], *layout.along(rank, "pipeline")[-1:]]
+        self.tied = dist.new_group(ends, use_local_synchronization=True) if layout.pipeline > 1 and rank in ends else None
         self.laid = True
 
     def now(self) -> Layout:
