@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,17 +149,20 @@ def hold_model(run: Run, task: Task, world: World, facts: Mapping[str, str]) -> 
         log.info("%s: %s", layout, "each replica is several workers" if layout.replicate > 1 else "one replica")
     else:
         layout = replace(asked, replicate=world.size or 1)
-    return hold(
+    held = hold(
         model,
         layout,
         layout.spot(max(0, world.rank)),
         task.first_value,
         world.device,
-        inside=lambda module: compiled(module, run, by_block=layout.unit > 1),
+        inside=partial(compiled, run=run) if layout.unit > 1 and run.compute.compile else None,
         units_ahead=run.shard.units_ahead,
         free_after_forward=run.shard.free_after_forward,
         parts_of_stages=axes.parts,
     )
+    if run.compute.compile and layout.unit == 1:
+        compiled([held.module], run)
+    return held
 
 
 def gather_team(run: Run, world: World, model: Held, keeper: Keeper, signals: Signals, tracker: Tracker) -> Team:
@@ -177,15 +181,13 @@ def gather_team(run: Run, world: World, model: Held, keeper: Keeper, signals: Si
     )
 
 
-def compiled(model: torch.nn.Module, run: Run, *, by_block: bool) -> None:
-    """Have torch compile the model, in place, if the run wants it: one graph for each shape of micro-batches.
+def compiled(modules: list[torch.nn.Module], run: Run) -> None:
+    """Have torch compile them, in place: one graph for each shape of micro-batches, which serves all blocks of a kind.
 
-    by_block  each block for itself: one graph serves them all, and what is gathered between them stays outside
+    The whole model where a replica is one worker; else each block for itself, since what is gathered between them stays outside.
     """
-    if not run.compute.compile:
-        return
-    torch._dynamo.config.cache_size_limit = 2 * run.batch.shapes * (1 + len(plan_of(model).units) * by_block)
-    for module in [model.get_submodule(name) for name in plan_of(model).units] if by_block else [model]:
+    torch._dynamo.config.cache_size_limit = 2 * run.batch.shapes * len(modules)
+    for module in modules:
         module.compile(dynamic=False)
 
 

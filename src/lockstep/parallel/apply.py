@@ -86,7 +86,7 @@ def hold(
     first_value: FirstValue,
     device: torch.device,
     *,
-    inside: Callable[[nn.Module], None] = lambda model: None,
+    inside: Callable[[list[nn.Module]], None] | None = None,
     units_ahead: int = 1,
     free_after_forward: bool = True,
     parts_of_stages: int = 1,
@@ -101,13 +101,15 @@ def hold(
     """
     if layout.unit == 1:
         whole = materialise(model, device, first_value)
-        inside(whole)
+        if inside:
+            inside([whole.get_submodule(name) for name in plan_of(whole).units])
         return Held(whole, layout, named=dict(whole.named_parameters()))
     plan, wires = plan_of(model), Wires(layout)
     stage = keep(model, spot.stage, layout.pipeline, parts_of_stages) if layout.pipeline > 1 else None
     plan = plan.within(model)
     pieces = split(model, plan, wires, spot.tensor, layout.tensor)
-    inside(model)
+    if inside:
+        inside([model.get_submodule(name) for name in plan.units])
     units = shard(model, plan, device, spot.shard, layout.shard, free_after_forward)
     look_ahead(units, units_ahead)
     shared, pieces = pieces, {name: piece.cut_rows(spot.shard, layout.shard) for name, piece in pieces.items()}

@@ -90,6 +90,7 @@ class Stage:
     """What a worker has of a model that is dealt to stages.
 
     parts     the layers of each of its parts, and whether it is the first and the last of all
+    modules   the names of the modules of each of its parts
     borrowed  parameters that the first stage has too, and saves
     lent      parameters of the first stage that the last one has too
     """
@@ -97,8 +98,13 @@ class Stage:
     number: int
     stages: int
     parts: tuple[tuple[range, bool, bool], ...]
+    modules: tuple[tuple[str, ...], ...]
     borrowed: tuple[str, ...] = ()
     lent: tuple[str, ...] = ()
+
+    def holds(self, part: int, name: str) -> bool:
+        """Whether a parameter is one of this part's."""
+        return any(name.startswith(f"{module}.") for module in self.modules[part])
 
 
 def keep(model: nn.Module, stage: int, stages: int, parts: int) -> Stage:
@@ -115,6 +121,12 @@ def keep(model: nn.Module, stage: int, stages: int, parts: int) -> Stage:
         if name not in wanted:
             remove(model, name)
     first, end = mine[0][1], mine[-1][2]
+    turn = names[len(model.encoder) - 1] if isinstance(model, Translator) else ""
+    ends = ("embedding", "norm", "output", "decoder_norm")
+    modules = []
+    for layers, begins, closes in mine:
+        of_part = [names[layer] for layer in layers]
+        modules.append((*of_part, *(ends if begins or closes else ()), *(("encoder_norm",) if turn in of_part else ())))
     embedding = "embedding.weight"
     if isinstance(model, Llama):
         tied = model.output is None
@@ -128,7 +140,7 @@ def keep(model: nn.Module, stage: int, stages: int, parts: int) -> Stage:
     else:
         assert isinstance(model, Translator)
         tied = True
-        if names[len(model.encoder) - 1] not in wanted:
+        if turn not in wanted:
             remove(model, "encoder_norm")
         if not end:
             remove(model, "decoder_norm")
@@ -137,7 +149,7 @@ def keep(model: nn.Module, stage: int, stages: int, parts: int) -> Stage:
         run = run_translator
     model.forward = lambda received, part, inputs, named: run(model, mine[part], received, *inputs, **named)  # type: ignore[method-assign, assignment]
     shared = (embedding,) if tied and stages > 1 else ()
-    return Stage(stage, stages, mine, shared if end and not first else (), shared if first and not end else ())
+    return Stage(stage, stages, mine, tuple(modules), shared if end and not first else (), shared if first and not end else ())
 
 
 def names_of_layers(model: nn.Module) -> list[str]:

@@ -26,6 +26,7 @@ class Plan:
     tails    weights cut by columns: a pattern of their names
     counted  what of a region counts its share, as (pattern of the modules' names, attribute)
     widths   what the tensor axis must divide
+    layers   that can be dealt to stages
     """
 
     units: tuple[str, ...]
@@ -34,6 +35,7 @@ class Plan:
     tails: str
     counted: tuple[tuple[str, str], ...] = ()
     widths: tuple[int, ...] = ()
+    layers: int = 0
 
     def packed(self, name: str) -> int:
         """Matrices packed in a weight that is cut by rows; 0 where it is not."""
@@ -52,7 +54,7 @@ class Plan:
         return replace(self, units=tuple(filter(holds, self.units)), regions=tuple(filter(holds, self.regions)))
 
     def bounds(self, micro_batches: int) -> Bounds:
-        return Bounds(micro_batches, self.widths, len(self.units))
+        return Bounds(micro_batches, self.widths, self.layers)
 
 
 def plan_of(model: nn.Module) -> Plan:
@@ -77,6 +79,7 @@ def plan_of_llama(model: Llama) -> Plan:
         heads=((r"attention\.(query|key|value)\.weight$", 1), (r"feed_forward\.(gate|up)\.weight$", 1)),
         tails=r"(attention|feed_forward)\.out\.weight$",
         widths=(shape.heads, shape.key_value_heads, shape.feed_forward),
+        layers=shape.layers,
     )
 
 
@@ -87,10 +90,11 @@ def plan_of_translator(model: Translator) -> Plan:
     names = dict(model.named_modules())
     hidden = len(model.get_parameter("decoder.0.feed_forward.up.weight"))
     return Plan(
-        units=(*encoder, *decoder),
+        units=(*encoder, "encoder_norm", *decoder),  # a unit of its own: what is left to the root is used at both ends alone
         regions=tuple(name for layer in (*encoder, *decoder) for part in parts if (name := f"{layer}.{part}") in names),
         heads=((r"query_key_value\.weight$", 3), (r"key_value\.weight$", 2), (r"(query|up)\.weight$", 1)),
         tails=r"(attention|feed_forward)\.out\.weight$",
         counted=((r"_attention$", "heads"),),
         widths=(model.heads, hidden),
+        layers=len(encoder) + len(decoder),
     )

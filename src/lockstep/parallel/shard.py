@@ -98,6 +98,7 @@ class ShardedReplica:
             unit.set_all_reduce_hook(partial(self._reduced, number))
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
+        self._names = [name for name, p in held.named.items() if p.requires_grad]
         self._sharded = [cast(Any, p) for p in held.module.parameters() if p.requires_grad]
 
     @property
@@ -199,8 +200,9 @@ class ShardedReplica:
 
         def back(micro: int, part: int) -> None:
             self._round = passes[micro][0]
-            for p in self._sharded:
-                p.grad = None
+            for name, p in zip(self._names, self._sharded, strict=True):
+                if stage.holds(part, name):
+                    p.grad = None
 
         dtype = next(iter(self.held.named.values())).dtype
         flow = Flow(stage, self.wires, run, back, lambda micro: travelling(module, dtype, self._waiting[micro].inputs))

@@ -10,6 +10,7 @@ By hand rather than by DTensor, since the groups change while the model lives (w
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,11 +71,20 @@ def split(model: nn.Module, plan: Plan, wires: Wires, part: int, parts: int) -> 
                 setattr(module, attribute, getattr(module, attribute) // parts)
     for name in plan.regions:
         region = model.get_submodule(name)
-        region.register_forward_pre_hook(lambda _, inputs: tuple(entered(one, wires) for one in inputs))
-        region.register_forward_hook(lambda _, inputs, output: Leave.apply(output, wires))  # type: ignore[no-untyped-call]
+        region.register_forward_pre_hook(torch.compiler.disable(partial(enter, wires)))
+        region.register_forward_hook(torch.compiler.disable(partial(leave, wires)))
     return pieces
 
 
-def entered(value: Any, wires: Wires) -> Any:
+def enter(wires: Wires, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """What enters a region: tensors that have a gradient get the sum of all workers' parts of it."""
-    return Enter.apply(value, wires) if isinstance(value, Tensor) and value.requires_grad else value  # type: ignore[no-untyped-call]
+    return tuple(
+        Enter.apply(one, wires) if isinstance(one, Tensor) and one.requires_grad else one  # type: ignore[no-untyped-call]
+        for one in inputs
+    )
+
+
+def leave(wires: Wires, _: nn.Module, inputs: tuple[Any, ...], summand: Tensor) -> Tensor:
+    """What leaves it."""
+    total: Tensor = Leave.apply(summand, wires)  # type: ignore[no-untyped-call]
+    return total
