@@ -104,9 +104,9 @@ class Parallel:
 class Layout:
     replicate: int = value(0, "whole copies of the model; 0: as many as the workers make", least=0)
     shard: int = value(1, "workers that share the parameters, gradients and optimizer state of a copy (FSDP)", least=1)
-    tensor: int = value(1, "workers that share each layer's matrices", bits=BITS, least=1)
-    pipeline: int = value(1, "stages that the layers are dealt to", bits=BITS, least=1)
-    parts: int = value(1, "pipeline: parts of the model that each stage holds (interleaved 1F1B)", bits=BITS, least=1)
+    tensor: int = value(1, "workers that share each layer's matrices; another number has other bits", least=1)
+    pipeline: int = value(1, "stages that the layers are dealt to; with dropout another number has other bits", least=1)
+    parts: int = value(1, "pipeline: parts of the model that each stage holds (interleaved 1F1B)", least=1)
 
 
 @dataclass(frozen=True)

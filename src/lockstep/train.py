@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch._dynamo.utils import counters
 
+from lockstep import config
 from lockstep.agree import Verdict, same
 from lockstep.checkpoint.keeper import Keeper
 from lockstep.config import Resolved, Run, to_json, with_precision
@@ -73,7 +74,7 @@ def train(resolved: Resolved, folder: Path, world: World, *, resume: str = "auto
     if world.joining and held.layout.unit == 1:
         warm_up(held.module, task, run, world)
     first = keeper.resume(resume, numerics | dict(task.fingerprints))
-    warn_of_other_bits(keeper.facts, numerics)
+    warn_of_other_bits(keeper.facts, numerics, run.layout)
     go_on_counting(world, keeper.facts)
     facts = {"run": to_json(resolved), "fingerprints": dict(task.fingerprints), "numerics": numerics}
     tracker = Tracker(
@@ -227,9 +228,15 @@ def book(ledger: Ledger, values: dict[str, Any]) -> None:
     ledger.move("training", "data", values.get("data_seconds", 0.0), time.monotonic())
 
 
-def warn_of_other_bits(facts: dict[str, object], now: dict[str, str]) -> None:
+def warn_of_other_bits(facts: dict[str, Any], now: dict[str, str], layout: config.Layout) -> None:
     """Warn when the run goes on where its bits would have been others: `facts` is what its checkpoint says of where it was saved."""
     begun = facts.get("numerics")
+    before = facts.get("run", {}).get("values", {}).get("layout", {})
+    for axis in ("tensor", "pipeline", "parts"):
+        if before.get(axis, 1) != getattr(layout, axis):
+            log.warning(
+                "this run goes on with layout.%s %s, it was %s: other bits, equal to rounding", axis, getattr(layout, axis), before[axis]
+            )
     for sentence in changed(begun, now) if isinstance(begun, dict) else []:
         log.warning("this run goes on with other bits than it would have had where it began: %s", sentence)
 

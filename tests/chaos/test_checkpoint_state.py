@@ -245,7 +245,7 @@ def test_the_files_are_those_of_the_safetensors_library(tmp_path: Path) -> None:
     theirs = safetensors.torch.load_file(path / "tensors-00000.safetensors")
     assert digest(theirs) == digest(EVERY_DTYPE)
     safetensors.torch.save_file(EVERY_DTYPE, tmp_path / "theirs.safetensors", metadata={"a": "b"})
-    found = tensorfile.stored([tmp_path / "theirs.safetensors"])
+    found = {spec.name: (spec, data) for spec, data in tensorfile.tensors_in(tensorfile.mapped(tmp_path / "theirs.safetensors"))}
     assert found.keys() == EVERY_DTYPE.keys()
     assert tensorfile.digest({name: tensorfile.fingerprint(*pair) for name, pair in found.items()}) == digest(EVERY_DTYPE)
 

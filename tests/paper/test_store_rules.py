@@ -178,7 +178,7 @@ def test_export_writes_the_models_tensors_alone(tmp_path: Path) -> None:
         attempt.commit()
     line = commands.export(tmp_path, None, tmp_path / "out.safetensors")
     assert "step 3: 2 tensors" in line
-    found = tensorfile.stored([tmp_path / "out.safetensors"])
+    found = {spec.name: (spec, data) for spec, data in tensorfile.tensors_in(tensorfile.mapped(tmp_path / "out.safetensors"))}
     assert {name: (spec.dtype, spec.shape, bytes(data)) for name, (spec, data) in found.items()} == {
         "w": ("F32", (4,), b"w" * 16),
         "b": ("BF16", (2, 3), b"b" * 12),

@@ -63,6 +63,7 @@ class Keeper:
         self._saved_step = 0
         self._asked: tuple[int, dict[str, Any], Collection[int]] | None = None  # the last save, whoever was to do it
         self._failure: Exception | None = None
+        self._begun_in = -1  # the generation in which this worker began its last save
 
     @property
     def unit(self) -> int:
@@ -167,6 +168,8 @@ class Keeper:
         """
         if not (self.writes and self._asked and self._asked[0] == step) or step in self.store.steps():
             return
+        if self.held and self._begun_in == self.world.generation:
+            return
         if self.saver and self.held:
             self.saver.wait()
             while self.saver.failure():  # of the group that is no more
@@ -190,6 +193,7 @@ class Keeper:
             self._begin(*self._asked)
 
     def _begin(self, step: int, facts: dict[str, Any], protect: Collection[int]) -> None:
+        self._begun_in = self.world.generation
         self.saver = self.saver or BackgroundSaver(self.store, self._note_saved if self.world.leader else lambda step, seconds: None)
         self.saver.save(step, self._take_part(self.held) if self.held else self.capture(), facts, protect)
 

@@ -22,13 +22,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 from lockstep.checkpoint import commit, tensorfile
 from lockstep.checkpoint.commit import Attempt, Record
-from lockstep.checkpoint.state import TORCH_DTYPES, bytes_of, tensor_of
 from lockstep.checkpoint.tensorfile import Spec
 from lockstep.errors import CheckpointError
 from lockstep.files import fsync_folder, write_json
@@ -123,6 +123,9 @@ def put(path: Path, chunks: Iterable[bytes | memoryview]) -> Record:
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
+Raw = npt.NDArray[np.unsignedinteger[Any]]  # the numbers of a tensor as they lie there, whatever they mean
+
+
 @dataclass
 class Stored:
     """One tensor as a checkpoint has it: whole, or in pieces (spec of a piece, its bytes, which it is)."""
@@ -135,28 +138,29 @@ class Stored:
         first, _, piece = self.pieces[0]
         return first._replace(shape=piece.shape)
 
-    def data(self) -> memoryview:
-        """The bytes of the whole; a view where it lies in one piece."""
-        _, data, piece = self.pieces[0]
-        return data if piece.is_whole else bytes_of(self.tensor())
-
-    def tensor(self) -> Tensor:
-        """The whole tensor."""
+    def raw(self) -> Raw:
+        """The whole; a view of the bytes where it lies in one piece. CheckpointError when the pieces do not make it up."""
         spec, data, piece = self.pieces[0]
+        kind = np.dtype(f"u{tensorfile.ITEM_BYTES[spec.dtype]}")
         if piece.is_whole:
-            return tensor_of(spec, data)
-        out = torch.empty(piece.shape, dtype=TORCH_DTYPES[spec.dtype])
-        missing = torch.ones(piece.shape[:2], dtype=torch.bool)
+            return np.frombuffer(data, kind).reshape(spec.shape)
+        out, missing = np.empty(piece.shape, kind), np.ones(piece.shape[:2], np.bool_)
         for one, its_data, place in self.pieces:
-            place.fill(out, tensor_of(one, its_data))
-            place.fill(missing, torch.zeros(place.size[:2], dtype=torch.bool))
+            place.fill(out, np.frombuffer(its_data, kind).reshape(one.shape))
+            place.fill(missing, np.zeros(place.size[:2], np.bool_))
         if missing.any():
-            raise CheckpointError(f"pieces of {spec.name} are missing", f"{int(missing.sum())} of its numbers are in no file")
+            raise CheckpointError(f"pieces of {spec.name} are missing", f"{int(missing.sum())} of its rows and columns are in no file")
         return out
 
-    def piece(self, wanted: Piece) -> Tensor:
-        """A piece of the tensor, which need not be one that is stored."""
-        return wanted.of(self.tensor()).clone()
+    def data(self) -> memoryview:
+        """The bytes of the whole."""
+        _, data, piece = self.pieces[0]
+        return data if piece.is_whole else self.raw().reshape(-1).view(np.uint8).data
+
+    def piece(self, wanted: Piece) -> tuple[Spec, memoryview]:
+        """A piece of the tensor, which need not be one that is stored: a copy."""
+        held = np.array(wanted.of(self.raw()))
+        return self.spec._replace(shape=wanted.size), held.reshape(-1).view(np.uint8).data
 
 
 class Tensors(Mapping[str, Stored]):

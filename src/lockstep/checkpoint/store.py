@@ -30,7 +30,7 @@ from torch import Tensor
 from lockstep.checkpoint import commit, seal, tensorfile
 from lockstep.checkpoint.choose import expendable, show_steps
 from lockstep.checkpoint.parts import FILES_A_WRITER, Part, Tensors, parameter_of, place_of, tensors_at
-from lockstep.checkpoint.state import bytes_of, fingerprints, shown, spec_of
+from lockstep.checkpoint.state import bytes_of, fingerprints, shown, spec_of, tensor_of
 from lockstep.checkpoint.tensorfile import Spec
 from lockstep.errors import CheckpointError
 from lockstep.parallel.pieces import Piece
@@ -156,7 +156,7 @@ class Store:
             stored = tensors_at(path, step)
             if self.part:
                 mine = {name: self.part.pieces.get(name, Piece.whole(tensor.shape)) for name, tensor in tensors.items()}
-                there = fingerprints({name: stored[name].piece(mine[name]) for name in mine if name in stored})
+                there = fingerprints({name: tensor_of(*stored[name].piece(mine[name])) for name in mine if name in stored})
             else:
                 there = stored.fingerprints()
             here = fingerprints(tensors)
@@ -254,7 +254,7 @@ class Store:
         facts = json.loads(contents.pop(FACTS))
         self._good = step
         stored = Tensors(memoryview(content) for content in contents.values())
-        return Checkpoint(step, {name: one.tensor() for name, one in stored.items()}, facts), []
+        return Checkpoint(step, {name: tensor_of(one.spec, one.data()) for name, one in stored.items()}, facts), []
 
     def newest_whole(self) -> int | None:
         """The step of the newest whole checkpoint, every byte verified; None when there is none. As `load_newest`, but loads nothing."""
@@ -284,7 +284,7 @@ class Store:
                 raise self._damaged({step: problems})
             stored = tensors_at(path, step)
             mine = {name: one for name, one in stored.items() if parameter_of(name) in wanted}
-            tensors = {name: one.piece(place_of(name, one.spec.shape, wanted)) for name, one in mine.items()}
+            tensors = {name: tensor_of(*one.piece(place_of(name, one.spec.shape, wanted))) for name, one in mine.items()}
             facts = json.loads((path / FACTS).read_bytes())
         return Checkpoint(step, tensors, facts)
 

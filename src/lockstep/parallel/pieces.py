@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
-from torch import Tensor
+Array = TypeVar("Array", bound=Any)  # of numpy or torch: this file imports neither, as commands that only read bytes want no torch
 
 
 @dataclass(frozen=True)
@@ -75,24 +74,28 @@ class Piece:
         length = self.shape[1] // parts
         return Piece(self.shape, self.rows, (part * length, (part + 1) * length))
 
-    def of(self, whole: Tensor) -> Tensor:
+    def of(self, whole: Array) -> Array:
         """This part of `whole`: a view where it is one range, else a copy."""
         assert tuple(whole.shape) == self.shape, (whole.shape, self.shape)
         if not self.shape:
             return whole
-        parts = [whole[start:stop] for start, stop in self.rows]
-        rows = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else whole[:0]
-        return rows if self.columns is None else rows[:, self.columns[0] : self.columns[1]]
+        if len(self.rows) == 1:
+            rows: Array = whole[self.rows[0][0] : self.rows[0][1]]
+        else:
+            rows = whole[[row for start, stop in self.rows for row in range(start, stop)]]
+        if self.columns is not None:
+            rows = rows[:, self.columns[0] : self.columns[1]]
+        return rows
 
-    def fill(self, whole: Tensor, part: Tensor) -> None:
+    def fill(self, whole: Array, part: Array) -> None:
         """Put the part in its place."""
         if not self.shape:
-            whole.copy_(part)
+            whole[...] = part
             return
         passed = 0
         for start, stop in self.rows:
             there = whole[start:stop] if self.columns is None else whole[start:stop, self.columns[0] : self.columns[1]]
-            there.copy_(part[passed : passed + stop - start])
+            there[...] = part[passed : passed + stop - start]
             passed += stop - start
 
     def to_json(self) -> dict[str, Any]:

@@ -1,0 +1,72 @@
+"""A checkpoint of any layout is resumed in any other one; the training goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from test_layouts import all_losses, held_by, model_named, one_step, replica_of
+
+from lockstep.checkpoint import commands
+from lockstep.checkpoint.keeper import Keeper
+from lockstep.config import Optim
+from lockstep.layout import Layout
+from lockstep.optim import adamw, divide_and_clip
+from lockstep.testing import run_ranks
+from lockstep.world import World
+
+FIRST, LAST = 3, 6
+FROM = [Layout(), Layout(2, 2), Layout(1, 1, 2), Layout(1, 1, 1, 2)]
+TO = {
+    Layout(): [Layout(2, 2), Layout(1, 2, 2)],
+    Layout(2, 2): [Layout(), Layout(1, 4), Layout(1, 3), Layout(1, 1, 2)],
+    Layout(1, 1, 2): [Layout(2), Layout(1, 1, 1, 2)],
+    Layout(1, 1, 1, 2): [Layout(1, 2), Layout(1, 1, 2)],
+}
+
+
+def go_on(world: World, layout: Layout, folder: str, steps: int) -> list[float]:
+    """Train the run in `folder` up to `steps`, from where it is, and save; the losses of these steps."""
+    model = model_named("translator", dropout=0.0)
+    held = held_by(world, model, layout, torch.float32)
+    optimizer = adamw(held, Optim(learning_rate=3e-3))
+    losses = []
+    with Keeper(Path(folder), world, held, optimizer) as keeper, replica_of(held, 4) as replica:
+        for step in range(keeper.resume(), steps):
+            losses.append(all_losses(one_step(held, replica, model, step)))
+            divide_and_clip(held.parameters(), divisor=72, clip_norm=1.0, squares=replica.squares())
+            optimizer.step()
+        keeper.save(steps)
+    return losses
+
+
+@pytest.mark.parametrize("begun", FROM, ids=str)
+def test_a_run_goes_on_in_another_layout(begun: Layout, tmp_path: Path) -> None:
+    undisturbed = run_ranks(go_on, 1, Layout(), str(tmp_path / "undisturbed" / "checkpoints"), LAST)[0]
+    right = commands.digest_line(tmp_path / "undisturbed")
+    there = tmp_path / "begun" / "checkpoints"
+    first = run_ranks(go_on, begun.workers, begun, str(there), FIRST)[0]
+    assert first == pytest.approx(undisturbed[:FIRST], rel=1e-5)
+    assert commands.verify(tmp_path / "begun")[0] and not list(there.glob(".part-*"))
+    for layout in TO[begun]:
+        shutil.copytree(there, tmp_path / str(layout) / "checkpoints")
+        rest = run_ranks(go_on, layout.workers, layout, str(tmp_path / str(layout) / "checkpoints"), LAST)[0]
+        assert rest == pytest.approx(undisturbed[FIRST:], rel=1e-5), layout
+        if begun.tensor == begun.pipeline == layout.tensor == layout.pipeline == 1:
+            assert commands.digest_line(tmp_path / str(layout)) == right, layout
+
+
+def test_a_damaged_part_is_found_and_the_checkpoint_before_serves(tmp_path: Path) -> None:
+    there = tmp_path / "checkpoints"
+    for steps in (2, FIRST):
+        run_ranks(go_on, 2, Layout(1, 2), str(there), steps)
+    parts = sorted((there / "step-00000003").glob("*.safetensors"))
+    assert [path.name for path in parts] == ["tensors-00000.safetensors", "tensors-01000.safetensors"]
+    content = bytearray(parts[1].read_bytes())
+    content[len(content) // 2] ^= 4
+    parts[1].write_bytes(content)
+    assert not commands.verify(tmp_path)[0]
+    assert len(run_ranks(go_on, 2, Layout(1, 2), str(there), FIRST)[0]) == FIRST - 2  # from step 2
+    assert commands.verify(tmp_path)[0]
