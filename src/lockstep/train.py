@@ -65,6 +65,7 @@ def train(resolved: Resolved, folder: Path, world: World, *, resume: str = "auto
         every_steps=run.save.every_steps,
         keep=run.save.keep,
         on_error=run.save.on_error,
+        saved=task.saved,
     )
     numerics = settle_numerics(world)
     graphs = compiled(model, run)

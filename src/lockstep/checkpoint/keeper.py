@@ -7,7 +7,7 @@ training. Replicas are bitwise equal, so rank 0 alone writes; which step is resu
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from torch import nn
 from lockstep.agree import lead
 from lockstep.checkpoint.background import BackgroundSaver
 from lockstep.checkpoint.choose import choose
-from lockstep.checkpoint.state import capture, restore
+from lockstep.checkpoint.state import capture, everything, restore
 from lockstep.checkpoint.store import Checkpoint, Store
 from lockstep.events import note
 from lockstep.failures import plainly
@@ -34,6 +34,7 @@ class Keeper:
     every_steps  committed steps from one checkpoint to the next; 0: only when `save` is called
     keep         newest checkpoints kept; 0: all
     on_error     "continue": a failed save is a warning, and the next one is tried; "stop": it ends the run
+    saved        which parameters and buffers a checkpoint holds, by name; the others are on every process from the start
     """
 
     def __init__(
@@ -46,7 +47,9 @@ class Keeper:
         every_steps: int = 0,
         keep: int = 3,
         on_error: Literal["continue", "stop"] = "continue",
+        saved: Callable[[str], bool] = everything,
     ) -> None:
+        self.saved = saved
         self.world, self.model, self.optimizer, self.every_steps, self.on_error = world, model, optimizer, every_steps, on_error
         self.store = Store(folder, keep=keep)
         self.saver: BackgroundSaver | None = None  # the leader's
@@ -57,7 +60,7 @@ class Keeper:
 
     def capture(self) -> dict[str, torch.Tensor]:
         """The living state by name."""
-        return capture(self.model, self.optimizer)
+        return capture(self.model, self.optimizer, self.saved)
 
     def resume(self, how: str = "auto", facts: Mapping[str, str] | None = None) -> int:
         """Collective. Load the checkpoint that `how` names; the number of steps done, 0 for a new run.
@@ -88,7 +91,7 @@ class Keeper:
         step = lead(self.world, chosen)
         if step is not None:
             found = found or self.store.load(step)
-            restore(self.model, self.optimizer, found.tensors)
+            restore(self.model, self.optimizer, found.tensors, self.saved)
             self.facts = found.facts
         self._saved_step = step or 0
         return step or 0
@@ -113,7 +116,7 @@ class Keeper:
         else:
             return None
         assert tensors is not None
-        restore(self.model, self.optimizer, tensors)
+        restore(self.model, self.optimizer, tensors, self.saved)
         world.joining = False
         step, sources, _ = roles(world.standings)
         log.info("joined at step %d as rank %d of %d; the state came from %d of them", step, world.rank, world.size, len(sources))
