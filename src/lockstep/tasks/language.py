@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,13 +31,6 @@ class Language:
     beginning: Beginning
     loader: RowLoader
     fingerprints: Mapping[str, str]
-
-    @classmethod
-    def open(cls, run: Run, folder: Path, world: World) -> Language:
-        """Collective. The task of a run with `task = "pretrain"`; its data is prepared by rank 0 the first time."""
-        lead(world, lambda: prepare(run, folder))
-        tokenizer = ChatTokenizer.load(folder / TOKENIZER, {})
-        return cls.over(run, folder, world, tokenizer, lambda found: CutRows(found.train, run.batch.length))
 
     @classmethod
     def over(cls, run: Run, folder: Path, world: World, tokenizer: ChatTokenizer, rows_of: Callable[[data.Prepared], Rows]) -> Language:
@@ -85,15 +78,29 @@ class Language:
         return self.loader.order.epoch(step)
 
 
+def open_pretraining(run: Run, folder: Path, world: World) -> Language:
+    """Collective. The task of a run with `task = "pretrain"`; its data is prepared by rank 0 the first time."""
+    lead(world, lambda: prepare(run, folder))
+    tokenizer = ChatTokenizer.load(folder / TOKENIZER, {})
+    return Language.over(run, folder, world, tokenizer, lambda found: CutRows(found.train, run.batch.length))
+
+
 def prepare(run: Run, folder: Path) -> None:
     """For the leader: tokenizer and streams of the run's documents."""
-    if run.llama.start:
-        data.carry_tokenizer(open_weights(Path(run.llama.start)).carried, folder / TOKENIZER)
-    elif not (folder / "data" / MARKER).exists():
-        data.train_tokenizer(run, (d.text for split, d in documents(run.data) if split == "train"), folder / TOKENIZER)
-    tokenizer = ChatTokenizer.load(folder / TOKENIZER, {})
+    tokenizer = tokenizer_of(run, folder, (d.text for split, d in documents(run.data) if split == "train"))
 
     def samples(_: Counter[str]) -> Iterator[data.Sample]:
         return data.document_samples(tokenizer, documents(run.data))
 
     data.prepare(run, folder / "data", source_of(run.data), tokenizer, samples)
+
+
+def tokenizer_of(run: Run, folder: Path, texts: Iterable[str]) -> ChatTokenizer:
+    """For the leader: the tokenizer of what the run starts from, or one trained on `texts`; its files are in the run's folder then."""
+    start = open_weights(Path(run.llama.start)) if run.llama.start else None
+    if not (folder / "data" / MARKER).exists():
+        if start:
+            data.carry_tokenizer(start.carried, folder / TOKENIZER)
+        else:
+            data.train_tokenizer(run, texts, folder / TOKENIZER)
+    return ChatTokenizer.load(folder / TOKENIZER, start.config if start else {})
