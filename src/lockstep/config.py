@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -35,18 +35,26 @@ def value(default: Any, doc: str, *, bits: bool = False, least: float | None = N
 
 @dataclass(frozen=True)
 class Data:
-    kind: Literal["cldr", "files", "huggingface", "gettext"] = value(
-        "cldr", "where the pairs come from; cldr is made here and needs no download", bits=BITS
+    kind: Literal["cldr", "files", "huggingface", "gettext", "stdlib", "text", "chat", "drills"] = value(
+        "cldr", "where the text comes from; cldr (pairs), stdlib (text) and drills (chats) are made here and need no download", bits=BITS
     )
     source: str = value("en", "language of the source side", bits=BITS)
     target: str = value("it", "language of the target side", bits=BITS)
-    train: Words = value((), "training files: two texts, or one .tsv, or one .jsonl, each plain or .gz", bits=BITS)
+    train: Words = value(
+        (),
+        "training files, plain or .gz: two texts, or one .tsv, or one .jsonl; text, chat: any number, * and ** stand for names",
+        bits=BITS,
+    )
     validation: Words = value((), "validation files, as train; empty: pairs are held out of train", bits=BITS)
     test: Words = value((), "test files, as train; empty: pairs are held out of train", bits=BITS)
     dataset: str = value("", "huggingface: name or folder of the dataset, such as Helsinki-NLP/opus_books", bits=BITS)
     subset: str = value("", "huggingface: the configuration, such as en-it", bits=BITS)
     pairs: int = value(120_000, "cldr: training pairs to make at most; 0 makes all", bits=BITS, least=0)
     held_out: int = value(1000, "pairs of validation and of test each, where the corpus has none", bits=BITS, least=1)
+    column: str = value("text", "text, huggingface: where the text stands in a JSON object or a row, when a Llama is trained", bits=BITS)
+    held_out_share: float = value(
+        0.015, "share of the documents in validation and in test each, where no files are named for them", bits=BITS, least=0, below=0.5
+    )
     max_tokens: int = value(128, "longer pairs are left out of training and counted", bits=BITS, least=4)
 
 
@@ -62,6 +70,7 @@ class Tokens:
 class Batch:
     micro_batches: int = value(8, "K, forward and backward passes a step, over all replicas together", bits=BITS, least=1)
     tokens: int = value(512, "target positions of a micro-batch, padding included; memory grows with it", bits=BITS, least=1)
+    length: int = value(512, "a Llama's: positions of a row; batch.tokens / batch.length rows are a micro-batch", bits=BITS, least=2)
     shapes: int = value(6, "how many shapes micro-batches have; more pad less and compile longer", bits=BITS, least=1)
 
 
@@ -77,6 +86,27 @@ class Model:
 
 
 @dataclass(frozen=True)
+class Llama:
+    shape: str = value("5M", "name of a shape in models/llama.py; a new model's vocabulary is its tokenizer's", bits=BITS)
+    start: str = value(
+        "", "folder whose weights, shape and tokenizer it begins with: Hugging Face's or a run's; empty: a new one", bits=BITS
+    )
+    context: int = value(0, "positions that the model is said to be made for; 0: as its shape or its start has it", bits=BITS, least=0)
+
+
+@dataclass(frozen=True)
+class Lora:
+    rank: int = value(0, "of the adapters, which alone are trained; 0: none, all weights are", bits=BITS, least=0)
+    alpha: float = value(16.0, "what an adapter adds is multiplied by alpha / rank", bits=BITS, least=0)
+    targets: Words = value(
+        ("query", "key", "value", "out", "gate", "up", "down"), "matrices that get one; out: attention's, down: the gated unit's", bits=BITS
+    )
+    save: Literal["adapters", "all"] = value(
+        "adapters", "what a checkpoint holds; adapters: the rest comes from llama.start again", bits=BITS
+    )
+
+
+@dataclass(frozen=True)
 class Optim:
     learning_rate: float = value(4e-3, "at its peak, after the warm-up", bits=BITS, least=0)
     warmup_steps: int = value(60, "steps in which the learning rate rises from 0", bits=BITS, least=0)
@@ -87,7 +117,7 @@ class Optim:
     epsilon: float = value(1e-9, "AdamW: added to the root of that mean", bits=BITS, least=0)
     weight_decay: float = value(0.01, "AdamW: matrices only", bits=BITS, least=0)
     clip_norm: float = value(1.0, "global norm above which the gradient is scaled down; 0: never", bits=BITS, least=0)
-    label_smoothing: float = value(0.1, "share of the target given to all words alike", bits=BITS, least=0, below=1)
+    label_smoothing: float = value(0.1, "share of the target given to all words alike; translate alone", bits=BITS, least=0, below=1)
     fused: bool = value(False, "torch's fused AdamW; on a CPU its bits depend on how tensors are cut", bits=BITS)
 
 
@@ -150,7 +180,7 @@ class Track:
 
 @dataclass(frozen=True)
 class Evaluate:
-    at_end: int = value(1000, "held-out pairs translated and scored when the last step is done; 0: none", least=0)
+    at_end: int = value(1000, "held-out pairs translated, chats answered, when the last step is done; 0: nothing is scored then", least=0)
     beams: int = value(1, "1: greedy; more: beam search of that width", least=1)
 
 
@@ -165,6 +195,8 @@ class Run:
     tokens: Tokens = Tokens()
     batch: Batch = Batch()
     model: Model = Model()
+    llama: Llama = Llama()
+    lora: Lora = Lora()
     optim: Optim = Optim()
     parallel: Parallel = Parallel()
     layout: Layout = Layout()
@@ -319,6 +351,45 @@ def from_values(values: Mapping[str, Any], cls: type = Run, prefix: str = "") ->
     return cls(**{n: from_values(values, hints[n], k + ".") if is_dataclass(hints[n]) else values[k] for n, k in parts.items()})
 
 
+# What each task reads.
+KINDS = {
+    "translate": ("cldr", "files", "huggingface", "gettext"),
+    "pretrain": ("stdlib", "text", "huggingface"),
+    "sft": ("chat", "drills"),
+}
+WITH_FILES = {
+    "files": '["train.en.gz", "train.de.gz"]',
+    "text": '["texts/**/*.txt", "more.jsonl.gz"]',
+    "chat": '["chats.jsonl"]',
+}
+LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down")
+
+
+def check_llama(run: Run, wrong: Callable[[str, list[str], str], ConfigError]) -> None:
+    """The rules between values when a Llama is trained."""
+    if run.batch.tokens % run.batch.length:
+        near = max(1, round(run.batch.tokens / run.batch.length)) * run.batch.length
+        raise wrong(
+            f"micro-batches of batch.tokens={run.batch.tokens} do not consist of rows of batch.length={run.batch.length}",
+            ["batch.tokens", "batch.length"],
+            f"try batch.tokens={near}",
+        )
+    if run.llama.context and run.llama.context < run.batch.length:
+        raise wrong(
+            f"rows of batch.length={run.batch.length} in a model of llama.context={run.llama.context}",
+            ["batch.length", "llama.context"],
+            f"try batch.length={run.llama.context}",
+        )
+    if run.tokens.kind == "word" or run.tokens.lowercase:
+        raise wrong(
+            "a Llama's tokenizer keeps every byte of a text", ["tokens.kind", "tokens.lowercase"], "leave both out: it is byte-level BPE"
+        )
+    if unknown := [name for name in run.lora.targets if name not in LORA_TARGETS]:
+        raise wrong(f"lora.targets names {', '.join(unknown)}", ["lora.targets"], f"there are {', '.join(LORA_TARGETS)}")
+    if run.lora.rank and not run.llama.start:
+        raise wrong("adapters need a trained model to adapt", ["lora.rank", "llama.start"], "set llama.start to a folder, or lora.rank=0")
+
+
 def check_together(run: Run, origin: Mapping[str, str]) -> None:
     """Rules between values: all that can be known before a process starts."""
 
@@ -340,15 +411,24 @@ def check_together(run: Run, origin: Mapping[str, str]) -> None:
             ["parallel.reduce"],
             "try parallel.reduce=ordered",
         )
-    if run.data.max_tokens > run.batch.tokens:
+    kinds = KINDS[run.task]
+    if run.data.kind not in kinds:
+        raise wrong(
+            f"task {run.task} does not read data.kind={run.data.kind}", ["task", "data.kind"], f"try data.kind={' or '.join(kinds)}"
+        )
+    if run.task != "translate":
+        check_llama(run, wrong)
+    if run.task == "translate" and run.data.max_tokens > run.batch.tokens:
         raise wrong(
             f"one pair of data.max_tokens={run.data.max_tokens} does not fit a micro-batch of batch.tokens={run.batch.tokens}",
             ["data.max_tokens", "batch.tokens"],
             f"try data.max_tokens={run.batch.tokens} or batch.tokens={run.data.max_tokens}",
         )
-    if run.data.kind == "files" and not run.data.train:
+    if run.data.kind in WITH_FILES and not run.data.train:
         raise wrong(
-            "data.kind is files, and data.train is empty", ["data.kind", "data.train"], 'try data.train=["train.en.gz", "train.de.gz"]'
+            f"data.kind is {run.data.kind}, and data.train is empty",
+            ["data.kind", "data.train"],
+            f"try data.train={WITH_FILES[run.data.kind]}",
         )
     if run.data.kind == "huggingface" and not run.data.dataset:
         raise wrong(

@@ -1,7 +1,6 @@
 """Scoring checkpoints on held-out text, in a process of its own, exactly, and each of them once.
 
-Exactly: the work is cut into batches by the data alone, dealt to the processes in turn, and its results are put together
-by their numbers, so no sentence is padded in or counted twice, and any number of processes gives the same answer.
+What is asked, translations or the loss of a text or answers, is the exam of the run's task (tasks/exam.py).
 
 Once: RUN/evaluations.jsonl has one line for each (step, split, beams, average, lowercase). Whoever writes first looks,
 under a lock, whether it is there, and cuts away a line that a killed process left torn. So an evaluator may be killed at
@@ -15,54 +14,32 @@ from __future__ import annotations
 
 import fcntl
 import logging
-import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from lockstep.agree import gather, lead
 from lockstep.checkpoint.choose import show_steps
 from lockstep.checkpoint.store import Store
 from lockstep.config import Run
-from lockstep.data.encoded import EncodedPairs
-from lockstep.data.prepare import Prepared, open_prepared
 from lockstep.errors import CheckpointError, LockstepError, UsageError
 from lockstep.files import append_line, read_json, write_json
-from lockstep.generate import batches_by_length, search_ids
 from lockstep.metrics import encode, last_newline, stream
-from lockstep.models.weights import Loaded, load_for_use, read_run
-from lockstep.scores import score
+from lockstep.models.weights import read_run
 from lockstep.signals import Signals
+from lockstep.tasks.exam import Exam, Question, Split
+from lockstep.tasks.open import open_exam
 from lockstep.track import Tracker
-from lockstep.units import show_count
 from lockstep.world import World
 
 log = logging.getLogger("lockstep")
 
-Split = Literal["validation", "test"]
 LINES, BEST, FINISHED = "evaluations.jsonl", "best.json", "finished.json"
-BATCH_TOKENS = 4096  # padded tokens that are scored or translated together
 POLL_S = 1.0
-
-
-@dataclass(frozen=True)
-class Question:
-    """What is asked of each checkpoint; with the step it names one line of evaluations.jsonl."""
-
-    split: Split = "validation"
-    beams: int = 1
-    average: int = 0
-    lowercase: bool = False
-
-    def of(self, record: dict[str, Any]) -> bool:
-        """Whether the record answers this question."""
-        return all(record.get(key) == value for key, value in vars(self).items())
 
 
 @dataclass(frozen=True)
@@ -100,8 +77,7 @@ def evaluate(
             return stopped
         run = read_run(folder)
         asked = Question(split, beams, average, run.tokens.lowercase if lowercase is None else lowercase)
-        corpus = open_prepared(folder / "data")
-        work = Work(folder, run, corpus, world, asked, signals)
+        work = Work(folder, open_exam(run, folder), world, asked, signals)
         stopped = work.follow() if follow else work.once(step)
         if world.leader:
             pass_on(folder, run)
@@ -109,30 +85,29 @@ def evaluate(
 
 
 def finish(folder: Path, run: Run, world: World) -> None:
-    """Collective. What a training ends with: scores on the test split, some translations, and what can be done next."""
+    """Collective. What a training ends with: scores on the test split, some samples, and what can be done next."""
+    exam = open_exam(run, folder)
     if run.evaluate.at_end:
         step = lead(world, lambda: existing(Store(folder / "checkpoints"), None))
-        loaded = load_there(folder, step, 0, world)
-        corpus = open_prepared(folder / "data")
         asked = Question("test", run.evaluate.beams, 0, run.tokens.lowercase)
-        result = measure(loaded, corpus, asked, world, lambda: "", pairs=run.evaluate.at_end)
+        loaded = load_there(exam, step, asked, world)
+        result = exam.measure(loaded, asked, world, lambda: "", most=run.evaluate.at_end)
         assert result is not None  # nobody asked it to stop
         if world.leader:
             if result.complete:
                 note(folder, result.record)
-            print("\n".join(["", summary(result.record), *samples(result, run)]))
+            print("\n".join(["", exam.summary(result.record), *result.samples]))
     if world.leader:
         write_json(folder / FINISHED, {"step": run.steps})
-        print(f'\nnext: lockstep translate {folder} "{run.data.source} text"   or   lockstep evaluate {folder}', flush=True)
+        print(f"\nnext: {exam.next}   or   lockstep evaluate {folder}", flush=True)
 
 
 @dataclass
 class Work:
-    """An evaluator at work: its run, its question, and the checkpoints that it could not read."""
+    """An evaluator at work: its run's folder, what is asked in it, and the question."""
 
     folder: Path
-    run: Run
-    corpus: Prepared
+    exam: Exam
     world: World
     asked: Question
     signals: Signals
@@ -142,9 +117,9 @@ class Work:
         step = lead(self.world, lambda: existing(Store(self.folder / "checkpoints"), step))
         done = lead(self.world, lambda: find(self.folder, self.asked, step))
         if done is not None:
-            log.info("%s (scored before)", summary(done))
+            log.info("%s (scored before)", self.exam.summary(done))
             return ""
-        return self.score(load_there(self.folder, step, self.asked.average, self.world))
+        return self.score(load_there(self.exam, step, self.asked, self.world))
 
     def follow(self) -> str:
         """Collective. Score every checkpoint that has no line, and those to come, until the run is finished or a signal comes."""
@@ -161,7 +136,7 @@ class Work:
                     log.info(move.why)
                 waiting = move.why
                 continue
-            loaded, problem = load(self.folder, move.step, self.asked.average, self.world)
+            loaded, problem = load(self.exam, move.step, self.asked, self.world)
             if loaded is None:
                 gone.add(move.step)
                 log.warning("step %d is left out: %s", move.step, problem)
@@ -179,36 +154,36 @@ class Work:
             time.sleep(POLL_S)
         return move
 
-    def score(self, loaded: Loaded) -> str:
+    def score(self, loaded: Any) -> str:
         """Collective. Score a loaded model, write its line; the signal that came between (then nothing is written), or ""."""
-        result = measure(loaded, self.corpus, self.asked, self.world, lambda: self.signals.received)
+        result = self.exam.measure(loaded, self.asked, self.world, lambda: self.signals.received)
         if result is None:
             return agreed_stop(self.world, self.signals)
         if self.world.leader:
             note(self.folder, result.record)
-            log.info(summary(result.record))
+            log.info(self.exam.summary(result.record))
         return ""
 
 
-def load(folder: Path, step: int, average: int, world: World) -> tuple[Loaded | None, str]:
+def load(exam: Exam, step: int, asked: Question, world: World) -> tuple[Any | None, str]:
     """Collective. The model at `step` on every process, or on none and why: a checkpoint may be deleted at any moment."""
     loaded, problem = None, ""
     try:
-        loaded = load_for_use(folder, step, average, device=world.device)
+        loaded = exam.load(step, asked, world.device)
     except LockstepError as error:
         problem = error.what
-    heard = gather(world, [problem, list(loaded.steps) if loaded else []])
+    heard = gather(world, [problem, list(exam.steps(loaded)) if loaded else []])
     problems = [text for text, _ in heard if text]
     if not problems and any(steps != heard[0][1] for _, steps in heard):
         problems = ["a checkpoint to average with was deleted meanwhile"]
     return (None, problems[0]) if problems else (loaded, "")
 
 
-def load_there(folder: Path, step: int, average: int, world: World) -> Loaded:
+def load_there(exam: Exam, step: int, asked: Question, world: World) -> Any:
     """Collective. The model at `step`. CheckpointError when a process cannot read it."""
-    loaded, problem = load(folder, step, average, world)
+    loaded, problem = load(exam, step, asked, world)
     if loaded is None:
-        raise CheckpointError(problem, f"step {step} of {folder}", "see lockstep checkpoint verify")
+        raise CheckpointError(problem, f"step {step} of {exam.folder}", "see lockstep checkpoint verify")
     return loaded
 
 
@@ -276,77 +251,6 @@ def pass_on(folder: Path, run: Run) -> None:
         log.debug("the training passes the evaluations on: %s", error.what)
 
 
-# -- scoring ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Result:
-    """The line of one evaluation and the texts behind it."""
-
-    record: dict[str, Any]
-    sources: list[str]
-    found: list[str]
-    right: list[str]
-    complete: bool  # whether the whole split was translated
-
-
-def measure(
-    loaded: Loaded, corpus: Prepared, asked: Question, world: World, stopped: Callable[[], str], *, pairs: int = 0
-) -> Result | None:
-    """Collective. Loss, scores and translations of a model on the held-out text; None when a process was told to stop.
-
-    pairs  translate only the first so many; 0: all. The loss is always over all that are not too long
-    """
-    began = time.monotonic()
-    text = corpus.text(asked.split)
-    chosen = text[:pairs] if pairs else text
-    sources, right = [source for source, _ in chosen], [target for _, target in chosen]
-    encoded = getattr(corpus, asked.split)
-    rows = loaded.tokenizer.encode(sources)
-    loss_batches = batches_by_length(encoded.lengths.max(axis=1).tolist(), BATCH_TOKENS)
-    text_batches = batches_by_length([len(row) + 1 for row in rows], max(1, BATCH_TOKENS // asked.beams))
-    losses: dict[int, float] = {}
-    translated: dict[int, list[int]] = {}
-    for number in range(world.rank, len(loss_batches), world.size):
-        if not stopped():
-            losses[number] = loss_of(loaded, encoded, loss_batches[number])
-    for number in range(world.rank, len(text_batches), world.size):
-        if not stopped():
-            batch = text_batches[number]
-            ids = search_ids(loaded.model, [rows[i] for i in batch], beams=asked.beams, max_tokens=2 * loaded.run.data.max_tokens)
-            translated |= dict(zip(batch, ids, strict=True))
-    # JSON's keys are text, so pairs are sent; a float's text is its shortest exact form.
-    heard = gather(world, {"losses": list(losses.items()), "translated": list(translated.items()), "stopped": stopped()})
-    if any(one["stopped"] for one in heard):
-        return None
-    by_row = {row: ids for one in heard for row, ids in one["translated"]}
-    found = loaded.tokenizer.decode([by_row[row] for row in range(len(rows))])
-    tokens = int(encoded.lengths[:, 1].sum())
-    loss = math.fsum(value for one in heard for _, value in one["losses"]) / max(1, tokens)
-    record = {
-        "step": loaded.step,
-        **vars(asked),
-        "averaged": list(loaded.steps),
-        "loss": loss,
-        "perplexity": math.exp(loss) if loss < 700 else math.inf,
-        "tokens": tokens,
-        "pairs": len(sources),
-        **score(found, right, language=loaded.run.data.target, lowercase=asked.lowercase),
-        "seconds": round(time.monotonic() - began, 3),
-    }
-    return Result(record, sources, found, right, complete=len(chosen) == len(text))
-
-
-@torch.inference_mode()
-def loss_of(loaded: Loaded, encoded: EncodedPairs, batch: Sequence[int]) -> float:
-    """Sum of -log p over the target tokens of some pairs, END included; what was trained smoothed is not smoothed here."""
-    lengths = encoded.lengths[batch].max(axis=0)
-    arrays = encoded.gather(torch.tensor(batch).numpy(), len(batch), int(lengths[0]), int(lengths[1]))
-    device = loaded.model.embedding.weight.device
-    source, target, labels = (torch.from_numpy(array).to(device) for array in arrays)
-    return float(loaded.model(source, target, labels))
-
-
 # -- the lines --------------------------------------------------------------------------------------------------------
 
 
@@ -371,12 +275,14 @@ def note(folder: Path, record: dict[str, Any]) -> bool:
 
 
 def best_of(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Which evaluation of the validation split is best: the highest BLEU; of equal ones the lowest loss, then the earliest."""
+    """Which evaluation of the validation split is best: the highest BLEU, or share of right answers, where there is one; of equal ones the
+    lowest loss, then the earliest."""
     validation = [record for record in records if record.get("split") == "validation"]
     if not validation:
         return None
-    best = min(validation, key=lambda r: (-r["bleu"], r["loss"], r["step"]))
-    return {"by": "bleu", **{key: best[key] for key in ("step", "bleu", "loss", *vars(Question()))}}
+    by = next((key for key in ("bleu", "exact_match") if key in validation[0]), "loss")
+    best = min(validation, key=lambda r: (r["loss"] if by == "loss" else -r[by], r["loss"], r["step"]))
+    return {"by": by, **{key: best[key] for key in dict.fromkeys(("step", by, "loss", *vars(Question())))}}
 
 
 @contextmanager
@@ -388,21 +294,3 @@ def locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def summary(record: dict[str, Any]) -> str:
-    """One line for people."""
-    how = f"{record['split']}, {show_count(record['pairs'])} pairs, " + ("greedy" if record["beams"] == 1 else f"{record['beams']} beams")
-    mean = f", mean of {len(record['averaged'])} checkpoints" if len(record["averaged"]) > 1 else ""
-    scores = f"loss {record['loss']:.4f}  BLEU {record['bleu']:.2f}  chrF {record['chrf']:.2f}  exact {record['exact_match']:.1%}"
-    return f"step {record['step']:,}  {scores}  CER {record['cer']:.3f}  WER {record['wer']:.3f}  ({how}{mean})"
-
-
-def samples(result: Result, run: Run, count: int = 6) -> list[str]:
-    """A few translations, taken evenly from the split, with the reference where it says something else."""
-    lines = []
-    for i in range(0, len(result.found), -(-len(result.found) // count)):
-        lines += ["", f"  {run.data.source}  {result.sources[i]}", f"  {run.data.target}  {result.found[i]}"]
-        if result.found[i] != result.right[i]:
-            lines.append(f"  {'':{len(run.data.target)}}  (reference: {result.right[i]})")
-    return lines

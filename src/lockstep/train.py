@@ -70,6 +70,7 @@ def train(resolved: Resolved, folder: Path, world: World, *, resume: str = "auto
         every_steps=run.save.every_steps,
         keep=run.save.keep,
         on_error=run.save.on_error,
+        saved=task.saved,
     )
     if world.joining and held.layout.unit == 1:
         warm_up(held.module, task, run, world)

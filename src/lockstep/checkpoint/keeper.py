@@ -8,7 +8,7 @@ resumed is decided by rank 0 and told to everybody.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from lockstep.agree import lead
 from lockstep.checkpoint.background import BackgroundSaver
 from lockstep.checkpoint.choose import choose
 from lockstep.checkpoint.parts import Part, parameter_of, place_of
-from lockstep.checkpoint.state import capture, restore
+from lockstep.checkpoint.state import capture, everything, restore
 from lockstep.checkpoint.store import Checkpoint, Store
 from lockstep.events import note
 from lockstep.failures import plainly
@@ -37,6 +37,7 @@ class Keeper:
     every_steps  committed steps from one checkpoint to the next; 0: only when `save` is called
     keep         newest checkpoints kept; 0: all
     on_error     "continue": a failed save is a warning, and the next one is tried; "stop": it ends the run
+    saved        which parameters and buffers a checkpoint holds, by name; the others are on every process from the start
     """
 
     def __init__(
@@ -49,8 +50,9 @@ class Keeper:
         every_steps: int = 0,
         keep: int = 3,
         on_error: Literal["continue", "stop"] = "continue",
+        saved: Callable[[str], bool] = everything,
     ) -> None:
-        self.world, self.optimizer, self.every_steps, self.on_error = world, optimizer, every_steps, on_error
+        self.world, self.optimizer, self.every_steps, self.on_error, self.saved = world, optimizer, every_steps, on_error, saved
         self.store = Store(folder, keep=keep)
         self.model: nn.Module | Mapping[str, torch.Tensor]
         self.held = model if isinstance(model, Held) and model.layout.unit > 1 else None
@@ -77,7 +79,7 @@ class Keeper:
 
     def capture(self) -> dict[str, torch.Tensor]:
         """The living state by name, as far as this worker has it."""
-        return capture(self.model, self.optimizer)
+        return capture(self.model, self.optimizer, self.saved)
 
     def _take_part(self, held: Held) -> dict[str, torch.Tensor]:
         """What this worker writes of a checkpoint: of tensors that several have, the first of them writes."""
@@ -129,7 +131,7 @@ class Keeper:
         step = lead(self.world, chosen)
         if step is not None:
             found = found or (self.store.pieces(step, self.held.pieces) if self.held else self.store.load(step))
-            restore(self.model, self.optimizer, found.tensors)
+            restore(self.model, self.optimizer, found.tensors, self.saved)
             self.facts = found.facts
         self._saved_step = step or 0
         return step or 0
@@ -154,7 +156,7 @@ class Keeper:
         else:
             return None
         assert tensors is not None
-        restore(self.model, self.optimizer, tensors)
+        restore(self.model, self.optimizer, tensors, self.saved)
         world.joining = False
         step, sources, _ = roles(world.standings)
         log.info("joined at step %d as rank %d of %d; the state came from %d of them", step, world.rank, world.size, len(sources))

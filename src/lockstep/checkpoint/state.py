@@ -12,7 +12,7 @@ Learning rates and the like are not state: they are a pure function of the step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -39,6 +39,11 @@ NAMES_SHOWN = 5
 def kind_of(model: Model) -> str:
     """What to call it in messages."""
     return type(bare(model)).__name__ if isinstance(model, nn.Module) else "the pieces of the model"
+
+
+def everything(name: str) -> bool:
+    """That a checkpoint holds every parameter and buffer."""
+    return True
 
 
 def bare(model: nn.Module) -> nn.Module:
@@ -92,12 +97,15 @@ def optimizer_names(model: Model, optimizer: torch.optim.Optimizer) -> dict[str,
     return {names[id(parameter)]: (parameter, group) for parameter, group in pairs}
 
 
-def capture(model: Model, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
+def capture(
+    model: Model, optimizer: torch.optim.Optimizer | None = None, saved: Callable[[str], bool] = everything
+) -> dict[str, Tensor]:
     """The state by name. The tensors are the living ones, not copies: copy or save them before the next step.
 
+    saved  which parameters and buffers belong to it, by their names in the model
     CheckpointError when the state has more than tensors and numbers (LBFGS, say).
     """
-    tensors = {f"model.{name}": tensor.detach() for name, tensor in named_tensors(model).items()}
+    tensors = {f"model.{name}": tensor.detach() for name, tensor in named_tensors(model).items() if saved(name)}
     if optimizer is None:
         return tensors
     for name, (parameter, _) in optimizer_names(model, optimizer).items():
@@ -117,15 +125,21 @@ def capture(model: Model, optimizer: torch.optim.Optimizer | None = None) -> dic
 
 
 @torch.no_grad()
-def restore(model: Model, optimizer: torch.optim.Optimizer | None, tensors: Mapping[str, Tensor]) -> None:
+def restore(
+    model: Model,
+    optimizer: torch.optim.Optimizer | None,
+    tensors: Mapping[str, Tensor],
+    saved: Callable[[str], bool] = everything,
+) -> None:
     """Fill model and optimizer with a captured state; all or nothing. The optimizer may be new, without any state.
 
     optimizer  None: the weights alone (to evaluate, to translate)
+    saved      as for `capture`: what it leaves out is not in `tensors`, and stays as it is
     CheckpointError names what is missing, unexpected, or of another shape or dtype. Nothing is cast.
     """
-    own = named_tensors(model)
-    saved = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
-    problems = differences(own, saved)
+    own = {name: tensor for name, tensor in named_tensors(model).items() if saved(name)}
+    there = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
+    problems = differences(own, there)
     states: dict[str, dict[str, Tensor]] = {}
     parameters = optimizer_names(model, optimizer) if optimizer else {}
     for name, tensor in tensors.items():
@@ -137,7 +151,7 @@ def restore(model: Model, optimizer: torch.optim.Optimizer | None, tensors: Mapp
         who = kind_of(model) + (f" and {type(optimizer).__name__}" if optimizer else "")
         hint = "build model and optimizer as in the run that saved it"
         raise CheckpointError(f"the checkpoint does not fit {who}", "\n".join(problems), hint)
-    for name, tensor in saved.items():
+    for name, tensor in there.items():
         own[name].copy_(tensor)
     for name, (parameter, group) in parameters.items():
         if optimizer:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -73,12 +74,9 @@ class ChatTokenizer:
         where = f"the chat template in {self.folder}"
         if not self.template:
             raise DataError("the tokenizer has no chat template", str(self.folder), "leave --chat out, or put a chat_template.jinja there")
-        room = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-        room.filters["tojson"] = to_json
-        room.globals |= {"raise_exception": complain, "strftime_now": lambda form: now().strftime(form)}
         given = {"messages": [dict(message) for message in messages], "add_generation_prompt": answer, "tools": None, **self.specials}
         try:
-            return room.from_string(END_OF_ANSWER.sub(r"\1endif\2", ANSWER.sub(r"\1if true\2", self.template))).render(given)
+            return compiled(self.template).render(given | {"strftime_now": lambda form: now().strftime(form)})
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             raise DataError(f"the chat cannot be written: {error}", where, "see which roles and orders of messages it accepts") from error
 
@@ -86,6 +84,15 @@ class ChatTokenizer:
         """The text of some ids, special tokens left out."""
         text: str = self.inner.decode(list(ids), skip_special_tokens=True)
         return text
+
+
+@lru_cache(maxsize=8)
+def compiled(template: str) -> jinja2.Template:
+    """A chat template, ready to be rendered, in the sandbox."""
+    room = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    room.filters["tojson"] = to_json
+    room.globals["raise_exception"] = complain
+    return room.from_string(END_OF_ANSWER.sub(r"\1endif\2", ANSWER.sub(r"\1if true\2", template)))
 
 
 def template_in(folder: Path, said: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ The column `translation` holds one text for each language; columns named by the 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import datasets
@@ -42,6 +43,23 @@ def read_dataset(name: str, subset: str, source: str, target: str, splits: dict[
             rows = (dict(zip(texts, values, strict=True)) for values in zip(*texts.values(), strict=True))
             pairs[ours] = [sides_of(row, source, target, f"{where}, split {wanted}, row {i}") for i, row in enumerate(rows)]
     return pairs
+
+
+def read_column(name: str, subset: str, split: str, column: str) -> Iterator[tuple[int, str]]:
+    """(number, text) of each row of one split, read from its files as they are asked for; rows without a text are left out.
+
+    DataError: no such dataset, split or column.
+    """
+    where = f"data.dataset={name} data.subset={subset}"
+    found = load(name, subset, where)
+    rows = found if isinstance(found, datasets.Dataset) else found.get(split)
+    if rows is None:
+        raise DataError(f"the dataset has no split {split!r}, but {', '.join(found)}", where, "name one of them in data.train")
+    if column not in rows.column_names:
+        raise DataError(f"no column {column!r}, but {', '.join(rows.column_names)}", where, "set data.column to one that is there")
+    for number, row in enumerate(rows.select_columns([column])):
+        if isinstance(text := row[column], str):
+            yield number, text
 
 
 def load(name: str, subset: str, where: str) -> datasets.DatasetDict | datasets.Dataset:

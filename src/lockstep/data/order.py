@@ -73,6 +73,10 @@ class UniformOrder:
                 f"batch={self.batch} must be a multiple of micro_batches={self.micro_batches}, samples={self.samples} at least 1"
             )
 
+    def epoch(self, step: int) -> float:
+        """Epochs passed when step `step` begins."""
+        return step * self.batch / self.samples
+
     def ids(self, step: int, k: int) -> Ids:
         """Sample ids of micro-batch `k` of step `step`: shape (batch / micro_batches,)."""
         rows = self.batch // self.micro_batches

@@ -17,16 +17,27 @@ from pathlib import Path
 from typing import Literal
 
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from lockstep.errors import DataError
-from lockstep.files import write_atomic
+from lockstep.files import write_atomic, write_json
 
 PAD, BEGIN, END, UNKNOWN = 0, 1, 2, 3
 SPECIALS = ["[PAD]", "[BEGIN]", "[END]", "[UNKNOWN]"]
 
 # GPT-2's words (openai/gpt-2 encoder.py) without its English contractions, with marks kept on their letters, and digits one by one.
 WORDS = r" ?[\p{L}\p{M}]+| ?\p{N}| ?[^\s\p{L}\p{M}\p{N}]+|\s+(?!\S)|\s+"
+
+
+# Llama 3's words, with digits one by one, and a line's end together with how far the next line is set in, which code is full of.
+WORDS_OF_DOCUMENTS = r"[^\s\p{L}\p{N}]?[\p{L}\p{M}]+| [\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n][^\S\r\n]*|\s+(?!\S)|\s+"
+# Who speaks and where they end, as in Llama 3: a model that is pre-trained here can be taught to chat without new words.
+CHAT_SPECIALS = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n{{ message['content'] | trim }}<|eot_id|>"
+    "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
 
 
 class Tokenizer:
@@ -77,6 +88,42 @@ class Tokenizer:
             )
         inner.train_from_iterator(texts, trainer)
         return cls(inner)
+
+    @classmethod
+    def train_on_documents(cls, texts: Iterable[str], *, vocabulary: int, min_frequency: int) -> Tokenizer:
+        """The tokenizer of a Llama for these texts: byte-level BPE that adds nothing to a text and keeps each byte of it.
+
+        vocabulary  entries at most: the four special ones, those of chats, 256 bytes, then merges
+        """
+        inner = tokenizers.Tokenizer(models.BPE())
+        inner.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(tokenizers.Regex(WORDS_OF_DOCUMENTS), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        inner.decoder = decoders.ByteLevel()
+        begin = SPECIALS[BEGIN]
+        inner.post_processor = processors.TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, BEGIN)])
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocabulary,
+            min_frequency=min_frequency,
+            special_tokens=[*SPECIALS, *CHAT_SPECIALS],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        inner.train_from_iterator(texts, trainer)
+        return cls(inner)
+
+    def save_for_llama(self, folder: Path) -> None:
+        """The files that go with a Llama in a Hugging Face folder: the tokenizer, its chat template, the ids that end an answer."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.save(folder / "tokenizer.json")
+        names = {"bos_token": SPECIALS[BEGIN], "eos_token": SPECIALS[END], "pad_token": SPECIALS[PAD]}
+        write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **names})
+        write_atomic(folder / "chat_template.jinja", CHAT_TEMPLATE)
+        ends = [END, self._inner.token_to_id(CHAT_SPECIALS[-1])]
+        write_json(folder / "generation_config.json", {"bos_token_id": BEGIN, "eos_token_id": ends, "pad_token_id": PAD})
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:

@@ -2,9 +2,12 @@
 
 A run folder of a Llama:
 
-    model.json      {"shape": {...}, "config": the config.json that it came with, or null}
+    model.json      {"shape": {...}, "config": the config.json that it came with, or null,
+                     "lora": {"rank", "alpha", "targets"} of a run that trains adapters, "start", "start_sha256": what it began with}
     tokenizer/      tokenizer.json, the chat template, generation_config.json, ... as they came
     checkpoints/    step 0 is what was imported
+
+Adapters are merged into the weights whenever a model is read for use, to export it, or to begin another run with it.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint import commands, commit, seal
+from lockstep.checkpoint.state import digest
 from lockstep.checkpoint.store import Store
 from lockstep.errors import CheckpointError, DataError, UsageError
 from lockstep.files import read_json, write_atomic, write_json
@@ -35,6 +39,7 @@ from lockstep.models.hub import (
     write_hub,
 )
 from lockstep.models.llama import Llama, Shape
+from lockstep.models.lora import Lora, Merged, is_adapter
 from lockstep.units import show_bytes, show_count
 
 log = logging.getLogger("lockstep")
@@ -95,14 +100,71 @@ def export_run(folder: Path, step: int | None, target: Path, shard_bytes: int = 
     """
     shape, config = read_model(folder)
     with commands.verified(folder, step) as (found, _):
-        path = commands.checkpoints_in(folder) / seal.folder_name(found)
-        places = [place for file in sorted(path.glob("tensors-*.safetensors")) for place in places_in(file).values()]
-        of_model = {place.spec.name.removeprefix("model."): place for place in places if place.spec.name.startswith("model.")}
+        tensors = merged(folder, places_of_run(folder, found))
         carried = sorted((folder / TOKENIZER).iterdir()) if (folder / TOKENIZER).is_dir() else []
-        files = write_hub(target, shape, Tensors(of_model), config=config or None, carried=carried, shard_bytes=shard_bytes)
-    size = sum(place.spec.bytes for place in of_model.values())
+        files = write_hub(target, shape, tensors, config=config or None, carried=carried, shard_bytes=shard_bytes)
+        size = sum(tensors[name].nbytes for name in tensors)
     how = f"{len(files)} files" if len(files) > 1 else "1 file"
-    return f"step {found}: {len(of_model)} tensors, {show_bytes(size)} in {how}, written to {target}"
+    return f"step {found}: {len(tensors)} tensors, {show_bytes(size)} in {how}, written to {target}"
+
+
+def places_of_run(folder: Path, step: int) -> Tensors:
+    """The model's tensors in a run's checkpoint, by our names; nothing is verified."""
+    path = commands.checkpoints_in(folder) / seal.folder_name(step)
+    places = [place for file in sorted(path.glob("tensors-*.safetensors")) for place in places_in(file).values()]
+    return Tensors({place.spec.name.removeprefix("model."): place for place in places if place.spec.name.startswith("model.")})
+
+
+def merged(folder: Path, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The weights of a run's model: those in its checkpoint, and where these are adapters, what they adapt with them added."""
+    about = read_json(folder / MODEL)
+    if not about.get("lora"):
+        return tensors
+    lora = Lora(about["lora"]["rank"], about["lora"]["alpha"], tuple(about["lora"]["targets"]))
+    if any(not is_adapter(name) for name in tensors):
+        return Merged({}, tensors, lora)
+    base = open_weights(Path(about["start"]))
+    if (now := base.sha256()) != about["start_sha256"]:
+        raise other_start(folder, about["start"], about["start_sha256"], now)
+    return Merged(base.tensors, tensors, lora)
+
+
+def other_start(folder: Path, start: str, begun: str, now: str) -> CheckpointError:
+    return CheckpointError(
+        f"the weights in {start} are not those that the run in {folder} began with",
+        f"sha256 {now}\nwas    {begun}",
+        "put the folder back as it was; a run with llama.start needs it as long as its checkpoints hold adapters alone",
+    )
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The Llama in a folder, its tensors by our names: each is read when it is asked for. `carried`: the files of its tokenizer."""
+
+    folder: Path
+    shape: Shape
+    config: dict[str, Any]
+    tensors: Mapping[str, Tensor]
+    carried: list[Path]
+
+    def sha256(self) -> str:
+        """Of names, types, shapes and bytes of all tensors. Reads them all; memory: one of them."""
+        return digest(self.tensors)
+
+
+def open_weights(folder: Path, step: int | None = None) -> Weights:
+    """The Llama in a run's folder (at `step`, default: the newest checkpoint, which is verified) or in a Hugging Face folder.
+
+    UsageError: there is none. CheckpointError: it is damaged. Memory: none to speak of until tensors are asked for.
+    """
+    if is_run(folder):
+        shape, config = read_model(folder)
+        with commands.verified(folder, step) as (found, _):
+            tensors = merged(folder, places_of_run(folder, found))
+        return Weights(folder, shape, config, tensors, sorted((folder / TOKENIZER).iterdir()))
+    refuse_no_model(folder)
+    hub = open_hub(folder)
+    return Weights(folder, hub.shape, hub.config, hub.tensors, hub.carried)
 
 
 def renamed(place: Place, name: str) -> Place:
@@ -119,11 +181,12 @@ def existing(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model in evaluation mode with where its tokenizer is and what its config.json says."""
+    """A model in evaluation mode with where its tokenizer is, what its config.json says, and the run's step (0: not of a run)."""
 
     model: Llama
     tokenizer: Path
     config: dict[str, Any]
+    step: int
 
 
 def load(folder: Path, step: int | None = None, *, device: torch.device | None = None) -> Pretrained:
@@ -141,16 +204,21 @@ def load(folder: Path, step: int | None = None, *, device: torch.device | None =
             raise CheckpointError("there is no checkpoint yet", str(store.folder), "import the model again")
         tensors = {name.removeprefix("model."): found.tensors[name] for name in found.tensors if name.startswith("model.")}
         found.tensors.clear()
-        return Pretrained(filled(shape, tensors, device), folder / TOKENIZER, config)
+        return Pretrained(filled(shape, merged(folder, tensors), device), folder / TOKENIZER, config, found.step)
+    refuse_no_model(folder)
+    if step is not None:
+        raise UsageError(f"step {step} of {folder}, which has no steps", "--step", "leave --step out for a Hugging Face folder")
+    hub: Hub = open_hub(folder)
+    return Pretrained(filled(hub.shape, hub.tensors, device), folder, hub.config, 0)
+
+
+def refuse_no_model(folder: Path) -> None:
+    """UsageError when `folder` is no Hugging Face folder."""
     if (folder / "run.json").is_file():
         raise UsageError(f"the run in {folder} trains a translator", str(folder / "run.json"), f"try lockstep translate {folder}")
     if not is_hub(folder):
         hint = "give a folder that lockstep checkpoint import wrote, or one of a Hugging Face model"
         raise UsageError(f"there is no model in {folder}", f"neither {MODEL} nor config.json is there", hint)
-    if step is not None:
-        raise UsageError(f"step {step} of {folder}, which has no steps", "--step", "leave --step out for a Hugging Face folder")
-    hub: Hub = open_hub(folder)
-    return Pretrained(filled(hub.shape, hub.tensors, device), folder, hub.config)
 
 
 def filled(shape: Shape, tensors: Mapping[str, Tensor], device: torch.device) -> Llama:

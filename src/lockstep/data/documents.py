@@ -1,0 +1,174 @@
+"""The documents of a run that trains a Llama, one after another, never all at once.
+
+    stdlib       the source text of this Python's standard library: on every machine, nothing to download
+    text         files: each a document, or a JSON object a line with its text in `data.column` (.jsonl); plain or .gz
+    huggingface  a dataset of the hub or of a local folder, with a column `data.column`
+
+A long file is cut at the ends of lines into documents of PIECE_BYTES, so that the memory does not grow with it. Where no files are named
+for validation and test, documents are held out by the hash of their text: the same ones on every machine and in every order, and two equal
+documents are on one side.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import hashlib
+import importlib
+import json
+import sys
+import sysconfig
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lockstep import config
+from lockstep.errors import ConfigError, DataError
+
+Split = Literal["train", "validation", "test"]
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text and where it comes from, for people."""
+
+    name: str
+    text: str
+
+
+def documents(data: config.Data) -> Iterator[tuple[Split, Document]]:
+    """Every document with its split, in a fixed order; empty ones are left out. DataError: a source is missing, damaged or no text."""
+    named = [split for split in SPLITS if getattr(data, split)] if data.kind in ("text", "huggingface") else []
+    if data.kind == "huggingface" and "train" not in named:
+        named = ["train", *named]
+    for split in named or SPLITS[:1]:
+        for document in read(data, split):
+            if not document.text.strip():
+                continue
+            if split != "train":
+                yield split, document
+            else:
+                chosen = choose_split(document.text, data.held_out_share)
+                yield ("train" if chosen in named else chosen), document
+
+
+def choose_split(text: str, held_out_share: float) -> Split:
+    """Which split a document of this text belongs to, where the source has only one."""
+    place: float = int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big") / 2**64
+    return "validation" if place < held_out_share else "test" if place < 2 * held_out_share else "train"
+
+
+def read(data: config.Data, split: Split) -> Iterator[Document]:
+    """The documents of one split of the source."""
+    if data.kind == "stdlib":
+        yield from read_stdlib(Path(sysconfig.get_paths()["stdlib"]))
+    elif data.kind == "text":
+        for path in files_of(data, split):
+            yield from read_file(path, data.column)
+    else:
+        # `datasets` takes 1 to 4 s to import and pulls in pandas: only those who ask for it pay.
+        reader = importlib.import_module("lockstep.data.huggingface")
+        named = getattr(data, split)
+        if len(named) > 1:
+            raise ConfigError(f"data.{split} names several splits", f"data.dataset={data.dataset}", "name one, or none")
+        yield from (
+            Document(f"{data.dataset} {split} {i}", text)
+            for i, text in reader.read_column(data.dataset, data.subset, named[0] if named else split, data.column)
+        )
+
+
+def source_of(data: config.Data) -> dict[str, int | str]:
+    """What the documents are read from, without reading it: it is compared when a prepared run goes on. DataError when a file is gone."""
+    if data.kind == "stdlib":
+        return {"python": sys.version.split()[0]}
+    if data.kind == "huggingface":
+        return {"dataset": data.dataset, "subset": data.subset}
+    found: dict[str, int | str] = {}
+    for split in SPLITS:
+        for path in files_of(data, split) if getattr(data, split) else []:
+            try:
+                found[f"{split} {path}"] = path.stat().st_size
+            except OSError as error:
+                raise DataError(f"{path} cannot be read: {error.strerror}", f"data.{split}", "is the path right?") from None
+    return found
+
+
+def files_of(data: config.Data, split: Split) -> list[Path]:
+    """The files of a split, in the order of their names within each pattern. DataError when a pattern names none."""
+    found: list[Path] = []
+    for pattern in getattr(data, split):
+        paths = sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file())
+        if not paths:
+            raise DataError(f"there is no file {pattern}", f"data.{split}", "is the path right? * stands for any name, ** for any folders")
+        found += paths
+    return found
+
+
+def read_stdlib(root: Path) -> Iterator[Document]:
+    """The .py files under `root` without installed packages. Those in other encodings, which test the decoder, are left out."""
+    for path in sorted(root.rglob("*.py")):
+        inside = path.relative_to(root)
+        if inside.parts[0] in ("site-packages", "dist-packages"):
+            continue
+        try:
+            yield Document(str(inside), path.read_bytes().decode())
+        except UnicodeDecodeError:
+            continue
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}", "data.kind=stdlib", "mend the installation of Python") from None
+
+
+def read_file(path: Path, column: str) -> Iterator[Document]:
+    """The documents of a file. DataError: it cannot be read, is no UTF-8, or a line is no object with that column."""
+    by_line = path.name.removesuffix(".gz").endswith((".jsonl", ".ndjson"))
+    for number, piece in enumerate(lines_of(path) if by_line else pieces_of(path), start=1):
+        where = f"{path}, {'line' if by_line else 'piece'} {number:,}"
+        try:
+            text = piece.decode().removeprefix("\ufeff")
+        except UnicodeDecodeError as error:
+            near = piece[max(0, error.start - 20) : error.start + 20]
+            raise DataError(f"{path} is not UTF-8: byte 0x{piece[error.start]:02x}", f"{where}: {near!r}", "convert it first") from None
+        if not by_line:
+            yield Document(where if number > 1 else str(path), text)
+        elif text.strip():
+            yield Document(where, text_in(text, column, where))
+
+
+def text_in(line: str, column: str, where: str) -> str:
+    """The text in a line of JSON."""
+    try:
+        found = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"this is no JSON: {error}", where, "one object a line") from None
+    text = found.get(column) if isinstance(found, dict) else None
+    if not isinstance(text, str):
+        has = ", ".join(map(str, found)) if isinstance(found, dict) else type(found).__name__
+        raise DataError(f"no text in the column {column!r}, but {has}", where, "set data.column to a column that is there")
+    return text
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """The lines of a file, .gz or plain."""
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            yield from file
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read: {error}", "data.train, data.validation, data.test", "copy or pack it again") from None
+
+
+def pieces_of(path: Path) -> Iterator[bytes]:
+    """A file in pieces of whole lines, PIECE_BYTES and a line at most."""
+    held: list[bytes] = []
+    size = 0
+    for line in lines_of(path):
+        if size and size + len(line) > PIECE_BYTES:
+            yield b"".join(held)
+            held, size = [], 0
+        held.append(line)
+        size += len(line)
+    if held:
+        yield b"".join(held)
