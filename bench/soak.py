@@ -3,8 +3,8 @@
     python bench/soak.py --faults 1000 --seed 1 --keep soak      kept under bench/DATE-soak; half an hour on two cores
 
 SIGKILL to a worker, to the leader, to an agent, to a whole host; SIGSTOP; a cable that is out for four seconds; a bit of a weight. Each
-comes as soon as a step has been committed since the one before, whether or not what that one took has come back: two workers are enough.
-Only for a flipped bit all three must be there, since two cannot tell who is wrong.
+comes at a random moment of the half second after the first step since the one before, whether or not what that one took has come back: two
+workers are enough. Only for a flipped bit all three must be there, since two cannot tell who is wrong.
 
 The run has no last step: it is stopped when all faults are done, where everybody agrees to. Then one worker trains the same run, with no
 fault, to exactly that step, and says which hash is right, and which loss and norm each step must have.
@@ -34,6 +34,7 @@ from lockstep.membership.arbiter import Record
 
 FAULTS = {"worker": 8, "leader": 4, "flip": 3, "agent": 3, "stop": 1, "host": 1, "cable": 1}  # how often, in parts
 CABLE_S = 4.0
+PAUSE_S = 0.5  # at most
 HEALED_S = 90.0  # far above what it takes, far below the 600 s of a collective
 FOR_EVER = 1_000_000  # steps
 # The weights must go on changing, or a wrong gradient would leave no trace: by default the learning rate is 0 after 300 steps.
@@ -92,7 +93,9 @@ def wait_for(training: Training, workers: int) -> Record:
 def disturb(training: Training, network: Network, number: int, chance: random.Random) -> Fault:
     """One fault, and the wait until the others go on without whom it met."""
     what = chance.choices(list(FAULTS), list(FAULTS.values()))[0]
-    before = wait_for(training, 3 if what == "flip" else 2)
+    wait_for(training, workers := 3 if what == "flip" else 2)
+    time.sleep(chance.uniform(0, PAUSE_S))
+    before = wait_for(training, workers)
     step, members, began_s = training.step, {one.id for one in before.members}, time.monotonic()
     met = strike(training, network, before, what, chance)
 
