@@ -180,6 +180,7 @@ class Training:
 
     workers  on each host
     words    of lockstep launch, besides: ("--min", "3")
+    script   a user's own loop, FILE.py:FUNCTION, that takes --steps; "": the tiny run
     """
 
     folder: Path
@@ -190,6 +191,7 @@ class Training:
     values: dict[str, object] = field(default_factory=dict)
     agents: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     start: Sequence[Host] | None = None
+    script: str = ""
     known: Record | None = None
 
     def __post_init__(self) -> None:
@@ -202,11 +204,14 @@ class Training:
 
     def start_agent(self, host: Host = HERE) -> None:
         """Start the agent of a host, or another one in its place."""
-        command = [*host.enter, sys.executable, "-m", "lockstep", "launch", "--hosts", "hosts.toml", "--host", host.name, "--out", "run"]
+        what = [self.script] if self.script else []
+        values = ["--steps", str(self.steps)] if self.script else flags(self.steps, **self.values)
+        words = [*what, "--hosts", "hosts.toml", "--host", host.name, "--out", "run", *self.words]
+        command = [*host.enter, sys.executable, "-m", "lockstep", "launch", *words]
         environ = {name: value for name, value in os.environ.items() if name == "LOCKSTEP_TMP" or not name.startswith("LOCKSTEP_")}
         with open(self.folder / f"{host.name}.out", "ab") as output:
             self.agents[host.name] = subprocess.Popen(
-                [*command, *self.words, *flags(self.steps, **self.values)],
+                [*command, *values],
                 cwd=self.folder,
                 env=environ | {fault.DRILL: "1", "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,

@@ -109,7 +109,8 @@ def in_collective(one: Seen) -> bool:
 
 
 def its_own_collective(one: Seen) -> str:
-    """The function of torch.distributed in which its loop waits for others; "" when it is in none, or in one of ours."""
+    """The function of torch.distributed in which its loop waits for others, and the size of its tensor; "" when it is in none, or in one of
+    ours. As in: all_reduce of 8 bytes"""
     found = None if one.doing.phase in WAITING else COLLECTIVE.search(one.stack.rpartition("\n")[2])
     return found[1] if found else ""
 
@@ -162,7 +163,8 @@ def apart(members: Sequence[Seen], limits: Limits) -> Verdict:
     for one in members:
         doing = one.doing
         where = doing.generation, doing.step, doing.phase, doing.collective, doing.collective_bytes
-        groups.setdefault((*where, innermost(one.stack) if its_own_collective(one) else ""), []).append(one)
+        own = (its_own_collective(one), innermost(one.stack)) if its_own_collective(one) else ()
+        groups.setdefault((*where, *own), []).append(one)
     if len(groups) == 1:
         return link(members, limits)
     most = max(map(len, groups.values()))
@@ -252,7 +254,7 @@ def thing(one: Seen) -> str:
     """What a waiting member waits in."""
     doing = one.doing
     if name := its_own_collective(one):
-        return f"{name} of step {doing.step}, which the loop itself calls,"
+        return f"its own {name} in step {doing.step}"
     return {
         "reducing": f"the reduction of step {doing.step}",
         "voting": f"the vote of step {doing.step}",
@@ -325,18 +327,25 @@ def at(one: Seen) -> str:
 # Stacks.
 
 LINE = re.compile(r"(.+):(\d+) in (.+?): (.*)")
-COLLECTIVE = re.compile(r"distributed_c10d\.py:\d+ in (\w+)")
+COLLECTIVES = "distributed_c10d.py"
+COLLECTIVE = re.compile(rf"{re.escape(COLLECTIVES)}:\d+ in (.+?): ")
 NOT_THE_USERS = re.compile(r"[/\\]lib(64)?[/\\]python3|site-packages|dist-packages|^<")  # Python's own files, and what pip installed
 
 
 def stack_of(thread_id: int | None = None, *, frames: int = 40) -> str:
     """Where a thread is (None: the main one), a line for each call, innermost last; "" when there is no such thread.
 
-    PATH:LINE in FUNCTION: SOURCE. Reads the source files, so not for a thread that must not wait for a disk.
+    PATH:LINE in FUNCTION: SOURCE. Reads the source files, so not for a thread that must not wait for a disk. The size of the tensor that a
+    collective of torch.distributed waits with stands behind its name.
     """
     frame = sys._current_frames().get(thread_id or threading.main_thread().ident or 0)
     calls = traceback.extract_stack(frame, frames) if frame else []
-    return "\n".join(f"{call.filename}:{call.lineno} in {call.name}: {call.line or ''}" for call in calls)
+    lines = [f"{call.filename}:{call.lineno} in {call.name}: {call.line or ''}" for call in calls]
+    if frame and frame.f_code.co_filename.endswith(COLLECTIVES):
+        bytes = getattr(frame.f_locals.get("tensor"), "nbytes", None)
+        size = f" of {show_bytes(bytes)}" if bytes is not None else ""
+        lines[-1] = f"{calls[-1].filename}:{calls[-1].lineno} in {calls[-1].name}{size}: {calls[-1].line or ''}"
+    return "\n".join(lines)
 
 
 def innermost(stack: str) -> str:
