@@ -1,79 +1,145 @@
 """Many random faults in one run on three hosts (network namespaces, as root), and one hash at the end.
 
-    .venv/bin/python bench/soak.py --faults 1000 --seed 1 --keep NAME      kept under bench/DATE-NAME/
+    python bench/soak.py --faults 1000 --seed 1 --keep soak      kept under bench/DATE-soak; half an hour on two cores
 
-The faults come one after the other, each when the one before is healed: SIGKILL to a worker, to the leader, to an agent, to a whole host;
-SIGSTOP; a cable that is out for four seconds; a bit of a weight. The same run with one worker and no fault says which hash is right.
+SIGKILL to a worker, to the leader, to an agent, to a whole host; SIGSTOP; a cable that is out for four seconds; a bit of a weight. Each
+comes at a random moment of the half second after the first step since the one before, whether or not what that one took has come back: two
+workers are enough. Only for a flipped bit all three must be there, since two cannot tell who is wrong.
+
+The run has no last step: it is stopped when all faults are done, where everybody agrees to. Then one worker trains the same run, with no
+fault, to exactly that step, and says which hash is right, and which loss and norm each step must have.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections import Counter
-from datetime import UTC, datetime
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "chaos"))
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "chaos"))
 from hosts import Host, Network, Training, undisturbed
+from run import kept_folder, machine
+
+from lockstep.membership.arbiter import Record
 
 FAULTS = {"worker": 8, "leader": 4, "flip": 3, "agent": 3, "stop": 1, "host": 1, "cable": 1}  # how often, in parts
-EACH = 8  # steps from one fault to the next
 CABLE_S = 4.0
+PAUSE_S = 0.5  # at most
+HEALED_S = 90.0  # far above what it takes, far below the 600 s of a collective
+FOR_EVER = 1_000_000  # steps
+# The weights must go on changing, or a wrong gradient would leave no trace: by default the learning rate is 0 after 300 steps.
+VALUES = {"optim__decay": "constant", "optim__learning_rate": 5e-4, "heal__gather_s": 2.0}
 
 
-def strike(training: Training, network: Network, fault: str, chance: random.Random) -> None:
-    """Let one fault happen, and what a person or systemd does after it."""
-    members = training.newest.members
-    victim = members[0] if fault == "leader" else chance.choice(members)
+@dataclass(frozen=True)
+class Fault:
+    """One of them, and what it cost.
+
+    met      host and slot of whom it met
+    step     the newest committed step before it
+    workers  that trained then
+    back_s   until a step was committed without whom it met; for an agent, until the next step
+    """
+
+    number: int
+    what: str
+    met: str
+    step: int
+    workers: int
+    back_s: float
+
+
+def strike(training: Training, network: Network, before: Record, what: str, chance: random.Random) -> str:
+    """Let one fault happen, and what a person or systemd does after it. Whom it met."""
+    victim = before.members[0] if what == "leader" else chance.choice(before.members)
     host = next(one for one in network.hosts if one.name == victim.host)
-    if fault in ("worker", "leader"):
+    if what in ("worker", "leader"):
         training.kill(victim)
-    elif fault == "stop":
+    elif what == "stop":
         training.kill(victim, number=signal.SIGSTOP)
-    elif fault == "flip":
+    elif what == "flip":
         training.order(victim.slot, "flip", host, at="forward")
-    elif fault == "cable":
+    elif what == "cable":
         network.cut(host)
         time.sleep(CABLE_S)
         network.mend(host)
     else:
-        training.kill_host(host) if fault == "host" else training.kill_agent(host)
+        training.kill_host(host) if what == "host" else training.kill_agent(host)
         training.start_agent(host)
+    return f"{victim.host}/{victim.slot}"
 
 
-def soak(folder: Path, hosts: list[Host], network: Network, faults: int, seed: int, steps: int) -> list[dict[str, object]]:
-    """Disturb a run `faults` times; a line for each fault. It has ended well, with the right bits, or an AssertionError tells its story."""
-    chance = random.Random(seed)
-    truth_folder, run_folder = folder / "undisturbed", folder / "disturbed"
-    truth_folder.mkdir()
-    run_folder.mkdir()
-    truth = undisturbed(truth_folder, steps)
-    training = Training(run_folder, hosts, workers=1, steps=steps)
-    lines: list[dict[str, object]] = []
+def wait_for(training: Training, workers: int) -> Record:
+    """Wait for a generation of so many workers that has done a step; which one."""
+
+    def ready() -> bool:
+        newest = training.newest
+        return len(newest.members) >= workers and training.step > newest.step
+
+    training.wait(ready, HEALED_S, what=f"a step of {workers} workers")
+    return training.newest
+
+
+def disturb(training: Training, network: Network, number: int, chance: random.Random) -> Fault:
+    """One fault, and the wait until the others go on without whom it met."""
+    what = chance.choices(list(FAULTS), list(FAULTS.values()))[0]
+    wait_for(training, workers := 3 if what == "flip" else 2)
+    time.sleep(chance.uniform(0, PAUSE_S))
+    before = wait_for(training, workers)
+    step, members, began_s = training.step, {one.id for one in before.members}, time.monotonic()
+    met = strike(training, network, before, what, chance)
+
+    def back() -> bool:
+        newest = training.newest
+        someone_left = not members <= {one.id for one in newest.members}
+        return training.step > (newest.step if someone_left else step) and (someone_left or what == "agent")
+
+    training.wait(back, HEALED_S, what=f"a step after fault {number}, {what} of {met} at step {step} of generation {before.number},")
+    return Fault(number, what, met, step, len(before.members), round(time.monotonic() - began_s, 3))
+
+
+def soak(folder: Path, hosts: Sequence[Host], network: Network, faults: int, seed: int) -> tuple[list[Fault], dict[str, object]]:
+    """Disturb a run `faults` times: (what each fault cost, what came of it all). An AssertionError tells the story where it went wrong."""
+    chance, felt, began_s = random.Random(seed), list[Fault](), time.monotonic()
+    training = Training(folder, hosts, workers=1, steps=FOR_EVER, values=VALUES)
     try:
+        training.wait_for_step(1, HEALED_S)
         for number in range(1, faults + 1):
-            training.wait(lambda number=number: training.step >= EACH * number and len(training.newest.members) == len(hosts), 120)  # type: ignore[misc]
-            fault = chance.choices(list(FAULTS), list(FAULTS.values()))[0]
-            before, step, began_s = training.newest, training.step, time.monotonic()
-            strike(training, network, fault, chance)
-            if fault == "agent":
-                training.wait_for_step(min(steps, step + 1), 120)
-            else:
-                training.wait(lambda before=before: training.newest.number > before.number and training.step > training.newest.step, 120)  # type: ignore[misc]
-            lines.append({"number": number, "fault": fault, "step": step, "seconds": round(time.monotonic() - began_s, 3)})
-            print(json.dumps(lines[-1]), flush=True)
-        training.judge(truth, timeout_s=600)
+            felt.append(disturb(training, network, number, chance))
+            print(json.dumps(asdict(felt[-1])), flush=True)
+        wait_for(training, len(hosts))
+        disturbed_s = time.monotonic() - began_s
+        training.stop()
+        training.end()
+        steps = training.step
+        goodput = training.events("goodput")[-1]["goodput"]
+        print(f"stopped at step {steps:,}; one worker now trains to there, undisturbed", flush=True)
+        (folder / "undisturbed").mkdir()
+        truth = undisturbed(folder / "undisturbed", steps, **VALUES)
+        training.judge(truth, code=75)
     finally:
         training.close()
-    lines.append({"digest": truth.digest, "generations": training.newest.number, "steps": steps})
-    return lines
+    facts = {"steps": steps, "generations": training.newest.number, "seconds": round(disturbed_s), "goodput": goodput}
+    return felt, facts | {"digest": truth.digest}
+
+
+def table(felt: Sequence[Fault]) -> str:
+    """As Markdown, a row for each kind of fault."""
+    rows = ["| fault | times | median until the next step | worst |", "| --- | ---: | ---: | ---: |"]
+    for what in FAULTS:
+        if seconds := [one.back_s for one in felt if one.what == what]:
+            rows.append(f"| {what} | {len(seconds)} | {median(seconds):.2f} s | {max(seconds):.2f} s |")
+    return "\n".join(rows)
 
 
 def main() -> None:
@@ -81,33 +147,28 @@ def main() -> None:
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("--faults", type=int, default=1000)
     asked.add_argument("--seed", type=int, default=1)
-    asked.add_argument("--keep", default="")
+    asked.add_argument("--keep", metavar="NAME", default="")
     args = asked.parse_args()
-    began_s = time.monotonic()
-    folder = Path(tempfile.mkdtemp(prefix="lockstep-soak-"))  # left there when the run goes wrong
+    load_before, folder = os.getloadavg(), Path(tempfile.mkdtemp(prefix="lockstep-soak-"))
+    print(f"in {folder}, which stays there when something goes wrong", flush=True)
     with Network(3) as network:
-        lines = soak(folder, network.hosts, network, args.faults, args.seed, EACH * (args.faults + 2))
+        felt, facts = soak(folder, network.hosts, network, args.faults, args.seed)
     shutil.rmtree(folder)
-    counts = Counter(str(line["fault"]) for line in lines[:-1])
-    slowest = {fault: max(float(str(line["seconds"])) for line in lines[:-1] if line["fault"] == fault) for fault in counts}
-    middle = {
-        fault: sorted(float(str(line["seconds"])) for line in lines[:-1] if line["fault"] == fault)[counts[fault] // 2] for fault in counts
-    }
-    table = "\n".join(
-        f"| {fault} | {counts[fault]} | {middle[fault]:.2f} s | {slowest[fault]:.2f} s |" for fault in FAULTS if fault in counts
-    )
     text = (
-        f"{args.faults} faults, seed {args.seed}, three hosts, {time.monotonic() - began_s:.0f} s in all; "
-        f"{lines[-1]['generations']} generations; each step once in the metrics; with and without the faults: {lines[-1]['digest']}\n\n"
-        f"| fault | times | median until the next step | worst |\n| --- | ---: | ---: | ---: |\n{table}\n"
+        f"{args.faults} faults, seed {args.seed}, on three hosts with one worker each, within {facts['seconds']} s and "
+        f"{facts['steps']:,} steps; {facts['generations']} generations, {facts['goodput']:.0%} of the time in training. Every step stands "
+        f"once in the metrics, with the loss and the norm of the run that nothing happened to; both end with\n\n    {facts['digest']}\n\n"
+        f"{table(felt)}\n\nA cable is out for {CABLE_S:g} s, and the step is looked for when it is in again; `stop` and `cable` wait "
+        "for `heal.silent_s`, 2.5 s.\n"
     )
     print(text)
     if args.keep:
-        kept = Path(__file__).parent / f"{datetime.now(UTC):%Y-%m-%d}-{args.keep}"
+        kept, about = kept_folder(args.keep), machine("bf16 where the processor has units for it, else fp32", load_before)
         kept.mkdir()
         (kept / "command").write_text(f"python bench/soak.py --faults {args.faults} --seed {args.seed} --keep {args.keep}\n")
-        (kept / "raw.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        (kept / "README.md").write_text(f"# {kept.name}\n\n{text}")
+        (kept / "machine").write_text(about)
+        (kept / "raw.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*map(asdict, felt), facts]))
+        (kept / "README.md").write_text(f"# {kept.name}\n\n```\n{about}```\n\n{text}")
 
 
 if __name__ == "__main__":

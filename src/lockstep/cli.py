@@ -400,8 +400,14 @@ def work(folder: Path, file: Path | None, flags: dict[str, str], resume: str) ->
 
     here = open_run(folder, file, flags, os.environ)
     heal = here.run.heal
-    unit, _ = room(here.run, 1)
-    limits = Limits(silent_s=heal.silent_s, gather_s=heal.gather_s, hang_s=heal.hang_s, on_hang=heal.on_hang, unit=unit)
+    limits = Limits(
+        silent_s=heal.silent_s,
+        gather_s=heal.gather_s,
+        hang_s=heal.hang_s,
+        evaluate_s=heal.evaluate_s,
+        on_hang=heal.on_hang,
+        unit=room(here.run, 1)[0],
+    )
     with World.join(threads=here.run.compute.threads, timeout_s=here.run.parallel.timeout_s, limits=limits) as world, ExitStack() as held:
         log.set_up(rank=world.number, file=log_file(folder, world.node, world.number))
         resolved = from_json(lead(world, lambda: to_json(settle(open_run(folder, file, flags, os.environ), world.device))))

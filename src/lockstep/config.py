@@ -150,6 +150,7 @@ class Heal:
     silent_s: Seconds = value(2.5, "after which a worker or host that says nothing counts as gone", least=0.5)
     gather_s: Seconds = value(30.0, "that a start waits for all workers, when there are enough without them", least=0)
     hang_s: Seconds = value(10.0, "without a step forward, and nobody only slow, until the verdict on a hang", least=1)
+    evaluate_s: Seconds = value(1800.0, "that a worker may evaluate while the others wait for it, until the same verdict", least=1)
     on_hang: Literal["evict", "end", "tell"] = value("evict", "evict: end the culprit, the rest goes on; end: the run; tell: only say so")
     verify_every: int = value(1, "steps from one comparison of all replicas' weights to the next; 0: never", least=0)
 

@@ -424,6 +424,20 @@ def gather_json(size: int, value: Any) -> list[Any]:
     return [json.loads(bytes(row[: int(n)].tolist())) for row, n in zip(padded, lengths, strict=True)]
 
 
+def finish(works: Iterable[dist.Work | None], group: dist.ProcessGroup | None = None) -> None:
+    """Collective. Wait for sends and receives on a CPU, as long as a collective of the group may take.
+
+    Without a limit of their own gloo ends them after the time that the group had to form (FORM_S): torch's way to give a group another
+    time-out does not reach them (2.13).
+    """
+    group = group or dist.group.WORLD
+    assert group is not None
+    limit = group._get_backend(torch.device("cpu")).options._timeout
+    for work in works:
+        if work is not None:
+            work.wait(limit)
+
+
 # Meeting.
 
 

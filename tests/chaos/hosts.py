@@ -34,6 +34,7 @@ from lockstep.membership.seat import Sitter, look, sitters, state_folder
 
 NOWHERE = "02:00:00:00:00:01"  # a hardware address that nobody has
 LISTENS = "0A"  # in /proc/net/tcp
+LINE_BYTES = 4096  # more than two lines of metrics
 # Eight micro-batches of a model so small that a step takes three workers on two cores 70 ms.
 TINY = {
     "data.pairs": 3000,
@@ -179,6 +180,7 @@ class Training:
 
     workers  on each host
     words    of lockstep launch, besides: ("--min", "3")
+    script   a user's own loop, FILE.py:FUNCTION, that takes --steps; "": the tiny run
     """
 
     folder: Path
@@ -189,6 +191,8 @@ class Training:
     values: dict[str, object] = field(default_factory=dict)
     agents: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     start: Sequence[Host] | None = None
+    script: str = ""
+    known: Record | None = None
 
     def __post_init__(self) -> None:
         self.run = self.folder / "run"
@@ -200,11 +204,14 @@ class Training:
 
     def start_agent(self, host: Host = HERE) -> None:
         """Start the agent of a host, or another one in its place."""
-        command = [*host.enter, sys.executable, "-m", "lockstep", "launch", "--hosts", "hosts.toml", "--host", host.name, "--out", "run"]
+        what = [self.script] if self.script else []
+        values = ["--steps", str(self.steps)] if self.script else flags(self.steps, **self.values)
+        words = [*what, "--hosts", "hosts.toml", "--host", host.name, "--out", "run", *self.words]
+        command = [*host.enter, sys.executable, "-m", "lockstep", "launch", *words]
         environ = {name: value for name, value in os.environ.items() if name == "LOCKSTEP_TMP" or not name.startswith("LOCKSTEP_")}
         with open(self.folder / f"{host.name}.out", "ab") as output:
             self.agents[host.name] = subprocess.Popen(
-                [*command, *self.words, *flags(self.steps, **self.values)],
+                [*command, *values],
                 cwd=self.folder,
                 env=environ | {fault.DRILL: "1", "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
@@ -217,9 +224,12 @@ class Training:
 
     @property
     def step(self) -> int:
-        """Committed steps, as far as the metrics have them."""
-        with suppress(OSError):
-            return (self.run / "metrics.jsonl").read_bytes().count(b"\n")
+        """Committed steps, as far as the metrics have them: the newest whole line says. Costs the same however many there are."""
+        with suppress(OSError), open(self.run / "metrics.jsonl", "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LINE_BYTES))
+            for line in reversed(file.read().splitlines(keepends=True)):
+                if line.startswith(b"{") and line.endswith(b"}\n"):
+                    return int(json.loads(line)["step"])
         return 0
 
     @property
@@ -231,9 +241,9 @@ class Training:
     @property
     def newest(self) -> Record:
         """The newest generation."""
-        record = self.log.newest()
-        assert record, "no generation yet"
-        return record
+        self.known = self.log.newest(self.known.number if self.known else 0) or self.known
+        assert self.known, "no generation yet"
+        return self.known
 
     @property
     def generations(self) -> list[Record]:
@@ -322,7 +332,8 @@ class Training:
     def story(self) -> str:
         """What happened so far, for whom a test fails."""
         told = [
-            f"{number}: {record.reason} (step {record.step}, {len(record.members)})" for number, record in enumerate(self.generations, 1)
+            f"{number}: {record.reason} (step {record.step}, {len(record.members)})"
+            for number, record in list(enumerate(self.generations, 1))[-30:]
         ]
         tails = [f"-- {path.name}\n{path.read_text(errors='replace')[-1500:]}" for path in sorted(self.folder.glob("*.out"))]
         return "\n".join([f"step {self.step}", *told, *tails])
@@ -370,10 +381,15 @@ class Training:
         until_s = time.monotonic() + timeout_s
         return {name: agent.wait(max(0.1, until_s - time.monotonic())) for name, agent in self.agents.items()}
 
-    def judge(self, truth: Truth, *, timeout_s: float = 120.0) -> None:
+    def stop(self) -> None:
+        """Ask the run to save and stop, as a person does, from the first host. Its agents end with 75."""
+        command = [*self.hosts[0].enter, sys.executable, "-m", "lockstep", "launch", "--stop", "run"]
+        subprocess.run(command, cwd=self.folder, check=True, capture_output=True)
+
+    def judge(self, truth: Truth, *, code: int = 0, timeout_s: float = 120.0) -> None:
         """Wait for the end: all went well, the bits are those of the undisturbed run, every step is there once, and nothing is left."""
         codes = self.end(timeout_s)
-        assert set(codes.values()) == {0}, f"{codes}\n{self.story()}"
+        assert set(codes.values()) == {code}, f"{codes}\n{self.story()}"
         assert read_steps(self.run) == truth.steps, self.story()
         assert digest_line(self.run, None) == truth.digest, self.story()
         self.leaves_nothing()

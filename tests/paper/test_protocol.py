@@ -25,7 +25,7 @@ from simulation.surroundings import Folder, State
 
 from lockstep.membership import protocol as real
 from lockstep.membership.arbiter import End, Member, Out, Record
-from lockstep.membership.protocol import Cut, Effect, Joiner, Leave, Limits, Look, Propose, Protocol, Report, Send, View
+from lockstep.membership.protocol import Connect, Cut, Effect, Joiner, Leave, Limits, Look, Propose, Protocol, Report, Send, View
 
 HISTORIES = int(os.environ.get("LOCKSTEP_HISTORIES", "500"))
 SEED = int(os.environ.get("LOCKSTEP_SEED", "0"))
@@ -37,6 +37,7 @@ THEMES = {
     "no agents": ("agent", "stop"),
     "network": ("cut", "drop", "part"),
     "one link": ("part", "kill"),
+    "two sides": ("cut",),
     "slowness": ("lag", "crawl", "reset"),
     "disk": ("slow disk", "bad disk", "kill"),
     "wishes": ("evict", "drain", "kill"),
@@ -213,6 +214,14 @@ class Discouraged(Protocol):
         return []
 
 
+class Greedy(Protocol):
+    """The smaller side of a cut network does not wait for the larger one."""
+
+    @property
+    def _outnumbered(self) -> bool:
+        return False
+
+
 class Incurious(Protocol):
     """When no group came to be, nobody finds out who does not reach whom."""
 
@@ -262,6 +271,7 @@ BROKEN = {
     Suspicious: "hosts",
     Mistaken: "network",
     Discouraged: "disk",
+    Greedy: "two sides",
     Incurious: "one link",
     Impatient: "nothing",
     Patient: "hosts",
@@ -349,9 +359,26 @@ def test_the_group_is_formed_anew_with_the_same_members_when_nobody_is_to_blame(
     one = started(0, 1)
     cut, told = one.break_up("it does not move", 1.0)
     assert cut == Cut("it does not move") and isinstance(told, Send) and told.message["kind"] == "over"
-    one.heard("a/1/x", {"kind": "left", "number": 1, "step": 7, "leaving": False, "why": "cut", "lost": [], "dead": {}}, 1.0)
+    left = {"kind": "left", "number": 1, "step": 7, "leaving": False, "why": "cut", "lost": [], "dead": {}, "doubts": True}
+    one.heard("a/1/x", left, 1.0)
     (proposal,) = one.left(Report(1, 7, why="cut"), 1.0)
     assert isinstance(proposal, Propose) and proposal.record.members == (member(0), member(1)) and proposal.record.step == 7
+
+
+def test_of_a_group_that_does_not_move_those_go_on_who_reach_each_other() -> None:
+    one = started(0, 1, 2)
+    one.break_up("it does not move", 1.0)
+    told = {"kind": "left", "number": 1, "step": 7, "leaving": False, "why": "cut", "dead": {}, "doubts": True}
+    one.heard("a/1/x", {**told, "lost": ["a/2/x"]}, 1.0)
+    one.heard("a/2/x", {**told, "lost": ["a/1/x"]}, 1.0)
+    (proposal,) = one.left(Report(1, 7, why="cut"), 1.0)
+    assert isinstance(proposal, Propose) and proposal.record.members == (member(0), member(1)) and proposal.record.step == 7
+    other = protocol(1)
+    other.ask(0.0, {})
+    other.looked(record(1, 0, 1, 2), [], 0.0)
+    other.link_up("a/0/x", 0.0)
+    other.heard("a/0/x", {"kind": "over", "number": 1, "why": "it does not move", "dead": {}, "doubts": True}, 1.0)
+    assert Connect(member(2)) in other.left(Report(1, 7, why="cut"), 1.0), "it finds out whom it reaches before it says so"
 
 
 def test_the_last_one_that_wants_to_leave_stays_until_it_has_handed_over_its_state() -> None:

@@ -97,9 +97,7 @@ def optimizer_names(model: Model, optimizer: torch.optim.Optimizer) -> dict[str,
     return {names[id(parameter)]: (parameter, group) for parameter, group in pairs}
 
 
-def capture(
-    model: Model, optimizer: torch.optim.Optimizer | None = None, saved: Callable[[str], bool] = everything
-) -> dict[str, Tensor]:
+def capture(model: Model, optimizer: torch.optim.Optimizer | None = None, saved: Callable[[str], bool] = everything) -> dict[str, Tensor]:
     """The state by name. The tensors are the living ones, not copies: copy or save them before the next step.
 
     saved  which parameters and buffers belong to it, by their names in the model

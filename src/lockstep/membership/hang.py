@@ -1,7 +1,8 @@
 """Nothing moves: who holds the others up, where, since when, and what is done about it.
 
 Each member says what it is doing (board.py), and how long ago it last moved by the clock of its own host: ages are compared, never the
-clocks of two hosts. Whoever is not in a collective is on its own and must go on by itself; whoever is in one waits for the others.
+clocks of two hosts. Whoever is not in a collective is on its own and must go on by itself; whoever is in one waits for the others. A
+collective that the loop calls by itself stands on no board, but in the stack of its thread.
 
     somebody on its own does not move                       it is the culprit, the others wait for it
     somebody on its own still moves, or may take its time   nothing hangs, whatever the others wait for
@@ -92,7 +93,7 @@ def judge(members: Iterable[Seen], limits: Limits | None = None) -> Verdict | No
     present = sorted((one for one in members if one.doing.phase != "idle"), key=lambda one: one.rank)
     step_s = max((one.doing.step_s for one in present), default=0.0)
     late = [one for one in present if still_s(one, limits) > patience_s(one, limits, step_s)]
-    culprits = [one for one in late if halted(one, limits) or one.doing.phase not in WAITING]
+    culprits = [one for one in late if halted(one, limits) or not in_collective(one)]
     if len(culprits) == len(present) > 1 and not any(halted(one, limits) for one in culprits):
         return common(culprits, limits)
     if culprits:
@@ -100,6 +101,18 @@ def judge(members: Iterable[Seen], limits: Limits | None = None) -> Verdict | No
     if not late or len(late) < len(present) or all(one.doing.phase == "waiting for others" for one in present):
         return None
     return apart(late, limits)
+
+
+def in_collective(one: Seen) -> bool:
+    """Whether it waits for others: in a collective of ours, or, by its stack, in one that the loop itself has called."""
+    return one.doing.phase in WAITING or its_own_collective(one) != ""
+
+
+def its_own_collective(one: Seen) -> str:
+    """The function of torch.distributed in which its loop waits for others, and the size of its tensor; "" when it is in none, or in one of
+    ours. As in: all_reduce of 8 bytes"""
+    found = None if one.doing.phase in WAITING else COLLECTIVE.search(one.stack.rpartition("\n")[2])
+    return found[1] if found else ""
 
 
 def halted(one: Seen, limits: Limits) -> Literal["", "exited", "stopped", "unheard"]:
@@ -149,7 +162,9 @@ def apart(members: Sequence[Seen], limits: Limits) -> Verdict:
     groups: dict[tuple[object, ...], list[Seen]] = {}
     for one in members:
         doing = one.doing
-        groups.setdefault((doing.generation, doing.step, doing.phase, doing.collective, doing.collective_bytes), []).append(one)
+        where = doing.generation, doing.step, doing.phase, doing.collective, doing.collective_bytes
+        own = (its_own_collective(one), innermost(one.stack)) if its_own_collective(one) else ()
+        groups.setdefault((*where, *own), []).append(one)
     if len(groups) == 1:
         return link(members, limits)
     most = max(map(len, groups.values()))
@@ -157,7 +172,7 @@ def apart(members: Sequence[Seen], limits: Limits) -> Verdict:
     if len([group for group in groups.values() if len(group) == most]) > 1:
         astray = []  # nobody can say which half is right
     told = ", while ".join(
-        f"{who(group)} {have(group)} waited in {entered(group[0].doing)} for {age(group)}{at(group[0])}"
+        f"{who(group)} {have(group)} waited in {entered(group[0])} for {age(group)}{at(group[0])}"
         for group in sorted(groups.values(), key=lambda group: (len(group), group[0].rank))
     )
     rule = "All must enter the same collectives, in the same order and with tensors of the same size."
@@ -173,7 +188,7 @@ def link(members: Sequence[Seen], limits: Limits) -> Verdict:
     if alone(members):
         told = f"{clauses(members, limits)[0]}, in which nobody else is"
     else:
-        what = f"{entered(members[0].doing)} for {age(members)}"
+        what = f"{entered(members[0])} for {age(members)}{at(members[0])}"
         told = f"all {len(members)} ranks have been in {what}; each of them is there, so it is {between} that does not move"
     return Verdict((), f"{told}. {consequence('', (), members, limits)}", "regroup" if limits.then == "evict" else limits.then)
 
@@ -230,13 +245,16 @@ def waits(others: Sequence[Seen], whom: str) -> list[str]:
     """Who waits, in what and since when: a clause for each thing that is waited for."""
     groups: dict[str, list[Seen]] = {}
     for one in others:
-        if one.doing.phase in WAITING:
-            groups.setdefault(thing(one.doing), []).append(one)
+        if in_collective(one):
+            groups.setdefault(thing(one), []).append(one)
     return [f"{names(group)} {have(group)} waited for {whom} in {what} for {age(group)}" for what, group in groups.items()]
 
 
-def thing(doing: Doing) -> str:
+def thing(one: Seen) -> str:
     """What a waiting member waits in."""
+    doing = one.doing
+    if name := its_own_collective(one):
+        return f"its own {name} in step {doing.step}"
     return {
         "reducing": f"the reduction of step {doing.step}",
         "voting": f"the vote of step {doing.step}",
@@ -244,10 +262,13 @@ def thing(doing: Doing) -> str:
     }.get(doing.phase, "the gathering of the next generation")
 
 
-def entered(doing: Doing) -> str:
-    """The same with the number of the collective."""
+def entered(one: Seen) -> str:
+    """The same with the number of the collective, if it has one."""
+    doing = one.doing
+    if its_own_collective(one):
+        return thing(one)
     size = f", {show_bytes(doing.collective_bytes)}" if doing.collective_bytes else ""
-    return f"{thing(doing)} (collective {doing.collective} of generation {doing.generation}{size})"
+    return f"{thing(one)} (collective {doing.collective} of generation {doing.generation}{size})"
 
 
 def consequence(subject: str, culprits: Sequence[Seen], others: Sequence[Seen], limits: Limits) -> str:
@@ -306,17 +327,25 @@ def at(one: Seen) -> str:
 # Stacks.
 
 LINE = re.compile(r"(.+):(\d+) in (.+?): (.*)")
+COLLECTIVES = "distributed_c10d.py"
+COLLECTIVE = re.compile(rf"{re.escape(COLLECTIVES)}:\d+ in (.+?): ")
 NOT_THE_USERS = re.compile(r"[/\\]lib(64)?[/\\]python3|site-packages|dist-packages|^<")  # Python's own files, and what pip installed
 
 
 def stack_of(thread_id: int | None = None, *, frames: int = 40) -> str:
     """Where a thread is (None: the main one), a line for each call, innermost last; "" when there is no such thread.
 
-    PATH:LINE in FUNCTION: SOURCE. Reads the source files, so not for a thread that must not wait for a disk.
+    PATH:LINE in FUNCTION: SOURCE. Reads the source files, so not for a thread that must not wait for a disk. The size of the tensor that a
+    collective of torch.distributed waits with stands behind its name.
     """
     frame = sys._current_frames().get(thread_id or threading.main_thread().ident or 0)
     calls = traceback.extract_stack(frame, frames) if frame else []
-    return "\n".join(f"{call.filename}:{call.lineno} in {call.name}: {call.line or ''}" for call in calls)
+    lines = [f"{call.filename}:{call.lineno} in {call.name}: {call.line or ''}" for call in calls]
+    if frame and frame.f_code.co_filename.endswith(COLLECTIVES):
+        bytes = getattr(frame.f_locals.get("tensor"), "nbytes", None)
+        size = f" of {show_bytes(bytes)}" if bytes is not None else ""
+        lines[-1] = f"{calls[-1].filename}:{calls[-1].lineno} in {calls[-1].name}{size}: {calls[-1].line or ''}"
+    return "\n".join(lines)
 
 
 def innermost(stack: str) -> str:

@@ -502,7 +502,8 @@ def in_a_collective() -> str:
 
 def hang_limits(limits: Limits) -> hang.Limits:
     """The limits of the hang verdict for a run's own."""
-    return hang.Limits(hang_s=limits.hang_s, silent_s=limits.silent_s, then=limits.on_hang)
+    allowances_s = hang.ALLOWANCES_S | {"evaluating": limits.evaluate_s}
+    return hang.Limits(hang_s=limits.hang_s, allowances_s=allowances_s, silent_s=limits.silent_s, then=limits.on_hang)
 
 
 def write_end(arbiter: Arbiter, end: End) -> Record:

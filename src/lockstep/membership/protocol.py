@@ -9,7 +9,8 @@ carries out the effects that come back. The simulation in the tests does the sam
 
 The *hub* is the first member of the generation that is not gone: the leader, or who would be next. Every member holds a link to the hub
 and hears its beat. When the group breaks, everybody leaves it and reports to the hub; once each of the others has reported, has ended or
-is silent, the hub proposes the next generation to the log (arbiter.py). Whoever loses follows the winner.
+is silent, the hub proposes the next generation to the log (arbiter.py). Whoever loses follows the winner. Of the sides of a cut network
+the larger one proposes first; the other waits as long again, and goes on only if nothing has come into the log until then.
 
 Nothing rests on a message that comes exactly once: at every beat a worker says to each peer what that peer should know of it (`_word`).
 And nothing but the log rests on what is only believed: who was silent and is heard of again is there again, and two members that each
@@ -39,6 +40,7 @@ class Limits:
     gather_s    how long a start waits for all `expected` workers, when there are `least` already
     takeover_s  how long new workers wait for members of the newest generation that neither answer nor show that they live
     hang_s      without a step forward, while nobody is only slow, until the verdict on a hang
+    evaluate_s  the same for one that evaluates, however long the others wait for it
     on_hang     then the culprit is left out and the rest goes on ("evict"), the run ends ("end"), or it is only told ("tell")
     expected, least, most   workers: for whom a start waits; below which training waits; that train at once
     unit        workers of a replica, which stand side by side in a generation: a replica is whole, or out
@@ -50,6 +52,7 @@ class Limits:
     gather_s: float = 30.0
     takeover_s: float = 30.0
     hang_s: float = 10.0
+    evaluate_s: float = 1800.0
     on_hang: Literal["evict", "end", "tell"] = "evict"
     expected: int = 1
     least: int = 1
@@ -233,6 +236,7 @@ class Protocol:
     after    the newest generation when this start began: that the run ended up to there is an old story
     joins    it came while others were at work, and begins with nobody else
     over     why the generation has come to its end, while nobody has proposed the next; "" while it lives
+    doubts   it ended as nobody moved and nobody was to blame: perhaps some of its members do not reach each other
     reports  what members have said that have left the generation
     joiners  who wants in, as far as this worker was told
     dead     id -> why it is gone for good: it has ended, or was evicted
@@ -252,6 +256,7 @@ class Protocol:
     asked: bool = False
     joins: bool = False
     over: str = ""
+    doubts: bool = False
     reports: dict[str, Report] = field(default_factory=dict)
     joiners: dict[str, Joiner] = field(default_factory=dict)
     dead: dict[str, str] = field(default_factory=dict)
@@ -328,7 +333,8 @@ class Protocol:
         return self._move_on(now_s)
 
     def break_up(self, why: str, now_s: float) -> list[Effect]:
-        """Form the group anew, with the same members: it does not move, and none of them is to blame."""
+        """Form the group anew: it does not move, and no member is to blame. All that reach each other stay."""
+        self.doubts = True
         return [*self._end_generation(why), *self._move_on(now_s)]
 
     def close_doors(self) -> list[Effect]:
@@ -382,6 +388,7 @@ class Protocol:
         if self.me.id in message["dead"]:
             return self._leave(str(message["dead"][self.me.id]))
         self.dead = {**message["dead"], **self.dead}
+        self.doubts = self.doubts or bool(message["doubts"])
         if kind == "left":
             self.reports[id] = Report(number, int(message["step"]), bool(message["leaving"]), str(message["why"]), tuple(message["lost"]))
         return [*self._end_generation(str(message["why"]) or f"{id} left"), *self._move_on(now_s)]
@@ -477,8 +484,18 @@ class Protocol:
 
     @property
     def _fruitless(self) -> bool:
-        """Whether this worker has left a generation that brought no step: perhaps some of its members do not reach each other."""
-        return self.phase == "left" and self.record is not None and self.reports[self.me.id].step <= self.record.step
+        """Whether this worker has left a generation that brought no step, or that stood still: perhaps some of its members do not
+        reach each other."""
+        return self.phase == "left" and self.record is not None and (self.doubts or self.reports[self.me.id].step <= self.record.step)
+
+    @property
+    def _outnumbered(self) -> bool:
+        """Whether those who are silent may be the larger side of a cut network, or one as large that has the leader: then they have as
+        long again to come into the log first."""
+        there = [one for one in self._members() if one.id not in self.dead]
+        silent = [one for one in there if self._is_silent(one.id)]
+        waits = any(self.now_s - self.heard_s[one.id] <= 2 * self.limits.silent_s for one in silent)
+        return waits and 2 * len(silent) + (there[0] in silent) > len(there)
 
     @property
     def _ready(self) -> bool:
@@ -536,11 +553,11 @@ class Protocol:
         if not self.over or all(one.id != id for one in self.others):
             return {"kind": "beat"}
         dead = {one.id: self.dead[one.id] for one in self.others if one.id in self.dead}
-        hub = self.hub()
+        told, hub = {"dead": dead, "doubts": self.doubts}, self.hub()
         if self._ready and ((hub and hub.id == id) or self.reports[self.me.id].leaving):
             lost = [one.id for one in self.others if self._is_silent(one.id)]
-            return {"kind": "left", **vars(self.reports[self.me.id]), "lost": lost, "dead": dead}
-        return {"kind": "over", "number": self.number, "why": self.over, "dead": dead}
+            return {"kind": "left", **vars(self.reports[self.me.id]), "lost": lost, **told}
+        return {"kind": "over", "number": self.number, "why": self.over, **told}
 
     def _asked(self) -> list[Member]:
         """Whom a worker asks to be let in: all at work, when it knows which of them it reaches; else the one around which all gather."""
@@ -552,7 +569,7 @@ class Protocol:
 
     def _propose(self, now_s: float) -> list[Effect]:
         """The hub proposes the next generation as soon as it has heard of all."""
-        if self.record is None or not self.leads or not self._ready or not self._may_propose(now_s):
+        if self.record is None or not self.leads or not self._ready or self._outnumbered or not self._may_propose(now_s):
             return []
         gone = {one.id: why for one in self.others if (why := self._gone(one.id))}
         record, reason = next_generation(View(self.record, self.reports, gone, list(self.joiners.values())), self.limits, self.tokens())
@@ -601,7 +618,7 @@ class Protocol:
             return self._move_on(now_s)
         was_in = self.phase in ("in", "left")
         effects = self._end_generation("a newer generation exists")
-        self.record, self.over, self.reports, self.heard_s = record, "", {}, {}
+        self.record, self.over, self.doubts, self.reports, self.heard_s = record, "", False, {}, {}
         self._gathering_s, self._waits = None, ""
         self.joiners = {id: one for id, one in self.joiners.items() if record.rank_of(id) is None}
         message = {"kind": "record", "record": record.to_json()}

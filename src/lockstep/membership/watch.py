@@ -59,12 +59,13 @@ class Watch:
         self._looked_s = now_s
         verdict = judge([seen for rank, one in enumerate(record.members) if (seen := self._seen(one, rank, now_s))], self.limits)
         if verdict is None:
-            self._suspects = ()
+            self._suspects, self.stacks = (), {}  # whoever hangs next hangs elsewhere
             return None
         if verdict.culprits and self._suspects != verdict.culprits:
             self._suspects, self._suspected_s = verdict.culprits, now_s
             for id in verdict.culprits:
-                self.ask_stack(id)
+                if id not in self.stacks:
+                    self.ask_stack(id)
             return None
         if now_s - self._suspected_s < STACK_S and any(id not in self.stacks for id in verdict.culprits):
             return None

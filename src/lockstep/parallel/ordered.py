@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import UsageError
+from lockstep.world import finish
 
 
 def share(rank: int, size: int, leaves: int) -> range:
@@ -123,7 +124,7 @@ def exchange(mine: list[tuple[Span, torch.Tensor]], leaves: int, group: dist.Pro
     rows = {r: [value[own] for _, value in mine] if r == rank else [torch.empty_like(out[own]) for _ in spans[r]] for r in range(size)}
     works = [dist.irecv(row, group=group, group_src=r) for r in others for row in rows[r] if row.numel()]
     works += [dist.isend(value[slices[r]], group=group, group_dst=r) for r in others for _, value in mine if value[slices[r]].numel()]
-    finish(works)
+    finish(works, group)
     tree: Tree[Part] = Tree()
     for r in range(size):
         for span, row in zip(spans[r], rows[r], strict=True):
@@ -133,14 +134,7 @@ def exchange(mine: list[tuple[Span, torch.Tensor]], leaves: int, group: dist.Pro
         out[own].copy_(total)
     works = [dist.irecv(out[slices[r]], group=group, group_src=r) for r in others if out[slices[r]].numel()]
     works += [dist.isend(out[own], group=group, group_dst=r) for r in others if out[own].numel()]
-    finish(works)
-
-
-def finish(works: list[dist.Work | None]) -> None:
-    """Wait for all."""
-    for work in works:
-        if work is not None:
-            work.wait()
+    finish(works, group)
 
 
 def exchange_by_collectives(mine: list[tuple[Span, torch.Tensor]], leaves: int, group: dist.ProcessGroup, out: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from simulation.promises import Promises, Violation, check
+from simulation.promises import STARTED_S, Promises, Violation, check
 from simulation.surroundings import Clock, Folder, Host, Network, State
 from simulation.worker import FORM_S, Group, Worker
 
@@ -36,7 +36,6 @@ SEATS = ("kill", "stop", "reset", "dawdle", "evict", "drain")  # what befalls wo
 HOSTS = ("power", "cut", "drop", "part", "lag", "crawl", "slow disk", "bad disk", "agent")  # what befalls hosts
 LASTING = ("power", "cut", "part", "drain")  # what may be for good
 HARMLESS = ("reset", "dawdle", "lag", "slow disk", "bad disk", "agent")  # what must not cost anybody its place
-STARTED_S = 8.0  # by then all have started when nothing befell them
 
 
 @dataclass(frozen=True)

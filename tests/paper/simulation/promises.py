@@ -9,6 +9,8 @@ from simulation.worker import Main, Worker
 
 from lockstep.membership.arbiter import Record
 
+STARTED_S = 8.0  # by then all have started when nothing befell them
+
 if TYPE_CHECKING:
     from simulation.cluster import Cluster
 
@@ -46,6 +48,16 @@ class Promises:
         for one in (workers[id] for id in before - set(ids)):
             well = one.alive and not one.main.drains and not any(it.since(self.began_s[-2]) for it in (one.trouble, one.host.trouble))
             check(not well, f"generation {number} goes on without {one.me.id}, which was well: {record.out}")
+        self._larger_side_goes_on(record, log[-2] if number > 1 else None)
+
+    def _larger_side_goes_on(self, record: Record, before: Record | None) -> None:
+        """Where a network was cut in two and nothing else has happened, the larger side goes on, or of equal ones the leader's."""
+        faults = self.cluster.history.faults
+        if before is None or not before.members or len(faults) != 1 or faults[0].kind != "cut" or faults[0].at_s < STARTED_S:
+            return
+        stay = [one.id for one in before.members if record.rank_of(one.id) is not None]
+        larger = 2 * len(stay) + (before.members[0].id in stay) > len(before.members)
+        check(larger, f"of the sides of {[one.id for one in before.members]} the smaller one went on: {stay}")
 
     def _begins_where_they_are(self, record: Record, stay: list[Worker]) -> None:
         """Who stays has left the generation before, for good; the new one begins at the largest step that one of them has committed; each

@@ -257,6 +257,7 @@ class Main:
         self.waits = self.coming = self.leaving = False
         self.slow = self.drains = False
         self.evicts = ""
+        self.breaks_up = self.clock.chance.random() < 0.5  # a connection that hangs is found by the hub, not by its time-out
 
     # -- form -------------------------------------------------------------------------------------------------------------
 
@@ -322,7 +323,10 @@ class Main:
         if group is None or not self.coming:
             return
         if any(self.cluster.network.blocked[one.host.name, self.worker.host.name] for one in group.workers):
-            if late_s > BREAK_S:
+            hub = next((one for one in group.workers if one.alive and one.main.group is group and one.protocol.leads), None)
+            if late_s > BREAK_S and hub and self.breaks_up:
+                hub.tell("break_up", "nobody moves, and nobody is to blame")
+            if late_s > BREAK_S and not (hub and self.breaks_up):
                 self.leave("a connection timed out")
             else:
                 self.after(0.2, lambda: self.hear(late_s + 0.2))
