@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from lockstep import log
@@ -23,6 +24,7 @@ from lockstep.errors import LockstepError, UsageError
 if TYPE_CHECKING:
     from lockstep.config import Run
     from lockstep.membership.seat import Seat
+    from lockstep.world import World
 
 EXIT_CODES = """exit codes: 0 done; 1 training error; 2 usage or config; 3 data or checkpoint damaged; 4 diverged;
 75 saved and wants to be started again (SIGTERM, SIGUSR1); 76 peers lost; 128+n ended by signal n (130: saved after SIGINT)"""
@@ -114,6 +116,8 @@ def parser() -> Parser:
     one.add_argument("--chat", action="store_true", help="the text is what a user says: answer it, by the model's chat template")
     one.add_argument("--step", type=int, help="the checkpoint of a run to use (default: the newest)")
     one.add_argument("--compile", action="store_true", help="compile the decoding step; pays off for long continuations")
+    one.add_argument("--tensor", type=int, default=1, metavar="T", help="cut the model over T processes of this machine (default: 1)")
+    one.add_argument("--file", type=Path, help="lines to continue, instead of standard input")
 
     one = command("checkpoint", checkpoint, "list, verify, digest, import or export the checkpoints of a run")
     one.add_argument("action", choices=["list", "verify", "digest", "import", "export"])
@@ -549,23 +553,56 @@ def translate(args: argparse.Namespace, rest: list[str]) -> int:
 def generate(args: argparse.Namespace, rest: list[str]) -> int:
     """Print continuations, and nothing else, on standard output: that of one text as it comes, else a JSON string a line."""
     refuse(rest, "generate")
+    from lockstep.launch import launch, worker_main
+    from lockstep.place import find_place
+
+    if args.tensor != 1 and (args.tensor < 1 or args.compile):
+        what = f"--tensor {args.tensor}" + (" with --compile" if args.compile else "")
+        raise UsageError(what, "command line", "give 1 or more; a step that several processes share is not compiled")
+    if args.tensor == 1:
+        return generate_here(args)
+    if find_place(os.environ)[0] is not None:
+        return worker_main(lambda: generate_together(args))
+    with TemporaryDirectory(prefix="lockstep-generate-") as folder:
+        command = [sys.executable, "-m", "lockstep", "generate", *sys.argv[2:]]
+        if not args.text and not args.file:  # the workers have no standard input
+            lines = Path(folder) / "lines"
+            lines.write_text(sys.stdin.read(), encoding="utf-8")
+            command += ["--file", str(lines)]
+        return launch(command, args.tensor, run_folder=None, port=None, environ=os.environ)
+
+
+def generate_together(args: argparse.Namespace) -> int:
+    """The life of one of the processes that a model is cut over."""
+    from lockstep.world import World
+
+    with World.join(threads=1) as world:
+        log.set_up(rank=world.rank)
+        return generate_here(args, world)
+
+
+def generate_here(args: argparse.Namespace, world: World | None = None) -> int:
+    """Continue the texts in this process, or Collective with the others in the world; the first one prints."""
     from lockstep.data.chat import ChatTokenizer
     from lockstep.models.pretrained import load
+    from lockstep.parallel.inference import cut_by_tensor
     from lockstep.sample import Sampling, check
     from lockstep.sample import generate as generate_texts
 
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     check(args.tokens, sampling)
-    loaded = load(args.folder, args.step)
+    loaded = load(args.folder, args.step, device=world.device if world else None)
+    group = cut_by_tensor(loaded.model, world, "--tensor") if world else None
     tokenizer = ChatTokenizer.load(loaded.tokenizer, loaded.config)
-    texts = args.text or [line.rstrip("\n") for line in sys.stdin]
-    options = {"tokens": args.tokens, "sampling": sampling, "stops": args.stop, "chat": args.chat, "compile": args.compile}
-    found = ["" for _ in texts]
+    lines = args.file.read_text(encoding="utf-8").splitlines() if args.file else [] if args.text else sys.stdin
+    texts = args.text or [line.rstrip("\n") for line in lines]
+    options = {"tokens": args.tokens, "sampling": sampling, "stops": args.stop, "chat": args.chat, "compile": args.compile, "group": group}
+    found, leads = ["" for _ in texts], world is None or world.leader
     for row, text in generate_texts(loaded.model, tokenizer, texts, **options):
         found[row] += text
-        if len(args.text) == 1:
+        if len(args.text) == 1 and leads:
             print(text, end="", flush=True)
-    for one in found:
+    for one in found if leads else []:
         print("" if len(args.text) == 1 else json.dumps(one, ensure_ascii=False))
     return 0
 

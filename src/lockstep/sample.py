@@ -1,6 +1,6 @@
 """Continuations of texts by a Llama: prefill, then one token at a time with a cache of fixed size.
 
-    for row, text in continuations(model, tokenizer, [tokenizer.encode("Once upon")], tokens=50):
+    for row, text in continuations(Decoder(model), tokenizer, [tokenizer.encode("Once upon")], tokens=50):
         print(text, end="")
 
 The rows of a batch may have different lengths, and end when they end: what an ended row would say is thrown away.
@@ -10,19 +10,24 @@ Letters in the margin: B rows, V vocabulary.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch._inductor.config
+import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.data.chat import ChatTokenizer
 from lockstep.errors import UsageError
-from lockstep.models.llama import Cache, Llama
+from lockstep.models.decode import Cache, Decoder
+from lockstep.models.llama import Llama
 
 log = logging.getLogger("lockstep")
 
-Step = Callable[[Tensor, Cache], Tensor]
+Step = Callable[[Tensor, Cache, int], Tensor]
+PLACES = 64  # of the cache more are looked at whenever this many are full; a compiled step looks at all
 UNFINISHED = "\ufffd"  # how a decoder shows a character whose last bytes are still to come
 CONTEXT_TOKENS = 8  # of the prompt are decoded with a continuation: its first token may be joined to the last one before it
 
@@ -65,27 +70,37 @@ def choose(logits: Tensor, draws: Tensor, sampling: Sampling) -> Tensor:
 
 @torch.inference_mode()
 def tokens_after(
-    model: Llama, prompts: Sequence[Sequence[int]], *, tokens: int, sampling: Sampling = GREEDY, step: Step | None = None, first: int = 0
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    tokens: int,
+    sampling: Sampling = GREEDY,
+    step: Step | None = None,
+    capacity: int = 0,
+    first: int = 0,
 ) -> Iterator[list[int]]:
     """The next id of each of B prompts, `tokens` times. It does not end by itself before: whoever has enough stops asking.
 
     prompts  ids, at least one each
-    step     `model.step`, or a compiled version of it
-    first    the number of the first row, on which draws depend
+    step      None: `decoder.step`; else a compiled version of it, compiled once for each number of rows and capacity
+    capacity  of the cache, when it is to be larger than prompt and tokens need
+    first     the number of the first row, on which draws depend
     """
-    device = model.embedding.weight.device
+    device = decoder.embedding.device
     lengths = torch.tensor([len(ids) for ids in prompts], device=device)
     longest = max(map(len, prompts))
     padded = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in prompts], device=device)  # (B, T)
     chances = [torch.Generator().manual_seed((sampling.seed * 2**20 + row) % 2**63) for row in range(first, first + len(prompts))]
-    cache = model.start(len(prompts), longest + tokens)
-    logits = model.prefill(padded, lengths, cache)
+    cache = decoder.start(len(prompts), max(capacity, longest + tokens))
+    logits = decoder.prefill(padded, lengths, cache)
     for written in range(tokens):
         draws = torch.stack([torch.rand((), generator=chance, dtype=torch.float64) for chance in chances]).to(device)
         newest = choose(logits, draws, sampling)  # (B,)
         yield newest.tolist()
-        if written + 1 < tokens:
-            logits = (step or model.step)(newest, cache)
+        if written + 1 < tokens and step:
+            logits = step(newest, cache, cache.capacity)
+        elif written + 1 < tokens:
+            logits = decoder.step(newest, cache, min(cache.capacity, -(-(longest + written + 1) // PLACES) * PLACES))
 
 
 @dataclass
@@ -135,7 +150,7 @@ def held_back(text: str, stops: Sequence[str]) -> int:
 
 
 def continuations(
-    model: Llama,
+    decoder: Decoder,
     tokenizer: ChatTokenizer,
     prompts: Sequence[Sequence[int]],
     *,
@@ -143,11 +158,12 @@ def continuations(
     sampling: Sampling = GREEDY,
     stops: Sequence[str] = (),
     step: Step | None = None,
+    capacity: int = 0,
     first: int = 0,
 ) -> Iterator[tuple[int, str]]:
     """(row, more of its text) as it comes, until each row has `tokens` tokens, one that ends it, or one of the texts `stops`."""
     texts = [Text(tokenizer, ids[-CONTEXT_TOKENS:], stops) for ids in prompts]
-    for newest in tokens_after(model, prompts, tokens=tokens, sampling=sampling, step=step, first=first):
+    for newest in tokens_after(decoder, prompts, tokens=tokens, sampling=sampling, step=step, capacity=capacity, first=first):
         for row, token in enumerate(newest):
             if told := texts[row].add(token):
                 yield row, told
@@ -173,24 +189,51 @@ def generate(
     stops: Sequence[str] = (),
     chat: bool = False,
     compile: bool = False,
+    group: dist.ProcessGroup | None = None,
 ) -> Iterator[tuple[int, str]]:
     """(number of the text, more of its continuation), as `continuations` gives it, a few rows at a time.
 
+    The model is used up: what writes takes its weights over, see Decoder.
+
     chat     each text is what a user says; its continuation is the answer
-    compile  torch.compile the step: half a minute first, for long continuations or many
+    compile  torch.compile the step: a minute or more first, for long continuations or many
+    group    the processes that `tensor_plan` has cut the model over; all of them call this, and all get the same
     UsageError: a number is out of its range, or a text has no token at all.
     """
     check(tokens, sampling)
-    step: Step | None = torch.compile(model.step, dynamic=False) if compile else None
     prompts = [tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text) for text in texts]
     if empty := [number for number, ids in enumerate(prompts) if not ids]:
         raise UsageError("there is nothing to continue: a prompt has no token", f"prompt {empty[0] + 1}", "give a text")
     if (longest := max(map(len, prompts), default=0) + tokens) > model.shape.context:
         log.warning("%d tokens with the prompt; the model is made for %d", longest, model.shape.context)
+    rows = min(len(prompts), ROWS)
+    decoder = Decoder(model, rows=rows, layout="plain" if compile else None, group=group, release=True)
+    step, capacity = (compiled(decoder), longest) if compile else (None, 0)
     for first in range(0, len(prompts), ROWS):
         batch = prompts[first : first + ROWS]
-        for row, text in continuations(model, tokenizer, batch, tokens=tokens, sampling=sampling, stops=stops, step=step, first=first):
-            yield first + row, text
+        filled = [*batch, *[batch[0]] * (rows - len(batch))] if compile else batch  # one graph for all of them
+        found = continuations(
+            decoder, tokenizer, filled, tokens=tokens, sampling=sampling, stops=stops, step=step, capacity=capacity, first=first
+        )
+        yield from ((first + row, text) for row, text in found if row < len(batch))
+
+
+def compiled(decoder: Decoder) -> Step:
+    """The step as one graph, compiled at its first call, which says how long that took. On a CPU the graph packs the weights for itself."""
+    step = torch.compile(decoder.step, dynamic=False, fullgraph=True)
+    seen: set[tuple[int, int]] = set()
+
+    def timed(tokens: Tensor, cache: Cache, places: int) -> Tensor:
+        if (len(tokens), places) in seen:
+            return step(tokens, cache, places)
+        seen.add((len(tokens), places))
+        began_s = time.perf_counter()
+        with torch._inductor.config.patch(freezing=tokens.device.type == "cpu"):
+            logits = step(tokens, cache, places)
+        log.info("the step is compiled for %d rows of %d places in %.0f s", len(tokens), places, time.perf_counter() - began_s)
+        return logits
+
+    return timed
 
 
 def check(tokens: int, sampling: Sampling) -> None:

@@ -83,6 +83,7 @@ class Team:
         self.replica: Replica | ShardedReplica
         if isinstance(model, Held) and model.layout.unit > 1:
             self.replica = ShardedReplica(model, micro_batches=micro_batches, seed=seed)
+            self.replica.wires.laying = world.more_groups
         else:
             self.replica = Replica(
                 model.module if isinstance(model, Held) else model,

@@ -88,6 +88,7 @@ class World:
     board: Board = field(default_factory=lambda: Board(None), repr=False, compare=False)
     ledger: Ledger = field(default_factory=lambda: Ledger(time.monotonic()), repr=False, compare=False)
     _before: set[tuple[int, str]] = field(default_factory=set, repr=False, compare=False)
+    _forming: bool = field(default=False, repr=False, compare=False)
 
     @property
     def leader(self) -> bool:
@@ -288,10 +289,21 @@ class World:
                     raise RuntimeError(why) from None
 
     def cut(self) -> None:
-        """End all that waits in this generation's group, formed or forming. For the member thread."""
+        """End all that waits in this generation's groups, formed or forming. For the member thread."""
         links = self.membership.sockets() if self.membership else set()
         now = open_sockets()
-        cut_sockets(one for one in now & set(self.sockets) | (now - self._before if not self.sockets else set()) if one[0] not in links)
+        forming = now - self._before if not self.sockets or self._forming else set()
+        cut_sockets(one for one in now & set(self.sockets) | forming if one[0] not in links)
+
+    @contextmanager
+    def more_groups(self) -> Iterator[None]:
+        """Groups of some members are formed inside: they are left and cut like the group of all."""
+        self._before, self._forming = open_sockets(), True
+        try:
+            yield
+        finally:
+            self.sockets = tuple(sorted({*self.sockets, *(open_sockets() - self._before)}))
+            self._forming = False
 
     # -- leaving ----------------------------------------------------------------------------------------------------------
 
@@ -424,18 +436,32 @@ def gather_json(size: int, value: Any) -> list[Any]:
     return [json.loads(bytes(row[: int(n)].tolist())) for row, n in zip(padded, lengths, strict=True)]
 
 
+def limit(group: dist.ProcessGroup | None = None) -> timedelta:
+    """How long a collective of the group may take; None: of all."""
+    group = group or dist.group.WORLD
+    assert group is not None
+    found: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return found
+
+
+def subgroup(ranks: list[int]) -> dist.ProcessGroup | None:
+    """Collective of these ranks alone. A group of them, with the time-out of the group of all; None when there is only one."""
+    if len(ranks) == 1:
+        return None
+    group: dist.ProcessGroup = dist.new_group(ranks, timeout=timedelta(seconds=FORM_S), use_local_synchronization=True)
+    dist.distributed_c10d._set_pg_timeout(limit(), group)
+    return group
+
+
 def finish(works: Iterable[dist.Work | None], group: dist.ProcessGroup | None = None) -> None:
     """Collective. Wait for sends and receives on a CPU, as long as a collective of the group may take.
 
     Without a limit of their own gloo ends them after the time that the group had to form (FORM_S): torch's way to give a group another
     time-out does not reach them (2.13).
     """
-    group = group or dist.group.WORLD
-    assert group is not None
-    limit = group._get_backend(torch.device("cpu")).options._timeout
     for work in works:
         if work is not None:
-            work.wait(limit)
+            work.wait(limit(group))
 
 
 # Meeting.

@@ -22,8 +22,12 @@ from lockstep.cli import main
 from lockstep.data.chat import ChatTokenizer
 from lockstep.errors import CheckpointError, DataError, LockstepError, UsageError
 from lockstep.models import hub, pretrained
-from lockstep.models.llama import IGNORED, SHAPES, Llama, Scaling, Shape, build, choose_attention
+from lockstep.models.decode import Decoder, choose_layout
+from lockstep.models.llama import IGNORED, SHAPES, Llama, Scaling, Shape, build
+from lockstep.parallel.inference import cut_by_tensor, refuse_tensor
 from lockstep.sample import Sampling, Text, choose, continuations, tokens_after
+from lockstep.testing import run_ranks
+from lockstep.world import World
 
 V = 300
 SMALL = Shape(V, 48, 3, 6, 2, 8, 80, context=256, rope_base=10_000.0)
@@ -117,7 +121,7 @@ def test_logits_and_greedy_continuations_are_those_of_transformers(variant: str,
     tokens = torch.randint(V, (3, 200))
     torch.testing.assert_close(ours(tokens), right(tokens).logits, rtol=0, atol=1e-4)
     continued = right.generate(tokens[:, :40], max_new_tokens=60, do_sample=False, eos_token_id=None, pad_token_id=0)[:, 40:]
-    found = list(tokens_after(ours, tokens[:, :40].tolist(), tokens=60))
+    found = list(tokens_after(Decoder(ours, rows=3), tokens[:, :40].tolist(), tokens=60))
     assert torch.tensor(found).T.tolist() == continued.tolist()
 
 
@@ -133,27 +137,38 @@ def test_scaled_positions_are_others() -> None:
 def test_decoding_with_a_cache_is_the_whole_forward_pass(small: Llama) -> None:
     """Rows of different lengths, each against itself alone and computed anew for every token."""
     tokens, lengths = torch.randint(V, (4, 30)), [3, 11, 7, 1]
-    cache = small.start(4, capacity=20)
-    logits = small.prefill(tokens[:, :11], torch.tensor(lengths), cache)
+    decoder = Decoder(small, rows=4)
+    cache = decoder.start(4, capacity=20)
+    logits = decoder.prefill(tokens[:, :11], torch.tensor(lengths), cache)
     for further in range(9):
         for row, length in enumerate(lengths):
             written = torch.cat((tokens[row, :length], tokens[row, 20 : 20 + further]))
             torch.testing.assert_close(logits[row], small(written[None])[0, -1], rtol=1e-10, atol=1e-10)
-        logits = small.step(tokens[:, 20 + further], cache)
+        logits = decoder.step(tokens[:, 20 + further], cache, places=12 + further if further % 2 else 20)
 
 
 @torch.no_grad()
-def test_attention_by_hand_and_torchs_own_agree(small: Llama) -> None:
-    """Above 1,024 places the other kernel decodes."""
-    assert [choose_attention("cpu", 1, places)[0] for places in (1024, 1025)] == ["plain", "sdpa"]
-    assert choose_attention("cuda", 1, 4000)[0] == "plain"
-    assert choose_attention("cpu", 2, 10)[0] == "sdpa"
-    tokens = torch.randint(V, (2, 9))
-    caches = [small.start(2, capacity) for capacity in (1024, 1025)]
-    first, other = (small.prefill(tokens, torch.tensor([9, 5]), cache) for cache in caches)
-    for _ in range(3):
-        torch.testing.assert_close(first, other, rtol=1e-10, atol=1e-10)
-        first, other = (small.step(first.argmax(-1), cache) for cache in caches)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-5), (torch.bfloat16, 0.1)])
+def test_every_layout_of_the_matrices_writes_the_same(dtype: torch.dtype, bound: float) -> None:
+    assert [choose_layout("cpu", torch.float32, rows)[0] for rows in (1, 2)] == ["columns", "packed"]
+    assert choose_layout("cpu", torch.bfloat16, 1)[0] == "packed"
+    assert choose_layout("cpu", torch.float64, 1)[0] == choose_layout("cuda", torch.bfloat16, 8)[0] == "plain"
+    model = build(SMALL, device=CPU, seed=1).to(dtype).eval()
+    tokens, found = torch.randint(V, (3, 9)), {}
+    for layout in ("plain", "columns", "packed"):
+        decoder = Decoder(model, layout=layout)
+        cache = decoder.start(3, 16)
+        first = decoder.prefill(tokens, torch.tensor([9, 2, 5]), cache)
+        found[layout] = torch.stack([first, *(decoder.step(tokens[:, place], cache, 16) for place in range(5))])
+    for layout in ("columns", "packed"):
+        torch.testing.assert_close(found[layout], found["plain"], rtol=0, atol=bound)
+
+
+def test_a_decoder_may_take_the_weights_over(small: Llama) -> None:
+    right = list(tokens_after(Decoder(small), [[5, 6, 7]], tokens=10))
+    taken = Decoder(small, release=True)
+    assert list(tokens_after(taken, [[5, 6, 7]], tokens=10)) == right
+    assert not any(parameter.dim() == 2 for name, parameter in small.named_parameters() if name != "embedding.weight")
 
 
 def test_packed_documents_are_separate_rows(small: Llama) -> None:
@@ -401,11 +416,12 @@ def test_a_draw_follows_its_probability() -> None:
 def test_a_row_does_not_depend_on_its_batch_and_its_draws_follow_from_the_seed(small: Llama) -> None:
     prompts = [[5, 6, 7], [9], [10, 11, 12, 13, 14, 15]]
     sampling = Sampling(temperature=1.3, seed=4)
-    together = list(zip(*tokens_after(small, prompts, tokens=12, sampling=sampling), strict=True))
+    decoder = Decoder(small)
+    together = list(zip(*tokens_after(decoder, prompts, tokens=12, sampling=sampling), strict=True))
     for row, prompt in enumerate(prompts):
-        alone = zip(*tokens_after(small, [prompt], tokens=12, sampling=sampling, first=row), strict=True)
+        alone = zip(*tokens_after(decoder, [prompt], tokens=12, sampling=sampling, first=row), strict=True)
         assert [together[row]] == list(alone)
-    others = zip(*tokens_after(small, prompts, tokens=12, sampling=Sampling(temperature=1.3, seed=5)), strict=True)
+    others = zip(*tokens_after(decoder, prompts, tokens=12, sampling=Sampling(temperature=1.3, seed=5)), strict=True)
     assert together != list(others)
 
 
@@ -479,7 +495,40 @@ def test_the_command_prints_the_continuation_alone(folder: Path, tmp_path: Path,
 
 def test_the_compiled_step_continues_alike(small: Llama, folder: Path) -> None:
     """Without a graph break, traced once for all tokens; the code generator is left out, which takes half a minute."""
-    step = torch.compile(small.step, dynamic=False, backend="eager", fullgraph=True)
+    decoder = Decoder(small)
+    step = torch.compile(decoder.step, dynamic=False, backend="eager", fullgraph=True)
     prompts = [[5, 6, 7], [9]]
-    assert list(tokens_after(small, prompts, tokens=15, step=step)) == list(tokens_after(small, prompts, tokens=15))
-    assert list(continuations(small, ChatTokenizer.load(folder, {}), prompts, tokens=3))
+    assert list(tokens_after(decoder, prompts, tokens=15, step=step)) == list(tokens_after(decoder, prompts, tokens=15))
+    assert list(continuations(decoder, ChatTokenizer.load(folder, {}), prompts, tokens=3))
+
+
+def cut(world: World, folder: Path, prompts: list[list[int]]) -> tuple[list[list[int]], int]:
+    """(what a model cut over the world writes, how many numbers this process holds for it)."""
+    torch.set_grad_enabled(False)
+    model = pretrained.load(folder, device=CPU).model
+    group = cut_by_tensor(model, world, "--tensor")
+    decoder = Decoder(model, rows=len(prompts), layout="plain", group=group)
+    return list(tokens_after(decoder, prompts, tokens=20)), sum(buffer.numel() for buffer in decoder.buffers())
+
+
+def test_a_model_cut_over_two_processes_writes_what_the_whole_one_writes(folder: Path) -> None:
+    prompts = [[5, 6, 7], [9], [20, 30, 40, 50]]
+    model = pretrained.load(folder, device=CPU).model
+    decoder = Decoder(model, rows=3, layout="plain")
+    right, numbers = list(tokens_after(decoder, prompts, tokens=20)), sum(buffer.numel() for buffer in decoder.buffers())
+    found = run_ranks(cut, 2, folder, prompts)
+    cut_numbers = sum(parameter.numel() for parameter in model.layers.parameters() if parameter.dim() == 2)
+    assert [tokens for tokens, _ in found] == [right, right]
+    assert [held for _, held in found] == [numbers - cut_numbers // 2] * 2
+    with pytest.raises(UsageError, match="4 heads and 2 key-value heads and 112 inner width cannot be cut over 3"):
+        refuse_tensor(model.shape, 3, "--tensor")
+
+
+def test_the_command_cuts_a_model_and_reads_lines(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "lines").write_text("The cat\nEin Hund\n")
+    words = ["generate", str(folder), "--file", str(tmp_path / "lines"), "--tokens", "8"]
+    assert main(words) == 0
+    right = capfd.readouterr().out
+    done = subprocess.run([sys.executable, "-m", "lockstep", *words, "--tensor", "2"], capture_output=True, text=True, check=True)
+    assert done.stdout == right and right.count("\n") == 2
+    assert main([*words, "--tensor", "2", "--compile"]) == UsageError.exit_code

@@ -27,8 +27,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.models import kernels
-from lockstep.models.kernels import Choice
 from lockstep.models.loss import output_cross_entropy
 
 IGNORED = -100  # a label that counts nothing, as in torch.nn.functional.cross_entropy
@@ -147,58 +145,17 @@ def visible_in(documents: Tensor) -> Tensor:
 # -- attention --------------------------------------------------------------------------------------------------------
 
 
-def choose_attention(device_type: str, queries: int, keys: int) -> tuple[Choice, str]:
-    """(choice, reason): how `queries` new positions attend to `keys` places on this kind of device.
-
-    Measured on one core (torch 2.13, fp32): forward and backward of 8 heads over 4 key-value heads, 2,048 positions in
-    rows of 128, 512, 2,048: torch's kernel 23, 69, 143 ms, by hand 38, 157, 648; it skips what is hidden, and here
-    nothing is dropped out, which is what made it slow for the translator. One new position of 32 heads over 8: by hand
-    0.07 against 0.12 ms at 256 places, 0.23 against 0.41 at 1,024, then equal, with more rows slower.
-    """
-    if queries == 1 and (device_type != "cpu" or keys <= 1024):
-        return "plain", "one new position: the heads that share keys ask them in one matrix product"
-    return "sdpa", f"torch's fused attention is fastest on {device_type} for {queries} positions over {keys}"
-
-
 def attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
-    """Grouped-query attention (Ainslie et al. 2023): (B, H, T, E).
+    """Grouped-query attention (Ainslie et al. 2023) by torch's fused kernel: (B, H, T, E).
 
     query (B, H, T, E); key and value (B, G, S, E), head h asks key-value head h // (H / G)
     visible  (B or 1, 1, T, S) bool; None: each position sees itself and those before it
+
+    Measured on one core (torch 2.13, fp32), forward and backward of 8 heads over 4 key-value heads, 2,048 positions in rows of
+    128, 512, 2,048: 23, 69, 143 ms, by hand 38, 157, 648; it skips what is hidden, and here nothing is dropped out, which is what
+    made it slow for the translator.
     """
-    if visible is None:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    choice, _ = choose_attention(query.device.type, query.shape[2], key.shape[2])
-    if choice == "plain":  # T = 1: heads of a group become the positions of one head
-        grouped = query.view(query.shape[0], key.shape[1], -1, query.shape[3])  # (B, G, H / G, E)
-        bias = torch.zeros(visible.shape, dtype=query.dtype, device=query.device).masked_fill(~visible, float("-inf"))
-        return kernels.attend(grouped, key, value, bias, "plain").reshape(query.shape)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, enable_gqa=True)
-
-
-@dataclass
-class Cache:
-    """What decoding remembers of B rows."""
-
-    keys: Tensor  # (L, B, G, C, E)
-    values: Tensor  # (L, B, G, C, E)
-    position: Tensor  # (B,) int64: where the next token of each row goes
-
-    @property
-    def capacity(self) -> int:
-        return self.keys.shape[3]
-
-    def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Remember the first positions of all rows: key and value (B, G, T, E)."""
-        self.keys[layer, :, :, : key.shape[2]] = key
-        self.values[layer, :, :, : key.shape[2]] = value
-
-    def add(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Remember one position (B, G, 1, E) of each row; all that the layer remembers, twice (B, G, C, E)."""
-        row = torch.arange(len(self.position), device=self.position.device)
-        self.keys[layer, row, :, self.position] = key[:, :, 0]
-        self.values[layer, row, :, self.position] = value[:, :, 0]
-        return self.keys[layer], self.values[layer]
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, is_causal=visible is None, enable_gqa=True)
 
 
 # -- the model --------------------------------------------------------------------------------------------------------
@@ -221,15 +178,11 @@ class Attention(nn.Module):
         rows, length, _ = projected.shape
         return projected.view(rows, length, -1, self.head_width).transpose(1, 2)
 
-    def forward(self, states: Tensor, rotation: Rotation, visible: Tensor | None, cache: Cache | None = None, layer: int = 0) -> Tensor:
-        """states (B, T, D) -> (B, T, D). With a cache: its first positions when `visible` is None, else one more of each row."""
+    def forward(self, states: Tensor, rotation: Rotation, visible: Tensor | None) -> Tensor:
+        """states (B, T, D) -> (B, T, D)."""
         query = rotation.turn(self.heads(self.query(states)))  # (B, H, T, E)
         key = rotation.turn(self.heads(self.key(states)))  # (B, G, T, E)
         value = self.heads(self.value(states))
-        if cache is not None and visible is None:
-            cache.keep(layer, key, value)
-        elif cache is not None:
-            key, value = cache.add(layer, key, value)  # (B, G, C, E)
         mixed: Tensor = self.out(attend(query, key, value, visible).transpose(1, 2).flatten(2))
         return mixed
 
@@ -258,8 +211,8 @@ class Layer(nn.Module):
         self.feed_norm = nn.RMSNorm(shape.width, shape.norm_epsilon)
         self.feed_forward = FeedForward(shape.width, shape.feed_forward)
 
-    def forward(self, states: Tensor, rotation: Rotation, visible: Tensor | None, cache: Cache | None = None, layer: int = 0) -> Tensor:
-        states = states + self.attention(self.attention_norm(states), rotation, visible, cache, layer)
+    def forward(self, states: Tensor, rotation: Rotation, visible: Tensor | None) -> Tensor:
+        states = states + self.attention(self.attention_norm(states), rotation, visible)
         further: Tensor = states + self.feed_forward(self.feed_norm(states))
         return further
 
@@ -295,42 +248,13 @@ class Llama(nn.Module):
             return F.linear(states, self.output_weight)
         return output_cross_entropy(states, self.output_weight, labels, smoothing=0.0, pad=IGNORED)
 
-    def through(self, tokens: Tensor, places: Tensor, visible: Tensor | None, cache: Cache | None = None) -> Tensor:
+    def through(self, tokens: Tensor, places: Tensor, visible: Tensor | None) -> Tensor:
         """tokens (B, T) at places (B or 1, T) -> states (B, T, D) after all layers, before the last norm."""
         states = self.embedding(tokens)
         rotation = Rotation.of(places, self.shape, states.dtype)
-        for number, layer in enumerate(self.layers):
-            states = cast(Layer, layer)(states, rotation, visible, cache, number)
+        for layer in self.layers:
+            states = layer(states, rotation, visible)
         return cast(Tensor, states)
-
-    # -- decoding ---------------------------------------------------------------------------------------------------------
-
-    def start(self, rows: int, capacity: int) -> Cache:
-        """An empty cache for `rows` rows of up to `capacity` tokens."""
-        weight, shape = self.embedding.weight, self.shape
-        size = (shape.layers, rows, shape.key_value_heads, capacity, shape.head_width)
-        position = torch.zeros(rows, dtype=torch.int64, device=weight.device)
-        return Cache(weight.new_zeros(size), weight.new_zeros(size), position)
-
-    def prefill(self, tokens: Tensor, lengths: Tensor, cache: Cache) -> Tensor:
-        """Logits (B, V) of what follows each row; the empty cache is filled.
-
-        tokens (B, T), row b being its first `lengths[b]` tokens (at least 1) and then anything: what lies behind a row is
-        never seen by it, and is overwritten as the row grows.
-        """
-        places = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        states = self.through(tokens, places, None, cache)
-        cache.position.copy_(lengths)
-        last = states[torch.arange(len(tokens), device=tokens.device), lengths - 1]  # (B, D)
-        return F.linear(self.norm(last), self.output_weight)
-
-    def step(self, tokens: Tensor, cache: Cache) -> Tensor:
-        """Logits (B, V) of what follows `tokens` (B,), the newest of each row; the cache moves on by one position."""
-        place = torch.arange(cache.capacity, device=tokens.device)
-        visible = (place <= cache.position[:, None])[:, None, None]  # (B, 1, 1, C)
-        states = self.through(tokens[:, None], cache.position[:, None], visible, cache)
-        cache.position += 1
-        return F.linear(self.norm(states[:, 0]), self.output_weight)
 
 
 # -- first weights ----------------------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ here, which are made anew with each generation, so that a model which lives need
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from lockstep.layout import Layout
 from lockstep.membership.board import Board
+from lockstep.world import finish, limit, subgroup
 
 
 @dataclass
@@ -42,6 +45,7 @@ class Wires:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
+        self.laying: Callable[[], AbstractContextManager[None]] = nullcontext  # around the forming of groups (World.more_groups)
         self.failure: Exception | None = None
         self.board = Board(None)
         self.waits = Waits()
@@ -63,14 +67,12 @@ class Wires:
         """Collective. The groups of the present generation, whose ranks stand as the layout says; all replicas that there are now."""
         rank, layout = dist.get_rank(), self.now()
 
-        def group(axis: str) -> dist.ProcessGroup | None:
-            ranks = layout.along(rank, axis)
-            return dist.new_group(ranks, use_local_synchronization=True) if len(ranks) > 1 else None
-
-        self.gather, self.scatter = group("shard"), group("shard")
-        self.across, self.tensor, self.stages = group("replicate"), group("tensor"), group("pipeline")
-        ends = [*layout.along(rank, "pipeline")[:1], *layout.along(rank, "pipeline")[-1:]]
-        self.tied = dist.new_group(ends, use_local_synchronization=True) if layout.pipeline > 1 and rank in ends else None
+        stages = layout.along(rank, "pipeline")
+        with self.laying():
+            self.gather, self.scatter = subgroup(layout.along(rank, "shard")), subgroup(layout.along(rank, "shard"))
+            self.across, self.tensor = subgroup(layout.along(rank, "replicate")), subgroup(layout.along(rank, "tensor"))
+            self.stages = subgroup(stages)
+            self.tied = subgroup([stages[0], stages[-1]]) if len(stages) > 1 and rank in (stages[0], stages[-1]) else None
         self.laid = True
 
     def now(self) -> Layout:
@@ -98,7 +100,7 @@ class Wires:
             if self.failure is not None:
                 break
             try:
-                work.wait()
+                work.wait(limit())
             except Exception as error:
                 self._fail(error)
         self.waits.seconds += time.perf_counter() - began_s
@@ -148,7 +150,5 @@ def exchange_rows(parts: list[Tensor], group: dist.ProcessGroup | None) -> list[
     others = [i for i in range(len(parts)) if i != own]
     works = [dist.irecv(rows[i], group=group, group_src=i) for i in others]
     works += [dist.isend(parts[i], group=group, group_dst=i) for i in others]
-    for work in works:
-        if work is not None:
-            work.wait()
+    finish(works, group)
     return rows

@@ -18,6 +18,7 @@ from lockstep.data.llama import Prepared
 from lockstep.data.rows import IGNORED, PackedRows, batch_of, window
 from lockstep.data.stream import Ints, Stream
 from lockstep.errors import UsageError
+from lockstep.models.decode import Decoder
 from lockstep.models.pretrained import Pretrained, load
 from lockstep.sample import continuations
 from lockstep.tasks.exam import Question, Result
@@ -151,13 +152,14 @@ def answered(
     right = [data.tokenizer.inner.encode(chat["messages"][-1]["content"], add_special_tokens=False).ids for chat in chats]
     order = sorted(range(len(chats)), key=lambda i: (len(prompts[i]), i))
     found: dict[int, str] = {}
+    decoder = Decoder(loaded.model)
     for number, first in enumerate(range(0, len(order), ROWS)):
         if number % world.size != world.rank or stopped():
             continue
         batch = order[first : first + ROWS]
         texts = ["" for _ in batch]
         tokens = max(len(right[i]) for i in batch) + 8  # a longer answer is wrong anyway
-        for row, text in continuations(loaded.model, data.tokenizer, [prompts[i] for i in batch], tokens=tokens):
+        for row, text in continuations(decoder, data.tokenizer, [prompts[i] for i in batch], tokens=tokens):
             texts[row] += text
         found |= dict(zip(batch, texts, strict=True))
     return found
