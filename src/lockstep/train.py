@@ -232,12 +232,10 @@ def book(ledger: Ledger, values: dict[str, Any]) -> None:
 def warn_of_other_bits(facts: dict[str, Any], now: dict[str, str], layout: config.Layout) -> None:
     """Warn when the run goes on where its bits would have been others: `facts` is what its checkpoint says of where it was saved."""
     begun = facts.get("numerics")
-    before = facts.get("run", {}).get("values", {}).get("layout", {})
-    for axis in ("tensor", "pipeline", "parts"):
-        if before.get(axis, 1) != getattr(layout, axis):
-            log.warning(
-                "this run goes on with layout.%s %s, it was %s: other bits, equal to rounding", axis, getattr(layout, axis), before[axis]
-            )
+    before = facts["run"]["values"].get("layout", {}) if "run" in facts else {}
+    for axis, size in before.items():
+        if axis in ("tensor", "pipeline", "parts") and size != getattr(layout, axis):
+            log.warning("layout.%s is %s, it was %s: from here on other bits, equal to rounding", axis, getattr(layout, axis), size)
     for sentence in changed(begun, now) if isinstance(begun, dict) else []:
         log.warning("this run goes on with other bits than it would have had where it began: %s", sentence)
 
