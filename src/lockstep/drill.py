@@ -169,8 +169,8 @@ def disturb(run: Run, faults: Sequence[tuple[int, str]], workers: int, seed: int
         resumed = record.step if (record := run.newest()) else 0
         again = run.step()
         run.wait_for(lambda again=again: run.step() > again or run.step() < again, f"a step after {fault!r} at step {step}")  # type: ignore[misc]
-        if fault in ("host", "checkpoint"):
-            resumed = min(resumed or run.step(), run.step())
+        if not resumed:  # all began anew, from a checkpoint
+            resumed = run.step()
             run.wait_for(lambda step=step: run.step() >= step, f"step {step} again after {fault!r}")  # type: ignore[misc]
         tell(Felt(fault, step, noticed_s, time.monotonic() - began_s, max(0, step - resumed) if noticed_s is not None else 0))
 

@@ -217,14 +217,16 @@ class Team:
 
     def _name_culprits(self, step: int) -> None:
         """Now that a step is done again at which replicas differed, say which of them was wrong."""
-        if not (self.suspects and self.world.leader) or step < self.suspects["step"]:
+        unit, place = self.replica.unit, self.world.rank
+        if not self.suspects or place >= unit or step < self.suspects["step"]:
             return
         suspects, self.suspects = self.suspects, None
         if suspects["step"] == step:
             right = str(self.replica.digest())
-            wrong = [id for id, digest in suspects["digests"].items() if digest != right]
-            log.error("before step %d the weights of %s were wrong: a bit had flipped there", step + 1, ", ".join(wrong) or "nobody")
-            note(self._suspects.parent, "culprit found", step=step, wrong=wrong, why="the step was done again from a checkpoint")
+            wrong = [id for id, digest in list(suspects["digests"].items())[place::unit] if digest != right]
+            if wrong:
+                log.error("before step %d the weights of %s were wrong: a bit had flipped there", step + 1, ", ".join(wrong))
+                note(self._suspects.parent, "culprit found", step=step, wrong=wrong, why="the step was done again from a checkpoint")
         self._suspects.unlink(missing_ok=True)
 
     def _regroup(self, step: int, why: str, *, voted: bool) -> bool:

@@ -40,3 +40,13 @@ def test_a_drill_wants_a_new_folder(tmp_path: Path) -> None:
     words = ["drill", "--out", str(tmp_path), "--steps", "5", *TINY]
     done = subprocess.run([sys.executable, "-m", "lockstep", *words], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2 and "is not empty" in done.stderr
+
+
+def test_replicas_of_two_shards_heal_as_whole_ones(tmp_path: Path) -> None:
+    words = ["drill", "--faults", "2", "--seed", "3", "--steps", "40", "--out", str(tmp_path / "drill"), *TINY]
+    words += ["--layout.replicate", "2", "--layout.shard", "2"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-m", "lockstep", *words], capture_output=True, text=True, timeout=280, env=environ, check=False)
+    assert done.returncode == 0 and "the same bits" in done.stdout, done.stdout + done.stderr
+    records = [Arbiter(tmp_path / "drill" / "disturbed" / "generations").read(number) for number in range(1, 4)]
+    assert all(len(record.members) % 2 == 0 for record in records)
