@@ -20,9 +20,6 @@ def bounds(run: Run) -> Bounds:
     from lockstep.models.pretrained import is_run, read_model
 
     start = Path(run.llama.start)
-    if not run.llama.start:
-        shape = SHAPES[run.llama.shape]
-    else:
-        shape = read_model(start)[0] if is_run(start) else open_hub(start).shape
+    shape = SHAPES[run.llama.shape] if not run.llama.start else read_model(start)[0] if is_run(start) else open_hub(start).shape
     widths = () if run.lora.rank else (shape.heads, shape.key_value_heads, shape.feed_forward)
     return Bounds(run.batch.micro_batches, widths, shape.layers)
