@@ -8,6 +8,7 @@ A message has three parts: what happened with the values, where they came from, 
       DataError                          3   text, tokens or prepared files are damaged or missing
       CheckpointError                    3   a checkpoint is damaged, missing or cannot be written
       DivergedError                      4   the loss or the gradient is no longer finite
+      OutOfMemoryError                   1   what a worker was to hold did not fit
       PeersLostError                    76   other processes of this run are gone
         FencedError                     77   the run goes on without this worker; its agent starts it anew
 
@@ -49,6 +50,10 @@ class CheckpointError(LockstepError):
 
 class DivergedError(LockstepError):
     exit_code = 4
+
+
+class OutOfMemoryError(LockstepError):
+    pass
 
 
 class PeersLostError(LockstepError):

@@ -32,6 +32,7 @@ from lockstep.meter import Meter, peak_flops
 from lockstep.numerics import changed, choose_precision, fingerprint, make_deterministic
 from lockstep.optim import adamw, divide_and_clip, learning_rate, set_learning_rate
 from lockstep.parallel.apply import Held, hold
+from lockstep.parallel.memory import told_what_fits
 from lockstep.parallel.plans import plan_of
 from lockstep.progress import Progress
 from lockstep.signals import Signals
@@ -55,10 +56,17 @@ class Outcome:
 def train(resolved: Resolved, folder: Path, world: World, *, resume: str = "auto") -> Outcome:
     """Collective. Train the run in `folder` to its last step, from where it was.
 
-    Errors: DataError, CheckpointError, DivergedError, PeersLostError; all processes raise the same one.
+    Errors: DataError, CheckpointError, DivergedError, PeersLostError; all processes raise the same one. OutOfMemoryError on those it hits.
     """
+    task, axes = open_task(resolved.run, folder, world), resolved.run.layout
+    model, layout = task.meta(), Layout(1, axes.shard, axes.tensor, axes.pipeline)
+    with told_what_fits(model, layout, plan_of(model).bounds(resolved.run.batch.micro_batches), world.device):
+        return train_task(task, resolved, folder, world, resume=resume)
+
+
+def train_task(task: Task, resolved: Resolved, folder: Path, world: World, *, resume: str) -> Outcome:
+    """Collective. The loop, and what it needs."""
     run = resolved.run
-    task = open_task(run, folder, world)
     numerics = settle_numerics(world)
     held = hold_model(run, task, world, numerics | dict(task.fingerprints))
     optimizer = adamw(held, run.optim)

@@ -37,6 +37,8 @@ from lockstep.parallel.pipeline import Flow, Stage, travelling
 from lockstep.parallel.replicate import DIGEST_FACTOR, words_of
 from lockstep.parallel.wires import Arrival, everybody_sends, exchange_rows
 
+PARCELS = 2  # units whose gradients are on their way at once; a whole unit's worth of memory each
+
 
 @dataclass(frozen=True)
 class Round:
@@ -90,6 +92,7 @@ class ShardedReplica:
         self._rooted: list[Tensor] = []
         self._words = [words_of(p) for p in self.parameters]
         self._queue: queue.SimpleQueue[Parcel | threading.Event | None] = queue.SimpleQueue()
+        self._room = threading.Semaphore(PARCELS)
         self._courier = threading.Thread(target=self._deliver, name="lockstep-courier", daemon=True)
         self._courier.start()
         for number, unit in enumerate(held.units):
@@ -278,6 +281,7 @@ class ShardedReplica:
         if out.is_cuda:
             self._reduce(parcel)
         else:
+            self._room.acquire()
             self._queue.put(parcel)
 
     def _deliver(self) -> None:
@@ -287,6 +291,7 @@ class ShardedReplica:
                 parcel.set()
                 continue
             self._reduce(parcel)
+            self._room.release()
             self._done_s = time.perf_counter()
 
     def _drain(self) -> None:
