@@ -1,0 +1,60 @@
+"""What the forward pass keeps for the backward pass, block by block: everything, the costly part, or nothing but the block's inputs.
+
+    none       everything is kept                                               fastest
+    selective  matrix products and attention; norms, turns, gates come again    little time
+    full       the inputs of each block; it is computed a second time           a third more time
+
+(Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; Korthikanti et al. 2022, "Reducing Activation Recomputation".)
+What comes again comes with the same randomness and from the same inputs by the same operations, so the gradient has the same bits.
+
+And torch.compile by block: all blocks of a model are the same code with other weights, so one graph is compiled and serves them all.
+Blocks are what stands in the model's ModuleLists: the layers of a Llama, of an encoder, of a decoder.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+Mode = Literal["none", "selective", "full"]
+
+aten = torch.ops.aten
+KEPT = [  # by "selective"; not bmm, whose result attention by hand goes on writing in
+    aten.mm.default,
+    aten.addmm.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+]
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The outermost blocks, in the order of the model."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        found += list(child) if isinstance(child, nn.ModuleList) else blocks_of(child)
+    return found
+
+
+def recompute(model: nn.Module, mode: Mode) -> None:
+    """From now on the model's blocks keep what `mode` says. In place; no name of a parameter changes. Once for a model."""
+    if mode == "none":
+        return
+    how: dict[str, Any] = {"use_reentrant": False}
+    if mode == "selective":
+        how["context_fn"] = partial(create_selective_checkpoint_contexts, KEPT)
+    for block in blocks_of(model):
+        block.forward = partial(checkpoint, block.forward, **how)  # type: ignore[method-assign]
+
+
+def compile_blocks(model: nn.Module, **how: Any) -> int:
+    """Compile each block by torch.compile, after `recompute` and before anything wraps the model; how many blocks there are."""
+    blocks = blocks_of(model)
+    for block in blocks:
+        block.compile(dynamic=False, **how)
+    return len(blocks)
