@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch._C._autograd import DeviceType
 from torch._dynamo.utils import counters
-from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 

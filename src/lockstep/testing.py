@@ -111,14 +111,14 @@ class Living(TorchDispatchMode):
     """Bytes of the tensors made within that live, and the most that lived at once. What an operator makes for itself is not seen."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = self.peak = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor) and not hasattr(storage := tensor.untyped_storage(), "counted"):
-                storage.counted = True
+                storage.counted = True  # type: ignore[attr-defined]
                 self.bytes += storage.nbytes()
                 self.peak = max(self.peak, self.bytes)
                 weakref.finalize(storage, self.gone, storage.nbytes())

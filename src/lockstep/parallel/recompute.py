@@ -13,7 +13,7 @@ Blocks are what stands in the model's ModuleLists: the layers of a Llama, of an 
 
 from __future__ import annotations
 
-from functools import partial
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -45,11 +45,25 @@ def recompute(model: nn.Module, mode: Mode) -> None:
     """From now on the model's blocks keep what `mode` says. In place; no name of a parameter changes. Once for a model."""
     if mode == "none":
         return
-    how: dict[str, Any] = {"use_reentrant": False}
-    if mode == "selective":
-        how["context_fn"] = partial(create_selective_checkpoint_contexts, KEPT)
     for block in blocks_of(model):
-        block.forward = partial(checkpoint, block.forward, **how)  # type: ignore[method-assign]
+        block.forward = MethodType(fully if mode == "full" else selectively, block)
+
+
+# Functions of this file, for torch.compile does not look at one of torch that stands in the place of a forward pass.
+
+
+def fully(block: nn.Module, *inputs: Any) -> Any:
+    """The block's own forward pass; nothing but its inputs is kept."""
+    return checkpoint(lambda: type(block).forward(block, *inputs), use_reentrant=False)
+
+
+def selectively(block: nn.Module, *inputs: Any) -> Any:
+    """The block's own forward pass; its inputs and the results of what stands in KEPT are kept."""
+    return checkpoint(lambda: type(block).forward(block, *inputs), use_reentrant=False, context_fn=keeping)
+
+
+def keeping() -> Any:
+    return create_selective_checkpoint_contexts(KEPT)
 
 
 def compile_blocks(model: nn.Module, **how: Any) -> int:
