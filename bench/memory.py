@@ -80,7 +80,7 @@ def recomputing(repetitions: int) -> list[str]:
     tokens = torch.randint(SHAPE.vocabulary, (ROWS, LENGTH))
     for mode in ("none", "selective", "full"):
         model = build(SHAPE, device=CPU, seed=1)
-        recompute(model, mode)
+        recompute(model.layers, mode)
 
         def both(model: torch.nn.Module = model) -> None:
             model.zero_grad(set_to_none=True)

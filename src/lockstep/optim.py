@@ -20,6 +20,7 @@ log = logging.getLogger("lockstep")
 
 PLAIN = Memory()
 
+
 class Model(Protocol):
     """What has parameters: a module, or what one worker holds of it (parallel/apply.py)."""
 

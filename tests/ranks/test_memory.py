@@ -18,7 +18,8 @@ from lockstep.config import Memory, Optim
 from lockstep.models.llama import Llama, Shape, build
 from lockstep.models.translator import Translator
 from lockstep.optim import LeanAdamW, adamw, round_fairly
-from lockstep.parallel.recompute import Mode, blocks_of, compile_blocks, recompute
+from lockstep.parallel.plans import plan_of
+from lockstep.parallel.recompute import Mode, recompute
 from lockstep.testing import Living
 
 SHAPE = Shape(300, 64, 4, 4, 2, 16, 192, context=256)
@@ -31,6 +32,10 @@ def one_thread() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     torch._dynamo.reset()
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    return [model.get_submodule(name) for name in plan_of(model).units]
 
 
 def llama_loss(model: nn.Module) -> Tensor:
@@ -58,7 +63,7 @@ def test_what_is_recomputed_has_the_same_bits(make: Callable[[], nn.Module], los
     plain, found = make(), []
     for mode in MODES:
         model = copy.deepcopy(plain)
-        recompute(model, mode)
+        recompute(blocks_of(model), mode)
         assert digest(capture(model)) == digest(capture(plain)), "no name has changed"
         torch.manual_seed(7)
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
@@ -73,7 +78,7 @@ def test_recomputing_lowers_the_peak_of_activations() -> None:
     peaks = []
     for mode in MODES:
         model = build(Shape(300, 64, 8, 4, 2, 16, 192), device=CPU, seed=1)
-        recompute(model, mode)
+        recompute(blocks_of(model), mode)
         with Living() as living:
             llama_loss(model).backward()
         peaks.append(living.peak - sum(parameter.nbytes for parameter in model.parameters()))
@@ -86,9 +91,10 @@ def test_recomputing_lowers_the_peak_of_activations() -> None:
 def test_one_graph_serves_all_blocks(mode: Mode) -> None:
     plain = build(SHAPE, device=CPU, seed=1)
     model = copy.deepcopy(plain)
-    recompute(model, mode)
+    recompute(blocks_of(model), mode)
     counter = CompileCounter()
-    assert compile_blocks(model, backend=counter, fullgraph=True) == len(blocks_of(model)) == 4
+    for block in blocks_of(model):
+        block.compile(dynamic=False, backend=counter, fullgraph=True)
     loss = llama_loss(model)
     loss.backward()
     assert counter.frame_count == 1

@@ -6,13 +6,11 @@
 
 (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; Korthikanti et al. 2022, "Reducing Activation Recomputation".)
 What comes again comes with the same randomness and from the same inputs by the same operations, so the gradient has the same bits.
-
-And torch.compile by block: all blocks of a model are the same code with other weights, so one graph is compiled and serves them all.
-Blocks are what stands in the model's ModuleLists: the layers of a Llama, of an encoder, of a decoder.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import MethodType
 from typing import Any, Literal
 
@@ -33,19 +31,11 @@ KEPT = [  # by "selective"; not bmm, whose result attention by hand goes on writ
 ]
 
 
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The outermost blocks, in the order of the model."""
-    found: list[nn.Module] = []
-    for child in model.children():
-        found += list(child) if isinstance(child, nn.ModuleList) else blocks_of(child)
-    return found
-
-
-def recompute(model: nn.Module, mode: Mode) -> None:
-    """From now on the model's blocks keep what `mode` says. In place; no name of a parameter changes. Once for a model."""
+def recompute(blocks: Iterable[nn.Module], mode: Mode) -> None:
+    """From now on these blocks keep what `mode` says. In place, before anything wraps or compiles them; no name changes."""
     if mode == "none":
         return
-    for block in blocks_of(model):
+    for block in blocks:
         block.forward = MethodType(fully if mode == "full" else selectively, block)
 
 
@@ -64,11 +54,3 @@ def selectively(block: nn.Module, *inputs: Any) -> Any:
 
 def keeping() -> Any:
     return create_selective_checkpoint_contexts(KEPT)
-
-
-def compile_blocks(model: nn.Module, **how: Any) -> int:
-    """Compile each block by torch.compile, after `recompute` and before anything wraps the model; how many blocks there are."""
-    blocks = blocks_of(model)
-    for block in blocks:
-        block.compile(dynamic=False, **how)
-    return len(blocks)
