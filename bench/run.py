@@ -202,7 +202,7 @@ def machine(precision: str, load_before: tuple[float, float, float]) -> str:
         except PackageNotFoundError:
             return "not installed"
 
-    packages = ("torch", "numpy", "tokenizers", "accelerate", "lightning-fabric")
+    packages = ("torch", "numpy", "tokenizers", "accelerate", "lightning-fabric", "transformers")
     return "\n".join(
         [
             f"processor    {field.get('model name', platform.processor())}, {psutil.cpu_count()} cores, {' '.join(matrix_units)}",

@@ -58,6 +58,7 @@ def parser() -> Parser:
     one.add_argument("--out", type=Path, help="folder of the run (default: runs/NAME of the run file, runs/default)")
     one.add_argument("--workers", type=int, help="processes on this machine (default: one for each GPU, two on a CPU)")
     one.add_argument("--resume", default="auto", metavar="auto|never|required|STEP", help="which checkpoint to go on from (default: auto)")
+    one.add_argument("--profile", default="", metavar="steps=A..B", help="write a trace of these steps, and where their time went")
     one.add_argument("--show", action="store_true", help="print every value and where it came from, and end")
 
     one = command("launch", launch, "train on several hosts, or on this one, and go on whatever dies")
@@ -159,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 OPTIONS = {
-    "train": ("out", "workers", "resume", "show", "help"),
+    "train": ("out", "workers", "resume", "profile", "show", "help"),
     "launch": ("out", "workers", "resume", "help", "hosts", "host", "ssh", "min", "max", "stop", "with-evaluator"),
     "drill": ("out", "workers", "help", "faults", "seed"),
 }
@@ -206,6 +207,7 @@ class Asked:
     script  the user's FILE.py:FUNCTION; "": a run of ours
     file    the run file, if one was given
     values  the words --section.key VALUE, or --name VALUE for a function, and `flags` what they say
+    profile which steps to look at closely, as `profile.Steps` reads it; "": none
     """
 
     script: str
@@ -214,17 +216,19 @@ class Asked:
     resume: str
     values: list[str]
     flags: dict[str, str]
+    profile: str = ""
 
     def words(self, resume: str) -> tuple[str, ...]:
         """`lockstep train` with these words does it."""
         what = [self.script] if self.script else [str(self.file)] if self.file else []
+        what += ["--profile", self.profile] if self.profile else []
         return "train", *what, "--out", str(self.folder), "--resume", resume, *self.values
 
     def live(self) -> int:
         """The life of a worker; its exit code."""
         if self.script:
             return own_function(self.script, self.folder, self.flags)
-        return work(self.folder, self.file, self.flags, self.resume)
+        return work(self.folder, self.file, self.flags, self.resume, self.profile)
 
 
 def read_asked(args: argparse.Namespace, rest: list[str]) -> Asked:
@@ -234,7 +238,7 @@ def read_asked(args: argparse.Namespace, rest: list[str]) -> Asked:
     script = args.what if args.what and (":" in args.what or args.what.endswith(".py")) else ""
     file = Path(args.what) if args.what and not script else None
     folder = args.out or Path("runs") / (file.stem if file else "default")
-    return Asked(script, file, folder, args.resume, rest, read_flags(rest))
+    return Asked(script, file, folder, args.resume, rest, read_flags(rest), getattr(args, "profile", ""))
 
 
 def check(asked: Asked) -> Run | None:
@@ -391,12 +395,13 @@ def look_after(
     )
 
 
-def work(folder: Path, file: Path | None, flags: dict[str, str], resume: str) -> int:
+def work(folder: Path, file: Path | None, flags: dict[str, str], resume: str, profile: str) -> int:
     """The life of a worker; its exit code."""
     from lockstep.agree import lead
     from lockstep.config import from_json, open_run, to_json
     from lockstep.evaluate import finish
     from lockstep.membership.protocol import Limits
+    from lockstep.profile import Steps
     from lockstep.signals import exit_code
     from lockstep.train import claim, settle
     from lockstep.train import train as train_run
@@ -417,7 +422,7 @@ def work(folder: Path, file: Path | None, flags: dict[str, str], resume: str) ->
         resolved = from_json(lead(world, lambda: to_json(settle(open_run(folder, file, flags, os.environ), world.device))))
         if not world.joining:
             lead(world, lambda: held.enter_context(claim(folder, resolved, alone=world.membership is None)))
-        outcome = train_run(resolved, folder, world, resume=resume)
+        outcome = train_run(resolved, folder, world, resume=resume, profile=Steps.parse(profile) if profile else None)
         if not outcome.stopped_by:
             with world.during("evaluating"):
                 world.redo(lambda: finish(folder, resolved.run, world))

@@ -165,6 +165,21 @@ class Compute:
 
 
 @dataclass(frozen=True)
+class Memory:
+    recompute: Literal["none", "selective", "full"] = value(
+        "none", "what the backward pass computes again instead of keeping it: nothing, all but products and attention, whole blocks"
+    )
+    optimizer_state: Literal["fp32", "bf16"] = value("fp32", "both means of AdamW; bf16: half of their memory", bits=BITS)
+    weights: Literal["fp32", "bf16"] = value("fp32", "bf16: the model and its gradients, with masters in the optimizer", bits=BITS)
+    offload: Literal["none", "optimizer"] = value("none", "optimizer: its state in the CPU's memory, and the update done there", bits=BITS)
+
+    @property
+    def saves_optimizer(self) -> bool:
+        """Whether torch's own AdamW will not do."""
+        return (self.optimizer_state, self.weights, self.offload) != ("fp32", "fp32", "none")
+
+
+@dataclass(frozen=True)
 class Save:
     every_steps: int = value(100, "committed steps from one checkpoint to the next; 0: only at the end", least=0)
     keep: int = value(3, "newest checkpoints kept; 0: all", least=0)
@@ -177,6 +192,7 @@ class Track:
     tensorboard: bool = value(False, "write RUN/tensorboard")
     wandb: Literal["off", "offline", "online"] = value("off", "Weights & Biases")
     project: str = value("lockstep", "its project there")
+    mfu: bool = value(False, "tell the share of the peak that is used; where it is not known, as on a CPU, it is measured at the start")
 
 
 @dataclass(frozen=True)
@@ -204,6 +220,7 @@ class Run:
     shard: Shard = Shard()
     heal: Heal = Heal()
     compute: Compute = Compute()
+    memory: Memory = Memory()
     save: Save = Save()
     track: Track = Track()
     evaluate: Evaluate = Evaluate()

@@ -40,7 +40,7 @@ class Meter:
     window_steps      newest steps that rates and shares are taken over; the first step of a start, which warms up and
                       compiles, is left out as soon as there is another
     flops_per_token   see `flops_per_token`; None: no mfu
-    peak_flops        of all devices together; None: no mfu
+    peak_flops        of one device; None: no mfu
     memory            peak bytes; torch.cuda.max_memory_allocated on a GPU
     """
 
@@ -78,11 +78,12 @@ class Meter:
         """Count `seconds`, measured elsewhere, as `part` of this step. KeyError for a part that is not in PARTS."""
         self.parts[part] += seconds
 
-    def step(self, tokens: int) -> dict[str, float]:
-        """End the step, in which all processes together trained `tokens` target tokens, and begin the next.
+    def step(self, tokens: int, devices: int = 1) -> dict[str, float]:
+        """End the step, in which all `devices` together trained `tokens` target tokens, and begin the next.
 
         seconds, tokens, data_seconds, communication_seconds, saving_seconds, overhead_seconds   of this step
-        tokens_per_second, data_wait, exposed_communication (shares of 1), mfu (where the peak is known)   smoothed
+        tokens_per_second, tokens_per_second_per_device, data_wait, exposed_communication (shares of 1), mfu (where the peak
+        is known)   smoothed
         memory_bytes   peak since the process began, on this rank
         """
         now = self.clock()
@@ -93,19 +94,20 @@ class Meter:
             self.window.clear()
             self.warm = True
         self.window.append(exact)
-        return exact | self.smoothed() | {"memory_bytes": self.memory()}
+        return exact | self.smoothed(devices) | {"memory_bytes": self.memory()}
 
-    def smoothed(self) -> dict[str, float]:
+    def smoothed(self, devices: int) -> dict[str, float]:
         """Rates and shares over the newest steps."""
         seconds = max(sum(step["seconds"] for step in self.window), 1e-9)
         rate = sum(step["tokens"] for step in self.window) / seconds
         values = {
             "tokens_per_second": rate,
+            "tokens_per_second_per_device": rate / devices,
             "data_wait": sum(step["data_seconds"] for step in self.window) / seconds,
             "exposed_communication": sum(step["communication_seconds"] for step in self.window) / seconds,
         }
         if self.flops_per_token and self.peak_flops:
-            values["mfu"] = rate * self.flops_per_token / self.peak_flops
+            values["mfu"] = rate * self.flops_per_token / (self.peak_flops * devices)
         return values
 
 

@@ -1,4 +1,6 @@
-"""Real processes for tests: `run_ranks(function, size)` runs function(world, *args) in `size` processes that share a gloo group.
+"""For tests: real processes, and how much memory tensors take.
+
+`run_ranks(function, size)` runs function(world, *args) in `size` processes that share a gloo group.
 
 The processes are forked from a server that has imported torch and owns no threads (multiprocessing's forkserver), so that a group of
 four starts in a tenth of a second instead of eight. Rendezvous is a file in a temporary folder: no port, no race for one.
@@ -13,6 +15,7 @@ import socket
 import sys
 import tempfile
 import traceback
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -21,7 +24,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import FileStore  # torch.distributed has it too, untyped
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lockstep.world import World
 
@@ -99,3 +105,24 @@ def be_rank(function: Callable[..., Any], rank: int, size: int, folder: str, ans
     except BaseException:
         answer.send((False, traceback.format_exc()))
         sys.exit(1)
+
+
+class Living(TorchDispatchMode):
+    """Bytes of the tensors made within that live, and the most that lived at once. What an operator makes for itself is not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = self.peak = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor) and not hasattr(storage := tensor.untyped_storage(), "counted"):
+                storage.counted = True  # type: ignore[attr-defined]
+                self.bytes += storage.nbytes()
+                self.peak = max(self.peak, self.bytes)
+                weakref.finalize(storage, self.gone, storage.nbytes())
+        return made
+
+    def gone(self, size: int) -> None:
+        self.bytes -= size

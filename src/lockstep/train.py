@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._dynamo.utils import counters
 
 from lockstep import config
 from lockstep.agree import Verdict, same
@@ -28,12 +27,14 @@ from lockstep.errors import DivergedError, UsageError
 from lockstep.files import read_json, try_lock, write_json
 from lockstep.layout import Layout, choose
 from lockstep.membership.goodput import Ledger
-from lockstep.meter import Meter, peak_flops
+from lockstep.meter import Meter, peak_flops, peak_resident_bytes
 from lockstep.numerics import changed, choose_precision, fingerprint, make_deterministic
 from lockstep.optim import adamw, divide_and_clip, learning_rate, set_learning_rate
 from lockstep.parallel.apply import Held, hold
 from lockstep.parallel.memory import told_what_fits
 from lockstep.parallel.plans import plan_of
+from lockstep.parallel.recompute import recompute
+from lockstep.profile import Steps, graphs_made, product_flops, profiling
 from lockstep.progress import Progress
 from lockstep.signals import Signals
 from lockstep.tasks.open import open_task
@@ -53,8 +54,8 @@ class Outcome:
     stopped_by: str
 
 
-def train(resolved: Resolved, folder: Path, world: World, *, resume: str = "auto") -> Outcome:
-    """Collective. Train the run in `folder` to its last step, from where it was.
+def train(resolved: Resolved, folder: Path, world: World, *, resume: str = "auto", profile: Steps | None = None) -> Outcome:
+    """Collective. Train the run in `folder` to its last step, from where it was; look closely at the steps of `profile`.
 
     Errors: DataError, CheckpointError, DivergedError, PeersLostError; all processes raise the same one. OutOfMemoryError on those it hits.
     """
@@ -69,7 +70,7 @@ def train_task(task: Task, resolved: Resolved, folder: Path, world: World, *, re
     run = resolved.run
     numerics = settle_numerics(world)
     held = hold_model(run, task, world, numerics | dict(task.fingerprints))
-    optimizer = adamw(held, run.optim)
+    optimizer = adamw(held, run.optim, run.memory)
     keeper = Keeper(
         folder / "checkpoints",
         world,
@@ -97,7 +98,14 @@ def train_task(task: Task, resolved: Resolved, folder: Path, world: World, *, re
     )
     progress = Progress(run.steps, first, world.local_leader, log_every=run.track.log_every)
     step, stop = first, ""
-    with Signals() as signals, tracker, progress, keeper, gather_team(run, world, held, keeper, signals, tracker) as team:
+    with (
+        Signals() as signals,
+        tracker,
+        progress,
+        keeper,
+        gather_team(run, world, held, keeper, signals, tracker) as team,
+        profiling(profile, folder, world) as profiler,
+    ):
         meter = meter_for(task, run, world)
         while step < run.steps and not stop:
             for k in team.micro_batches(step):
@@ -117,12 +125,13 @@ def train_task(task: Task, resolved: Resolved, folder: Path, world: World, *, re
             step += 1  # committed
 
             values = {"loss": verdict.loss / tokens, "norm": norm_here, "epoch": task.epoch(step)}
-            values |= {"learning_rate": optimizer.param_groups[0]["lr"], "workers": world.size, **meter.step(tokens)}
+            values |= {"learning_rate": optimizer.param_groups[0]["lr"], "workers": world.size, **meter.step(tokens, world.size)}
             book(world.ledger, values)
             tracker.step(step, values)
             progress.step(step, values)
+            profiler.step(step)
             if run.compute.compile and step == first + 1:
-                log.info(graph_breaks())
+                log.info(graphs_made())
             stop = verdict.stop
             if keeper.due(step) or stop or verdict.save_failed or step == run.steps:
                 with meter.timing("saving"), world.during("saving"):
@@ -151,6 +160,8 @@ def warm_up(model: torch.nn.Module, task: Task, run: Run, world: World) -> None:
 def hold_model(run: Run, task: Task, world: World, facts: Mapping[str, str]) -> Held:
     """Collective. This worker's part of a new model. UsageError, on all alike, when the layout does not suit the model."""
     model, axes = task.meta(), run.layout
+    if run.memory.weights == "bf16":
+        model.bfloat16()
     asked = Layout(0, axes.shard, axes.tensor, axes.pipeline)
     if asked.unit > 1:
         if world.joining:
@@ -165,14 +176,26 @@ def hold_model(run: Run, task: Task, world: World, facts: Mapping[str, str]) -> 
         layout.spot(max(0, world.rank)),
         task.first_value,
         world.device,
-        inside=partial(compiled, run=run) if layout.unit > 1 and run.compute.compile else None,
+        inside=partial(prepare_blocks, run=run, layout=layout) if run.memory.recompute != "none" or by_block(run, layout) else None,
         units_ahead=run.shard.units_ahead,
         free_after_forward=run.shard.free_after_forward,
         parts_of_stages=axes.parts,
     )
-    if run.compute.compile and layout.unit == 1:
+    if run.compute.compile and not by_block(run, layout):
         compiled([held.module], run)
     return held
+
+
+def by_block(run: Run, layout: Layout) -> bool:
+    """Whether each block is compiled for itself: where what is gathered between them stays outside, and where they are many and alike."""
+    return run.compute.compile and (layout.unit > 1 or run.task != "translate")
+
+
+def prepare_blocks(blocks: list[torch.nn.Module], run: Run, layout: Layout) -> None:
+    """What is done to the blocks of a model before anything wraps them."""
+    recompute(blocks, run.memory.recompute)
+    if by_block(run, layout):
+        compiled(blocks, run)
 
 
 def gather_team(run: Run, world: World, model: Held, keeper: Keeper, signals: Signals, tracker: Tracker) -> Team:
@@ -194,27 +217,22 @@ def gather_team(run: Run, world: World, model: Held, keeper: Keeper, signals: Si
 def compiled(modules: list[torch.nn.Module], run: Run) -> None:
     """Have torch compile them, in place: one graph for each shape of micro-batches, which serves all blocks of a kind.
 
-    The whole model where a replica is one worker; else each block for itself, since what is gathered between them stays outside.
+    See by_block for what is compiled at once.
     """
     torch._dynamo.config.cache_size_limit = 2 * run.batch.shapes * len(modules)
     for module in modules:
         module.compile(dynamic=False)
 
 
-def graph_breaks() -> str:
-    """A sentence on what torch.compile made of the first step: its graphs, and each reason for which one had to end early."""
-    graphs, reasons = counters["stats"]["unique_graphs"], counters["graph_break"]
-    listed = "; ".join(f"{count} x {reason}" for reason, count in reasons.items())
-    return f"torch.compile: {graphs} graphs, {sum(reasons.values())} graph breaks{': ' + listed if listed else ''}"
-
-
 def meter_for(task: Task, run: Run, world: World) -> Meter:
     """The clock of the loop, with the device's peak where it is known."""
-    if world.device.type != "cuda":
-        return Meter()
-    peak = peak_flops(torch.cuda.get_device_name(world.device), run.compute.precision)
-    total = peak * world.size if peak else None
-    return Meter(flops_per_token=task.flops_per_token, peak_flops=total, memory=lambda: torch.cuda.max_memory_allocated(world.device))
+    cuda = world.device.type == "cuda"
+    peak = peak_flops(torch.cuda.get_device_name(world.device), run.compute.precision) if cuda else None
+    if peak is None and run.track.mfu:
+        peak = product_flops(world.device, run.compute.precision)
+        log.info("the peak of this device is not known; its matrix products reach %.3g TFLOP/s now", peak / 1e12)
+    memory = (lambda: torch.cuda.max_memory_allocated(world.device)) if cuda else peak_resident_bytes
+    return Meter(flops_per_token=task.flops_per_token, peak_flops=peak, memory=memory)
 
 
 def settle_numerics(world: World) -> dict[str, str]:

@@ -102,10 +102,11 @@ def test_the_rate_follows_the_newest_steps_only() -> None:
 
 def test_mfu_is_the_rate_times_the_work_over_the_peak_of_all_devices() -> None:
     clock = Clock()
-    meter = Meter(clock=clock, flops_per_token=6e9, peak_flops=8 * 989e12)
+    meter = Meter(clock=clock, flops_per_token=6e9, peak_flops=989e12)
     clock.sleep(0.5)
-    values = meter.step(250_000)
+    values = meter.step(250_000, devices=8)
     assert values["mfu"] == pytest.approx(500_000 * 6e9 / (8 * 989e12))
+    assert values["tokens_per_second_per_device"] == 500_000 / 8
 
 
 def test_a_clock_that_stands_still_divides_by_nothing() -> None:

@@ -1,4 +1,4 @@
-"""A complete Llama: shapes by name, the model, its loss, decoding with a cache of fixed size, first weights.
+"""A complete Llama: shapes by name, the model, its loss, first weights.
 
 What the model is stands in this file (`loss.py` holds the cross-entropy). It knows no processes, no files, no run.
 Touvron et al. 2023, "LLaMA", and the Llama team 2024, "The Llama 3 Herd of Models". Choices, and why:
@@ -9,11 +9,10 @@ Touvron et al. 2023, "LLaMA", and the Llama team 2024, "The Llama 3 Herd of Mode
   forward pass: no buffer to save, to move, or to forget on the meta device.
 * Query, key and value are three matrices, gate and up are two: what tensor parallelism cuts and LoRA names.
 * The loss is a sum over tokens, and the logits of all tokens never exist together. Whoever trains divides once.
-* The key-value cache has one size from start to end, and each row its own position in it: rows of different lengths
-  decode together without padding before them, no shape changes from token to token, so one compiled step serves all.
 
-Letters in the margin: B rows, T positions, D width, H heads, G key-value heads, E width of a head, V vocabulary, L layers,
-C capacity of a cache.
+Writing with it, token by token, is `decode.py`.
+
+Letters in the margin: B rows, T positions, D width, H heads, G key-value heads, E width of a head, V vocabulary, L layers.
 """
 
 from __future__ import annotations

@@ -1,0 +1,125 @@
+"""What saves memory in training, and what it costs: a table for each of recompute, optimizer and loss.
+
+OMP_NUM_THREADS=1 python bench/memory.py                              a Llama of 5 M parameters, two rows of 512 tokens, bf16 compute
+OMP_NUM_THREADS=1 python bench/memory.py --keep memory                write bench/DATE-memory/{command,machine,README.md} besides
+
+One process, one thread; seconds are the thread's CPU time, the best of several. Bytes are those of the tensors that live at
+once beside weights and gradients (`testing.Living`), and for the loss the growth of the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from itertools import product
+
+import torch
+from run import kept_folder, machine
+
+from lockstep.checkpoint.state import capture
+from lockstep.config import Memory, Optim
+from lockstep.models.llama import SHAPES, build
+from lockstep.optim import adamw
+from lockstep.parallel.recompute import recompute
+from lockstep.testing import Living
+
+CPU = torch.device("cpu")
+SHAPE, ROWS, LENGTH = SHAPES["5M"], 2, 512
+LOSS = """
+import resource, sys, time, torch
+from lockstep.models.loss import output_cross_entropy
+torch.set_num_threads(1)
+states, weight = torch.randn(1024, 256, requires_grad=True), torch.randn(128256, 256, requires_grad=True)
+labels, peak = torch.arange(1024), lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before, began = peak(), time.thread_time()
+if sys.argv[1] == "ours":
+    loss = output_cross_entropy(states, weight, labels, smoothing=0.0, pad=-100)
+else:
+    loss = torch.nn.functional.cross_entropy(states @ weight.T, labels, reduction="sum")
+loss.backward()
+print(peak() - before, time.thread_time() - began)
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keep", metavar="NAME")
+    parser.add_argument("--repetitions", type=int, default=4)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    load_before, lines = os.getloadavg(), []
+    for table in (recomputing, updating, losing):
+        for line in table(args.repetitions):
+            print(line, flush=True)
+            lines.append(line)
+        lines.append("")
+    if args.keep:
+        kept = kept_folder(args.keep)
+        kept.mkdir()
+        (kept / "command").write_text(f"OMP_NUM_THREADS=1 python bench/memory.py {' '.join(sys.argv[1:])}\n")
+        (kept / "machine").write_text(about := machine("bf16 compute, one thread", load_before))
+        (kept / "README.md").write_text(f"# {kept.name}\n\n```\n{about}```\n\n" + "\n".join(lines))
+    return 0
+
+
+def best_s(work: Callable[[], None], repetitions: int) -> float:
+    found = []
+    for _ in range(repetitions):
+        began = time.thread_time()
+        work()
+        found.append(time.thread_time() - began)
+    return min(found)
+
+
+def recomputing(repetitions: int) -> list[str]:
+    lines = ["| recompute | activations at their peak | forward and backward |", "| --- | ---: | ---: |"]
+    tokens = torch.randint(SHAPE.vocabulary, (ROWS, LENGTH))
+    for mode in ("none", "selective", "full"):
+        model = build(SHAPE, device=CPU, seed=1)
+        recompute(model.layers, mode)
+
+        def both(model: torch.nn.Module = model) -> None:
+            model.zero_grad(set_to_none=True)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(tokens, tokens)
+            loss.backward()
+
+        with Living() as living:
+            both()
+        peak = living.peak - sum(parameter.nbytes for parameter in model.parameters())
+        lines.append(f"| {mode} | {peak / 1e6:.0f} MB | {best_s(both, repetitions):.2f} s |")
+    return lines
+
+
+def updating(repetitions: int) -> list[str]:
+    lines = [
+        "| weights | optimizer_state | offload | weights and state, bytes a parameter | an update |",
+        "| --- | --- | --- | ---: | ---: |",
+    ]
+    for weights, state, offload in product(("fp32", "bf16"), ("fp32", "bf16"), ("none", "optimizer")):
+        model = build(SHAPE, device=CPU, seed=1, dtype=torch.bfloat16 if weights == "bf16" else torch.float32)
+        optimizer = adamw(model, Optim(), Memory(weights=weights, optimizer_state=state, offload=offload))
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        took_s = best_s(optimizer.step, repetitions)
+        held = sum(tensor.nbytes for name, tensor in capture(model, optimizer).items() if not name.endswith("step"))
+        lines.append(f"| {weights} | {state} | {offload} | {held / SHAPE.parameters:.1f} | {took_s * 1e3:.0f} ms |")
+    return lines
+
+
+def losing(repetitions: int) -> list[str]:
+    lines = ["| loss of 1,024 tokens, 128,256 words, width 256, fp32 | process grows by | forward and backward |", "| --- | ---: | ---: |"]
+    for name in ("torch", "ours"):
+        done = subprocess.run([sys.executable, "-c", LOSS, name], capture_output=True, text=True, check=True)
+        grown, seconds = map(float, done.stdout.split())
+        lines.append(f"| {name} | {grown / 1e6:.0f} MB | {seconds:.1f} s |")
+    return lines
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
