@@ -62,10 +62,10 @@ def train(resolved: Resolved, folder: Path, world: World, *, resume: str = "auto
     task, axes = open_task(resolved.run, folder, world), resolved.run.layout
     model, layout = task.meta(), Layout(1, axes.shard, axes.tensor, axes.pipeline)
     with told_what_fits(model, layout, plan_of(model).bounds(resolved.run.batch.micro_batches), world.device):
-        return train_task(task, resolved, folder, world, resume=resume)
+        return train_task(task, resolved, folder, world, resume=resume, profile=profile)
 
 
-def train_task(task: Task, resolved: Resolved, folder: Path, world: World, *, resume: str) -> Outcome:
+def train_task(task: Task, resolved: Resolved, folder: Path, world: World, *, resume: str, profile: Steps | None) -> Outcome:
     """Collective. The loop, and what it needs."""
     run = resolved.run
     numerics = settle_numerics(world)

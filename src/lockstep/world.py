@@ -205,6 +205,7 @@ class World:
         """Leave the group of this generation, whole or broken, and tell the others where this worker stands."""
         assert self.membership is not None
         log.debug("leaving generation %d: %s", self.generation, why)
+        self.membership.leaving()
         self.abandon()
         self.membership.left(Report(self.generation, int(self.standing["step"]), leaving, why))
 

@@ -59,6 +59,7 @@ TICK_S = 0.1
 CONNECT_S = 1.0
 AGAIN_S = 0.01
 STUCK_S = 3.0  # after which a collective in a group whose connections are cut is given up: it should have ended within milliseconds
+LEAVE_S = 20.0  # that the main thread may take to get out of a broken group, once it has begun to: it should be milliseconds
 STUCK_FORMING_S = 12.0  # the same while the group forms, which gloo gives up by itself before that (world.FORM_S)
 AGREED = (0, 75, 130)
 
@@ -103,6 +104,7 @@ class Membership:
         self._busy_looking = False
         self._signs: dict[str, str] = {}  # of members, as this worker saw them last
         self._cut_s = 0.0  # when the group was first cut; 0.0 while it is whole
+        self._leaving_s = 0.0  # when the main thread began to leave the group; 0 while it does not
         self._dying: list[Member] = []  # to whom a connection is tried again at once
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = os.pipe()
@@ -144,7 +146,12 @@ class Membership:
 
     def left(self, report: Report) -> None:
         """The main thread has left generation `report.number`."""
+        self._leaving_s = 0.0
         self._call(lambda: self.protocol.left(report, time.monotonic()))
+
+    def leaving(self) -> None:
+        """The main thread has begun to leave the group; `left` follows."""
+        self._leaving_s = time.monotonic()
 
     def evict(self, id: str, why: str) -> None:
         """Go on without a member."""
@@ -256,6 +263,10 @@ class Membership:
         for member in again:
             self._connect(member)
         self._do(self.protocol.tick(now_s))
+        if self._leaving_s and now_s - self._leaving_s > LEAVE_S:
+            log.error("the main thread does not get out of the broken generation: this worker starts anew\n%s", stack_of(self.main_thread))
+            tell_parent(Account(FencedError.exit_code, now_s, "stuck on its way out of a broken group", "", lost_peers=True))
+            os._exit(FencedError.exit_code)
         if self.protocol.over and self.protocol.phase == "in":
             self.on_cut()  # again: the main thread may have opened more since
             self._cut_s = self._cut_s or now_s

@@ -1,8 +1,8 @@
 """What a worker needs of memory for a model's state, what it may have, and which layout fits.
 
 Of each parameter a worker holds the weight, its gradient and AdamW's two means (16 bytes in float32), and while it saves a copy of all but
-the gradient (12 more). Where the state is cut, some units are whole for a while: gathered ones, and gradients on their way. Activations come
-on top and depend on the micro-batch: so what is said to fit keeps a quarter free.
+the gradient (12 more). Where the state is cut, some units are whole for a while: gathered ones, and gradients on their way. Activations
+come on top and depend on the micro-batch, and an allocator leaves gaps: so what is said to fit leaves half free.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from lockstep.units import show_bytes, show_count
 
 TRAINED, SAVED, WEIGHT = 16, 12, 4  # bytes of a parameter
 WHOLE = 6  # times the largest unit: one computes, one is ahead; gradients of three, and rows that come in for one
-SPARE = 4 / 3
+SPARE = 2
+WORDS = ("can't allocate memory", "bad_alloc", "could not create a primitive", "can't start new thread")  # of torch, oneDNN, Python
 CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -80,7 +81,7 @@ def fitting(size: Size, free_bytes: int, bounds: Bounds, most: int = 64) -> Layo
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that there was no memory: Python's, torch's on a GPU, or its allocator's on a CPU."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error) or "bad_alloc" in str(error)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(word in str(error) for word in WORDS)
 
 
 @contextmanager
