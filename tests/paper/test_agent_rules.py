@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from lockstep.errors import ConfigError, UsageError
 from lockstep.failures import Account, End, kind
 from lockstep.membership.agent import Limits, Over, pressure
+from lockstep.membership.claim import tidy
 from lockstep.membership.hosts import Host, Hosts, parse_hosts, read_hosts, ssh_command, start_all
 from lockstep.membership.restart import RULES, Next, Past, Rules, after, only_here, pause
+from lockstep.membership.seat import note_sitter, sitter
 
 TRACE = 'Traceback (most recent call last):\n  File "x.py"\nValueError: fish\n'
 
@@ -280,3 +282,15 @@ def test_a_command_for_ssh_is_one_word_after_the_address() -> None:
 def test_exit_codes_of_hosts_the_first_that_is_not_0() -> None:
     codes = [0, 3, 4]
     assert start_all([[sys.executable, "-c", f"raise SystemExit({code})"] for code in codes]) == 3
+
+
+def test_nothing_is_left_of_workers_that_are_gone_and_all_of_those_that_live(tmp_path: Path) -> None:
+    kept, left = ["agent.lock"], ["0.end", "0.board", "1.json", ".0.end.6967c83e", ".1.board.4711"]
+    for name in [*kept, *left]:
+        (tmp_path / name).write_text('{"pid": 1, "started": -1}')
+    note_sitter(tmp_path, 2, sitter(os.getpid()))
+    tidy(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, *left, "2.json"])
+    (tmp_path / "2.json").unlink()
+    tidy(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == kept

@@ -150,7 +150,7 @@ def end_all(sitting: Mapping[int, Sitter]) -> None:
 
 
 def tidy(state: Path) -> None:
-    """Remove what stands in the state folder of workers that are gone."""
+    """Remove what stands in the state folder of workers that are gone, also what one had begun to write when it was killed."""
     if not sitters(state):
-        for path in state.glob("[0-9]*.*"):
+        for path in [*state.glob("[0-9]*.*"), *state.glob(".[0-9]*.*")]:
             path.unlink()
