@@ -58,7 +58,8 @@ log = logging.getLogger("lockstep")
 TICK_S = 0.1
 CONNECT_S = 1.0
 AGAIN_S = 0.01
-STUCK_S = 10.0  # after which a collective in a group whose connections are cut is given up
+STUCK_S = 3.0  # after which a collective in a group whose connections are cut is given up: it should have ended within milliseconds
+STUCK_FORMING_S = 12.0  # the same while the group forms, which gloo gives up by itself before that (world.FORM_S)
 AGREED = (0, 75, 130)
 
 
@@ -258,7 +259,8 @@ class Membership:
         if self.protocol.over and self.protocol.phase == "in":
             self.on_cut()  # again: the main thread may have opened more since
             self._cut_s = self._cut_s or now_s
-            if now_s - self._cut_s > STUCK_S and (where := in_a_collective()):
+            where = in_a_collective() if now_s - self._cut_s > STUCK_S else ""
+            if where and now_s - self._cut_s > (STUCK_FORMING_S if "init_process_group" in where else STUCK_S):
                 log.error(
                     "a collective of the broken generation does not end, though its connections are cut: this worker starts anew\n%s", where
                 )
