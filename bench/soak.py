@@ -122,14 +122,15 @@ def soak(folder: Path, hosts: Sequence[Host], network: Network, faults: int, see
         training.stop()
         training.end()
         steps = training.step
-        goodput = training.events("goodput")[-1]["goodput"]
+        goodput = training.events("goodput")[-1]
         print(f"stopped at step {steps:,}; one worker now trains to there, undisturbed", flush=True)
         (folder / "undisturbed").mkdir()
         truth = undisturbed(folder / "undisturbed", steps, **VALUES)
         training.judge(truth, code=75)
     finally:
         training.close()
-    facts = {"steps": steps, "generations": training.newest.number, "seconds": round(disturbed_s), "goodput": goodput}
+    facts: dict[str, object] = {"steps": steps, "generations": training.newest.number, "seconds": round(disturbed_s)}
+    facts |= {name: round(goodput[name], 3) for name in ("goodput", "wall_s", "training_s", "communication_s", "regrouping_s", "lost_s")}
     return felt, facts | {"digest": truth.digest}
 
 
@@ -156,10 +157,10 @@ def main() -> None:
     shutil.rmtree(folder)
     text = (
         f"{args.faults} faults, seed {args.seed}, on three hosts with one worker each, within {facts['seconds']} s and "
-        f"{facts['steps']:,} steps; {facts['generations']} generations, {facts['goodput']:.0%} of the time in training. Every step stands "
-        f"once in the metrics, with the loss and the norm of the run that nothing happened to; both end with\n\n    {facts['digest']}\n\n"
-        f"{table(felt)}\n\nA cable is out for {CABLE_S:g} s, and the step is looked for when it is in again; `stop` and `cable` wait "
-        "for `heal.silent_s`, 2.5 s.\n"
+        f"{facts['steps']:,} steps; {facts['generations']} generations, {facts['goodput']:.0%} of the time in training. Each step stands "
+        f"once in the metrics, with the loss and the norm of the run that nothing happened to. Both end with\n\n"
+        f"    {facts['digest']}\n\n{table(felt)}\n\nA cable is out for {CABLE_S:g} s, and the step is looked for when it is in again; "
+        "`stop` and `cable` wait for `heal.silent_s`, 2.5 s, and twice as long where of two the leader fell silent.\n"
     )
     print(text)
     if args.keep:

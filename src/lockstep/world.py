@@ -183,7 +183,8 @@ class World:
             self.generation = record.number
             try:
                 self._form(record)
-                self.standings = gather_json(self.size, self.standing | {"fresh": self.fresh})
+                spent = self.ledger.to_json(time.monotonic(), time.time())
+                self.standings = gather_json(self.size, self.standing | {"fresh": self.fresh, "time": spent})
                 break
             except RuntimeError as error:
                 why = plainly(error)
@@ -193,6 +194,9 @@ class World:
             raise PeersLostError(f"{TRIES} generations in a row did not form: {why}", f"{self.node}, {self.membership.me.address}")
         steps = [int(one["step"]) for one in self.standings]
         self.joining = self.standing["step"] < 0 <= max(steps)
+        if self.joining:  # who may lead one day counts the time of the run, not its own
+            spent = self.standings[steps.index(max(steps))]["time"]
+            self.ledger = Ledger.from_json(spent, time.monotonic(), self.ledger.category)
         self.fresh = all(one["fresh"] for one in self.standings) and max(steps) < 0  # the same on all: collectives depend on it
         if max(steps) < 0 and len({one["at"] for one in self.standings}) > 1:
             raise FencedError("the workers of this start do not stand at the same place", self.members[self.rank], "they are started anew")

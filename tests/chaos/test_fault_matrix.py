@@ -549,8 +549,8 @@ def test_the_clock_of_a_host_is_an_hour_off(start: Start, truth: Callable[..., T
 
 @long
 def test_35_one_worker_then_four_then_one(start: Start, truth: Callable[..., Truth]) -> None:
-    hosts = [Host(name) for name in "abcd"]
-    one = start(hosts, workers=1, steps=200, start=hosts[:1], values={"heal__gather_s": 0.1})
+    hosts, began_s = [Host(name) for name in "abcd"], time.monotonic()
+    one = start(hosts, workers=1, steps=400, start=hosts[:1], values={"heal__gather_s": 0.1})
     one.wait_for_step(5)
     for size, host in enumerate(hosts[1:], 2):
         before = one.newest
@@ -564,7 +564,10 @@ def test_35_one_worker_then_four_then_one(start: Start, truth: Callable[..., Tru
     assert sizes == [1, 2, 3, 4, 3, 2, 1] and [record.step for record in one.generations] == sorted(
         one.log.read(n).step for n in range(1, 8)
     )
-    one.judge(truth(200))
+    one.judge(truth(400))
+    took_s, told = time.monotonic() - began_s, one.events("goodput")[-1]
+    assert 0.5 * took_s < told["wall_s"] < took_s, "the last one to join tells of the whole run"
+    assert sum(seconds for name, seconds in told.items() if name.endswith("_s") and name != "wall_s") == pytest.approx(told["wall_s"])
 
 
 @long
