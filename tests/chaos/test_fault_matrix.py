@@ -12,7 +12,7 @@ Rows that are tested elsewhere, or cannot be:
     44, 45, 49  tests/chaos/test_checkpoint_damage.py
     46, 47      tests/chaos/test_checkpoint_kill.py and _damage.py: a reader and retention
     48          tests/chaos/test_checkpoint_damage.py: another committer between our check and our commit
-    51          there is no process that loads data: each worker reads the mapped corpus itself
+    51          tests/chaos/test_hang_verdicts.py, in a user's own loop: our own workers read the mapped corpus themselves
 
 The short part has a kill at every place of every step, and one row of each kind; the rest needs LOCKSTEP_CHAOS=1 (15 minutes).
 """

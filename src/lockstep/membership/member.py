@@ -271,7 +271,8 @@ class Membership:
             self.on_cut()  # again: the main thread may have opened more since
             self._cut_s = self._cut_s or now_s
             where = in_a_collective() if now_s - self._cut_s > STUCK_S else ""
-            if where and now_s - self._cut_s > (STUCK_FORMING_S if "init_process_group" in where else STUCK_S):
+            forming = "in init_process_group" in where or "in new_group" in where
+            if where and now_s - self._cut_s > (STUCK_FORMING_S if forming else STUCK_S):
                 log.error(
                     "a collective of the broken generation does not end, though its connections are cut: this worker starts anew\n%s", where
                 )
