@@ -103,7 +103,7 @@ class LeanAdamW(torch.optim.Optimizer):
 
     def placed_state(self, parameter: nn.Parameter) -> dict[str, Any]:
         """The parameter's state where it belongs, all zeros at first. One from a checkpoint is moved there when it is used first."""
-        state = self.state[parameter]
+        state: dict[str, Any] = self.state[parameter]
         device = torch.device("cpu") if self.offload else parameter.device
         if not state:
             state["step"] = torch.tensor(0.0)
