@@ -35,8 +35,7 @@ Layout = Literal["plain", "columns", "packed"]
 def choose_layout(device_type: str, dtype: torch.dtype, rows: int) -> tuple[Layout, str]:
     """(choice, reason): how a matrix lies in memory when it is multiplied with `rows` rows, again and again.
 
-    Microseconds on one core of an AMD EPYC with avx512_bf16, torch 2.13, (N, K) = (8192, 512) and (512, 512), by
-    bench/decode.py --layouts: see docs/llama.md.
+    By bench/decode.py --layouts; what a whole step gains by it stands in docs/llama.md.
     """
     if device_type != "cpu" or dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
         return "plain", f"no other layout is faster for {str(dtype).removeprefix('torch.')} on {device_type}"
