@@ -1,0 +1,122 @@
+"""Documents and chats as they are read: held out by what they say, cut, refused with their line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lockstep.config import Data, resolve
+from lockstep.data import documents as reader
+from lockstep.data.chats import chats, drills
+from lockstep.data.documents import documents, source_of
+from lockstep.errors import ConfigError, DataError
+
+TEXT = Data(kind="text", held_out_share=0.2)
+
+
+def split_of(data: Data) -> dict[str, str]:
+    return {document.text: split for split, document in documents(data)}
+
+
+def test_the_standard_library_is_there_and_its_packages_are_not() -> None:
+    found = list(documents(Data(kind="stdlib")))
+    names = {document.name: split for split, document in found}
+    assert {"argparse.py", "json/decoder.py"} <= names.keys() and not any(name.startswith("site-packages") for name in names)
+    shares = {split: sum(one == split for one in names.values()) / len(names) for split in ("validation", "test")}
+    assert all(0.004 < share < 0.03 for share in shares.values()), shares
+
+
+def test_equal_texts_are_on_one_side_in_any_order(tmp_path: Path) -> None:
+    texts = [f"text {i % 60}\n" for i in range(120)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in texts[::-1]).encode()))
+    forwards, backwards = (split_of(replace(TEXT, train=(str(tmp_path / name),))) for name in ("a.jsonl", "b.jsonl.gz"))
+    assert forwards == backwards and len(forwards) == 60
+    assert Counter(forwards.values()).keys() == {"train", "validation", "test"}
+    both = list(documents(replace(TEXT, train=(str(tmp_path / "*.json*"),))))
+    assert len(both) == 240 and {document.text: split for split, document in both} == forwards
+
+
+def test_a_split_that_is_named_is_that_split_whole(tmp_path: Path) -> None:
+    for name in ("train", "held"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"body": f"{name} {i}"}) + "\n\n" for i in range(50)))
+    data = replace(TEXT, column="body", train=(f"{tmp_path}/train.jsonl",), validation=(f"{tmp_path}/held.jsonl",))
+    found = Counter((split, document.text.split()[0]) for split, document in documents(data))
+    assert found["validation", "held"] == 50 and ("validation", "train") not in found
+    assert found["train", "train"] + found["test", "train"] == 50 and found["test", "train"] > 0
+
+
+def test_a_long_file_is_cut_at_the_ends_of_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "PIECE_BYTES", 100)
+    lines = [f"line {i}: häuser\n" for i in range(40)]
+    (tmp_path / "long.txt").write_text("".join(lines) + "no end")
+    pieces = [document.text for _, document in documents(replace(TEXT, train=(str(tmp_path / "long.txt"),), held_out_share=0.0))]
+    assert "".join(pieces) == "".join(lines) + "no end"
+    assert len(pieces) > 5 and all(len(piece.encode()) <= 100 and piece.endswith(("\n", "no end")) for piece in pieces)
+    assert source_of(replace(TEXT, train=(str(tmp_path / "long.txt"),))) == {
+        f"train {tmp_path}/long.txt": (tmp_path / "long.txt").stat().st_size
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"good\n\xff\xfe", r"a\.txt is not UTF-8: byte 0xff"),
+        ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}\n', "no text in the column 'text', but txt"),
+        ("a.jsonl", b"[1]\n", "no text in the column 'text', but list"),
+        ("a.jsonl", b"{\n", "this is no JSON"),
+        ("a.txt.gz", b"\x1f\x8bgarbage", "cannot be read"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        list(documents(replace(TEXT, train=(str(tmp_path / name),))))
+    with pytest.raises(DataError, match="there is no file"):
+        list(documents(replace(TEXT, train=(str(tmp_path / "other*"),))))
+
+
+def test_chats_end_with_an_answer(tmp_path: Path) -> None:
+    user, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+    lines = [{"messages": [user, answer, user]}, {"messages": [user]}, {"messages": [user, answer]}]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    left_out: Counter[str] = Counter()
+    found = [chat.messages for _, chat in chats(Data(kind="chat", train=(str(path),), held_out_share=0.0), left_out)]
+    assert found == [[user, answer], [user, answer]] and left_out == {"without an answer": 1}
+    path.write_text('{"messages": [{"role": "user"}]}\n')
+    with pytest.raises(DataError, match="this is no chat"):
+        list(chats(Data(kind="chat", train=(str(path),)), left_out))
+
+
+def test_drills_are_right_and_always_the_same() -> None:
+    first, again = list(drills(300)), list(drills(300))
+    assert first == again
+    for chat in first:
+        question, answer = (message["content"] for message in chat.messages)
+        numbers = [int(word.strip("?,.")) for word in question.split() if word.strip("?,.").isdigit()]
+        right = {"Which": str(max(numbers)), "What": f"{numbers[0] + 1}.", "How": f"{numbers[0]} + {numbers[-1]} = {sum(numbers)}"}
+        assert answer == right[question.split()[0]]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"task": "pretrain"}, r"task pretrain does not read data\.kind=cldr"),
+        ({"data.kind": "stdlib"}, r"task translate does not read data\.kind=stdlib"),
+        ({"task": "sft", "data.kind": "chat"}, r"data\.train is empty"),
+        ({"task": "pretrain", "data.kind": "stdlib", "batch.tokens": "1000"}, r"do not consist of rows of batch\.length=512"),
+        ({"task": "pretrain", "data.kind": "stdlib", "llama.context": "128"}, r"llama\.context=128"),
+        ({"task": "pretrain", "data.kind": "stdlib", "tokens.lowercase": "true"}, "keeps every byte"),
+        ({"task": "sft", "data.kind": "drills", "lora.rank": "8"}, "adapters need a trained model"),
+        ({"task": "sft", "data.kind": "drills", "lora.targets": "query,other"}, "lora.targets names other"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(flags: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(None, flags)
