@@ -46,6 +46,8 @@ MANY, FEW = (0, 1, 2, 4, 8, 16, 24), (1, 2, 4)
 
 
 ALL = ("everything", *THEMES)
+# Two propose at once only where the one that waits does not see what the other has written.
+THEMES["stops and a slow disk"] = ("stop", "slow disk")
 
 
 def some_history(chance: random.Random, themes: Sequence[str] = ALL, hosts: int = 1, faults: Sequence[int] = MANY) -> History:
@@ -253,7 +255,7 @@ class Loyal(Protocol):
 
 NEXT_GENERATION, NEWCOMERS = real.next_generation, real.newcomers
 BROKEN = {
-    TwoWinners: "network",
+    TwoWinners: "stops and a slow disk",
     Unfenced: "disk",
     hasty: "everything",
     backward: "processes",
