@@ -13,6 +13,7 @@ from lockstep.checkpoint import commands
 from lockstep.checkpoint.keeper import Keeper
 from lockstep.config import Optim
 from lockstep.layout import Layout
+from lockstep.models.pretrained import saved_in_run
 from lockstep.optim import adamw, divide_and_clip
 from lockstep.testing import run_ranks
 from lockstep.world import World
@@ -70,3 +71,12 @@ def test_a_damaged_part_is_found_and_the_checkpoint_before_serves(tmp_path: Path
     assert not commands.verify(tmp_path)[0]
     assert len(run_ranks(go_on, 2, Layout(1, 2), str(there), FIRST)[0]) == FIRST - 2  # from step 2
     assert commands.verify(tmp_path)[0]
+
+
+def test_what_leaves_a_run_is_whole_however_it_was_saved(tmp_path: Path) -> None:
+    for name, layout in (("whole", Layout()), ("pieces", Layout(2, 2))):
+        run_ranks(go_on, layout.workers, layout, str(tmp_path / name / "checkpoints"), 2)
+        assert "step 2" in commands.export(tmp_path / name, None, tmp_path / f"{name}.safetensors")
+    assert (tmp_path / "whole.safetensors").read_bytes() == (tmp_path / "pieces.safetensors").read_bytes()
+    whole, pieces = (saved_in_run(tmp_path / name, 2) for name in ("whole", "pieces"))
+    assert set(whole) == set(pieces) and all(torch.equal(whole[name], pieces[name]) for name in whole)

@@ -13,7 +13,7 @@ Adapters are merged into the weights whenever a model is read for use, to export
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint import commands, commit, seal
-from lockstep.checkpoint.state import digest
+from lockstep.checkpoint import commands, commit, parts, seal
+from lockstep.checkpoint.state import digest, tensor_of
 from lockstep.checkpoint.store import Store
 from lockstep.errors import CheckpointError, DataError, UsageError
 from lockstep.files import read_json, write_atomic, write_json
@@ -33,7 +33,6 @@ from lockstep.models.hub import (
     Tensors,
     is_hub,
     open_hub,
-    places_in,
     shape_from_json,
     shape_to_json,
     write_hub,
@@ -100,7 +99,7 @@ def export_run(folder: Path, step: int | None, target: Path, shard_bytes: int = 
     """
     shape, config = read_model(folder)
     with commands.verified(folder, step) as (found, _):
-        tensors = merged(folder, places_of_run(folder, found))
+        tensors = merged(folder, saved_in_run(folder, found))
         carried = sorted((folder / TOKENIZER).iterdir()) if (folder / TOKENIZER).is_dir() else []
         files = write_hub(target, shape, tensors, config=config or None, carried=carried, shard_bytes=shard_bytes)
         size = sum(tensors[name].nbytes for name in tensors)
@@ -108,11 +107,26 @@ def export_run(folder: Path, step: int | None, target: Path, shard_bytes: int = 
     return f"step {found}: {len(tensors)} tensors, {show_bytes(size)} in {how}, written to {target}"
 
 
-def places_of_run(folder: Path, step: int) -> Tensors:
-    """The model's tensors in a run's checkpoint, by our names; nothing is verified."""
-    path = commands.checkpoints_in(folder) / seal.folder_name(step)
-    places = [place for file in sorted(path.glob("tensors-*.safetensors")) for place in places_in(file).values()]
-    return Tensors({place.spec.name.removeprefix("model."): place for place in places if place.spec.name.startswith("model.")})
+class Saved(Mapping[str, Tensor]):
+    """The model's tensors in a run's checkpoint, by our names: each is mapped, or put together from its pieces, when it is asked for."""
+
+    def __init__(self, stored: parts.Tensors) -> None:
+        self.stored = {name.removeprefix("model."): one for name, one in stored.items() if name.startswith("model.")}
+
+    def __getitem__(self, name: str) -> Tensor:
+        one = self.stored[name]
+        return tensor_of(one.spec, one.data())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.stored)
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+
+def saved_in_run(folder: Path, step: int) -> Saved:
+    """The model's tensors in a run's checkpoint; nothing is verified."""
+    return Saved(parts.tensors_at(commands.checkpoints_in(folder) / seal.folder_name(step), step))
 
 
 def merged(folder: Path, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -160,7 +174,7 @@ def open_weights(folder: Path, step: int | None = None) -> Weights:
     if is_run(folder):
         shape, config = read_model(folder)
         with commands.verified(folder, step) as (found, _):
-            tensors = merged(folder, places_of_run(folder, found))
+            tensors = merged(folder, saved_in_run(folder, found))
         return Weights(folder, shape, config, tensors, sorted((folder / TOKENIZER).iterdir()))
     refuse_no_model(folder)
     hub = open_hub(folder)
