@@ -58,8 +58,10 @@ def main(folder: Path, steps: int, answer: Path | None) -> None:
             batch = loader.micro_batch(step, k)
             with torch.autocast("cpu", torch.bfloat16, enabled=run.compute.precision == "bf16"):
                 loss = model(batch.tokens, batch.labels, batch.documents)
-            (loss / tokens).backward()
+            loss.backward()
             total += loss.item()
+        for p in model.parameters():
+            p.grad /= tokens
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip_norm or math.inf)
         for group in optimizer.param_groups:
             group["lr"] = rate_at(step + 1, o.learning_rate, o.warmup_steps, o.decay_steps)

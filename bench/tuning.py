@@ -68,7 +68,7 @@ def trained_share(run: Path, base: Path) -> float:
 
 
 def right_in_transformers(run: Path, folder: Path, most: int = 60) -> str:
-    """How many of the first held-out chats the merged export answers rightly in transformers, and how many as here."""
+    """How many of some held-out chats, taken evenly, the merged export answers rightly in transformers, and how many as here."""
     if importlib.util.find_spec("transformers") is None:
         return "transformers is not installed: not compared"
     import torch
@@ -76,8 +76,8 @@ def right_in_transformers(run: Path, folder: Path, most: int = 60) -> str:
 
     if not (folder / "merged").exists():
         subprocess.run([sys.executable, "-m", "lockstep", "checkpoint", "export", str(run), "--out", str(folder / "merged")], check=True)
-    lines = (folder / "test.jsonl").read_text().splitlines()[:most]
-    asked = [json.loads(line)["messages"] for line in lines]
+    lines = (folder / "test.jsonl").read_text().splitlines()
+    asked = [json.loads(line)["messages"] for line in lines[:: -(-len(lines) // most)]]
     questions = "\n".join(messages[0]["content"] for messages in asked)
     words = [sys.executable, "-m", "lockstep", "generate", str(run), "--chat", "--tokens", "24"]
     ours = [
