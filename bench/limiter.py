@@ -114,7 +114,7 @@ def main() -> None:
         told = f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
         rows.append(f"| {setting} | {step:.2f} s | {waited:.2f} s | {told} | {memory:.0f} MiB |")
     text = (
-        f"Llama {args.shape} in two shards, one worker on each of two hosts, {args.rate} between them; 2 micro-batches of 2,048 tokens; median of "
+        f"Llama {args.shape} in two shards, one worker on each of two hosts, {args.rate} between them; 2 micro-batches of "
         f"{args.repetitions} repetitions (lowest to highest). Load before {load:.1f}, after {os.getloadavg()[0]:.1f}.\n\n"
         + "\n".join(rows)
         + "\n"

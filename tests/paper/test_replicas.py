@@ -1,0 +1,65 @@
+"""Replicas of several workers: whole or dead, in the decisions of membership and of the vote."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.agree import Vote, decide, differing
+from lockstep.membership.arbiter import Member, Record
+from lockstep.membership.handover import roles
+from lockstep.membership.protocol import Joiner, Limits, Report, View, newcomers, next_generation
+
+
+def member(number: int, host: str = "h") -> Member:
+    return Member(f"{host}/{number}/x", host, number, 100 + number, f"10.0.0.{number}:1")
+
+
+def view(size: int, dead: set[int], joiners: int = 0) -> View:
+    members = tuple(member(number) for number in range(size))
+    record = Record(7, "token", members, "", 40, "")
+    reports = {one.id: Report(7, 50) for number, one in enumerate(members) if number not in dead}
+    reaches = frozenset(one.id for one in members)
+    new = [Joiner(member(size + number), {}, reaches) for number in range(joiners)]
+    return View(record, reports, {members[number].id: "it has ended" for number in dead}, new)
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.data())
+def test_only_whole_replicas_go_on(replicas: int, unit: int, data: st.DataObject) -> None:
+    size = replicas * unit
+    dead = set(data.draw(st.lists(st.integers(0, size - 1), unique=True, max_size=size - 1)))
+    joiners = data.draw(st.integers(0, 5))
+    record, _ = next_generation(view(size, dead, joiners), Limits(unit=unit), "next")
+    assert record is not None and record.number == 8
+    old = [one.slot for one in record.members if one.slot < size]
+    whole = [n for first in range(0, size, unit) for n in range(first, first + unit) if not dead & set(range(first, first + unit))]
+    assert old == whole  # in their order, so that each keeps its place
+    new = len(record.members) - len(old)
+    assert new == (joiners // unit * unit if whole else 0) and len(record.members) % unit == 0
+    assert {one.id for one in record.out} == {member(n).id for n in range(size) if n not in whole}
+
+
+def test_where_no_replica_is_whole_nobody_goes_on_and_all_begin_anew() -> None:
+    record, reason = next_generation(view(4, {0, 3}), Limits(unit=2), "next")
+    assert record is not None and not record.members and len(record.out) == 4 and "newest checkpoint" in reason
+
+
+def test_those_of_one_host_make_a_replica() -> None:
+    hosts = [member(0, "b"), member(0, "a"), member(1, "b"), member(1, "a")]
+    new = newcomers([Joiner(one, {}) for one in hosts], [], Limits(unit=2))
+    assert [one.host for one in new] == ["a", "a", "b", "b"]
+
+
+def test_a_difference_is_one_at_the_same_place_of_another_replica() -> None:
+    assert differing([1, 2, 1, 2, 1, 2], 2) == ()
+    assert differing([1, 2, 1, 9, 1, 2], 2) == (3,)
+    assert differing([1, 2, 8, 9, 1, 2], 2) == (2, 3)
+    assert differing([1, 2, 1, 9], 2) == (0, 1, 2, 3)  # of two nobody is in the majority
+    assert differing([1, 2, 3], 3) == ()  # one replica has nobody to differ from
+    verdict = decide([Vote([], digest=digest) for digest in (1, 2, 1, 9, 1, 2)], unit=2)
+    assert verdict.differ == (3,) and verdict.digests == (1, 2, 1, 9, 1, 2)
+
+
+def test_state_comes_from_those_who_stand_at_the_same_step() -> None:
+    first, sources, joiners = roles([{"step": 5}, {"step": 5}, {"step": -1}, {"step": -1}])
+    assert (first, sources, joiners) == (5, [0, 1], [2, 3])
