@@ -491,11 +491,14 @@ class Protocol:
     @property
     def _outnumbered(self) -> bool:
         """Whether those who are silent may be the larger side of a cut network, or one as large that has the leader: then they have as
-        long again to come into the log first. Between two processes of one host no network is cut."""
+        long again to come into the log first. They may find this side silent one by one, so they are given a time for each of it.
+        Between two processes of one host no network is cut."""
         there = [one for one in self._members() if one.id not in self.dead]
         silent = [one for one in there if self._is_silent(one.id) and one.host != self.me.host]
-        waits = any(self.now_s - self.heard_s[one.id] <= 2 * self.limits.silent_s for one in silent)
-        return waits and 2 * len(silent) + (there[0] in silent) > len(there)
+        if 2 * len(silent) + (there[0] in silent) <= len(there):
+            return False
+        longest_s = max(self.now_s - self.heard_s[one.id] for one in silent)
+        return longest_s <= (1 + len(there) - len(silent)) * self.limits.silent_s
 
     @property
     def _ready(self) -> bool:
