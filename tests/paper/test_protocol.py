@@ -64,6 +64,17 @@ def some_history(chance: random.Random, themes: Sequence[str] = ALL, hosts: int 
     return History(chance.randint(0, 2**32 - 1), hosts, slots, least, most, tuple(happen))
 
 
+def in_replicas(history: History) -> History:
+    """The same with two workers of a host to a replica."""
+    most = max(2, history.most // 2 * 2)
+    return replace(history, slots=2, most=most, least=min(most, max(2, history.least // 2 * 2)), unit=2)
+
+
+@pytest.mark.parametrize("number", range(max(20, HISTORIES // 10)))
+def test_replicas_of_two_are_whole_or_dead(number: int) -> None:
+    play(in_replicas(some_history(random.Random(f"{SEED} {number}"))))
+
+
 @pytest.mark.timeout(300 + HISTORIES)
 def test_every_promise_holds_in_random_histories() -> None:
     count: Counter[str] = Counter()

@@ -60,7 +60,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class History:
-    """A cluster and what befalls it; `seed` decides all that is left to chance."""
+    """A cluster and what befalls it; `seed` decides all that is left to chance. `unit`: workers of a replica."""
 
     seed: int
     hosts: int
@@ -68,6 +68,7 @@ class History:
     least: int
     most: int
     faults: tuple[Fault, ...]
+    unit: int = 1
 
 
 class Cluster:
@@ -78,7 +79,7 @@ class Cluster:
         self.clock = Clock(history.seed)
         self.network = Network(self.clock)
         self.promises = Promises(self)
-        self.limits = replace(LIMITS, expected=history.hosts * history.slots, least=history.least, most=history.most)
+        self.limits = replace(LIMITS, expected=history.hosts * history.slots, least=history.least, most=history.most, unit=history.unit)
         self.hosts = [Host("abcdefgh"[index], [None] * history.slots) for index in range(history.hosts)]
         self.workers: dict[str, Worker] = {}  # id -> every worker that ever was
         self.groups: dict[str, Group] = {}  # token -> group

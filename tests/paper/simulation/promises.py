@@ -41,19 +41,37 @@ class Promises:
         check(number == len(log), f"generation {number} follows generation {len(log) - 1}")
         check(number <= 5 * (2 + len(self.cluster.history.faults)), f"generation {number} after {self.cluster.history.faults}")
         check(len(set(ids)) == len(ids), f"generation {number} has a member twice: {ids}")
-        check(limits.least <= len(ids) <= limits.most, f"generation {number} has {len(ids)} members")
+        begin_anew = limits.unit > 1 and not ids and number > 1  # no replica is whole
+        check(begin_anew or limits.least <= len(ids) <= limits.most, f"generation {number} has {len(ids)} members")
+        check(len(ids) % limits.unit == 0, f"generation {number} has {len(ids)} members, replicas of {limits.unit}")
         before = {one.id for one in log[-2].members} if number > 1 else set()
-        self._begins_where_they_are(record, [workers[id] for id in ids if id in before])
+        if ids:
+            self._begins_where_they_are(record, [workers[id] for id in ids if id in before])
         check({one.id for one in record.out} == before - set(ids), f"generation {number} names {record.out}, not {before - set(ids)}")
-        for one in (workers[id] for id in before - set(ids)):
-            well = one.alive and not one.main.drains and not any(it.since(self.began_s[-2]) for it in (one.trouble, one.host.trouble))
-            check(not well, f"generation {number} goes on without {one.me.id}, which was well: {record.out}")
+        order = [one.id for one in log[-2].members] if number > 1 else []
+        for first in range(0, len(order), limits.unit):
+            replica = [workers[id] for id in order[first : first + limits.unit]]
+            kept = [one for one in replica if one.me.id in ids]
+            check(kept in ([], replica), f"generation {number} keeps a part of the replica {[one.me.id for one in replica]}")
+            well = all(self._was_well(one) for one in replica)
+            check(bool(kept) or not well, f"generation {number} goes on without {[one.me.id for one in replica]}, well: {record.out}")
         self._larger_side_goes_on(record, log[-2] if number > 1 else None)
+
+    def _was_well(self, one: Worker) -> bool:
+        """Whether nothing has befallen it in the generation before."""
+        return one.alive and not one.main.drains and not any(it.since(self.began_s[-2]) for it in (one.trouble, one.host.trouble))
 
     def _larger_side_goes_on(self, record: Record, before: Record | None) -> None:
         """Where a network was cut in two and nothing else has happened, the larger side goes on, or of equal ones the leader's."""
         faults = self.cluster.history.faults
-        if before is None or not before.members or len(faults) != 1 or faults[0].kind != "cut" or faults[0].at_s < STARTED_S:
+        if (
+            before is None
+            or not before.members
+            or self.cluster.limits.unit > 1
+            or len(faults) != 1
+            or faults[0].kind != "cut"
+            or faults[0].at_s < STARTED_S
+        ):
             return
         stay = [one.id for one in before.members if record.rank_of(one.id) is not None]
         larger = 2 * len(stay) + (before.members[0].id in stay) > len(before.members)
@@ -120,8 +138,8 @@ class Promises:
             return "workers are about to start, or to leave"
         if max((len(self._friends(one, living)) for one in living), default=0) < cluster.limits.least:
             return ""  # too few reach each other
-        if newest is None:
-            return "no generation"
+        if newest is None or not newest.members:
+            return "nobody is in a generation"
         if behind := [one.me.id for one in living if one.protocol.number != newest.number]:
             return f"{behind} do not know of generation {newest.number}"
         members = [one for one in living if newest.rank_of(one.me.id) is not None]
@@ -132,7 +150,7 @@ class Promises:
         if self.committed_s.get(newest.number, -1.0) < max(cluster.clock.now_s - 1, cluster.calm_s):
             return f"generation {newest.number} commits nothing"
         able = [one for one in living if one not in members and all(cluster.network.joined(one.host, other.host) for other in members)]
-        if able and len(members) < cluster.limits.most:
+        if len(able) >= cluster.limits.unit and len(members) + cluster.limits.unit <= cluster.limits.most:
             return f"{[one.me.id for one in able]} stand by though there is room"
         return ""
 
