@@ -28,15 +28,18 @@ TO = {
 }
 
 
-def go_on(world: World, layout: Layout, folder: str, steps: int) -> list[float]:
-    """Train the run in `folder` up to `steps`, from where it is, and save; the losses of these steps."""
-    model = model_named("translator", dropout=0.0)
+def go_on(world: World, layout: Layout, folder: str, steps: int, wild: bool = False) -> list[float]:
+    """Train the run in `folder` up to `steps`, from where it is, and save; the losses of these steps.
+
+    wild  with dropout and bf16 products
+    """
+    model = model_named("translator", dropout=0.1 if wild else 0.0)
     held = held_by(world, model, layout, torch.float32)
     optimizer = adamw(held, Optim(learning_rate=3e-3))
     losses = []
     with Keeper(Path(folder), world, held, optimizer) as keeper, replica_of(held, 4) as replica:
         for step in range(keeper.resume(), steps):
-            losses.append(all_losses(one_step(held, replica, model, step)))
+            losses.append(all_losses(one_step(held, replica, model, step, narrow=wild)))
             divide_and_clip(held.parameters(), divisor=72, clip_norm=1.0, squares=replica.squares())
             optimizer.step()
         keeper.save(steps)
@@ -57,6 +60,15 @@ def test_a_run_goes_on_in_another_layout(begun: Layout, tmp_path: Path) -> None:
         assert rest == pytest.approx(undisturbed[FIRST:], rel=1e-5), layout
         if begun.tensor == begun.pipeline == layout.tensor == layout.pipeline == 1:
             assert commands.digest_line(tmp_path / str(layout)) == right, layout
+
+
+def test_a_run_that_changes_its_layout_twice_has_the_same_bits(tmp_path: Path) -> None:
+    undisturbed = run_ranks(go_on, 1, Layout(), str(tmp_path / "undisturbed" / "checkpoints"), LAST, True)[0]
+    there, losses = str(tmp_path / "changed" / "checkpoints"), []
+    for steps, layout in ((2, Layout(2)), (4, Layout(1, 2)), (LAST, Layout(2, 2))):
+        losses += run_ranks(go_on, layout.workers, layout, there, steps, True)[0]
+    assert losses == undisturbed
+    assert commands.digest_line(tmp_path / "changed") == commands.digest_line(tmp_path / "undisturbed")
 
 
 def test_a_damaged_part_is_found_and_the_checkpoint_before_serves(tmp_path: Path) -> None:
