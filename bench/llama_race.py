@@ -3,7 +3,8 @@
     .venv/bin/python bench/llama_race.py --keep llama      repetitions in turn, kept under bench/DATE-llama/
 
     replicas   ours (ordered), bare DistributedDataParallel, Accelerate, Lightning Fabric
-    shards     ours (layout.shard 2), bare fully_shard (FSDP2), Accelerate's FSDP2
+    shards     ours (layout.shard 2) and bare fully_shard (FSDP2), which reduce after each micro-batch;
+               ours (shard.reduce = together) and Accelerate's FSDP2, which reduce after the last one
 
 Each subject is two processes of one thread; micro-batches before the last go without an exchange wherever the subject can do that. The
 ratio is the median step of ours over the median step of the other, within one repetition.
@@ -32,7 +33,8 @@ from torch import Tensor, nn
 
 SUBJECTS = {
     "replicas": ["ours", "bare", "accelerate", "fabric"],
-    "shards": ["ours-shard", "bare-fsdp2", "accelerate-fsdp2"],
+    "shards": ["ours-shard", "bare-fsdp2"],
+    "shards, reduced together": ["ours-together", "accelerate-fsdp2"],
 }
 WORKERS, ROWS, LENGTH, WARM = 2, 4, 256, 3
 
@@ -74,7 +76,7 @@ class Watch:
 # -- subjects -----------------------------------------------------------------------------------------------------------
 
 
-def ours(shape: str, steps: int, each: int, shard: int = 1) -> Iterator[None]:
+def ours(shape: str, steps: int, each: int, shard: int = 1, together: bool = False) -> Iterator[None]:
     from lockstep.layout import Layout
     from lockstep.models.llama import SHAPES, Llama, first_value
     from lockstep.optim import divide_and_clip
@@ -89,7 +91,7 @@ def ours(shape: str, steps: int, each: int, shard: int = 1) -> Iterator[None]:
         value = lambda name, size: first_value(name, size, SHAPES[shape].layers, 1)  # noqa: E731
         held = hold(model, layout, layout.spot(world.rank), value, world.device)
         optimizer = adamw_of(held.parameters())
-        with Team(world, held, micro_batches=each * WORKERS) as team:
+        with Team(world, held, micro_batches=each * WORKERS, together=together) as team:
             for step in range(steps):
                 for k in team.micro_batches(step):
                     tokens, labels = data(step, k, SHAPES[shape].vocabulary)
@@ -191,6 +193,7 @@ def fabric(shape: str, steps: int, each: int) -> Iterator[None]:
 RUN: dict[str, Callable[[str, int, int], Iterator[None]]] = {
     "ours": ours,
     "ours-shard": lambda shape, steps, each: ours(shape, steps, each, shard=WORKERS),
+    "ours-together": lambda shape, steps, each: ours(shape, steps, each, shard=WORKERS, together=True),
     "bare": bare,
     "bare-fsdp2": bare_fsdp2,
     "accelerate": accelerate,

@@ -142,6 +142,9 @@ class Layout:
 @dataclass(frozen=True)
 class Shard:
     units_ahead: int = value(1, "blocks gathered ahead of the one that computes; 1 + units_ahead are whole at once", least=0)
+    reduce: Literal["each", "together"] = value(
+        "each", "gradients after each micro-batch; together: after the last one, with less traffic and whole gradients in memory"
+    )
     free_after_forward: bool = value(True, "gather each block again for its backward pass (ZeRO-3); false: keep it (ZeRO-2)")
 
 

@@ -58,6 +58,7 @@ class Team:
     model          a module, of which each worker has a whole replica; or what this worker holds of one (parallel/apply.py)
     keeper         has the state that a joiner is given; None: nobody can join
     micro_batches, seed, reduce, bucket_bytes   see Replica
+    together       see ShardedReplica
     signals        wishes to stop, agreed on at each step, for the loop to heed. None: the team itself saves and ends the loop when it is
                    to stop
     tracker        has the lines of steps that a lost leader did not write; they are written before a joiner is given the state
@@ -78,11 +79,12 @@ class Team:
         signals: Signals | None = None,
         tracker: Tracker | None = None,
         verify_every: int = 1,
+        together: bool = False,
     ) -> None:
         self.world, self.keeper, self.tracker, self.verify_every, self.board = world, keeper, tracker, verify_every, world.board
         self.replica: Replica | ShardedReplica
         if isinstance(model, Held) and model.layout.unit > 1:
-            self.replica = ShardedReplica(model, micro_batches=micro_batches, seed=seed)
+            self.replica = ShardedReplica(model, micro_batches=micro_batches, seed=seed, together=together)
             self.replica.wires.laying = world.more_groups
         else:
             self.replica = Replica(

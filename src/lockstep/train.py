@@ -211,6 +211,7 @@ def gather_team(run: Run, world: World, model: Held, keeper: Keeper, signals: Si
         signals=signals,
         tracker=tracker,
         verify_every=run.heal.verify_every,
+        together=run.shard.reduce == "together",
     )
 
 

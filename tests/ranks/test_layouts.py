@@ -110,9 +110,9 @@ def held_by(world: World, model: Model, layout: Layout, dtype: torch.dtype, insi
     return hold(made, layout, layout.spot(world.rank), value, CPU, inside=INSIDE[inside], **options)
 
 
-def replica_of(held: Held, micro_batches: int) -> Replica | ShardedReplica:
+def replica_of(held: Held, micro_batches: int, together: bool = False) -> Replica | ShardedReplica:
     if held.layout.unit > 1:
-        return ShardedReplica(held, micro_batches=micro_batches, seed=3)
+        return ShardedReplica(held, micro_batches=micro_batches, seed=3, together=together)
     return Replica(held.module, micro_batches=micro_batches, seed=3)
 
 
@@ -219,10 +219,10 @@ def test_twenty_steps_go_the_way_of_one_process() -> None:
 
 def digest_after(world: World, name: str, layout: Layout, options: dict[str, Any]) -> str:
     """Four steps with dropout, bf16 products and clipping."""
-    model = model_named(name, dropout=0.1)
+    model, together = model_named(name, dropout=0.1), options.pop("together", False)
     held = held_by(world, model, layout, torch.float32, **options)
     optimizer = adamw(held, Optim(learning_rate=1e-2))
-    with replica_of(held, 8) as replica:
+    with replica_of(held, 8, together) as replica:
         for step in range(4):
             one_step(held, replica, model, step, narrow=True)
             divide_and_clip(held.parameters(), divisor=144, clip_norm=0.5, squares=replica.squares())
@@ -236,8 +236,9 @@ def test_replicas_and_shards_have_one_digest(name: str) -> None:
     layouts: list[tuple[Layout, dict[str, Any]]] = [(Layout(n), {}) for n in (1, 2, 3, 4)]
     layouts += [(Layout(1, 2), {"units_ahead": 0}), (Layout(1, 3), {}), (Layout(1, 4), {"units_ahead": 3})]
     layouts += [(Layout(2, 2), {"free_after_forward": False})]
-    found = {layout: run_ranks(digest_after, layout.workers, name, layout, options)[0] for layout, options in layouts}
-    assert len(set(found.values())) == 1, found
+    layouts += [(Layout(1, 3), {"together": True}), (Layout(2, 2), {"together": True})]
+    found = [(layout, options, run_ranks(digest_after, layout.workers, name, layout, options)[0]) for layout, options in layouts]
+    assert len({digest for _, _, digest in found}) == 1, found
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,9 @@ done. Its two collectives are ours:
              the last round of a step, those who hold the same rows in other replicas finish the tree (`exchange`)
 
 So a shard's gradient is the same sum, in the same order, for every number of replicas and shards. The reducing is done by a courier thread
-beside the backward pass, as in replicate.py. Between rounds a shard keeps log2(K) partial sums of its own rows, never of the whole.
+beside the backward pass, as in replicate.py. Between passes a shard keeps log2(K) partial sums of its own rows, never of the whole; or,
+where the wire is dearer than memory (`together`), of whole gradients, and then micro-batches are dealt in adjacent blocks: the tree is the
+same.
 """
 
 from __future__ import annotations
@@ -32,21 +34,47 @@ from lockstep.errors import PeersLostError, UsageError
 from lockstep.membership.board import Board
 from lockstep.optim import row_norms
 from lockstep.parallel.apply import Held
-from lockstep.parallel.ordered import Part, Span, Tree, exchange, share
+from lockstep.parallel.ordered import Part, Span, Tree, exchange, runs, share
 from lockstep.parallel.pipeline import Flow, Stage, travelling
 from lockstep.parallel.replicate import DIGEST_FACTOR, words_of
 from lockstep.parallel.wires import Arrival, everybody_sends, exchange_rows
+from lockstep.world import finish
 
 PARCELS = 2  # units whose gradients are on their way at once; a whole unit's worth of memory each
 
 
 @dataclass(frozen=True)
-class Round:
-    """One pass of all shards of a replica: leaves [first, first + leaves), the rest of the shards do it for nothing."""
+class Pass:
+    """One forward and backward pass of all shards of a replica, as one of them does it.
 
+    k       the micro-batch that it computes
+    counts  False: only to take part, since there is no micro-batch left for it
+    first, leaves  the leaves of the tree that all of them compute; where gradients stay whole for a while, this shard's own leaf
+    """
+
+    k: int
+    counts: bool
     first: int
     leaves: int
     last: bool
+
+
+def passes_of(block: range, shard: int, shards: int, *, together: bool) -> list[Pass]:
+    """What a shard does of its replica's micro-batches.
+
+    In turn: a pass of all shards is adjacent leaves. `together`: in adjacent blocks, so that a shard can add up its own ones first.
+    """
+    turns = -(-len(block) // shards)
+    if together:
+        own = share(shard, shards, len(block))
+        mine = block[own.start : own.stop]
+        ks = [(mine[min(turn, len(mine) - 1)], turn < len(mine)) for turn in range(turns)]
+        return [Pass(k, counts, k, int(counts), turn == turns - 1) for turn, (k, counts) in enumerate(ks)]
+    found = []
+    for first in range(block.start, block.stop, shards):
+        leaves = min(shards, block.stop - first)
+        found.append(Pass(first + min(shard, leaves - 1), shard < leaves, first, leaves, first + shards >= block.stop))
+    return found
 
 
 @dataclass(frozen=True)
@@ -58,7 +86,7 @@ class Parcel:
     """
 
     unit: int
-    round: Round
+    turn: Pass
     sent: Tensor
     out: Tensor
 
@@ -73,20 +101,22 @@ class Waiting(NamedTuple):
 
 
 class ShardedReplica:
-    """What `Replica` is, for a model that is cut: see there. `held` is what this worker has of it (apply.py)."""
+    """What `Replica` is, for a model that is cut: see there. `held` is what this worker has of it (apply.py).
 
-    def __init__(self, held: Held, *, micro_batches: int, seed: int = 0) -> None:
+    together  reduce the gradients of a step together, after its last micro-batch: less traffic, but they stay whole until then
+    """
+
+    def __init__(self, held: Held, *, micro_batches: int, seed: int = 0, together: bool = False) -> None:
         assert held.wires is not None
         self.held, self.leaves, self.seed = held, micro_batches, seed
         self.parameters = [p for p in held.named.values() if p.requires_grad]
         self.broken: Callable[[], str] = str
         self.wires, self.unit = held.wires, held.layout.unit
+        self.together = together and held.layout.shard > 1
         self.mine: list[int] = []
         self._trees: list[Tree[Part]] = []
-        self._round = Round(0, 0, True)
+        self._turn = Pass(0, True, 0, 0, True)
         self._losses: list[Tensor] = []
-        self._counts = True
-        self._k = 0
         self._waiting: list[Waiting] = []
         self._sent_s = self._done_s = 0.0
         self._rooted: list[Tensor] = []
@@ -126,7 +156,7 @@ class ShardedReplica:
             return self.held.module(*inputs, **named)
         kind = self.parameters[0].device.type
         narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        self._waiting.append(Waiting(self._k, inputs, named, narrow))
+        self._waiting.append(Waiting(self._turn.k, inputs, named, narrow))
         return torch.zeros(())
 
     def backward(self, loss: Tensor) -> None:
@@ -135,7 +165,7 @@ class ShardedReplica:
             return
         self.board.enter("backward")
         loss.backward()
-        if self._counts:
+        if self._turn.counts:
             self._losses.append(loss.detach())
 
     def losses(self) -> list[float]:
@@ -157,21 +187,16 @@ class ShardedReplica:
         refuse_idle_shards(layout.loaders, self.leaves, len(block), layout.shard)
         self._trees = [Tree() for _ in self.held.units]
         self._losses, self.wires.waits.seconds, self._sent_s, self._waiting = [], 0.0, 0.0, []
-        passes: list[tuple[Round, bool]] = []
-        for first in range(block.start, block.stop, layout.shard):
+        passes = passes_of(block, spot.shard, layout.shard, together=self.together)
+        for self._turn in passes:
             if why := self.broken():
                 raise PeersLostError(why, "ShardedReplica.micro_batches")
-            last = first + layout.shard >= block.stop
-            self._round = Round(first, min(layout.shard, block.stop - first), last)
-            self._counts = spot.shard < self._round.leaves
-            self._k = first + min(spot.shard, self._round.leaves - 1)
-            passes.append((self._round, self._counts))
             for p in self._sharded:
                 p.grad = None
-            torch.manual_seed(mix(self.seed, step, self._k) >> 1)
-            if last:
+            torch.manual_seed(mix(self.seed, step, self._turn.k) >> 1)
+            if self._turn.last:
                 self.board.enter("reducing")
-            yield self._k
+            yield self._turn.k
             if self.wires.failure:
                 break
         if self.held.stage is not None and not self.wires.failure:
@@ -190,7 +215,7 @@ class ShardedReplica:
             sharded.grad = None
         self._add_tied()
 
-    def _flow(self, stage: Stage, step: int, passes: list[tuple[Round, bool]]) -> None:
+    def _flow(self, stage: Stage, step: int, passes: list[Pass]) -> None:
         """The step of a pipeline: the micro-batches that wait, forward and backward."""
         module, kind = self.held.module, self.parameters[0].device.type
 
@@ -202,7 +227,7 @@ class ShardedReplica:
             return out
 
         def back(micro: int, part: int) -> None:
-            self._round = passes[micro][0]
+            self._turn = passes[micro]
             for name, p in zip(self._names, self._sharded, strict=True):
                 if stage.holds(part, name):
                     p.grad = None
@@ -210,7 +235,7 @@ class ShardedReplica:
         dtype = next(iter(self.held.named.values())).dtype
         flow = Flow(stage, self.wires, run, back, lambda micro: travelling(module, dtype, self._waiting[micro].inputs))
         losses = flow.step(len(passes))
-        self._losses = [loss for loss, (_, counts) in zip(losses, passes, strict=False) if counts]
+        self._losses = [loss for loss, turn in zip(losses, passes, strict=False) if turn.counts]
 
     def _add_tied(self) -> None:
         """Collective of the first and the last stage. A matrix that both have gets the sum of their gradients, and so stays the same."""
@@ -277,7 +302,7 @@ class ShardedReplica:
         """FSDP has handed the gradients of a unit over: `_sent`, where there are several shards, else `out` itself."""
         sent = self._rooted.pop() if self._rooted else out
         self._sent_s = time.perf_counter()
-        parcel = Parcel(unit, self._round, sent, out)
+        parcel = Parcel(unit, self._turn, sent, out)
         if out.is_cuda:
             self._reduce(parcel)
         else:
@@ -301,27 +326,63 @@ class ShardedReplica:
         done.wait()
 
     def _reduce(self, parcel: Parcel) -> None:
-        """Collective. This shard's rows of all leaves of the round, into the unit's tree; with the last round the sum, into `out`."""
+        """Collective. The gradients of a pass into the unit's tree; with the last one this shard's rows of the sum, into `out`."""
         if self.wires.failure is not None or not self.wires.laid:
             return
         try:
             self.board.collective(parcel.sent.nbytes)
-            parts = list(parcel.sent.view(self.held.layout.shard, -1))
-            rows = exchange_rows(parts, self.wires.scatter)
             tree = self._trees[parcel.unit]
-            for number, row in enumerate(rows[: parcel.round.leaves]):
-                tree.add(Span(parcel.round.first + number, 1), Part(row))
-            if not parcel.round.last:
-                kept = parcel.sent.untyped_storage().data_ptr()
-                for _, part in tree.stack:  # a view would keep the rows of all shards
-                    if len(parts) > 1 and part.tensor.untyped_storage().data_ptr() == kept:
-                        part.tensor = part.tensor.clone()
-            elif self.wires.across is None:
+            if self.together:
+                self._add_whole(parcel, tree)
+            else:
+                self._add_rows(parcel, tree)
+            if not parcel.turn.last:
+                return
+            if self.together:
+                tree = self._rows_of_all(tree)
+            if self.wires.across is None:
                 parcel.out.copy_(tree.total().tensor)
             else:
                 exchange([(span, part.tensor) for span, part in tree.stack], self.leaves, self.wires.across, out=parcel.out)
         except Exception as error:
             self.wires._fail(error)
+
+    def _add_rows(self, parcel: Parcel, tree: Tree[Part]) -> None:
+        """Collective. Each shard takes its rows of the gradients of all leaves of the pass."""
+        parts = list(parcel.sent.view(self.held.layout.shard, -1))
+        rows = exchange_rows(parts, self.wires.scatter)
+        for number, row in enumerate(rows[: parcel.turn.leaves]):
+            tree.add(Span(parcel.turn.first + number, 1), Part(row))
+        kept = parcel.sent.untyped_storage().data_ptr()
+        for _, part in tree.stack if len(parts) > 1 and not parcel.turn.last else ():
+            if part.tensor.untyped_storage().data_ptr() == kept:  # a view would keep the rows of all shards
+                part.tensor = part.tensor.clone()
+
+    def _add_whole(self, parcel: Parcel, tree: Tree[Part]) -> None:
+        """This shard's own leaf, of all rows."""
+        if parcel.turn.counts:
+            tree.add(Span(parcel.turn.first, 1), Part(parcel.sent))
+
+    def _rows_of_all(self, own: Tree[Part]) -> Tree[Part]:
+        """Collective. This shard's rows of what all shards have added up, put together."""
+        layout, group = self.wires.now(), self.wires.scatter
+        assert group is not None
+        block = share(layout.spot(dist.get_rank()).replica, layout.replicate, self.leaves)
+        mine = [(span, part.tensor.view(layout.shard, -1)) for span, part in own.stack]
+        blocks = [share(shard, layout.shard, len(block)) for shard in range(layout.shard)]
+        spans = [runs(block[one.start : one.stop]) for one in blocks]
+        here, empty = group.rank(), mine[0][1][0]
+        others = [shard for shard in range(layout.shard) if shard != here]
+        rows = [[torch.empty_like(empty) for _ in some] for some in spans]
+        rows[here] = [parts[here] for _, parts in mine]
+        works = [dist.irecv(row, group=group, group_src=shard) for shard in others for row in rows[shard]]
+        works += [dist.isend(parts[shard], group=group, group_dst=shard) for shard in others for _, parts in mine]
+        finish(works, group)
+        tree: Tree[Part] = Tree()
+        for some, there in zip(spans, rows, strict=True):
+            for span, row in zip(some, there, strict=True):
+                tree.add(span, Part(row))
+        return tree
 
 
 class Hand(ReduceScatter):
