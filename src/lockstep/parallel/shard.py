@@ -113,13 +113,12 @@ class ShardedReplica:
         self.broken: Callable[[], str] = str
         self.wires, self.unit = held.wires, held.layout.unit
         self.together = together and held.layout.shard > 1
-        self.mine: list[int] = []
         self._trees: list[Tree[Part]] = []
         self._turn = Pass(0, True, 0, 0, True)
         self._losses: list[Tensor] = []
         self._waiting: list[Waiting] = []
         self._sent_s = self._done_s = 0.0
-        self._rooted: list[Tensor] = []
+        self._handed: list[Tensor] = []
         self._words = [words_of(p) for p in self.parameters]
         self._queue: queue.SimpleQueue[Parcel | threading.Event | None] = queue.SimpleQueue()
         self._room = threading.Semaphore(PARCELS)
@@ -186,7 +185,7 @@ class ShardedReplica:
         block = share(spot.replica, layout.replicate, self.leaves)
         refuse_idle_shards(layout.loaders, self.leaves, len(block), layout.shard)
         self._trees = [Tree() for _ in self.held.units]
-        self._losses, self.wires.waits.seconds, self._sent_s, self._waiting = [], 0.0, 0.0, []
+        self._losses, self.wires.waited_s, self._sent_s, self._waiting = [], 0.0, 0.0, []
         passes = passes_of(block, spot.shard, layout.shard, together=self.together)
         for self._turn in passes:
             if why := self.broken():
@@ -286,7 +285,7 @@ class ShardedReplica:
 
     def exposed_s(self) -> float:
         """Seconds that this step waited for the wire: for parameters, and after its last gradient was computed."""
-        return self.wires.waits.seconds + max(0.0, self._done_s - self._sent_s)
+        return self.wires.waited_s + max(0.0, self._done_s - self._sent_s)
 
     def __enter__(self) -> ShardedReplica:
         return self
@@ -299,8 +298,8 @@ class ShardedReplica:
     # -- FSDP's collectives ---------------------------------------------------------------------------------------------
 
     def _reduced(self, unit: int, out: Tensor) -> None:
-        """FSDP has handed the gradients of a unit over: `_sent`, where there are several shards, else `out` itself."""
-        sent = self._rooted.pop() if self._rooted else out
+        """FSDP has handed the gradients of a unit over: to `Hand` before, where there are several shards; else they are `out` itself."""
+        sent = self._handed.pop() if self._handed else out
         self._sent_s = time.perf_counter()
         parcel = Parcel(unit, self._turn, sent, out)
         if out.is_cuda:
@@ -345,7 +344,7 @@ class ShardedReplica:
             else:
                 exchange([(span, part.tensor) for span, part in tree.stack], self.leaves, self.wires.across, out=parcel.out)
         except Exception as error:
-            self.wires._fail(error)
+            self.wires.fail(error)
 
     def _add_rows(self, parcel: Parcel, tree: Tree[Part]) -> None:
         """Collective. Each shard takes its rows of the gradients of all leaves of the pass."""
@@ -395,7 +394,7 @@ class Hand(ReduceScatter):
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
-        self.replica._rooted.append(input_tensor)
+        self.replica._handed.append(input_tensor)
 
 
 class Gather(AllGather):

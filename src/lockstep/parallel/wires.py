@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,13 +23,6 @@ from torch import Tensor
 from lockstep.layout import Layout
 from lockstep.membership.board import Board
 from lockstep.world import finish, limit, subgroup
-
-
-@dataclass
-class Waits:
-    """Seconds that the thread of the model has waited for the wire, in the present step."""
-
-    seconds: float = 0.0
 
 
 class Wires:
@@ -48,7 +41,7 @@ class Wires:
         self.laying: Callable[[], AbstractContextManager[None]] = nullcontext  # around the forming of groups (World.more_groups)
         self.failure: Exception | None = None
         self.board = Board(None)
-        self.waits = Waits()
+        self.waited_s = 0.0  # in the thread of the model, in the present step
         self.laid = False
         self.drop()
 
@@ -90,7 +83,7 @@ class Wires:
         try:
             return [work for work in begin() if work is not None]
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
             return []
 
     def wait(self, works: list[dist.Work]) -> None:
@@ -102,10 +95,11 @@ class Wires:
             try:
                 work.wait(limit())
             except Exception as error:
-                self._fail(error)
-        self.waits.seconds += time.perf_counter() - began_s
+                self.fail(error)
+        self.waited_s += time.perf_counter() - began_s
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
+        """Keep the first error for the end of the pass."""
         error.__traceback__ = None  # it holds the group
         self.failure = self.failure or error
 
