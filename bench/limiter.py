@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "chaos"))
 from hosts import Host, Network
 
 SETTINGS = {
-    "no limiter, nothing ahead": ["--shard.units_ahead", "0"],
+    "nothing ahead": ["--shard.units_ahead", "0"],
     "one block ahead": ["--shard.units_ahead", "1"],
     "two blocks ahead": ["--shard.units_ahead", "2"],
     "all blocks ahead": ["--shard.units_ahead", "100"],
@@ -114,10 +114,9 @@ def main() -> None:
         told = f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
         rows.append(f"| {setting} | {step:.2f} s | {waited:.2f} s | {told} | {memory:.0f} MiB |")
     text = (
-        f"Llama {args.shape} in two shards, one worker on each of two hosts, {args.rate} between them; 2 micro-batches of "
-        f"{args.repetitions} repetitions (lowest to highest). Load before {load:.1f}, after {os.getloadavg()[0]:.1f}.\n\n"
-        + "\n".join(rows)
-        + "\n"
+        f"Llama {args.shape} in two shards, one worker on each of two hosts, {args.rate} between them; 2 micro-batches of 2,048 tokens; "
+        f"median of {args.repetitions} repetitions (lowest to highest). "
+        f"Load before {load:.1f}, after {os.getloadavg()[0]:.1f}.\n\n" + "\n".join(rows) + "\n"
     )
     print(text)
     if args.keep:
