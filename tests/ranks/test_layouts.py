@@ -237,6 +237,7 @@ def test_replicas_and_shards_have_one_digest(name: str) -> None:
     layouts += [(Layout(1, 2), {"units_ahead": 0}), (Layout(1, 3), {}), (Layout(1, 4), {"units_ahead": 3})]
     layouts += [(Layout(2, 2), {"free_after_forward": False})]
     layouts += [(Layout(1, 3), {"together": True}), (Layout(2, 2), {"together": True})]
+    layouts += [(Layout(1, 8), {})] if name == "llama" else []
     found = [(layout, options, run_ranks(digest_after, layout.workers, name, layout, options)[0]) for layout, options in layouts]
     assert len({digest for _, _, digest in found}) == 1, found
 
