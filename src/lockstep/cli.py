@@ -275,7 +275,8 @@ def train(args: argparse.Namespace, rest: list[str]) -> int:
                 f"--workers {args.workers}, but {found}", "command line and environment", "leave --workers out, or start that many"
             )
         return worker_main(asked.live)
-    workers, _ = count_workers(args.workers, run)
+    workers, reason = count_workers(args.workers, run)
+    refuse_layout(run, workers, reason)
     unit, most = room(run, workers)
     return look_after(asked, socket.gethostname(), HERE, workers, expected=workers, least=unit, most=most, lives_on=False)
 
@@ -307,8 +308,8 @@ def launch(args: argparse.Namespace, rest: list[str]) -> int:
         words = [sys.executable, "-m", "lockstep", "launch", *asked.words(asked.resume)[1:], "--hosts", str(args.hosts), *bounds]
         return start_all([ssh_command(host, [*words, "--host", host.name], Path.cwd(), os.environ) for host in hosts.host])
     host = hosts.find(name, f"{source}; {args.hosts}")
-    refuse_layout(run, hosts.workers, str(args.hosts or "--workers"))
-    unit, room_for = room(run, hosts.workers)
+    unit, room_for = room(run, args.max or hosts.workers)
+    refuse_layout(run, min(hosts.workers, room_for), str(args.hosts or "--workers"))  # who is more than that stands by
     most = args.max if args.max is not None else room_for
     if not 1 <= args.min <= most <= room_for:
         raise UsageError(
@@ -330,7 +331,7 @@ def launch(args: argparse.Namespace, rest: list[str]) -> int:
 
 
 def room(run: Run | None, workers: int) -> tuple[int, int]:
-    """(workers of a replica, workers for which a step has work)."""
+    """(workers of a replica, workers for which a step has work); of a user's function nothing is known, so `workers`."""
     if run is None:
         return 1, workers
     unit = run.layout.shard * run.layout.tensor * run.layout.pipeline
@@ -356,17 +357,15 @@ def refuse_layout(run: Run | None, workers: int, where: str) -> None:
 
 
 def count_workers(given: int | None, run: Run | None) -> tuple[int, str]:
-    """(workers of this machine, the reason), which is told unless they were given. UsageError when the run's layout does not come out."""
+    """(workers of this machine, the reason), which is told unless they were given."""
     from lockstep.launch import default_workers
 
     if given is not None:
-        refuse_layout(run, given, "--workers")
         return given, "--workers"
     workers, reason = default_workers()
     unit, _ = room(run, workers)
     if run and (unit > 1 or run.layout.replicate):
-        workers, reason = unit * (run.layout.replicate or max(1, workers // unit)), "the layout"
-    refuse_layout(run, workers, reason)
+        workers, reason = unit * (run.layout.replicate or max(1, workers // unit)), "as many as the layout takes"
     logging.getLogger("lockstep").info("%s: %s", f"{workers} workers" if workers > 1 else "1 worker", reason)
     return workers, reason
 

@@ -283,3 +283,17 @@ def test_own_loop_differs_from_the_plain_loop_by_ten_lines_at_most() -> None:
     stripped = [[line.strip() for line in lines] for lines in (plain, ours)]
     added = [line for line in difflib.ndiff(*stripped) if line.startswith("+ ")]
     assert 0 < len(added) <= 10, "\n".join(added)
+
+
+def test_more_workers_than_a_step_has_work_for_stand_by(tmp_path: Path) -> None:
+    done = run("launch", "--workers", "3", "--batch.micro_batches", "2", "--steps", "4", "--out", tmp_path / "run", *SMALL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(json.loads((tmp_path / "run" / "generations" / "000001.json").read_text())["members"]) == 2
+    refused = run("train", "--workers", "3", "--batch.micro_batches", "2", "--out", tmp_path / "other", *SMALL)
+    assert refused.returncode == 2 and "3 workers for a step of 2 micro-batches" in refused.stderr
+
+
+def test_an_own_loop_may_let_in_more_workers_than_it_began_with(tmp_path: Path) -> None:
+    own = f"{ROOT / 'examples' / 'own_loop.py'}:train"
+    done = run("launch", own, "--workers", "2", "--max", "4", "--steps", "5", "--out", tmp_path / "run")
+    assert done.returncode == 0, done.stdout + done.stderr
