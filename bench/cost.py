@@ -29,7 +29,7 @@ from statistics import median
 import psutil
 from failover_subjects import TINY
 from group import as_flags
-from run import kept_folder, machine
+from run import keep, machine
 
 from lockstep.config import Resolved, resolve
 from lockstep.data.prepare import prepare
@@ -145,14 +145,8 @@ def main() -> None:
     shown = table(tries)
     print(shown)
     if args.keep:
-        kept, about = kept_folder(args.keep), machine("auto", load_before)
-        kept.mkdir()
-        (kept / "command").write_text(f"python bench/cost.py {' '.join(sys.argv[1:])}\n")
-        (kept / "machine").write_text(about)
-        (kept / "raw.jsonl").write_text("".join(json.dumps(asdict(one)) + "\n" for one in tries))
-        (kept / "README.md").write_text(
-            f"# {kept.name}\n\n```\n{about}```\n\n{shown}\n\nBound: {BOUND}. What is measured: `bench/cost.py`.\n"
-        )
+        text = f"{shown}\n\nBound: {BOUND}. What is measured: `bench/cost.py`."
+        keep(args.keep, map(asdict, tries), text, machine("auto", load_before))
 
 
 if __name__ == "__main__":

@@ -10,15 +10,13 @@ clipping and update, nothing else beside. The ceiling is that of a matrix produc
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import time
-from datetime import UTC, datetime
-from pathlib import Path
 from statistics import median
 
 import torch
+from run import keep, machine
 
 from lockstep.config import Memory, Optim
 from lockstep.layout import Layout, Spot
@@ -40,6 +38,7 @@ def main() -> None:
     asked.add_argument("--no-compile", action="store_true")
     asked.add_argument("--keep", default="")
     args = asked.parse_args()
+    load = os.getloadavg()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -88,12 +87,7 @@ def main() -> None:
     )
     print(text, end="")
     if args.keep:
-        kept = Path(__file__).parent / f"{datetime.now(UTC):%Y-%m-%d}-{args.keep}"
-        kept.mkdir()
-        words = f"--shape {args.shape} --rows {args.rows} --length {args.length} --steps {args.steps}"
-        (kept / "command").write_text(f"python bench/gpu_llama.py {words} --keep {args.keep}\n")
-        (kept / "raw.jsonl").write_text(json.dumps(line) + "\n")
-        (kept / "README.md").write_text(f"# {kept.name}\n\n{text}")
+        keep(args.keep, [line], text, machine("bf16", load))
 
 
 def now_s(device: torch.device) -> float:

@@ -14,13 +14,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "chaos"))
 from hosts import Host, Network
+from run import keep, machine
 
 SETTINGS = {
     "nothing ahead": ["--shard.units_ahead", "0"],
@@ -88,7 +88,7 @@ def main() -> None:
     asked.add_argument("--repetitions", type=int, default=3)
     asked.add_argument("--keep", default="")
     args = asked.parse_args()
-    load, lines = os.getloadavg()[0], []
+    load, lines = os.getloadavg(), []
     with Network(2) as network:
         for host in network.hosts:
             shape_cable(network, host, args.rate)
@@ -116,16 +116,11 @@ def main() -> None:
     text = (
         f"Llama {args.shape} in two shards, one worker on each of two hosts, {args.rate} between them; 2 micro-batches of 2,048 tokens; "
         f"median of {args.repetitions} repetitions (lowest to highest). "
-        f"Load before {load:.1f}, after {os.getloadavg()[0]:.1f}.\n\n" + "\n".join(rows) + "\n"
+        f"Load before {load[0]:.1f}, after {os.getloadavg()[0]:.1f}.\n\n" + "\n".join(rows) + "\n"
     )
     print(text)
     if args.keep:
-        kept = Path(__file__).parent / f"{datetime.now(UTC):%Y-%m-%d}-{args.keep}"
-        kept.mkdir()
-        words = f"--shape {args.shape} --rate {args.rate} --steps {args.steps} --repetitions {args.repetitions} --keep {args.keep}"
-        (kept / "command").write_text(f"python bench/limiter.py {words}\n")
-        (kept / "raw.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        (kept / "README.md").write_text(f"# {kept.name}\n\n{text}")
+        keep(args.keep, lines, text, machine("bf16 products, one thread a process", load))
 
 
 if __name__ == "__main__":

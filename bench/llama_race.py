@@ -22,13 +22,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from run import keep, machine
 from torch import Tensor, nn
 
 SUBJECTS = {
@@ -257,7 +257,7 @@ def main() -> None:
     if args.be:
         be(args.be, args.shape, args.steps, args.each, args.out)
         return
-    load = os.getloadavg()[0]
+    load = os.getloadavg()
     lines: list[dict[str, Any]] = []
     for repetition in range(args.repetitions):
         for layout, subjects in SUBJECTS.items():
@@ -266,15 +266,10 @@ def main() -> None:
                 line = {"layout": layout, "subject": subject, "repetition": repetition}
                 lines.append(line | ({"error": found} if isinstance(found, str) else {"seconds": [round(s, 4) for s in found]}))
                 print(json.dumps(lines[-1]), flush=True)
-    text = told(lines, args, load)
+    text = told(lines, args, load[0])
     print(text)
     if args.keep:
-        kept = Path(__file__).parent / f"{datetime.now(UTC):%Y-%m-%d}-{args.keep}"
-        kept.mkdir()
-        words = f"--shape {args.shape} --each {args.each} --repetitions {args.repetitions} --keep {args.keep}"
-        (kept / "command").write_text(f"python bench/llama_race.py {words}\n")
-        (kept / "raw.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        (kept / "README.md").write_text(f"# {kept.name}\n\n{text}")
+        keep(args.keep, lines, text, machine("bf16 products, one thread a process", load))
 
 
 def told(lines: list[dict[str, Any]], args: argparse.Namespace, load: float) -> str:

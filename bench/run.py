@@ -18,7 +18,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -220,11 +220,11 @@ def kept_folder(name: str) -> Path:
     return HERE / f"{datetime.date.today().isoformat()}-{name}"
 
 
-def keep(name: str, raw: list[dict[str, object]], table: str, about: str) -> Path:
-    """Write the folder of a measurement."""
+def keep(name: str, raw: Iterable[Mapping[str, object]], table: str, about: str) -> Path:
+    """Write the folder of a measurement by the script that runs."""
     folder = kept_folder(name)
     folder.mkdir()
-    (folder / "command").write_text(f"python bench/run.py {' '.join(sys.argv[1:])}\n")
+    (folder / "command").write_text(f"python bench/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}\n")
     (folder / "machine").write_text(about)
     (folder / "raw.jsonl").write_text("".join(json.dumps(line) + "\n" for line in raw))
     how = "How each is measured: [bench/README.md](../README.md)."

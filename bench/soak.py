@@ -28,7 +28,7 @@ from statistics import median
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "chaos"))
 from hosts import Host, Network, Training, undisturbed
-from run import kept_folder, machine
+from run import keep, machine
 
 from lockstep.membership.arbiter import Record
 
@@ -164,12 +164,8 @@ def main() -> None:
     )
     print(text)
     if args.keep:
-        kept, about = kept_folder(args.keep), machine("bf16 where the processor has units for it, else fp32", load_before)
-        kept.mkdir()
-        (kept / "command").write_text(f"python bench/soak.py --faults {args.faults} --seed {args.seed} --keep {args.keep}\n")
-        (kept / "machine").write_text(about)
-        (kept / "raw.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*map(asdict, felt), facts]))
-        (kept / "README.md").write_text(f"# {kept.name}\n\n```\n{about}```\n\n{text}")
+        about = machine("bf16 where the processor has units for it, else fp32", load_before)
+        keep(args.keep, [*map(asdict, felt), facts], text, about)
 
 
 if __name__ == "__main__":
