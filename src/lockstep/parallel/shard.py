@@ -263,7 +263,8 @@ class ShardedReplica:
         own = [p for name, p in self.held.named.items() if p.requires_grad and not self.held.is_borrowed(name)]
         for parameter, (first, _, start, _) in zip(own, places, strict=True):
             assert parameter.grad is not None
-            rows[first + start : first + start + len(row_norms(parameter.grad))] = row_norms(parameter.grad)
+            norms = row_norms(parameter.grad)
+            rows[first + start : first + start + len(norms)] = norms
         self.wires.add_up(rows, self.wires.gather)  # each row comes from one shard alone, so the sum is exact
         sums = torch.stack([rows[first:stop].double().square().sum() for first, stop, _, _ in places])
         shared = torch.tensor([cut for _, _, _, cut in places], device=rows.device)
