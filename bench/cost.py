@@ -2,13 +2,15 @@
 
     python bench/cost.py                         both sizes, ten repetitions each, the two ways in turn
     python bench/cost.py --size small --tries 20
+    python bench/cost.py --at-once               both ways at the same time, so that whatever else the machine does disturbs both alike
     python bench/cost.py --keep cost             kept under bench/DATE-cost
 
 with      `lockstep train`: an agent, a zygote, a member thread that beats, the log, the board, all weights compared at every step
 without   the same workers started by torchrun, `heal.verify_every = 0`: none of that; the vote of a step stays, which carries its loss
 
 Two measures, both from after the first steps to the last: seconds of a step (median), and seconds of processor a step, of the workers and
-of whatever looks after them (of torchrun itself nothing is counted). On a machine that does other things besides only the second is steady.
+of whatever looks after them (of torchrun itself nothing is counted). On a machine that does other things besides only the second is steady,
+and that only at once: a processor that is shared is as much faster or slower from one minute to the next as what is looked for.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -88,6 +91,20 @@ def attempt(size: str, way: str, number: int, folder: Path, data: Path) -> Try:
     return Try(size, way, number, round(median(step["seconds"] for step in steps[first:]), 5), round(cpu_s, 5), os.getloadavg()[0])
 
 
+def repetition(size: str, number: int, folder: Path, data: Path, *, at_once: bool) -> Iterator[Try]:
+    """Both ways, one after the other, in turn which is first; or at once."""
+    ways = WAYS if number % 2 else WAYS[::-1]
+
+    def one(way: str) -> Try:
+        return attempt(size, way, number, folder / f"{way}-{number}", data)
+
+    if not at_once:
+        yield from map(one, ways)
+        return
+    with ThreadPoolExecutor(len(ways)) as pool:
+        yield from pool.map(one, ways)
+
+
 def wait_for(out: Path, step: int, process: subprocess.Popen[bytes], way: str) -> tuple[int, float]:
     """(the newest step, seconds of processor until then), as soon as `step` is there."""
     until_s = time.monotonic() + LIMIT_S
@@ -131,6 +148,7 @@ def main() -> None:
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("--size", choices=tuple(SIZES))
     asked.add_argument("--tries", type=int, default=10)
+    asked.add_argument("--at-once", action="store_true")
     asked.add_argument("--keep", metavar="NAME", default="")
     args = asked.parse_args()
     load_before, tries = os.getloadavg(), list[Try]()
@@ -139,13 +157,14 @@ def main() -> None:
             run, data = resolved_for(size).run, Path(home) / size / "data"
             prepare(run.data, run.tokens, data)
             for number in range(args.tries):
-                for way in WAYS if number % 2 else WAYS[::-1]:
-                    tries.append(attempt(size, way, number, Path(home) / size / f"{way}-{number}", data))
-                    print(json.dumps(asdict(tries[-1])), flush=True)
+                for one in repetition(size, number, Path(home) / size, data, at_once=args.at_once):
+                    tries.append(one)
+                    print(json.dumps(asdict(one)), flush=True)
     shown = table(tries)
     print(shown)
     if args.keep:
-        text = f"{shown}\n\nBound: {BOUND}. What is measured: `bench/cost.py`."
+        how = "both ways at once, four workers on the machine" if args.at_once else "one way after the other"
+        text = f"{shown}\n\nBound: {BOUND}; {how}. What is measured: `bench/cost.py`."
         keep(args.keep, map(asdict, tries), text, machine("auto", load_before))
 
 

@@ -5,6 +5,8 @@
     replicas   ours (ordered), bare DistributedDataParallel, Accelerate, Lightning Fabric
     shards     ours (layout.shard 2) and bare fully_shard (FSDP2), which reduce after each micro-batch;
                ours (shard.reduce = together) and Accelerate's FSDP2, which reduce after the last one
+               the same two with memory.weights = bf16 for ours, which is what Accelerate's policy does: parameters are gathered and
+               gradients sent in bf16, the optimizer has float32 ones
 
 Each subject is two processes of one thread; micro-batches before the last go without an exchange wherever the subject can do that. The
 ratio is the median step of ours over the median step of the other, within one repetition.
@@ -35,6 +37,7 @@ SUBJECTS = {
     "replicas": ["ours", "bare", "accelerate", "fabric"],
     "shards": ["ours-shard", "bare-fsdp2"],
     "shards, reduced together": ["ours-together", "accelerate-fsdp2"],
+    "shards, reduced together, bf16 weights": ["ours-bf16", "accelerate-fsdp2"],
 }
 WORKERS, ROWS, LENGTH, WARM = 2, 4, 256, 3
 
@@ -76,10 +79,11 @@ class Watch:
 # -- subjects -----------------------------------------------------------------------------------------------------------
 
 
-def ours(shape: str, steps: int, each: int, shard: int = 1, together: bool = False) -> Iterator[None]:
+def ours(shape: str, steps: int, each: int, shard: int = 1, together: bool = False, weights: str = "fp32") -> Iterator[None]:
+    from lockstep.config import Memory, Optim
     from lockstep.layout import Layout
     from lockstep.models.llama import SHAPES, Llama, first_value
-    from lockstep.optim import divide_and_clip
+    from lockstep.optim import adamw, divide_and_clip
     from lockstep.parallel.apply import hold
     from lockstep.team import Team
     from lockstep.world import World
@@ -87,10 +91,12 @@ def ours(shape: str, steps: int, each: int, shard: int = 1, together: bool = Fal
     with World.join() as world:
         with torch.device("meta"):
             model = Llama(SHAPES[shape])
+        if weights == "bf16":
+            model.bfloat16()
         layout = Layout(WORKERS // shard, shard)
         value = lambda name, size: first_value(name, size, SHAPES[shape].layers, 1)  # noqa: E731
         held = hold(model, layout, layout.spot(world.rank), value, world.device)
-        optimizer = adamw_of(held.parameters())
+        optimizer = adamw_of(held.parameters()) if weights == "fp32" else adamw(held, Optim(learning_rate=1e-3), Memory(weights="bf16"))
         with Team(world, held, micro_batches=each * WORKERS, together=together) as team:
             for step in range(steps):
                 for k in team.micro_batches(step):
@@ -194,6 +200,7 @@ RUN: dict[str, Callable[[str, int, int], Iterator[None]]] = {
     "ours": ours,
     "ours-shard": lambda shape, steps, each: ours(shape, steps, each, shard=WORKERS),
     "ours-together": lambda shape, steps, each: ours(shape, steps, each, shard=WORKERS, together=True),
+    "ours-bf16": lambda shape, steps, each: ours(shape, steps, each, shard=WORKERS, together=True, weights="bf16"),
     "bare": bare,
     "bare-fsdp2": bare_fsdp2,
     "accelerate": accelerate,

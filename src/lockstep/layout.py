@@ -93,7 +93,7 @@ class Bounds:
         if layout.loaders > self.micro_batches:
             return f"{layout.loaders} shards of all replicas share {self.micro_batches} micro-batches a step"
         if layout.tensor > 1 and not self.tensor:
-            return "this model has no tensor plan (with adapters none has: shard it)"
+            return "this model has no tensor plan"
         if uneven := [size for size in self.tensor if size % layout.tensor]:
             return f"tensor {layout.tensor} does not divide {', '.join(map(str, uneven))} (heads, key-value heads, inner width)"
         if layout.pipeline > 1 and layout.pipeline > self.stages:

@@ -81,6 +81,43 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path, name: str, content: byte
         list(documents(replace(TEXT, train=(str(tmp_path / "other*"),))))
 
 
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Datasets of text as the hub has them (one column `text`): written by save_to_disk, with its own splits, and as parquet files."""
+    datasets = pytest.importorskip("datasets")
+    folder = tmp_path_factory.mktemp("hub")
+    texts = [f"Document {i}: häuser.\n" for i in range(60)]
+    rows = datasets.Dataset.from_list([{"id": i, "text": text} for i, text in enumerate([*texts, "", None])])
+    datasets.DatasetDict({"train": rows, "validation": rows.select(range(5))}).save_to_disk(str(folder / "splits"))
+    (folder / "parquet").mkdir()
+    rows.to_parquet(str(folder / "parquet/train-00000-of-00001.parquet"))
+    return folder
+
+
+def test_a_column_of_a_dataset_is_read(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+    data = Data(kind="huggingface", held_out_share=0.1)
+    held = split_of(replace(data, dataset=str(hub / "parquet")))
+    assert sorted(held) == sorted(f"Document {i}: häuser.\n" for i in range(60)), "what is empty or none is left out"
+    assert Counter(held.values()).keys() == {"train", "validation", "test"}
+    own = Counter(split for split, _ in documents(replace(data, dataset=str(hub / "splits"), validation=("validation",))))
+    assert own["validation"] == 5 and own["train"] + own["test"] == 60
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"column": "body"}, "no column 'body', but id, text"),
+        ({"validation": ("dev",)}, "no split 'dev', but train, validation"),
+        ({"dataset": "absent"}, "cannot be loaded"),
+    ],
+)
+def test_a_dataset_without_what_is_asked_for_is_refused(hub: Path, tmp_path: Path, more: dict[str, object], message: str) -> None:
+    named = {name: str(tmp_path / "absent") if name == "dataset" else one for name, one in more.items()}
+    with pytest.raises(DataError, match=message):
+        list(documents(replace(Data(kind="huggingface", dataset=str(hub / "splits")), **named)))  # type: ignore[arg-type]
+
+
 def test_chats_end_with_an_answer(tmp_path: Path) -> None:
     user, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
     lines = [{"messages": [user, answer, user]}, {"messages": [user]}, {"messages": [user, answer]}]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from test_layouts import all_losses, held_by, model_named, one_step, replica_of
+import torch.distributed as dist
+from test_layouts import held_by, model_named, one_step, replica_of
 
 from lockstep.checkpoint import commands
 from lockstep.checkpoint.keeper import Keeper
@@ -28,8 +31,11 @@ TO = {
 }
 
 
-def go_on(world: World, layout: Layout, folder: str, steps: int, wild: bool = False) -> list[float]:
-    """Train the run in `folder` up to `steps`, from where it is, and save; the losses of these steps.
+def go_on(world: World, layout: Layout, folder: str, steps: int, wild: bool = False) -> list[list[float]]:
+    """Train the run in `folder` up to `steps`, from where it is, and save; of each of these steps the losses of all micro-batches, sorted.
+
+    Each micro-batch has a loss of its own, so this is the ledger of what was trained, too: a micro-batch that is left out, or done twice,
+    or another one in its place shows.
 
     wild  with dropout and bf16 products
     """
@@ -39,25 +45,33 @@ def go_on(world: World, layout: Layout, folder: str, steps: int, wild: bool = Fa
     losses = []
     with Keeper(Path(folder), world, held, optimizer) as keeper, replica_of(held, 4) as replica:
         for step in range(keeper.resume(), steps):
-            losses.append(all_losses(one_step(held, replica, model, step, narrow=wild)))
+            losses.append(everybodys(one_step(held, replica, model, step, narrow=wild)))
             divide_and_clip(held.parameters(), divisor=72, clip_norm=1.0, squares=replica.squares())
             optimizer.step()
         keeper.save(steps)
     return losses
 
 
+def everybodys(own: list[float]) -> list[float]:
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, own)
+    return sorted(loss for some in everybody for loss in some)
+
+
 @pytest.mark.parametrize("begun", FROM, ids=str)
 def test_a_run_goes_on_in_another_layout(begun: Layout, tmp_path: Path) -> None:
     undisturbed = run_ranks(go_on, 1, Layout(), str(tmp_path / "undisturbed" / "checkpoints"), LAST)[0]
     right = commands.digest_line(tmp_path / "undisturbed")
+    ledger = np.array(undisturbed)
+    assert ledger.shape == (LAST, 4) and np.diff(np.sort(ledger.ravel())).min() > 1e-4, "no two micro-batches have the same loss"
     there = tmp_path / "begun" / "checkpoints"
     first = run_ranks(go_on, begun.workers, begun, str(there), FIRST)[0]
-    assert first == pytest.approx(undisturbed[:FIRST], rel=1e-5)
+    assert np.array(first) == pytest.approx(ledger[:FIRST], rel=1e-5)
     assert commands.verify(tmp_path / "begun")[0] and not list(there.glob(".part-*"))
     for layout in TO[begun]:
         shutil.copytree(there, tmp_path / str(layout) / "checkpoints")
         rest = run_ranks(go_on, layout.workers, layout, str(tmp_path / str(layout) / "checkpoints"), LAST)[0]
-        assert rest == pytest.approx(undisturbed[FIRST:], rel=1e-5), layout
+        assert np.array(rest) == pytest.approx(ledger[FIRST:], rel=1e-5), layout
         if begun.tensor == begun.pipeline == layout.tensor == layout.pipeline == 1:
             assert commands.digest_line(tmp_path / str(layout)) == right, layout
 

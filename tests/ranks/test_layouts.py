@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.config import Optim
+from lockstep.config import Memory, Optim
 from lockstep.layout import Layout
-from lockstep.models import llama, translator
+from lockstep.models import llama, lora, translator
 from lockstep.optim import adamw, divide_and_clip
 from lockstep.parallel.apply import Held, hold
 from lockstep.parallel.replicate import Replica
@@ -59,7 +59,7 @@ class Model:
         chance = torch.Generator().manual_seed(1000 * step + k)
         rows, length = 2, 9
         tokens = torch.randint(3, VOCABULARY, (rows, length + 1), generator=chance)
-        if self.name == "llama":
+        if self.name != "translator":
             documents = (torch.arange(length) > 4).long().expand(rows, length)
             return (tokens[:, :-1], tokens[:, 1:].contiguous(), documents), {}
         source = torch.randint(3, VOCABULARY, (rows, 7), generator=chance)
@@ -82,7 +82,20 @@ def make_translator(dropout: float) -> Callable[[], nn.Module]:
     )
 
 
+def make_adapted() -> nn.Module:
+    return lora.adapt(llama.Llama(SHAPE), lora.Lora(4, 8.0, tuple(lora.TARGETS)))
+
+
+def value_of_adapted(key: str, size: torch.Size) -> Tensor:
+    """As a training begins, but what goes up is no zeros, behind which what goes down would have no gradient."""
+    if lora.is_adapter(key):
+        return lora.first_value(key.replace(lora.UP, ".up" + lora.DOWN), size, 1)
+    return llama.first_value(key, size, SHAPE.layers, 1)
+
+
 def model_named(name: str, dropout: float = 0.0) -> Model:
+    if name == "adapted":
+        return Model(name, make_adapted, value_of_adapted)
     if name == "llama":
         return Model(name, lambda: llama.Llama(SHAPE), lambda key, size: llama.first_value(key, size, SHAPE.layers, 1))
     return Model(name, make_translator(dropout), lambda key, size: translator.first_value(key, size, 1))
@@ -151,9 +164,11 @@ Case = tuple[str, Layout, str, int]
 
 
 def cases_of(workers: int) -> Iterator[Case]:
-    for name, layout, inside, each in product(["llama", "translator"], TABLE, INSIDE, [1, 4]):
+    for name, layout, inside, each in product(["llama", "adapted", "translator"], TABLE, INSIDE, [1, 4]):
         # what is done inside the blocks is the same whatever is around them: each axis shows it
         shown = {"plain": True, "recomputed": each == 1, "compiled": each == 1 and workers == 2 and (name == "llama" or layout.shard == 2)}
+        if name == "adapted":
+            shown = {"plain": each == 1, "recomputed": False, "compiled": False}
         if layout.workers == workers and shown[inside]:
             yield name, layout, inside, each
 
@@ -219,16 +234,16 @@ def test_twenty_steps_go_the_way_of_one_process() -> None:
 
 def digest_after(world: World, name: str, layout: Layout, options: dict[str, Any]) -> str:
     """Four steps with dropout, bf16 products and clipping."""
-    model, together = model_named(name, dropout=0.1), options.pop("together", False)
-    held = held_by(world, model, layout, torch.float32, **options)
-    optimizer = adamw(held, Optim(learning_rate=1e-2))
+    model, together, memory = model_named(name, dropout=0.1), options.pop("together", False), options.pop("memory", Memory())
+    held = held_by(world, model, layout, torch.bfloat16 if memory.weights == "bf16" else torch.float32, **options)
+    optimizer = adamw(held, Optim(learning_rate=1e-2), memory)
     with replica_of(held, 8, together) as replica:
         for step in range(4):
             one_step(held, replica, model, step, narrow=True)
             divide_and_clip(held.parameters(), divisor=144, clip_norm=0.5, squares=replica.squares())
             optimizer.step()
     state = whole(held, {key: p.detach() for key, p in held.named.items()})
-    return hashlib.sha256(b"".join(state[key].numpy().tobytes() for key in sorted(state))).hexdigest()
+    return hashlib.sha256(b"".join(state[key].float().numpy().tobytes() for key in sorted(state))).hexdigest()
 
 
 @pytest.mark.parametrize("name", ["llama", "translator"])
@@ -242,15 +257,23 @@ def test_replicas_and_shards_have_one_digest(name: str) -> None:
     assert len({digest for _, _, digest in found}) == 1, found
 
 
+@pytest.mark.parametrize("memory", [Memory(optimizer_state="bf16", weights="bf16"), Memory(offload="optimizer")], ids=["bf16", "offloaded"])
+def test_what_saves_memory_has_one_digest_too(memory: Memory) -> None:
+    layouts = [Layout(), Layout(2), Layout(1, 3), Layout(2, 2)]
+    found = {layout: run_ranks(digest_after, layout.workers, "llama", layout, {"memory": memory})[0] for layout in layouts}
+    assert len(set(found.values())) == 1, found
+
+
 @pytest.mark.parametrize(
-    "layouts",
+    ("name", "layouts"),
     [
-        pytest.param([Layout(1, 1, 2), Layout(2, 1, 2), Layout(1, 2, 2)], id="tensor 2"),
-        pytest.param([Layout(1, 1, 1, 2), Layout(2, 1, 1, 2), Layout(1, 2, 1, 2)], id="pipeline 2"),
+        pytest.param("translator", [Layout(1, 1, 2), Layout(2, 1, 2), Layout(1, 2, 2)], id="tensor 2"),
+        pytest.param("adapted", [Layout(1, 1, 2), Layout(1, 2, 2)], id="tensor 2, adapters"),
+        pytest.param("translator", [Layout(1, 1, 1, 2), Layout(2, 1, 1, 2), Layout(1, 2, 1, 2)], id="pipeline 2"),
     ],
 )
-def test_at_an_equal_size_of_the_other_axes_too(layouts: list[Layout]) -> None:
-    found = {layout: run_ranks(digest_after, layout.workers, "translator", layout, {})[0] for layout in layouts}
+def test_at_an_equal_size_of_the_other_axes_too(name: str, layouts: list[Layout]) -> None:
+    found = {layout: run_ranks(digest_after, layout.workers, name, layout, {})[0] for layout in layouts}
     assert len(set(found.values())) == 1, found
 
 

@@ -47,6 +47,7 @@ class Held:
     pieces  name -> which piece that is
     units   FSDP's modules in the order of the forward pass, the root last
     shared  name -> what the tensor axis leaves, before it is sharded
+    summands  names of those whose gradient is the sum of what the tensor axis's workers have
     """
 
     module: nn.Module
@@ -57,6 +58,7 @@ class Held:
     units: list[FSDPModule] = field(default_factory=list)
     shared: dict[str, Piece] = field(default_factory=dict)
     stage: Stage | None = None
+    summands: tuple[str, ...] = ()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This worker's pieces."""
@@ -113,7 +115,8 @@ def hold(
     units = shard(model, plan, device, spot.shard, layout.shard, free_after_forward)
     look_ahead(units, units_ahead)
     shared, pieces = pieces, {name: piece.cut_rows(spot.shard, layout.shard) for name, piece in pieces.items()}
-    held = Held(model, layout, wires, pieces=pieces, units=units, shared=shared, stage=stage)
+    summands = tuple(filter(plan.is_summand, pieces)) if layout.tensor > 1 else ()
+    held = Held(model, layout, wires, pieces=pieces, units=units, shared=shared, stage=stage, summands=summands)
     model.to_empty(device=device)
     cast(FSDPModule, model)._get_fsdp_state()._lazy_init()  # now, since it may move what the parameters below share
     for name, parameter in model.named_parameters():

@@ -24,6 +24,7 @@ class Plan:
     regions  names of modules
     heads    weights of a region cut by rows, as (pattern of their names, matrices that are packed in them)
     tails    weights cut by columns: a pattern of their names
+    summands weights of a region that stay whole, a pattern of their names: each worker has a summand of their gradient
     counted  what of a region counts its share, as (pattern of the modules' names, attribute)
     widths   what the tensor axis must divide
     layers   that can be dealt to stages
@@ -33,6 +34,7 @@ class Plan:
     regions: tuple[str, ...]
     heads: tuple[tuple[str, int], ...]
     tails: str
+    summands: str = r"$^"
     counted: tuple[tuple[str, str], ...] = ()
     widths: tuple[int, ...] = ()
     layers: int = 0
@@ -43,6 +45,9 @@ class Plan:
 
     def is_tail(self, name: str) -> bool:
         return re.search(self.tails, name) is not None
+
+    def is_summand(self, name: str) -> bool:
+        return re.search(self.summands, name) is not None
 
     def within(self, model: nn.Module) -> Plan:
         """For a model of which only some layers are left."""
@@ -76,8 +81,9 @@ def plan_of_llama(model: Llama) -> Plan:
     return Plan(
         units=tuple(layers),
         regions=tuple(f"{layer}.{part}" for layer in layers for part in ("attention", "feed_forward")),
-        heads=((r"attention\.(query|key|value)\.weight$", 1), (r"feed_forward\.(gate|up)\.weight$", 1)),
-        tails=r"(attention|feed_forward)\.out\.weight$",
+        heads=((r"attention\.(query|key|value)\.(weight|lora_up)$", 1), (r"feed_forward\.(gate|up)\.(weight|lora_up)$", 1)),
+        tails=r"(attention|feed_forward)\.out\.(weight|lora_down)$",
+        summands=r"\.out\.lora_up$|\.(query|key|value|gate|up)\.lora_down$",
         widths=(shape.heads, shape.key_value_heads, shape.feed_forward),
         layers=shape.layers,
     )

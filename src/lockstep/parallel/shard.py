@@ -212,7 +212,7 @@ class ShardedReplica:
         for own, sharded in zip(self.parameters, self._sharded, strict=True):
             own.grad = sharded.grad.to_local()
             sharded.grad = None
-        self._add_tied()
+        self._add_what_others_have()
 
     def _flow(self, stage: Stage, step: int, passes: list[Pass]) -> None:
         """The step of a pipeline: the micro-batches that wait, forward and backward."""
@@ -236,8 +236,13 @@ class ShardedReplica:
         losses = flow.step(len(passes))
         self._losses = [loss for loss, turn in zip(losses, passes, strict=False) if turn.counts]
 
-    def _add_tied(self) -> None:
-        """Collective of the first and the last stage. A matrix that both have gets the sum of their gradients, and so stays the same."""
+    def _add_what_others_have(self) -> None:
+        """Collective. The gradients of adapters that the tensor axis leaves whole; and of a matrix that the first and the last stage both
+        have: the sum of theirs, so that it stays the same."""
+        for name in self.held.summands:
+            gradient = self.held.named[name].grad
+            if gradient is not None:
+                self.wires.add_in_order(gradient, self.wires.tensor)
         stage = self.held.stage
         for name in (*stage.borrowed, *stage.lent) if stage else ():
             gradient = self.held.named[name].grad

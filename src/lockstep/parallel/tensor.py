@@ -63,7 +63,7 @@ def split(model: nn.Module, plan: Plan, wires: Wires, part: int, parts: int) -> 
         owner = model.get_submodule(path)
         cut = torch.empty(pieces[name].size, dtype=parameter.dtype, device="meta")
         setattr(owner, last, nn.Parameter(cut, requires_grad=parameter.requires_grad))
-        if isinstance(owner, nn.Linear):
+        if isinstance(owner, nn.Linear) and last == "weight":
             owner.out_features, owner.in_features = pieces[name].size
     for name, module in model.named_modules():
         for pattern, attribute in plan.counted:

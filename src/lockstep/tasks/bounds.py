@@ -21,5 +21,4 @@ def bounds(run: Run) -> Bounds:
 
     start = Path(run.llama.start)
     shape = SHAPES[run.llama.shape] if not run.llama.start else read_model(start)[0] if is_run(start) else open_hub(start).shape
-    widths = () if run.lora.rank else (shape.heads, shape.key_value_heads, shape.feed_forward)
-    return Bounds(run.batch.micro_batches, widths, shape.layers)
+    return Bounds(run.batch.micro_batches, (shape.heads, shape.key_value_heads, shape.feed_forward), shape.layers)
