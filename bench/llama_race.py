@@ -6,7 +6,8 @@
     shards     ours (layout.shard 2) and bare fully_shard (FSDP2), which reduce after each micro-batch;
                ours (shard.reduce = together) and Accelerate's FSDP2, which reduce after the last one
                the same two with memory.weights = bf16 for ours, which is what Accelerate's policy does: parameters are gathered and
-               gradients sent in bf16, the optimizer has float32 ones
+               gradients sent in bf16, the optimizer has float32 ones. On CPU processes Accelerate passes over its FSDP plugin
+               without a word and takes DistributedDataParallel; here it is told, and asked whether the model is sharded
 
 Each subject is two processes of one thread; micro-batches before the last go without an exchange wherever the subject can do that. The
 ratio is the median step of ours over the median step of the other, within one repetition.
@@ -150,7 +151,9 @@ def bare_fsdp2(shape: str, steps: int, each: int) -> Iterator[None]:
 
 def accelerate(shape: str, steps: int, each: int, fsdp: bool = False) -> Iterator[None]:
     from accelerate import Accelerator
-    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    from torch.distributed.fsdp import FSDPModule
 
     plugin = None
     if fsdp:
@@ -158,10 +161,15 @@ def accelerate(shape: str, steps: int, each: int, fsdp: bool = False) -> Iterato
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Layer"], reshard_after_forward=True
         )
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=each, fsdp_plugin=plugin)
+    if plugin:
+        plugin.set_mixed_precision("bf16")
+        accelerator.state.fsdp_plugin = plugin
+        AcceleratorState._shared_state["distributed_type"] = DistributedType.FSDP
     model: Any = built(shape)
     vocabulary = model.shape.vocabulary
     optimizer = adamw_of(model.parameters())
     model, optimizer = accelerator.prepare(model, optimizer)
+    assert isinstance(model, FSDPModule) == fsdp, type(model)
     for step in range(steps):
         for turn in range(each):
             tokens, labels = data(step, accelerator.process_index * each + turn, vocabulary)

@@ -134,20 +134,32 @@ def gather(world: World, value: Any) -> list[Any]:
 
 def lead(world: World, function: Callable[[], T]) -> T:
     """Collective. What `function` gives on rank 0 (a JSON value), on every process; its LockstepError too, so that nobody waits for it."""
-    answer: dict[str, Any] = {}
-    if world.leader or world.joining:
-        try:
-            answer = {"value": function()}
-        except LockstepError as error:
-            answer = {"error": type(error).__name__, "parts": [error.what, error.where, error.hint]}
-        except Exception as error:
-            gather(world, {"error": "LockstepError", "parts": [f"rank 0 failed: {error!r}", "", ""]})
-            raise
-    answer = gather(world, answer)[0]
-    if "error" in answer:
-        raise BY_NAME[answer["error"]](*answer["parts"])
-    value: T = answer["value"]
+    value: T = answers(world, lambda: function() if world.leader or world.joining else None)[0]
     return value
+
+
+def every(world: World, function: Callable[[], T]) -> T:
+    """Collective. What `function` gives on this process; where it raises a LockstepError on one of them, that error on all."""
+    own: list[T] = []
+    answers(world, lambda: own.append(function()))
+    return own[0]
+
+
+def answers(world: World, function: Callable[[], Any]) -> list[Any]:
+    """Collective. What `function` gives on each rank (JSON values), or the first rank's LockstepError."""
+    answer: dict[str, Any]
+    try:
+        answer = {"value": function()}
+    except LockstepError as error:
+        answer = {"error": type(error).__name__, "parts": [error.what, error.where, error.hint]}
+    except Exception as error:
+        gather(world, {"error": "LockstepError", "parts": [f"rank {world.rank} failed: {error!r}", "", ""]})
+        raise
+    found = gather(world, answer)
+    for one in found:
+        if "error" in one:
+            raise BY_NAME[one["error"]](*one["parts"])
+    return [one["value"] for one in found]
 
 
 def same(world: World, value: Any, what: str) -> None:

@@ -57,8 +57,7 @@ def test_one_of_two_shards_is_killed(training: tuple[Network, Training], truth: 
     print(f"back {back_s:.2f} s, whole {whole_s:.2f} s later")
     assert back_s < SOON_S and one.log.read(before.number + 1).step >= step
     after = one.log.read(before.number + 1).members
-    assert survivor not in after and len(after) == 4, "what is left of a replica cannot train"
-    assert survivor.pid in {member.pid for member in one.newest.members}, "it came back in the same process"
+    assert survivor not in after and len(after) == 4, "what is left of a replica cannot train: it comes again"
     one.judge(truth)
 
 
@@ -109,5 +108,4 @@ def test_half_of_a_replica_loses_its_power(training: tuple[Network, Training], t
     now = one.newest
     one.start_agent(network.hosts[1])
     one.wait_until_whole(now)
-    assert partner.pid in {member.pid for member in one.newest.members}
     one.judge(truth)

@@ -81,6 +81,21 @@ def test_shards_are_cut_as_torch_cuts_and_columns_come_back(rows: int, tensor: i
     assert torch.equal(out, whole)
 
 
+@given(st.integers(1, 12), st.integers(1, 3), SIZES, SIZES, st.data())
+def test_pieces_meet_where_they_have_numbers_in_common(rows: int, groups: int, tensor: int, shards: int, data: st.DataObject) -> None:
+    whole = torch.arange(rows * groups * 2 * tensor).view(rows * groups, -1)
+
+    def draw() -> Piece:
+        part, shard = data.draw(st.integers(0, tensor - 1)), data.draw(st.integers(0, shards - 1))
+        start = Piece.whole(whole.shape)
+        cut = start.cut_columns(part, tensor) if data.draw(st.booleans()) else start.cut_rows(part, tensor, groups)
+        return cut.cut_rows(shard, shards)
+
+    one, other = draw(), draw()
+    common = set(one.of(whole).flatten().tolist()) & set(other.of(whole).flatten().tolist())
+    assert one.meets(other) == other.meets(one) == bool(common)
+
+
 @pytest.mark.parametrize(("stages", "parts", "micro_batches"), list(product([2, 3, 4], [1, 2, 3], [1, 2, 3, 4, 8, 9])))
 def test_a_schedule_can_be_played_to_its_end_and_does_all_once(stages: int, parts: int, micro_batches: int) -> None:
     plans = [actions(stage, stages, micro_batches, parts) for stage in range(stages)]

@@ -15,6 +15,7 @@ from test_layouts import held_by, model_named, one_step, replica_of
 from lockstep.checkpoint import commands
 from lockstep.checkpoint.keeper import Keeper
 from lockstep.config import Optim
+from lockstep.errors import CheckpointError
 from lockstep.layout import Layout
 from lockstep.models.pretrained import saved_in_run
 from lockstep.optim import adamw, divide_and_clip
@@ -97,6 +98,35 @@ def test_a_damaged_part_is_found_and_the_checkpoint_before_serves(tmp_path: Path
     assert not commands.verify(tmp_path)[0]
     assert len(run_ranks(go_on, 2, Layout(1, 2), str(there), FIRST)[0]) == FIRST - 2  # from step 2
     assert commands.verify(tmp_path)[0]
+
+
+def resumed(world: World, layout: Layout, folder: str, how: str) -> tuple[bool, str]:
+    """Whether this worker's own pieces can be read, and what became of the resume of all."""
+    held = held_by(world, model_named("translator"), layout, torch.float32)
+    keeper = Keeper(Path(folder), world, held, adamw(held, Optim()))
+    try:
+        keeper.store.pieces(FIRST, held.pieces)
+        readable = True
+    except CheckpointError:
+        readable = False
+    try:
+        return readable, f"step {keeper.resume(how)}"
+    except CheckpointError as error:
+        return readable, error.what
+
+
+def test_each_reads_its_own_part_and_all_go_on_or_none(tmp_path: Path) -> None:
+    there = tmp_path / "checkpoints"
+    run_ranks(go_on, 2, Layout(1, 2), str(there), FIRST)
+    assert run_ranks(resumed, 2, Layout(1, 2), str(there), str(FIRST)) == [(True, f"step {FIRST}")] * 2
+    part = there / f"step-{FIRST:08d}" / "tensors-01000.safetensors"
+    content = bytearray(part.read_bytes())
+    for place in (len(content) // 2, 12):  # among the numbers, then in the header too
+        content[place] ^= 4
+        part.write_bytes(content)
+        found = run_ranks(resumed, 2, Layout(1, 2), str(there), str(FIRST))
+        assert [what for _, what in found] == [f"damaged: the checkpoint of step {FIRST}"] * 2
+        assert [readable for readable, _ in found] == [place != 12, False]
 
 
 def test_what_leaves_a_run_is_whole_however_it_was_saved(tmp_path: Path) -> None:

@@ -116,7 +116,9 @@ def test_the_loss_line_is_that_of_a_bare_loop(corpus: Path, tmp_path: Path) -> N
     schedule = {"optim.decay": "linear", "optim.decay_steps": "20", "optim.warmup_steps": "4", "optim.learning_rate": "3e-3"}
     run_ranks(trained, 2, str(tmp_path), {**TEXT, **schedule, "data.train": str(corpus), "compute.precision": "fp32"}, 20)
     bare = Path(__file__).parents[2] / "bench" / "bare_llama.py"
-    shown = subprocess.run([sys.executable, bare, tmp_path, "--steps", "20"], check=True, capture_output=True, text=True).stdout.splitlines()
+    shown = subprocess.run(
+        [sys.executable, bare, tmp_path, "--steps", "20"], check=True, capture_output=True, text=True
+    ).stdout.splitlines()
     assert sum("run" in line.split() for line in shown[:-1]) == 20 and "over 20 steps" in shown[-1], shown
     line = [loss for loss, _ in losses(tmp_path)]
     assert line[-1] < line[0] - 1 and float(shown[-1].split()[-1]) < 2e-5, shown

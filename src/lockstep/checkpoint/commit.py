@@ -130,10 +130,15 @@ def strays(path: Path, files: Collection[str]) -> list[str]:
     return sorted(set(os.listdir(path)) - {*files, MANIFEST, COMMITTED})
 
 
-def check(path: Path, step: int) -> list[str]:
-    """Everything that is wrong with the committed checkpoint at `path`; every byte is read. Memory: one chunk."""
+def check(path: Path, step: int, only: Collection[str] | None = None) -> list[str]:
+    """Everything that is wrong with the committed checkpoint at `path`; every byte is read. Memory: one chunk.
+
+    only  names of the files to look into; None: all
+    """
     files, problems = read_manifest(path, step)
     for name, record in sorted(files.items()):
+        if only is not None and name not in only:
+            continue
         try:
             with open(path / name, "rb") as file:
                 size = os.fstat(file.fileno()).st_size

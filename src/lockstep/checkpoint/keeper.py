@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lockstep.agree import lead
+from lockstep.agree import every, lead
 from lockstep.checkpoint.background import BackgroundSaver
 from lockstep.checkpoint.choose import choose
 from lockstep.checkpoint.parts import Part, parameter_of, place_of
@@ -130,7 +130,8 @@ class Keeper:
 
         step = lead(self.world, chosen)
         if step is not None:
-            found = found or (self.store.pieces(step, self.held.pieces) if self.held else self.store.load(step))
+            there, pieces = step, self.held.pieces if self.held else None
+            found = every(self.world, lambda: found or (self.store.load(there) if pieces is None else self.store.pieces(there, pieces)))
             restore(self.model, self.optimizer, found.tensors, self.saved)
             self.facts = found.facts
         self._saved_step = step or 0

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -126,53 +126,73 @@ def put(path: Path, chunks: Iterable[bytes | memoryview]) -> Record:
 Raw = npt.NDArray[np.unsignedinteger[Any]]  # the numbers of a tensor as they lie there, whatever they mean
 
 
+class Lying(NamedTuple):
+    """A piece of a tensor in a file. spec: of the piece."""
+
+    spec: Spec
+    data: memoryview
+    piece: Piece
+    file: str
+
+    def raw(self) -> Raw:
+        return np.frombuffer(self.data, f"u{tensorfile.ITEM_BYTES[self.spec.dtype]}").reshape(self.spec.shape)
+
+
 @dataclass
 class Stored:
-    """One tensor as a checkpoint has it: whole, or in pieces (spec of a piece, its bytes, which it is)."""
+    """One tensor as a checkpoint has it: whole, or in pieces."""
 
-    pieces: list[tuple[Spec, memoryview, Piece]] = field(default_factory=list)
+    pieces: list[Lying] = field(default_factory=list)
 
     @property
     def spec(self) -> Spec:
         """Of the whole."""
-        first, _, piece = self.pieces[0]
-        return first._replace(shape=piece.shape)
+        first = self.pieces[0]
+        return first.spec._replace(shape=first.piece.shape)
 
-    def raw(self) -> Raw:
-        """The whole; a view of the bytes where it lies in one piece. CheckpointError when the pieces do not make it up."""
-        spec, data, piece = self.pieces[0]
-        kind = np.dtype(f"u{tensorfile.ITEM_BYTES[spec.dtype]}")
-        if piece.is_whole:
-            return np.frombuffer(data, kind).reshape(spec.shape)
-        out, missing = np.empty(piece.shape, kind), np.ones(piece.shape[:2], np.bool_)
-        for one, its_data, place in self.pieces:
-            place.fill(out, np.frombuffer(its_data, kind).reshape(one.shape))
-            place.fill(missing, np.zeros(place.size[:2], np.bool_))
-        if missing.any():
-            raise CheckpointError(f"pieces of {spec.name} are missing", f"{int(missing.sum())} of its rows and columns are in no file")
+    def needed(self, wanted: Piece) -> list[Lying]:
+        """What of it has to be read for a piece: that very one, where it is stored, else all that have some of it."""
+        same = [one for one in self.pieces if one.piece == wanted]
+        return same[:1] or [one for one in self.pieces if one.piece.meets(wanted)]
+
+    def raw(self, wanted: Piece | None = None) -> Raw:
+        """The whole, in which at least the piece `wanted` (None: all) has its values; a view of the bytes where it lies in one piece.
+
+        CheckpointError when the pieces do not make it up.
+        """
+        if self.pieces[0].piece.is_whole:
+            return self.pieces[0].raw()
+        wanted = wanted or Piece.whole(self.spec.shape)
+        out, missing = np.empty(wanted.shape, self.pieces[0].raw().dtype), np.ones(wanted.shape[:2], np.bool_)
+        for one in self.needed(wanted):
+            one.piece.fill(out, one.raw())
+            one.piece.fill(missing, np.zeros(one.piece.size[:2], np.bool_))
+        if lacking := int(Piece(missing.shape, wanted.rows, wanted.columns).of(missing).sum()):
+            raise CheckpointError(f"pieces of {self.spec.name} are missing", f"{lacking} of its rows and columns are in no file")
         return out
 
     def data(self) -> memoryview:
         """The bytes of the whole."""
-        _, data, piece = self.pieces[0]
-        return data if piece.is_whole else self.raw().reshape(-1).view(np.uint8).data
+        first = self.pieces[0]
+        return first.data if first.piece.is_whole else self.raw().reshape(-1).view(np.uint8).data
 
     def piece(self, wanted: Piece) -> tuple[Spec, memoryview]:
         """A piece of the tensor, which need not be one that is stored: a copy."""
-        held = np.array(wanted.of(self.raw()))
+        same = next((one for one in self.pieces if one.piece == wanted), None)
+        held = np.array(same.raw() if same else wanted.of(self.raw(wanted)))
         return self.spec._replace(shape=wanted.size), held.reshape(-1).view(np.uint8).data
 
 
 class Tensors(Mapping[str, Stored]):
-    """All tensors of a checkpoint by name, from the contents of its files (in memory or mapped)."""
+    """All tensors of a checkpoint by name, from its files: their names and contents (in memory or mapped)."""
 
-    def __init__(self, contents: Iterable[memoryview]) -> None:
+    def __init__(self, contents: Mapping[str, memoryview]) -> None:
         self._stored: dict[str, Stored] = {}
-        for content in contents:
+        for file, content in contents.items():
             pieces = json.loads(tensorfile.metadata_in(content).get("pieces", "{}"))
             for spec, data in tensorfile.tensors_in(content):
                 piece = Piece.from_json(pieces[spec.name]) if spec.name in pieces else Piece.whole(spec.shape)
-                self._stored.setdefault(spec.name, Stored()).pieces.append((spec, data, piece))
+                self._stored.setdefault(spec.name, Stored()).pieces.append(Lying(spec, data, piece, file))
 
     def __getitem__(self, name: str) -> Stored:
         return self._stored[name]
@@ -191,7 +211,7 @@ class Tensors(Mapping[str, Stored]):
 def tensors_at(path: Path, step: int) -> Tensors:
     """The tensors of a verified checkpoint; their bytes are mapped, not in memory."""
     files, _ = commit.read_manifest(path, step)
-    return Tensors(tensorfile.mapped(path / name) for name in sorted(files) if name.endswith(".safetensors"))
+    return Tensors({name: tensorfile.mapped(path / name) for name in sorted(files) if name.endswith(".safetensors")})
 
 
 def parameter_of(name: str) -> str:

@@ -253,7 +253,7 @@ class Store:
                 log.warning("%s holds files that are not part of it: %s", path, ", ".join(foreign))
         facts = json.loads(contents.pop(FACTS))
         self._good = step
-        stored = Tensors(memoryview(content) for content in contents.values())
+        stored = Tensors({name: memoryview(content) for name, content in contents.items()})
         return Checkpoint(step, {name: tensor_of(one.spec, one.data()) for name, one in stored.items()}, facts), []
 
     def newest_whole(self) -> int | None:
@@ -274,17 +274,22 @@ class Store:
         """The pieces that a worker holds of the checkpoint of `step`: of each parameter named, and of its optimizer state; the rest whole.
 
         wanted  name of a parameter -> its piece
-        Each file is hashed before its bytes are used. Memory: these pieces, and one whole tensor.
+        Each file of which something is needed is hashed before its bytes are used: in the layout that saved, that is this worker's own.
+        Memory: these pieces, and one whole tensor where its pieces are not those that were saved.
         CheckpointError when it is missing or damaged.
         """
         with commit.reading(self.folder), seal.pinned(self.folder, step) as path:
             if path is None:
                 raise self._missing(step)
-            if problems := commit.check(path, step):
+            try:
+                stored = tensors_at(path, step)
+            except (OSError, ValueError, LookupError):  # a header that is not what it was
+                raise self._damaged({step: commit.check(path, step)}) from None
+            mine = {name: (one, place_of(name, one.spec.shape, wanted)) for name, one in stored.items() if parameter_of(name) in wanted}
+            used = {lying.file for one, place in mine.values() for lying in one.needed(place)}
+            if problems := commit.check(path, step, {FACTS, *used}):
                 raise self._damaged({step: problems})
-            stored = tensors_at(path, step)
-            mine = {name: one for name, one in stored.items() if parameter_of(name) in wanted}
-            tensors = {name: tensor_of(*one.piece(place_of(name, one.spec.shape, wanted))) for name, one in mine.items()}
+            tensors = {name: tensor_of(*one.piece(place)) for name, (one, place) in mine.items()}
             facts = json.loads((path / FACTS).read_bytes())
         return Checkpoint(step, tensors, facts)
 

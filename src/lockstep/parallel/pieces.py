@@ -10,6 +10,7 @@ pieces of the same whole tensors, and one layout is turned into another by putti
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -73,6 +74,12 @@ class Piece:
         assert self.columns is None and self.shape[1] % parts == 0
         length = self.shape[1] // parts
         return Piece(self.shape, self.rows, (part * length, (part + 1) * length))
+
+    def meets(self, other: Piece) -> bool:
+        """Whether some numbers are in both."""
+        (left, right), (first, last) = self.columns or (0, math.inf), other.columns or (0, math.inf)
+        rows = any(start < end and begin < stop for start, stop in self.rows for begin, end in other.rows)
+        return rows and left < last and first < right
 
     def of(self, whole: Array) -> Array:
         """This part of `whole`: a view where it is one range, else a copy."""
