@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lockstep.agree import every, lead
+from lockstep.agree import answers, every, lead
 from lockstep.checkpoint.background import BackgroundSaver
 from lockstep.checkpoint.choose import choose
 from lockstep.checkpoint.parts import Part, parameter_of, place_of
@@ -118,9 +119,7 @@ class Keeper:
             self.store.preflight()
             step, reason = choose(how, self.store.steps())
             there = step
-            if step is not None and self.held:
-                there = step if how.isdecimal() else self.store.newest_whole()
-            elif step is not None:
+            if step is not None and not self.held:
                 found = self.store.load(step) if how.isdecimal() else self.store.load_newest()
                 there = found.step if found else None
             if how == "never" or how.isdecimal():
@@ -129,6 +128,8 @@ class Keeper:
             return there
 
         step = lead(self.world, chosen)
+        if step is not None and self.held and not how.isdecimal():
+            step = self._newest_whole()
         if step is not None:
             there, pieces = step, self.held.pieces if self.held else None
             found = every(self.world, lambda: found or (self.store.load(there) if pieces is None else self.store.pieces(there, pieces)))
@@ -136,6 +137,19 @@ class Keeper:
             self.facts = found.facts
         self._saved_step = step or 0
         return step or 0
+
+    def _newest_whole(self) -> int | None:
+        """Collective. The step of the newest whole checkpoint, every byte verified, by each process its share of the files."""
+        damaged: dict[int, list[str]] = {}
+        share, whole = (self.world.rank, self.world.size), None
+        for step in reversed(lead(self.world, self.store.steps)):
+            problems = [one for some in answers(self.world, partial(self.store.verify, step, share)) for one in some]
+            if not problems:
+                whole = step
+                break
+            damaged[step] = sorted(set(problems))
+        lead(self.world, lambda: self.store.settle(damaged, whole))
+        return whole
 
     def _join(self, facts: Mapping[str, str]) -> int | None:
         """Collective. Become one of those that are at work; the step at which they are. None when none of them was left to join."""
