@@ -1,6 +1,6 @@
 """A bare DistributedDataParallel loop over Lockstep's own model and micro-batches: what PyTorch alone would take for the same step.
 
-The same weights, order, loader, loss, AdamW (foreach), clipping and precision; DDP's built-in all-reduce, `no_sync()` before the last
+The same weights, order, loader, loss, AdamW, clipping and precision; DDP's built-in all-reduce, `no_sync()` before the last
 micro-batch. Left out is all that Lockstep adds: the ordered sum, the agreement on each step, metrics, progress, signals, checkpoints.
 """
 

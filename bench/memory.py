@@ -52,7 +52,7 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(1)
     load_before, lines = os.getloadavg(), []
-    for table in (recomputing, updating, losing):
+    for table in (recomputing, updating, walking, losing):
         for line in table(args.repetitions):
             print(line, flush=True)
             lines.append(line)
@@ -109,6 +109,19 @@ def updating(repetitions: int) -> list[str]:
         took_s = best_s(optimizer.step, repetitions)
         held = sum(tensor.nbytes for name, tensor in capture(model, optimizer).items() if not name.endswith("step"))
         lines.append(f"| {weights} | {state} | {offload} | {held / SHAPE.parameters:.1f} | {took_s * 1e3:.0f} ms |")
+    return lines
+
+
+def walking(repetitions: int) -> list[str]:
+    """torch's AdamW in its three ways to go over the parameters of a larger model."""
+    model = build(SHAPES["25M"], device=CPU, seed=1)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    lines = [f"| torch's AdamW, {SHAPES['25M'].parameters / 1e6:.0f} M parameters, fp32 | an update |", "| --- | ---: |"]
+    for name, words in (("foreach", {"foreach": True}), ("one after another", {"foreach": False}), ("fused", {"fused": True})):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **words)
+        optimizer.step()
+        lines.append(f"| {name} | {best_s(optimizer.step, 2 * repetitions) * 1e3:.0f} ms |")
     return lines
 
 

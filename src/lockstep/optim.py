@@ -31,8 +31,9 @@ class Model(Protocol):
 def adamw(model: Model, values: Optim, memory: Memory = PLAIN) -> torch.optim.Optimizer:
     """AdamW over the model's parameters, weight decay on matrices only (Loshchilov and Hutter, 2019).
 
-    torch's own, by foreach: its bits do not depend on how tensors are cut. The fused one is faster and says so. `LeanAdamW` where
-    memory is to be saved.
+    torch's own, whose bits do not depend on how tensors are cut: on a GPU by foreach, which is fewer kernels; on a CPU one parameter
+    after another, whose numbers then stay in the cache (the same bits in half the time: bench/memory.py). The fused one is faster and
+    says so. `LeanAdamW` where memory is to be saved.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -47,7 +48,8 @@ def adamw(model: Model, values: Optim, memory: Memory = PLAIN) -> torch.optim.Op
         return LeanAdamW(groups, lr=values.learning_rate, betas=betas, eps=values.epsilon, state_dtype=state, offload=offload)
     if values.fused:
         log.info("fused AdamW: faster; on a CPU its bits depend on how tensors are cut, so shards may differ from whole tensors")
-    return torch.optim.AdamW(groups, lr=values.learning_rate, betas=betas, eps=values.epsilon, fused=values.fused, foreach=not values.fused)
+    foreach = not values.fused and any(p.device.type != "cpu" for p in trained)
+    return torch.optim.AdamW(groups, lr=values.learning_rate, betas=betas, eps=values.epsilon, fused=values.fused, foreach=foreach)
 
 
 class LeanAdamW(torch.optim.Optimizer):
