@@ -224,7 +224,7 @@ def test_twenty_steps_go_the_way_of_one_process() -> None:
     names = ["llama", "translator"]
     truth = run_ranks(curve, 1, names, Layout())[0]
     assert all(losses[-1] < losses[0] - 0.5 for losses in truth), "it learns"
-    for layout in (Layout(1, 2), Layout(1, 1, 2), Layout(1, 1, 1, 2), Layout(1, 2, 2)):
+    for layout in TABLE:
         for losses, right in zip(run_ranks(curve, layout.workers, names, layout)[0], truth, strict=True):
             assert losses == pytest.approx(right, rel=2e-5), layout
 
