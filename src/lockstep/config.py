@@ -477,7 +477,7 @@ def from_json(saved: Mapping[str, Any]) -> Resolved:
 def open_run(folder: Path, file: Path | None, flags: Mapping[str, Any], environ: Mapping[str, str]) -> Resolved:
     """The run of `folder`: as it began there, with what is asked for now over it; a new one where the folder holds none. Writes nothing.
 
-    ConfigError when a value that decides the trained bits is asked to differ, or when run.json is damaged.
+    ConfigError when a value that decides the trained bits is asked to differ and something was made under it, or when run.json is damaged.
     """
     path = folder / "run.json"
     try:
@@ -493,7 +493,7 @@ def open_run(folder: Path, file: Path | None, flags: Mapping[str, Any], environ:
     asked = resolve(file, flags, environ, begun)
     if begun and asked.run.compute.precision == "auto":
         asked = with_precision(asked, begun.run.compute.precision, begun.origin["compute.precision"])
-    changed = changed_bits(begun.run, asked.run) if begun else []
+    changed = changed_bits(begun.run, asked.run) if begun and has_begun(folder) else []
     if changed:
         raise ConfigError(
             f"{folder} holds another run: " + "; ".join(f"{key} was {old!r}, now {new!r}" for key, old, new in changed),
@@ -501,6 +501,11 @@ def open_run(folder: Path, file: Path | None, flags: Mapping[str, Any], environ:
             "give another folder with --out, or leave these values out to continue the run as it began",
         )
     return asked
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether anything was made under the values of the run: data, a step, a checkpoint. Before that a mistyped value may be mended."""
+    return any((folder / name).exists() for name in ("data/prepared.json", "metrics.jsonl", "checkpoints"))
 
 
 def show(resolved: Resolved) -> str:

@@ -72,6 +72,8 @@ def test_a_run_that_goes_on_keeps_its_values_and_refuses_other_bits(tmp_path: Pa
     write_json(tmp_path / "run.json", to_json(begun))
     again = open_run(tmp_path, None, {"steps": "20", "save.keep": "9"}, {})
     assert (again.run.seed, again.run.steps, again.run.save.keep) == (3, 20, 9)
+    assert open_run(tmp_path, None, {"seed": "4"}, {}).run.seed == 4, "nothing was made under 3 yet"
+    (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(ConfigError, match="holds another run: seed was 3, now 4"):
         open_run(tmp_path, None, {"seed": "4"}, {})
     (tmp_path / "run.json").write_text('{"values": ')

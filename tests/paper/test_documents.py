@@ -131,6 +131,11 @@ def test_chats_end_with_an_answer(tmp_path: Path) -> None:
         list(chats(Data(kind="chat", train=(str(path),)), left_out))
 
 
+def test_drills_need_no_file_that_a_recipe_names() -> None:
+    data = Data(kind="drills", train=("chats.jsonl",), pairs=20, held_out_share=0.2)
+    assert source_of(data) == {} and sum(1 for _ in chats(data, Counter())) == 20
+
+
 def test_drills_are_right_and_always_the_same() -> None:
     first, again = list(drills(300)), list(drills(300))
     assert first == again

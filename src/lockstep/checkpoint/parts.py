@@ -126,7 +126,7 @@ def put(path: Path, chunks: Iterable[bytes | memoryview]) -> Record:
 Raw = npt.NDArray[np.unsignedinteger[Any]]  # the numbers of a tensor as they lie there, whatever they mean
 
 
-class Lying(NamedTuple):
+class StoredPiece(NamedTuple):
     """A piece of a tensor in a file. spec: of the piece."""
 
     spec: Spec
@@ -142,7 +142,7 @@ class Lying(NamedTuple):
 class Stored:
     """One tensor as a checkpoint has it: whole, or in pieces."""
 
-    pieces: list[Lying] = field(default_factory=list)
+    pieces: list[StoredPiece] = field(default_factory=list)
 
     @property
     def spec(self) -> Spec:
@@ -150,7 +150,7 @@ class Stored:
         first = self.pieces[0]
         return first.spec._replace(shape=first.piece.shape)
 
-    def needed(self, wanted: Piece) -> list[Lying]:
+    def needed(self, wanted: Piece) -> list[StoredPiece]:
         """What of it has to be read for a piece: that very one, where it is stored, else all that have some of it."""
         same = [one for one in self.pieces if one.piece == wanted]
         return same[:1] or [one for one in self.pieces if one.piece.meets(wanted)]
@@ -192,7 +192,7 @@ class Tensors(Mapping[str, Stored]):
             pieces = json.loads(tensorfile.metadata_in(content).get("pieces", "{}"))
             for spec, data in tensorfile.tensors_in(content):
                 piece = Piece.from_json(pieces[spec.name]) if spec.name in pieces else Piece.whole(spec.shape)
-                self._stored.setdefault(spec.name, Stored()).pieces.append(Lying(spec, data, piece, file))
+                self._stored.setdefault(spec.name, Stored()).pieces.append(StoredPiece(spec, data, piece, file))
 
     def __getitem__(self, name: str) -> Stored:
         return self._stored[name]

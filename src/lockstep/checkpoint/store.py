@@ -283,7 +283,7 @@ class Store:
             except (OSError, ValueError, LookupError):  # a header that is not what it was
                 raise self._damaged({step: commit.check(path, step)}) from None
             mine = {name: (one, place_of(name, one.spec.shape, wanted)) for name, one in stored.items() if parameter_of(name) in wanted}
-            used = {lying.file for one, place in mine.values() for lying in one.needed(place)}
+            used = {piece.file for one, place in mine.values() for piece in one.needed(place)}
             if problems := commit.check(path, step, {FACTS, *used}):
                 raise self._damaged({step: problems})
             tensors = {name: tensor_of(*one.piece(place)) for name, (one, place) in mine.items()}

@@ -88,6 +88,8 @@ def source_of(data: config.Data) -> dict[str, int | str]:
     if data.kind == "huggingface":
         return {"dataset": data.dataset, "subset": data.subset}
     found: dict[str, int | str] = {}
+    if data.kind not in ("text", "chat"):
+        return found  # made here, whatever files a recipe names
     for split in SPLITS:
         for path in files_of(data, split) if getattr(data, split) else []:
             try:
