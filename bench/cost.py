@@ -2,15 +2,16 @@
 
     python bench/cost.py                         both sizes, ten repetitions each, the two ways in turn
     python bench/cost.py --size small --tries 20
-    python bench/cost.py --at-once               both ways at the same time, so that whatever else the machine does disturbs both alike
+    python bench/cost.py --at-once               both ways at the same time, one worker and one core each, the cores changed in turn
     python bench/cost.py --keep cost             kept under bench/DATE-cost
 
 with      `lockstep train`: an agent, a zygote, a member thread that beats, the log, the board, all weights compared at every step
 without   the same workers started by torchrun, `heal.verify_every = 0`: none of that; the vote of a step stays, which carries its loss
 
 Two measures, both from after the first steps to the last: seconds of a step (median), and seconds of processor a step, of the workers and
-of whatever looks after them (of torchrun itself nothing is counted). On a machine that does other things besides only the second is steady,
-and that only at once: a processor that is shared is as much faster or slower from one minute to the next as what is looked for.
+of whatever looks after them (of torchrun itself nothing is counted). On a machine that does other things besides only the second is steady.
+At once, whatever else the machine does disturbs both alike; but there is no exchange then, and what looks after a worker shares its core.
+What counts is the time in which both train: two cores may be one that is shared, faster for whoever is alone.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -42,7 +42,7 @@ WAYS = ("with", "without")
 BOUND = 1.02
 LIMIT_S = 900.0
 SIZES: dict[str, tuple[int, int, dict[str, object]]] = {  # steps before the first that counts, and the last; values
-    "default": (4, 16, {"evaluate.at_end": 0, "save.every_steps": 0}),
+    "default": (4, 24, {"evaluate.at_end": 0, "save.every_steps": 0}),
     "small": (20, 200, {**TINY, "save.every_steps": 0}),
 }
 
@@ -65,56 +65,80 @@ def resolved_for(size: str) -> Resolved:
     return resolve(None, {"steps": str(steps), **{key: str(value) for key, value in values.items()}})
 
 
-def attempt(size: str, way: str, number: int, folder: Path, data: Path) -> Try:
-    """Train once. RuntimeError with what it printed when it does not end well."""
-    first, last, _ = SIZES[size]
-    out = folder / "out"
+@dataclass(frozen=True)
+class Running:
+    """One training that was started in `folder`."""
+
+    way: str
+    folder: Path
+    command: Sequence[str]
+    process: subprocess.Popen[bytes]
+
+    @property
+    def metrics(self) -> Path:
+        return self.folder / "out" / "metrics.jsonl"
+
+    @property
+    def steps(self) -> int:
+        """How many are done."""
+        with suppress(OSError):
+            return self.metrics.read_bytes().count(b"\n")
+        return 0
+
+    def spent(self) -> tuple[int, float]:
+        """(steps done, seconds of processor until then)."""
+        return self.steps, cpu_s(self.process.pid, itself=self.way == "with")
+
+
+def start(size: str, way: str, folder: Path, data: Path, core: int | None = None) -> Running:
+    """Begin a training; with `core`, of one worker on that core."""
+    out, workers = folder / "out", str(WORKERS if core is None else 1)
     out.mkdir(parents=True)
     (out / "data").symlink_to(data)
     words = ["-m", "lockstep", "train", "--out", str(out), *as_flags(resolved_for(size))]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS)]
-    command = [*words, "--workers", str(WORKERS)] if way == "with" else [*torchrun, *words, "--heal.verify_every", "0"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", workers]
+    command = [*words, "--workers", workers] if way == "with" else [*torchrun, *words, "--heal.verify_every", "0"]
+    pinned = [] if core is None else ["taskset", "-c", str(core)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1] / "src")}
     with open(folder / "log", "w") as log:
-        process = subprocess.Popen(
-            [sys.executable, *command],
-            stdout=log,
-            stderr=log,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1] / "src")},
-        )
-        began = wait_for(out, first, process, way)
-        ended = wait_for(out, last - last // 10 - 1, process, way)  # while all of them are there
-        code = process.wait(LIMIT_S)
-    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    if code or len(steps) != last:
-        raise RuntimeError(f"{' '.join(command)}\nended with {code}:\n{(folder / 'log').read_text()[-4000:]}")
-    cpu_s = (ended[1] - began[1]) / (ended[0] - began[0])
-    return Try(size, way, number, round(median(step["seconds"] for step in steps[first:]), 5), round(cpu_s, 5), os.getloadavg()[0])
+        process = subprocess.Popen([*pinned, sys.executable, *command], stdout=log, stderr=log, env=environ)
+    return Running(way, folder, command, process)
+
+
+def watch(size: str, number: int, running: Sequence[Running]) -> Iterator[Try]:
+    """What they take in the time in which all of them train. RuntimeError with what one printed that does not end well."""
+    first, last, _ = SIZES[size]
+    began = when(running, lambda steps: min(steps) >= first)
+    ended = when(running, lambda steps: max(steps) >= last - last // 10 - 1)
+    for one, (begin, before_s), (end, after_s) in zip(running, began, ended, strict=True):
+        code = one.process.wait(LIMIT_S)
+        steps = [json.loads(line) for line in one.metrics.read_text().splitlines()] if one.metrics.exists() else []
+        if code or len(steps) != last:
+            raise RuntimeError(f"{' '.join(one.command)}\nended with {code}:\n{(one.folder / 'log').read_text()[-4000:]}")
+        step_s = median(step["seconds"] for step in steps[begin:end])
+        yield Try(size, one.way, number, round(step_s, 5), round((after_s - before_s) / (end - begin), 5), os.getloadavg()[0])
+
+
+def when(running: Sequence[Running], done: Callable[[list[int]], bool]) -> list[tuple[int, float]]:
+    """What each has spent as soon as `done(the steps of each)`, or one of them has ended."""
+    until_s = time.monotonic() + LIMIT_S
+    while time.monotonic() < until_s and not done([one.steps for one in running]):
+        if any(one.process.poll() is not None for one in running):
+            break
+        time.sleep(0.005)
+    return [one.spent() for one in running]
 
 
 def repetition(size: str, number: int, folder: Path, data: Path, *, at_once: bool) -> Iterator[Try]:
-    """Both ways, one after the other, in turn which is first; or at once."""
+    """Both ways, one after the other, in turn which is first; or at once, in turn which is on which core."""
     ways = WAYS if number % 2 else WAYS[::-1]
-
-    def one(way: str) -> Try:
-        return attempt(size, way, number, folder / f"{way}-{number}", data)
-
-    if not at_once:
-        yield from map(one, ways)
+    cores = sorted(os.sched_getaffinity(0))[: len(ways)]
+    if at_once:
+        both = [start(size, way, folder / f"{way}-{number}", data, core) for way, core in zip(ways, cores, strict=True)]
+        yield from watch(size, number, both)
         return
-    with ThreadPoolExecutor(len(ways)) as pool:
-        yield from pool.map(one, ways)
-
-
-def wait_for(out: Path, step: int, process: subprocess.Popen[bytes], way: str) -> tuple[int, float]:
-    """(the newest step, seconds of processor until then), as soon as `step` is there."""
-    until_s = time.monotonic() + LIMIT_S
-    while time.monotonic() < until_s and process.poll() is None:
-        with suppress(OSError):
-            now = (out / "metrics.jsonl").read_bytes().count(b"\n")
-            if now >= step:
-                return now, cpu_s(process.pid, itself=way == "with")
-        time.sleep(0.005)
-    return step, float("nan")
+    for way in ways:
+        yield from watch(size, number, [start(size, way, folder / f"{way}-{number}", data)])
 
 
 def cpu_s(pid: int, *, itself: bool) -> float:
@@ -163,7 +187,7 @@ def main() -> None:
     shown = table(tries)
     print(shown)
     if args.keep:
-        how = "both ways at once, four workers on the machine" if args.at_once else "one way after the other"
+        how = "both ways at once, one worker on a core each" if args.at_once else "one way after the other"
         text = f"{shown}\n\nBound: {BOUND}; {how}. What is measured: `bench/cost.py`."
         keep(args.keep, map(asdict, tries), text, machine("auto", load_before))
 
