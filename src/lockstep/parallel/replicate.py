@@ -207,10 +207,11 @@ class Replica:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the courier thread."""
+        """End the courier thread, and let go of the group: whoever leaves it then ends its threads, too."""
         if self.device.type != "cuda":
             self._queue.put(None)
             self._courier.join(timeout=5)
+        self.forget()
 
     def _put_away(self) -> None:
         """Move the sum in .grad to the tree, so that the next leaf starts from nothing."""

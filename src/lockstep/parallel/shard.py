@@ -297,9 +297,10 @@ class ShardedReplica:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the courier thread."""
+        """End the courier thread, and let go of the groups."""
         self._queue.put(None)
         self._courier.join(timeout=5)
+        self.wires.drop()
 
     # -- FSDP's collectives ---------------------------------------------------------------------------------------------
 
