@@ -6,7 +6,8 @@
     python bench/cost.py --keep cost             kept under bench/DATE-cost
 
 with      `lockstep train`: an agent, a zygote, a member thread that beats, the log, the board, all weights compared at every step
-without   the same workers started by torchrun, `heal.verify_every = 0`: none of that; the vote of a step stays, which carries its loss
+without   the same workers started by torchrun, `heal.verify_every = 0`: none of that; the vote of a step stays, which carries its loss.
+          With the allocator settings that the zygote gives its workers, which are worth more than what is looked for
 
 Two measures, both from after the first steps to the last: seconds of a step (median), and seconds of processor a step, of the workers and
 of whatever looks after them (of torchrun itself nothing is counted). On a machine that does other things besides only the second is steady.
@@ -36,6 +37,7 @@ from run import keep, machine
 
 from lockstep.config import Resolved, resolve
 from lockstep.data.prepare import prepare
+from lockstep.launch import KEEP_MEMORY
 
 WORKERS = 2
 WAYS = ("with", "without")
@@ -99,7 +101,7 @@ def start(size: str, way: str, folder: Path, data: Path, core: int | None = None
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", workers]
     command = [*words, "--workers", workers] if way == "with" else [*torchrun, *words, "--heal.verify_every", "0"]
     pinned = [] if core is None else ["taskset", "-c", str(core)]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1] / "src")}
+    environ = {**os.environ, **KEEP_MEMORY, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1] / "src")}
     with open(folder / "log", "w") as log:
         process = subprocess.Popen([*pinned, sys.executable, *command], stdout=log, stderr=log, env=environ)
     return Running(way, folder, command, process)

@@ -178,8 +178,8 @@ class Stored:
 
     def piece(self, wanted: Piece) -> tuple[Spec, memoryview]:
         """A piece of the tensor, which need not be one that is stored: a copy."""
-        same = next((one for one in self.pieces if one.piece == wanted), None)
-        held = np.array(same.raw() if same else wanted.of(self.raw(wanted)))
+        needed = self.needed(wanted)
+        held = np.array(needed[0].raw() if needed and needed[0].piece == wanted else wanted.of(self.raw(wanted)))
         return self.spec._replace(shape=wanted.size), held.reshape(-1).view(np.uint8).data
 
 
