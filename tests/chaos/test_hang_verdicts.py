@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ from lockstep.checkpoint.commands import digest_line
 
 LOOP = f"{Path(__file__).with_name('hanging_loop.py')}:train"
 VERDICT_S = 15.0
+STOPPED_S = 8.0  # far longer than heal.silent_s and `heal.hang_s`
 long = pytest.mark.skipif(os.environ.get("LOCKSTEP_CHAOS") != "1", reason="the long part of the hangs: LOCKSTEP_CHAOS=1")
 
 # What is ordered of the worker, and what must be said of it (WHO): in the verdict, or in the reason of the next generation.
@@ -109,5 +111,19 @@ def test_slow_is_no_hang(one: Training) -> None:
         order(one, trouble)
         one.wait(lambda: not (one.run / "trouble-1").exists(), what=trouble)
         one.wait_for_step(step + 5)
+    assert one.newest == before and not one.events("hang")
+    judge(one)
+
+
+def test_a_run_that_was_stopped_as_a_whole_goes_on(one: Training) -> None:
+    """As when a laptop sleeps, or a virtual machine is moved: nobody was silent, for nobody listened."""
+    one.wait_for_step(30)
+    before, step = one.newest, one.step
+    everything = [one.agents["here"].pid, one.zygote(), *(sitter.pid for sitter in one.sitting().values())]
+    for number, pause_s in ((signal.SIGSTOP, STOPPED_S), (signal.SIGCONT, 0.0)):
+        for pid in everything:
+            os.kill(pid, number)
+        time.sleep(pause_s)
+    one.wait_for_step(step + 50)
     assert one.newest == before and not one.events("hang")
     judge(one)
