@@ -13,9 +13,7 @@ processes of a busy machine disturb less than the wall clock's; the wall clock's
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,7 +23,7 @@ from typing import Any
 
 import torch
 import transformers
-from run import kept_folder, machine
+from run import keep, kept_folder, machine
 from torch import Tensor
 
 from lockstep.models.decode import Decoder, Matrix, choose_layout
@@ -57,13 +55,8 @@ def main() -> int:
     table = "\n".join(rows_of(raw))
     print(f"\n{table}")
     if args.keep:
-        kept = kept_folder(args.keep)
-        kept.mkdir()
-        (kept / "command").write_text(f"OMP_NUM_THREADS=1 python bench/decode.py {' '.join(sys.argv[1:])}\n")
-        (kept / "machine").write_text(about := machine("fp32 and bf16, one thread", load_before))
-        (kept / "raw.jsonl").write_text("".join(json.dumps(line) + "\n" for line in raw))
-        how = f"Tokens a second of CPU time, all rows together, {args.shape} parameters; median of {args.repetitions} repetitions. "
-        (kept / "README.md").write_text(f"# {kept.name}\n\n```\n{about}```\n\n{how}How: the head of `bench/decode.py`.\n\n{table}\n")
+        what = f"Tokens a second of CPU time, all rows together, {args.shape} parameters; median of {args.repetitions} repetitions."
+        kept = keep(args.keep, raw, f"{table}\n\n{what}", machine("fp32 and bf16, one thread", load_before))
         print(f"\nkept in {kept}")
     return 0
 

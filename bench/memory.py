@@ -1,7 +1,7 @@
 """What saves memory in training, and what it costs: a table for each of recompute, optimizer and loss.
 
 OMP_NUM_THREADS=1 python bench/memory.py                              a Llama of 5 M parameters, two rows of 512 tokens, bf16 compute
-OMP_NUM_THREADS=1 python bench/memory.py --keep memory                write bench/DATE-memory/{command,machine,README.md} besides
+OMP_NUM_THREADS=1 python bench/memory.py --keep memory                write bench/DATE-memory/{command,machine,raw.jsonl,README.md} besides
 
 One process, one thread; seconds are the thread's CPU time, the best of several. Bytes are those of the tensors that live at
 once beside weights and gradients (`testing.Living`), and for the loss the growth of the process.
@@ -14,11 +14,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
 import torch
-from run import kept_folder, machine
+from run import keep, machine
 
 from lockstep.checkpoint.state import capture
 from lockstep.config import Memory, Optim
@@ -27,6 +27,7 @@ from lockstep.optim import adamw
 from lockstep.parallel.recompute import recompute
 from lockstep.testing import Living
 
+Row = dict[str, object]
 CPU = torch.device("cpu")
 SHAPE, ROWS, LENGTH = SHAPES["5M"], 2, 512
 LOSS = """
@@ -51,19 +52,21 @@ def main() -> int:
     parser.add_argument("--repetitions", type=int, default=4)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    load_before, lines = os.getloadavg(), []
-    for table in (recomputing, updating, walking, losing):
-        for line in table(args.repetitions):
-            print(line, flush=True)
-            lines.append(line)
-        lines.append("")
+    load_before, raw, tables = os.getloadavg(), list[Row](), list[str]()
+    for measure in (recomputing, updating, walking, losing):
+        rows = list(measure(args.repetitions))
+        tables.append(as_table(rows))
+        print(f"{tables[-1]}\n", flush=True)
+        raw += [{"table": measure.__name__, **row} for row in rows]
     if args.keep:
-        kept = kept_folder(args.keep)
-        kept.mkdir()
-        (kept / "command").write_text(f"OMP_NUM_THREADS=1 python bench/memory.py {' '.join(sys.argv[1:])}\n")
-        (kept / "machine").write_text(about := machine("bf16 compute, one thread", load_before))
-        (kept / "README.md").write_text(f"# {kept.name}\n\n```\n{about}```\n\n" + "\n".join(lines))
+        keep(args.keep, raw, "\n\n".join(tables), machine("bf16 compute, one thread", load_before))
     return 0
+
+
+def as_table(rows: Sequence[Row]) -> str:
+    """As Markdown."""
+    rules = ["---" if isinstance(value, str) else "---:" for value in rows[0].values()]
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in (rows[0], rules, *(row.values() for row in rows)))
 
 
 def best_s(work: Callable[[], None], repetitions: int) -> float:
@@ -75,8 +78,8 @@ def best_s(work: Callable[[], None], repetitions: int) -> float:
     return min(found)
 
 
-def recomputing(repetitions: int) -> list[str]:
-    lines = ["| recompute | activations at their peak | forward and backward |", "| --- | ---: | ---: |"]
+def recomputing(repetitions: int) -> Iterator[Row]:
+    """The blocks of a model, the activations of its forward pass at their peak."""
     tokens = torch.randint(SHAPE.vocabulary, (ROWS, LENGTH))
     for mode in ("none", "selective", "full"):
         model = build(SHAPE, device=CPU, seed=1)
@@ -91,15 +94,11 @@ def recomputing(repetitions: int) -> list[str]:
         with Living() as living:
             both()
         peak = living.peak - sum(parameter.nbytes for parameter in model.parameters())
-        lines.append(f"| {mode} | {peak / 1e6:.0f} MB | {best_s(both, repetitions):.2f} s |")
-    return lines
+        yield {"recompute": mode, "activations, MB": round(peak / 1e6), "forward and backward, s": round(best_s(both, repetitions), 2)}
 
 
-def updating(repetitions: int) -> list[str]:
-    lines = [
-        "| weights | optimizer_state | offload | weights and state, bytes a parameter | an update |",
-        "| --- | --- | --- | ---: | ---: |",
-    ]
+def updating(repetitions: int) -> Iterator[Row]:
+    """Weights and optimizer state of a model, in bytes a parameter, and an update."""
     for weights, state, offload in product(("fp32", "bf16"), ("fp32", "bf16"), ("none", "optimizer")):
         model = build(SHAPE, device=CPU, seed=1, dtype=torch.bfloat16 if weights == "bf16" else torch.float32)
         optimizer = adamw(model, Optim(), Memory(weights=weights, optimizer_state=state, offload=offload))
@@ -108,30 +107,29 @@ def updating(repetitions: int) -> list[str]:
         optimizer.step()
         took_s = best_s(optimizer.step, repetitions)
         held = sum(tensor.nbytes for name, tensor in capture(model, optimizer).items() if not name.endswith("step"))
-        lines.append(f"| {weights} | {state} | {offload} | {held / SHAPE.parameters:.1f} | {took_s * 1e3:.0f} ms |")
-    return lines
+        how = {"weights": weights, "optimizer_state": state, "offload": offload}
+        yield {**how, "bytes a parameter": round(held / SHAPE.parameters, 1), "update, ms": round(took_s * 1e3)}
 
 
-def walking(repetitions: int) -> list[str]:
+def walking(repetitions: int) -> Iterator[Row]:
     """torch's AdamW in its three ways to go over the parameters of a larger model."""
     model = build(SHAPES["25M"], device=CPU, seed=1)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
-    lines = [f"| torch's AdamW, {SHAPES['25M'].parameters / 1e6:.0f} M parameters, fp32 | an update |", "| --- | ---: |"]
+    what = f"torch's AdamW, {SHAPES['25M'].parameters / 1e6:.0f} M parameters, fp32"
     for name, words in (("foreach", {"foreach": True}), ("one after another", {"foreach": False}), ("fused", {"fused": True})):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **words)
         optimizer.step()
-        lines.append(f"| {name} | {best_s(optimizer.step, 2 * repetitions) * 1e3:.0f} ms |")
-    return lines
+        yield {what: name, "update, ms": round(best_s(optimizer.step, 2 * repetitions) * 1e3)}
 
 
-def losing(repetitions: int) -> list[str]:
-    lines = ["| loss of 1,024 tokens, 128,256 words, width 256, fp32 | process grows by | forward and backward |", "| --- | ---: | ---: |"]
+def losing(repetitions: int) -> Iterator[Row]:
+    """The loss over a large vocabulary: the growth of the process at its peak."""
+    what = "loss of 1,024 tokens, 128,256 words, width 256, fp32"
     for name in ("torch", "ours"):
         done = subprocess.run([sys.executable, "-c", LOSS, name], capture_output=True, text=True, check=True)
         grown, seconds = map(float, done.stdout.split())
-        lines.append(f"| {name} | {grown / 1e6:.0f} MB | {seconds:.1f} s |")
-    return lines
+        yield {what: name, "process grows by, MB": round(grown / 1e6), "forward and backward, s": round(seconds, 1)}
 
 
 if __name__ == "__main__":

@@ -224,7 +224,8 @@ def keep(name: str, raw: Iterable[Mapping[str, object]], table: str, about: str)
     """Write the folder of a measurement by the script that runs."""
     folder = kept_folder(name)
     folder.mkdir()
-    (folder / "command").write_text(f"python bench/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}\n")
+    threads = f"OMP_NUM_THREADS={number} " if (number := os.environ.get("OMP_NUM_THREADS")) else ""
+    (folder / "command").write_text(f"{threads}python bench/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}\n")
     (folder / "machine").write_text(about)
     (folder / "raw.jsonl").write_text("".join(json.dumps(line) + "\n" for line in raw))
     how = "How each is measured: [bench/README.md](../README.md)."
