@@ -145,7 +145,7 @@ def test_a_corpus_of_nothing_but_long_pairs_is_refused(tmp_path: Path) -> None:
     data = texts(tmp_path, [f"one two three four five six {i}" for i in range(9)])
     with pytest.raises(DataError, match="no training pair has at most 4 tokens"):
         prepare(replace(data, max_tokens=4), TOKENS, tmp_path / "data")
-    with pytest.raises(DataError, match="no corpus was prepared"):
+    with pytest.raises(DataError, match="no data was prepared"):
         open_prepared(tmp_path / "data")
 
 
@@ -162,7 +162,7 @@ def test_a_flipped_bit_or_a_missing_file_is_found_on_opening(ready: Path) -> Non
                 assert name in error.value.what
                 assert "sha256" in error.value.where
         path.unlink()
-        with pytest.raises(DataError, match=r"missing|no corpus was prepared"):
+        with pytest.raises(DataError, match=r"missing|no data was prepared"):
             open_prepared(ready)
         path.write_bytes(content)
     open_prepared(ready)
@@ -191,7 +191,7 @@ def test_a_preparation_killed_at_any_moment_is_done_again(whole: Path, tmp_path:
             time.sleep(wait_s)
             child.send_signal(signal.SIGKILL)
         if not (folder / "prepared.json").exists():
-            with pytest.raises(DataError, match="no corpus was prepared"):
+            with pytest.raises(DataError, match="no data was prepared"):
                 open_prepared(folder)
     prepare(SMALL, TOKENS, folder)
     assert open_prepared(folder).fingerprints == open_prepared(whole).fingerprints

@@ -25,7 +25,7 @@ import tokenizers
 from lockstep.config import Run
 from lockstep.data.chat import ChatTokenizer
 from lockstep.data.documents import SPLITS, Document, Split
-from lockstep.data.prepare import MARKER, read_marker
+from lockstep.data.marker import MARKER, compare, read_marker, refuse_another
 from lockstep.data.stream import Stream, Writer
 from lockstep.data.tokens import Tokenizer
 from lockstep.errors import DataError
@@ -138,31 +138,12 @@ def settings(run: Run) -> dict[str, Any]:
     return {"task": run.task, **data, **({} if run.llama.start else tokens), **longest}
 
 
-def refuse_another(found: dict[str, Any], asked: dict[str, Any], folder: Path) -> None:
-    """DataError when `folder` holds data that was made with other settings or of other files."""
-    other = [name for name, value in asked.items() if found.get(name) != value]
-    if other:
-        lines = [f"{name}: prepared with {found.get(name)}, asked for {asked[name]}" for name in other]
-        raise DataError(
-            f"other data was prepared here: {', '.join(other)} differ{'s' if len(other) == 1 else ''}",
-            "\n".join([str(folder), *lines]),
-            "take another run folder, or the settings and files that this one began with",
-        )
-
-
 def open_prepared(folder: Path, tokenizer: ChatTokenizer) -> Prepared:
     """The data under `folder`, every file compared with its sha256: about a second a gigabyte. DataError when one is missing or damaged."""
     marker = read_marker(folder)
     expected = {folder / name: digest for name, digest in marker["files"].items()}
     expected[tokenizer.folder / "tokenizer.json"] = marker["tokenizer"]
-    for path, digest in expected.items():
-        found = sha256_file(path) if path.exists() else "missing"
-        if found != digest:
-            raise DataError(
-                f"{path} is {'missing' if found == 'missing' else 'damaged'}",
-                f"sha256 {found}\nwas    {digest}",
-                f"remove {folder} to prepare the data again",
-            )
+    compare(expected, folder)
     streams = {split: Stream.open(folder, split) for split in SPLITS}
     return Prepared(
         folder,

@@ -1,7 +1,6 @@
 """From the text of a run to what its processes open: a tokenizer, token ids in memory-mapped arrays, and the held-out text.
 
-The leader prepares once; `prepared.json` is written last, so a preparation that was cut short is simply done again. It holds the sha256
-of every file, which is compared whenever a process opens the folder: a damaged corpus would train a wrong model without a word.
+The leader prepares once; `prepared.json` is written last (marker.py).
 
 Too long a pair (`data.max_tokens`, the end mark included) is left out of the arrays of every split, and counted. The held-out text keeps
 it: BLEU and its like are over all held-out pairs; only their loss leaves the long ones out.
@@ -20,14 +19,14 @@ from lockstep import config
 from lockstep.data import corpus
 from lockstep.data.corpus import SPLITS, Corpus, Report
 from lockstep.data.encoded import SIDES, EncodedPairs, write_side
+from lockstep.data.marker import MARKER, compare, read_marker, refuse_another
 from lockstep.data.textfiles import Pairs
 from lockstep.data.tokens import Tokenizer
 from lockstep.errors import DataError
-from lockstep.files import read_json, sha256_file, write_atomic, write_json
+from lockstep.files import sha256_file, write_atomic, write_json
 
 log = logging.getLogger("lockstep")
 
-MARKER = "prepared.json"
 AT_ONCE = 50_000  # texts encoded at a time: the library's results are large
 
 
@@ -57,7 +56,11 @@ def prepare(data: config.Data, tokens: config.Tokens, folder: Path) -> None:
     """
     asked = settings(data, tokens)
     if (folder / MARKER).exists():
-        refuse_another(read_marker(folder), asked, data, folder)
+        try:
+            asked["corpus"] = corpus.fingerprint(data)
+        except DataError as error:  # the text's files are gone, and the run has all that it needs
+            log.warning("going on with the corpus that was prepared in %s; its text cannot be compared: %s", folder, error.what)
+        refuse_another(read_marker(folder)["asked"], asked, folder)
         return
     folder.mkdir(parents=True, exist_ok=True)
     asked["corpus"] = corpus.fingerprint(data)
@@ -126,55 +129,13 @@ def settings(data: config.Data, tokens: config.Tokens) -> dict[str, Any]:
     return {"max_tokens": data.max_tokens, **{f"tokens.{name}": value for name, value in asdict(tokens).items()}}
 
 
-def refuse_another(found: dict[str, Any], asked: dict[str, Any], data: config.Data, folder: Path) -> None:
-    """DataError when `folder` holds a corpus that was made with other settings or of other text.
-
-    Where the text's files are gone, the settings alone are compared, and a warning says so: the run has all that it needs.
-    """
-    try:
-        asked = {**asked, "corpus": corpus.fingerprint(data)}
-    except DataError as error:
-        log.warning("going on with the corpus that was prepared in %s; its text cannot be compared: %s", folder, error.what)
-    other = [name for name, value in asked.items() if found["asked"].get(name) != value]
-    if other:
-        differences = [f"{name}: prepared with {found['asked'].get(name)}, asked for {asked[name]}" for name in other]
-        raise DataError(
-            f"another corpus was prepared here: {', '.join(other)} differ{'s' if len(other) == 1 else ''}",
-            "\n".join([str(folder), *differences]),
-            "take another run folder, or the settings and text that this one began with",
-        )
-
-
-def read_marker(folder: Path) -> dict[str, Any]:
-    """What `prepare` wrote last. DataError when it is missing or torn."""
-    try:
-        found = read_json(folder / MARKER)
-        if isinstance(found, dict) and {"corpus", "tokenizer", "asked", "report", "files"} <= found.keys():
-            return found
-        raise ValueError("it lacks what `prepare` writes")
-    except FileNotFoundError:
-        raise DataError(
-            f"no corpus was prepared in {folder}", f"{MARKER} is missing", "start the training once, it prepares the corpus"
-        ) from None
-    except ValueError as error:
-        raise DataError(f"{folder / MARKER} is damaged: {error}", "", "remove the folder to prepare the corpus again") from None
-
-
 def open_prepared(folder: Path) -> Prepared:
     """The corpus under `folder`, every file compared with its sha256. DataError when one is missing or damaged.
 
     Cost: one reading of the files, about a second a gigabyte.
     """
     marker = read_marker(folder)
-    for name, expected in marker["files"].items():
-        path = folder / name
-        found = sha256_file(path) if path.exists() else "missing"
-        if found != expected:
-            raise DataError(
-                f"{path} is {'missing' if found == 'missing' else 'damaged'}",
-                f"sha256 {found}\nwas    {expected}",
-                f"remove {folder} to prepare the corpus again",
-            )
+    compare({folder / name: digest for name, digest in marker["files"].items()}, folder)
     asked = json.dumps(marker["asked"], sort_keys=True)
     return Prepared(
         folder=folder,

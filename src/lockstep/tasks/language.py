@@ -15,8 +15,8 @@ from lockstep.config import Run
 from lockstep.data import llama as data
 from lockstep.data.chat import ChatTokenizer
 from lockstep.data.documents import documents, source_of
+from lockstep.data.marker import MARKER
 from lockstep.data.order import UniformOrder
-from lockstep.data.prepare import MARKER
 from lockstep.data.rows import CutRows, RowLoader, Rows, TextBatch
 from lockstep.errors import DataError
 from lockstep.models.begin import Beginning, write_model
