@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hosts import Network, Training, Truth, undisturbed, why_no_hosts
+
+from lockstep.membership.arbiter import Record
 
 STEPS = 150
 SOON_S = 20.0  # far below the 600 s of a collective, far above what it takes
@@ -45,6 +47,22 @@ OWN = pytest.mark.parametrize("training", [pytest.param((3, 2), id="a replica a 
 ACROSS = pytest.mark.parametrize("training", [pytest.param((4, 1), id="a replica over two hosts")], indirect=True)
 
 
+def goes_on(one: Training, before: Record) -> Record:
+    """The generation after `before`, as soon as it has done a step."""
+    back_s = one.wait_until_back(before)
+    print(f"back {back_s:.2f} s")
+    assert back_s < SOON_S
+    return one.log.read(before.number + 1)
+
+
+def comes_again(one: Training, mend: Callable[[], None], truth: Truth) -> None:
+    """Who was lost joins, and the run ends as if nothing had been."""
+    now = one.newest
+    mend()
+    one.wait_until_whole(now)
+    one.judge(truth)
+
+
 @OWN
 @long
 def test_one_of_two_shards_is_killed(training: tuple[Network, Training], truth: Truth) -> None:
@@ -52,12 +70,10 @@ def test_one_of_two_shards_is_killed(training: tuple[Network, Training], truth: 
     before, step = one.newest, one.step
     lost, survivor = (one.member(slot, network.hosts[1]) for slot in (1, 0))
     one.kill(lost)
-    back_s = one.wait_until_back(before)
-    whole_s = one.wait_until_whole(before)
-    print(f"back {back_s:.2f} s, whole {whole_s:.2f} s later")
-    assert back_s < SOON_S and one.log.read(before.number + 1).step >= step
-    after = one.log.read(before.number + 1).members
-    assert survivor not in after and len(after) == 4, "what is left of a replica cannot train: it comes again"
+    after = goes_on(one, before)
+    print(f"whole {one.wait_until_whole(before):.2f} s later")
+    assert after.step >= step
+    assert survivor not in after.members and len(after.members) == 4, "what is left of a replica cannot train: it comes again"
     one.judge(truth)
 
 
@@ -67,14 +83,9 @@ def test_a_replica_loses_its_power(training: tuple[Network, Training], truth: Tr
     network, one = training
     before, step, lost = one.newest, one.step, network.hosts[number]
     one.kill_host(lost)
-    back_s = one.wait_until_back(before)
-    print(f"back {back_s:.2f} s")
-    after = one.log.read(before.number + 1)
-    assert back_s < SOON_S and after.step >= step and {member.host for member in after.members} == {"a", "b", "c"} - {lost.name}
-    now = one.newest
-    one.start_agent(lost)
-    one.wait_until_whole(now)
-    one.judge(truth)
+    after = goes_on(one, before)
+    assert after.step >= step and {member.host for member in after.members} == {"a", "b", "c"} - {lost.name}
+    comes_again(one, lambda: one.start_agent(lost), truth)
 
 
 @OWN
@@ -83,14 +94,10 @@ def test_a_replica_is_cut_off_and_comes_back(training: tuple[Network, Training],
     network, one = training
     before = one.newest
     network.cut(network.hosts[1])
-    back_s = one.wait_until_back(before)
-    print(f"back {back_s:.2f} s")
-    assert back_s < SOON_S and {member.host for member in one.newest.members} == {"a", "c"}
-    now = one.newest
+    goes_on(one, before)
+    assert {member.host for member in one.newest.members} == {"a", "c"}
     time.sleep(1)
-    network.mend(network.hosts[1])
-    one.wait_until_whole(now)
-    one.judge(truth)
+    comes_again(one, lambda: network.mend(network.hosts[1]), truth)
 
 
 @ACROSS
@@ -101,11 +108,6 @@ def test_half_of_a_replica_loses_its_power(training: tuple[Network, Training], t
     place = [member.host for member in before.members].index("b")
     partner = before.members[place ^ 1]
     one.kill_host(network.hosts[1])
-    back_s = one.wait_until_back(before)
-    print(f"back {back_s:.2f} s")
-    after = one.log.read(before.number + 1)
-    assert back_s < SOON_S and after.step >= step and len(after.members) == 2 and partner not in after.members
-    now = one.newest
-    one.start_agent(network.hosts[1])
-    one.wait_until_whole(now)
-    one.judge(truth)
+    after = goes_on(one, before)
+    assert after.step >= step and len(after.members) == 2 and partner not in after.members
+    comes_again(one, lambda: one.start_agent(network.hosts[1]), truth)
