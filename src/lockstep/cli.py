@@ -73,7 +73,9 @@ def parser() -> Parser:
     one.add_argument("--max", type=int, help="workers that train at once, others stand by (default: batch.micro_batches)")
     one.add_argument("--resume", default="auto", metavar="auto|never|required|STEP", help="which checkpoint to go on from (default: auto)")
 
-    one.add_argument("--with-evaluator", action="store_true", help="score every checkpoint in a process of its own on this host")
+    one.add_argument(
+        "--with-evaluator", action="store_true", help="score every checkpoint in a process of its own on this host, by ssh on the first"
+    )
     one.add_argument("--stop", type=Path, metavar="RUN", help="ask the run in this folder to save and stop, from any host; starts nothing")
 
     one = command("status", status, "list who is in a run: generation, members, hosts, process ids, roles and steps")
@@ -284,6 +286,7 @@ def train(args: argparse.Namespace, rest: list[str]) -> int:
 def launch(args: argparse.Namespace, rest: list[str]) -> int:
     """Be the agent of this host, or start the agents of all hosts."""
     from lockstep.membership.hosts import parse_hosts, read_hosts, ssh_command, start_all
+    from lockstep.membership.seat import ONE_SCREEN
 
     if args.stop:
         from lockstep.membership.control import stop
@@ -306,7 +309,9 @@ def launch(args: argparse.Namespace, rest: list[str]) -> int:
     if (args.ssh or hosts.ssh) and not args.host:
         bounds = ["--min", str(args.min), *(["--max", str(args.max)] if args.max else [])]
         words = [sys.executable, "-m", "lockstep", "launch", *asked.words(asked.resume)[1:], "--hosts", str(args.hosts), *bounds]
-        return start_all([ssh_command(host, [*words, "--host", host.name], Path.cwd(), os.environ) for host in hosts.host])
+        more = {hosts.host[0].name: ["--with-evaluator"]} if args.with_evaluator else {}
+        each = [(host, [*words, *more.get(host.name, []), "--host", host.name]) for host in hosts.host]
+        return start_all([ssh_command(host, command, Path.cwd(), {**os.environ, ONE_SCREEN: "1"}) for host, command in each])
     host = hosts.find(name, f"{source}; {args.hosts}")
     unit, room_for = room(run, args.max or hosts.workers)
     refuse_layout(run, min(hosts.workers, room_for), str(args.hosts or "--workers"))  # who is more than that stands by

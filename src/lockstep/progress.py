@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Self, TextIO
 
@@ -32,16 +32,16 @@ def due(step: int, start: int, total: int, log_every: int) -> bool:
 class Progress:
     """Lines, and on a terminal a bar, for the steps from `start` to `total`.
 
-    local_leader  whether this process speaks for its node; if not, nothing is ever shown
-    stream        where to; standard output by default
-    terminal      whether `stream` is a terminal; None: it is asked
+    shows     whether this process is the one that shows, asked again at each step: who was lost may have been it
+    stream    where to; standard output by default
+    terminal  whether `stream` is a terminal; None: it is asked
     """
 
     def __init__(
         self,
         total: int,
         start: int,
-        local_leader: bool,
+        shows: Callable[[], bool],
         *,
         log_every: int = 20,
         stream: TextIO | None = None,
@@ -49,9 +49,9 @@ class Progress:
     ) -> None:
         self.total, self.start, self.log_every = total, start, log_every
         self.stream = stream or sys.stdout
-        self.shown = local_leader
+        self.shows, self.lost = shows, False
         self.bar: Bar | None = None
-        if local_leader and (self.stream.isatty() if terminal is None else terminal):
+        if shows() and (self.stream.isatty() if terminal is None else terminal):
             columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
             console = Console(file=self.stream, force_terminal=True, highlight=False)
             self.bar = Bar(*columns, console=console, refresh_per_second=2, transient=True)
@@ -60,7 +60,7 @@ class Progress:
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Show that `step` is done; its values, if a line is due. Names of values as `meter.step_line` has them."""
-        if not self.shown:
+        if self.lost or not self.shows():
             return
         if self.bar is not None:
             self.bar.update(self.task, completed=step)
@@ -69,7 +69,7 @@ class Progress:
 
     def say(self, line: str) -> None:
         """Show one line, above the bar if there is one."""
-        if not self.shown:
+        if self.lost or not self.shows():
             return
         try:
             if self.bar is not None:
@@ -78,7 +78,7 @@ class Progress:
                 self.stream.write(line + "\n")
                 self.stream.flush()
         except OSError as error:
-            self.shown = False
+            self.lost = True
             if isinstance(error, BrokenPipeError):
                 # Or Python's own flush at the end fails again and spoils the exit code (docs.python.org, signal, SIGPIPE).
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())

@@ -96,7 +96,7 @@ def train_task(task: Task, resolved: Resolved, folder: Path, world: World, *, re
         wandb=run.track.wandb,
         project=run.track.project,
     )
-    progress = Progress(run.steps, first, world.local_leader, log_every=run.track.log_every)
+    progress = Progress(run.steps, first, world.shows, log_every=run.track.log_every)
     step, stop = first, ""
     with (
         Signals() as signals,
@@ -140,7 +140,7 @@ def train_task(task: Task, resolved: Resolved, folder: Path, world: World, *, re
             if verdict.save_failed:
                 break
         tracker.event("goodput", **world.ledger.summary(time.monotonic()))
-    log.info(world.ledger.show(time.monotonic()))
+    log.log(logging.INFO if world.shows() else logging.DEBUG, world.ledger.show(time.monotonic()))
     return Outcome(step, stop)
 
 

@@ -38,7 +38,7 @@ from lockstep.membership.fault import DRILL, FaultyBoard
 from lockstep.membership.goodput import Ledger
 from lockstep.membership.member import Membership, RunEnded
 from lockstep.membership.protocol import Limits, Report
-from lockstep.membership.seat import Seat, find_seat
+from lockstep.membership.seat import ONE_SCREEN, Seat, find_seat
 from lockstep.place import Place, choose_device, find_place
 from lockstep.signals import Stopped
 
@@ -103,6 +103,13 @@ class World:
     def local_leader(self) -> bool:
         """Whether this is the first worker of its machine."""
         return self.local_rank == 0
+
+    def shows(self) -> bool:
+        """Whether this process shows now how far the run is: the first worker of its machine, or of all machines that share a screen."""
+        if os.environ.get(ONE_SCREEN) != "1":
+            return self.local_leader
+        firsts = [rank for rank, id in enumerate(self.members) if id.split("/")[1] == "0"]
+        return firsts[:1] == [self.rank]
 
     @property
     def number(self) -> int:

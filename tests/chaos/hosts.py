@@ -71,10 +71,11 @@ class Host:
     keeper: int = 0
 
     def ports(self) -> list[int]:
-        """The ports on which something listens there; not asked of this machine, on which others live too."""
+        """The ports above 1023 on which something listens there; not asked of this machine, on which others live too."""
         lines = Path(f"/proc/{self.keeper}/net/tcp").read_text().splitlines()[1:] if self.keeper else []
         rows = [line.split() for line in lines]
-        return [int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == LISTENS]
+        ports = [int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == LISTENS]
+        return [port for port in ports if port > 1023]
 
 
 HERE = Host()

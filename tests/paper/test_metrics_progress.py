@@ -16,7 +16,7 @@ RUN = """
 import sys
 from lockstep.progress import Progress
 total, start, log_every, leader = (int(word) for word in sys.argv[1:5])
-with Progress(total, start, bool(leader), log_every=log_every) as progress:
+with Progress(total, start, lambda: bool(leader), log_every=log_every) as progress:
     for step in range(start + 1, total + 1):
         progress.step(step, {"loss": 1.5})
         if "wait" in sys.argv and step == 20:
@@ -89,7 +89,7 @@ def test_a_terminal_gets_the_lines_above_a_bar_that_is_taken_away() -> None:
 
 def test_without_a_bar_no_control_character_is_written() -> None:
     stream = io.StringIO()
-    with Progress(10, 0, True, log_every=5, stream=stream) as progress:
+    with Progress(10, 0, lambda: True, log_every=5, stream=stream) as progress:
         for step in range(1, 11):
             progress.step(step, {"loss": 2.0})
         progress.say("saved [step 10]")

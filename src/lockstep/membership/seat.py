@@ -4,6 +4,7 @@ An agent starts workers with these variables:
 
     LOCKSTEP_SEAT       JSON: the fields of Seat
     LOCKSTEP_STATE      a folder of this host, not shared: what outlives the agent and the worker
+    LOCKSTEP_ONE_SCREEN 1: all hosts show what they show on one screen, for one command started them
 
 In that folder, for slot 3:
 
@@ -25,7 +26,7 @@ from pathlib import Path
 from lockstep.errors import UsageError
 from lockstep.files import read_json, write_json
 
-SEAT, STATE = "LOCKSTEP_SEAT", "LOCKSTEP_STATE"
+SEAT, STATE, ONE_SCREEN = "LOCKSTEP_SEAT", "LOCKSTEP_STATE", "LOCKSTEP_ONE_SCREEN"
 
 
 @dataclass(frozen=True)
