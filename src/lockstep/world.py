@@ -106,7 +106,7 @@ class World:
 
     def shows(self) -> bool:
         """Whether this process shows now how far the run is: the first worker of its machine, or of all machines that share a screen."""
-        if os.environ.get(ONE_SCREEN) != "1":
+        if os.environ.get(ONE_SCREEN) != "1" or not self.members:
             return self.local_leader
         firsts = [rank for rank, id in enumerate(self.members) if id.split("/")[1] == "0"]
         return firsts[:1] == [self.rank]
