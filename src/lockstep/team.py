@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lockstep.agree import Verdict, Vote, agree
+from lockstep.agree import Verdict, Vote, agree, differing, gather
 from lockstep.checkpoint.keeper import Keeper
 from lockstep.errors import FencedError, PeersLostError
 from lockstep.events import note
@@ -63,7 +63,8 @@ class Team:
                    to stop
     tracker        has the lines of steps that a lost leader did not write; they are written before a joiner is given the state
     verify_every   steps from one comparison of all replicas' weights to the next; 0: never. At 1 no gradient of a replica whose
-                   weights differ is ever used
+                   weights differ is ever used; above that all go back to a checkpoint when one differs. What is saved is compared
+                   before in any case, the optimizer's state with it
     """
 
     def __init__(
@@ -101,6 +102,9 @@ class Team:
         self.signals = Signals().__enter__() if self.stops else signals  # until the process ends
         self.verdict = Verdict(0.0)
         self.leaving = False
+        self.alike_at = -1  # the newest step after which all were found alike
+        if keeper and verify_every:
+            keeper.alike = self.alike
         self.suspects = read_json(self._suspects) if world.membership and self._suspects.exists() else None
         if isinstance(world.board, FaultyBoard):
             world.board.flip = partial(flip_bit, [p for p in self.replica.parameters if p.numel()])
@@ -149,10 +153,11 @@ class Team:
                 voted = True
                 verdict = agree(self.world, vote, told=self.replica.told(self.world.size), unit=self.replica.unit)
                 if not verdict.differ:
+                    self.alike_at = step if vote.digest else self.alike_at
                     self._name_culprits(step)
                     return self._commit(step, verdict)
                 voted = False
-                self._throw_out(step, verdict)
+                self._throw_out(step, verdict.differ, verdict.digests, "weights")
                 why = "replicas differ"
             except Exception as error:
                 if not self.world.lost(error):
@@ -190,26 +195,53 @@ class Team:
         digest = self.replica.digest() if look else 0
         return Vote(self.replica.losses(), wants=wants, save_failed=save_failed, joiners=joiners, leaves=self.leaving, digest=digest)
 
-    def _throw_out(self, step: int, verdict: Verdict) -> None:
+    def alike(self, step: int) -> bool:
+        """Collective. Whether all replicas hold the same weights and optimizer state after `step` steps; False, too, when somebody is lost.
+
+        Those that do not are thrown out.
+        """
+        assert self.keeper is not None
+        world, unit = self.world, self.replica.unit
+        if world.size <= unit:
+            return True
+        try:
+            digests = gather(world, self.replica.digest() ^ self.keeper.optimizer_digest())
+        except Exception as error:
+            if not world.lost(error):
+                raise
+            error.__traceback__ = None  # it holds the broken group
+            return False
+        differ = differing(digests, unit)
+        if not differ:
+            self.alike_at = step
+            return True
+        self._throw_out(step, differ, digests, "state")
+        return False
+
+    def _throw_out(self, step: int, differ: Sequence[int], digests: Sequence[int], what_differs: Literal["weights", "state"]) -> None:
         """Go on without the replicas whose weights are not those of the majority; FencedError on these themselves.
 
-        Where there is no majority nobody can be trusted: all start anew, from a checkpoint that was made before all agreed last. When
-        they come to this step again, it shows who was wrong.
+        Where there is no majority nobody can be trusted, and where not every step was compared a gradient of theirs may have been used:
+        then all start anew, from a checkpoint of a step after which all were alike. When they come to this step again, it shows who was
+        wrong.
         """
-        world, differ = self.world, verdict.differ
+        world = self.world
         listed = ", ".join(f"rank {rank} ({world.members[rank]})" if world.members else f"rank {rank}" for rank in differ)
-        what = f"the weights of {listed} differ before step {step + 1}"
-        if world.membership is None or len(differ) == world.size:
+        what = f"the {what_differs} of {listed} differ{'s' if what_differs == 'state' else ''} before step {step + 1}"
+        undecided = world.membership is None or len(differ) == world.size
+        if undecided or self.verify_every > 1:
             if self.keeper and world.leader:
-                self.keeper.store.go_back(max(0, step - 1))
-            if world.membership and world.leader:
-                write_json(self._suspects, {"step": step, "digests": dict(zip(world.members, map(str, verdict.digests), strict=True))})
-            raise FencedError(f"{what}, and none is in the majority", "a bit has flipped in one of them", "the same command goes on")
+                self.keeper.store.go_back(self.alike_at if self.alike_at >= 0 else max(0, step - self.verify_every))
+            if undecided and world.membership and world.leader:
+                told = dict(zip(world.members, map(str, digests), strict=True))
+                write_json(self._suspects, {"step": step, "what": what_differs, "digests": told})
+            how = "none is in the majority" if undecided else "their gradients may have been used"
+            raise FencedError(f"{what}, and {how}", "a bit has flipped in one of them", "the same command goes on")
         log.error("%s from those of the others: a bit has flipped there", what)
         if world.rank in differ:
             raise FencedError(what, "a bit has flipped here", "this worker is started anew and takes the state of the others")
         for rank in differ:
-            world.evict(rank, f"its weights differ before step {step + 1}")
+            world.evict(rank, f"its {what_differs} differ{'s' if what_differs == 'state' else ''} before step {step + 1}")
 
     @property
     def _suspects(self) -> Path:
@@ -224,7 +256,8 @@ class Team:
             return
         suspects, self.suspects = self.suspects, None
         if suspects["step"] == step:
-            right = str(self.replica.digest())
+            state = self.keeper.optimizer_digest() if self.keeper and suspects["what"] == "state" else 0
+            right = str(self.replica.digest() ^ state)
             wrong = [id for id, digest in list(suspects["digests"].items())[place::unit] if digest != right]
             if wrong:
                 log.error("before step %d the weights of %s were wrong: a bit had flipped there", step + 1, ", ".join(wrong))

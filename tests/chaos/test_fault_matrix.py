@@ -35,6 +35,8 @@ from typing import Any
 import pytest
 from hosts import HERE, Host, Network, Training, Truth, undisturbed, why_no_hosts
 
+from lockstep.checkpoint.commands import digest_line
+
 STEPS = 40
 SOON_S = 20.0  # far below the 600 s of a collective, far above what it takes
 Start = Callable[..., Training]
@@ -282,6 +284,31 @@ def test_a_worker_that_fails_is_left_out_and_replaced(start: Start, truth: Calla
     assert pid not in {member.pid for member in one.newest.members} and after.step >= 11 and back_s < SOON_S
     assert "/1" in after.reason
     one.judge(truth(60))
+
+
+@pytest.mark.parametrize("step", [pytest.param(20, id="37-on the way", marks=long), pytest.param(30, id="37-in the end")])
+def test_a_bit_that_flips_on_the_leader_before_it_saves_is_in_no_checkpoint(
+    start: Start, truth: Callable[..., Truth], tmp_path: Path, step: int
+) -> None:
+    one = start(steps=30)
+    one.wait_for_step(4)
+    one.strike(one.leader.slot, "flip", at="saving", step=step)
+    one.judge(truth(30))
+    assert one.says(rf"the state of rank 0 .* differs before step {step + 1}")
+    (tmp_path / "undisturbed").mkdir()
+    undisturbed(tmp_path / "undisturbed", 30)
+    for saved in (20, 30):
+        assert digest_line(one.run, saved) == digest_line(tmp_path / "undisturbed" / "run", saved)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@long
+def test_37_where_not_every_step_is_compared_all_go_back_to_one_that_was(start: Start, truth: Callable[..., Truth], workers: int) -> None:
+    one = start(steps=60, workers=workers, values={"heal__verify_every": 10, "save__every_steps": 5})
+    one.wait_for_step(8)
+    one.strike(1, "flip", at="forward", step=32)
+    one.judge(truth(60))
+    assert one.says("differs? before step 3[5-9]")
 
 
 @long

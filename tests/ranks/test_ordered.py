@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep.errors import UsageError
 from lockstep.parallel.ordered import Span, Tree, exchange, runs, share
-from lockstep.parallel.replicate import Replica
+from lockstep.parallel.replicate import Replica, digest_of, words_of
 from lockstep.testing import run_ranks
 from lockstep.world import World
 
@@ -156,3 +156,23 @@ def too_many(world: World) -> str:
 
 def test_more_processes_than_micro_batches_are_refused_on_every_rank() -> None:
     assert all("2 processes are running, a step has 1 micro-batches" in text for text in run_ranks(too_many, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("by", ["words", "hash"])
+def test_every_flipped_bit_shows_in_a_digest(dtype: torch.dtype, by: str) -> None:
+    """`hash` is what tensors on an accelerator get."""
+    tensors = [-torch.ones(3, dtype=dtype), torch.zeros(0, dtype=dtype), torch.full((), 5, dtype=dtype)]
+
+    def digest() -> int:
+        return digest_of(tensors, map(words_of, tensors) if by == "words" else [None] * len(tensors))
+
+    whole = digest()
+    assert 0 <= whole < 2**64
+    for tensor in (tensors[0], tensors[2]):
+        raw = tensor.view(-1).view(torch.uint8)
+        for bit in range(8 * len(raw)):
+            raw[bit // 8] ^= 1 << bit % 8
+            assert digest() != whole
+            raw[bit // 8] ^= 1 << bit % 8
+    assert digest() == whole

@@ -27,6 +27,7 @@ from lockstep.events import note
 from lockstep.failures import plainly
 from lockstep.membership.handover import hand_over, roles
 from lockstep.parallel.apply import Held
+from lockstep.parallel.replicate import digest_of, words_of
 from lockstep.world import World
 
 log = logging.getLogger("lockstep")
@@ -66,7 +67,8 @@ class Keeper:
         self._saved_step = 0
         self._asked: tuple[int, dict[str, Any], Collection[int]] | None = None  # the last save, whoever was to do it
         self._failure: Exception | None = None
-        self._begun_in = -1  # the generation in which this worker began its last save
+        self._begun = (-1, -1)  # the step of the last save that this worker began, and the generation in which it did
+        self.alike: Callable[[int], bool] | None = None  # collective: whether the state after a step is the same on all replicas
 
     @property
     def unit(self) -> int:
@@ -81,6 +83,11 @@ class Keeper:
     def capture(self) -> dict[str, torch.Tensor]:
         """The living state by name, as far as this worker has it."""
         return capture(self.model, self.optimizer, self.saved)
+
+    def optimizer_digest(self) -> int:
+        """64 bits over the optimizer's state, of which a flipped one shows; equal on those who hold the same in other replicas."""
+        tensors = [tensor for name, tensor in sorted(self.capture().items()) if name.startswith("optim.")]
+        return digest_of(tensors, map(words_of, tensors))
 
     def _take_part(self, held: Held) -> dict[str, torch.Tensor]:
         """What this worker writes of a checkpoint: of tensors that several have, the first of them writes."""
@@ -185,32 +192,32 @@ class Keeper:
         """
         if not (self.writes and self._asked and self._asked[0] == step) or step in self.store.steps():
             return
-        if self.held and self._begun_in == self.world.generation:
+        if self._begun == (step, self.world.generation) or (self._begun[0] == step and not self.held):
             return
         if self.saver and self.held:
             self.saver.wait()
             while self.saver.failure():  # of the group that is no more
                 pass
-        if self.saver is None or self.held:
-            self._begin(*self._asked)
+        self._begin(*self._asked)
 
     def due(self, step: int) -> bool:
         """True when `step` committed steps call for a checkpoint."""
         return bool(self.every_steps) and step % self.every_steps == 0
 
     def save(self, step: int, facts: dict[str, Any] | None = None, protect: Collection[int] = ()) -> None:
-        """Begin to save the state after `step` committed steps: copied now, written in the background. Nothing when it is saved already.
+        """Collective. Begin to save the state after `step` committed steps: copied now, written in the background. Nothing when it is saved
+        already, or when the replicas turn out not to be alike: then whoever leads without those that differ saves (`take_over`).
 
         protect  steps that retention must leave, such as the best
         """
         if step == self._saved_step:
             return
         self._saved_step, self._asked = step, (step, facts or {}, protect)
-        if self.writes:
+        if (self.alike is None or self.alike(step)) and self.writes:
             self._begin(*self._asked)
 
     def _begin(self, step: int, facts: dict[str, Any], protect: Collection[int]) -> None:
-        self._begun_in = self.world.generation
+        self._begun = (step, self.world.generation)
         self.saver = self.saver or BackgroundSaver(self.store, self._note_saved if self.world.leader else lambda step, seconds: None)
         self.saver.save(step, self._take_part(self.held) if self.held else self.capture(), facts, protect)
 

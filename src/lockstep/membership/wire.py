@@ -147,7 +147,7 @@ class Link:
     def _decode(text: bytes) -> dict[str, Any]:
         try:
             message = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):  # the latter from a few thousand opening brackets
             raise Stranger("bytes that are no message") from None
         if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
             raise Stranger("a message without a kind")

@@ -15,7 +15,7 @@ import inspect
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -192,12 +192,8 @@ class Replica:
         """The parameters' .grad is the whole gradient: whoever wants its norm has it."""
 
     def digest(self) -> int:
-        """64 bits over the weights, of which a flipped one shows: a sum over each parameter's words, in the order of the parameters."""
-        total = 0
-        for parameter, words in zip(self.parameters, self._words, strict=True):
-            one = int(torch.hash_tensor(parameter.detach())) if words is None else int(np.add.reduce(words, dtype=np.uint64))
-            total = (total * DIGEST_FACTOR + one) % 2**64
-        return total
+        """64 bits over the weights, of which a flipped one shows."""
+        return digest_of(self.parameters, self._words)
 
     def exposed_s(self) -> float:
         """Seconds that this step waited for the wire after its last gradient was computed."""
@@ -286,6 +282,18 @@ def words_of(parameter: torch.Tensor) -> np.ndarray[Any, Any] | None:
         return None
     raw = parameter.detach().view(-1).view(torch.uint8).numpy()
     return raw.view(next(kind for kind in (np.uint64, np.uint32, np.uint16, np.uint8) if raw.nbytes % np.dtype(kind).itemsize == 0))
+
+
+def digest_of(tensors: Sequence[torch.Tensor], words: Iterable[np.ndarray[Any, Any] | None]) -> int:
+    """64 bits over tensors in their order, of which a flipped one shows: of each the sum of its words; torch's hash where it has none."""
+    total = 0
+    for tensor, its in zip(tensors, words, strict=True):
+        if its is not None:
+            one = int(np.add.reduce(its, dtype=np.uint64))
+        else:  # item() cannot give what is above 2**63
+            one = int(torch.hash_tensor(tensor.detach()).view(torch.int64)) if tensor.numel() else 0
+        total = (total * DIGEST_FACTOR + one) % 2**64
+    return total
 
 
 class Clock:

@@ -36,7 +36,7 @@ from lockstep.optim import row_norms
 from lockstep.parallel.apply import Held
 from lockstep.parallel.ordered import Part, Span, Tree, exchange, runs, share
 from lockstep.parallel.pipeline import Flow, Stage, travelling
-from lockstep.parallel.replicate import DIGEST_FACTOR, words_of
+from lockstep.parallel.replicate import digest_of, words_of
 from lockstep.parallel.wires import Arrival, everybody_sends, exchange_rows
 from lockstep.world import finish
 
@@ -283,11 +283,7 @@ class ShardedReplica:
 
     def digest(self) -> int:
         """64 bits over this worker's pieces, of which a flipped one shows; equal on those who hold the same in other replicas."""
-        total = 0
-        for parameter, words in zip(self.parameters, self._words, strict=True):
-            one = int(torch.hash_tensor(parameter.detach())) if words is None else int(words.sum(dtype="uint64"))
-            total = (total * DIGEST_FACTOR + one) % 2**64
-        return total
+        return digest_of(self.parameters, self._words)
 
     def exposed_s(self) -> float:
         """Seconds that this step waited for the wire: for parameters, and after its last gradient was computed."""
