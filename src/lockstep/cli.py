@@ -478,6 +478,7 @@ def drill(args: argparse.Namespace, rest: list[str]) -> int:
     """Train twice, once with faults, and compare the hashes."""
     from lockstep.config import read_flags, resolve
     from lockstep.drill import drill as drill_run
+    from lockstep.drill import plan
 
     file = Path(args.what) if args.what else None
     run = resolve(file, read_flags(rest), os.environ).run
@@ -486,7 +487,8 @@ def drill(args: argparse.Namespace, rest: list[str]) -> int:
     refuse_layout(run, workers, "--workers")
     words = [*([str(file)] if file else []), *rest]
     folder = args.out or Path("runs") / "drill"
-    return drill_run(words, folder, workers=workers, faults=args.faults, seed=args.seed, steps=run.steps, host=socket.gethostname())
+    faults = plan(args.seed, args.faults, run.steps, workers, run.save.every_steps)
+    return drill_run(words, folder, workers=workers, faults=faults, seed=args.seed, steps=run.steps, host=socket.gethostname())
 
 
 def log_file(folder: Path, node: str, rank: int) -> Path:

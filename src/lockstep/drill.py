@@ -27,7 +27,7 @@ from lockstep.checkpoint.seal import committed_steps, folder_name
 from lockstep.errors import LockstepError, UsageError
 from lockstep.membership.arbiter import Arbiter, Member, Record
 from lockstep.membership.fault import DRILL, order
-from lockstep.membership.seat import state_folder
+from lockstep.membership.seat import Sitter, sitters, state_folder
 from lockstep.units import show_seconds
 
 log = logging.getLogger("lockstep")
@@ -52,15 +52,24 @@ class Felt:
     lost: int
 
 
-def plan(seed: int, faults: int, steps: int, workers: int) -> list[tuple[int, str]]:
-    """(after which step, which fault), in order; every kind before any comes again. A lone worker cannot be compared with another."""
+def plan(seed: int, faults: int, steps: int, workers: int, save_every: int) -> list[tuple[int, str]]:
+    """(after which step, which fault), in order; every kind before any comes again.
+
+    A lone worker cannot be compared with another, and nobody sees that it was stopped. A checkpoint can be damaged when there are two.
+    """
     chance = random.Random(seed)
-    kinds = [fault for fault in FAULTS if workers > 2 or fault != "flip"]
+    last, two_saved = max(2, steps - 3), 2 * save_every + 1 if save_every else steps
+    left_out = {"flip": workers < 3, "stop": workers < 2, "checkpoint": two_saved >= last}
+    kinds = [fault for fault in FAULTS if not left_out.get(fault)]
     chosen: list[str] = []
     while len(chosen) < faults:
         chosen += chance.sample(kinds, len(kinds))
-    moments = sorted(chance.randrange(1, max(2, steps - 3)) for _ in range(faults))
-    return list(zip(moments, chosen[:faults], strict=True))
+    moments = sorted(chance.randrange(1, last) for _ in range(faults))
+    planned = zip(moments, chosen[:faults], strict=True)
+    late = [
+        (chance.randrange(two_saved, last) if fault == "checkpoint" and moment < two_saved else moment, fault) for moment, fault in planned
+    ]
+    return sorted(late, key=lambda one: one[0])
 
 
 class Run:
@@ -74,6 +83,18 @@ class Run:
         self.stopped: list[Member] = []
         folder.mkdir(parents=True, exist_ok=True)
         self.start()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End what is left: the agent, then the workers, which outlive it."""
+        if self.agent.poll() is None:
+            self.agent.kill()
+            self.agent.wait()
+        while left := sitters(state_folder(self.folder, self.host)).values():
+            self.kill([*left])
+            time.sleep(POLL_S)
 
     def start(self) -> None:
         """Start the agent, or another one in its place."""
@@ -109,7 +130,7 @@ class Run:
             time.sleep(POLL_S)
         return time.monotonic() - began_s
 
-    def kill(self, members: Sequence[Member], number: int = signal.SIGKILL) -> None:
+    def kill(self, members: Sequence[Member | Sitter], number: int = signal.SIGKILL) -> None:
         """Send a signal to workers."""
         for member in members:
             with suppress(ProcessLookupError):
@@ -139,10 +160,9 @@ class Run:
             self.kill(members)
 
     def tear_checkpoint(self, chance: random.Random) -> None:
-        """Flip a bit of the newest checkpoint, where an older one is left."""
+        """Flip a bit of the newest checkpoint, as soon as there is an older one."""
+        self.wait_for(lambda: len(committed_steps(self.folder / "checkpoints")) > 1, "a second checkpoint")
         steps = committed_steps(self.folder / "checkpoints")
-        if len(steps) < 2:
-            return
         path = chance.choice(sorted((self.folder / "checkpoints" / folder_name(steps[-1])).glob("*.safetensors")))
         with open(path, "r+b") as file:
             place = chance.randrange(path.stat().st_size)
@@ -180,30 +200,40 @@ def changed(now: Record | None, before: Record | None) -> bool:
     return now is not None and (before is None or now.number > before.number)
 
 
-def drill(words: Sequence[str], folder: Path, *, workers: int, faults: int, seed: int, steps: int, host: str) -> int:
-    """Train twice and compare; 0 only when the hashes are equal.
+def drill(words: Sequence[str], folder: Path, *, workers: int, faults: Sequence[tuple[int, str]], seed: int, steps: int, host: str) -> int:
+    """Train twice and compare; 0 only when the hashes are equal. SIGTERM ends both trainings, too.
 
-    words  of `lockstep launch` for the run, without --out and --workers
-    steps  the run's last step
-    host   what this machine calls itself
+    words   of `lockstep launch` for the run, without --out and --workers
+    faults  as planned; where each strikes follows from `seed`
+    steps   the run's last step
+    host    what this machine calls itself
     """
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        return train_twice(words, folder, workers, faults, seed, steps, host)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def train_twice(
+    words: Sequence[str], folder: Path, workers: int, faults: Sequence[tuple[int, str]], seed: int, steps: int, host: str
+) -> int:
+    """Undisturbed and disturbed."""
     if folder.exists() and any(folder.iterdir()):
         raise UsageError(f"{folder} is not empty", "--out", "give a new folder: a drill begins at step 0")
-    calm = Run(words, folder / "undisturbed", workers, host)
-    print(f"undisturbed: {workers} workers, {steps} steps, in {calm.folder}", flush=True)
-    if code := calm.agent.wait():
-        raise LockstepError(f"the undisturbed run ended with exit code {code}", str(calm.folder / "drill.log"))
-    chosen = plan(seed, faults, steps, workers)
-    wild = Run(words, folder / "disturbed", workers, host)
-    print(f"disturbed:   {faults} faults, seed {seed}, in {wild.folder}\n", flush=True)
-    print(f"{'fault':<11} {'at step':>8} {'noticed after':>14} {'back after':>11} {'steps lost':>11}")
-    try:
-        disturb(wild, chosen, workers, seed, lambda felt: print(row(felt), flush=True))
+    with Run(words, folder / "undisturbed", workers, host) as calm:
+        print(f"undisturbed: {workers} workers, {steps} steps, in {calm.folder}", flush=True)
+        if code := calm.agent.wait():
+            raise LockstepError(f"the undisturbed run ended with exit code {code}", str(calm.folder / "drill.log"))
+    with Run(words, folder / "disturbed", workers, host) as wild:
+        print(f"disturbed:   {len(faults)} faults, seed {seed}, in {wild.folder}\n", flush=True)
+        print(f"{'fault':<11} {'at step':>8} {'noticed after':>14} {'back after':>11} {'steps lost':>11}")
+        disturb(wild, faults, workers, seed, lambda felt: print(row(felt), flush=True))
         code = wild.agent.wait()
-    finally:
-        if wild.agent.poll() is None:
-            wild.agent.kill()
-            wild.kill(wild.members())
     if code:
         raise LockstepError(f"the disturbed run ended with exit code {code}", str(wild.folder / "drill.log"))
     lines = [digest_line(run.folder, None) for run in (calm, wild)]
