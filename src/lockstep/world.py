@@ -161,6 +161,7 @@ class World:
         limits = replace(limits, expected=seat.expected, least=seat.least, most=seat.most)
         path = Path(seat.state) / f"{seat.slot}.board"
         world.board = FaultyBoard(path, path.with_suffix(".fault")) if os.environ.get(DRILL) == "1" else Board(path)
+        world.board.tell_of_compiling()
         world.membership = Membership(seat, limits, world.cut)
         if seat.slot == 0:
             log.info("%s, %d of %d workers on %s: %s", device, seat.slots, seat.expected, seat.host, why)

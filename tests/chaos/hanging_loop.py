@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -79,9 +81,21 @@ def suffer(trouble: str, points: torch.Tensor) -> None:
         os._exit(0)
     elif trouble.startswith("slow"):
         time.sleep(float(trouble.removeprefix("slow")))
+    elif trouble.startswith("compile"):
+        compile_for(float(trouble.removeprefix("compile")))
     elif trouble in ("loader killed", "loader stopped"):
         batches = iter(DataLoader(points, batch_size=1, num_workers=1, prefetch_factor=1))  # type: ignore[arg-type]
         next(batches)
         os.kill(batches._workers[0].pid, signal.SIGKILL if trouble == "loader killed" else signal.SIGSTOP)  # type: ignore[attr-defined]
         for _ in batches:
             pass
+
+
+def compile_for(seconds: float) -> None:
+    """Use torch.compile, with a compiler that takes so long."""
+
+    def compiler(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
+        time.sleep(seconds)
+        return graph.forward
+
+    torch.compile(lambda x: x + 1, backend=compiler)(torch.ones(2))

@@ -134,6 +134,19 @@ class Board:
         finally:
             self.enter(before)
 
+    def tell_of_compiling(self) -> None:
+        """Be in the phase "compiling" from now on whenever torch.compile is at work: in any pass, with any new shape, for minutes."""
+        from torch._dynamo.callback import on_compile_end, on_compile_start
+
+        before: list[Phase] = []
+
+        def begin(_: object) -> None:
+            before.append(self.phase)
+            self.enter("compiling")
+
+        on_compile_start(begin)
+        on_compile_end(lambda _: self.enter(before.pop()))
+
     def _come_to(self, step: int, now_ns: int) -> None:
         if self._first_step < 0:
             self._first_step = step
