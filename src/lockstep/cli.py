@@ -240,7 +240,23 @@ def read_asked(args: argparse.Namespace, rest: list[str]) -> Asked:
     script = args.what if args.what and (":" in args.what or args.what.endswith(".py")) else ""
     file = Path(args.what) if args.what and not script else None
     folder = args.out or Path("runs") / (file.stem if file else "default")
+    if script:
+        refuse_for_own_loop(args, script)
     return Asked(script, file, folder, args.resume, rest, read_flags(rest), getattr(args, "profile", ""))
+
+
+def refuse_for_own_loop(args: argparse.Namespace, script: str) -> None:
+    """UsageError for an option that a user's own loop would never hear of."""
+    said = vars(args)
+    meant = {
+        "--resume": (said["resume"] != "auto", "its own keeper.resume(...) says which checkpoint it goes on from"),
+        "--profile": (bool(said.get("profile")), "use torch.profiler in the loop"),
+        "--show": (bool(said.get("show")), "its values are the arguments of its function"),
+        "--with-evaluator": (bool(said.get("with_evaluator")), "evaluate in the loop: Lockstep does not know its model"),
+    }
+    for option, (given, hint) in meant.items():
+        if given:
+            raise UsageError(f"{option} is for a run file, and {script} is a loop of your own", "command line", hint)
 
 
 def check(asked: Asked) -> Run | None:

@@ -25,6 +25,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ from hosts import HERE, Host, Network, Training, Truth, undisturbed, why_no_host
 
 from lockstep.checkpoint.commands import digest_line
 
+OWN_LOOP = f"{Path(__file__).parents[2] / 'examples' / 'own_loop.py'}:train"
 STEPS = 40
 SOON_S = 20.0  # far below the 600 s of a collective, far above what it takes
 Start = Callable[..., Training]
@@ -340,6 +342,31 @@ def test_52_the_kernel_ends_a_worker_that_wants_too_much_memory(start: Start, tr
         tell(back=back_s, whole=back_s + one.wait_until_whole(before))
     assert one.newest.step >= step
     one.judge(truth(60))
+
+
+@long
+def test_an_own_loop_heals_in_place_of_one_fault_after_the_other(start: Start, tmp_path: Path) -> None:
+    one = start(steps=1_000_000, script=OWN_LOOP)
+    one.wait_for_step(50)
+    for what in ("worker", "leader", "flip", "agent", "stop"):
+        before, step = one.newest, one.step
+        if what == "agent":
+            one.kill_agent()
+            one.start_agent()
+            one.wait_for_step(step + 50)
+            continue
+        if what in ("flip", "stop"):
+            one.strike(1, what, at="forward", step=step + 20)
+        else:
+            one.kill(one.leader if what == "leader" else one.member(1) if one.member(1) != one.leader else one.member(2))
+        tell(**{what: one.wait_until_whole(before)})
+    one.stop()
+    assert set(one.end().values()) == {75}, one.story()
+    assert not [record.reason for record in one.generations if "nobody of generation" in record.reason]
+    command = [sys.executable, "-m", "lockstep", "train", OWN_LOOP, "--workers", "1", "--out", "alone", "--steps", str(one.step)]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    saved = one.step // 50 * 50
+    assert digest_line(one.run, saved) == digest_line(tmp_path / "alone", saved)
 
 
 # It is told to stop.

@@ -259,6 +259,8 @@ def test_own_loop_has_one_sha256_on_1_2_and_3_processes_under_torchrun_and_throu
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
     assert steps_in(killed) == list(range(1, 121))
+    reasons = [json.loads(path.read_text())["reason"] for path in sorted((killed / "generations").glob("*.json"))]
+    assert len(reasons) > 2 and not any("nobody of generation" in reason for reason in reasons), reasons  # healed in place
 
     stopped = tmp_path / "stopped"
     process = start(*own_loop(stopped, 2))
@@ -303,6 +305,12 @@ def test_more_workers_than_a_step_has_work_for_stand_by(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "run" / "generations" / "000001.json").read_text())["members"]) == 2
     refused = run("train", "--workers", "3", "--batch.micro_batches", "2", "--out", tmp_path / "other", *SMALL)
     assert refused.returncode == 2 and "3 workers for a step of 2 micro-batches" in refused.stderr
+
+
+@pytest.mark.parametrize("words", [["--resume", "never"], ["--profile", "steps=1..2"], ["--show"]])
+def test_an_option_that_an_own_loop_would_never_hear_of_is_refused(tmp_path: Path, words: list[str]) -> None:
+    done = run(*own_loop(tmp_path / "run", 1), *words)
+    assert done.returncode == 2 and f"{words[0]} is for a run file" in done.stderr and not (tmp_path / "run").exists()
 
 
 def test_an_own_loop_may_let_in_more_workers_than_it_began_with(tmp_path: Path) -> None:
