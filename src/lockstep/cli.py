@@ -446,6 +446,8 @@ def work(folder: Path, file: Path | None, flags: dict[str, str], resume: str, pr
         if not outcome.stopped_by:
             with world.during("evaluating"):
                 world.redo(lambda: finish(folder, resolved.run, world))
+        if world.membership is None:
+            world.tell_goodput(folder)
         world.code = exit_code(outcome.stopped_by)
         return world.code
 

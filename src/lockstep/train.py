@@ -13,14 +13,15 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lockstep import config
-from lockstep.agree import Verdict, same
+from lockstep import config, events
+from lockstep.agree import Verdict, lead, same
 from lockstep.checkpoint.keeper import Keeper
 from lockstep.config import Resolved, Run, to_json, with_precision
 from lockstep.errors import DivergedError, UsageError
@@ -28,6 +29,7 @@ from lockstep.files import read_json, try_lock, write_json
 from lockstep.layout import Layout, choose
 from lockstep.membership.goodput import Ledger
 from lockstep.meter import Meter, peak_flops, peak_resident_bytes
+from lockstep.metrics import stream
 from lockstep.numerics import changed, choose_precision, fingerprint, make_deterministic
 from lockstep.optim import adamw, divide_and_clip, learning_rate, set_learning_rate
 from lockstep.parallel.apply import Held, hold
@@ -85,7 +87,7 @@ def train_task(task: Task, resolved: Resolved, folder: Path, world: World, *, re
         warm_up(held.module, task, run, world)
     first = keeper.resume(resume, numerics | dict(task.fingerprints))
     warn_of_other_bits(keeper.facts, numerics, run.layout)
-    go_on_counting(world, keeper.facts)
+    go_on_counting(world, keeper.facts, first, folder)
     facts = {"run": to_json(resolved), "fingerprints": dict(task.fingerprints), "numerics": numerics}
     tracker = Tracker(
         folder,
@@ -139,8 +141,6 @@ def train_task(task: Task, resolved: Resolved, folder: Path, world: World, *, re
                     keeper.save(step, facts | {"time": world.ledger.to_json(time.monotonic(), time.time())}, protect=best_steps(folder))
             if verdict.save_failed:
                 break
-        tracker.event("goodput", **world.ledger.summary(time.monotonic()))
-    log.log(logging.INFO if world.shows() else logging.DEBUG, world.ledger.show(time.monotonic()))
     return Outcome(step, stop)
 
 
@@ -244,10 +244,30 @@ def settle_numerics(world: World) -> dict[str, str]:
     return now
 
 
-def go_on_counting(world: World, facts: dict[str, Any]) -> None:
-    """Count the run's time from where its checkpoint has it: between then and now nobody ran."""
-    if held := facts.get("time"):
-        world.ledger = Ledger.from_json(held, time.monotonic(), wall_clock_s=time.time())
+def go_on_counting(world: World, facts: dict[str, Any], first: int, folder: Path) -> None:
+    """Collective, but for a joiner, who has the sums of the others. Count the time of the run from where its checkpoint has it, or from its
+    first start: what was trained behind `first` is lost, this start is a start, and in between nobody ran."""
+    if not world.fresh:
+        return
+    held, lost_s = lead(world, lambda: (facts.get("time") or first_start(folder), seconds_behind(folder / "metrics.jsonl", first)))
+    if held is None:
+        return
+    now_s = time.monotonic()
+    starting_s = world.ledger.summary(now_s)["wall_s"]
+    world.ledger = Ledger.from_json(held, now_s, wall_clock_s=time.time())
+    world.ledger.move("down", "starting", math.inf if world.generation == 1 else starting_s, now_s)
+    world.ledger.move("down", "lost", lost_s, now_s)
+
+
+def first_start(folder: Path) -> dict[str, Any] | None:
+    """An empty ledger from the first line of the run's diary on; None where there is none."""
+    diary = events.read(folder)
+    return {"wall_clock_s": datetime.fromisoformat(diary[0]["time"]).timestamp(), "seconds": {}} if diary else None
+
+
+def seconds_behind(metrics: Path, step: int) -> float:
+    """Of the steps after `step` that were done before."""
+    return math.fsum(line.get("seconds", 0.0) for line in stream(metrics, after=step))
 
 
 def book(ledger: Ledger, values: dict[str, Any]) -> None:

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore  # torch.distributed has them too, untyped
 
 from lockstep.errors import FencedError, PeersLostError, UsageError
+from lockstep.events import note
 from lockstep.failures import peers_lost, plainly
 from lockstep.membership.arbiter import Arbiter, End, Record
 from lockstep.membership.board import Board
@@ -346,6 +347,7 @@ class World:
         try:
             if error is None or isinstance(error, Stopped):
                 if self.membership:
+                    self.tell_goodput(self.membership.folder)
                     self._conclude(self.membership, End(self.code if error is None else int(str(error))))
                 self.leave()
                 return
@@ -359,6 +361,12 @@ class World:
                 f"{self.node}, pid {os.getpid()}",
                 "the first failure is another worker's, see its log; the same command goes on from the newest checkpoint",
             ) from error
+
+    def tell_goodput(self, folder: Path) -> None:
+        """Show where the time of the run in `folder` went, and note it in its diary."""
+        if self.leader:
+            note(folder, "goodput", **self.ledger.summary(time.monotonic()))
+        log.log(logging.INFO if self.shows() else logging.DEBUG, self.ledger.show(time.monotonic()))
 
     def _conclude(self, membership: Membership, end: End) -> None:
         """Collective. Nobody leaves before all have done all; then the leader writes down that the run has ended, and they go."""

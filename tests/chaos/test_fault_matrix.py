@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -621,6 +622,21 @@ def test_35_one_worker_then_four_then_one(start: Start, truth: Callable[..., Tru
     one.judge(truth(400))
     took_s, told = time.monotonic() - began_s, one.events("goodput")[-1]
     assert 0.5 * took_s < told["wall_s"] < took_s, "the last one to join tells of the whole run"
+    assert sum(seconds for name, seconds in told.items() if name.endswith("_s") and name != "wall_s") == pytest.approx(told["wall_s"])
+
+
+def test_every_second_of_a_run_is_counted_also_of_what_was_lost_with_all_workers(start: Start, truth: Callable[..., Truth]) -> None:
+    one = start(steps=60, values={"save__every_steps": 20})
+    for step in (10, 30):  # before the first checkpoint, and behind it
+        one.wait_for_step(step)
+        before = one.newest
+        one.kill(*before.members)
+        one.wait(lambda before=before: one.newest.number > before.number, what="the next generation")  # type: ignore[misc]
+    one.judge(truth(60))
+    first, told = one.events("worker started")[0], one.events("goodput")[-1]
+    took_s = (datetime.fromisoformat(told["time"]) - datetime.fromisoformat(first["time"])).total_seconds()
+    assert told["wall_s"] == pytest.approx(took_s, rel=0.01)
+    assert told["lost_s"] > 0 and told["starting_s"] > 0
     assert sum(seconds for name, seconds in told.items() if name.endswith("_s") and name != "wall_s") == pytest.approx(told["wall_s"])
 
 
