@@ -10,6 +10,7 @@ downstream needs a second path.
 from __future__ import annotations
 
 import errno
+import ipaddress
 import json
 import logging
 import os
@@ -539,11 +540,17 @@ def take_socket(descriptor: int) -> int:
 
 
 def listen(place: Place) -> int:
-    """A descriptor that listens at the master's port on all interfaces. UsageError when the port is taken."""
+    """A descriptor that listens at the master's port, on its address where this machine has it. UsageError when the port is taken."""
     dual = socket.has_dualstack_ipv6()
+    everywhere = ("", socket.AF_INET6 if dual else socket.AF_INET, dual)
     try:
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        return socket.create_server(("", place.master_port), family=family, backlog=1024, dualstack_ipv6=dual).detach()
+        for address, family, both in [*own_address(place.master_addr), everywhere]:
+            try:
+                return socket.create_server((address, place.master_port), family=family, backlog=1024, dualstack_ipv6=both).detach()
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL or not address:
+                    raise
+        raise AssertionError("everywhere is the last")
     except OSError as error:
         busy = error.errno == errno.EADDRINUSE
         raise UsageError(
@@ -551,6 +558,19 @@ def listen(place: Place) -> int:
             f"MASTER_PORT, on {socket.gethostname()}, set by {place.starter}",
             f"give another port to all machines; who holds it: ss -ltnp 'sport = :{place.master_port}'",
         ) from None
+
+
+def own_address(master_addr: str) -> list[tuple[str, socket.AddressFamily, bool]]:
+    """(address, family, False) of the master as this machine knows it; none where others may know another one.
+
+    A machine's own name may stand for a loopback address in its own files (Debian: 127.0.1.1), where other machines cannot reach it.
+    """
+    try:
+        family, _, _, _, (address, *_) = socket.getaddrinfo(master_addr, None, type=socket.SOCK_STREAM)[0]
+    except OSError:
+        return []
+    loopback = ipaddress.ip_address(str(address).partition("%")[0]).is_loopback
+    return [] if loopback and master_addr not in (address, "localhost") else [(str(address), family, False)]
 
 
 def reach(place: Place, deadline_s: float, timeout_s: float) -> None:

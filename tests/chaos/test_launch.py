@@ -666,3 +666,12 @@ def test_gloo_takes_the_interface_of_the_route_and_never_a_loopback_between_mach
     assert choose_interface({"GLOO_SOCKET_IFNAME": "eth7"}, place(0, 2, 1)) == ("", "GLOO_SOCKET_IFNAME")
     with pytest.raises(UsageError, match="other machines cannot reach it"):
         choose_interface({}, place(0, 2, 1))
+
+
+@pytest.mark.parametrize(("address", "bound"), [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("192.0.2.1", "::")])
+def test_the_store_listens_on_the_masters_address_where_this_machine_has_it(address: str, bound: str) -> None:
+    from lockstep.world import listen
+
+    with socket.socket(fileno=listen(place(0, 2, free_port(), master_addr=address))) as listening:
+        found = listening.getsockname()[0]
+    assert found == bound or (address == "localhost" and found == "::1") or (bound == "::" and found == "0.0.0.0")
