@@ -129,6 +129,7 @@ def train_task(task: Task, resolved: Resolved, folder: Path, world: World, *, re
             values = {"loss": verdict.loss / tokens, "norm": norm_here, "epoch": task.epoch(step)}
             values |= {"learning_rate": optimizer.param_groups[0]["lr"], "workers": world.size, **meter.step(tokens, world.size)}
             book(world.ledger, values)
+            values |= {"generation": world.generation, **world.ledger.curves(time.monotonic())}
             tracker.step(step, values)
             progress.step(step, values)
             profiler.step(step)

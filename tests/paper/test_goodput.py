@@ -87,6 +87,18 @@ def test_the_summary_has_each_category_in_seconds() -> None:
     assert values["goodput"] == values["training_s"] / values["wall_s"]
 
 
+def test_the_curves_are_what_the_summary_says_so_far() -> None:
+    ledger = Ledger(0.0, "training")
+    ledger.switch("regrouping", 3.0)
+    assert ledger.curves(4.0) == {
+        "goodput": 0.75,
+        "lost_seconds_so_far": 0.0,
+        "regrouping_seconds_so_far": 1.0,
+        "saving_seconds_so_far": 0.0,
+        "down_seconds_so_far": 0.0,
+    }
+
+
 def test_more_than_was_trained_cannot_be_moved() -> None:
     ledger = Ledger(0.0, "training")
     assert ledger.move("training", "communication", 9.0, 4.0) == 4.0

@@ -63,6 +63,12 @@ class Ledger:
         goodput = self._sums_s["training"] / wall_s if wall_s else 0.0
         return {"goodput": goodput, "wall_s": wall_s} | {f"{category}_s": seconds for category, seconds in self._sums_s.items()}
 
+    def curves(self, now_s: float) -> dict[str, float]:
+        """What is worth seeing over the steps: goodput, and the seconds that failures and saves have cost so far."""
+        values = self.summary(now_s)
+        cost = {f"{category}_seconds_so_far": round(values[f"{category}_s"], 4) for category in ("lost", "regrouping", "saving", "down")}
+        return {"goodput": round(values["goodput"], 4), **cost}
+
     def show(self, now_s: float) -> str:
         """A line such as: goodput 93.1%: training 93.1%, exposed communication 2.0%, saving 4.9%, of 12 min."""
         values = self.summary(now_s)
