@@ -11,6 +11,7 @@ A message has three parts: what happened with the values, where they came from, 
       OutOfMemoryError                   1   what a worker was to hold did not fit
       PeersLostError                    76   other processes of this run are gone
         FencedError                     77   the run goes on without this worker; its agent starts it anew
+          FolderAwayError               77   the run folder cannot be used: the next worker waits for it
 
 Codes that are no error: 0 done, 75 saved and wants to be started again, 128 + n ended by signal n.
 """
@@ -64,6 +65,11 @@ class FencedError(PeersLostError):
     exit_code = 77
 
 
+class FolderAwayError(FencedError):
+    pass
+
+
 BY_NAME: dict[str, type[LockstepError]] = {
-    cls.__name__: cls for cls in (LockstepError, UsageError, ConfigError, DataError, CheckpointError, DivergedError, PeersLostError)
+    cls.__name__: cls
+    for cls in (LockstepError, UsageError, ConfigError, DataError, CheckpointError, DivergedError, PeersLostError, FolderAwayError)
 }

@@ -23,8 +23,10 @@ from lockstep.checkpoint.choose import choose
 from lockstep.checkpoint.parts import Part, parameter_of, place_of
 from lockstep.checkpoint.state import capture, everything, restore
 from lockstep.checkpoint.store import Checkpoint, Store
+from lockstep.errors import FolderAwayError
 from lockstep.events import note
 from lockstep.failures import plainly
+from lockstep.membership.folder import trouble
 from lockstep.membership.handover import hand_over, roles
 from lockstep.parallel.apply import Held
 from lockstep.world import World
@@ -116,6 +118,8 @@ class Keeper:
 
         def chosen() -> int | None:
             nonlocal found
+            if self.world.membership and (why := trouble(self.world.membership.seat)):
+                raise FolderAwayError(f"the run folder cannot be used: {why}", str(self.store.folder), "mount it again")
             self.store.preflight()
             step, reason = choose(how, self.store.steps())
             there = step
@@ -128,6 +132,7 @@ class Keeper:
             return there
 
         step = lead(self.world, chosen)
+        self.store.made = True
         if step is not None and self.held and not how.isdecimal():
             step = self._newest_whole()
         if step is not None:
@@ -172,7 +177,7 @@ class Keeper:
             return None
         assert tensors is not None
         restore(self.model, self.optimizer, tensors, self.saved)
-        world.joining = False
+        world.joining, self.store.made = False, True
         step, sources, _ = roles(world.standings)
         log.info("joined at step %d as rank %d of %d; the state came from %d of them", step, world.rank, world.size, len(sources))
         self._saved_step = step

@@ -35,6 +35,7 @@ from lockstep.failures import Account
 from lockstep.launch import tell_parent
 from lockstep.membership import hang, waiting
 from lockstep.membership.arbiter import Arbiter, End, Member, Record, new_token
+from lockstep.membership.folder import token_of
 from lockstep.membership.hang import stack_of
 from lockstep.membership.protocol import (
     Connect,
@@ -52,7 +53,7 @@ from lockstep.membership.protocol import (
 )
 from lockstep.membership.seat import Seat
 from lockstep.membership.watch import Watch, doing_at
-from lockstep.membership.wire import Link, Stranger, read_token
+from lockstep.membership.wire import Link, Stranger
 
 log = logging.getLogger("lockstep")
 TICK_S = 0.1
@@ -83,8 +84,8 @@ class Membership:
         self.seat, self.on_cut = seat, on_cut
         self.board = Path(seat.state) / f"{seat.slot}.board"
         self.folder = Path(seat.folder)
-        self.token = read_token(self.folder)
-        self.arbiter = Arbiter(self.folder / "generations")
+        self.token = token_of(seat)
+        self.arbiter = Arbiter(self.folder / "generations", since=seat.known)
         self._listener = socket.create_server((seat.address, 0), backlog=256)
         self._listener.setblocking(False)
         host, port = self._listener.getsockname()[:2]
@@ -102,6 +103,7 @@ class Membership:
         self._gone: Exception | None = None
         self._store: TCPStore | None = None  # of the generation that this worker proposed last
         self._busy_looking = False
+        self._shown = False  # in the waiting room; the disk's thread alone looks at it
         self._signs: dict[str, str] = {}  # of members, as this worker saw them last
         self._cut_s = 0.0  # when the group was first cut; 0.0 while it is whole
         self._leaving_s = 0.0  # when the main thread began to leave the group; 0 while it does not
@@ -122,7 +124,6 @@ class Membership:
 
     def ask(self, facts: Mapping[str, str], *, joins: bool) -> None:
         """This worker is warm and wants in. `joins`: to those that are at work, and with nobody else."""
-        self._disk.put(lambda: waiting.show(self.folder, self.me))
         self._call(lambda: self.protocol.ask(time.monotonic(), facts, joins=joins))
 
     def know(self, facts: Mapping[str, str]) -> None:
@@ -477,9 +478,13 @@ class Membership:
             return
         self._busy_looking = True
         out, signs = self.protocol.phase == "out", self.protocol.signs
+        shows = out and self.protocol.asked
         members = self.protocol.record.members if self.protocol.record else ()
 
         def look() -> None:
+            if shows and not self._shown:
+                waiting.show(self.folder, self.me)
+                self._shown = True
             if signs:
                 waiting.sign(self.folder, self.me)
             newest = self.arbiter.newest(known)
