@@ -106,6 +106,40 @@ def test_the_token_never_crosses_the_wire(member: Membership) -> None:
     assert read_token(member.folder) not in hello and json.loads(hello[HEAD.size :])["kind"] == "hello"
 
 
+def test_who_is_refused_tries_again_now_and_then_and_is_logged_once(
+    member: Membership, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("lockstep").propagate = True
+    mark = make(tmp_path / "other", "there")
+    seat = Seat(str(tmp_path / "other"), str(tmp_path), "there", 0, 1, 1, 1, 8, "127.0.0.1", folder_mark=mark)
+    arbiter = Arbiter(tmp_path / "other" / "generations")
+    arbiter.propose(Record(1, new_token(), (member.me,), "", 0, "for the test"))
+    with caplog.at_level(logging.WARNING, logger="lockstep"):
+        stranger = Membership(seat, Limits(), on_cut=lambda: None)
+        refused = counted(member)
+        stranger.ask({}, joins=True)
+        time.sleep(2.0)
+        at_first = len(refused)
+        time.sleep(2.0)
+        stranger.close()
+    assert at_first > 2
+    assert len(refused) - at_first < 15  # a look is 0.25 s, and no longer 10 ms
+    assert caplog.text.count("it does not know this run's token") == 1
+
+
+def counted(member: Membership) -> list[object]:
+    """A list to which every refused connection of `member` is added."""
+    seen: list[object] = []
+    due = member._refusals.due
+
+    def count(what: object, now_s: float) -> int:
+        seen.append(what)
+        return due(what, now_s)  # type: ignore[arg-type]
+
+    member._refusals.due = count  # type: ignore[method-assign]
+    return seen
+
+
 @pytest.mark.parametrize("what", ["no token", "another token", "the log is empty", "no waiting room"])
 def test_a_folder_that_is_not_the_runs_is_trouble_and_nothing_is_made_in_it(tmp_path: Path, what: str) -> None:
     run = tmp_path / "run"
