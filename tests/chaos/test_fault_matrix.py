@@ -399,6 +399,22 @@ def test_57_the_agent_starts_anew_while_the_shared_disk_is_away(start: Start, tr
     assert one.newest.members == before.members or one.newest.end
 
 
+@pytest.mark.parametrize("on_error", [pytest.param("continue", id="59-wait for it"), pytest.param("stop", id="59-end", marks=long)])
+def test_the_run_comes_to_its_end_while_the_shared_disk_is_away(
+    start: Start, truth: Callable[..., Truth], tmp_path: Path, on_error: str
+) -> None:
+    one = start(values={"save__on_error": on_error})
+    one.wait_for_step(22)
+    with away(tmp_path / "run", writable=True):
+        if on_error == "stop":
+            assert one.end() == {"here": 3} and one.says(r"SaveFailedError: the checkpoint of step \d+ was not saved")
+            assert not (tmp_path / "run" / "generations").exists()
+            return
+        one.wait(lambda: one.says("the new worker of here/0 waits for it"), what="the end of all workers")
+        assert not (tmp_path / "run" / "generations").exists()
+    one.judge(truth())
+
+
 def test_58_an_os_error_of_its_own_loop_is_its_own(start: Start, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def train(steps: int = 0) -> None:\n    open('no such folder/file')\n")
     one = start(script="own.py:train")

@@ -23,7 +23,7 @@ from lockstep.checkpoint.choose import choose
 from lockstep.checkpoint.parts import Part, parameter_of, place_of
 from lockstep.checkpoint.state import capture, everything, restore
 from lockstep.checkpoint.store import Checkpoint, Store
-from lockstep.errors import FolderAwayError
+from lockstep.errors import CheckpointError, FolderAwayError, SaveFailedError
 from lockstep.events import note
 from lockstep.failures import plainly
 from lockstep.membership.folder import trouble
@@ -233,15 +233,22 @@ class Keeper:
         if error and self.on_error == "continue":
             log.warning("%s\n  training goes on (save.on_error = continue)", error)
         elif error:
-            self._failure = error
+            self._failure = self._final(error)
         return self._failure is not None
+
+    def _final(self, error: Exception) -> Exception:
+        """A failed save as it ends the run, where it is to."""
+        return SaveFailedError(*error.args) if self.on_error == "stop" and isinstance(error, CheckpointError) else error
 
     def close(self) -> None:
         """Collective. Wait until the last checkpoint is committed. CheckpointError, on all processes, when it could not be written."""
 
         def finish() -> None:
-            if self.saver:
-                self.saver.close()
+            try:
+                if self.saver:
+                    self.saver.close()
+            except CheckpointError as error:
+                raise self._final(error) from error.__cause__
             if self._failure:
                 raise self._failure
 

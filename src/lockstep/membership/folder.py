@@ -20,7 +20,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from lockstep.errors import CheckpointError, DataError, LockstepError
+from lockstep.errors import CheckpointError, DataError, LockstepError, SaveFailedError
 from lockstep.membership import waiting
 from lockstep.membership.arbiter import Arbiter
 from lockstep.membership.seat import Seat
@@ -95,6 +95,8 @@ def wait_for(seat: Seat) -> None:
 
 def about_files(error: BaseException | None) -> bool:
     """Whether an error may come from a folder that is away: the system's, one that it led to, or what another worker told of one."""
+    if isinstance(error, SaveFailedError):
+        return False  # the run is to end with it, wherever it came from
     while error is not None:
         if isinstance(error, OSError | DataError | CheckpointError) or type(error) is LockstepError:
             return True
