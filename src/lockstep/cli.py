@@ -438,7 +438,7 @@ def work(folder: Path, file: Path | None, flags: dict[str, str], resume: str, pr
         unit=room(here.run, 1)[0],
     )
     with World.join(threads=here.run.compute.threads, timeout_s=here.run.parallel.timeout_s, limits=limits) as world, ExitStack() as held:
-        log.set_up(rank=world.number, file=log_file(folder, world.node, world.number))
+        log.set_up(rank=world.number, file=log_file(folder, world.node, world.number, make=world.membership is None))
         resolved = from_json(lead(world, lambda: to_json(settle(open_run(folder, file, flags, os.environ), world.device))))
         if not world.joining:
             lead(world, lambda: held.enter_context(claim(folder, resolved, alone=world.membership is None)))
@@ -454,8 +454,10 @@ def work(folder: Path, file: Path | None, flags: dict[str, str], resume: str, pr
 
 def sit(asked: Asked, seat: Seat) -> int:
     """The life of a worker that an agent started; its exit code. That it was to leave, or that the run has ended, is no failure."""
+    from lockstep.errors import FolderAwayError
     from lockstep.launch import worker_main
     from lockstep.membership.board import look
+    from lockstep.membership.folder import about_files, trouble, wait_for
     from lockstep.membership.member import RunEnded
     from lockstep.signals import Stopped
     from lockstep.team import Drained
@@ -463,6 +465,7 @@ def sit(asked: Asked, seat: Seat) -> int:
     told: dict[str, bool] = {}
 
     def life() -> int:
+        wait_for(seat)
         try:
             return asked.live()
         except Drained:
@@ -472,6 +475,11 @@ def sit(asked: Asked, seat: Seat) -> int:
             return int(str(stopped))
         except RunEnded as ended:
             return ended.exit_code
+        except Exception as error:
+            if about_files(error) and (why := trouble(seat)):
+                what, where = f"the run folder cannot be used: {why}", f"met as {type(error).__name__}: {error}"
+                raise FolderAwayError(what, where, "mount it again; a new worker waits for it") from error
+            raise
 
     def about() -> dict[str, int | bool]:
         try:
@@ -509,9 +517,10 @@ def drill(args: argparse.Namespace, rest: list[str]) -> int:
     return drill_run(words, folder, workers=workers, faults=faults, seed=args.seed, steps=run.steps, host=socket.gethostname())
 
 
-def log_file(folder: Path, node: str, rank: int) -> Path:
-    """Where a worker's log goes; the folder is made."""
-    (folder / "logs").mkdir(parents=True, exist_ok=True)
+def log_file(folder: Path, node: str, rank: int, *, make: bool) -> Path:
+    """Where a worker's log goes. `make`: its folder, too."""
+    if make:
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
     return folder / "logs" / f"{node}-{rank}.log"
 
 

@@ -7,10 +7,12 @@ A message has three parts: what happened with the values, where they came from, 
         ConfigError                      2   the run's values do not fit
       DataError                          3   text, tokens or prepared files are damaged or missing
       CheckpointError                    3   a checkpoint is damaged, missing or cannot be written
+        SaveFailedError                  3   one could not be written, and save.on_error is "stop"
       DivergedError                      4   the loss or the gradient is no longer finite
       OutOfMemoryError                   1   what a worker was to hold did not fit
       PeersLostError                    76   other processes of this run are gone
         FencedError                     77   the run goes on without this worker; its agent starts it anew
+          FolderAwayError               77   the run folder cannot be used: the next worker waits for it
 
 Codes that are no error: 0 done, 75 saved and wants to be started again, 128 + n ended by signal n.
 """
@@ -48,6 +50,10 @@ class CheckpointError(LockstepError):
     exit_code = 3
 
 
+class SaveFailedError(CheckpointError):
+    pass
+
+
 class DivergedError(LockstepError):
     exit_code = 4
 
@@ -64,6 +70,21 @@ class FencedError(PeersLostError):
     exit_code = 77
 
 
+class FolderAwayError(FencedError):
+    pass
+
+
 BY_NAME: dict[str, type[LockstepError]] = {
-    cls.__name__: cls for cls in (LockstepError, UsageError, ConfigError, DataError, CheckpointError, DivergedError, PeersLostError)
+    cls.__name__: cls
+    for cls in (
+        LockstepError,
+        UsageError,
+        ConfigError,
+        DataError,
+        CheckpointError,
+        SaveFailedError,
+        DivergedError,
+        PeersLostError,
+        FolderAwayError,
+    )
 }

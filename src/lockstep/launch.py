@@ -255,16 +255,18 @@ def worker_environ(rank: int, size: int, listener: socket.socket) -> dict[str, s
     return {name: str(value) for name, value in added.items()} | {"PYTHONUNBUFFERED": "1"}
 
 
-def open_output(run_folder: Path | None, rank: int, host: str = "") -> tuple[IO[bytes] | None, str]:
+def open_output(run_folder: Path | None, rank: int, host: str = "", *, make: bool = True) -> tuple[IO[bytes] | None, str]:
     """(the file for a worker's output, its path); without a run folder a file that has no name and vanishes with us.
 
     host  by which name this machine goes in the run; "": its own
+    make  the folder of the logs, too, where it is missing
     """
     if run_folder is None:
         return (tempfile.TemporaryFile() if rank else None), ""
     path = run_folder / "logs" / f"{host or socket.gethostname()}-{rank}.log"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if make:
+            path.parent.mkdir(parents=True, exist_ok=True)
         return open(path, "a+b"), str(path)
     except OSError as error:
         raise UsageError(

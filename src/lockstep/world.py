@@ -398,7 +398,7 @@ def take_device(place: Place | None) -> tuple[torch.device, str]:
 
 def others_at_work(folder: Path, seat: Seat) -> bool:
     """Whether a generation is at work in `folder`. UsageError when it is on another host, and this start is for one host alone."""
-    newest = Arbiter(folder / "generations").newest()
+    newest = Arbiter(folder / "generations", since=seat.known).newest()
     if newest is None or newest.end:
         return False
     alive = [one for one in newest.members if answers(one.address)]

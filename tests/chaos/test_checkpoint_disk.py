@@ -203,3 +203,23 @@ def test_a_disk_error_in_retention_does_not_fail_the_save(tmp_path: Path, caplog
     assert Store(tmp_path).steps() == [2]
     Store(tmp_path).save(3, state(3), {})
     assert_whole(tmp_path, [2, 3])
+
+
+@pytest.mark.parametrize("instead", ["nothing", "an empty folder"])
+def test_a_folder_that_is_gone_is_not_made_anew_and_a_retry_works_when_it_is_back(tmp_path: Path, instead: str) -> None:
+    run, folder = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    store = Store(folder, keep=0)
+    store.preflight()
+    store.save(1, state(1), {})
+    run.rename(tmp_path / "away")
+    if instead != "nothing":
+        run.mkdir()
+    with pytest.raises(CheckpointError, match="step 2 was not saved: No such file or directory") as error:
+        store.save(2, state(2), {})
+    assert "the folder is gone: is its disk mounted?" in str(error.value)
+    assert not folder.exists() and run.exists() == (instead != "nothing")
+    if run.exists():
+        run.rmdir()
+    (tmp_path / "away").rename(run)
+    store.save(3, state(3), {})
+    assert_whole(folder, [1, 3])

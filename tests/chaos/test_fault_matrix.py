@@ -407,6 +407,77 @@ def test_the_shared_disk_is_away_for_a_while(start: Start, truth: Callable[..., 
     one.judge(truth(200))
 
 
+@pytest.mark.parametrize(
+    ("writable", "slot"),
+    [
+        pytest.param(False, 1, id="55-read-only"),
+        pytest.param(False, 0, id="55-read-only, the leader", marks=long),
+        pytest.param(True, 1, id="56-empty and writable"),
+    ],
+)
+def test_a_worker_is_killed_while_the_shared_disk_is_away(
+    start: Start, truth: Callable[..., Truth], tmp_path: Path, writable: bool, slot: int
+) -> None:
+    one = start(steps=120)
+    one.wait_for_step(12)
+    before, shown = one.newest, one.shown
+    stay = {member.id for member in before.members if member.slot != slot}
+    with away(tmp_path / "run", writable=writable):
+        until(lambda: one.shown >= shown + 25)  # a checkpoint is due on the way
+        one.kill(next(member for member in before.members if member.slot == slot))
+        time.sleep(10)  # three workers in a row would have ended by now
+        assert all(agent.poll() is None for agent in one.agents.values())
+        made = {path.name for path in (tmp_path / "run").iterdir()} & {"token", "generations", "waiting", "checkpoints", "logs"}
+        assert not made
+    whole_s = one.wait_until_whole(before)
+    tell(whole=whole_s)
+    assert [record.number for record in one.generations] == list(range(1, one.newest.number + 1))
+    assert stay < {member.id for member in one.newest.members} and one.log.read(before.number).token == before.token
+    one.judge(truth(120))
+    assert one.says(r"the run folder cannot be used \(.*\); the new worker of here/\d waits for it") and one.says(
+        "the run folder is there again"
+    )
+    assert one.says(r"the checkpoint of step \d+ was not saved: (Read-only|No such file)") and not one.says("in a row to end")
+
+
+def test_57_the_agent_starts_anew_while_the_shared_disk_is_away(start: Start, truth: Callable[..., Truth], tmp_path: Path) -> None:
+    one = start(steps=120)
+    one.wait_for_step(12)
+    before = one.newest
+    one.kill_agent()
+    with away(tmp_path / "run", writable=True):
+        one.start_agent()
+        assert one.end() == {"here": 2} and one.says("run is not the folder in which the workers of here train: no token is there")
+        assert not list((tmp_path / "run").iterdir())
+    one.start_agent()
+    one.judge(truth(120))
+    assert one.newest.members == before.members or one.newest.end
+
+
+@pytest.mark.parametrize("on_error", [pytest.param("continue", id="59-wait for it"), pytest.param("stop", id="59-end", marks=long)])
+def test_the_run_comes_to_its_end_while_the_shared_disk_is_away(
+    start: Start, truth: Callable[..., Truth], tmp_path: Path, on_error: str
+) -> None:
+    one = start(values={"save__on_error": on_error})
+    one.wait_for_step(22)
+    with away(tmp_path / "run", writable=True):
+        if on_error == "stop":
+            assert one.end() == {"here": 3} and one.says(r"SaveFailedError: the checkpoint of step \d+ was not saved")
+            assert not (tmp_path / "run" / "generations").exists()
+            return
+        one.wait(lambda: one.says("the new worker of here/0 waits for it"), what="the end of all workers")
+        assert not (tmp_path / "run" / "generations").exists()
+    one.judge(truth())
+
+
+def test_58_an_os_error_of_its_own_loop_is_its_own(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def train(steps: int = 0) -> None:\n    open('no such folder/file')\n")
+    one = start(script="own.py:train")
+    assert one.end() == {"here": 1}
+    assert one.says("FileNotFoundError: .*no such folder/file") and one.says("number 3 in a row to end before its first step")
+    one.leaves_nothing()
+
+
 @long
 def test_33_two_starts_of_one_run_are_refused(start: Start, truth: Callable[..., Truth], tmp_path: Path) -> None:
     one = start(steps=60)
@@ -705,9 +776,9 @@ def test_54_every_place_of_every_step(start: Start, truth: Callable[..., Truth])
 
 
 @contextmanager
-def away(folder: Path) -> Iterator[None]:
-    """For a while `folder` is empty, and cannot be written."""
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", str(folder)], check=True)
+def away(folder: Path, *, writable: bool = False) -> Iterator[None]:
+    """For a while `folder` is empty, and cannot be written, unless it is the mount point itself that is `writable`."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "rw" if writable else "ro", "none", str(folder)], check=True)
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -12,15 +13,19 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import UsageError
+from lockstep.membership import waiting
+from lockstep.membership.arbiter import Arbiter, Member, Record, new_token
+from lockstep.membership.folder import make, trouble
 from lockstep.membership.member import Membership
 from lockstep.membership.protocol import Limits
 from lockstep.membership.seat import Seat
-from lockstep.membership.wire import HEAD, LARGEST, Stranger, ask, frame, read_token
+from lockstep.membership.wire import HEAD, LARGEST, Stranger, ask, frame, make_token, read_token
 
 
 @pytest.fixture
 def member(tmp_path: Path) -> Iterator[Membership]:
-    seat = Seat(str(tmp_path / "run"), str(tmp_path), "here", 0, 1, 1, 1, 8, "127.0.0.1")
+    mark = make(tmp_path / "run", "here")
+    seat = Seat(str(tmp_path / "run"), str(tmp_path), "here", 0, 1, 1, 1, 8, "127.0.0.1", folder_mark=mark)
     one = Membership(seat, Limits(), on_cut=lambda: None)
     yield one
     one.close()
@@ -88,7 +93,7 @@ def test_the_door_is_at_the_address_of_the_run_alone(member: Membership) -> None
 
 
 def test_a_token_that_others_can_read_is_refused(tmp_path: Path) -> None:
-    read_token(tmp_path)
+    make_token(tmp_path)
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
     (tmp_path / "token").chmod(0o644)
     with pytest.raises(UsageError, match="can be read by others"):
@@ -99,3 +104,86 @@ def test_the_token_never_crosses_the_wire(member: Membership) -> None:
     with door(member) as connection:
         hello = connection.recv(65536)
     assert read_token(member.folder) not in hello and json.loads(hello[HEAD.size :])["kind"] == "hello"
+
+
+def test_who_is_refused_tries_again_now_and_then_and_is_logged_once(
+    member: Membership, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("lockstep").propagate = True
+    mark = make(tmp_path / "other", "there")
+    seat = Seat(str(tmp_path / "other"), str(tmp_path), "there", 0, 1, 1, 1, 8, "127.0.0.1", folder_mark=mark)
+    arbiter = Arbiter(tmp_path / "other" / "generations")
+    arbiter.propose(Record(1, new_token(), (member.me,), "", 0, "for the test"))
+    with caplog.at_level(logging.WARNING, logger="lockstep"):
+        stranger = Membership(seat, Limits(), on_cut=lambda: None)
+        refused = counted(member)
+        stranger.ask({}, joins=True)
+        time.sleep(2.0)
+        at_first = len(refused)
+        time.sleep(2.0)
+        stranger.close()
+    assert at_first > 2
+    assert len(refused) - at_first < 15  # a look is 0.25 s, and no longer 10 ms
+    assert caplog.text.count("it does not know this run's token") == 1
+
+
+def counted(member: Membership) -> list[object]:
+    """A list to which every refused connection of `member` is added."""
+    seen: list[object] = []
+    due = member._refusals.due
+
+    def count(what: object, now_s: float) -> int:
+        seen.append(what)
+        return due(what, now_s)  # type: ignore[arg-type]
+
+    member._refusals.due = count  # type: ignore[method-assign]
+    return seen
+
+
+@pytest.mark.parametrize("what", ["no token", "another token", "the log is empty", "no waiting room"])
+def test_a_folder_that_is_not_the_runs_is_trouble_and_nothing_is_made_in_it(tmp_path: Path, what: str) -> None:
+    run = tmp_path / "run"
+    mark = make(run, "here")
+    Arbiter(run / "generations").propose(Record(1, new_token(), (), "", 0, "for the test"))
+    seat = Seat(str(run), str(tmp_path), "here", 0, 1, 1, 1, 8, "127.0.0.1", folder_mark=mark, known=1)
+    assert trouble(seat) == ""
+    run.rename(tmp_path / "away")
+    run.mkdir()
+    if what != "no token":
+        make(run, "here")
+    if what not in ("no token", "another token"):
+        (run / "token").unlink()
+        shutil.copy(tmp_path / "away" / "token", run / "token")
+    if what == "no waiting room":
+        shutil.copytree(tmp_path / "away" / "generations", run / "generations", dirs_exist_ok=True)
+        (run / "waiting").rmdir()
+    before = sorted(run.rglob("*"))
+    assert trouble(seat)
+    with pytest.raises(OSError):
+        Membership(seat, Limits(), on_cut=lambda: None) if "token" in what else waiting_or_log(run, seat)
+    assert sorted(run.rglob("*")) == before
+
+
+def waiting_or_log(run: Path, seat: Seat) -> None:
+    """What a worker does first with the log and the waiting room."""
+    Arbiter(run / "generations", since=seat.known).newest()
+    waiting.show(run, Member("here/0/a", "here", 0, 1, "127.0.0.1:1"))
+
+
+@pytest.mark.parametrize("gone", ["the folder", "its records"])
+def test_a_log_that_is_gone_is_neither_read_as_empty_nor_begun_anew(tmp_path: Path, gone: str) -> None:
+    run = tmp_path / "run"
+    make(run, "here")
+    log = Arbiter(run / "generations")
+    log.propose(Record(1, new_token(), (), "", 0, "for the test"))
+    (run / "generations").rename(run / "away")
+    if gone == "its records":
+        (run / "generations").mkdir()
+    before = sorted(run.rglob("*"))
+    for number in (1, 2):
+        with pytest.raises(FileNotFoundError):
+            log.propose(Record(number, new_token(), (), "", 0, "a fork"))
+    for known in (0, 1):
+        with pytest.raises(FileNotFoundError):
+            log.newest(known)
+    assert sorted(run.rglob("*")) == before

@@ -286,6 +286,7 @@ HINTS = {
     errno.EROFS: "the file system is mounted read-only: choose another folder with --out, or mount it for writing",
     errno.EACCES: "this user may not write there: choose another folder with --out, or change its permissions",
     errno.EMFILE: "this process may open no more files: raise the limit (ulimit -n)",
+    errno.ENOENT: "the folder is gone: is its disk mounted? Nothing is made in its place: mount it again",
     errno.EIO: "the disk reports an error (see dmesg); choose another folder with --out",
     errno.ENOLCK: "this file system has no file locks (on Lustre, mount it with -o flock)",
 }

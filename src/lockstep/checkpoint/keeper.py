@@ -23,8 +23,10 @@ from lockstep.checkpoint.choose import choose
 from lockstep.checkpoint.parts import Part, parameter_of, place_of
 from lockstep.checkpoint.state import capture, everything, restore
 from lockstep.checkpoint.store import Checkpoint, Store
+from lockstep.errors import CheckpointError, FolderAwayError, SaveFailedError
 from lockstep.events import note
 from lockstep.failures import plainly
+from lockstep.membership.folder import trouble
 from lockstep.membership.handover import hand_over, roles
 from lockstep.parallel.apply import Held
 from lockstep.parallel.replicate import digest_of, words_of
@@ -123,6 +125,8 @@ class Keeper:
 
         def chosen() -> int | None:
             nonlocal found
+            if self.world.membership and (why := trouble(self.world.membership.seat)):
+                raise FolderAwayError(f"the run folder cannot be used: {why}", str(self.store.folder), "mount it again")
             self.store.preflight()
             step, reason = choose(how, self.store.steps())
             there = step
@@ -135,6 +139,7 @@ class Keeper:
             return there
 
         step = lead(self.world, chosen)
+        self.store.made = True
         if step is not None and self.held and not how.isdecimal():
             step = self._newest_whole()
         if step is not None:
@@ -179,7 +184,7 @@ class Keeper:
             return None
         assert tensors is not None
         restore(self.model, self.optimizer, tensors, self.saved)
-        world.joining = False
+        world.joining, self.store.made = False, True
         step, sources, _ = roles(world.standings)
         log.info("joined at step %d as rank %d of %d; the state came from %d of them", step, world.rank, world.size, len(sources))
         self._saved_step = step
@@ -235,15 +240,22 @@ class Keeper:
         if error and self.on_error == "continue":
             log.warning("%s\n  training goes on (save.on_error = continue)", error)
         elif error:
-            self._failure = error
+            self._failure = self._final(error)
         return self._failure is not None
+
+    def _final(self, error: Exception) -> Exception:
+        """A failed save as it ends the run, where it is to."""
+        return SaveFailedError(*error.args) if self.on_error == "stop" and isinstance(error, CheckpointError) else error
 
     def close(self) -> None:
         """Collective. Wait until the last checkpoint is committed. CheckpointError, on all processes, when it could not be written."""
 
         def finish() -> None:
-            if self.saver:
-                self.saver.close()
+            try:
+                if self.saver:
+                    self.saver.close()
+            except CheckpointError as error:
+                raise self._final(error) from error.__cause__
             if self._failure:
                 raise self._failure
 

@@ -70,7 +70,7 @@ class Part:
         """Write this part. A failure is told to the one who waits for it, too."""
         path = self.folder(folder, step, self.generation(), self.writer)
         shutil.rmtree(path, ignore_errors=True)
-        path.mkdir(parents=True)
+        path.mkdir()
         try:
             records = {name: vars(put(path / name, chunks)) for name, chunks in files}
             fsync_folder(path)

@@ -61,6 +61,7 @@ class Store:
 
     def __init__(self, folder: Path, keep: int = 3, *, file_bytes: int = FILE_BYTES, at: seal.Seam = seal.no_seam) -> None:
         self.folder, self.keep, self.file_bytes, self.at = folder, keep, file_bytes, at
+        self.made = False  # the folder is known to be there: when it is missing its disk is away, and it is not made anew
         self.part: Part | None = None  # where several workers write a checkpoint together: what this one does of it
         self._good: int | None = None  # the last step that this process wrote or verified
 
@@ -83,7 +84,7 @@ class Store:
         CheckpointError: read-only, not permitted, no locks, too little space.
         """
         with commit.writing("checkpoints cannot be saved here", self.folder, needed_bytes):
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self._make()
             with commit.Attempt(self.folder, 0) as attempt:
                 attempt.put(FACTS, [b"{}"])
             self._require_space(needed_bytes)
@@ -103,12 +104,13 @@ class Store:
         needed_bytes = sum(spec.bytes + 256 for spec in specs) + len(text)
         path = self.folder / seal.folder_name(step)
         failing = partial(commit.writing, f"the checkpoint of step {step} was not saved", self.folder, needed_bytes)
+        with failing():
+            self._make()
         if self.part and self.part.writer:
             with failing():
                 self.part.write(self.folder, step, self._files(specs, tensors))
             return path
         with failing():
-            self.folder.mkdir(parents=True, exist_ok=True)
             seal.sweep(self.folder)
             while not self._has_same(step, tensors):
                 self._require_space(needed_bytes)
@@ -128,6 +130,11 @@ class Store:
         log.info("saved %s: %s in %s", path, show_bytes(needed_bytes), show_seconds(time.monotonic() - began))
         self.retire(protect)
         return path
+
+    def _make(self) -> None:
+        if not self.made:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.made = True
 
     def _files(self, specs: list[Spec], tensors: Mapping[str, Tensor]) -> list[tuple[str, Iterable[bytes | memoryview]]]:
         """(name, content) of each file of tensors; the content is a generator, for one use."""

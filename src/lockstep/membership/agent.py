@@ -162,6 +162,7 @@ def run_agent(
             after=found.after,
             agent=0 if lives_on else os.getpid(),
             drain=lives_on,
+            folder_mark=found.mark,
         )
         journal = Journal(folder, host)
         nursery = Nursery(work, environ, journal, import_s=limits.import_s, fork_s=limits.fork_s)
@@ -192,7 +193,7 @@ class Agent:
         self.companion = companion
         self.seat, self.nursery, self.journal, self.limits, self.rules = seat, nursery, journal, limits, rules
         self.folder, self.state = Path(seat.folder), Path(seat.state)
-        self.arbiter = Arbiter(self.folder / "generations")
+        self.arbiter = Arbiter(self.folder / "generations", since=found.newest.number if found.newest else 0)
         self.newest, self.known = found.newest, found.after  # of what came since `after`, nothing has been heeded yet
         self.asked: list[int] = []
         self.asked_s: float | None = None
@@ -372,12 +373,12 @@ class Agent:
         with suppress(OSError):
             last_words(self.state, slot.number).unlink(missing_ok=True)
             waiting.sweep(self.folder, self.seat.host, slot.number)
-        seat = replace(self.seat, slot=slot.number)
+        seat = replace(self.seat, slot=slot.number, known=self.known)
         if slot.number == 0:
             self.nursery.expect(seat, 1, 2, again=slot.again)
             return
         try:
-            output, _ = open_output(self.folder, slot.number, self.seat.host)
+            output, _ = open_output(self.folder, slot.number, self.seat.host, make=False)
         except UsageError as error:
             self.journal.warn(f"the output of slot {slot.number} goes to the terminal", error)
             self.nursery.expect(seat, 2, 2, again=slot.again)

@@ -12,6 +12,7 @@ The messages between members (member.py) only make a change of members fast; thi
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -114,10 +115,14 @@ def new_token() -> str:
 
 
 class Arbiter:
-    """The log of generations in `folder`. OSError from every method when the disk does not do what it should."""
+    """The log of generations in `folder`. OSError from every method when the disk does not do what it should.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    It never makes the folder. A log without the newest generation that was seen in it is not this log: its disk is away.
+    since  the newest one that others have seen
+    """
+
+    def __init__(self, folder: Path, since: int = 0) -> None:
+        self.folder, self.seen = folder, since
 
     def newest(self, known: int = 0) -> Record | None:
         """The newest record; None when there is none above `known`. Costs a stat() when nothing is new.
@@ -125,21 +130,26 @@ class Arbiter:
         known  the newest number that the caller has: numbers have no gap, so the next one is simply looked for
         """
         if known and not self._path(known + 1).exists():
+            self._require(known)
             return None
-        numbers = sorted((int(match[1]) for name in self._names() if (match := NAME.fullmatch(name))), reverse=True)
-        return self.read(numbers[0]) if numbers and numbers[0] > known else None
+        newest = max((int(match[1]) for name in os.listdir(self.folder) if (match := NAME.fullmatch(name))), default=0)
+        if newest < self.seen:
+            self._require(self.seen)
+        return self.read(newest) if newest > known else None
 
     def read(self, number: int) -> Record:
         """The record of a number. OSError when it is missing or no record."""
         path = self._path(number)
         try:
-            return Record.from_json(json.loads(path.read_text(encoding="utf-8")))
+            found = Record.from_json(json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, KeyError, TypeError) as error:
             raise OSError(None, f"{path} is no generation: {error}") from error
+        self.seen = max(self.seen, number)
+        return found
 
     def propose(self, record: Record) -> Record:
         """Publish `record`; the record of that number that won, which may be another."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._require(max(record.number - 1, self.seen))
         path = self._path(record.number)
         beside = self.folder / f".{record.number:06d}.{record.token}"
         with open(beside, "x", encoding="utf-8") as file:
@@ -157,8 +167,7 @@ class Arbiter:
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:06d}.json"
 
-    def _names(self) -> list[str]:
-        try:
-            return os.listdir(self.folder)
-        except FileNotFoundError:
-            return []
+    def _require(self, number: int) -> None:
+        """FileNotFoundError when generation `number` is not in the log, though it must be."""
+        if number and not self._path(number).exists():
+            raise FileNotFoundError(errno.ENOENT, f"the log lacks generation {number}", str(self.folder))

@@ -5,6 +5,7 @@ The agent holds the lock state/agent.lock, which the kernel takes from it when i
     pid       who holds it
     after     the newest generation before the workers were started: an end that it says is over
     lives_on  whether the workers outlive their agent
+    mark      by which the run folder is known: as long as workers live, another one in its place is not taken for it
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from lockstep.errors import UsageError
 from lockstep.files import try_lock
 from lockstep.launch import kill_group, open_output
 from lockstep.membership.arbiter import Arbiter, Record
+from lockstep.membership.folder import known_by, make
 from lockstep.membership.seat import Sitter, sitters
-from lockstep.membership.wire import read_token
 
 PATIENCE_S = 5.0  # for the kernel to end a process
 
@@ -35,11 +36,13 @@ class Found:
     newest   the newest generation in the log
     after    the newest one that this agent's workers have nothing to do with
     sitting  slot -> worker of an earlier agent that trains on
+    mark     by which the run folder is known
     """
 
     newest: Record | None
     after: int
     sitting: Mapping[int, Sitter]
+    mark: str = ""
 
 
 @contextmanager
@@ -49,17 +52,17 @@ def claim(folder: Path, state: Path, host: str, *, slots: int, lives_on: bool) -
     UsageError when there is an agent already, when what an earlier one has left does not fit this start, or when the folder cannot be had.
     """
     with hold(state / "agent.lock", folder, host) as lock:
-        make_ready(folder, slots, host)
-        newest = newest_generation(folder)
         before, sitting = read_lock(lock), sitters(state)
+        mark = make_ready(folder, slots, host, str(before.get("mark", "")) if sitting and before.get("lives_on") else "")
+        newest = newest_generation(folder)
         if sitting and not before.get("lives_on"):
             end_all(sitting)  # their agent is dead, and they are about to follow
             sitting = {}
         if sitting:
             refuse_to_mix(sitting, folder, slots, lives_on)
         after = int(before["after"]) if sitting else newest.number if newest else 0
-        write_lock(lock, {"pid": os.getpid(), "after": after, "lives_on": lives_on})
-        yield Found(newest, after, sitting)
+        write_lock(lock, {"pid": os.getpid(), "after": after, "lives_on": lives_on, "mark": mark})
+        yield Found(newest, after, sitting, mark)
         tidy(state)
 
 
@@ -79,7 +82,7 @@ def hold(path: Path, folder: Path, host: str) -> Iterator[BinaryIO]:
         yield lock
 
 
-def read_lock(lock: BinaryIO) -> dict[str, int]:
+def read_lock(lock: BinaryIO) -> dict[str, Any]:
     """What the newest agent has written into its lock; {} when there was none."""
     lock.seek(0)
     with suppress(ValueError, TypeError):
@@ -87,22 +90,31 @@ def read_lock(lock: BinaryIO) -> dict[str, int]:
     return {}
 
 
-def write_lock(lock: BinaryIO, value: Mapping[str, int]) -> None:
+def write_lock(lock: BinaryIO, value: Mapping[str, Any]) -> None:
     """Write into the lock."""
     lock.seek(0)
     lock.truncate()
     lock.write(json.dumps(value).encode())
 
 
-def make_ready(folder: Path, slots: int, host: str) -> None:
-    """The run folder, with its token and logs. UsageError when it cannot be had."""
+def make_ready(folder: Path, slots: int, host: str, mark: str = "") -> str:
+    """Make the run folder, with its parts and logs; what it is known by. UsageError when it cannot be had.
+
+    mark  of the folder of workers that are at work here, for whom nothing is made
+    """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        read_token(folder)
+        found = known_by(folder) if mark else make(folder, host)
+        if found != mark and mark:
+            raise UsageError(
+                f"{folder} is not the folder in which the workers of {host} train: {'another token' if found else 'no token'} is there",
+                "another disk, or none, is in its place",
+                "mount it again, or give another --out",
+            )
         for slot in range(1, slots):
             output, _ = open_output(folder, slot, host)
             if output:
                 output.close()
+        return found
     except OSError as error:
         raise UsageError(
             f"{folder} cannot be written: {error.strerror}",

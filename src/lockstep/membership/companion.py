@@ -73,7 +73,7 @@ class Companion:
             end_with(agent)
 
         try:
-            output, _ = open_output(self.folder, 1, f"{self.host}-{SLOT}")
+            output, _ = open_output(self.folder, 1, f"{self.host}-{SLOT}", make=False)
             assert output is not None
             with output:
                 self.process = subprocess.Popen(

@@ -21,6 +21,8 @@ def newest(run: Path) -> Record:
     """The newest generation of `run`. UsageError when the folder has none."""
     try:
         record = Arbiter(run / "generations").newest()
+    except FileNotFoundError:
+        record = None
     except OSError as error:
         raise UsageError(f"the generations of {run} cannot be read: {error}", str(run / "generations"), "is the disk there?") from None
     if record is None:

@@ -35,6 +35,7 @@ from lockstep.failures import Account
 from lockstep.launch import tell_parent
 from lockstep.membership import hang, waiting
 from lockstep.membership.arbiter import Arbiter, End, Member, Record, new_token
+from lockstep.membership.folder import token_of
 from lockstep.membership.hang import stack_of
 from lockstep.membership.protocol import (
     Connect,
@@ -51,13 +52,16 @@ from lockstep.membership.protocol import (
     Send,
 )
 from lockstep.membership.seat import Seat
+from lockstep.membership.seldom import Seldom
 from lockstep.membership.watch import Watch, doing_at
-from lockstep.membership.wire import Link, Stranger, read_token
+from lockstep.membership.wire import Link, Stranger
 
 log = logging.getLogger("lockstep")
 TICK_S = 0.1
 CONNECT_S = 1.0
 AGAIN_S = 0.01
+DYING_S = 1.0  # for which a member that lets connections fall counts as being taken apart
+SAY_S = 10.0  # from one line about refused connections of one peer, for one reason, to the next
 STUCK_S = 3.0  # after which a collective in a group whose connections are cut is given up: it should have ended within milliseconds
 LEAVE_S = 20.0  # that the main thread may take to get out of a broken group, once it has begun to: it should be milliseconds
 STUCK_FORMING_S = 12.0  # the same while the group forms, which gloo gives up by itself before that (world.FORM_S)
@@ -83,8 +87,8 @@ class Membership:
         self.seat, self.on_cut = seat, on_cut
         self.board = Path(seat.state) / f"{seat.slot}.board"
         self.folder = Path(seat.folder)
-        self.token = read_token(self.folder)
-        self.arbiter = Arbiter(self.folder / "generations")
+        self.token = token_of(seat)
+        self.arbiter = Arbiter(self.folder / "generations", since=seat.known)
         self._listener = socket.create_server((seat.address, 0), backlog=256)
         self._listener.setblocking(False)
         host, port = self._listener.getsockname()[:2]
@@ -102,10 +106,13 @@ class Membership:
         self._gone: Exception | None = None
         self._store: TCPStore | None = None  # of the generation that this worker proposed last
         self._busy_looking = False
+        self._shown = False  # in the waiting room; the disk's thread alone looks at it
         self._signs: dict[str, str] = {}  # of members, as this worker saw them last
         self._cut_s = 0.0  # when the group was first cut; 0.0 while it is whole
         self._leaving_s = 0.0  # when the main thread began to leave the group; 0 while it does not
         self._dying: list[Member] = []  # to whom a connection is tried again at once
+        self._dying_since_s: dict[str, float] = {}  # id -> when that began
+        self._refusals = Seldom(SAY_S)
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_reader, False)
@@ -122,7 +129,6 @@ class Membership:
 
     def ask(self, facts: Mapping[str, str], *, joins: bool) -> None:
         """This worker is warm and wants in. `joins`: to those that are at work, and with nobody else."""
-        self._disk.put(lambda: waiting.show(self.folder, self.me))
         self._call(lambda: self.protocol.ask(time.monotonic(), facts, joins=joins))
 
     def know(self, facts: Mapping[str, str]) -> None:
@@ -394,10 +400,13 @@ class Membership:
         except OSError as error:
             self._fail(link, refused=error.errno == errno.ECONNREFUSED)
         except (Stranger, KeyError, TypeError, ValueError) as error:
-            log.warning("refused a connection from %s: %s", peer_of(link.socket), error)
+            peer, now_s = peer_of(link.socket), time.monotonic()
+            if times := self._refusals.due((peer, str(error)), now_s):
+                log.warning("refused a connection from %s%s: %s", peer, f", {times} times" if times > 1 else "", error)
             self._fail(link, refused=False)
 
     def _met(self, link: Link) -> None:
+        self._dying_since_s.pop(link.expected, None)
         if link.ours and link.id != link.expected:  # its port is another worker's now
             self._fail(link, refused=True)
         elif not link.id.startswith("control/") and len([one for one in self._links.values() if one.id == link.id]) == 1:
@@ -447,17 +456,19 @@ class Membership:
     def _fail(self, link: Link, *, refused: bool, dying: bool = False) -> None:
         """A link is gone, or never came to be.
 
-        dying  the other side took the connection and let it fall before a word: the kernel is taking a killed process apart, which takes
-               the longer the more memory it had. A moment later it refuses
+        dying  the other side took the connection and let it fall before it was known: the kernel is taking a killed process apart, which
+               takes the longer the more memory it had. A moment later it refuses. One that does so for DYING_S does not want this worker
         """
         met = link.id and not (link.ours and link.id != link.expected)
         self._drop(link)
         if met and not link.id.startswith("control/"):
             if not any(one.id == link.id for one in self._links.values()):
                 self._do(self.protocol.link_down(link.id, time.monotonic()))
-        elif dying:
+        elif dying and time.monotonic() - self._dying_since_s.setdefault(link.expected, time.monotonic()) < DYING_S:
             self._dying.append(Member(**link.member))
         elif link.ours:
+            if refused:
+                self._dying_since_s.pop(link.expected, None)
             self._do(self.protocol.connect_failed(link.expected, refused, time.monotonic()))
 
     # -- the disk -----------------------------------------------------------------------------------------------------------
@@ -477,9 +488,13 @@ class Membership:
             return
         self._busy_looking = True
         out, signs = self.protocol.phase == "out", self.protocol.signs
+        shows = out and self.protocol.asked
         members = self.protocol.record.members if self.protocol.record else ()
 
         def look() -> None:
+            if shows and not self._shown:
+                waiting.show(self.folder, self.me)
+                self._shown = True
             if signs:
                 waiting.sign(self.folder, self.me)
             newest = self.arbiter.newest(known)

@@ -44,6 +44,8 @@ class Seat:
     after       the newest generation before this start: an end that it says is over
     agent       pid of the agent with which this worker ends; 0: it outlives its agent
     drain       SIGUSR1 means: this host leaves, and the rest goes on
+    folder_mark by which the run folder is known (folder.py); "": by whatever token is there
+    known       the newest generation when this worker was asked for: a log without it is not the run's
     """
 
     folder: str
@@ -58,6 +60,8 @@ class Seat:
     after: int = 0
     agent: int = 0
     drain: bool = False
+    folder_mark: str = ""
+    known: int = 0
 
     def environ(self) -> dict[str, str]:
         """The variables for the worker."""

@@ -24,8 +24,7 @@ def path_of(run: Path, one: Member, ending: str = "json") -> Path:
 
 
 def show(run: Path, me: Member) -> None:
-    """Show others that this worker is in no generation, and where it listens."""
-    path_of(run, me).parent.mkdir(parents=True, exist_ok=True)
+    """Show others that this worker is in no generation, and where it listens. OSError when the room is not there."""
     write_json(path_of(run, me), vars(me))
 
 

@@ -19,6 +19,7 @@ import select
 import socket
 import struct
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,21 +36,25 @@ class Stranger(Exception):
     """The other side does not speak as a member of this run does; the reason is for the log."""
 
 
-def read_token(run: Path) -> bytes:
-    """The run's token, made by the first who asks. UsageError when others than its owner could read it."""
-    path = run / "token"
-    run.mkdir(parents=True, exist_ok=True)
-    beside = run / f".token.{secrets.token_hex(4)}"
-    if not path.exists():
-        try:
-            descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with open(descriptor, "w", encoding="utf-8") as file:
-                file.write(secrets.token_hex(32))
+def make_token(run: Path) -> None:
+    """Make the run's token, if it has none. OSError when it cannot be written."""
+    path, beside = run / "token", run / f".token.{secrets.token_hex(4)}"
+    if path.exists():
+        return
+    try:
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(secrets.token_hex(32))
+        with suppress(FileExistsError):  # another one was first
             os.link(beside, path)
-        except FileExistsError:
-            pass  # another one was first
-        finally:
+    finally:
+        with suppress(OSError):
             beside.unlink(missing_ok=True)
+
+
+def read_token(run: Path) -> bytes:
+    """The run's token. OSError when it is not there; UsageError when others than its owner could read it."""
+    path = run / "token"
     if path.stat().st_mode & 0o077:
         raise UsageError(f"{path} can be read by others than its owner", "the run's token lets workers join", f"chmod 600 {path}")
     return path.read_text(encoding="utf-8").strip().encode()
