@@ -57,14 +57,18 @@ def saved_and_stopped(one: Training, *hosts: Host) -> None:
 # Below --min.
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "--stop"])
+@pytest.mark.parametrize("how", ["SIGTERM", "--stop", "SIGUSR1, then SIGTERM"])
 def test_a_run_that_waits_for_workers_saves_and_stops(start: Start, how: str) -> None:
     one = start(A, B, words=("--min", "2"))
     one.wait_for_step(3)
     one.kill_host(B)
     one.wait(lambda: one.says("1 workers are there, training waits for 2"), what="the wait for workers")
     began_s, stood = time.monotonic(), one.step
-    one.stop() if how == "--stop" else one.kill_agent(A, signal.SIGTERM)
+    if how == "--stop":
+        one.stop()
+    else:
+        for name in how.split(", then "):
+            one.kill_agent(A, signal.Signals[name])
     saved_and_stopped(one, A)
     assert one.step == stood + 1, "the step that was broken off is done, and no more"
     assert time.monotonic() - began_s < 30
@@ -114,7 +118,9 @@ def test_a_run_that_waits_to_begin_says_so_and_can_be_stopped(start: Start, how:
     one = start(A, B, words=("--min", "2"), start=(A,))
     one.wait(lambda: one.says(r"1 worker is there \(a/0\); training begins with 2"), what="what it waits for")
     shown = lockstep(one, "status", "run")
-    assert shown.returncode == 0 and "waits for its first generation" in shown.stdout and "waiting" in shown.stdout.splitlines()[-1]
+    assert (
+        shown.returncode == 0 and shown.stdout.startswith("run: its workers wait to begin\n") and "waiting" in shown.stdout.splitlines()[-1]
+    )
     (worker,) = json.loads(lockstep(one, "status", "run", "--json").stdout)["waiting"]
     assert (worker["host"], worker["pid"]) == ("a", one.sitting(A)[0].pid)
     if how == "SIGTERM":

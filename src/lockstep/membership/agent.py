@@ -337,7 +337,8 @@ class Agent:
         if not self.stop_asked or self.over or now_s() < self.tell_s:
             return
         members = {member.pid for member in self.newest.members if member.host == self.seat.host} if self.newest else set()
-        if any(worker.asked and worker.pid in members for worker in self.workers):
+        heeded = not any(map(self.is_drain, self.asked))  # a worker heeds the first signal that it is sent
+        if heeded and any(worker.asked and worker.pid in members for worker in self.workers):
             return
         heard = control.tell_to_stop(self.folder, self.others(), self.stop_asked, within_s=TELL_S, each_s=TELL_S)
         if heard and not self.heard_s:

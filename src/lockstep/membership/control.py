@@ -69,6 +69,8 @@ def stop(run: Path) -> str:
     heard = tell_to_stop(run, some, "SIGTERM", within_s=math.inf)
     if heard and record and heard in record.members:
         return f"{names([heard])} passes it on: all save and stop after this step"
+    if heard and record and not record.end:
+        return f"{names([heard])}, which stands by, passes it on: no member of generation {record.number} answers here"
     if heard:
         return f"{names([heard])} passes it on: nobody trains, so all who wait end"
     if record and record.end:
@@ -89,12 +91,11 @@ def status(run: Path) -> dict[str, Any]:
         answers = list(asking.map(lambda member: ask_member(run, member, {"kind": "status"}), [*members, *room]))
     told = [row(rank, member, answer) for rank, (member, answer) in enumerate(zip(members, answers, strict=False))]
     waits = [row(None, one, answer) for one, answer in zip(room, answers[len(members) :], strict=True) if "unreachable" not in answer]
-    facts = {
-        "generation": record.number if record else 0,
-        "began_at_step": record.step if record else 0,
-        "reason": record.reason if record else "waits for its first generation",
-    }
     ended = {"code": record.end.code, "text": record.end.text} if record and record.end and not waits else None
+    if record and (not record.end or ended):
+        facts = {"generation": record.number, "began_at_step": record.step, "reason": record.reason}
+    else:
+        facts = {"generation": 0, "began_at_step": 0, "reason": "its workers wait to begin"}
     return {"run": str(run), **facts, "members": told, "waiting": waits, "evaluators": evaluators(run), "ended": ended}
 
 
@@ -117,7 +118,8 @@ def show(found: dict[str, Any]) -> str:
     """The status as a table."""
     if found["ended"]:
         return f"{found['run']} has ended with exit code {found['ended']['code']}\n{found['ended']['text']}".rstrip()
-    lines = [f"generation {found['generation']}, from step {found['began_at_step']} on: {found['reason']}"]
+    at_work = f"generation {found['generation']}, from step {found['began_at_step']} on" if found["generation"] else found["run"]
+    lines = [f"{at_work}: {found['reason']}"]
     rows: list[tuple[str, ...]] = [("rank", "host", "slot", "pid", "role", "step", "phase")]
     for one in [*found["members"], *found["waiting"], *found["evaluators"]]:
         says = one.get("phase") or one.get("unreachable") or ""
