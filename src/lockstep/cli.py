@@ -196,10 +196,10 @@ def print_help_of_a_run(top: Parser, command: str) -> None:
     its_parser.print_help()
 
 
-def refuse(rest: list[str], command: str) -> None:
+def refuse(rest: list[str], command: str, where: str = "") -> None:
     """UsageError for words that the command does not know."""
     if rest:
-        raise UsageError(f"unknown option {rest[0]!r}", "command line", f"see lockstep {command} --help")
+        raise UsageError(f"unknown option {rest[0]!r} {where}".rstrip(), "command line", f"see lockstep {command} --help")
 
 
 @dataclass(frozen=True)
@@ -299,6 +299,12 @@ def train(args: argparse.Namespace, rest: list[str]) -> int:
     return look_after(asked, socket.gethostname(), HERE, workers, expected=workers, least=unit, most=most, lives_on=False)
 
 
+# What `launch --stop` does not take, and what each is when it was not given.
+ALONE = {"out": None, "workers": None, "hosts": None, "host": None, "ssh": False, "min": 1, "max": None, "resume": "auto"} | {
+    "with_evaluator": False
+}
+
+
 def launch(args: argparse.Namespace, rest: list[str]) -> int:
     """Be the agent of this host, or start the agents of all hosts."""
     from lockstep.membership.hosts import parse_hosts, read_hosts, ssh_command, start_all
@@ -307,8 +313,13 @@ def launch(args: argparse.Namespace, rest: list[str]) -> int:
     if args.stop:
         from lockstep.membership.control import stop
 
+        given = [f"--{name.replace('_', '-')}" for name, default in ALONE.items() if getattr(args, name) != default]
+        refuse([*([args.what] if args.what else []), *given, *rest], "launch", "beside --stop, which takes the run's folder alone")
         print(stop(args.stop))
         return 0
+    if args.ssh and args.host:
+        hint = "leave one out: --ssh starts all hosts, --host says which of them this is"
+        raise UsageError(f"--ssh and --host {args.host}", "command line", hint)
     asked = read_asked(args, rest)
     run = check(asked)
     name, source = (args.host, "--host") if args.host else (socket.gethostname(), "what this machine calls itself")
@@ -322,33 +333,45 @@ def launch(args: argparse.Namespace, rest: list[str]) -> int:
         raise UsageError(f"--workers {args.workers} beside --hosts {args.hosts}", "command line", "leave one out: the file says how many")
     else:
         hosts = read_hosts(args.hosts)
+    most = refuse_bounds(args, run, hosts.workers)
     if (args.ssh or hosts.ssh) and not args.host:
-        bounds = ["--min", str(args.min), *(["--max", str(args.max)] if args.max else [])]
+        bounds = ["--min", str(args.min), *(["--max", str(args.max)] if args.max is not None else [])]
         words = [sys.executable, "-m", "lockstep", "launch", *asked.words(asked.resume)[1:], "--hosts", str(args.hosts), *bounds]
         more = {hosts.host[0].name: ["--with-evaluator"]} if args.with_evaluator else {}
         each = [(host, [*words, *more.get(host.name, []), "--host", host.name]) for host in hosts.host]
         return start_all([ssh_command(host, command, Path.cwd(), {**os.environ, ONE_SCREEN: "1"}) for host, command in each])
     host = hosts.find(name, f"{source}; {args.hosts}")
-    unit, room_for = room(run, args.max or hosts.workers)
-    refuse_layout(run, min(hosts.workers, room_for), str(args.hosts or "--workers"))  # who is more than that stands by
-    most = args.max if args.max is not None else room_for
-    if not 1 <= args.min <= most <= room_for:
-        raise UsageError(
-            f"at least {args.min} and at most {most} workers, where a step has work for {room_for}",
-            "--min, --max; batch.micro_batches",
-            f"give 1 <= --min <= --max <= {room_for}",
-        )
     return look_after(
         asked,
         name,
         host.resolve(),
         host.workers,
         expected=hosts.workers,
-        least=max(args.min, unit),
+        least=max(args.min, room(run, 1)[0]),
         most=most,
         lives_on=True,
         evaluator=args.with_evaluator,
     )
+
+
+def refuse_bounds(args: argparse.Namespace, run: Run | None, workers: int) -> int:
+    """How many of `workers` train at once. UsageError when --min and --max cannot be, or the run could never begin."""
+    _, room_for = room(run, args.max or workers)
+    refuse_layout(run, min(workers, room_for), str(args.hosts or "--workers"))  # who is more than that stands by
+    most: int = args.max if args.max is not None else room_for
+    if not 1 <= args.min <= most <= room_for:
+        raise UsageError(
+            f"at least {args.min} and at most {most} workers, where a step has work for {room_for}",
+            "--min, --max; batch.micro_batches",
+            f"give 1 <= --min <= --max <= {room_for}",
+        )
+    if args.min > workers:
+        raise UsageError(
+            f"training begins with {args.min} workers, and there will be {workers}",
+            f"--min; {args.hosts or '--workers'}",
+            f"give --min {workers} or less, or more workers",
+        )
+    return most
 
 
 def room(run: Run | None, workers: int) -> tuple[int, int]:

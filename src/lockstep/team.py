@@ -105,6 +105,8 @@ class Team:
         self.alike_at = -1  # the newest step after which all were found alike
         if keeper and verify_every:
             keeper.alike = self.alike
+        if world.membership:
+            world.membership.wants = self.wants
         self.suspects = read_json(self._suspects) if world.membership and self._suspects.exists() else None
         if isinstance(world.board, FaultyBoard):
             world.board.flip = partial(flip_bit, [p for p in self.replica.parameters if p.numel()])
@@ -182,13 +184,18 @@ class Team:
         self.verdict = verdict
         self.world.standing = {"at": "step", "step": step + 1, "verdict": asdict(verdict)}
 
+    def wants(self) -> str:
+        """The signal with which this worker wants the run to stop; "" for none, also when only its host is to be taken away."""
+        return "" if self._drains() or not self.signals else self.signals.received
+
+    def _drains(self) -> bool:
+        membership = self.world.membership
+        return bool(membership and membership.seat.drain and self.signals and self.signals.received == "SIGUSR1")
+
     def _vote(self, step: int) -> Vote:
         membership = self.world.membership
-        wants = self.signals.received if self.signals else ""
-        if membership and membership.seat.drain and wants == "SIGUSR1":
-            self.leaving, wants = True, ""
-        if membership and membership.stop_wanted:
-            wants = wants or membership.stop_wanted
+        self.leaving = self.leaving or self._drains()
+        wants = self.wants() or (membership.stop_wanted if membership else "")
         save_failed = bool(self.keeper and self.keeper.must_stop())
         joiners = bool(membership and membership.waiting)
         look = self.verify_every and step % self.verify_every == 0 and self.world.size > self.replica.unit

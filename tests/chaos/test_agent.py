@@ -571,6 +571,14 @@ def test_a_signal_before_a_worker_has_started(start: Callable[..., Started], tmp
     assert code == 128 + signal.SIGTERM and "SIGTERM came before a worker had started" in err
 
 
+def test_workers_that_have_nothing_to_hand_over_end_when_their_host_is_taken_away(start: Callable[..., Started]) -> None:
+    one = start("def work():\n    ready()\n    time.sleep(60)", lives_on=True)
+    one.ready()
+    assert one.stopped(signal.SIGUSR1) == (0, "", "")
+    assert {event["why"] for event in one.events("worker ended")} == {"it left with exit code 0: its host is taken away"}
+    assert len(one.events("worker started")) == 2
+
+
 # One agent, and nothing left.
 
 

@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.cli import main
 from lockstep.errors import ConfigError, UsageError
 from lockstep.failures import Account, End, kind
 from lockstep.membership.agent import Limits, Over, pressure
 from lockstep.membership.claim import tidy
-from lockstep.membership.hosts import Host, Hosts, parse_hosts, read_hosts, ssh_command, start_all
+from lockstep.membership.hosts import Host, Hosts, code_of_all, parse_hosts, read_hosts, ssh_command, start_all
 from lockstep.membership.restart import RULES, Next, Past, Rules, after, only_here, pause
 from lockstep.membership.seat import note_sitter, sitter
 
@@ -279,9 +280,64 @@ def test_a_command_for_ssh_is_one_word_after_the_address() -> None:
     assert line.startswith("cd '/shared/my runs' && ") and "exec env LOCKSTEP_X=1 lockstep launch 'a b' " in line and "Y=2" not in line
 
 
-def test_exit_codes_of_hosts_the_first_that_is_not_0() -> None:
-    codes = [0, 3, 4]
-    assert start_all([[sys.executable, "-c", f"raise SystemExit({code})"] for code in codes]) == 3
+@pytest.mark.parametrize(
+    ("codes", "of_all"),
+    [
+        ((0, 3, 4), 3),
+        ((0, 0), 0),
+        ((255, 75, 75), 75),
+        ((75, 255), 75),
+        ((255, 0), 0),
+        ((255, 255), 255),
+    ],
+)
+def test_exit_codes_of_hosts_the_first_that_is_not_0_and_not_that_of_ssh(codes: tuple[int, ...], of_all: int) -> None:
+    assert code_of_all(codes) == of_all
+    assert start_all([[sys.executable, "-c", f"raise SystemExit({code})"] for code in codes]) == of_all
+
+
+HOSTS = '[[host]]\nname = "ada"\naddress = "127.0.0.1"\nworkers = 2\n\n[[host]]\nname = "bob"\nworkers = 2\n'
+
+
+@pytest.fixture
+def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What `launch` would start: commands for ssh, or how many workers the agent of this machine waits for."""
+    found: list[Any] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lockstep.membership.hosts.start_all", lambda commands: found.extend(commands) or 0)
+    monkeypatch.setattr("lockstep.cli.look_after", lambda *_, **values: found.append(values["least"]) or 0)
+    Path("hosts.toml").write_text(HOSTS)
+    Path("by-ssh.toml").write_text(f"ssh = true\n{HOSTS}")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--stop run --workers 2", "unknown option '--workers' beside --stop"),
+        ("--stop run --with-evaluator", "unknown option '--with-evaluator' beside --stop"),
+        ("--stop run --steps 5", "unknown option '--steps' beside --stop"),
+        ("run.toml --stop run", "unknown option 'run.toml' beside --stop"),
+        ("--hosts hosts.toml --ssh --host ada", "--ssh and --host ada"),
+        ("--hosts hosts.toml --ssh --max 0", "at least 1 and at most 0 workers"),
+        ("--hosts by-ssh.toml --min 5", "training begins with 5 workers, and there will be 4"),
+        ("--workers 2 --min 3", "training begins with 3 workers, and there will be 2"),
+    ],
+)
+def test_a_launch_that_cannot_be_is_refused_in_three_parts(
+    launched: list[Any], capsys: pytest.CaptureFixture[str], words: str, says: str
+) -> None:
+    assert main(["launch", *words.split()]) == 2
+    what, where, hint = capsys.readouterr().err.splitlines()[-3:]
+    assert says in what and where.strip() and hint.strip() and not launched
+
+
+def test_a_host_that_is_started_by_ssh_finds_itself_and_all_bounds(launched: list[Any]) -> None:
+    assert main(["launch", "--hosts", "by-ssh.toml", "--min", "2", "--max", "3"]) == 0
+    assert [command[-1].partition(" --host ")[2].split()[0] for command in launched] == ["ada", "bob"]
+    assert all("--min 2 --max 3 " in command[-1] for command in launched)
+    assert main(["launch", "--hosts", "by-ssh.toml", "--min", "2", "--host", "ada"]) == 0
+    assert launched[2:] == [2]
 
 
 def test_nothing_is_left_of_workers_that_are_gone_and_all_of_those_that_live(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from simulation.surroundings import Folder, State
 
 from lockstep.membership import protocol as real
 from lockstep.membership.arbiter import End, Member, Out, Record
-from lockstep.membership.protocol import Connect, Cut, Effect, Joiner, Leave, Limits, Look, Propose, Protocol, Report, Send, View
+from lockstep.membership.protocol import Connect, Cut, Effect, Joiner, Leave, Limits, Look, Propose, Protocol, Report, Say, Send, View
 
 HISTORIES = int(os.environ.get("LOCKSTEP_HISTORIES", "500"))
 SEED = int(os.environ.get("LOCKSTEP_SEED", "0"))
@@ -407,3 +407,91 @@ def test_a_reason_names_who_is_out_and_who_has_joined() -> None:
     view = View(record(3, 0, 1), {"a/0/x": Report(3, 5)}, {"a/1/x": "it has ended"}, [Joiner(member(2), {}, frozenset({"a/0/x"}))])
     found, reason = NEXT_GENERATION(view, Limits(), "token")
     assert found and found.out == (Out("a/1/x", "it has ended"),) and reason == "a/1: it has ended; a/2 joined"
+
+
+# Stopping.
+
+
+def below_least(stops: str = "") -> tuple[Protocol, list[Effect]]:
+    """The hub of two when the other one has ended and `least` is 2, and what it does as soon as its main thread has left."""
+    one = started(0, 1)
+    one.limits = replace(one.limits, least=2)
+    if stops:
+        one.stop(stops, 0.5)
+    one.link_down("a/1/x", 1.0)
+    one.connect_failed("a/1/x", True, 1.0)
+    return one, one.left(Report(1, 7, why="lost"), 1.0)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_wish_to_stop_lifts_the_least_number_of_workers(before: bool) -> None:
+    one, did = below_least("SIGTERM" if before else "")
+    if not before:
+        assert did == [Say("1 workers are there, training waits for 2")]
+        did = one.stop("SIGTERM", 2.0)
+    (proposal,) = did
+    assert isinstance(proposal, Propose) and proposal.record.members == (member(0),) and proposal.record.step == 7
+    assert proposal.record.end is None and one.stops == "SIGTERM"
+
+
+@pytest.mark.parametrize("stops", ["", "SIGINT"])
+def test_a_run_that_stops_still_takes_a_whole_replica(stops: str) -> None:
+    limits = Limits(least=4, unit=2)
+    view = View(record(1, 0, 1, 2, 3), {f"a/{slot}/x": Report(1, 7) for slot in (0, 1, 2)}, {"a/3/x": "it has ended"}, [])
+    found, _ = NEXT_GENERATION(view, limits.to_stop if stops else limits, "token")
+    assert (found and found.members) == ((member(0), member(1)) if stops else None)
+
+
+def test_the_wish_reaches_the_hub_from_a_member_that_has_left() -> None:
+    other = protocol(1)
+    other.ask(0.0, {})
+    other.looked(record(1, 0, 1, 2), [], 0.0)
+    other.link_up("a/0/x", 0.0)
+    other.heard("a/0/x", {"kind": "over", "number": 1, "why": "lost", "dead": {"a/2/x": "it has ended"}, "doubts": False}, 1.0)
+    other.left(Report(1, 7, why="lost"), 1.0)
+    (told,) = other.stop("SIGTERM", 2.0)
+    assert isinstance(told, Send) and told.id == "a/0/x" and told.message["kind"] == "left" and told.message["stops"] == "SIGTERM"
+    hub = started(0, 1, 2)
+    hub.limits = replace(hub.limits, least=3)
+    hub.dead["a/2/x"] = "it has ended"
+    hub.left(Report(1, 7, why="lost"), 1.0)
+    (proposal,) = [effect for effect in hub.heard("a/1/x", told.message, 2.0) if isinstance(effect, Propose)]
+    assert proposal.record.members == (member(0), member(1)) and proposal.record.step == 7
+
+
+def test_the_wish_of_one_that_stands_by_reaches_the_members() -> None:
+    other = protocol(1)
+    other.ask(0.0, {})
+    other.looked(record(1, 0), [], 0.0)
+    other.link_up("a/0/x", 0.0)
+    (told,) = other.stop("SIGTERM", 1.0)
+    assert isinstance(told, Send) and told.message["kind"] == "join"
+    hub = started(0)
+    hub.link_up("a/1/x", 1.0)
+    hub.heard("a/1/x", told.message, 1.0)
+    assert hub.stops == "SIGTERM" and hub.phase == "in" and not hub.over, "the vote of the next step has it"
+
+
+@pytest.mark.parametrize(("stops", "code"), [("SIGTERM", 75), ("SIGINT", 130)])
+def test_a_run_that_is_stopped_before_it_begins_ends_without_a_generation(stops: str, code: int) -> None:
+    one = protocol()
+    one.ask(0.0, {})
+    one.looked(None, [], 0.1)
+    (proposal,) = one.stop(stops, 1.0)
+    assert isinstance(proposal, Propose) and proposal.record.members == () and proposal.record.number == 1
+    assert proposal.record.end and proposal.record.end.code == code
+    assert one.stop(stops, 1.1) == [], "it is on its way"
+    assert one.proposed(proposal.record, 1.2)[-1] == Leave("the run has ended", end=proposal.record.end)
+
+
+def test_a_start_says_for_how_many_it_waits_and_only_when_that_changes() -> None:
+    one = protocol()
+    one.limits = replace(one.limits, expected=3, least=2)
+    one.ask(0.0, {})
+    one.looked(None, [], 0.0)
+    said = [(tick, effect.text) for tick in range(100) for effect in one.tick(tick * 0.2) if isinstance(effect, Say)]
+    assert [text for _, text in said] == ["1 worker is there (a/0); training begins with 2"] and said[0][0] >= 12
+    one.link_up("a/1/x", 20.0)
+    join = {"kind": "join", "number": 0, "member": vars(member(1)), "facts": {}, "reaches": []}
+    (effect,) = [effect for effect in one.heard("a/1/x", join, 20.0) if isinstance(effect, Say)]
+    assert effect.text == "2 workers are there (a/0, a/1), 3 are expected; training begins without the others after 30 s"

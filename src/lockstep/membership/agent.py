@@ -7,6 +7,9 @@ and the next agent takes them over; under `lockstep train` they end with it, by 
 It sleeps until a worker ends (its pidfd can be read), the zygote says something or a signal comes, and looks ten times a second at the log:
 a worker of this host that the newest generation goes on without is killed, stopped or hanging as it may be, and a record with an end is
 the end of all. What follows from the end of a worker is decided in restart.py.
+
+A signal that stops the run goes to the workers, who bring it into the vote. Those who stand by have no vote, so where no worker of this
+host has one the agent tells somebody who has (control.py), and ends with the run.
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ from pathlib import Path
 from lockstep.errors import LockstepError, UsageError
 from lockstep.failures import Account, End, kind, verdict
 from lockstep.launch import Inbox, kill_group, last_lines, now_s, open_output
-from lockstep.membership import arbiter, waiting
-from lockstep.membership.arbiter import Arbiter, Record, new_token
+from lockstep.membership import arbiter, control, waiting
+from lockstep.membership.arbiter import Arbiter, Member, Record, new_token
 from lockstep.membership.claim import Found, claim, end_all
 from lockstep.membership.companion import Companion
 from lockstep.membership.journal import Journal
@@ -37,6 +40,7 @@ from lockstep.signals import INTERRUPTED, STOPPING
 
 log = logging.getLogger("lockstep")
 TOUCH_S = 3600.0
+TELL_S = 1.0  # from one attempt to tell the run that it is to stop to the next, and how long each takes at most
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,8 @@ class Limits:
     told_s    from the last words of a worker that failed until SIGKILL, when it does not end
     import_s  until the zygote has imported everything
     fork_s    until it has forked, for one worker
+    answer_s  until others must have answered who are told that the run is to stop, when nobody is left here
+    score_s   for the evaluator, to score the last checkpoint of a run that is done
     """
 
     look_s: float = 0.1
@@ -57,6 +63,7 @@ class Limits:
     told_s: float = 10.0
     import_s: float = 120.0
     fork_s: float = 5.0
+    answer_s: float = 5.0
     score_s: float = 600.0
 
 
@@ -67,6 +74,7 @@ class Worker:
     handle  its pidfd: readable when it has ended, and never another process's (pidfd_open(2))
     child   ours to wait for; otherwise taken over from an earlier agent
     sent    signals that were to end it
+    asked   it was sent the signal that stops the run
     doomed  (when it is killed, why)
     """
 
@@ -76,6 +84,7 @@ class Worker:
     child: bool
     began_s: float
     sent: list[int] = field(default_factory=list)
+    asked: bool = False
     doomed: tuple[float, str] | None = None
 
     @property
@@ -197,6 +206,7 @@ class Agent:
         self.newest, self.known = found.newest, found.after  # of what came since `after`, nothing has been heeded yet
         self.asked: list[int] = []
         self.asked_s: float | None = None
+        self.tell_s = self.heard_s = 0.0  # when others are told next that the run is to stop; when one of them last heard it
         self.over: Over | None = None
         self.touched_s = now_s()
         self.slots = {number: Slot(number) for number in range(seat.slots)}
@@ -210,7 +220,9 @@ class Agent:
 
     def watch(self, inbox: Inbox) -> tuple[int, str]:
         """(exit code, what to print) when nobody is left."""
-        while self.workers or self.nursery.expected or any(slot.due_s is not None for slot in self.slots.values()):
+        while (
+            self.workers or self.nursery.expected or any(slot.due_s is not None for slot in self.slots.values()) or self.ends_with_the_run()
+        ):
             self.ask_for_workers()
             for newborn in self.nursery.turn():
                 self.admit(self.slots[newborn.slot], newborn)
@@ -224,6 +236,7 @@ class Agent:
             self.look()  # before anybody is buried: who ended because the run did is not started again
             for worker in ended(self.workers):
                 self.bury(worker)
+            self.tell_the_run()
             self.press()
             if self.companion:
                 self.companion.turn()
@@ -232,9 +245,15 @@ class Agent:
                     {worker.pid for worker in self.workers} | self.nursery.pids() | (self.companion.pids() if self.companion else set())
                 )
         code, text = self.verdict()
-        if self.companion and not code:
-            self.companion.finish(self.limits.score_s)
+        if self.companion and not code and not self.drains:
+            self.let_score(self.companion, inbox)
         return code, text
+
+    def let_score(self, companion: Companion, inbox: Inbox) -> None:
+        """The run is done: let the evaluator score the last checkpoint, until a signal comes."""
+        until_s = now_s() + self.limits.score_s
+        while companion.at_work and now_s() < until_s and not set(STOPPING) & set(inbox.wait(self.limits.look_s, [])):
+            pass
 
     def pause_s(self) -> float:
         """How long to sleep when nothing happens."""
@@ -254,6 +273,8 @@ class Agent:
         if self.over:
             return self.over.code, self.over.text
         ends = [slot.end for slot in self.slots.values() if slot.end]
+        if not ends and self.drains:
+            return 0, ""
         if not ends:
             name = signal.Signals(self.asked[0]).name
             return 128 + self.asked[0], str(LockstepError(f"{name} came before a worker had started", f"{self.seat.host}, {self.folder}"))
@@ -281,8 +302,57 @@ class Agent:
         self.asked_s = self.asked_s or now_s()
         self.start_nobody()
         self.journal.note("signal passed on", f"the agent was sent {signal.Signals(number).name}")
+        standing_by = set() if self.is_drain(number) else {one.pid for one in self.room() if one.host == self.seat.host}
         for worker in self.workers:
-            worker.signal(number)
+            if worker.pid not in standing_by:  # they have nothing to save, and end when the run does
+                worker.asked = True
+                worker.signal(number)
+
+    def is_drain(self, number: int) -> bool:
+        """Whether a signal means that only this host is taken away."""
+        return number == signal.SIGUSR1 and self.seat.drain
+
+    @property
+    def drains(self) -> bool:
+        """Whether this host is taken away, and the run goes on without it."""
+        return any(map(self.is_drain, self.asked)) and not self.stop_asked
+
+    @property
+    def stop_asked(self) -> str:
+        """The signal with which the run is to stop; "" while nobody has asked for it here."""
+        return next((signal.Signals(number).name for number in self.asked if not self.is_drain(number)), "")
+
+    def room(self) -> list[Member]:
+        """Who waits in the run folder."""
+        with suppress(OSError):
+            return list(waiting.members(self.folder))
+        return []
+
+    def others(self) -> list[Member]:
+        """Who may be told that the run is to stop: members and those who wait, of this host only while they live."""
+        pids = {worker.pid for worker in self.workers}
+        return [one for one in control.listeners(self.newest, self.room()) if one.host != self.seat.host or one.pid in pids]
+
+    def tell_the_run(self) -> None:
+        """Tell somebody of the run that it is to stop, when no worker here that knows it has a vote. Takes a second at most, or two."""
+        if not self.stop_asked or self.over or now_s() < self.tell_s:
+            return
+        members = {member.pid for member in self.newest.members if member.host == self.seat.host} if self.newest else set()
+        heeded = not any(map(self.is_drain, self.asked))  # a worker heeds the first signal that it is sent
+        if heeded and any(worker.asked and worker.pid in members for worker in self.workers):
+            return
+        heard = control.tell_to_stop(self.folder, self.others(), self.stop_asked, within_s=TELL_S, each_s=TELL_S)
+        if heard and not self.heard_s:
+            self.journal.note("stop passed on", f"{heard.id.rpartition('/')[0]} was told, as no worker of this host has a vote")
+        self.heard_s = now_s() if heard else self.heard_s
+        self.tell_s = now_s() + TELL_S
+
+    def ends_with_the_run(self) -> bool:
+        """Whether the agent waits, without workers, for the end of a run that it has asked to stop."""
+        if not self.stop_asked or self.over or self.asked_s is None:
+            return False
+        until_s = min(max(self.asked_s, self.heard_s) + self.limits.answer_s, self.asked_s + self.limits.grace_s)
+        return now_s() < until_s and bool(self.others())
 
     def start_nobody(self) -> None:
         """No worker is started from now on."""
@@ -447,6 +517,12 @@ class Agent:
                 kill_group(worker.pid)
             code = -worker.sent[-1] if worker.sent else None
         account = read_account(self.state, worker.slot)
+        if not account and self.drains and code in (None, -signal.SIGUSR1):  # it stood by, or had not begun: it had nothing to hand over
+            account = Account(0, now_s(), finished=True, drained=True)
+            worker.sent.append(signal.SIGUSR1)
+        if not account:
+            with suppress(OSError):
+                waiting.sweep(self.folder, self.seat.host, worker.slot)
         path = self.folder / "logs" / f"{self.seat.host}-{worker.slot}.log"
         shown = tail = ""
         with suppress(OSError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from pathlib import Path
 from lockstep.files import write_json
 from lockstep.launch import now_s, open_output
 from lockstep.membership.journal import Journal
+from lockstep.membership.seat import look
 from lockstep.membership.zygote import end_with
 
 PAUSE_S = 1.0  # before the second one in a row; each pause is twice the one before
@@ -48,11 +50,10 @@ class Companion:
         """Children of this process that are for the companion to wait for."""
         return {self.process.pid} if self.process else set()
 
-    def finish(self, patience_s: float) -> None:
-        """The run is done: let it score the last checkpoint, for at most `patience_s`."""
-        if self.process is not None:
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(patience_s)
+    @property
+    def at_work(self) -> bool:
+        """Whether it runs."""
+        return self.process is not None and self.process.poll() is None
 
     def close(self) -> None:
         """End it."""
@@ -86,13 +87,18 @@ class Companion:
                     preexec_fn=begin,  # noqa: PLW1509  the agent has one thread
                 )
             self.note.parent.mkdir(exist_ok=True)
-            write_json(self.note, {"role": SLOT, "host": self.host, "pid": self.process.pid})
+            write_json(self.note, {"role": SLOT, "host": self.host, **self._identity(self.process.pid)})
         except (OSError, subprocess.SubprocessError) as error:
             self.journal.warn("the evaluator cannot be started", error)
             self._later()
             return
         self.due_s = None
         self.journal.note("evaluator started", "the run has one", pid=self.process.pid)
+
+    @staticmethod
+    def _identity(pid: int) -> dict[str, int | str]:
+        """By what others of its machine can tell whether it still runs."""
+        return {"machine": socket.gethostname(), "pid": pid, "started": look(pid)[1]}
 
     def _ended(self, code: int) -> None:
         pid = self.process.pid if self.process else 0

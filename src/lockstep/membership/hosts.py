@@ -28,6 +28,7 @@ from lockstep.errors import ConfigError, UsageError
 from lockstep.signals import STOPPING
 
 FORM = "write [[host]] tables with name, workers and, where it is not the name, address; and ssh = true to start all from one"
+NOT_REACHED = 255
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]  # it stands in names of files
 Address = Annotated[str, Field(pattern=r"^([A-Za-z0-9:][A-Za-z0-9.:_-]*)?$")]  # it stands in a command of ssh
 
@@ -134,7 +135,7 @@ def ssh_command(host: Host, command: Sequence[str], cwd: Path, environ: Mapping[
 
 
 def start_all(commands: Sequence[Sequence[str]]) -> int:
-    """Run these commands, write the names of signals that come to their standard input, and wait; the first exit code that is not 0.
+    """Run these commands, write the names of signals that come to their standard input, and wait; the exit code of them all.
 
     For the main thread.
     """
@@ -153,4 +154,10 @@ def start_all(commands: Sequence[Sequence[str]]) -> int:
         for number in STOPPING:
             held.callback(signal.signal, number, signal.signal(number, pass_on))
         codes = [one.wait() for one in started]
-    return next((128 - code if code < 0 else code for code in codes if code), 0)
+    return code_of_all([128 - code if code < 0 else code for code in codes])
+
+
+def code_of_all(codes: Sequence[int]) -> int:
+    """The first that is not 0, of those that hosts have said: 255 is ssh's own, for a host that it did not reach or lost (ssh(1))."""
+    said = [code for code in codes if code != NOT_REACHED]
+    return next((code for code in said if code), 0) if said else NOT_REACHED

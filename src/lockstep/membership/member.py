@@ -55,9 +55,11 @@ from lockstep.membership.seat import Seat
 from lockstep.membership.seldom import Seldom
 from lockstep.membership.watch import Watch, doing_at
 from lockstep.membership.wire import Link, Stranger
+from lockstep.signals import EXIT_CODES
 
 log = logging.getLogger("lockstep")
 TICK_S = 0.1
+WISH_S = 1.0  # from one look for a signal to the next, while the main thread waits for a generation
 CONNECT_S = 1.0
 AGAIN_S = 0.01
 DYING_S = 1.0  # for which a member that lets connections fall counts as being taken apart
@@ -95,7 +97,7 @@ class Membership:
         self.me = Member(f"{seat.host}/{seat.slot}/{secrets.token_hex(4)}", seat.host, seat.slot, os.getpid(), f"{host}:{port}")
         self.protocol = Protocol(self.me, limits, tokens=new_token, now_s=time.monotonic(), after=seat.after)
         self.waiting = 0  # joiners; read by the main thread when it votes
-        self.stop_wanted = ""  # the signal that a person's command stands for
+        self.wants: Callable[[], str] = lambda: ""  # the signal with which this worker wants the run to stop; asked by the main thread
         self.main_thread = threading.get_ident()
         self.watch = Watch(hang_limits(limits), seat.host, self._ask_stack)
         self._links: dict[int, Link] = {}
@@ -144,11 +146,23 @@ class Membership:
         """The first generation above `after` that this worker is in. FencedError, RunEnded or UsageError when there will be none."""
         with self._turn:
             while self._gone is None and (self._formed is None or self._formed.number <= after):
-                self._turn.wait(1.0)  # with a limit, so that a signal's handler gets its turn
+                if name := self.wants():
+                    self.stop(name)
+                self._turn.wait(WISH_S)  # with a limit, so that a signal's handler gets its turn
             if self._gone is not None:
                 raise self._gone
             assert self._formed is not None
             return self._formed
+
+    @property
+    def stop_wanted(self) -> str:
+        """The signal with which the run is to stop, as far as this worker was told; "" for none."""
+        return self.protocol.stops
+
+    def stop(self, name: str) -> None:
+        """The run is to save and stop, as on the signal `name`: also while it waits for workers."""
+        if not self.stop_wanted:
+            self._call(lambda: self.protocol.stop(name, time.monotonic()))
 
     def left(self, report: Report) -> None:
         """The main thread has left generation `report.number`."""
@@ -433,7 +447,8 @@ class Membership:
     def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
         """The answer to a person's command."""
         if message["kind"] == "stop":
-            self.stop_wanted = "SIGTERM"
+            name = str(message.get("signal"))
+            self._do(self.protocol.stop(name if EXIT_CODES.get(name) else "SIGTERM", time.monotonic()))
             return {"kind": "stopping", "id": self.me.id}
         known = {"id": self.me.id, "membership": self.protocol.phase, "number": self.protocol.number, "waiting": self.protocol.waiting}
         return {"kind": "status", **known, "doing": doing_at(self.board)}

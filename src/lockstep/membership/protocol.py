@@ -16,6 +16,9 @@ Nothing rests on a message that comes exactly once: at every beat a worker says 
 And nothing but the log rests on what is only believed: who was silent and is heard of again is there again, and two members that each
 take themselves for the hub both propose, of which one wins.
 
+A wish to stop is told with all that. It lifts `least`: those who are there form a generation once more, for a step in whose vote the wish
+stands, and save. Where nobody is at work there is nothing to save: the first of those who wait writes down that the run has ended.
+
 Joiners ask all members, who agree on the moment (the vote of a step), leave between two steps and are joined by them. Where nobody is left
 of a generation, the new workers gather around the first of them and start from a checkpoint.
 """
@@ -28,6 +31,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from lockstep.membership.arbiter import End, Member, Out, Record
+from lockstep.signals import exit_code
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,11 @@ class Limits:
     least: int = 1
     most: int = 1_000_000
     unit: int = 1
+
+    @property
+    def to_stop(self) -> Limits:
+        """For a run that is only to save and stop: the smallest that can train will do, one replica."""
+        return replace(self, least=self.unit)
 
 
 @dataclass(frozen=True)
@@ -218,6 +227,14 @@ def whole_replicas(members: Sequence[Member], stay: Sequence[Member], unit: int)
     return kept, [one for one in stay if one not in kept]
 
 
+def gathering(came: Sequence[Member], limits: Limits) -> str:
+    """For whom a start waits, in words."""
+    there = "1 worker is there" if len(came) == 1 else f"{len(came)} workers are there"
+    if len(came) < limits.least:
+        return f"{there} ({names(came)}); training begins with {limits.least}"
+    return f"{there} ({names(came)}), {limits.expected} are expected; training begins without the others after {limits.gather_s:g} s"
+
+
 def names(members: Sequence[Member]) -> str:
     """ "a/0, b/1"."""
     return ", ".join(f"{one.host}/{one.slot}" for one in members)
@@ -237,6 +254,7 @@ class Protocol:
     joins    it came while others were at work, and begins with nobody else
     over     why the generation has come to its end, while nobody has proposed the next; "" while it lives
     doubts   it ended as nobody moved and nobody was to blame: perhaps some of its members do not reach each other
+    stops    the signal with which the run is to stop, as far as this worker was told; "": it goes on
     reports  what members have said that have left the generation
     joiners  who wants in, as far as this worker was told
     dead     id -> why it is gone for good: it has ended, or was evicted
@@ -257,6 +275,7 @@ class Protocol:
     joins: bool = False
     over: str = ""
     doubts: bool = False
+    stops: str = ""
     reports: dict[str, Report] = field(default_factory=dict)
     joiners: dict[str, Joiner] = field(default_factory=dict)
     dead: dict[str, str] = field(default_factory=dict)
@@ -337,6 +356,11 @@ class Protocol:
         self.doubts = True
         return [*self._end_generation(why), *self._move_on(now_s)]
 
+    def stop(self, name: str, now_s: float) -> list[Effect]:
+        """The run is to save and stop, as on the signal `name`."""
+        self.stops = self.stops or name
+        return self._move_on(now_s)
+
     def close_doors(self) -> list[Effect]:
         """Let nobody join any more: the run is about to end."""
         self.limits = replace(self.limits, most=0)
@@ -372,6 +396,7 @@ class Protocol:
         kind, number = message["kind"], int(message.get("number", self.number))
         if self.phase == "gone" or kind == "beat":
             return []
+        self.stops = self.stops or str(message.get("stops", ""))
         if kind == "record":
             return self._follow(Record.from_json(message["record"]), now_s)
         if kind == "refused":
@@ -550,13 +575,14 @@ class Protocol:
 
     def _word(self, id: str) -> dict[str, Any]:
         """What a peer should know of this worker: that it wants in, that it has left, that all is over, or just that it lives."""
+        stops = {"stops": self.stops} if self.stops else {}
         if self.phase == "out" and self.asked and any(one.id == id for one in self._asked()):
             reaches = sorted(one.id for one in self._seats() if one.id in self.links)
-            return {"kind": "join", "number": self.number, "member": vars(self.me), "facts": dict(self.facts), "reaches": reaches}
+            return {"kind": "join", "number": self.number, "member": vars(self.me), "facts": dict(self.facts), "reaches": reaches, **stops}
         if not self.over or all(one.id != id for one in self.others):
             return {"kind": "beat"}
         dead = {one.id: self.dead[one.id] for one in self.others if one.id in self.dead}
-        told, hub = {"dead": dead, "doubts": self.doubts}, self.hub()
+        told, hub = {"dead": dead, "doubts": self.doubts, **stops}, self.hub()
         if self._ready and ((hub and hub.id == id) or self.reports[self.me.id].leaving):
             lost = [one.id for one in self.others if self._is_silent(one.id)]
             return {"kind": "left", **vars(self.reports[self.me.id]), "lost": lost, **told}
@@ -575,10 +601,10 @@ class Protocol:
         if self.record is None or not self.leads or not self._ready or self._outnumbered or not self._may_propose(now_s):
             return []
         gone = {one.id: why for one in self.others if (why := self._gone(one.id))}
-        record, reason = next_generation(View(self.record, self.reports, gone, list(self.joiners.values())), self.limits, self.tokens())
+        limits = self.limits.to_stop if self.stops else self.limits
+        record, reason = next_generation(View(self.record, self.reports, gone, list(self.joiners.values())), limits, self.tokens())
         if record is None:
-            said, self._waits = self._waits, reason
-            return [Say(reason)] if reason != said and not reason.startswith("waiting") else []
+            return [] if reason.startswith("waiting") else self._say(reason)
         self._proposed = record.number
         return [Propose(record)]
 
@@ -593,12 +619,14 @@ class Protocol:
         if seats or self._first() != self.me:
             self._gathering_s = None
             return []
+        if self.stops:
+            return self._end_before_it_begins() if self._may_propose(now_s) else []
         self._gathering_s = now_s if self._gathering_s is None else self._gathering_s
         late = now_s - self._gathering_s >= self.limits.gather_s
         wanted = self.limits.least if late else max(self.limits.expected, self.limits.least)
         came = [self.me, *sorted((one.member for one in self.joiners.values()), key=lambda one: one.place)]
         if len(came) < wanted or not self._may_propose(now_s):
-            return []
+            return self._say(gathering(came, self.limits)) if now_s - self._gathering_s >= self.limits.silent_s else []
         out = tuple(Out(one.id, self.dead.get(one.id, f"no answer for {self.limits.takeover_s:g} s")) for one in self._members())
         reason = (
             "start" if self.record is None or self.record.end else f"nobody of generation {self.number} is left; from the newest checkpoint"
@@ -606,6 +634,17 @@ class Protocol:
         members = tuple(whole(came, self.limits.most, self.limits.unit))
         self._proposed = self.number + 1 if members else self._proposed
         return [Propose(Record(self.number + 1, self.tokens(), members, "", 0, reason, out))] if members else []
+
+    def _say(self, text: str) -> list[Effect]:
+        """Say for what this worker waits, when that has changed."""
+        said, self._waits = self._waits, text
+        return [Say(text)] if text != said else []
+
+    def _end_before_it_begins(self) -> list[Effect]:
+        """Nobody is at work, so there is nothing to save: write down that the run has ended."""
+        self._proposed, step = self.number + 1, self.record.step if self.record else 0
+        reason = f"stopped by {self.stops} while its workers waited to begin"
+        return [Propose(Record(self._proposed, self.tokens(), (), "", step, reason, end=End(exit_code(self.stops), reason)))]
 
     def _take_joiner(self, joiner: Joiner, now_s: float) -> list[Effect]:
         """Somebody wants in."""
