@@ -38,7 +38,7 @@ try:
     sys.exit(run_agent(
         Work(("first",), ("again",), entry="work:main", warm=tuple(told["warm"]), script=told["script"]), Path("run"),
         host="here", address="127.0.0.1", slots=told["slots"], expected=told["slots"], least=1, most=8, lives_on=told["lives_on"],
-        environ=os.environ, limits=Limits(**told["limits"]), rules=Rules(**told["rules"]),
+        environ=os.environ, command=told["command"], limits=Limits(**told["limits"]), rules=Rules(**told["rules"]),
     ))
 except LockstepError as error:
     print(error, file=sys.stderr)
@@ -92,7 +92,7 @@ class Started:
         self.folder, self.run = folder, folder / "run"
         (folder / "tmp").mkdir(exist_ok=True)
         (folder / "work.py").write_text(HEAD + textwrap.dedent(body))
-        values = {"slots": 2, "lives_on": False, "limits": {}, "rules": {}, "warm": ["work"], "script": ""} | told
+        values = {"slots": 2, "lives_on": False, "limits": {}, "rules": {}, "warm": ["work"], "script": "", "command": {}} | told
         environ = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
         temporary = str(folder / "tmp")
         environ |= {"PYTHONPATH": f"{SRC}:{folder}", "TMPDIR": temporary, "LOCKSTEP_TMP": temporary, "OMP_NUM_THREADS": "1"}
@@ -583,17 +583,23 @@ def test_a_second_agent_is_refused_and_told_who_is_there(start: Callable[..., St
 
 
 def test_workers_of_launch_are_not_mixed_with_other_starts(start: Callable[..., Started]) -> None:
-    one = start(lives_on=True)
-    one.ready()
+    one = start(lives_on=True, command={"--steps": "80"})
+    pids = one.ready()
     one.process.kill()
     one.process.wait()
     code, _, err = start().ended()
     assert code == 2 and three_parts(err, "workers of `lockstep launch` train in run")
     code, _, err = start(lives_on=True, slots=1).ended()
     assert code == 2 and three_parts(err, "2 workers train in run on this host, and 1 are asked for")
-    two = start(lives_on=True)
+    code, _, err = start(lives_on=True, command={"--steps": "40"}).ended()
+    assert code == 2 and three_parts(err, "another command train in run: --steps is 80 for them and 40 here")
+    code, _, err = start(lives_on=True, slots=3, command={"--steps": "80"}).ended()
+    assert code == 2 and three_parts(err, "another command train in run: --workers is 2 for them and 3 here")
+    assert all(map(alive, pids))
+    two = start(lives_on=True, command={"--steps": "80"})
     wait_for(lambda: len(two.events("worker taken over")) == 2)
     assert two.stopped()[0] == 75
+    assert {path.name for path in state_folder(one.run, "here").iterdir()} == {"agent.lock"}
 
 
 def test_what_an_earlier_agent_left_in_the_state_folder_is_ignored(start: Callable[..., Started], tmp_path: Path) -> None:

@@ -129,6 +129,8 @@ def run_agent(
     most: int,
     lives_on: bool,
     environ: Mapping[str, str],
+    flags: Mapping[str, str] | None = None,
+    command: Mapping[str, str] | None = None,
     evaluator: bool = False,
     limits: Limits = Limits(),
     rules: Rules = RULES,
@@ -139,6 +141,8 @@ def run_agent(
     slots     workers of this host; expected, least, most, host, address: see Seat
     lives_on  the workers outlive the agent, and SIGUSR1 means that this host is taken away; otherwise they end with it
     environ   of the workers, to which ours is added
+    flags     see Seat
+    command   what the workers are started with, by name: those that live on are taken over by the same alone
     evaluator keep one beside the workers
     Errors: UsageError before anything was started. For the main thread.
     """
@@ -147,7 +151,8 @@ def run_agent(
             f"no agent for {sys.platform}", "it needs pidfd_open(2) and prctl(2)", "start the workers with torchrun -m lockstep train"
         )
     state = state_folder(folder, host)
-    with Inbox() as inbox, claim(folder, state, host, slots=slots, lives_on=lives_on) as found:
+    command = {**(command or {}), "--workers": str(slots), "--min": str(least), "--max": str(most)}
+    with Inbox() as inbox, claim(folder, state, host, command, slots=slots, lives_on=lives_on) as found:
         adopt_orphans()
         seat = Seat(
             folder=str(folder.resolve()),
@@ -162,6 +167,7 @@ def run_agent(
             after=found.after,
             agent=0 if lives_on else os.getpid(),
             drain=lives_on,
+            flags=dict(flags or {}),
         )
         journal = Journal(folder, host)
         nursery = Nursery(work, environ, journal, import_s=limits.import_s, fork_s=limits.fork_s)

@@ -12,6 +12,7 @@ In that folder, for slot 3:
     3.end      its last words (failures.Account), written by itself
     3.board    what it is doing now (board.py)
     agent.lock held by the one agent of this host and run
+    agent.command  what the workers were started with, as long as there are some (claim.py)
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from lockstep.errors import UsageError
@@ -44,6 +45,7 @@ class Seat:
     after       the newest generation before this start: an end that it says is over
     agent       pid of the agent with which this worker ends; 0: it outlives its agent
     drain       SIGUSR1 means: this host leaves, and the rest goes on
+    flags       of a user's own loop, as they were given: equal on all who train together
     """
 
     folder: str
@@ -58,6 +60,7 @@ class Seat:
     after: int = 0
     agent: int = 0
     drain: bool = False
+    flags: dict[str, str] = field(default_factory=dict)
 
     def environ(self) -> dict[str, str]:
         """The variables for the worker."""
