@@ -381,6 +381,44 @@ def test_an_error_of_its_own_at_the_same_step_three_times_ends_the_run_with_its_
     assert (one.run / "logs/here-1.log").read_text().count("Traceback") == 3
 
 
+ENDS_ITSELF = """
+from lockstep.membership.board import Board
+def work():
+    if not slot:
+        return polite()
+    print("about to go", flush=True)
+    board = Board(Path(os.environ["LOCKSTEP_STATE"]) / f"{slot}.board")
+    PLACE
+    os.kill(os.getpid(), signal.SIGNAL)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "count", "where"),
+    [
+        pytest.param("SIGSEGV", 'board.enter("forward", 12)', 3, "to end at step 11 by SIGSEGV", id="a crash"),
+        pytest.param("SIGABRT", "", 3, "to end before its first step by SIGABRT", id="a crash before the first step"),
+        pytest.param("SIGKILL", 'board.enter("backward", 12)', 6, "SIGKILL has ended in the backward phase of step 12", id="no memory"),
+    ],
+)
+def test_a_signal_that_ends_it_at_the_same_step_again_and_again_ends_the_run(
+    start: Callable[..., Started], name: str, place: str, count: int, where: str
+) -> None:
+    one = start(ENDS_ITSELF.replace("PLACE", place).replace("SIGNAL", name), rules={"pause_s": 0.01})
+    code, _, err = one.ended()
+    assert code == 128 + signal.Signals[name] and len(one.events("worker started")) == 1 + count
+    first, last = err.rindex(f"was ended by {name}\n"), err.rindex(where)
+    assert "  | about to go\n" in err[first:last] and three_parts(err, where)
+
+
+def test_kills_before_the_first_step_never_end_the_run(start: Callable[..., Started]) -> None:
+    one = start(
+        ENDS_ITSELF.replace("PLACE", 'board.enter("joining")').replace("SIGNAL", "SIGKILL"), rules={"pause_s": 0.01, "longest_s": 0.02}
+    )
+    wait_for(lambda: len(one.events("worker ended")) >= 20)
+    assert one.stopped()[0] == 75
+
+
 def test_errors_at_higher_and_higher_steps_are_forgiven(start: Callable[..., Started]) -> None:
     body = """
     def work():

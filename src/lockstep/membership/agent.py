@@ -24,8 +24,9 @@ from pathlib import Path
 from lockstep.errors import LockstepError, UsageError
 from lockstep.failures import Account, End, kind, verdict
 from lockstep.launch import Inbox, kill_group, last_lines, now_s, open_output
-from lockstep.membership import arbiter, waiting
+from lockstep.membership import arbiter, board, waiting
 from lockstep.membership.arbiter import Arbiter, Record, new_token
+from lockstep.membership.board import Doing
 from lockstep.membership.claim import Found, claim, end_all
 from lockstep.membership.companion import Companion
 from lockstep.membership.journal import Journal
@@ -37,6 +38,7 @@ from lockstep.signals import INTERRUPTED, STOPPING
 
 log = logging.getLogger("lockstep")
 TOUCH_S = 3600.0
+IN_A_STEP = ("data", "forward", "backward", "reducing", "voting", "updating", "saving")
 
 
 @dataclass(frozen=True)
@@ -426,11 +428,13 @@ class Agent:
         end = slot.end = self.end_of(worker)
         with suppress(OSError):
             waiting.sweep(self.folder, self.seat.host, worker.slot)
+        doing = self.last_seen(worker)
         follows, slot.past = after(
             end,
             slot.past,
             lived_s=end.at_s - worker.began_s,
-            step=self.newest.step if self.newest else -1,
+            step=doing.step - 1 if doing and end.signal else self.newest.step if self.newest else -1,
+            place=place_of(doing),
             stopping=bool(self.asked or self.over),
             rules=self.rules,
         )
@@ -440,6 +444,13 @@ class Agent:
             slot.due_s = now_s() + follows.wait_s
         elif follows.what == "end":
             self.finish(follows.code, follows.text, f"{end} on {self.seat.host}: {follows.why}")
+
+    def last_seen(self, worker: Worker) -> Doing | None:
+        """What its board says that it was doing; None when it had none of its own yet."""
+        with suppress(OSError):
+            doing = board.look(self.state / f"{worker.slot}.board")
+            return doing if doing.pid == worker.pid else None
+        return None
 
     def end_of(self, worker: Worker) -> End:
         """How a worker ended. Nothing of it is left."""
@@ -491,6 +502,11 @@ def pressure(
     if doomed and now_s >= doomed[0]:
         due = signal.SIGKILL, doomed[1]
     return (0, "") if due[0] in sent else due
+
+
+def place_of(doing: Doing | None) -> str:
+    """Where in which step a worker was; "" when in none."""
+    return f"{doing.phase} phase of step {doing.step}" if doing and doing.step > 0 and doing.phase in IN_A_STEP else ""
 
 
 def read_account(state: Path, slot: int) -> Account | None:
