@@ -315,7 +315,7 @@ def test_exit_codes_of_hosts_the_first_that_is_not_0() -> None:
 
 
 def test_nothing_is_left_of_workers_that_are_gone_and_all_of_those_that_live(tmp_path: Path) -> None:
-    kept, left = ["agent.lock"], ["0.end", "0.board", "1.json", ".0.end.6967c83e", ".1.board.4711"]
+    kept, left = ["agent.lock"], ["agent.command", "0.end", "0.board", "1.json", ".0.end.6967c83e", ".1.board.4711"]
     for name in [*kept, *left]:
         (tmp_path / name).write_text('{"pid": 1, "started": -1}')
     note_sitter(tmp_path, 2, sitter(os.getpid()))

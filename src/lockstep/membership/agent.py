@@ -31,7 +31,7 @@ from lockstep.membership.claim import Found, claim, end_all
 from lockstep.membership.companion import Companion
 from lockstep.membership.journal import Journal
 from lockstep.membership.nursery import RETRY_S, Newborn, Nursery
-from lockstep.membership.restart import RULES, Past, Rules, after, only_here
+from lockstep.membership.restart import RULES, Past, Rules, after, crashed, only_here
 from lockstep.membership.seat import Seat, Sitter, last_words, note_sitter, sitter, state_folder
 from lockstep.membership.zygote import Work, adopt_orphans
 from lockstep.signals import INTERRUPTED, STOPPING
@@ -433,7 +433,8 @@ class Agent:
             end,
             slot.past,
             lived_s=end.at_s - worker.began_s,
-            step=doing.step - 1 if doing and end.signal else self.newest.step if self.newest else -1,
+            # Who was killed is given the others' progress; a crash is its own, and so is the step.
+            step=doing.step - 1 if doing and crashed(end) else self.newest.step if self.newest else -1,
             place=place_of(doing),
             stopping=bool(self.asked or self.over),
             rules=self.rules,

@@ -79,7 +79,7 @@ def after(end: End, past: Past, *, lived_s: float, step: int, stopping: bool, ru
     """(what follows from `end`, what its slot remembers then).
 
     lived_s   from the worker's start to its end
-    step      committed steps as others know them, for a worker that could not say how far it was
+    step      at which the newest generation began, or that its board shows: for a worker that could not say how far it was
     place     where in which step it was; "": in none, or nobody knows
     stopping  the run, or this host, is on its way out
     """
