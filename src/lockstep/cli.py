@@ -296,7 +296,7 @@ def train(args: argparse.Namespace, rest: list[str]) -> int:
     workers, reason = count_workers(args.workers, run)
     refuse_layout(run, workers, reason)
     unit, most = room(run, workers)
-    return look_after(asked, socket.gethostname(), HERE, workers, expected=workers, least=unit, most=most, lives_on=False)
+    return look_after(asked, run, socket.gethostname(), HERE, workers, expected=workers, least=unit, most=most, lives_on=False)
 
 
 # What `launch --stop` does not take, and what each is when it was not given.
@@ -343,6 +343,7 @@ def launch(args: argparse.Namespace, rest: list[str]) -> int:
     host = hosts.find(name, f"{source}; {args.hosts}")
     return look_after(
         asked,
+        run,
         name,
         host.resolve(),
         host.workers,
@@ -415,12 +416,26 @@ def count_workers(given: int | None, run: Run | None) -> tuple[int, str]:
 
 
 def look_after(
-    asked: Asked, host: str, address: str, workers: int, *, expected: int, least: int, most: int, lives_on: bool, evaluator: bool = False
+    asked: Asked,
+    run: Run | None,
+    host: str,
+    address: str,
+    workers: int,
+    *,
+    expected: int,
+    least: int,
+    most: int,
+    lives_on: bool,
+    evaluator: bool = False,
 ) -> int:
     """Be the agent of this machine's workers; the exit code of the run."""
+    from lockstep.config import shared_values
     from lockstep.membership.agent import run_agent
     from lockstep.membership.zygote import Work
 
+    # What is chosen once, at the start, is no part of what was asked for.
+    values = {key: text for key, text in shared_values(run).items() if key != "compute.precision"} if run else asked.flags
+    command = {"script": asked.script} | {f"--{key}": text for key, text in values.items()}
     # A worker that comes after another one goes on from where the run is by then, whatever the first was told.
     work = Work(asked.words(asked.resume), asked.words("auto"), script=asked.script)
     return run_agent(
@@ -433,6 +448,8 @@ def look_after(
         least=least,
         most=most,
         lives_on=lives_on,
+        flags=asked.flags if asked.script else {},
+        command=command,
         environ=os.environ,
         evaluator=evaluator,
     )

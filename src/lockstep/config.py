@@ -3,7 +3,7 @@
 A value is taken from the first of: a flag (`--optim.learning_rate 1e-3`), the environment (`LOCKSTEP_OPTIM_LEARNING_RATE`), the TOML
 file, the run as it began (when it goes on), the default. Unknown keys and wrong types are all reported at once, with the nearest names.
 Fields marked BITS decide the trained bits: a run that goes on must have them as it began. The others (how long, how often to save, what
-to show) may change at each start.
+to show) may change at each start. Whoever trains together at one time has all of them alike, but for those marked EACH_HOST.
 """
 
 from __future__ import annotations
@@ -26,11 +26,15 @@ Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Seconds = Annotated[float, BeforeValidator(parse_seconds)]
 Words = Annotated[tuple[str, ...], BeforeValidator(lambda x: x.split(",") if isinstance(x, str) else x)]
 BITS = True
+EACH_HOST = True
 
 
-def value(default: Any, doc: str, *, bits: bool = False, least: float | None = None, below: float | None = None) -> Any:
-    """A field with its default, one sentence on what it does, whether it decides the trained bits, and its range."""
-    return field(default=default, metadata={"doc": doc, "bits": bits, "least": least, "below": below})
+def value(
+    default: Any, doc: str, *, bits: bool = False, each_host: bool = False, least: float | None = None, below: float | None = None
+) -> Any:
+    """A field with its default, one sentence on what it does, whether it decides the trained bits, whether each host may have its own,
+    and its range."""
+    return field(default=default, metadata={"doc": doc, "bits": bits, "each_host": each_host, "least": least, "below": below})
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,7 @@ class Parallel:
         "ordered", "ordered: the same bits on any number of replicas; fast: the backend's all-reduce", bits=BITS
     )
     bucket_bytes: Bytes = value(25_000_000, "gradients that travel together, overlapped with the backward pass", least=1)
-    timeout_s: Seconds = value(600.0, "after which a silent peer counts as lost", least=1)
+    timeout_s: Seconds = value(600.0, "after which a silent peer counts as lost", each_host=EACH_HOST, least=1)
 
 
 @dataclass(frozen=True)
@@ -150,10 +154,12 @@ class Shard:
 
 @dataclass(frozen=True)
 class Heal:
-    silent_s: Seconds = value(2.5, "after which a worker or host that says nothing counts as gone", least=0.5)
-    gather_s: Seconds = value(30.0, "that a start waits for all workers, when there are enough without them", least=0)
-    hang_s: Seconds = value(10.0, "without a step forward, and nobody only slow, until the verdict on a hang", least=1)
-    evaluate_s: Seconds = value(1800.0, "that a worker may evaluate while the others wait for it, until the same verdict", least=1)
+    silent_s: Seconds = value(2.5, "after which a worker or host that says nothing counts as gone", each_host=EACH_HOST, least=0.5)
+    gather_s: Seconds = value(30.0, "that a start waits for all workers, when there are enough without them", each_host=EACH_HOST, least=0)
+    hang_s: Seconds = value(10.0, "without a step forward, and nobody only slow, until the verdict on a hang", each_host=EACH_HOST, least=1)
+    evaluate_s: Seconds = value(
+        1800.0, "that a worker may evaluate while the others wait for it, until the same verdict", each_host=EACH_HOST, least=1
+    )
     on_hang: Literal["evict", "end", "tell"] = value("evict", "evict: end the culprit, the rest goes on; end: the run; tell: only say so")
     verify_every: int = value(1, "steps from one comparison of all replicas' weights to the next; 0: never", least=0)
 
@@ -191,11 +197,15 @@ class Save:
 
 @dataclass(frozen=True)
 class Track:
-    log_every: int = value(20, "steps from one line on the screen to the next", least=1)
-    tensorboard: bool = value(False, "write RUN/tensorboard")
-    wandb: Literal["off", "offline", "online"] = value("off", "Weights & Biases")
-    project: str = value("lockstep", "its project there")
-    mfu: bool = value(False, "tell the share of the peak that is used; where it is not known, as on a CPU, it is measured at the start")
+    log_every: int = value(20, "steps from one line on the screen to the next", each_host=EACH_HOST, least=1)
+    tensorboard: bool = value(False, "write RUN/tensorboard", each_host=EACH_HOST)
+    wandb: Literal["off", "offline", "online"] = value("off", "Weights & Biases", each_host=EACH_HOST)
+    project: str = value("lockstep", "its project there", each_host=EACH_HOST)
+    mfu: bool = value(
+        False,
+        "tell the share of the peak that is used; where it is not known, as on a CPU, it is measured at the start",
+        each_host=EACH_HOST,
+    )
 
 
 @dataclass(frozen=True)
@@ -238,6 +248,7 @@ class Field:
     default: Any
     doc: str
     bits: bool
+    each_host: bool
     least: float | None
     below: float | None
 
@@ -258,7 +269,7 @@ def leaves(cls: type = Run, prefix: str = "") -> dict[str, Field]:
         if is_dataclass(hints[one.name]):
             found |= leaves(hints[one.name], f"{prefix}{one.name}.")
         else:
-            rules = {name: one.metadata[name] for name in ("doc", "bits", "least", "below")}
+            rules = {name: one.metadata[name] for name in ("doc", "bits", "each_host", "least", "below")}
             found[prefix + one.name] = Field(prefix + one.name, hints[one.name], one.default, **rules)
     return found
 
@@ -455,6 +466,13 @@ def check_together(run: Run, origin: Mapping[str, str]) -> None:
         raise wrong(
             "data.kind is huggingface, and data.dataset is empty", ["data.kind", "data.dataset"], "try data.dataset=Helsinki-NLP/opus_books"
         )
+
+
+def shared_values(run: Run) -> dict[str, str]:
+    """Every value that all who train together must have alike, as text."""
+    values = flatten(json.loads(json.dumps(asdict(run))))
+    each_host = {key for key, one in leaves().items() if one.each_host}
+    return {key: item if isinstance(item, str) else json.dumps(item) for key, item in values.items() if key not in each_host}
 
 
 def with_precision(resolved: Resolved, precision: Literal["auto", "bf16", "fp32"], origin: str) -> Resolved:

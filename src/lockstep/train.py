@@ -23,7 +23,7 @@ import torch
 from lockstep import config, events
 from lockstep.agree import Verdict, lead, same
 from lockstep.checkpoint.keeper import Keeper
-from lockstep.config import Resolved, Run, to_json, with_precision
+from lockstep.config import Resolved, Run, shared_values, to_json, with_precision
 from lockstep.errors import DivergedError, UsageError
 from lockstep.files import read_json, try_lock, write_json
 from lockstep.layout import Layout, choose
@@ -71,7 +71,8 @@ def train_task(task: Task, resolved: Resolved, folder: Path, world: World, *, re
     """Collective. The loop, and what it needs."""
     run = resolved.run
     numerics = settle_numerics(world)
-    held = hold_model(run, task, world, numerics | dict(task.fingerprints))
+    equal = dict(task.fingerprints) | {f"run {key}": text for key, text in shared_values(run).items()}
+    held = hold_model(run, task, world, equal)
     optimizer = adamw(held, run.optim, run.memory)
     keeper = Keeper(
         folder / "checkpoints",
@@ -85,7 +86,7 @@ def train_task(task: Task, resolved: Resolved, folder: Path, world: World, *, re
     )
     if world.joining and held.layout.unit == 1:
         warm_up(held.module, task, run, world)
-    first = keeper.resume(resume, numerics | dict(task.fingerprints))
+    first = keeper.resume(resume, equal)
     warn_of_other_bits(keeper.facts, numerics, run.layout)
     go_on_counting(world, keeper.facts, first, folder)
     facts = {"run": to_json(resolved), "fingerprints": dict(task.fingerprints), "numerics": numerics}

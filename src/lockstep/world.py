@@ -38,9 +38,10 @@ from lockstep.membership.arbiter import Arbiter, End, Record
 from lockstep.membership.board import Board
 from lockstep.membership.fault import DRILL, FaultyBoard
 from lockstep.membership.goodput import Ledger
-from lockstep.membership.member import Membership, RunEnded
+from lockstep.membership.member import Membership, OthersBegan, RunEnded
 from lockstep.membership.protocol import Limits, Report
 from lockstep.membership.seat import ONE_SCREEN, Seat, find_seat
+from lockstep.numerics import fingerprint
 from lockstep.place import Place, choose_device, find_place
 from lockstep.signals import Stopped
 
@@ -154,8 +155,9 @@ class World:
     def sit(cls, seat: Seat, timeout_s: float, limits: Limits) -> World:
         """Collective. The world of a worker that an agent started.
 
-        With all other workers in a first generation; or `joining`, when a generation is at work: `enter` comes later, when the state
-        of the others can be taken, so that they need not wait until this worker has built its model.
+        With all other workers in a first generation; or `joining`, when a generation is at work, or when the first one begins without this
+        worker, which stands by: `enter` comes later, when the state of the others can be taken, so that they need not wait until this
+        worker has built its model.
         """
         device, why = take_device(Place(seat.slot, seat.slots, seat.slot, seat.slots, "", 0, "lockstep"))
         os.environ["GLOO_SOCKET_IFNAME"] = interface_of(seat.address)
@@ -170,17 +172,36 @@ class World:
         try:
             world.joining = others_at_work(Path(seat.folder), seat)
             if not world.joining:
-                world.enter({})
+                world.begin()
         except BaseException:
             world.membership.close()
             raise
         return world
 
-    def enter(self, facts: Mapping[str, str]) -> None:
-        """Collective. Take part in the next generation. `facts` must be equal on all its members."""
+    def begin(self) -> None:
+        """Collective. Take part in the first generation, in which nobody has built anything yet. Where it is at work without this worker,
+        that is `joining` from then on."""
         assert self.membership is not None
-        self.membership.ask(facts, joins=self.joining)
+        self.membership.ask({}, joins=False)
+        try:
+            self.form_next()
+        except OthersBegan:
+            self.joining = True
+
+    def enter(self, facts: Mapping[str, str]) -> None:
+        """Collective. Join those that are at work. `facts`, and what decides the bits of this process, must be equal on all."""
+        assert self.membership is not None
+        self.membership.ask(self._facts(facts), joins=True)
         self.form_next()
+
+    def know(self, facts: Mapping[str, str]) -> None:
+        """What must be equal on all who train together; whoever wants to join and differs is refused."""
+        if self.membership:
+            self.membership.know(self._facts(facts))
+
+    def _facts(self, facts: Mapping[str, str]) -> dict[str, str]:
+        flags = self.membership.seat.flags if self.membership else {}
+        return {**fingerprint(self.device), **{f"--{name}": text for name, text in flags.items()}, **facts}
 
     def form_next(self) -> None:
         """Collective. Form the next generation that this worker is in, and hear where each of its members stands.

@@ -38,7 +38,7 @@ try:
     sys.exit(run_agent(
         Work(("first",), ("again",), entry="work:main", warm=tuple(told["warm"]), script=told["script"]), Path("run"),
         host="here", address="127.0.0.1", slots=told["slots"], expected=told["slots"], least=1, most=8, lives_on=told["lives_on"],
-        environ=os.environ, limits=Limits(**told["limits"]), rules=Rules(**told["rules"]),
+        environ=os.environ, command=told["command"], limits=Limits(**told["limits"]), rules=Rules(**told["rules"]),
     ))
 except LockstepError as error:
     print(error, file=sys.stderr)
@@ -92,7 +92,7 @@ class Started:
         self.folder, self.run = folder, folder / "run"
         (folder / "tmp").mkdir(exist_ok=True)
         (folder / "work.py").write_text(HEAD + textwrap.dedent(body))
-        values = {"slots": 2, "lives_on": False, "limits": {}, "rules": {}, "warm": ["work"], "script": ""} | told
+        values = {"slots": 2, "lives_on": False, "limits": {}, "rules": {}, "warm": ["work"], "script": "", "command": {}} | told
         environ = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
         temporary = str(folder / "tmp")
         environ |= {"PYTHONPATH": f"{SRC}:{folder}", "TMPDIR": temporary, "LOCKSTEP_TMP": temporary, "OMP_NUM_THREADS": "1"}
@@ -381,6 +381,44 @@ def test_an_error_of_its_own_at_the_same_step_three_times_ends_the_run_with_its_
     assert (one.run / "logs/here-1.log").read_text().count("Traceback") == 3
 
 
+ENDS_ITSELF = """
+from lockstep.membership.board import Board
+def work():
+    if not slot:
+        return polite()
+    print("about to go", flush=True)
+    board = Board(Path(os.environ["LOCKSTEP_STATE"]) / f"{slot}.board")
+    PLACE
+    os.kill(os.getpid(), signal.SIGNAL)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "count", "where"),
+    [
+        pytest.param("SIGSEGV", 'board.enter("forward", 12)', 3, "to end at step 11 by SIGSEGV", id="a crash"),
+        pytest.param("SIGABRT", "", 3, "to end before its first step by SIGABRT", id="a crash before the first step"),
+        pytest.param("SIGKILL", 'board.enter("backward", 12)', 6, "SIGKILL has ended in the backward phase of step 12", id="no memory"),
+    ],
+)
+def test_a_signal_that_ends_it_at_the_same_step_again_and_again_ends_the_run(
+    start: Callable[..., Started], name: str, place: str, count: int, where: str
+) -> None:
+    one = start(ENDS_ITSELF.replace("PLACE", place).replace("SIGNAL", name), rules={"pause_s": 0.01})
+    code, _, err = one.ended()
+    assert code == 128 + signal.Signals[name] and len(one.events("worker started")) == 1 + count
+    first, last = err.rindex(f"was ended by {name}\n"), err.rindex(where)
+    assert "  | about to go\n" in err[first:last] and three_parts(err, where)
+
+
+def test_kills_before_the_first_step_never_end_the_run(start: Callable[..., Started]) -> None:
+    one = start(
+        ENDS_ITSELF.replace("PLACE", 'board.enter("joining")').replace("SIGNAL", "SIGKILL"), rules={"pause_s": 0.01, "longest_s": 0.02}
+    )
+    wait_for(lambda: len(one.events("worker ended")) >= 20)
+    assert one.stopped()[0] == 75
+
+
 def test_errors_at_higher_and_higher_steps_are_forgiven(start: Callable[..., Started]) -> None:
     body = """
     def work():
@@ -591,17 +629,23 @@ def test_a_second_agent_is_refused_and_told_who_is_there(start: Callable[..., St
 
 
 def test_workers_of_launch_are_not_mixed_with_other_starts(start: Callable[..., Started]) -> None:
-    one = start(lives_on=True)
-    one.ready()
+    one = start(lives_on=True, command={"--steps": "80"})
+    pids = one.ready()
     one.process.kill()
     one.process.wait()
     code, _, err = start().ended()
     assert code == 2 and three_parts(err, "workers of `lockstep launch` train in run")
     code, _, err = start(lives_on=True, slots=1).ended()
     assert code == 2 and three_parts(err, "2 workers train in run on this host, and 1 are asked for")
-    two = start(lives_on=True)
+    code, _, err = start(lives_on=True, command={"--steps": "40"}).ended()
+    assert code == 2 and three_parts(err, "another command train in run: --steps is 80 for them and 40 here")
+    code, _, err = start(lives_on=True, slots=3, command={"--steps": "80"}).ended()
+    assert code == 2 and three_parts(err, "another command train in run: --workers is 2 for them and 3 here")
+    assert all(map(alive, pids))
+    two = start(lives_on=True, command={"--steps": "80"})
     wait_for(lambda: len(two.events("worker taken over")) == 2)
     assert two.stopped()[0] == 75
+    assert {path.name for path in state_folder(one.run, "here").iterdir()} == {"agent.lock"}
 
 
 def test_what_an_earlier_agent_left_in_the_state_folder_is_ignored(start: Callable[..., Started], tmp_path: Path) -> None:

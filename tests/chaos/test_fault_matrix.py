@@ -218,6 +218,28 @@ def test_12_the_agent_is_killed_and_the_next_one_adopts_its_workers(start: Start
     one.judge(truth(60))
 
 
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        pytest.param({"steps": 60}, "--steps is 120 for them and 60 here", id="12-steps"),
+        pytest.param({"words": ("--max", "2")}, "--max is 3 for them and 2 here", id="12-max", marks=long),
+    ],
+)
+def test_the_agent_is_killed_and_the_next_one_is_given_another_command(
+    start: Start, truth: Callable[..., Truth], changed: dict[str, Any], says: str
+) -> None:
+    one = start(steps=120, words=("--max", "3"))
+    one.wait_for_step(8)
+    before = one.newest
+    one.kill_agent()
+    one.agents.clear()
+    refused = another_command(one, HERE, **changed)
+    assert refused.wait(60) == 2 and one.says(says) and len(one.sitting()) == 3 and one.newest == before
+    one.start_agent()
+    one.wait(lambda: len(one.events("worker taken over")) == 3, what="the adoption")
+    one.judge(truth(120))
+
+
 @pytest.mark.parametrize("host", [pytest.param(0, id="13-of the host that leads"), pytest.param(None, id="14-all")])
 @long
 def test_agents_of_several_hosts_are_killed(start: Start, truth: Callable[..., Truth], network: Network, host: int | None) -> None:
@@ -721,6 +743,70 @@ def test_36_a_host_whose_numbers_would_have_other_bits_is_refused(start: Start, 
     refused = one.agents.pop("b")
     one.wait(lambda: refused.poll() is not None, what="the refusal")
     assert refused.returncode == 2 and one.says("would have other bits") and one.newest == before
+    one.judge(truth(120))
+
+
+def another_command(one: Training, host: Host, **changed: Any) -> subprocess.Popen[bytes]:
+    """An agent of this host that is started with another command: `steps=60`, `words=("--max", "2")`."""
+    before = {name: getattr(one, name) for name in changed}
+    for name, value in changed.items():
+        setattr(one, name, value)
+    one.start_agent(host)
+    for name, value in before.items():
+        setattr(one, name, value)
+    return one.agents.pop(host.name)
+
+
+@long
+def test_36_a_host_that_was_started_with_another_run_is_refused(start: Start, truth: Callable[..., Truth]) -> None:
+    hosts = [Host("a"), Host("b")]
+    one = start(hosts, workers=1, steps=120, start=hosts[:1], values={"heal__gather_s": 0.1})
+    one.wait_for_step(5)
+    before = one.newest
+    refused = another_command(one, hosts[1], steps=60)
+    one.wait(lambda: refused.poll() is not None, what="the refusal")
+    assert refused.returncode == 2 and one.says("run steps is '60' there and '120' here") and one.newest == before
+    one.judge(truth(120))
+
+
+def test_36_who_stood_by_from_the_start_is_looked_at_before_it_is_let_in(start: Start, truth: Callable[..., Truth]) -> None:
+    hosts = [Host("a"), Host("b"), Host("c", enter=("env", "ATEN_CPU_CAPABILITY=default"))]
+    one = start(hosts, workers=1, steps=120, words=("--max", "2"))
+    one.wait_for_step(5)
+    assert [member.host for member in one.newest.members] == ["a", "b"]
+    before, refused = one.newest, one.agents["c"]
+    one.wait(lambda: refused.poll() is not None, what="the refusal")
+    one.agents.pop("c")
+    assert refused.returncode == 2 and one.says("would have other bits") and one.newest == before
+    one.judge(truth(120))
+
+
+@long
+def test_36_a_loop_of_ones_own_that_was_started_with_other_flags_is_refused(start: Start) -> None:
+    hosts, script = [Host("a"), Host("b")], f"{Path(__file__).with_name('hanging_loop.py')}:train"
+    one = start(hosts, workers=1, steps=5000, script=script)
+    one.wait_for_step(20)
+    before = one.newest
+    one.kill_host(hosts[1])
+    one.wait_until_back(before, 1)
+    refused = another_command(one, hosts[1], steps=60)
+    one.wait(lambda: refused.poll() is not None, what="the refusal")
+    assert refused.returncode == 2 and one.says("--steps is '60' there and '5000' here")
+    one.agents.pop("b", None)
+    one.stop()
+    assert set(one.end().values()) == {75}
+    one.leaves_nothing()
+
+
+@long
+def test_35_who_stood_by_from_the_start_has_its_model_when_it_is_let_in(start: Start, truth: Callable[..., Truth]) -> None:
+    hosts = [Host(name) for name in "abc"]
+    one = start(hosts, workers=1, steps=120, words=("--max", "2"))
+    one.wait(lambda: len(list((one.run / "waiting").glob("c-*.json"))) == 1 and one.step >= 10, what="the one that stands by")
+    before = one.newest
+    one.kill(before.members[1])
+    tell(back=one.wait_until_back(before, 2))
+    assert {member.host for member in one.newest.members} == {"a", "c"}
     one.judge(truth(120))
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,10 @@ def end(code: int | None = 0, sent: tuple[int, ...] = (), **account: Any) -> End
 NOTHING = Past()
 
 
-def follows(one: End, past: Past = NOTHING, lived_s: float = 1.0, step: int = -1, stopping: bool = False) -> tuple[Next, Past]:
-    return after(one, past, lived_s=lived_s, step=step, stopping=stopping, rules=RULES)
+def follows(
+    one: End, past: Past = NOTHING, lived_s: float = 1.0, step: int = -1, stopping: bool = False, place: str = ""
+) -> tuple[Next, Past]:
+    return after(one, past, lived_s=lived_s, step=step, stopping=stopping, rules=RULES, place=place)
 
 
 KILLED, STOPPED = end(-signal.SIGKILL), end(-signal.SIGKILL, sent=(signal.SIGKILL,))
@@ -101,6 +104,33 @@ def test_errors_of_its_own_end_the_run_as_soon_as_there_are_three_without_progre
             assert decided.text.startswith(TRACE if one is RAISED else "LockstepError: slot 1 (pid 4711)")
             assert "number 3 in a row" in decided.text
             return
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL])
+@pytest.mark.parametrize("step", [-1, 11])
+def test_a_crash_at_the_same_step_three_times_ends_the_run_with_the_last_words_first(number: signal.Signals, step: int) -> None:
+    one, past = replace(end(-number), tail="heap corruption"), NOTHING
+    for _ in range(2):
+        decided, past = follows(one, past, step=step)
+        assert decided.what == "restart"
+    decided, past = follows(one, past, step=step)
+    where = "at step 11" if step > 0 else "before its first step"
+    assert (decided.what, decided.code) == ("end", 128 + number)
+    first, last = decided.text.index("| heap corruption"), decided.text.index(f"number 3 in a row to end {where} by {number.name}")
+    assert decided.text.startswith(f"LockstepError: slot 1 (pid 4711) was ended by {number.name}\n") and first < last
+    assert follows(one, Past(crashes=2, step=5), step=9)[0].what == "restart", "it got further"
+    assert follows(replace(one, sent=(number,)), Past(crashes=2), step=-1)[0].what == "restart", "its agent has sent it"
+
+
+def test_a_kill_counts_only_at_the_very_same_place_again_and_again() -> None:
+    past, places = NOTHING, [*["backward phase of step 12"] * 5, "forward phase of step 12", *["backward phase of step 12"] * 6]
+    for number, place in enumerate(places):
+        decided, past = follows(KILLED, past, step=11, place=place)
+        assert (decided.what == "end") == (number == 11)
+    assert decided.code == 137 and "number 6 in a row that SIGKILL has ended in the backward phase of step 12" in decided.text
+    other = Past(step=11, kills=5, place="backward phase of step 12")
+    assert follows(LOST, other, step=11, place=other.place)[1].kills == 0, "in a row"
+    assert follows(STOPPED, other, step=11, place=other.place)[0].what == "restart", "its agent has sent it"
 
 
 @given(st.lists(st.tuples(st.sampled_from([KILLED, RAISED]), st.integers(0, 50), st.booleans()), max_size=60))
@@ -341,7 +371,7 @@ def test_a_host_that_is_started_by_ssh_finds_itself_and_all_bounds(launched: lis
 
 
 def test_nothing_is_left_of_workers_that_are_gone_and_all_of_those_that_live(tmp_path: Path) -> None:
-    kept, left = ["agent.lock"], ["0.end", "0.board", "1.json", ".0.end.6967c83e", ".1.board.4711"]
+    kept, left = ["agent.lock"], ["agent.command", "0.end", "0.board", "1.json", ".0.end.6967c83e", ".1.board.4711"]
     for name in [*kept, *left]:
         (tmp_path / name).write_text('{"pid": 1, "started": -1}')
     note_sitter(tmp_path, 2, sitter(os.getpid()))

@@ -25,7 +25,22 @@ from simulation.surroundings import Folder, State
 
 from lockstep.membership import protocol as real
 from lockstep.membership.arbiter import End, Member, Out, Record
-from lockstep.membership.protocol import Connect, Cut, Effect, Joiner, Leave, Limits, Look, Propose, Protocol, Report, Say, Send, View
+from lockstep.membership.protocol import (
+    Connect,
+    Cut,
+    Effect,
+    Joiner,
+    Leave,
+    Limits,
+    Look,
+    Prepare,
+    Propose,
+    Protocol,
+    Report,
+    Say,
+    Send,
+    View,
+)
 
 HISTORIES = int(os.environ.get("LOCKSTEP_HISTORIES", "500"))
 SEED = int(os.environ.get("LOCKSTEP_SEED", "0"))
@@ -173,6 +188,14 @@ class Belated(Protocol):
         return super().heard(id, {**message, "number": self.number} if late else message, now_s)
 
 
+class Careless(Protocol):
+    """Who says nothing of itself is let in."""
+
+    def _take_joiner(self, joiner: Joiner, now_s: float) -> list[Effect]:
+        self.joiners[joiner.member.id] = joiner
+        return self._move_on(now_s)
+
+
 class Returning(Protocol):
     """One that is left out asks to be let in again."""
 
@@ -277,6 +300,7 @@ BROKEN = {
     Deaf: "processes",
     Forgetful: "wishes",
     Belated: "everything",
+    Careless: "processes",
     Returning: "no agents",
     Blind: "nothing",
     Trusting: "network",
@@ -342,10 +366,40 @@ def test_who_would_have_other_bits_is_refused() -> None:
     assert other.heard("a/0/x", refusal.message, 1.0) == [Leave(refusal.message["why"])]
 
 
+def test_who_was_started_with_another_run_is_refused_with_what_differs() -> None:
+    one = started(0)
+    one.know({"torch": "2.13", "run steps": "80"}, 0.5)
+    one.link_up("a/1/x", 1.0)
+    join = {"kind": "join", "number": 1, "member": vars(member(1)), "facts": {"torch": "2.13", "run steps": "40"}, "reaches": ["a/0/x"]}
+    (refusal,) = one.heard("a/1/x", join, 1.0)
+    assert isinstance(refusal, Send)
+    assert refusal.message["why"] == "it was started with another run: run steps is '40' there and '80' here"
+    (unset,) = one.heard("a/1/x", {**join, "facts": {"torch": "2.13", "run steps": "80", "--rows": "5"}}, 1.0)
+    assert isinstance(unset, Send) and "--rows is '5' there and not set here" in unset.message["why"]
+
+
+def test_who_stands_by_gets_ready_before_it_is_let_in() -> None:
+    one, other = protocol(), protocol(1)
+    one.ask(0.0, {})
+    one.looked(record(1, 0), [], 0.0)
+    other.ask(0.0, {})
+    other.looked(record(1, 0), [member(0)], 0.0)
+    one.link_up("a/1/x", 0.0)
+    asks = [effect for effect in other.link_up("a/0/x", 0.0) if isinstance(effect, Send)]
+    assert one.heard("a/1/x", asks[0].message, 0.5) == [] and one.joiners, "as long as nobody is at work it may still begin with them"
+    (told,) = one.know({"torch": "2.13"}, 1.0)
+    assert isinstance(told, Send) and told.message == {"kind": "prepare"} and one.waiting == 0
+    assert other.heard("a/0/x", told.message, 1.0) == [Prepare()] and other.heard("a/0/x", told.message, 1.1) == []
+    other.ask(5.0, {"torch": "2.13"}, joins=True)
+    (joins,) = [effect for effect in other.looked(None, [], 5.0) if isinstance(effect, Send)]
+    one.heard("a/1/x", joins.message, 5.0)
+    assert one.waiting == 1
+
+
 def test_nobody_joins_after_the_doors_are_closed() -> None:
     one = started(0)
     one.link_up("a/1/x", 1.0)
-    one.heard("a/1/x", {"kind": "join", "number": 1, "member": vars(member(1)), "facts": {}, "reaches": ["a/0/x"]}, 1.0)
+    one.heard("a/1/x", {"kind": "join", "number": 1, "member": vars(member(1)), "facts": {"torch": "2.13"}, "reaches": ["a/0/x"]}, 1.0)
     assert one.waiting == 1
     one.close_doors()
     assert one.waiting == 0

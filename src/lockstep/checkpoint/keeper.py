@@ -119,8 +119,7 @@ class Keeper:
         """
         if self.world.joining and (step := self._join(facts or {})) is not None:
             return step
-        if self.world.membership:
-            self.world.membership.know(facts or {})
+        self.world.know(facts or {})
         found: Checkpoint | None = None
 
         def chosen() -> int | None:

@@ -27,13 +27,14 @@ from pathlib import Path
 from lockstep.errors import LockstepError, UsageError
 from lockstep.failures import Account, End, kind, verdict
 from lockstep.launch import Inbox, kill_group, last_lines, now_s, open_output
-from lockstep.membership import arbiter, control, waiting
+from lockstep.membership import arbiter, board, control, waiting
 from lockstep.membership.arbiter import Arbiter, Member, Record, new_token
+from lockstep.membership.board import Doing
 from lockstep.membership.claim import Found, claim, end_all
 from lockstep.membership.companion import Companion
 from lockstep.membership.journal import Journal
 from lockstep.membership.nursery import RETRY_S, Newborn, Nursery
-from lockstep.membership.restart import RULES, Past, Rules, after, only_here
+from lockstep.membership.restart import RULES, Past, Rules, after, crashed, only_here
 from lockstep.membership.seat import Seat, Sitter, last_words, note_sitter, sitter, state_folder
 from lockstep.membership.zygote import Work, adopt_orphans
 from lockstep.signals import INTERRUPTED, STOPPING
@@ -41,6 +42,7 @@ from lockstep.signals import INTERRUPTED, STOPPING
 log = logging.getLogger("lockstep")
 TOUCH_S = 3600.0
 TELL_S = 1.0  # from one attempt to tell the run that it is to stop to the next, and how long each takes at most
+IN_A_STEP = ("data", "forward", "backward", "reducing", "voting", "updating", "saving")
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,8 @@ def run_agent(
     most: int,
     lives_on: bool,
     environ: Mapping[str, str],
+    flags: Mapping[str, str] | None = None,
+    command: Mapping[str, str] | None = None,
     evaluator: bool = False,
     limits: Limits = Limits(),
     rules: Rules = RULES,
@@ -148,6 +152,8 @@ def run_agent(
     slots     workers of this host; expected, least, most, host, address: see Seat
     lives_on  the workers outlive the agent, and SIGUSR1 means that this host is taken away; otherwise they end with it
     environ   of the workers, to which ours is added
+    flags     see Seat
+    command   what the workers are started with, by name: those that live on are taken over by the same alone
     evaluator keep one beside the workers
     Errors: UsageError before anything was started. For the main thread.
     """
@@ -156,7 +162,8 @@ def run_agent(
             f"no agent for {sys.platform}", "it needs pidfd_open(2) and prctl(2)", "start the workers with torchrun -m lockstep train"
         )
     state = state_folder(folder, host)
-    with Inbox() as inbox, claim(folder, state, host, slots=slots, lives_on=lives_on) as found:
+    command = {**(command or {}), "--workers": str(slots), "--min": str(least), "--max": str(most)}
+    with Inbox() as inbox, claim(folder, state, host, command, slots=slots, lives_on=lives_on) as found:
         adopt_orphans()
         seat = Seat(
             folder=str(folder.resolve()),
@@ -172,6 +179,7 @@ def run_agent(
             agent=0 if lives_on else os.getpid(),
             drain=lives_on,
             folder_mark=found.mark,
+            flags=dict(flags or {}),
         )
         journal = Journal(folder, host)
         nursery = Nursery(work, environ, journal, import_s=limits.import_s, fork_s=limits.fork_s)
@@ -491,11 +499,14 @@ class Agent:
         end = slot.end = self.end_of(worker)
         with suppress(OSError):
             waiting.sweep(self.folder, self.seat.host, worker.slot)
+        doing = self.last_seen(worker)
         follows, slot.past = after(
             end,
             slot.past,
             lived_s=end.at_s - worker.began_s,
-            step=self.newest.step if self.newest else -1,
+            # Who was killed is given the others' progress; a crash is its own, and so is the step.
+            step=doing.step - 1 if doing and crashed(end) else self.newest.step if self.newest else -1,
+            place=place_of(doing),
             stopping=bool(self.asked or self.over),
             rules=self.rules,
         )
@@ -505,6 +516,13 @@ class Agent:
             slot.due_s = now_s() + follows.wait_s
         elif follows.what == "end":
             self.finish(follows.code, follows.text, f"{end} on {self.seat.host}: {follows.why}")
+
+    def last_seen(self, worker: Worker) -> Doing | None:
+        """What its board says that it was doing; None when it had none of its own yet."""
+        with suppress(OSError):
+            doing = board.look(self.state / f"{worker.slot}.board")
+            return doing if doing.pid == worker.pid else None
+        return None
 
     def end_of(self, worker: Worker) -> End:
         """How a worker ended. Nothing of it is left."""
@@ -562,6 +580,11 @@ def pressure(
     if doomed and now_s >= doomed[0]:
         due = signal.SIGKILL, doomed[1]
     return (0, "") if due[0] in sent else due
+
+
+def place_of(doing: Doing | None) -> str:
+    """Where in which step a worker was; "" when in none."""
+    return f"{doing.phase} phase of step {doing.step}" if doing and doing.step > 0 and doing.phase in IN_A_STEP else ""
 
 
 def read_account(state: Path, slot: int) -> Account | None:

@@ -6,6 +6,8 @@ The agent holds the lock state/agent.lock, which the kernel takes from it when i
     after     the newest generation before the workers were started: an end that it says is over
     lives_on  whether the workers outlive their agent
     mark      by which the run folder is known: as long as workers live, another one in its place is not taken for it
+
+Beside it, as long as there are workers, state/agent.command has what they were started with, JSON: each value by its name.
 """
 
 from __future__ import annotations
@@ -20,13 +22,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lockstep.errors import UsageError
-from lockstep.files import try_lock
+from lockstep.files import read_json, try_lock, write_json
 from lockstep.launch import kill_group, open_output
 from lockstep.membership.arbiter import Arbiter, Record
 from lockstep.membership.folder import known_by, make
 from lockstep.membership.seat import Sitter, sitters
 
 PATIENCE_S = 5.0  # for the kernel to end a process
+COMMAND = "agent.command"
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Found:
 
 
 @contextmanager
-def claim(folder: Path, state: Path, host: str, *, slots: int, lives_on: bool) -> Iterator[Found]:
+def claim(folder: Path, state: Path, host: str, command: Mapping[str, str], *, slots: int, lives_on: bool) -> Iterator[Found]:
     """Be the agent of `host` for the run in `folder` while entered, with the folder made ready.
 
     UsageError when there is an agent already, when what an earlier one has left does not fit this start, or when the folder cannot be had.
@@ -60,6 +63,9 @@ def claim(folder: Path, state: Path, host: str, *, slots: int, lives_on: bool) -
             sitting = {}
         if sitting:
             refuse_to_mix(sitting, folder, slots, lives_on)
+            refuse_another_command(sitting, folder, read_command(state), command)
+        else:
+            write_json(state / COMMAND, dict(command))
         after = int(before["after"]) if sitting else newest.number if newest else 0
         write_lock(lock, {"pid": os.getpid(), "after": after, "lives_on": lives_on, "mark": mark})
         yield Found(newest, after, sitting, mark)
@@ -150,6 +156,29 @@ def refuse_to_mix(sitting: Mapping[int, Sitter], folder: Path, slots: int, lives
         )
 
 
+def read_command(state: Path) -> dict[str, str]:
+    """What the workers of this host were started with; {} when nobody knows."""
+    with suppress(OSError, ValueError, TypeError):
+        return dict(read_json(state / COMMAND))
+    return {}
+
+
+def refuse_another_command(sitting: Mapping[int, Sitter], folder: Path, before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """UsageError when the workers that are at work were started with another command: they would not obey this one, and others would."""
+    names = [*before, *[name for name in now if name not in before]] if before else []
+    differ = [
+        f"{name} is {before.get(name) or 'not set'} for them and {now.get(name) or 'not set'} here"
+        for name in names
+        if before.get(name) != now.get(name)
+    ]
+    if differ:
+        raise UsageError(
+            f"workers that were started with another command train in {folder}: {'; '.join(differ)}",
+            f"pid {', '.join(str(one.pid) for one in sitting.values())}; their agent was killed, and they trained on",
+            f"give the same command, which takes them over; or stop them first: lockstep launch --stop {folder}",
+        )
+
+
 def end_all(sitting: Mapping[int, Sitter]) -> None:
     """SIGKILL to workers and what they have started; they are gone when it returns."""
     for one in sitting.values():
@@ -164,5 +193,5 @@ def end_all(sitting: Mapping[int, Sitter]) -> None:
 def tidy(state: Path) -> None:
     """Remove what stands in the state folder of workers that are gone, also what one had begun to write when it was killed."""
     if not sitters(state):
-        for path in [*state.glob("[0-9]*.*"), *state.glob(".[0-9]*.*")]:
+        for path in [*state.glob("[0-9]*.*"), *state.glob(".[0-9]*.*"), *state.glob(COMMAND)]:
             path.unlink()

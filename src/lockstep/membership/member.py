@@ -45,6 +45,7 @@ from lockstep.membership.protocol import (
     Leave,
     Limits,
     Look,
+    Prepare,
     Propose,
     Protocol,
     Report,
@@ -68,6 +69,7 @@ STUCK_S = 3.0  # after which a collective in a group whose connections are cut i
 LEAVE_S = 20.0  # that the main thread may take to get out of a broken group, once it has begun to: it should be milliseconds
 STUCK_FORMING_S = 12.0  # the same while the group forms, which gloo gives up by itself before that (world.FORM_S)
 AGREED = (0, 75, 130)
+SAME = "start it with the command of the others, their versions, and processors like theirs"
 
 
 class RunEnded(LockstepError):
@@ -77,6 +79,10 @@ class RunEnded(LockstepError):
         super().__init__(f"the run has ended with exit code {end.code}", "", "")
         self.end = end
         self.exit_code = end.code
+
+
+class OthersBegan(Exception):
+    """The first generation has formed without this worker, and is at work: it joins that once it is warm."""
 
 
 class Membership:
@@ -106,6 +112,7 @@ class Membership:
         self._turn = threading.Condition()
         self._formed: Record | None = None
         self._gone: Exception | None = None
+        self._others_began = False
         self._store: TCPStore | None = None  # of the generation that this worker proposed last
         self._busy_looking = False
         self._shown = False  # in the waiting room; the disk's thread alone looks at it
@@ -136,19 +143,19 @@ class Membership:
     def know(self, facts: Mapping[str, str]) -> None:
         """What must be equal on all members: who wants to join and differs is refused."""
 
-        def note() -> list[Effect]:
-            self.protocol.facts = dict(facts)
-            return []
-
-        self._call(note)
+        self._call(lambda: self.protocol.know(dict(facts), time.monotonic()))
 
     def next(self, after: int) -> Record:
-        """The first generation above `after` that this worker is in. FencedError, RunEnded or UsageError when there will be none."""
+        """The first generation above `after` that this worker is in. FencedError, RunEnded or UsageError when there will be none;
+        OthersBegan when it has to ask again."""
         with self._turn:
-            while self._gone is None and (self._formed is None or self._formed.number <= after):
+            while self._gone is None and not self._others_began and (self._formed is None or self._formed.number <= after):
                 if name := self.wants():
                     self.stop(name)
                 self._turn.wait(WISH_S)  # with a limit, so that a signal's handler gets its turn
+            if self._others_began:
+                self._others_began = False
+                raise OthersBegan
             if self._gone is not None:
                 raise self._gone
             assert self._formed is not None
@@ -364,8 +371,13 @@ class Membership:
                         self._formed = record
                         self._turn.notify_all()
                     self._disk.put(lambda: waiting.leave(self.folder, self.me))
+                case Prepare():
+                    self._disk.put(lambda: waiting.leave(self.folder, self.me))
+                    with self._turn:
+                        self._others_began = True
+                        self._turn.notify_all()
                 case Leave(why, fenced, end):
-                    self._leave(RunEnded(end) if end else FencedError(why) if fenced else UsageError(why, self.me.id))
+                    self._leave(RunEnded(end) if end else FencedError(why) if fenced else UsageError(why, self.me.id, SAME))
                 case Say(text):
                     log.warning("%s", text)
 

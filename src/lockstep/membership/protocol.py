@@ -21,6 +21,9 @@ stands, and save. Where nobody is at work there is nothing to save: the first of
 
 Joiners ask all members, who agree on the moment (the vote of a step), leave between two steps and are joined by them. Where nobody is left
 of a generation, the new workers gather around the first of them and start from a checkpoint.
+
+Who begins asks without facts: it has no model yet. Once the members are at work (they have facts) such a one is not let in: it is told to
+get ready, and asks again as a joiner.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ from typing import Any, Literal
 
 from lockstep.membership.arbiter import End, Member, Out, Record
 from lockstep.signals import exit_code
+
+OF_THE_RUN = ("run ", "--")  # how those facts begin that say what was asked for: "run steps", "--steps" of a user's loop
 
 
 @dataclass(frozen=True)
@@ -141,6 +146,11 @@ class Form:
 
 
 @dataclass(frozen=True)
+class Prepare:
+    """Others have begun without this worker: it builds its model, and then asks with its facts."""
+
+
+@dataclass(frozen=True)
 class Leave:
     """This worker is out for good: left out of a generation (`fenced`), or refused, or the run has ended."""
 
@@ -156,7 +166,7 @@ class Say:
     text: str
 
 
-Effect = Connect | Send | Look | Propose | Cut | Form | Leave | Say
+Effect = Connect | Send | Look | Propose | Cut | Form | Prepare | Leave | Say
 
 
 @dataclass(frozen=True)
@@ -242,7 +252,23 @@ def names(members: Sequence[Member]) -> str:
 
 def differing(facts: Mapping[str, str], mine: Mapping[str, str]) -> str:
     """What differs, in words; "" when nothing does."""
-    return "; ".join(f"{key} is {facts.get(key)!r} there and {mine[key]!r} here" for key in mine if facts.get(key) != mine[key])
+
+    def shown(value: str | None) -> str:
+        return "not set" if value is None else repr(value)
+
+    keys = [*mine, *[key for key in facts if key not in mine]]
+    return "; ".join(
+        f"{key} is {shown(facts.get(key))} there and {shown(mine.get(key))} here" for key in keys if facts.get(key) != mine.get(key)
+    )
+
+
+def refusal(facts: Mapping[str, str], mine: Mapping[str, str]) -> str:
+    """Why a worker with these facts cannot join; "" when it can."""
+    told, known = ({key: value for key, value in some.items() if key.startswith(OF_THE_RUN)} for some in (facts, mine))
+    if wrong := differing(told, known):
+        return f"it was started with another run: {wrong}"
+    wrong = differing(facts, mine)
+    return f"its numbers would have other bits: {wrong}" if wrong else ""
 
 
 @dataclass
@@ -335,6 +361,11 @@ class Protocol:
         self._looked_s = now_s
         return [Look(0)]
 
+    def know(self, facts: Mapping[str, str], now_s: float) -> list[Effect]:
+        """What must be equal on all is known: from here on this worker is at work. Who wants in is looked at again."""
+        self.facts, came, self.joiners = facts, list(self.joiners.values()), {}
+        return [effect for one in came for effect in self._take_joiner(one, now_s)]
+
     def left(self, report: Report, now_s: float) -> list[Effect]:
         """The main thread has left the group."""
         if self.phase != "in" or report.number != self.number:
@@ -399,6 +430,8 @@ class Protocol:
         self.stops = self.stops or str(message.get("stops", ""))
         if kind == "record":
             return self._follow(Record.from_json(message["record"]), now_s)
+        if kind == "prepare":
+            return self._prepare()
         if kind == "refused":
             self.phase = "gone"
             return [Leave(str(message["why"]))]
@@ -649,10 +682,19 @@ class Protocol:
     def _take_joiner(self, joiner: Joiner, now_s: float) -> list[Effect]:
         """Somebody wants in."""
         id = joiner.member.id
-        if self.facts and joiner.facts and (wrong := differing(joiner.facts, self.facts)):
-            return [Send(id, {"kind": "refused", "why": f"its numbers would have other bits: {wrong}"})]
+        if self.facts and self.phase in ("in", "left") and not joiner.facts:
+            return [Send(id, {"kind": "prepare"})]
+        if self.facts and joiner.facts and (why := refusal(joiner.facts, self.facts)):
+            return [Send(id, {"kind": "refused", "why": why})]
         self.joiners[id] = joiner
         return self._move_on(now_s)
+
+    def _prepare(self) -> list[Effect]:
+        """Those whom this worker has asked are at work: it stops asking, until it is warm."""
+        if self.phase != "out" or not self.asked or self.facts:
+            return []
+        self.asked, self._gathering_s = False, None
+        return [Prepare()]
 
     def _follow(self, record: Record, now_s: float) -> list[Effect]:
         """A newer record: in it, or out."""

@@ -12,6 +12,7 @@ In that folder, for slot 3:
     3.end      its last words (failures.Account), written by itself
     3.board    what it is doing now (board.py)
     agent.lock held by the one agent of this host and run
+    agent.command  what the workers were started with, as long as there are some (claim.py)
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from lockstep.errors import UsageError
@@ -46,6 +47,7 @@ class Seat:
     drain       SIGUSR1 means: this host leaves, and the rest goes on
     folder_mark by which the run folder is known (folder.py); "": by whatever token is there
     known       the newest generation when this worker was asked for: a log without it is not the run's
+    flags       of a user's own loop, as they were given: equal on all who train together
     """
 
     folder: str
@@ -62,6 +64,7 @@ class Seat:
     drain: bool = False
     folder_mark: str = ""
     known: int = 0
+    flags: dict[str, str] = field(default_factory=dict)
 
     def environ(self) -> dict[str, str]:
         """The variables for the worker."""

@@ -46,7 +46,11 @@ class Promises:
         check(len(ids) % limits.unit == 0, f"generation {number} has {len(ids)} members, replicas of {limits.unit}")
         before = {one.id for one in log[-2].members} if number > 1 else set()
         if ids:
-            self._begins_where_they_are(record, [workers[id] for id in ids if id in before])
+            stay = [workers[id] for id in ids if id in before]
+            self._begins_where_they_are(record, stay)
+            at_work = any(one.main.state for one in stay)
+            unchecked = [id for id in ids if id not in before and not workers[id].protocol.facts]
+            check(not (at_work and unchecked), f"generation {number} lets in {unchecked}, of whom nothing is known")
         check({one.id for one in record.out} == before - set(ids), f"generation {number} names {record.out}, not {before - set(ids)}")
         order = [one.id for one in log[-2].members] if number > 1 else []
         for first in range(0, len(order), limits.unit):

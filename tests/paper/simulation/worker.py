@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from simulation.surroundings import BREAK_S, Event, Host, Line, State, Trouble
 
 from lockstep.membership.arbiter import Member, Record
-from lockstep.membership.protocol import Connect, Cut, Effect, Form, Leave, Look, Propose, Report, Send
+from lockstep.membership.protocol import Connect, Cut, Effect, Form, Leave, Look, Prepare, Propose, Report, Send
 
 if TYPE_CHECKING:
     from simulation.cluster import Cluster
@@ -90,7 +90,12 @@ class Worker:
         members = [self.cluster.workers[one.id] for one in newest.members] if newest else []
         joins = any(one.alive and self.cluster.network.joined(self.host, one.host) for one in members)
         self.cluster.folder.room[self.me.id] = self.me
-        self.do(self.protocol.ask(self.now_s, FACTS, joins=joins))
+        self.do(self.protocol.ask(self.now_s, FACTS if joins else {}, joins=joins))
+
+    def join(self) -> None:
+        """It is warm, and joins those that began without it."""
+        self.cluster.folder.room[self.me.id] = self.me
+        self.do(self.protocol.ask(self.now_s, FACTS, joins=True))
 
     def tell(self, what: str, *values: Any) -> None:
         """Tell the protocol, and do what it says."""
@@ -117,6 +122,8 @@ class Worker:
                     self.main.cut()
                 case Form(record):
                     self.main.form(record)
+                case Prepare():
+                    self.after(self.clock.between(0.2, 1.5), self.join)
                 case Leave():
                     self.after(self.clock.between(0, 1), self.end)
 
@@ -285,6 +292,7 @@ class Main:
         if leads and self.state is None and self.worker.host.ills["bad disk"]:
             self.after(0.5, self.begin)
         else:
+            self.worker.tell("know", FACTS)
             self.bring(Ballot(self.state, checkpoint=self.cluster.folder.checkpoint if leads else None))
 
     # -- train ------------------------------------------------------------------------------------------------------------
