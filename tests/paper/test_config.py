@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config import Run, from_json, leaves, open_run, read_flags, resolve, show, to_json
+from lockstep.config import Run, from_json, leaves, open_run, read_flags, resolve, shared_values, show, to_json
 from lockstep.errors import ConfigError
 from lockstep.files import write_json
 from lockstep.units import parse_bytes, parse_seconds, show_bytes, show_count, show_seconds
@@ -86,6 +86,16 @@ def test_every_value_of_a_run_has_a_sentence() -> None:
     assert {"seed", "model.width", "batch.micro_batches", "compute.threads"} <= {k for k, one in leaves().items() if one.bits}
     assert not {"steps", "save.keep", "track.wandb"} & {k for k, one in leaves().items() if one.bits}
     assert Run() == resolve().run
+
+
+def test_what_all_must_have_alike_is_everything_but_what_each_host_shows_and_how_long_it_waits() -> None:
+    shared = shared_values(resolve(None, {"steps": "80", "data.train": "a,b"}).run)
+    assert (shared["steps"], shared["data.train"], shared["data.kind"]) == ("80", '["a", "b"]', "cldr")
+    each_host = {key for key in leaves() if key not in shared}
+    assert {key.partition(".")[0] for key in each_host} == {"track", "heal", "parallel"} and not any(
+        leaves()[key].bits for key in each_host
+    )
+    assert {"heal.verify_every", "parallel.bucket_bytes", "layout.shard", "save.every_steps"} <= set(shared)
 
 
 def test_quantities_are_read_and_shown() -> None:
