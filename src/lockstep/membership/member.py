@@ -370,9 +370,9 @@ class Membership:
                     with self._turn:
                         self._formed = record
                         self._turn.notify_all()
-                    self._disk.put(lambda: waiting.leave(self.folder, self.me))
+                    self._disk.put(self._leave_room)
                 case Prepare():
-                    self._disk.put(lambda: waiting.leave(self.folder, self.me))
+                    self._disk.put(self._leave_room)
                     with self._turn:
                         self._others_began = True
                         self._turn.notify_all()
@@ -509,6 +509,10 @@ class Membership:
                 self._call(lambda: self.protocol.disk_failed(time.monotonic()))
             finally:
                 self._busy_looking = False
+
+    def _leave_room(self) -> None:
+        waiting.leave(self.folder, self.me)
+        self._shown = False  # who asks again shows itself again
 
     def _look(self, known: int) -> None:
         if self._busy_looking:
