@@ -462,6 +462,7 @@ def test_a_worker_is_killed_while_the_shared_disk_is_away(
     assert one.says(r"the checkpoint of step \d+ was not saved: (Read-only|No such file)") and not one.says("in a row to end")
 
 
+@long
 def test_57_the_agent_starts_anew_while_the_shared_disk_is_away(start: Start, truth: Callable[..., Truth], tmp_path: Path) -> None:
     one = start(steps=120)
     one.wait_for_step(12)
@@ -476,7 +477,8 @@ def test_57_the_agent_starts_anew_while_the_shared_disk_is_away(start: Start, tr
     assert one.newest.members == before.members or one.newest.end
 
 
-@pytest.mark.parametrize("on_error", [pytest.param("continue", id="59-wait for it"), pytest.param("stop", id="59-end", marks=long)])
+@pytest.mark.parametrize("on_error", [pytest.param("continue", id="59-wait for it"), pytest.param("stop", id="59-end")])
+@long
 def test_the_run_comes_to_its_end_while_the_shared_disk_is_away(
     start: Start, truth: Callable[..., Truth], tmp_path: Path, on_error: str
 ) -> None:
@@ -492,6 +494,7 @@ def test_the_run_comes_to_its_end_while_the_shared_disk_is_away(
     one.judge(truth())
 
 
+@long
 def test_58_an_os_error_of_its_own_loop_is_its_own(start: Start, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def train(steps: int = 0) -> None:\n    open('no such folder/file')\n")
     one = start(script="own.py:train")

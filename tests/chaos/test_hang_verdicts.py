@@ -115,6 +115,7 @@ def test_slow_is_no_hang(one: Training) -> None:
     judge(one)
 
 
+@long
 def test_a_run_that_was_stopped_as_a_whole_goes_on(one: Training) -> None:
     """As when a laptop sleeps, or a virtual machine is moved: nobody was silent, for nobody listened."""
     one.wait_for_step(30)

@@ -108,6 +108,7 @@ def test_a_run_that_is_started_by_ssh_is_stopped_healed_and_ends_with_its_bits(o
     assert len(one.events("evaluator started")) == 1, one.events("evaluator started")
 
 
+@pytest.mark.skipif(os.environ.get("LOCKSTEP_CHAOS") != "1", reason="the long part: LOCKSTEP_CHAOS=1")
 def test_a_launcher_that_is_killed_leaves_the_run_to_itself(one: Training, truth: Truth) -> None:
     launcher = launch(one)
     one.wait_for_step(8)

@@ -18,6 +18,7 @@ from hosts import Host, Training, living
 
 from lockstep.checkpoint.seal import committed_steps
 
+long = pytest.mark.skipif(os.environ.get("LOCKSTEP_CHAOS") != "1", reason="the long part of stopping: LOCKSTEP_CHAOS=1")
 A, B, C = (Host(name) for name in "abc")  # all on this machine
 
 
@@ -57,7 +58,7 @@ def saved_and_stopped(one: Training, *hosts: Host) -> None:
 # Below --min.
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "--stop", "SIGUSR1, then SIGTERM"])
+@pytest.mark.parametrize("how", ["SIGTERM", pytest.param("--stop", marks=long), pytest.param("SIGUSR1, then SIGTERM", marks=long)])
 def test_a_run_that_waits_for_workers_saves_and_stops(start: Start, how: str) -> None:
     one = start(A, B, words=("--min", "2"))
     one.wait_for_step(3)
@@ -74,6 +75,7 @@ def test_a_run_that_waits_for_workers_saves_and_stops(start: Start, how: str) ->
     assert time.monotonic() - began_s < 30
 
 
+@long
 def test_a_signal_to_a_host_that_does_not_lead_stops_a_run_that_waits_for_workers(start: Start) -> None:
     one = start(A, B, C, words=("--min", "3"))
     one.wait_for_step(3)
@@ -86,7 +88,7 @@ def test_a_signal_to_a_host_that_does_not_lead_stops_a_run_that_waits_for_worker
 # Standing by, and starting.
 
 
-@pytest.mark.parametrize("place", ["standing by", "starting"])
+@pytest.mark.parametrize("place", ["standing by", pytest.param("starting", marks=long)])
 def test_a_signal_to_a_host_that_has_no_vote_stops_the_run(start: Start, place: str) -> None:
     one = start(A, B, words=("--max", "1"), start=(A,), values={"heal__gather_s": 0.1})
     one.wait_for_step(3)
@@ -113,7 +115,7 @@ def test_a_host_that_only_stands_by_leaves_when_it_is_taken_away(start: Start) -
 # Waiting to begin.
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "--stop"])
+@pytest.mark.parametrize("how", [pytest.param("SIGTERM", marks=long), "--stop"])
 def test_a_run_that_waits_to_begin_says_so_and_can_be_stopped(start: Start, how: str) -> None:
     one = start(A, B, words=("--min", "2"), start=(A,))
     one.wait(lambda: one.says(r"1 worker is there \(a/0\); training begins with 2"), what="what it waits for")
@@ -163,6 +165,7 @@ def test_a_host_that_is_taken_away_ends_its_evaluator_at_once(start: Start) -> N
     saved_and_stopped(one, A)
 
 
+@long
 def test_the_last_scoring_of_a_run_is_waited_for_until_a_signal_comes(start: Start) -> None:
     one = start(A, steps=60, words=("--with-evaluator",))
     process = evaluator(one, A)
