@@ -205,7 +205,10 @@ def main() -> None:
     shown = table(counts)
     print(shown)
     if args.keep:
-        text = f"{shown}\n\n± is one standard error over the starts. Bound: {BOUND}. What is measured, and how the two take turns: `bench/cost.py`."
+        explained = (
+            f"± is one standard error over the starts. Bound: {BOUND}. What is measured, and how the two take turns: `bench/cost.py`."
+        )
+        text = f"{shown}\n\n{explained}"
         keep(args.keep, map(asdict, counts), text, machine("auto", load_before))
 
 

@@ -299,12 +299,6 @@ def train(args: argparse.Namespace, rest: list[str]) -> int:
     return look_after(asked, run, socket.gethostname(), HERE, workers, expected=workers, least=unit, most=most, lives_on=False)
 
 
-# What `launch --stop` does not take, and what each is when it was not given.
-ALONE = {"out": None, "workers": None, "hosts": None, "host": None, "ssh": False, "min": 1, "max": None, "resume": "auto"} | {
-    "with_evaluator": False
-}
-
-
 def launch(args: argparse.Namespace, rest: list[str]) -> int:
     """Be the agent of this host, or start the agents of all hosts."""
     from lockstep.membership.hosts import parse_hosts, read_hosts, ssh_command, start_all
@@ -313,8 +307,10 @@ def launch(args: argparse.Namespace, rest: list[str]) -> int:
     if args.stop:
         from lockstep.membership.control import stop
 
-        given = [f"--{name.replace('_', '-')}" for name, default in ALONE.items() if getattr(args, name) != default]
-        refuse([*([args.what] if args.what else []), *given, *rest], "launch", "beside --stop, which takes the run's folder alone")
+        alone = vars(parser().parse_args(["launch", "--stop", str(args.stop)]))
+        given = [name for name, value in vars(args).items() if value != alone[name]]
+        words = [args.what if name == "what" else f"--{name.replace('_', '-')}" for name in given]
+        refuse([*words, *rest], "launch", "beside --stop, which takes the run's folder alone")
         print(stop(args.stop))
         return 0
     if args.ssh and args.host:

@@ -41,7 +41,7 @@ from lockstep.world import World
 
 log = logging.getLogger("lockstep")
 
-
+WEIGHTS, STATE = "weights", "weights or optimizer state"  # what is compared: at a vote, and before a save
 LINGER_S = 1.0  # who leaves may hold the store over which the others form their group
 
 
@@ -159,7 +159,7 @@ class Team:
                     self._name_culprits(step)
                     return self._commit(step, verdict)
                 voted = False
-                self._throw_out(step, verdict.differ, verdict.digests, "weights")
+                self._throw_out(step, verdict.differ, verdict.digests, WEIGHTS)
                 why = "replicas differ"
             except Exception as error:
                 if not self.world.lost(error):
@@ -207,12 +207,11 @@ class Team:
 
         Those that do not are thrown out.
         """
-        assert self.keeper is not None
         world, unit = self.world, self.replica.unit
         if world.size <= unit:
             return True
         try:
-            digests = gather(world, self.replica.digest() ^ self.keeper.optimizer_digest())
+            digests = gather(world, self._digest(STATE))
         except Exception as error:
             if not world.lost(error):
                 raise
@@ -222,10 +221,14 @@ class Team:
         if not differ:
             self.alike_at = step
             return True
-        self._throw_out(step, differ, digests, "state")
+        self._throw_out(step, differ, digests, STATE)
         return False
 
-    def _throw_out(self, step: int, differ: Sequence[int], digests: Sequence[int], what_differs: Literal["weights", "state"]) -> None:
+    def _digest(self, what: str) -> int:
+        """64 bits over WEIGHTS or STATE of this replica."""
+        return self.replica.digest() ^ (self.keeper.optimizer_digest() if self.keeper and what == STATE else 0)
+
+    def _throw_out(self, step: int, differ: Sequence[int], digests: Sequence[int], what_differs: str) -> None:
         """Go on without the replicas whose weights are not those of the majority; FencedError on these themselves.
 
         Where there is no majority nobody can be trusted, and where not every step was compared a gradient of theirs may have been used:
@@ -234,7 +237,7 @@ class Team:
         """
         world = self.world
         listed = ", ".join(f"rank {rank} ({world.members[rank]})" if world.members else f"rank {rank}" for rank in differ)
-        what = f"the {what_differs} of {listed} differ{'s' if what_differs == 'state' else ''} before step {step + 1}"
+        what = f"the {what_differs} of {listed} differ before step {step + 1}"
         undecided = world.membership is None or len(differ) == world.size
         if undecided or self.verify_every > 1:
             if self.keeper and world.leader:
@@ -248,7 +251,7 @@ class Team:
         if world.rank in differ:
             raise FencedError(what, "a bit has flipped here", "this worker is started anew and takes the state of the others")
         for rank in differ:
-            world.evict(rank, f"its {what_differs} differ{'s' if what_differs == 'state' else ''} before step {step + 1}")
+            world.evict(rank, f"its {what_differs} differ before step {step + 1}")
 
     @property
     def _suspects(self) -> Path:
@@ -263,8 +266,7 @@ class Team:
             return
         suspects, self.suspects = self.suspects, None
         if suspects["step"] == step:
-            state = self.keeper.optimizer_digest() if self.keeper and suspects["what"] == "state" else 0
-            right = str(self.replica.digest() ^ state)
+            right = str(self._digest(suspects["what"]))
             wrong = [id for id, digest in list(suspects["digests"].items())[place::unit] if digest != right]
             if wrong:
                 log.error("before step %d the weights of %s were wrong: a bit had flipped there", step + 1, ", ".join(wrong))

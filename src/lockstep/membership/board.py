@@ -136,7 +136,7 @@ class Board:
 
     def tell_of_compiling(self) -> None:
         """Be in the phase "compiling" from now on whenever torch.compile is at work: in any pass, with any new shape, for minutes."""
-        from torch._dynamo.callback import on_compile_end, on_compile_start
+        from torch._dynamo.callback import on_compile_end, on_compile_start  # here: an agent reads boards, and imports no torch
 
         before: list[Phase] = []
 
