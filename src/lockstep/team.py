@@ -35,7 +35,7 @@ from lockstep.parallel.apply import Held
 from lockstep.parallel.replicate import Replica
 from lockstep.parallel.shard import ShardedReplica
 from lockstep.signals import Signals, Stopped
-from lockstep.track import Tracker
+from lockstep.track import BackgroundTracker, Tracker
 from lockstep.units import show_seconds
 from lockstep.world import World
 
@@ -78,7 +78,7 @@ class Team:
         reduce: Literal["ordered", "fast"] = "ordered",
         bucket_bytes: int = 25_000_000,
         signals: Signals | None = None,
-        tracker: Tracker | None = None,
+        tracker: Tracker | BackgroundTracker | None = None,
         verify_every: int = 1,
         together: bool = False,
     ) -> None:
@@ -182,6 +182,8 @@ class Team:
         """All have agreed on `step`: from here on this replica stands behind it."""
         self.board.enter("updating")
         self.verdict = verdict
+        if self.keeper:
+            self.keeper.moved_on()
         self.world.standing = {"at": "step", "step": step + 1, "verdict": asdict(verdict)}
 
     def wants(self) -> str:

@@ -16,6 +16,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -332,3 +333,48 @@ class Tracker:
             write_json(self.folder / "tracker.json", self.notes)
         except OSError as error:
             self._warn(f"{self.folder / 'tracker.json'} cannot be written ({error.strerror}); training goes on")
+
+
+class BackgroundTracker:
+    """A tracker whose work is done in a thread of its own, in the order in which it was asked for: no step waits for a disk.
+
+    What fails there is raised by the next call, or in the end. Its methods are those of a Tracker.
+    """
+
+    def __init__(self, tracker: Tracker) -> None:
+        self.tracker = tracker
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="record")
+        self._failure: BaseException | None = None
+
+    def step(self, step: int, values: Mapping[str, Any]) -> None:
+        """Returns at once."""
+        self._begin(self.tracker.step, step, dict(values))
+
+    def take_over(self, step: int) -> None:
+        """Returns when it is done: what others are given next depends on it."""
+        self._begin(self.tracker.take_over, step).result()
+
+    def sync(self) -> None:
+        """Returns when it is done. For any thread."""
+        self._begin(self.tracker.sync).result()
+
+    def _begin(self, work: Callable[..., None], *args: Any) -> Future[None]:
+        self._raise()
+        begun = self._thread.submit(work, *args)
+        begun.add_done_callback(self._note_failure)
+        return begun
+
+    def _note_failure(self, done: Future[None]) -> None:
+        self._failure = self._failure or done.exception()
+
+    def _raise(self) -> None:
+        if self._failure:
+            raise self._failure
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._thread.shutdown()
+        if error is None:
+            self._raise()

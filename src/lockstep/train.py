@@ -42,7 +42,7 @@ from lockstep.signals import Signals
 from lockstep.tasks.open import open_task
 from lockstep.tasks.task import Task
 from lockstep.team import Team
-from lockstep.track import Tracker
+from lockstep.track import BackgroundTracker, Tracker
 from lockstep.world import World
 
 log = logging.getLogger("lockstep")
@@ -104,9 +104,10 @@ def train_task(task: Task, resolved: Resolved, folder: Path, world: World, *, re
     with (
         Signals() as signals,
         tracker,
+        BackgroundTracker(tracker) as record,
         progress,
         keeper,
-        gather_team(run, world, held, keeper, signals, tracker) as team,
+        gather_team(run, world, held, keeper, signals, record) as team,
         profiling(profile, folder, world) as profiler,
     ):
         meter = meter_for(task, run, world)
@@ -131,16 +132,18 @@ def train_task(task: Task, resolved: Resolved, folder: Path, world: World, *, re
             values |= {"learning_rate": optimizer.param_groups[0]["lr"], "workers": world.size, **meter.step(tokens, world.size)}
             book(world.ledger, values)
             values |= {"generation": world.generation, **world.ledger.curves(time.monotonic())}
-            tracker.step(step, values)
+            record.step(step, values)
             progress.step(step, values)
             profiler.step(step)
             if run.compute.compile and step == first + 1:
                 log.info(graphs_made())
             stop = verdict.stop
-            if keeper.due(step) or stop or verdict.save_failed or step == run.steps:
+            last = bool(stop or verdict.save_failed or step == run.steps)
+            if keeper.due(step) or last:
                 with meter.timing("saving"), world.during("saving"):
-                    tracker.sync()  # first, so that no checkpoint is ahead of its metrics
-                    keeper.save(step, facts | {"time": world.ledger.to_json(time.monotonic(), time.time())}, protect=best_steps(folder))
+                    now = facts | {"time": world.ledger.to_json(time.monotonic(), time.time())}
+                    # The metrics are on the disk first, so that no checkpoint is ahead of them.
+                    keeper.save(step, now, first=record.sync, protect=partial(best_steps, folder), waits=last)
             if verdict.save_failed:
                 break
     return Outcome(step, stop)
@@ -200,7 +203,7 @@ def prepare_blocks(blocks: list[torch.nn.Module], run: Run, layout: Layout) -> N
         compiled(blocks, run)
 
 
-def gather_team(run: Run, world: World, model: Held, keeper: Keeper, signals: Signals, tracker: Tracker) -> Team:
+def gather_team(run: Run, world: World, model: Held, keeper: Keeper, signals: Signals, tracker: BackgroundTracker) -> Team:
     """All replicas of the model, as the run wants them to train."""
     return Team(
         world,

@@ -16,9 +16,12 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint.background import BackgroundSaver
+from lockstep.checkpoint.keeper import Keeper
 from lockstep.checkpoint.state import capture, digest
 from lockstep.checkpoint.store import Store
 from lockstep.errors import CheckpointError
+from lockstep.team import Team
+from lockstep.world import World
 
 
 class Gate:
@@ -171,3 +174,67 @@ def test_a_device_copies_in_the_order_of_its_stream_into_pinned_memory(tmp_path:
             assert saver._buffers["model.x"].is_pinned()
     for step in range(1, 4):
         assert bool((Store(tmp_path).load(step).tensors["model.x"] == step).all())
+
+
+# The keeper.
+
+
+def test_a_save_that_is_due_is_left_out_while_the_one_before_is_being_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    gate, model = Gate(), nn.Linear(3, 3)
+    keeper = Keeper(tmp_path, alone(), model, torch.optim.SGD(model.parameters()), every_steps=1, keep=0)
+    keeper.store = Store(tmp_path, keep=0, at=gate)
+    with caplog.at_level(logging.WARNING, "lockstep"), keeper:
+        keeper.save_if_due(1)
+        assert gate.reached.wait(30)
+        for step in (2, 3):
+            keeper.save_if_due(step)
+        gate.open.set()
+        assert keeper.saver
+        keeper.saver.wait()
+        keeper.save_if_due(4)
+        keeper.save(5)
+    assert Store(tmp_path).steps() == [1, 4, 5]
+    assert [one.getMessage() for one in caplog.records if "left out" in one.getMessage()] == [
+        "the save of step 2 is left out: the one before is still being written (said once for as long as it is)"
+    ]
+
+
+def test_what_comes_first_and_the_best_are_asked_for_where_it_is_written(tmp_path: Path) -> None:
+    model, asked = nn.Linear(3, 3), list[tuple[str, str]]()
+    keeper = Keeper(tmp_path, alone(), model, torch.optim.SGD(model.parameters()), keep=1)
+    with keeper:
+        for step in (1, 2, 3):
+
+            def first(step: int = step) -> None:
+                asked.append((f"first {step}", threading.current_thread().name))
+                assert step not in keeper.store.steps()
+
+            keeper.save(step, first=first, protect=lambda: [1])
+    assert keeper.store.steps() == [1, 3]
+    assert asked == [(f"first {step}", f"save step {step}") for step in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("more", [0, 1], ids=["the state is still that one", "one step later"])
+def test_who_leads_next_saves_what_the_leader_before_was_to_save_while_the_state_is_that_one(tmp_path: Path, more: int) -> None:
+    """A loop of its own whose last step is not one of those that are saved: the leader is lost before its save is done."""
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        World.join() as world,
+        Keeper(tmp_path, world, model, optimizer, every_steps=2) as keeper,
+        Team(world, model, keeper, micro_batches=1) as team,
+    ):
+        for step in range(2 + more):
+            for _ in team.micro_batches(step):
+                team.backward(team(torch.ones(1, 3)).sum())
+            optimizer.step()
+            world.rank = 1  # the leader is another
+            keeper.save_if_due(step + 1)
+            world.rank = 0
+        now = digest(keeper.capture())
+    assert keeper.store.steps() == ([] if more else [2])
+    assert more or digest(keeper.store.load(2).tensors) == now
+
+
+def alone() -> World:
+    return World(0, 1, 0, 1, "here", torch.device("cpu"))

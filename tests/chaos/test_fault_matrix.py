@@ -27,7 +27,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime
@@ -79,6 +79,22 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     yield start_one
     for one in started:
         one.close()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """The run folder, as a disk of its own."""
+    image, folder = tmp_path / "disk.ext4", tmp_path / "run"
+    with open(image, "wb") as file:
+        file.truncate(256 << 20)
+    folder.mkdir()
+    try:
+        subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
+        subprocess.run(["mount", "-o", "loop", str(image), str(folder)], check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no disk can be mounted here: {error}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.fixture(scope="session")
@@ -221,7 +237,7 @@ def test_12_the_agent_is_killed_and_the_next_one_adopts_its_workers(start: Start
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        pytest.param({"steps": 60}, "--steps is 120 for them and 60 here", id="12-steps"),
+        pytest.param({"steps": 60}, "--steps is 120 for them and 60 here", id="12-steps", marks=long),
         pytest.param({"words": ("--max", "2")}, "--max is 3 for them and 2 here", id="12-max", marks=long),
     ],
 )
@@ -430,9 +446,36 @@ def test_the_shared_disk_is_away_for_a_while(start: Start, truth: Callable[..., 
 
 
 @pytest.mark.parametrize(
+    "dies",
+    [
+        pytest.param((), id="60-nobody dies", marks=long),
+        pytest.param((1,), id="60-a worker dies"),
+        pytest.param((0,), id="60-the leader dies", marks=long),
+    ],
+)
+def test_the_shared_disk_does_not_answer_for_a_while(
+    start: Start, truth: Callable[..., Truth], tmp_path: Path, disk: Path, dies: Sequence[int]
+) -> None:
+    one = start(steps=300, values={"heal__hang_s": 3.0})
+    one.wait_for_step(12)
+    before, shown = one.newest, one.shown
+    with frozen(disk):
+        until(lambda: one.shown >= shown + 60)  # six checkpoints are due on the way
+        one.kill(*(one.member(slot) for slot in dies))
+        time.sleep(4)
+    if dies:
+        one.wait_until_whole(before)
+    else:
+        assert one.newest == before
+    one.judge(truth(300))
+    assert one.says(r"the save of step \d+ is left out: the one before is still being written")
+    assert not one.events("hang") and not one.says("cannot be written")
+
+
+@pytest.mark.parametrize(
     ("writable", "slot"),
     [
-        pytest.param(False, 1, id="55-read-only"),
+        pytest.param(False, 1, id="55-read-only", marks=long),
         pytest.param(False, 0, id="55-read-only, the leader", marks=long),
         pytest.param(True, 1, id="56-empty and writable"),
     ],
@@ -872,6 +915,16 @@ def away(folder: Path, *, writable: bool = False) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@contextmanager
+def frozen(disk: Path) -> Iterator[None]:
+    """For a while nothing that writes on `disk` returns, not even when it is killed."""
+    subprocess.run(["fsfreeze", "--freeze", str(disk)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["fsfreeze", "--unfreeze", str(disk)], check=True)
 
 
 @contextmanager

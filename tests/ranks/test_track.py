@@ -20,10 +20,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.proto import wandb_internal_pb2
 
 from lockstep import events
-from lockstep.errors import ConfigError, DataError, UsageError
+from lockstep.errors import ConfigError, DataError, LockstepError, UsageError
 from lockstep.metrics import read
 from lockstep.sinks import records, without_secrets
-from lockstep.track import Tracker
+from lockstep.track import BackgroundTracker, Tracker
 
 # Plays a list of actions on a Tracker, so that a test can say what a process did before it died.
 PLAY = """
@@ -441,3 +441,34 @@ def test_whatever_a_sink_raises_training_goes_on(tmp_path: Path, caplog: pytest.
     assert tensorboard(tmp_path, "train/loss") == losses(1, 6)
     assert tensorboard(tmp_path, "validation/bleu") == [(1, 1.0), (3, 1.0), (5, 1.0)]
     assert sum("tensorboard failed" in record.message for record in caplog.records) == 1, "one cause is said once"
+
+
+# In the background.
+
+
+def test_a_record_in_the_background_is_the_same_and_holds_up_nobody(tmp_path: Path) -> None:
+    with Tracker(tmp_path, leader=True, from_step=0, tensorboard=True) as tracker, BackgroundTracker(tracker) as record:
+        gate, values = threading.Event(), {"loss": 0.0}
+        record._thread.submit(gate.wait, 30)  # the disk does not answer
+        for step in range(1, 101):
+            values["loss"] = 1 / step
+            record.step(step, values)
+        assert read(tmp_path / "metrics.jsonl") == []
+        gate.set()
+        record.sync()
+        assert [(line["step"], line["loss"]) for line in read(tmp_path / "metrics.jsonl")] == losses(1, 100)
+        record.step(101, {"loss": 1 / 101})
+    assert [(line["step"], line["loss"]) for line in read(tmp_path / "metrics.jsonl")] == losses(1, 101)
+    assert tensorboard(tmp_path, "train/loss") == losses(1, 101)
+
+
+def test_what_fails_in_the_background_is_raised_by_the_next_call_and_in_the_end(tmp_path: Path) -> None:
+    with pytest.raises(LockstepError, match="step 3 was logged after step 1"):
+        with Tracker(tmp_path, leader=True, from_step=0) as tracker, BackgroundTracker(tracker) as record:
+            record.step(1, {"loss": 1.0})
+            record.step(3, {"loss": 1.0})
+    with Tracker(tmp_path, leader=True, from_step=1) as tracker, pytest.raises(LockstepError, match="step 3 was logged after step 1"):
+        with BackgroundTracker(tracker) as record:
+            record.step(3, {"loss": 1.0})
+            record.sync()
+    assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1]

@@ -25,6 +25,9 @@ from lockstep.units import show_seconds
 log = logging.getLogger("lockstep")
 
 
+def nothing() -> None: ...
+
+
 class BackgroundSaver:
     """Saves into `store`, one checkpoint at a time. Not for several threads. `on_saved(step, seconds)` is called in the writing thread.
 
@@ -41,15 +44,22 @@ class BackgroundSaver:
         self._done = threading.Event()
         self._said_wait = False
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], protect: Collection[int] = ()) -> None:
-        """Copy the state and return; `Store.save` follows in the background. The tensors may change once this returns.
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        facts: Mapping[str, Any],
+        protect: Callable[[], Collection[int]] = tuple,
+        first: Callable[[], None] = nothing,
+    ) -> None:
+        """Copy the state and return; `first`, then `Store.save` follow in the background. The tensors may change once this returns.
 
-        Waits while the save before is still being written.
+        protect  asked there too. Waits while the save before is still being written.
         """
         self.wait(why=f"before step {step} is copied")
         copied = json.loads(json.dumps(dict(facts)))
         events = self._copy(tensors)
-        arguments = (step, dict(self._buffers), copied, tuple(protect), events)
+        arguments = (step, dict(self._buffers), copied, protect, first, events)
         self._done.clear()
         self._thread = threading.Thread(target=self._write, args=arguments, name=f"save step {step}")
         self._thread.start()
@@ -80,14 +90,16 @@ class BackgroundSaver:
         step: int,
         tensors: dict[str, Tensor],
         facts: dict[str, Any],
-        protect: tuple[int, ...],
+        protect: Callable[[], Collection[int]],
+        first: Callable[[], None],
         events: list[torch.cuda.Event],
     ) -> None:
         try:
             for event in events:
                 event.synchronize()
+            first()
             began_s = time.monotonic()
-            self.store.save(step, tensors, facts, protect)
+            self.store.save(step, tensors, facts, tuple(protect()))
             self.committed = step
             self.on_saved(step, time.monotonic() - began_s)
         except Exception as error:
@@ -104,21 +116,24 @@ class BackgroundSaver:
         """The oldest failure that nobody has asked for yet, and forget it."""
         return self._failures.popleft() if self._failures else None
 
-    def wait(self, why: str = "") -> None:
-        """Return when nothing is being written.
+    def wait(self, why: str = "", within_s: float | None = None) -> bool:
+        """True when nothing is being written; False when that has not come within so many seconds.
 
         why  what waits; a wait with a reason is told once, since it holds up training
         """
         if self._thread is None:
-            return
+            return True
         began, name, busy = time.monotonic(), self._thread.name, self.writing
-        self._done.wait()  # not join alone: until Python 3.13 a join that a signal interrupts gives up the thread for ended
+        # Not join alone: until Python 3.13 a join that a signal interrupts gives up the thread for ended.
+        if not self._done.wait(within_s):
+            return False
         self._thread.join()
         self._thread = None
         waited_s = time.monotonic() - began
         if busy and why and not self._said_wait:
             self._said_wait = True
             log.warning("waited %s for %r %s; to avoid it save less often (said once)", show_seconds(waited_s), name, why)
+        return True
 
     def close(self) -> None:
         """Wait for the save under way; raise a failure that nobody has asked for."""

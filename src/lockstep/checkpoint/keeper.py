@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from lockstep.agree import answers, every, lead
-from lockstep.checkpoint.background import BackgroundSaver
+from lockstep.checkpoint.background import BackgroundSaver, nothing
 from lockstep.checkpoint.choose import choose
 from lockstep.checkpoint.parts import Part, parameter_of, place_of
 from lockstep.checkpoint.state import capture, everything, restore
@@ -33,6 +34,17 @@ from lockstep.parallel.replicate import digest_of, words_of
 from lockstep.world import World
 
 log = logging.getLogger("lockstep")
+PATIENCE_S = 5.0  # that a save which may be left out waits for the one before
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A save that was asked for: see Keeper.save."""
+
+    step: int
+    facts: dict[str, Any]
+    first: Callable[[], None]
+    protect: Callable[[], Collection[int]]
 
 
 class Keeper:
@@ -67,8 +79,9 @@ class Keeper:
         self.saver: BackgroundSaver | None = None  # the leader's
         self.facts: dict[str, Any] = {}
         self._saved_step = 0
-        self._asked: tuple[int, dict[str, Any], Collection[int]] | None = None  # the last save, whoever was to do it
+        self._asked: Wanted | None = None  # the last save, whoever was to do it, while the state is still that one
         self._failure: Exception | None = None
+        self._left_out = False  # the last save that was due, because the one before was still being written
         self._begun = (-1, -1)  # the step of the last save that this worker began, and the generation in which it did
         self.alike: Callable[[int], bool] | None = None  # collective: whether the state after a step is the same on all replicas
 
@@ -194,7 +207,7 @@ class Keeper:
 
         Where several workers write together they all begin anew, since the part of one of them may never come.
         """
-        if not (self.writes and self._asked and self._asked[0] == step) or step in self.store.steps():
+        if not (self.writes and self._asked and self._asked.step == step) or step in self.store.steps():
             return
         if self._begun == (step, self.world.generation) or (self._begun[0] == step and not self.held):
             return
@@ -202,36 +215,58 @@ class Keeper:
             self.saver.wait()
             while self.saver.failure():  # of the group that is no more
                 pass
-        self._begin(*self._asked)
+        self._begin(self._asked)
+
+    def moved_on(self) -> None:
+        """The state is no longer the one that was to be saved last."""
+        self._asked = None
 
     def due(self, step: int) -> bool:
         """True when `step` committed steps call for a checkpoint."""
         return bool(self.every_steps) and step % self.every_steps == 0
 
-    def save(self, step: int, facts: dict[str, Any] | None = None, protect: Collection[int] = ()) -> None:
+    def save(
+        self,
+        step: int,
+        facts: dict[str, Any] | None = None,
+        *,
+        first: Callable[[], None] = nothing,
+        protect: Callable[[], Collection[int]] = tuple,
+        waits: bool = True,
+    ) -> None:
         """Collective. Begin to save the state after `step` committed steps: copied now, written in the background. Nothing when it is saved
         already, or when the replicas turn out not to be alike: then whoever leads without those that differ saves (`take_over`).
 
-        protect  steps that retention must leave, such as the best
+        first    what is done in the background before anything is written
+        protect  says there which steps retention must leave, such as the best
+        waits    for the save before, however long it takes; otherwise this one is left out when that takes longer than PATIENCE_S
+                 (replicas of several workers wait)
         """
         if step == self._saved_step:
             return
-        self._saved_step, self._asked = step, (step, facts or {}, protect)
-        if (self.alike is None or self.alike(step)) and self.writes:
-            self._begin(*self._asked)
+        self._saved_step, self._asked = step, Wanted(step, facts or {}, first, protect)
+        if (self.alike and not self.alike(step)) or not self.writes:
+            return
+        within_s = None if waits or self.held else 0.0 if self._left_out else PATIENCE_S
+        before, self._left_out = self._left_out, bool(self.saver and not self.saver.wait(f"before step {step} is copied", within_s))
+        if not self._left_out:
+            self._begin(self._asked)
+        elif not before:
+            log.warning("the save of step %d is left out: the one before is still being written (said once for as long as it is)", step)
 
-    def _begin(self, step: int, facts: dict[str, Any], protect: Collection[int]) -> None:
-        self._begun = (step, self.world.generation)
+    def _begin(self, wanted: Wanted) -> None:
+        self._begun = (wanted.step, self.world.generation)
         self.saver = self.saver or BackgroundSaver(self.store, self._note_saved if self.world.leader else lambda step, seconds: None)
-        self.saver.save(step, self._take_part(self.held) if self.held else self.capture(), facts, protect)
+        tensors = self._take_part(self.held) if self.held else self.capture()
+        self.saver.save(wanted.step, tensors, wanted.facts, wanted.protect, wanted.first)
 
     def _note_saved(self, step: int, seconds: float) -> None:
         note(self.store.folder.parent, "saved", step=step, seconds=round(seconds, 4), generation=self.world.generation)
 
     def save_if_due(self, step: int) -> None:
-        """`save`, when `step` committed steps call for it."""
+        """`save`, when `step` committed steps call for it; left out while the disk does not take the one before."""
         if self.due(step):
-            self.save(step)
+            self.save(step, waits=False)
 
     def must_stop(self) -> bool:
         """True on rank 0 when a save failed and on_error is "stop". With "continue" the failure is a warning, once."""
@@ -260,7 +295,7 @@ class Keeper:
 
         def together() -> None:
             if self._asked:
-                self.take_over(self._asked[0])
+                self.take_over(self._asked.step)
             lead(self.world, finish)
             if self.saver and not self.world.leader:
                 self.saver.close()

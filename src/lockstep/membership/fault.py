@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.files import write_json
+from lockstep.log import let_out
 from lockstep.membership.board import Board, Phase
 
 log = logging.getLogger("lockstep")
@@ -63,6 +64,7 @@ class FaultyBoard(Board):
         with suppress(FileNotFoundError):
             self.orders.unlink()
             log.warning("obeying %s at %s of step %d", order["what"], at, self.step)
+            let_out()
             self._do(order["what"])
 
     def _do(self, what: What) -> None:

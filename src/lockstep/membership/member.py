@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch._C._distributed_c10d import TCPStore  # torch.distributed has it too, untyped
 
@@ -33,6 +33,7 @@ from lockstep.errors import FencedError, LockstepError, PeersLostError, UsageErr
 from lockstep.events import note
 from lockstep.failures import Account
 from lockstep.launch import tell_parent
+from lockstep.log import let_out
 from lockstep.membership import hang, waiting
 from lockstep.membership.arbiter import Arbiter, End, Member, Record, new_token
 from lockstep.membership.folder import token_of
@@ -292,8 +293,7 @@ class Membership:
         self._do(self.protocol.tick(now_s))
         if self._leaving_s and now_s - self._leaving_s > LEAVE_S:
             log.error("the main thread does not get out of the broken generation: this worker starts anew\n%s", stack_of(self.main_thread))
-            tell_parent(Account(FencedError.exit_code, now_s, "stuck on its way out of a broken group", "", lost_peers=True))
-            os._exit(FencedError.exit_code)
+            end_here("stuck on its way out of a broken group", "")
         if self.protocol.over and self.protocol.phase == "in":
             self.on_cut()  # again: the main thread may have opened more since
             self._cut_s = self._cut_s or now_s
@@ -303,8 +303,7 @@ class Membership:
                 log.error(
                     "a collective of the broken generation does not end, though its connections are cut: this worker starts anew\n%s", where
                 )
-                tell_parent(Account(FencedError.exit_code, now_s, "stuck in a broken group", where, lost_peers=True))
-                os._exit(FencedError.exit_code)
+                end_here("stuck in a broken group", where)
         else:
             self._cut_s = 0.0
         self.waiting = self.protocol.waiting
@@ -328,8 +327,7 @@ class Membership:
             threading.Thread(target=self.end, args=(End(1, verdict.paragraph),), daemon=True).start()
         elif self.me.id in verdict.culprits and verdict.action == "evict":
             # The main thread cannot be told. Once this process has ended, the next member is the hub.
-            tell_parent(Account(FencedError.exit_code, now_s, verdict.paragraph, stack_of(self.main_thread), lost_peers=True))
-            os._exit(FencedError.exit_code)
+            end_here(verdict.paragraph, stack_of(self.main_thread))
         elif verdict.action != "tell":
             for id in verdict.culprits:
                 self._do(protocol.evict(id, why, now_s))
@@ -550,6 +548,13 @@ class Membership:
             self._call(lambda: self.protocol.proposed(winner, time.monotonic()))
 
         self._disk.put(propose)
+
+
+def end_here(why: str, stack: str) -> NoReturn:
+    """End this process, whose main thread does not listen, for another in its place."""
+    tell_parent(Account(FencedError.exit_code, time.monotonic(), why, stack, lost_peers=True))
+    let_out()
+    os._exit(FencedError.exit_code)
 
 
 def in_a_collective() -> str:
