@@ -192,6 +192,8 @@ def test_8_all_workers_are_killed_at_once(start: Start, truth: Callable[..., Tru
     tell(back=back_s)
     assert again >= 10 and back_s < SOON_S
     one.judge(truth())
+    (first, then), saved = one.events("began"), {event["step"] for event in one.events("saved")}
+    assert (first["generation"], first["step"]) == (1, 0) and then["generation"] > 1 and then["step"] in saved
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,8 @@ class Keeper:
             restore(self.model, self.optimizer, found.tensors, self.saved)
             self.facts = found.facts
         self._saved_step = step or 0
+        if self.world.leader and self.world.membership:
+            note(self.store.folder.parent, "began", generation=self.world.generation, step=step or 0, workers=list(self.world.members))
         return step or 0
 
     def _newest_whole(self) -> int | None:

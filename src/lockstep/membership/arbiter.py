@@ -72,7 +72,7 @@ class Record:
     token    random, so that a generation is never mistaken for another of its number
     members  in the order of their ranks; none when the run has ended
     store    "ADDRESS:PORT" of the store, held by rank 0, over which the group forms; needed only until it has
-    step     steps committed when it began
+    step     steps committed when it began; 0 at a start, whose checkpoint is found only then: events.jsonl has it ("began")
     reason   for people
     out      those that are in the generation before and not in this one
     end      None while the run goes on

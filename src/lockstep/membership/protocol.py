@@ -346,7 +346,7 @@ class Protocol:
         """Joiners who could be let in."""
         if not self.leads or not self.record:
             return 0
-        return len(newcomers(self.joiners.values(), [one for one in self.record.members if not self._gone(one.id)], self.limits))
+        return len(newcomers(self._welcome(), [one for one in self.record.members if not self._gone(one.id)], self.limits))
 
     @property
     def signs(self) -> bool:
@@ -544,19 +544,30 @@ class Protocol:
     def _fruitless(self) -> bool:
         """Whether this worker has left a generation that brought no step, or that stood still: perhaps some of its members do not
         reach each other."""
-        return self.phase == "left" and self.record is not None and (self.doubts or self.reports[self.me.id].step <= self.record.step)
+        return self._brought(0)
+
+    def _brought(self, most: int) -> bool:
+        """Whether this worker has left a generation that brought `most` steps or fewer, or that stood still."""
+        return (
+            self.phase == "left" and self.record is not None and (self.doubts or self.reports[self.me.id].step <= self.record.step + most)
+        )
 
     @property
     def _outnumbered(self) -> bool:
         """Whether those who are silent may be the larger side of a cut network, or one as large that has the leader: then they have as
-        long again to come into the log first. They may find this side silent one by one, so they are given a time for each of it.
-        Between two processes of one host no network is cut."""
+        long again to come into the log first. They may find this side silent one by one, so they are given a time for each of it; and one
+        more where some of them, who may be a step behind, have to find out whom they reach. Between two processes of one host no network is
+        cut."""
         there = [one for one in self._members() if one.id not in self.dead]
         silent = [one for one in there if self._is_silent(one.id) and one.host != self.me.host]
         if 2 * len(silent) + (there[0] in silent) <= len(there):
             return False
         longest_s = max(self.now_s - self.heard_s[one.id] for one in silent)
-        return longest_s <= (1 + len(there) - len(silent)) * self.limits.silent_s
+        return longest_s <= (1 + self._brought(1) + len(there) - len(silent)) * self.limits.silent_s
+
+    def _welcome(self) -> list[Joiner]:
+        """Who wants in and was heard of just now. Where a member falls silent a joiner beside it does too, and is found silent later."""
+        return [one for id, one in self.joiners.items() if self.now_s - self.heard_s.get(id, self.now_s) <= 2 * self.limits.beat_s]
 
     @property
     def _ready(self) -> bool:
@@ -635,7 +646,7 @@ class Protocol:
             return []
         gone = {one.id: why for one in self.others if (why := self._gone(one.id))}
         limits = self.limits.to_stop if self.stops else self.limits
-        record, reason = next_generation(View(self.record, self.reports, gone, list(self.joiners.values())), limits, self.tokens())
+        record, reason = next_generation(View(self.record, self.reports, gone, self._welcome()), limits, self.tokens())
         if record is None:
             return [] if reason.startswith("waiting") else self._say(reason)
         self._proposed = record.number
@@ -702,9 +713,10 @@ class Protocol:
             return self._move_on(now_s)
         was_in = self.phase in ("in", "left")
         effects = self._end_generation("a newer generation exists")
-        self.record, self.over, self.doubts, self.reports, self.heard_s = record, "", False, {}, {}
+        self.record, self.over, self.doubts, self.reports = record, "", False, {}
         self._gathering_s, self._waits = None, ""
         self.joiners = {id: one for id, one in self.joiners.items() if record.rank_of(id) is None}
+        self.heard_s = {id: heard_s for id, heard_s in self.heard_s.items() if id in self.joiners}
         message = {"kind": "record", "record": record.to_json()}
         effects += [Send(id, message) for id in sorted(self.links)]
         if record.end and (was_in or record.number > self.after):

@@ -10,6 +10,7 @@ from simulation.worker import Main, Worker
 from lockstep.membership.arbiter import Record
 
 STARTED_S = 8.0  # by then all have started when nothing befell them
+SEEN_S = 1.5  # two beats, a message and an answer of the disk
 
 if TYPE_CHECKING:
     from simulation.cluster import Cluster
@@ -60,26 +61,39 @@ class Promises:
             well = all(self._was_well(one) for one in replica)
             check(bool(kept) or not well, f"generation {number} goes on without {[one.me.id for one in replica]}, well: {record.out}")
         self._larger_side_goes_on(record, log[-2] if number > 1 else None)
+        self._lets_in_who_is_there(record, before)
 
     def _was_well(self, one: Worker) -> bool:
         """Whether nothing has befallen it in the generation before."""
         return one.alive and not one.main.drains and not any(it.since(self.began_s[-2]) for it in (one.trouble, one.host.trouble))
 
+    def _cut_s(self) -> float | None:
+        """Since when the network is cut in two, where nothing else happens but workers that were killed before."""
+        faults, now_s = self.cluster.history.faults, self.cluster.clock.now_s
+        cuts = [fault for fault in faults if fault.kind == "cut"]
+        if len(cuts) != 1 or cuts[0].at_s < STARTED_S or cuts[0].at_s + (cuts[0].lasts_s or now_s) < now_s:
+            return None
+        alone = all(fault.kind == "kill" and fault.at_s < cuts[0].at_s for fault in faults if fault not in cuts)
+        return cuts[0].at_s if alone else None
+
+    def _lets_in_who_is_there(self, record: Record, before: set[str]) -> None:
+        """Nobody is let in who has long been out of reach."""
+        workers, network = self.cluster.workers, self.cluster.network
+        proposer, since_s = self.cluster.stores[record.token], self.cluster.clock.now_s - SEEN_S
+        cut_s = self._cut_s()
+        for one in [workers[it.id] for it in record.members if it.id not in before] if cut_s else []:
+            away = not network.joined(one.host, proposer.host) and cut_s < since_s
+            check(not away, f"generation {record.number} lets in {one.me.id}, which {proposer.me.id} does not reach")
+
     def _larger_side_goes_on(self, record: Record, before: Record | None) -> None:
-        """Where a network was cut in two and nothing else has happened, the larger side goes on, or of equal ones the leader's."""
-        faults = self.cluster.history.faults
-        if (
-            before is None
-            or not before.members
-            or self.cluster.limits.unit > 1
-            or len(faults) != 1
-            or faults[0].kind != "cut"
-            or faults[0].at_s < STARTED_S
-        ):
+        """Where a network is cut in two the larger side goes on, or of equal ones the leader's, if they are enough."""
+        if before is None or not before.members or self.cluster.limits.unit > 1 or not self._cut_s():
             return
-        stay = [one.id for one in before.members if record.rank_of(one.id) is not None]
-        larger = 2 * len(stay) + (before.members[0].id in stay) > len(before.members)
-        check(larger, f"of the sides of {[one.id for one in before.members]} the smaller one went on: {stay}")
+        there = [one.id for one in before.members if self.cluster.workers[one.id].alive]
+        stay = [id for id in there if record.rank_of(id) is not None]
+        larger = 2 * len(stay) + (there[:1] == stay[:1]) > len(there)
+        enough = len(there) - len(stay) >= self.cluster.limits.least
+        check(larger or not enough, f"of the sides of {there} the smaller one went on: {stay}")
 
     def _begins_where_they_are(self, record: Record, stay: list[Worker]) -> None:
         """Who stays has left the generation before, for good; the new one begins at the largest step that one of them has committed; each
