@@ -496,17 +496,6 @@ def subgroup(ranks: list[int]) -> dist.ProcessGroup | None:
     return group
 
 
-def finish(works: Iterable[dist.Work | None], group: dist.ProcessGroup | None = None) -> None:
-    """Collective. Wait for sends and receives on a CPU, as long as a collective of the group may take.
-
-    Without a limit of their own gloo ends them after the time that the group had to form (FORM_S): torch's way to give a group another
-    time-out does not reach them (2.13).
-    """
-    for work in works:
-        if work is not None:
-            work.wait(limit(group))
-
-
 # Meeting.
 
 

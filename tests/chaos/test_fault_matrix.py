@@ -730,6 +730,27 @@ def test_30_a_slow_network_is_no_death(start: Start, truth: Callable[..., Truth]
 
 
 @long
+@pytest.mark.parametrize("slot", [pytest.param(1, id="30-a worker"), pytest.param(0, id="30-the leader")])
+def test_a_worker_is_killed_while_a_bucket_crawls_over_a_slow_network(
+    start: Start, truth: Callable[..., Truth], network: Network, slot: int
+) -> None:
+    one = start(network.hosts, workers=1, steps=15)
+    one.wait_for_step(3)
+    before, victim = one.newest, one.newest.members[slot]
+    for host in network.hosts:
+        network.shape(host, "1mbit")
+    one.wait_for_step(5, timeout_s=200)
+    time.sleep(1)  # a step takes some
+    one.kill(victim)
+    back_s = one.wait_until_back(before)
+    tell(back=back_s)
+    assert back_s < 2 * SOON_S
+    for host in network.hosts:
+        network.shape(host, "1gbit")
+    one.judge(truth(15), timeout_s=200)
+
+
+@long
 @pytest.mark.parametrize("shift_s", [pytest.param(3600, id="31-ahead"), pytest.param(-3600, id="31-behind")])
 def test_the_clock_of_a_host_is_an_hour_off(start: Start, truth: Callable[..., Truth], tmp_path: Path, shift_s: int) -> None:
     (tmp_path / "sitecustomize.py").write_text(f"import time\nright = time.time\ntime.time = lambda: right() + {shift_s}\n")

@@ -15,6 +15,7 @@ from lockstep.errors import UsageError
 from lockstep.parallel.ordered import Span, Tree, exchange, runs, share
 from lockstep.parallel.replicate import Replica, digest_of, words_of
 from lockstep.testing import run_ranks
+from lockstep.waits import Waits
 from lockstep.world import World
 
 
@@ -63,7 +64,7 @@ def exchanged(world: World, leaves: int, length: int) -> str:
     out = torch.empty(length)
     assert dist.group.WORLD is not None
     right = values.sum(0)  # the sums that go in are used up
-    exchange(tree.stack, leaves, dist.group.WORLD, out)
+    exchange(tree.stack, leaves, dist.group.WORLD, out, Waits())
     torch.testing.assert_close(out, right, atol=1e-4, rtol=1e-4)
     return digest(out)
 

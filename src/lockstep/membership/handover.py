@@ -15,7 +15,8 @@ from torch import Tensor
 
 from lockstep.checkpoint.state import DTYPES, TORCH_DTYPES, digest
 from lockstep.errors import PeersLostError
-from lockstep.world import World, finish, gather_json
+from lockstep.waits import Waits
+from lockstep.world import World, gather_json
 
 
 def roles(standings: Sequence[Mapping[str, Any]]) -> tuple[int, list[int], list[int]]:
@@ -51,7 +52,7 @@ def hand_over(world: World, capture: Callable[[], Mapping[str, Tensor]] | None =
         elif source == world.rank:
             works += [dist.isend(as_bytes(mine[name].cpu()), dst=joiner) for joiner in joiners]
     world.board.collective()  # all of it counts as one
-    finish(works)
+    Waits(world.broken).finish(works)
     digests = gather_json(world.size, digest(mine) if takes or world.rank == sources[0] else None)
     if wrong := [rank for rank in all_joiners if digests[rank] != digests[first_of[rank]]]:
         raise PeersLostError(f"the state came damaged to rank {', '.join(map(str, wrong))}", f"sent by ranks {sources}")

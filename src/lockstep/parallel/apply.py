@@ -106,7 +106,7 @@ def hold(
         if inside:
             inside([whole.get_submodule(name) for name in plan_of(whole).units])
         return Held(whole, layout, named=dict(whole.named_parameters()))
-    plan, wires = plan_of(model), Wires(layout)
+    plan, wires = plan_of(model), Wires(layout, aside=device.type == "cpu")
     stage = keep(model, spot.stage, layout.pipeline, parts_of_stages) if layout.pipeline > 1 else None
     plan = plan.within(model)
     pieces = split(model, plan, wires, spot.tensor, layout.tensor)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import UsageError
-from lockstep.world import finish
+from lockstep.waits import Waits
 
 
 def share(rank: int, size: int, leaves: int) -> range:
@@ -101,11 +101,12 @@ class Part:
         return self
 
 
-def exchange(mine: list[tuple[Span, torch.Tensor]], leaves: int, group: dist.ProcessGroup, out: torch.Tensor) -> None:
+def exchange(mine: list[tuple[Span, torch.Tensor]], leaves: int, group: dist.ProcessGroup, out: torch.Tensor, waits: Waits) -> None:
     """Collective. Put the sum of all `leaves` leaves, added in tree order, into `out` on every process.
 
     mine  this process's runs and their sums, each of shape (length,): those of `runs(share(rank, size, leaves))`; they are used up
     out   (length,); may be one of the sums in `mine`
+    waits how to wait for what is sent and received
     """
     rank, size = group.rank(), group.size()
     if size == 1:
@@ -124,7 +125,7 @@ def exchange(mine: list[tuple[Span, torch.Tensor]], leaves: int, group: dist.Pro
     rows = {r: [value[own] for _, value in mine] if r == rank else [torch.empty_like(out[own]) for _ in spans[r]] for r in range(size)}
     works = [dist.irecv(row, group=group, group_src=r) for r in others for row in rows[r] if row.numel()]
     works += [dist.isend(value[slices[r]], group=group, group_dst=r) for r in others for _, value in mine if value[slices[r]].numel()]
-    finish(works, group)
+    waits.finish(works, group)
     tree: Tree[Part] = Tree()
     for r in range(size):
         for span, row in zip(spans[r], rows[r], strict=True):
@@ -134,7 +135,7 @@ def exchange(mine: list[tuple[Span, torch.Tensor]], leaves: int, group: dist.Pro
         out[own].copy_(total)
     works = [dist.irecv(out[slices[r]], group=group, group_src=r) for r in others if out[slices[r]].numel()]
     works += [dist.isend(out[own], group=group, group_dst=r) for r in others if out[own].numel()]
-    finish(works, group)
+    waits.finish(works, group)
 
 
 def exchange_by_collectives(mine: list[tuple[Span, torch.Tensor]], leaves: int, group: dist.ProcessGroup, out: torch.Tensor) -> None:

@@ -30,6 +30,7 @@ from lockstep.data.order import mix
 from lockstep.errors import PeersLostError, UsageError
 from lockstep.membership.board import Board
 from lockstep.parallel.ordered import Span, Tree, exchange, refuse_empty_shares, share
+from lockstep.waits import Waits
 
 # torch 2.13 renamed the switch.
 DDP_NAMES = inspect.signature(nn.parallel.DistributedDataParallel).parameters
@@ -90,7 +91,7 @@ class Replica:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self._place = {id(p): i for i, p in enumerate(self.parameters)}
         self.device = self.parameters[0].device
-        self.broken: Callable[[], str] = str  # why this step cannot end well, asked before each micro-batch
+        self._waits = Waits()
         self.board = Board(None)
         self.failure: Exception | None = None
         self._buckets = 0  # of a step; 0 until one is done
@@ -133,6 +134,15 @@ class Replica:
         self.ddp = ddp
         self._words = [words_of(p) for p in self.parameters]
         return ddp
+
+    @property
+    def broken(self) -> Callable[[], str]:
+        """Why this step cannot end well; asked before each micro-batch, and while something is on its way."""
+        return self._waits.broken
+
+    @broken.setter
+    def broken(self, broken: Callable[[], str]) -> None:
+        self._waits.broken = broken
 
     def forget(self) -> None:
         """Let go of the group, which is broken or left; the next step wraps the model for the new one. The gradients stay."""
@@ -237,7 +247,7 @@ class Replica:
             torch._foreach_add_(parcel.gradients, [sums.tensors[i] for i in parcel.places])
             span = Span(left.first, 2 * left.leaves)
         rows = [(left, torch.cat([sums.tensors[i].flatten() for i in parcel.places])) for left, sums in earlier]
-        exchange([*rows, (span, parcel.buffer)], self.leaves, self.group, out=parcel.buffer)
+        exchange([*rows, (span, parcel.buffer)], self.leaves, self.group, parcel.buffer, self._waits)
 
     def _parcel(self, bucket: GradBucket, arrived: torch.futures.Future[torch.Tensor]) -> Parcel:
         self._clock.sent()

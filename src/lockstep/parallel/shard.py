@@ -38,7 +38,6 @@ from lockstep.parallel.ordered import Part, Span, Tree, exchange, runs, share
 from lockstep.parallel.pipeline import Flow, Stage, travelling
 from lockstep.parallel.replicate import digest_of, words_of
 from lockstep.parallel.wires import Arrival, everybody_sends, exchange_rows
-from lockstep.world import finish
 
 PARCELS = 2  # units whose gradients are on their way at once; a whole unit's worth of memory each
 
@@ -110,7 +109,6 @@ class ShardedReplica:
         assert held.wires is not None
         self.held, self.leaves, self.seed = held, micro_batches, seed
         self.parameters = [p for p in held.named.values() if p.requires_grad]
-        self.broken: Callable[[], str] = str
         self.wires, self.unit = held.wires, held.layout.unit
         self.together = together and held.layout.shard > 1
         self._trees: list[Tree[Part]] = []
@@ -140,6 +138,15 @@ class ShardedReplica:
     @board.setter
     def board(self, board: Board) -> None:
         self.wires.board = board
+
+    @property
+    def broken(self) -> Callable[[], str]:
+        """Why this step cannot end well."""
+        return self.wires.waits.broken
+
+    @broken.setter
+    def broken(self, broken: Callable[[], str]) -> None:
+        self.wires.waits.broken = broken
 
     def forget(self) -> None:
         """Let go of the groups, which are broken or left; the next step makes new ones."""
@@ -345,14 +352,14 @@ class ShardedReplica:
             if self.wires.across is None:
                 parcel.out.copy_(tree.total().tensor)
             else:
-                exchange([(span, part.tensor) for span, part in tree.stack], self.leaves, self.wires.across, out=parcel.out)
+                exchange([(span, part.tensor) for span, part in tree.stack], self.leaves, self.wires.across, parcel.out, self.wires.waits)
         except Exception as error:
             self.wires.fail(error)
 
     def _add_rows(self, parcel: Parcel, tree: Tree[Part]) -> None:
         """Collective. Each shard takes its rows of the gradients of all leaves of the pass."""
         parts = list(parcel.sent.view(self.held.layout.shard, -1))
-        rows = exchange_rows(parts, self.wires.scatter)
+        rows = exchange_rows(parts, self.wires.scatter, self.wires.waits)
         for number, row in enumerate(rows[: parcel.turn.leaves]):
             tree.add(Span(parcel.turn.first + number, 1), Part(row))
         kept = parcel.sent.untyped_storage().data_ptr()
@@ -379,7 +386,7 @@ class ShardedReplica:
         rows[here] = [parts[here] for _, parts in mine]
         works = [dist.irecv(row, group=group, group_src=shard) for shard in others for row in rows[shard]]
         works += [dist.isend(parts[shard], group=group, group_dst=shard) for shard in others for _, parts in mine]
-        finish(works, group)
+        self.wires.waits.finish(works, group)
         tree: Tree[Part] = Tree()
         for some, there in zip(spans, rows, strict=True):
             for span, row in zip(some, there, strict=True):

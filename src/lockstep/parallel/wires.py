@@ -22,7 +22,8 @@ from torch import Tensor
 
 from lockstep.layout import Layout
 from lockstep.membership.board import Board
-from lockstep.world import finish, limit, subgroup
+from lockstep.waits import Waits
+from lockstep.world import subgroup
 
 
 class Wires:
@@ -34,13 +35,15 @@ class Wires:
     tensor   those who share each layer
     stages   those of the pipeline
     tied     the first and the last stage, for a matrix that both have
+    aside    as for Waits
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, aside: bool = True) -> None:
         self.layout = layout
         self.laying: Callable[[], AbstractContextManager[None]] = nullcontext  # around the forming of groups (World.more_groups)
         self.failure: Exception | None = None
         self.board = Board(None)
+        self.waits = Waits(aside=aside)
         self.waited_s = 0.0  # in the thread of the model, in the present step
         self.laid = False
         self.drop()
@@ -89,11 +92,9 @@ class Wires:
     def wait(self, works: list[dist.Work]) -> None:
         """Wait for all, in the thread of the model."""
         began_s = time.perf_counter()
-        for work in works:
-            if self.failure is not None:
-                break
+        if self.failure is None:
             try:
-                work.wait(limit())
+                self.waits.finish(works)
             except Exception as error:
                 self.fail(error)
         self.waited_s += time.perf_counter() - began_s
@@ -142,7 +143,7 @@ def everybody_sends(parts: list[Tensor], group: dist.ProcessGroup) -> list[dist.
     return works + [dist.isend(parts[own], group=group, group_dst=i) for i in others if parts[own].numel()]
 
 
-def exchange_rows(parts: list[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
+def exchange_rows(parts: list[Tensor], group: dist.ProcessGroup | None, waits: Waits) -> list[Tensor]:
     """Collective. parts[i] goes to member i; what they have sent to this one, in their order (its own is parts[own] itself)."""
     if group is None:
         return parts
@@ -155,5 +156,5 @@ def exchange_rows(parts: list[Tensor], group: dist.ProcessGroup | None) -> list[
     others = [i for i in range(len(parts)) if i != own]
     works = [dist.irecv(rows[i], group=group, group_src=i) for i in others]
     works += [dist.isend(parts[i], group=group, group_dst=i) for i in others]
-    finish(works, group)
+    waits.finish(works, group)
     return rows
