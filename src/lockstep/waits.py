@@ -23,14 +23,19 @@ LOOK_S = 0.05
 GRACE_S = 0.2  # from the end of a generation, within which whatever has not begun ends by itself (it takes milliseconds)
 
 
+def for_life() -> str:
+    """A group that is for life is never broken."""
+    return ""
+
+
 class Waits:
     """For any number of threads.
 
     broken  why the generation has come to its end; "" while it lives
-    aside   wait in a thread beside; False on an accelerator, where a wait only tells the caller's stream
+    aside   wait in a thread beside, where there are generations; False on an accelerator, where a wait only tells the caller's stream
     """
 
-    def __init__(self, broken: Callable[[], str] = str, *, aside: bool = True) -> None:
+    def __init__(self, broken: Callable[[], str] = for_life, *, aside: bool = True) -> None:
         self.broken, self.aside = broken, aside
         self._own = threading.local()  # the helper of each thread that waits
 
@@ -44,7 +49,7 @@ class Waits:
         begun = [work for work in works if work is not None]
         if not begun:
             return
-        if not self.aside:
+        if not self.aside or self.broken is for_life:
             for work in begun:
                 work.wait(limit(group))
             return
