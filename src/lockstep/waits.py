@@ -50,8 +50,8 @@ class Waits:
         if not begun:
             return
         if not self.aside or self.broken is for_life:
-            for work in begun:
-                work.wait(limit(group))
+            if error := wait(begun, limit(group)):
+                raise error
             return
         helper: Helper | None = getattr(self._own, "helper", None)
         if helper is None:
@@ -83,13 +83,17 @@ class Helper:
 
     def _wait(self) -> None:
         while (job := self.asked.get()) is not None:
-            works, most = job
-            error = None
-            try:
-                for work in works:
-                    work.wait(most)
-            except Exception as failed:
-                error = failed
-            del job, works  # they hold the group
+            error = wait(*job)
+            del job  # it holds the group, as does the error's traceback
             self.told.put(error)
-            error = None
+            del error
+
+
+def wait(works: list[dist.Work], most: timedelta) -> Exception | None:
+    """Wait for all of them; what torch raised."""
+    try:
+        for work in works:
+            work.wait(most)
+    except Exception as error:
+        return error.with_traceback(None)
+    return None

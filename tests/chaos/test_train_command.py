@@ -277,16 +277,22 @@ def test_own_loop_has_one_sha256_on_1_2_and_3_processes_under_torchrun_and_throu
     assert len(digests) == 1 and digests.pop().startswith("step 100 sha256 ")
 
 
-def test_no_thread_of_the_group_is_left_when_the_loop_is_done(tmp_path: Path) -> None:
+@pytest.mark.parametrize("starter", ["torchrun", "agent"])
+def test_no_thread_of_the_group_is_left_when_the_loop_is_done(tmp_path: Path, starter: str) -> None:
     program = (
-        f"import os, sys; sys.path.insert(0, {str(ROOT / 'examples')!r}); import own_loop; own_loop.train(steps=3);"
-        "names = [open(f'/proc/self/task/{one}/comm').read() for one in os.listdir('/proc/self/task')];"
-        "sys.exit(any('gloo' in name for name in names))"  # one that lives while Python ends may end the process with SIGABRT
+        f"import os, sys; sys.path.insert(0, {str(ROOT / 'examples')!r}); import own_loop\n"
+        "def train(steps: int = 3):\n"
+        "    own_loop.train(steps=steps)\n"
+        "    names = [open(f'/proc/self/task/{one}/comm').read() for one in os.listdir('/proc/self/task')]\n"
+        "    if any('gloo' in name for name in names): sys.exit(9)\n"  # one that lives while Python ends may end the process with SIGABRT
+        "if __name__ == '__main__': train()\n"
     )
     (tmp_path / "loop.py").write_text(program)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "loop.py"]
-    done = subprocess.run(torchrun, capture_output=True, text=True, timeout=200, env=ENVIRON, cwd=tmp_path, check=False)
-    assert done.returncode == 0, done.stderr
+    agent = [sys.executable, "-m", "lockstep", "train", "loop.py:train", "--workers", "2", "--out", "run"]
+    words = torchrun if starter == "torchrun" else agent
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200, env=ENVIRON, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_own_loop_differs_from_the_plain_loop_by_ten_lines_at_most() -> None:
