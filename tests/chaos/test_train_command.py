@@ -284,7 +284,7 @@ def test_no_thread_of_the_group_is_left_when_the_loop_is_done(tmp_path: Path, st
         "def train(steps: int = 3):\n"
         "    own_loop.train(steps=steps)\n"
         "    names = [open(f'/proc/self/task/{one}/comm').read() for one in os.listdir('/proc/self/task')]\n"
-        "    if any('gloo' in name for name in names): sys.exit(9)\n"  # one that lives while Python ends may end the process with SIGABRT
+        "    print('threads of gloo:', sum('gloo' in name for name in names))\n"  # one that lives while Python ends may end it with SIGABRT
         "if __name__ == '__main__': train()\n"
     )
     (tmp_path / "loop.py").write_text(program)
@@ -292,7 +292,7 @@ def test_no_thread_of_the_group_is_left_when_the_loop_is_done(tmp_path: Path, st
     agent = [sys.executable, "-m", "lockstep", "train", "loop.py:train", "--workers", "2", "--out", "run"]
     words = torchrun if starter == "torchrun" else agent
     done = subprocess.run(words, capture_output=True, text=True, timeout=200, env=ENVIRON, cwd=tmp_path, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0 and "threads of gloo: 0" in done.stdout, done.stdout + done.stderr
 
 
 def test_own_loop_differs_from_the_plain_loop_by_ten_lines_at_most() -> None:
