@@ -97,7 +97,9 @@ def peers_lost(error: BaseException | None) -> bool:
 
 
 def plainly(error: BaseException) -> str:
-    """The first line of a torch error, without its source file, its stack and its advice."""
+    """What happened; of a torch error its first line, without its source file, its stack and its advice."""
+    if isinstance(error, LockstepError):
+        return error.what
     line = str(error).splitlines()[0] if str(error) else type(error).__name__
     return re.sub(r"^\[[^\]]*\.cc:\d+\] |\. This is typically caused by.*$", "", line)
 

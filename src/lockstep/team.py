@@ -308,7 +308,8 @@ class Team:
         seconds = time.monotonic() - began_s
         world.ledger.switch(before, time.monotonic())
         if world.leader:
-            log.warning("%s; %d workers go on after %s", why, world.size, show_seconds(seconds))
+            who = "1 worker goes" if world.size == 1 else f"{world.size} workers go"
+            log.warning("%s; %s on after %s", why, who, show_seconds(seconds))
             if world.membership:
                 facts = {"why": why, "workers": list(world.members), "joined": joined, "step": first, "seconds": round(seconds, 4)}
                 note(world.membership.folder, "regrouped", generation=world.generation, **facts)
