@@ -11,6 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 
@@ -66,27 +67,33 @@ class Waits:
                 now_s, why = time.monotonic(), self.broken()
                 over_s = (over_s or now_s) if why else None
                 if over_s is not None and now_s - over_s > GRACE_S:
-                    helper.asked.put(None)
                     self._own.helper = None
                     raise PeersLostError(why, "something was on its way when the connections were cut") from None
         if error is not None:
             raise error
 
 
+Asked = queue.SimpleQueue[tuple[list[dist.Work], timedelta] | None]
+Told = queue.SimpleQueue[Exception | None]
+
+
 class Helper:
-    """A thread that waits for one thing after the other."""
+    """A thread that waits for one thing after the other; it ends when nobody has this any more."""
 
     def __init__(self) -> None:
-        self.asked: queue.SimpleQueue[tuple[list[dist.Work], timedelta] | None] = queue.SimpleQueue()
-        self.told: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-        threading.Thread(target=self._wait, name="lockstep-wait", daemon=True).start()
+        self.asked: Asked = queue.SimpleQueue()
+        self.told: Told = queue.SimpleQueue()
+        threading.Thread(target=serve, args=(self.asked, self.told), name="lockstep-wait", daemon=True).start()
+        weakref.finalize(self, self.asked.put, None)
 
-    def _wait(self) -> None:
-        while (job := self.asked.get()) is not None:
-            error = wait(*job)
-            del job  # it holds the group, as does the error's traceback
-            self.told.put(error)
-            del error
+
+def serve(asked: Asked, told: Told) -> None:
+    """The thread of a helper."""
+    while (job := asked.get()) is not None:
+        error = wait(*job)
+        del job  # it holds the group, as does the error's traceback
+        told.put(error)
+        del error
 
 
 def wait(works: list[dist.Work], most: timedelta) -> Exception | None:
