@@ -196,10 +196,10 @@ def print_help_of_a_run(top: Parser, command: str) -> None:
     its_parser.print_help()
 
 
-def refuse(rest: list[str], command: str, where: str = "") -> None:
+def refuse(rest: list[str], command: str) -> None:
     """UsageError for words that the command does not know."""
     if rest:
-        raise UsageError(f"unknown option {rest[0]!r} {where}".rstrip(), "command line", f"see lockstep {command} --help")
+        raise UsageError(f"unknown option {rest[0]!r}", "command line", f"see lockstep {command} --help")
 
 
 @dataclass(frozen=True)
@@ -310,7 +310,8 @@ def launch(args: argparse.Namespace, rest: list[str]) -> int:
         alone = vars(parser().parse_args(["launch", "--stop", str(args.stop)]))
         given = [name for name, value in vars(args).items() if value != alone[name]]
         words = [args.what if name == "what" else f"--{name.replace('_', '-')}" for name in given]
-        refuse([*words, *rest], "launch", "beside --stop, which takes the run's folder alone")
+        if unwanted := [*words, *rest]:
+            raise UsageError(f"{unwanted[0]} beside --stop", "command line", "give --stop the run's folder, and nothing else")
         print(stop(args.stop))
         return 0
     if args.ssh and args.host:

@@ -236,5 +236,18 @@ def test_who_leads_next_saves_what_the_leader_before_was_to_save_while_the_state
     assert more or digest(keeper.store.load(2).tensors) == now
 
 
+def test_who_could_not_compare_itself_with_the_others_saves_nothing_in_that_generation(tmp_path: Path) -> None:
+    """A bit has flipped in the leader, the others go on without it, and it hears of that before it has their digests."""
+    model, world = nn.Linear(3, 3), alone()
+    keeper = Keeper(tmp_path, world, model, torch.optim.SGD(model.parameters()))
+    keeper.alike = lambda step: False
+    keeper.save(1)
+    keeper.close()
+    assert keeper.store.steps() == []
+    world.generation += 1  # it belongs to the next one: the others know of nothing
+    keeper.close()
+    assert keeper.store.steps() == [1]
+
+
 def alone() -> World:
     return World(0, 1, 0, 1, "here", torch.device("cpu"))

@@ -83,6 +83,7 @@ class Keeper:
         self._failure: Exception | None = None
         self._left_out = False  # the last save that was due, because the one before was still being written
         self._begun = (-1, -1)  # the step of the last save that this worker began, and the generation in which it did
+        self._doubted = -1  # the generation that could not say whether all its replicas are alike
         self.alike: Callable[[int], bool] | None = None  # collective: whether the state after a step is the same on all replicas
 
     @property
@@ -207,9 +208,12 @@ class Keeper:
     def take_over(self, step: int) -> None:
         """After a change of members: the leader begins anew what the leader before it was to save, while the state is still that one.
 
-        Where several workers write together they all begin anew, since the part of one of them may never come.
+        Not before the change: who could not compare itself with the others may be the one that differs. Where several workers write
+        together they all begin anew, since the part of one of them may never come.
         """
-        if not (self.writes and self._asked and self._asked.step == step) or step in self.store.steps():
+        if self._doubted == self.world.generation or not (self.writes and self._asked and self._asked.step == step):
+            return
+        if step in self.store.steps():
             return
         if self._begun == (step, self.world.generation) or (self._begun[0] == step and not self.held):
             return
@@ -247,7 +251,10 @@ class Keeper:
         if step == self._saved_step:
             return
         self._saved_step, self._asked = step, Wanted(step, facts or {}, first, protect)
-        if (self.alike and not self.alike(step)) or not self.writes:
+        if self.alike and not self.alike(step):
+            self._doubted = self.world.generation
+            return
+        if not self.writes:
             return
         within_s = None if waits or self.held else 0.0 if self._left_out else PATIENCE_S
         before, self._left_out = self._left_out, bool(self.saver and not self.saver.wait(f"before step {step} is copied", within_s))
