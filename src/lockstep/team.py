@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -28,7 +27,7 @@ from lockstep.checkpoint.keeper import Keeper
 from lockstep.errors import FencedError, PeersLostError
 from lockstep.events import note
 from lockstep.failures import plainly
-from lockstep.files import read_json, write_json
+from lockstep.files import read_json
 from lockstep.membership.fault import FaultyBoard, flip_bit
 from lockstep.membership.handover import hand_over, roles
 from lockstep.parallel.apply import Held
@@ -109,7 +108,7 @@ class Team:
             keeper.alike = self.alike
         if world.membership:
             world.membership.wants = self.wants
-        self.suspects = read_json(self._suspects) if world.membership and self._suspects.exists() else None
+        self.suspects = [(path, read_json(path)) for path in world.membership.arbiter.suspects()] if world.membership else []
         if isinstance(world.board, FaultyBoard):
             world.board.flip = partial(flip_bit, [p for p in self.replica.parameters if p.numel()])
 
@@ -244,12 +243,11 @@ class Team:
         what = f"the {what_differs} of {listed} differ before step {step + 1}"
         undecided = world.membership is None or len(differ) == world.size
         if undecided or self.verify_every > 1:
-            if self.keeper and world.leader:
-                self.keeper.store.go_back(self.alike_at if self.alike_at >= 0 else max(0, step - self.verify_every))
-            if undecided and world.membership and world.leader:
-                told = dict(zip(world.members, map(str, digests), strict=True))
-                write_json(self._suspects, {"step": step, "what": what_differs, "digests": told})
             how = "none is in the majority" if undecided else "their gradients may have been used"
+            told = dict(zip(world.members, map(str, digests), strict=False))
+            world.condemn(f"{what}, and {how}", {"step": step, "what": what_differs, "digests": told})
+            if self.keeper:
+                self.keeper.store.go_back(self.alike_at if self.alike_at >= 0 else max(0, step - self.verify_every))
             raise FencedError(f"{what}, and {how}", "a bit has flipped in one of them", "the same command goes on")
         log.error("%s from those of the others: a bit has flipped there", what)
         if world.rank in differ:
@@ -257,25 +255,21 @@ class Team:
         for rank in differ:
             world.evict(rank, f"its {what_differs} differ before step {step + 1}")
 
-    @property
-    def _suspects(self) -> Path:
-        """Who differed from whom when nobody could tell who was wrong."""
-        assert self.world.membership is not None
-        return self.world.membership.folder / "suspects.json"
-
     def _name_culprits(self, step: int) -> None:
         """Now that a step is done again at which replicas differed, say which of them was wrong."""
         unit, place = self.replica.unit, self.world.rank
-        if not self.suspects or place >= unit or step < self.suspects["step"]:
+        if not self.suspects or place >= unit:
             return
-        suspects, self.suspects = self.suspects, None
-        if suspects["step"] == step:
-            right = str(self._digest(suspects["what"]))
-            wrong = [id for id, digest in list(suspects["digests"].items())[place::unit] if digest != right]
-            if wrong:
-                log.error("before step %d the weights of %s were wrong: a bit had flipped there", step + 1, ", ".join(wrong))
-                note(self._suspects.parent, "culprit found", step=step, wrong=wrong, why="the step was done again from a checkpoint")
-        self._suspects.unlink(missing_ok=True)
+        for path, found in self.suspects:
+            if step == found["step"]:
+                right = str(self._digest(found["what"]))
+                wrong = [id for id, digest in list(found["digests"].items())[place::unit] if digest != right]
+                if wrong:
+                    log.error("before step %d the weights of %s were wrong: a bit had flipped there", step + 1, ", ".join(wrong))
+                    note(path.parent.parent, "culprit found", step=step, wrong=wrong, why="the step was done again from a checkpoint")
+            if step >= found["step"]:
+                path.unlink(missing_ok=True)
+        self.suspects = [(path, found) for path, found in self.suspects if step < found["step"]]
 
     def _regroup(self, step: int, why: str, *, voted: bool) -> bool:
         """Collective. Go on with the members of the next generation; True when `step` is committed, as others have heard that all agreed.

@@ -206,11 +206,14 @@ class World:
     def form_next(self) -> None:
         """Collective. Form the next generation that this worker is in, and hear where each of its members stands.
 
-        A generation that breaks while it forms is left for the one after it.
+        A generation that breaks while it forms is left for the one after it. FencedError when nobody may go on from what this one holds.
         """
         assert self.membership is not None
+        last = self.generation
         for _ in range(TRIES):
             record = self.membership.next(after=self.generation)
+            if why := self.membership.arbiter.condemned(last):
+                raise FencedError(why, "by the word of those that found it", "this worker is started anew")
             self.generation = record.number
             try:
                 self._form(record)
@@ -278,6 +281,14 @@ class World:
         """Go on without a member, from the next generation on."""
         assert self.membership is not None
         self.membership.evict(self.members[rank], why)
+
+    def condemn(self, why: str, facts: dict[str, Any]) -> None:
+        """See to it that nobody goes on from what the members of this generation hold, also who has not found out: all begin anew."""
+        if self.membership:
+            try:
+                self.membership.arbiter.condemn(self.generation, why, facts)
+            except OSError as error:
+                log.error("it could not be written down that nobody may go on from generation %d: %s", self.generation, error)
 
     def broken(self) -> str:
         """Why this generation has come to its end; "" while it lives, and where groups are for life."""

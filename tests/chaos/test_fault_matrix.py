@@ -355,6 +355,41 @@ def test_37_where_not_every_step_is_compared_all_go_back_to_one_that_was(start: 
 
 
 @long
+def test_37_who_was_told_too_late_that_replicas_differ_does_not_go_on(start: Start, tmp_path: Path) -> None:
+    """A bit flips in the leader of two; the other sees that they differ and is gone before the leader has read the answers."""
+    (tmp_path / "late.py").write_text(Path(OWN_LOOP.rpartition(":")[0]).read_text() + LATE)
+    one = start(steps=100, workers=2, script="late.py:train")
+    one.wait_for_step(8)
+    one.strike(one.leader.slot, "flip", at="forward", step=70)
+    assert one.end() == {"here": 0}, one.story()
+    assert one.says("slot 0 .*none is in the majority") and one.says("weights of here/0.* were wrong")
+    command = [sys.executable, "-m", "lockstep", "train", OWN_LOOP, "--workers", "1", "--out", "alone", "--steps", "100"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    assert digest_line(one.run, 100) == digest_line(tmp_path / "alone", 100)
+
+
+LATE = """
+import time
+import lockstep.team
+from lockstep.errors import PeersLostError
+
+agree = lockstep.team.agree
+
+
+def late(world, vote, **named):
+    verdict = agree(world, vote, **named)
+    while verdict.differ and world.leader:
+        if world.broken():
+            raise PeersLostError("the leader read no answers", "", "")
+        time.sleep(0.01)
+    return verdict
+
+
+lockstep.team.agree = late
+"""
+
+
+@long
 def test_22_an_error_that_comes_again_and_again_ends_the_run_with_its_traceback(start: Start) -> None:
     one = start()
     one.wait_for_step(8)

@@ -229,12 +229,14 @@ class Store:
         self._good = whole
 
     def go_back(self, step: int) -> list[int]:
-        """Set aside the checkpoints after `step`, so that a run that goes on from it finds no later ones; their steps. Deletes nothing."""
+        """Set aside the checkpoints after `step`, so that a run that goes on from it finds no later ones; their steps. Deletes nothing.
+
+        Several processes may do it at once.
+        """
         later = [there for there in self.steps() if there > step]
         for there in later:
-            aside = seal.set_aside(self.folder / seal.folder_name(there), "abandoned")
-            name = aside.name if aside else "gone meanwhile"
-            log.warning("going back to step %d: the checkpoint of step %d is set aside as %s", step, there, name)
+            if aside := seal.set_aside(self.folder / seal.folder_name(there), "abandoned"):
+                log.warning("going back to step %d: the checkpoint of step %d is set aside as %s", step, there, aside.name)
         return later
 
     def verify(self, step: int, share: tuple[int, int] = (0, 1)) -> list[str]:

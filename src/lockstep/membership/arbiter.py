@@ -8,6 +8,11 @@ winner's record and follows it. link(2) is atomic on local disks and on NFS, who
 reply); so the winner is always read back, and knows itself by the random token.
 
 The messages between members (member.py) only make a change of members fast; this log makes it right.
+
+    RUN/generations/000007.suspects.json
+
+stands beside a generation whose replicas differ, where nobody can tell what is right: nobody goes on from what its members hold. Each that
+finds it out writes that before it leaves, so that who did not find it out, since the others were gone too soon, has it from there.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.files import fsync_folder
+from lockstep.files import fsync_folder, read_json, write_json
 
 NAME = re.compile(r"(\d{6,})\.json")
 
@@ -163,6 +168,19 @@ class Arbiter:
         finally:
             beside.unlink(missing_ok=True)
         return self.read(record.number)
+
+    def condemn(self, number: int, why: str, facts: dict[str, Any]) -> None:
+        """Nobody may go on from what the members of a generation hold. `facts` help to tell who was wrong (Team)."""
+        write_json(self.folder / f"{number:06d}.suspects.json", {"why": why, **facts})
+
+    def condemned(self, number: int) -> str:
+        """Why nobody may go on from what the members of a generation hold; "" where they may."""
+        path = self.folder / f"{number:06d}.suspects.json"
+        return str(read_json(path)["why"]) if path.exists() else ""
+
+    def suspects(self) -> list[Path]:
+        """Where it stands who differed from whom, until it is known who was wrong; in the order of the generations."""
+        return sorted(self.folder.glob("*.suspects.json"))
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:06d}.json"
