@@ -20,7 +20,10 @@ from typing import Any
 import pytest
 
 from lockstep.membership.arbiter import Arbiter, End, Member, Out, Record, new_token
-from lockstep.membership.seat import state_folder
+from lockstep.membership.journal import Journal
+from lockstep.membership.nursery import Nursery
+from lockstep.membership.seat import Seat, state_folder
+from lockstep.membership.zygote import Work
 
 SRC = Path(__file__).parents[2] / "src"
 AGENT = """
@@ -304,6 +307,23 @@ def test_a_killed_zygote_takes_nobody_along_and_another_one_forks_the_next_worke
     assert alive(pids[1]) and one.zygote() != zygote
     assert [event["why"] for event in one.events("worker started") if event["pid"] == new] == ["forked by the zygote"]
     assert one.stopped()[0] == 75
+
+
+def test_a_zygote_that_ends_when_it_is_asked_is_replaced_and_the_worker_waits_for_the_next_one(tmp_path: Path) -> None:
+    environ = {**os.environ, "PYTHONPATH": str(SRC)}
+    nursery = Nursery(Work((), entry="work:main", warm=()), environ, Journal(tmp_path, "here"), import_s=60.0, fork_s=5.0)
+    try:
+        wait_for(lambda: nursery.hear() or (nursery.zygote is not None and nursery.zygote.ready))
+        assert nursery.zygote
+        ended = nursery.zygote.process
+        ended.kill()
+        ended.wait()
+        nursery.expect(Seat(str(tmp_path), str(tmp_path), "here", 0, 1, 1, 1, 1, "127.0.0.1"), 1, 2, again=False)
+        nursery.bring(nursery.expected[0])  # before anybody has heard that it is gone
+        assert nursery.zygote and nursery.zygote.process.pid != ended.pid
+        assert not nursery.expected[0].cold and not nursery.expected[0].pid
+    finally:
+        nursery.close()
 
 
 def test_a_stopped_zygote_is_given_up_and_the_worker_starts_without_it(start: Callable[..., Started]) -> None:

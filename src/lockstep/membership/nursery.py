@@ -129,6 +129,8 @@ class Nursery:
             elif self.zygote and self.zygote.ready:
                 self.zygote.ask(one.slot, one.birth, (one.out, one.err, one.gate))
                 one.asked_s = now_s()
+        except ConnectionError:
+            self.replace("it ended")
         except OSError as error:
             self.journal.warn(f"a worker for slot {one.slot} cannot be {'started' if one.cold else 'forked'}", error)
             one.due_s, one.cold = now_s() + (RETRY_S if one.cold else 0.0), True
