@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -81,19 +81,21 @@ def decide(votes: Sequence[Vote], unit: int = 1) -> Verdict:
     )
 
 
-def differing(digests: Sequence[int], unit: int) -> tuple[int, ...]:
-    """The ranks that hold something else than most of those at their place; all ranks where a place has no majority."""
-    found = [place + unit * replica for place in range(unit) for replica in minority(digests[place::unit])]
-    lost = any(len(minority(digests[place::unit])) == len(digests) // unit for place in range(unit))
-    return tuple(range(len(digests))) if found and lost else tuple(sorted(found))
+def differing(digests: Sequence[int | None], unit: int) -> tuple[int, ...]:
+    """The ranks that hold something else than most of those at their place; all that hold something where a place has no majority.
+
+    digests  of each rank; None: it holds nothing
+    """
+    held = [{rank: one for rank, one in enumerate(digests) if rank % unit == place and one is not None} for place in range(unit)]
+    found = [rank for digest_of in held for rank in minority(digest_of)]
+    lost = any(len(minority(digest_of)) == len(digest_of) > 1 for digest_of in held)
+    return tuple(sorted({rank for digest_of in held for rank in digest_of} if lost else found))
 
 
-def minority(digests: Sequence[int]) -> tuple[int, ...]:
+def minority(digest_of: Mapping[int, int]) -> list[int]:
     """The ranks that have not what more than half of them have; all of them where nothing has a majority."""
-    most, count = Counter(digests).most_common(1)[0]
-    if 2 * count <= len(digests):
-        return tuple(range(len(digests)))
-    return tuple(rank for rank, digest in enumerate(digests) if digest != most)
+    most, count = Counter(digest_of.values()).most_common(1)[0] if digest_of else (0, 0)
+    return [rank for rank, digest in digest_of.items() if digest != most or 2 * count <= len(digest_of)]
 
 
 def agree(world: World, vote: Vote, *, told: Sequence[int], unit: int = 1) -> Verdict:

@@ -29,7 +29,7 @@ from lockstep.events import note
 from lockstep.failures import plainly
 from lockstep.files import read_json
 from lockstep.membership.fault import FaultyBoard, flip_bit
-from lockstep.membership.handover import hand_over, roles
+from lockstep.membership.handover import StatesDiffer, hand_over, roles
 from lockstep.parallel.apply import Held
 from lockstep.parallel.replicate import Replica
 from lockstep.parallel.shard import ShardedReplica
@@ -231,7 +231,7 @@ class Team:
         """64 bits over WEIGHTS or STATE of this replica."""
         return self.replica.digest() ^ (self.keeper.optimizer_digest() if self.keeper and what == STATE else 0)
 
-    def _throw_out(self, step: int, differ: Sequence[int], digests: Sequence[int], what_differs: str) -> None:
+    def _throw_out(self, step: int, differ: Sequence[int], digests: Sequence[int | None], what_differs: str) -> None:
         """Go on without the replicas whose weights are not those of the majority; FencedError on these themselves.
 
         Where there is no majority nobody can be trusted, and where not every step was compared a gradient of theirs may have been used:
@@ -241,10 +241,11 @@ class Team:
         world = self.world
         listed = ", ".join(f"rank {rank} ({world.members[rank]})" if world.members else f"rank {rank}" for rank in differ)
         what = f"the {what_differs} of {listed} differ before step {step + 1}"
-        undecided = world.membership is None or len(differ) == world.size
+        held = [rank for rank, digest in enumerate(digests) if digest is not None]
+        undecided = world.membership is None or list(differ) == held
         if undecided or self.verify_every > 1:
             how = "none is in the majority" if undecided else "their gradients may have been used"
-            told = dict(zip(world.members, map(str, digests), strict=False))
+            told = {world.members[rank]: str(digests[rank]) for rank in held if world.members}
             world.condemn(f"{what}, and {how}", {"step": step, "what": what_differs, "digests": told})
             if self.keeper:
                 self.keeper.store.go_back(self.alike_at if self.alike_at >= 0 else max(0, step - self.verify_every))
@@ -286,8 +287,11 @@ class Team:
                 world.form_next()
                 if self.tracker:
                     self.tracker.take_over(step + 1)
-                hand_over(world, self.keeper.capture if self.keeper else None, self.replica.unit)
+                hand_over(world, self.keeper.capture if self.keeper else None, self.replica.unit, partial(self._digest, STATE))
                 break
+            except StatesDiffer as error:
+                why = error.what
+                self._throw_out(roles(world.standings)[0], differing(error.digests, self.replica.unit), error.digests, STATE)
             except FencedError:
                 if not self.leaving:
                     raise

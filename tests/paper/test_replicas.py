@@ -56,6 +56,8 @@ def test_a_difference_is_one_at_the_same_place_of_another_replica() -> None:
     assert differing([1, 2, 8, 9, 1, 2], 2) == (2, 3)
     assert differing([1, 2, 1, 9], 2) == (0, 1, 2, 3)  # of two nobody is in the majority
     assert differing([1, 2, 3], 3) == ()  # one replica has nobody to differ from
+    assert differing([1, 1, None, 9], 1) == (3,)  # who joins holds nothing
+    assert differing([1, 2, None, None, 9, 2], 2) == (0, 1, 4, 5) and differing([None, 1, None], 1) == differing([None], 1) == ()
     verdict = decide([Vote([], digest=digest) for digest in (1, 2, 1, 9, 1, 2)], unit=2)
     assert verdict.differ == (3,) and verdict.digests == (1, 2, 1, 9, 1, 2)
 

@@ -200,8 +200,8 @@ class Keeper:
         assert tensors is not None
         restore(self.model, self.optimizer, tensors, self.saved)
         world.joining, self.store.made = False, True
-        step, sources, _ = roles(world.standings)
-        log.info("joined at step %d as rank %d of %d; the state came from %d of them", step, world.rank, world.size, len(sources))
+        step, _, _ = roles(world.standings)
+        log.info("joined at step %d as rank %d of %d", step, world.rank, world.size)
         self._saved_step = step
         return step
 

@@ -1,7 +1,9 @@
 """The state of a run from those who have it to those who join: between peers, in parallel, no disk in between.
 
 Tensor i of the state is sent by source i modulo the number of sources, so that several sources share the work. What has come is compared by
-the sha256 over the whole state (checkpoint/state.py): a joiner is bitwise equal, or it is no member.
+the sha256 over the whole state (checkpoint/state.py): a joiner is bitwise equal, or it is no member. When it is not, the sources compare
+what they have, since a bit may have flipped in one of them. Where they are alike the next try has one source: something was damaged on the
+way, or they differ in buffers, which are each worker's own.
 """
 
 from __future__ import annotations
@@ -13,10 +15,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.agree import differing
 from lockstep.checkpoint.state import DTYPES, TORCH_DTYPES, digest
 from lockstep.errors import PeersLostError
 from lockstep.waits import Waits
 from lockstep.world import World, gather_json
+
+
+class StatesDiffer(PeersLostError):
+    """Those that have the state have not the same. `digests`: of each rank; None on those that have none."""
+
+    def __init__(self, digests: Sequence[int | None]) -> None:
+        super().__init__("the workers that hand over the state have not the same")
+        self.digests = digests
 
 
 def roles(standings: Sequence[Mapping[str, Any]]) -> tuple[int, list[int], list[int]]:
@@ -26,18 +37,26 @@ def roles(standings: Sequence[Mapping[str, Any]]) -> tuple[int, list[int], list[
     return first, [rank for rank, step in enumerate(steps) if step == first >= 0], [rank for rank, step in enumerate(steps) if step < 0]
 
 
-def hand_over(world: World, capture: Callable[[], Mapping[str, Tensor]] | None = None, unit: int = 1) -> dict[str, Tensor] | None:
+def hand_over(
+    world: World,
+    capture: Callable[[], Mapping[str, Tensor]] | None = None,
+    unit: int = 1,
+    digest_here: Callable[[], int] | None = None,
+) -> dict[str, Tensor] | None:
     """Collective. The state, on the ranks that need it; None on the others.
 
-    capture  gives the state on a rank that has it
-    unit     workers of a replica: each takes the state from those that stand at the same place in theirs
-    Errors: RuntimeError when a peer is lost meanwhile; PeersLostError when what came is not what was sent.
+    capture      gives the state on a rank that has it
+    unit         workers of a replica: each takes the state from those that stand at the same place in theirs
+    digest_here  64 bits over it, there
+    Errors: RuntimeError when a peer is lost meanwhile; StatesDiffer; PeersLostError when what came is not what was sent.
     """
     _, sources, joiners = roles(world.standings)
     if not sources or not joiners:
         return None
     all_joiners, first_of = joiners, {rank: next(one for one in sources if one % unit == rank % unit) for rank in [*sources, *joiners]}
     sources, joiners = ([rank for rank in some if rank % unit == world.rank % unit] for some in (sources, joiners))
+    if any(one.get("one_source") for one in world.standings):
+        sources = sources[:1]
     sends, takes = world.rank in sources, world.rank in joiners
     mine = dict(capture()) if sends and capture else {}
     plan = gather_json(
@@ -55,7 +74,11 @@ def hand_over(world: World, capture: Callable[[], Mapping[str, Tensor]] | None =
     Waits(world.broken).finish(works)
     digests = gather_json(world.size, digest(mine) if takes or world.rank == sources[0] else None)
     if wrong := [rank for rank in all_joiners if digests[rank] != digests[first_of[rank]]]:
-        raise PeersLostError(f"the state came damaged to rank {', '.join(map(str, wrong))}", f"sent by ranks {sources}")
+        held = gather_json(world.size, digest_here() if capture and digest_here else None)
+        if differing(held, unit):
+            raise StatesDiffer(held)
+        world.standing = world.standing | {"one_source": True}
+        raise PeersLostError(f"what came to rank {', '.join(map(str, wrong))} is not the state of one worker", f"sent by ranks {sources}")
     return mine if takes else None
 
 
