@@ -266,7 +266,7 @@ class Team:
                 right = str(self._digest(found["what"]))
                 wrong = [id for id, digest in list(found["digests"].items())[place::unit] if digest != right]
                 if wrong:
-                    log.error("before step %d the weights of %s were wrong: a bit had flipped there", step + 1, ", ".join(wrong))
+                    log.error("before step %d the %s of %s were wrong: a bit had flipped there", step + 1, found["what"], ", ".join(wrong))
                     note(path.parent.parent, "culprit found", step=step, wrong=wrong, why="the step was done again from a checkpoint")
             if step >= found["step"]:
                 path.unlink(missing_ok=True)
