@@ -53,7 +53,8 @@ def hand_over(
     _, sources, joiners = roles(world.standings)
     if not sources or not joiners:
         return None
-    all_joiners, first_of = joiners, {rank: next(one for one in sources if one % unit == rank % unit) for rank in [*sources, *joiners]}
+    all_sources, all_joiners = sources, joiners
+    first_of = {rank: next(one for one in sources if one % unit == rank % unit) for rank in [*sources, *joiners]}
     sources, joiners = ([rank for rank in some if rank % unit == world.rank % unit] for some in (sources, joiners))
     if any(one.get("one_source") for one in world.standings):
         sources = sources[:1]
@@ -74,7 +75,7 @@ def hand_over(
     Waits(world.broken).finish(works)
     digests = gather_json(world.size, digest(mine) if takes or world.rank == sources[0] else None)
     if wrong := [rank for rank in all_joiners if digests[rank] != digests[first_of[rank]]]:
-        held = gather_json(world.size, digest_here() if capture and digest_here else None)
+        held = gather_json(world.size, digest_here() if digest_here and world.rank in all_sources else None)
         if differing(held, unit):
             raise StatesDiffer(held)
         world.standing = world.standing | {"one_source": True}
