@@ -93,12 +93,13 @@ def finish(folder: Path, run: Run, world: World) -> None:
         loaded = load_there(exam, step, asked, world)
         result = exam.measure(loaded, asked, world, lambda: "", most=run.evaluate.at_end)
         assert result is not None  # nobody asked it to stop
-        if world.leader:
-            if result.complete:
-                note(folder, result.record)
+        if world.leader and result.complete:
+            note(folder, result.record)
+        if world.shows():
             print("\n".join(["", exam.summary(result.record), *result.samples]))
     if world.leader:
         write_json(folder / FINISHED, {"step": run.steps})
+    if world.shows():
         print(f"\nnext: {exam.next}   or   lockstep evaluate {folder}", flush=True)
 
 

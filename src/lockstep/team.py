@@ -305,12 +305,12 @@ class Team:
         first, sources, joined = roles(world.standings)
         seconds = time.monotonic() - began_s
         world.ledger.switch(before, time.monotonic())
-        if world.leader:
+        if world.shows():
             who = "1 worker goes" if world.size == 1 else f"{world.size} workers go"
             log.warning("%s; %s on after %s", why, who, show_seconds(seconds))
-            if world.membership:
-                facts = {"why": why, "workers": list(world.members), "joined": joined, "step": first, "seconds": round(seconds, 4)}
-                note(world.membership.folder, "regrouped", generation=world.generation, **facts)
+        if world.leader and world.membership:
+            facts = {"why": why, "workers": list(world.members), "joined": joined, "step": first, "seconds": round(seconds, 4)}
+            note(world.membership.folder, "regrouped", generation=world.generation, **facts)
         if first == step:
             self.verdict = replace(self.verdict, regroup=False)
             if self.keeper:

@@ -106,6 +106,20 @@ def test_a_killed_worker_is_replaced_and_the_run_ends_with_the_same_bits(undistu
     assert steps_in(tmp_path) == list(range(1, 9)) and digest(tmp_path) == digest(undisturbed)
 
 
+def test_when_the_worker_with_the_screen_was_killed_its_successor_shows_how_it_ends(undisturbed: Path, tmp_path: Path) -> None:
+    words = ["--workers", "2", "--min", "2", "--steps", "8", "--save.every_steps", "2", *SMALL[:-1], "20"]
+    process = start("launch", "--out", tmp_path, *words)
+    wait_for(lambda: len(steps_in(tmp_path)) >= 3, process)
+    found = json.loads(run("status", tmp_path, "--json").stdout)
+    assert [one["slot"] for one in found["members"]] == [0, 1]
+    os.kill(found["members"][0]["pid"], signal.SIGKILL)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    assert "joined at step" in output and "\nstep 8  loss" in output  # the other one leads now, without a screen
+    assert "(test, 20 pairs, greedy)" in output and f"next: lockstep translate {tmp_path}" in output
+    assert digest(tmp_path) == digest(undisturbed)
+
+
 def test_when_the_starter_is_killed_its_workers_end_within_two_seconds(tmp_path: Path) -> None:
     process = start("train", "--out", tmp_path, "--steps", "1000", *SMALL)
     wait_for(lambda: len(steps_in(tmp_path)) >= 1, process)
