@@ -14,7 +14,7 @@ Rows that are tested elsewhere, or cannot be:
     48          tests/chaos/test_checkpoint_damage.py: another committer between our check and our commit
     51          tests/chaos/test_hang_verdicts.py, in a user's own loop: our own workers read the mapped corpus themselves
 
-The short part has a kill at every place of every step, and one row of each kind; the rest needs LOCKSTEP_CHAOS=1 (15 minutes).
+The short part has a kill at every place of every step, and one row of each kind; the rest needs LOCKSTEP_CHAOS=1.
 """
 
 from __future__ import annotations
@@ -523,13 +523,9 @@ def test_the_shared_disk_is_away_for_a_while(start: Start, truth: Callable[..., 
 
 
 @pytest.mark.parametrize(
-    "dies",
-    [
-        pytest.param((), id="60-nobody dies", marks=long),
-        pytest.param((1,), id="60-a worker dies"),
-        pytest.param((0,), id="60-the leader dies", marks=long),
-    ],
+    "dies", [pytest.param((), id="60-nobody dies"), pytest.param((1,), id="60-a worker dies"), pytest.param((0,), id="60-the leader dies")]
 )
+@long
 def test_the_shared_disk_does_not_answer_for_a_while(
     start: Start, truth: Callable[..., Truth], tmp_path: Path, disk: Path, dies: Sequence[int]
 ) -> None:
