@@ -27,7 +27,6 @@ from lockstep.checkpoint.keeper import Keeper
 from lockstep.errors import FencedError, PeersLostError
 from lockstep.events import note
 from lockstep.failures import plainly
-from lockstep.files import read_json
 from lockstep.membership.fault import FaultyBoard, flip_bit
 from lockstep.membership.handover import StatesDiffer, hand_over, roles
 from lockstep.parallel.apply import Held
@@ -108,7 +107,7 @@ class Team:
             keeper.alike = self.alike
         if world.membership:
             world.membership.wants = self.wants
-        self.suspects = [(path, read_json(path)) for path in world.membership.arbiter.suspects()] if world.membership else []
+        self.suspects = world.membership.arbiter.suspects() if world.membership else []
         if isinstance(world.board, FaultyBoard):
             world.board.flip = partial(flip_bit, [p for p in self.replica.parameters if p.numel()])
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.agree import Vote, decide, differing
-from lockstep.membership.arbiter import Member, Record
+from lockstep.membership.arbiter import Arbiter, Member, Record
 from lockstep.membership.handover import roles
 from lockstep.membership.protocol import Joiner, Limits, Report, View, newcomers, next_generation
 
@@ -65,3 +67,16 @@ def test_a_difference_is_one_at_the_same_place_of_another_replica() -> None:
 def test_state_comes_from_those_who_stand_at_the_same_step() -> None:
     first, sources, joiners = roles([{"step": 5}, {"step": 5}, {"step": -1}, {"step": -1}])
     assert (first, sources, joiners) == (5, [0, 1], [2, 3])
+
+
+def test_it_is_known_which_generations_are_condemned_until_the_culprit_is_found(tmp_path: Path) -> None:
+    log = Arbiter(tmp_path)
+    for number in (12, 7, 7):  # each that finds it out says it
+        log.condemn(number, f"replicas differ in {number}", {"step": number})
+    assert [log.condemned(number) for number in (6, 7, 12)] == ["", "replicas differ in 7", "replicas differ in 12"]
+    assert log.newest() is None  # no generations
+    path, found = log.suspects()[0]
+    assert found["step"] == 7
+    path.unlink()
+    (tmp_path / "000009.suspects.json").symlink_to(tmp_path / "gone")  # deleted by another while it is read
+    assert log.condemned(7) == log.condemned(9) == "" and [found["step"] for _, found in log.suspects()] == [12]

@@ -200,7 +200,7 @@ class Keeper:
         assert tensors is not None
         restore(self.model, self.optimizer, tensors, self.saved)
         world.joining, self.store.made = False, True
-        step, _, _ = roles(world.standings)
+        step = roles(world.standings)[0]
         log.info("joined at step %d as rank %d of %d", step, world.rank, world.size)
         self._saved_step = step
         return step

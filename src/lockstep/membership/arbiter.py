@@ -175,12 +175,17 @@ class Arbiter:
 
     def condemned(self, number: int) -> str:
         """Why nobody may go on from what the members of a generation hold; "" where they may."""
-        path = self.folder / f"{number:06d}.suspects.json"
-        return str(read_json(path)["why"]) if path.exists() else ""
+        with suppress(FileNotFoundError):
+            return str(read_json(self.folder / f"{number:06d}.suspects.json")["why"])
+        return ""
 
-    def suspects(self) -> list[Path]:
-        """Where it stands who differed from whom, until it is known who was wrong; in the order of the generations."""
-        return sorted(self.folder.glob("*.suspects.json"))
+    def suspects(self) -> list[tuple[Path, dict[str, Any]]]:
+        """Who differed from whom, and where that stands until it is known who was wrong; in the order of the generations."""
+        found = []
+        for path in sorted(self.folder.glob("*.suspects.json")):
+            with suppress(FileNotFoundError):
+                found.append((path, read_json(path)))
+        return found
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:06d}.json"
