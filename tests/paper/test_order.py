@@ -63,6 +63,16 @@ def test_bucket_order_shows_every_sample_once_an_epoch_within_the_budget(lengths
             assert len(some) <= shape.rows and array[some].max() <= shape.length and shape.rows * shape.length <= 64
 
 
+def test_more_than_256_shapes_keep_every_sample_in_a_bucket_that_holds_it() -> None:
+    lengths = np.repeat(np.arange(1, 301, dtype=np.int32), 2)
+    shapes, _ = choose_shapes(lengths, tokens=600, shapes=300)
+    order = BucketOrder(lengths, shapes, micro_batches=4, seed=1)
+    assert len(shapes) == 300
+    for g in range(order.micro_batches_an_epoch):
+        step, k = divmod(g, 4)
+        assert lengths[order.ids(step, k)].max() <= order.shape(step, k).length
+
+
 def test_epochs_differ_and_seeds_differ() -> None:
     lengths = np.full(100, 8, dtype=np.int32)
     orders = [BucketOrder(lengths, [Shape(10, 8)], micro_batches=10, seed=seed) for seed in (1, 2)]

@@ -146,7 +146,7 @@ class BucketOrder:
 
     def __init__(self, lengths: npt.NDArray[np.int32], shapes: list[Shape], *, micro_batches: int, seed: int) -> None:
         self.micro_batches, self.seed, self.shapes = micro_batches, seed, shapes
-        bucket = np.searchsorted([s.length for s in shapes], lengths).astype(np.uint8)
+        bucket = np.searchsorted([s.length for s in shapes], lengths).astype(np.min_scalar_type(len(shapes)))
         self._members = np.argsort(bucket, kind="stable")
         self._sizes = [int(n) for n in np.bincount(bucket, minlength=len(shapes))]
         self._first_member = np.concatenate([[0], np.cumsum(self._sizes)])
