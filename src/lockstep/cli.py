@@ -568,8 +568,10 @@ def own_function(spelled: str, folder: Path, flags: dict[str, str]) -> int:
     from pydantic import ValidationError, validate_call
 
     from lockstep.entry import load_function
+    from lockstep.numerics import seed_unseeded_generators
 
     function = load_function(spelled)
+    seed_unseeded_generators()  # before the function makes its data and its model
     named: dict[str, object] = dict(flags)
     takes = inspect.signature(function).parameters
     if "out" in takes:

@@ -24,7 +24,7 @@ from torch import nn
 
 from lockstep.agree import Verdict, Vote, agree, differing, gather
 from lockstep.checkpoint.keeper import Keeper
-from lockstep.errors import FencedError, PeersLostError
+from lockstep.errors import FencedError, PeersLostError, UsageError
 from lockstep.events import note
 from lockstep.failures import plainly
 from lockstep.membership.fault import FaultyBoard, flip_bit
@@ -63,6 +63,8 @@ class Team:
     verify_every   steps from one comparison of all replicas' weights to the next; 0: never. At 1 no gradient of a replica whose
                    weights differ is ever used; above that all go back to a checkpoint when one differs. What is saved is compared
                    before in any case, the optimizer's state with it
+    rehearse       in the first step of a start, run micro-batch 0 twice on every worker. UsageError where its loss is not the same each
+                   time: then the data or the random numbers do not follow from the step and the number of the micro-batch
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Team:
         tracker: Tracker | BackgroundTracker | None = None,
         verify_every: int = 1,
         together: bool = False,
+        rehearse: bool = True,
     ) -> None:
         self.world, self.keeper, self.tracker, self.verify_every, self.board = world, keeper, tracker, verify_every, world.board
         self.replica: Replica | ShardedReplica
@@ -94,6 +97,8 @@ class Team:
                 bucket_bytes=bucket_bytes,
                 equal=world.fresh,
             )
+        # Not where this worker joins others: they would not rehearse with it, and a loop may have collectives of its own.
+        self.rehearses = rehearse and world.fresh
         self.squares: torch.Tensor | None = None
         self.replica.board = world.board
         if world.membership:
@@ -145,9 +150,13 @@ class Team:
         while True:
             voted, began_s = False, time.monotonic()
             try:
+                if self.rehearses and isinstance(self.replica, Replica):
+                    self.rehearses = False  # not when the step is done again: some have rehearsed by then, others have not
+                    yield from self._rehearse(self.replica, step)
                 for k in self.replica.micro_batches(step):
                     self.board.enter("forward", step + 1)
                     yield k
+                self._refuse_another_loss(step)
                 self.squares = self.replica.squares()
                 vote = self._vote(step)
                 self.board.enter("voting")
@@ -170,6 +179,26 @@ class Team:
                 self.world.ledger.lost(time.monotonic() - began_s, time.monotonic())
             if self._regroup(step, why, voted=voted):
                 return
+
+    def _rehearse(self, replica: Replica, step: int) -> Iterator[int]:
+        """Collective. Micro-batch 0 on every replica. UsageError when it has not the same loss on all of them."""
+        for k in replica.rehearsal(step):
+            self.board.enter("forward", step + 1)
+            yield k
+        self.board.enter("voting")
+        self.board.collective()
+        losses = gather(self.world, str(replica.rehearsed))
+        if len(set(losses)) > 1:
+            listed = ", ".join(f"{loss} on rank {rank}" for rank, loss in enumerate(losses))
+            raise not_keyed(f"the loss of micro-batch 0 of step {step} is not the same on all workers: {listed}")
+
+    def _refuse_another_loss(self, step: int) -> None:
+        """UsageError where this worker has done micro-batch 0 and its loss is not the one of the rehearsal."""
+        replica = self.replica
+        if isinstance(replica, Replica) and replica.rehearsed is not None:
+            before, replica.rehearsed = replica.rehearsed, None
+            if replica.mine.start == 0 and str(now := replica.losses()[0]) != str(before):
+                raise not_keyed(f"the loss of micro-batch 0 of step {step} is {before} the first time and {now} the second time")
 
     def _stop(self, step: int) -> None:
         """End a loop that asks nobody whether it is to end: all have agreed."""
@@ -319,3 +348,14 @@ class Team:
             raise PeersLostError(f"this worker stands at step {step}, the others at {first}", self.world.members[self.world.rank])
         self._commit(step, replace(Verdict(**self.world.standings[sources[0]]["verdict"]), regroup=False))
         return True
+
+
+def not_keyed(what: str) -> UsageError:
+    """The error for a loop that is not a function of the step and the micro-batch."""
+    return UsageError(
+        what,
+        "the first step of a start runs micro-batch 0 twice on every worker, to compare the loss",
+        "data and random numbers of a micro-batch must follow from its step and number alone: no DataLoader or iterator consumed in the "
+        "loop, no prefetched batch, no unseeded data set, no rank in a seed, only deterministic kernels (docs/loop.md); "
+        "Team(rehearse=False) leaves the comparison out",
+    )

@@ -217,6 +217,7 @@ def gather_team(run: Run, world: World, model: Held, keeper: Keeper, signals: Si
         tracker=tracker,
         verify_every=run.heal.verify_every,
         together=run.shard.reduce == "together",
+        rehearse=False,  # the data of a task follow from the step
     )
 
 

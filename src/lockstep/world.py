@@ -41,7 +41,7 @@ from lockstep.membership.goodput import Ledger
 from lockstep.membership.member import Membership, OthersBegan, RunEnded
 from lockstep.membership.protocol import Limits, Report
 from lockstep.membership.seat import ONE_SCREEN, Seat, find_seat
-from lockstep.numerics import fingerprint
+from lockstep.numerics import fingerprint, seed_unseeded_generators
 from lockstep.place import Place, choose_device, find_place
 from lockstep.signals import Stopped
 
@@ -126,9 +126,11 @@ class World:
         threads    of torch in this process; their number changes bits, so it belongs to the run
         timeout_s  after which a missing or silent peer counts as lost, now and in every collective
         limits     under an agent: how soon a peer that says nothing, or a run that does not move, has a consequence
+        Seeds the global generators of torch, NumPy and Python with 0, where the user has not seeded them.
         Errors: UsageError (the environment contradicts itself, a busy port), PeersLostError (others did not come).
         """
         torch.set_num_threads(threads)
+        seed_unseeded_generators()
         if seat := find_seat(os.environ):
             return cls.sit(seat, timeout_s, limits or Limits())
         place, found = find_place(os.environ)

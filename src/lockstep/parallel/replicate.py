@@ -12,12 +12,15 @@ autograd itself, which adds the second onto the first; larger subtrees by a bina
 from __future__ import annotations
 
 import inspect
+import json
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any, Literal
 
 import numpy as np
@@ -26,11 +29,15 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import GradBucket  # torch.distributed has it too, untyped
 
+from lockstep.checkpoint.state import shown
 from lockstep.data.order import mix
 from lockstep.errors import PeersLostError, UsageError
 from lockstep.membership.board import Board
+from lockstep.numerics import seed_generators
+from lockstep.parallel.gradients import GradientWatch, refuse_unsupported
 from lockstep.parallel.ordered import Span, Tree, exchange, refuse_empty_shares, share
 from lockstep.waits import Waits
+from lockstep.world import gather_json
 
 # torch 2.13 renamed the switch.
 DDP_NAMES = inspect.signature(nn.parallel.DistributedDataParallel).parameters
@@ -51,12 +58,22 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Parcel:
-    """One bucket on its way: its flat buffer, the views of each gradient in it, and where these stand among all parameters."""
+    """One bucket on its way: its flat buffer, each gradient as DDP's view of it, and where these stand among all parameters.
+
+    A view has the memory order of its parameter, such as channels_last: what is added to it or copied into it is added by element.
+    """
 
     buffer: torch.Tensor
     gradients: list[torch.Tensor]
     places: list[int]
     arrived: torch.futures.Future[torch.Tensor]
+
+    def flat(self, sums: list[torch.Tensor]) -> torch.Tensor:
+        """Sums of these gradients in one row, each in the memory order that it has in the buffer."""
+        row = torch.empty_like(self.buffer)
+        first = self.buffer.storage_offset()
+        torch._foreach_copy_([row.as_strided(g.size(), g.stride(), g.storage_offset() - first) for g in self.gradients], sums)
+        return row
 
 
 class Replica:
@@ -88,8 +105,7 @@ class Replica:
         self.leaves, self.seed, self.ordered, self.bucket_bytes = micro_batches, seed, reduce == "ordered", bucket_bytes
         self.model = model
         self.unit = 1  # workers of a replica
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self._place = {id(p): i for i, p in enumerate(self.parameters)}
+        self._take_parameters()
         self.device = self.parameters[0].device
         self._waits = Waits()
         self.board = Board(None)
@@ -98,8 +114,11 @@ class Replica:
         self._earlier: Tree[Gradients] = Tree()
         self._held: Span | None = None  # the leaves whose sum stands in the parameters' .grad
         self._losses: list[torch.Tensor] = []
+        self.rehearsed: float | None = None  # the loss of micro-batch 0 in `rehearsal`
         self._clock = Clock(self.device)
         self.ddp: nn.parallel.DistributedDataParallel | None = None
+        self._alone: dist.ProcessGroup | None = None  # this process, in the present generation
+        self._same_trained = False  # whether all replicas are known to train the same parameters
         self._words: list[np.ndarray[Any, Any] | None] = []
         if equal:
             self._wrap()
@@ -113,6 +132,40 @@ class Replica:
             self._courier = threading.Thread(target=self._deliver, name="lockstep-courier", daemon=True)
             self._courier.start()
 
+    def _take_parameters(self) -> None:
+        """Train what has requires_grad now. UsageError where it cannot be summed or saved."""
+        refuse_unsupported(self.model)
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.parameters = list(trained.values())
+        self._place = {id(p): i for i, p in enumerate(self.parameters)}
+        self._watch = GradientWatch(list(trained), self.parameters)
+
+    def _wrap_what_is_trained(self) -> nn.parallel.DistributedDataParallel:
+        """Collective where there is a new group, or what is trained has changed (a layer was frozen or unfrozen). The wrapped model.
+
+        UsageError when not all replicas train the same parameters.
+        """
+        if [id(p) for p in self.model.parameters() if p.requires_grad] != list(self._place):
+            for p in self.parameters:
+                p.grad = None
+            self._take_parameters()
+            self.ddp, self._buckets = None, 0
+        ddp = self.ddp or self._wrap()
+        if not self._same_trained:
+            names = self._watch.names
+            hashes = gather_json(self.group.size(), sha256(json.dumps(names).encode()).hexdigest())
+            if len(set(hashes)) > 1:
+                unlike = Counter(name for some in gather_json(self.group.size(), names) for name in some)
+                listed = sorted(name for name, count in unlike.items() if count < self.group.size())
+                raise UsageError(
+                    f"not all workers train the same parameters: {shown(listed)}",
+                    "requires_grad of the model's parameters, when the step began",
+                    "let requires_grad follow from the step, so that a worker that joins or resumes later has it too: "
+                    "layer.requires_grad_(step >= 300) in every step",
+                )
+            self._same_trained = True
+        return ddp
+
     def _wrap(self) -> nn.parallel.DistributedDataParallel:
         """Wrap the model for the group that there is now. DDP cuts its buckets anew after a first backward pass, so that replicas which
         have done a different number of passes would exchange different buckets: a new group begins with new ones on every replica."""
@@ -121,17 +174,18 @@ class Replica:
         self.group: dist.ProcessGroup = everybody
         refuse_empty_shares(self.group.size(), self.leaves)
         self.mine = share(self.group.rank(), self.group.size(), self.leaves)
-        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True) if dist.get_world_size() > 1 else None
+        if self._alone is None and dist.get_world_size() > 1:
+            self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         ddp = nn.parallel.DistributedDataParallel(
             self.model,
-            process_group=alone,
+            process_group=self._alone,
             bucket_cap_mb=self.bucket_bytes / 2**20,
             gradient_as_bucket_view=True,
             **LEAVE_BUFFERS,
         )
         hook = self._on_cuda if self.device.type == "cuda" else self._on_cpu
         ddp.register_comm_hook(None, lambda _, bucket: hook(bucket))  # DDP refuses annotations that are still text
-        self.ddp = ddp
+        self.ddp, self._same_trained = ddp, False
         self._words = [words_of(p) for p in self.parameters]
         return ddp
 
@@ -146,7 +200,7 @@ class Replica:
 
     def forget(self) -> None:
         """Let go of the group, which is broken or left; the next step wraps the model for the new one. The gradients stay."""
-        self.ddp, self.failure, self._buckets = None, None, 0
+        self.ddp, self.failure, self._buckets, self._alone = None, None, 0, None
         self.__dict__.pop("group", None)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
@@ -157,7 +211,7 @@ class Replica:
     def backward(self, loss: torch.Tensor) -> None:
         """The backward pass of a micro-batch; its loss is kept for `losses`."""
         self.board.enter("backward")
-        loss.backward()
+        self._watch.backward(loss)
         self._losses.append(loss.detach())
 
     def losses(self) -> list[float]:
@@ -169,7 +223,7 @@ class Replica:
 
         When the loop ends, the parameters' .grad is the sum over all K micro-batches of all replicas.
         """
-        ddp = self.ddp or self._wrap()
+        ddp = self._wrap_what_is_trained()
         self._earlier, self._held, self._losses = Tree(), None, []
         self._clock.begin()
         for p in self.parameters:
@@ -180,19 +234,42 @@ class Replica:
             leaf = Span(k, 1)
             if self._held and self.ordered and not self._held.sibling_of(leaf):
                 self._put_away()
-            torch.manual_seed(mix(self.seed, step, k) >> 1)
+            seed_generators(mix(self.seed, step, k) >> 1, self.device)
             self._held = Span(self._held.first, self._held.leaves + 1) if self._held else leaf
+            self._watch.begin(step, k)
             with nullcontext() if k == self.mine[-1] else ddp.no_sync():
                 yield k
+            self._watch.end()
         self._buckets = self._clock.parcels
         if not self._clock.parcels:
             raise UsageError(
-                f"no gradient arrived for the {len(self.parameters)} parameters in step {step}",
-                "Replica.micro_batches",
-                "call the replica (not the model) and loss.backward() once for every micro-batch",
+                f"the gradients of step {step} were not summed over the workers",
+                f"the forward pass of micro-batch {self.mine[-1]}",
+                "call the team, not the model: team(inputs)",
             )
         if self.failure:
             raise self.failure
+
+    def rehearsal(self, step: int) -> Iterator[int]:
+        """Micro-batch 0 of `step` on every replica. Only its loss stays, in `rehearsed`: its gradients are dropped, the model's buffers put
+        back. It begins with gradients of zero, so that a zero_grad before the backward pass shows."""
+        ddp = self._wrap_what_is_trained()
+        buffers = [
+            (module, name, one, one.clone()) for module in self.model.modules() for name, one in module._buffers.items() if one is not None
+        ]
+        for p in self.parameters:
+            p.grad = torch.zeros_like(p)
+        self._losses = []
+        seed_generators(mix(self.seed, step, 0) >> 1, self.device)
+        self._watch.begin(step, 0)
+        with ddp.no_sync():
+            yield 0
+        self._watch.end()
+        self.rehearsed = float(self._losses[0])
+        for p in self.parameters:
+            p.grad = None
+        for module, name, one, before in buffers:
+            module._buffers[name] = one.copy_(before)
 
     def told(self, size: int) -> list[int]:
         """How many losses each of `size` ranks tells."""
@@ -222,13 +299,6 @@ class Replica:
     def _put_away(self) -> None:
         """Move the sum in .grad to the tree, so that the next leaf starts from nothing."""
         assert self._held is not None
-        missing = [i for i, p in enumerate(self.parameters) if p.grad is None]
-        if missing:
-            raise UsageError(
-                f"{len(missing)} of {len(self.parameters)} parameters got no gradient in micro-batch {self._held.first}",
-                "Replica.micro_batches",
-                "every parameter must take part in every micro-batch; freeze the others with requires_grad_(False)",
-            )
         self._earlier.add(self._held, Gradients([p.grad for p in self.parameters if p.grad is not None]))
         for p in self.parameters:
             p.grad = None
@@ -246,7 +316,7 @@ class Replica:
             left, sums = earlier.pop()
             torch._foreach_add_(parcel.gradients, [sums.tensors[i] for i in parcel.places])
             span = Span(left.first, 2 * left.leaves)
-        rows = [(left, torch.cat([sums.tensors[i].flatten() for i in parcel.places])) for left, sums in earlier]
+        rows = [(left, parcel.flat([sums.tensors[i] for i in parcel.places])) for left, sums in earlier]
         exchange([*rows, (span, parcel.buffer)], self.leaves, self.group, parcel.buffer, self._waits)
 
     def _parcel(self, bucket: GradBucket, arrived: torch.futures.Future[torch.Tensor]) -> Parcel:
@@ -254,7 +324,9 @@ class Replica:
         if self._clock.parcels == self._buckets:
             self.board.enter("reducing")
         places = [self._place[id(p)] for p in bucket.parameters()]
-        return Parcel(bucket.buffer(), bucket.gradients(), places, arrived)
+        # bucket.gradients() would be views in row-major order, whatever the order of the memory
+        gradients = [p.grad for p in bucket.parameters() if p.grad is not None]
+        return Parcel(bucket.buffer(), gradients, places, arrived)
 
     def _on_cpu(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         parcel = self._parcel(bucket, torch.futures.Future())
