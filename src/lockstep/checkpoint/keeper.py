@@ -7,8 +7,9 @@ resumed is decided by rank 0 and told to everybody.
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,9 +23,10 @@ from lockstep.agree import answers, every, lead
 from lockstep.checkpoint.background import BackgroundSaver, nothing
 from lockstep.checkpoint.choose import choose
 from lockstep.checkpoint.parts import Part, parameter_of, place_of
-from lockstep.checkpoint.state import capture, everything, restore
+from lockstep.checkpoint.state import bytes_of, capture, everything, optimizer_names, restore, several
+from lockstep.checkpoint.statedict import TEXT, Stateful, capture_state, check_state, problems_of, restore_state
 from lockstep.checkpoint.store import Checkpoint, Store
-from lockstep.errors import CheckpointError, FolderAwayError, SaveFailedError
+from lockstep.errors import CheckpointError, FolderAwayError, SaveFailedError, UsageError
 from lockstep.events import note
 from lockstep.failures import plainly
 from lockstep.membership.folder import trouble
@@ -48,8 +50,11 @@ class Wanted:
 
 
 class Keeper:
-    """Saves and resumes `model` and `optimizer` under `folder`; the same object on every process.
+    """Saves and resumes `model` and `optimizer` (one, or a sequence of them) under `folder`; the same object on every process.
 
+    state        everything else that changes during training, by a name of yours: {"scheduler": scheduler, "ema": ema, "scaler": scaler}.
+                 Each has state_dict and load_state_dict. Saved, resumed and given to a joiner, as are the values of the optimizers'
+                 parameter groups (lr, ...). Of a `Held` model (the recipes) neither: their loop sets the groups' values by the step
     every_steps  committed steps from one checkpoint to the next; 0: only when `save` is called
     keep         newest checkpoints kept; 0: all
     on_error     "continue": a failed save is a warning, and the next one is tried; "stop": it ends the run
@@ -61,14 +66,17 @@ class Keeper:
         folder: Path,
         world: World,
         model: nn.Module | Held,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
+        state: Mapping[str, Stateful] | None = None,
         every_steps: int = 0,
         keep: int = 3,
         on_error: Literal["continue", "stop"] = "continue",
         saved: Callable[[str], bool] = everything,
     ) -> None:
-        self.world, self.optimizer, self.every_steps, self.on_error, self.saved = world, optimizer, every_steps, on_error, saved
+        self.world, self.every_steps, self.on_error, self.saved = world, every_steps, on_error, saved
+        self.optimizers = several(optimizer)
+        self.state = None if isinstance(model, Held) else dict(state or {})
         self.store = Store(folder, keep=keep)
         self.model: nn.Module | Mapping[str, torch.Tensor]
         self.held = model if isinstance(model, Held) and model.layout.unit > 1 else None
@@ -76,6 +84,7 @@ class Keeper:
             self.model = self.held.named
         else:
             self.model = model.module if isinstance(model, Held) else model
+        self._refuse_what_cannot_be_saved(state or {})
         self.saver: BackgroundSaver | None = None  # the leader's
         self.facts: dict[str, Any] = {}
         self._saved_step = 0
@@ -96,14 +105,35 @@ class Keeper:
         """Whether this worker writes checkpoints, or a part of them."""
         return self.world.rank < self.unit
 
+    def _refuse_what_cannot_be_saved(self, state: Mapping[str, object]) -> None:
+        """Refuse now, by name, what a save would refuse later."""
+        if wrong := [type(one).__name__ for one in self.optimizers if not isinstance(one, torch.optim.Optimizer)]:
+            raise UsageError(f"not an optimizer of torch: {', '.join(wrong)}", "Keeper(optimizer=...)", "pass one, or a sequence of them")
+        if state and self.state is None:
+            hint = "give the module itself to Keeper and Team"
+            raise UsageError(f"the state of {', '.join(state)} is not supported with a Held model", "Keeper(state=...)", hint)
+        check_state(state)
+        optimizer_names(self.model, self.optimizers)
+        self.capture()
+
     def capture(self) -> dict[str, torch.Tensor]:
         """The living state by name, as far as this worker has it."""
-        return capture(self.model, self.optimizer, self.saved)
+        tensors = capture(self.model, self.optimizers, self.saved)
+        return tensors if self.state is None else tensors | capture_state(self.model, self.optimizers, self.state)
+
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Fill model, optimizers and state with a captured state. CheckpointError, and nothing is changed, when it does not fit."""
+        problems = problems_of(self.model, self.optimizers, self.state, tensors) if self.state is not None else []
+        restore(self.model, self.optimizers, tensors, self.saved, problems)
+        if self.state is not None:
+            restore_state(self.model, self.optimizers, self.state, tensors)
 
     def optimizer_digest(self) -> int:
-        """64 bits over the optimizer's state, of which a flipped one shows; equal on those who hold the same in other replicas."""
-        tensors = [tensor for name, tensor in sorted(self.capture().items()) if name.startswith("optim.")]
-        return digest_of(tensors, map(words_of, tensors))
+        """64 bits over all state but the model's, of which a flipped one shows; equal on those who hold the same in other replicas."""
+        tensors = {name: tensor for name, tensor in sorted(self.capture().items()) if not name.startswith("model.")}
+        texts = b"".join(bytes_of(tensor) for name, tensor in tensors.items() if name.endswith(TEXT))  # digest_of sums: too weak for text
+        numbers = [tensor for name, tensor in tensors.items() if not name.endswith(TEXT)]
+        return digest_of(numbers, map(words_of, numbers)) ^ int.from_bytes(hashlib.sha256(texts).digest()[:8])
 
     def _take_part(self, held: Held) -> dict[str, torch.Tensor]:
         """What this worker writes of a checkpoint: of tensors that several have, the first of them writes."""
@@ -158,7 +188,7 @@ class Keeper:
         if step is not None:
             there, pieces = step, self.held.pieces if self.held else None
             found = every(self.world, lambda: found or (self.store.load(there) if pieces is None else self.store.pieces(there, pieces)))
-            restore(self.model, self.optimizer, found.tensors, self.saved)
+            self.restore(found.tensors)
             self.facts = found.facts
         self._saved_step = step or 0
         if self.world.leader and self.world.membership:
@@ -198,7 +228,7 @@ class Keeper:
         else:
             return None
         assert tensors is not None
-        restore(self.model, self.optimizer, tensors, self.saved)
+        self.restore(tensors)
         world.joining, self.store.made = False, True
         step = roles(world.standings)[0]
         log.info("joined at step %d as rank %d of %d", step, world.rank, world.size)

@@ -7,12 +7,13 @@
 Names are those of the bare model: what torch.compile and DistributedDataParallel put before them is left out, so that
 a state saved compiled on eight devices loads plain on one. A parameter that is used in several places is saved once,
 under its first name, and stays tied on loading, since tensors are filled, never replaced.
-Learning rates and the like are not state: they are a pure function of the step.
+The values of parameter groups (lr, betas, ...) and everything else that has a state_dict: see statedict.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +59,12 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 Model = nn.Module | Mapping[str, Tensor]
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
+def several(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
+    """The optimizers as a tuple: none, one or several."""
+    return (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers or ())
 
 
 def named_tensors(model: Model) -> dict[str, Tensor]:
@@ -83,79 +90,94 @@ def named_tensors(model: Model) -> dict[str, Tensor]:
     return found
 
 
-def optimizer_names(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, tuple[Tensor, dict[str, Any]]]:
-    """Name -> (parameter, its group) for every parameter of the optimizer, in the optimizer's order."""
+Trained = dict[str, tuple[Tensor, dict[str, Any], torch.optim.Optimizer]]
+
+
+def optimizer_names(model: Model, optimizers: Optimizers) -> Trained:
+    """Name -> (parameter, its group, its optimizer) for every parameter of the optimizers, in their order."""
     names = {id(tensor): name for name, tensor in named_tensors(model).items()}
-    pairs = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
-    unknown = [f"shape {tuple(parameter.shape)}" for parameter, _ in pairs if id(parameter) not in names]
+    triples = [(p, group, one) for one in several(optimizers) for group in one.param_groups for p in group["params"]]
+    who = " and ".join([*(type(one).__name__ for one in several(optimizers)), kind_of(model)])
+    unknown = [f"shape {tuple(parameter.shape)}" for parameter, _, _ in triples if id(parameter) not in names]
     if unknown:
         raise CheckpointError(
             f"{len(unknown)} of the optimizer's parameters are not in the model: {shown(unknown)}",
-            f"{type(optimizer).__name__} and {kind_of(model)}",
+            who,
             "put every trained module into the one model that is saved",
         )
-    return {names[id(parameter)]: (parameter, group) for parameter, group in pairs}
+    found = {names[id(parameter)]: (parameter, group, one) for parameter, group, one in triples}
+    if len(found) < len(triples):
+        counts = Counter(names[id(parameter)] for parameter, _, _ in triples)
+        twice = [name for name, count in counts.items() if count > 1]
+        raise CheckpointError(f"several optimizers hold the same parameters: {shown(twice)}", who, "give each parameter to one optimizer")
+    return found
 
 
-def capture(model: Model, optimizer: torch.optim.Optimizer | None = None, saved: Callable[[str], bool] = everything) -> dict[str, Tensor]:
+def capture(model: Model, optimizer: Optimizers = None, saved: Callable[[str], bool] = everything) -> dict[str, Tensor]:
     """The state by name. The tensors are the living ones, not copies: copy or save them before the next step.
 
     saved  which parameters and buffers belong to it, by their names in the model
     CheckpointError when the state has more than tensors and numbers (LBFGS, say).
     """
     tensors = {f"model.{name}": tensor.detach() for name, tensor in named_tensors(model).items() if saved(name)}
-    if optimizer is None:
-        return tensors
-    for name, (parameter, _) in optimizer_names(model, optimizer).items():
-        for key, value in optimizer.state.get(parameter, {}).items():
+    trained = optimizer_names(model, optimizer) if optimizer else {}
+    for name, (parameter, _, one) in trained.items():
+        for key, value in one.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and "." not in key:
                 tensors[f"optim.{name}.{key}"] = value.detach()
             elif type(value) in NUMBERS and "." not in key:
                 tensors[f"optim.{name}.{key}:{type(value).__name__}"] = torch.tensor(value, dtype=NUMBERS[type(value)])
             elif value is not None:
-                what = f"{type(optimizer).__name__} keeps {key!r} as a {type(value).__name__}"
-                raise CheckpointError(
-                    f"{what}, which a checkpoint cannot hold",
-                    f"state of {name}",
-                    "use an optimizer whose state is tensors and numbers by parameter (AdamW, SGD, ...)",
-                )
+                raise cannot_hold(f"{type(one).__name__} keeps {key!r} as a {type(value).__name__}", f"state of {name}")
+    known = {id(parameter) for parameter, _, _ in trained.values()}
+    for one in several(optimizer):
+        if strange := [key for key, value in one.state.items() if value and id(key) not in known]:
+            raise cannot_hold(
+                f"{type(one).__name__} keeps state that belongs to no parameter", f"key {str(strange[0])[:40]!r} of its state"
+            )
     return tensors
+
+
+def cannot_hold(what: str, where: str) -> CheckpointError:
+    hint = "use an optimizer whose state is tensors and numbers by parameter (AdamW, SGD, ...)"
+    return CheckpointError(f"{what}, which a checkpoint cannot hold", where, hint)
 
 
 @torch.no_grad()
 def restore(
     model: Model,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Optimizers,
     tensors: Mapping[str, Tensor],
     saved: Callable[[str], bool] = everything,
+    problems: Sequence[str] = (),
 ) -> None:
     """Fill model and optimizer with a captured state; all or nothing. The optimizer may be new, without any state.
 
     optimizer  None: the weights alone (to evaluate, to translate)
     saved      as for `capture`: what it leaves out is not in `tensors`, and stays as it is
+    problems   found before: more reasons why the state does not fit
     CheckpointError names what is missing, unexpected, or of another shape or dtype. Nothing is cast.
     """
     own = {name: tensor for name, tensor in named_tensors(model).items() if saved(name)}
     there = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
-    problems = differences(own, there)
+    problems = [*problems, *differences(own, there)]
     states: dict[str, dict[str, Tensor]] = {}
     parameters = optimizer_names(model, optimizer) if optimizer else {}
     for name, tensor in tensors.items():
         if optimizer and name.startswith("optim."):
             parameter_name, _, key = name.removeprefix("optim.").rpartition(".")
             states.setdefault(parameter_name, {})[key] = tensor
-    problems += state_differences(parameters, states, optimizer)
+    problems += state_differences(parameters, states)
     if problems:
-        who = kind_of(model) + (f" and {type(optimizer).__name__}" if optimizer else "")
+        who = " and ".join([kind_of(model), *(type(one).__name__ for one in several(optimizer))])
         hint = "build model and optimizer as in the run that saved it"
         raise CheckpointError(f"the checkpoint does not fit {who}", "\n".join(problems), hint)
     for name, tensor in there.items():
         own[name].copy_(tensor)
-    for name, (parameter, group) in parameters.items():
-        if optimizer:
-            optimizer.state.pop(parameter, None)
-        if optimizer and name in states:
-            optimizer.state[parameter] = dict(placed(k, v, parameter, group) for k, v in states[name].items())
+    for name, (parameter, group, one) in parameters.items():
+        one.state.pop(parameter, None)
+        if name in states:
+            one.state[parameter] = dict(placed(k, v, parameter, group) for k, v in states[name].items())
 
 
 def placed(key: str, value: Tensor, parameter: Tensor, group: Mapping[str, Any]) -> tuple[str, Tensor | float]:
@@ -187,9 +209,8 @@ def differences(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> list[
 
 
 def state_differences(
-    parameters: Mapping[str, tuple[Tensor, dict[str, Any]]],
+    parameters: Trained,
     states: Mapping[str, Mapping[str, Tensor]],
-    optimizer: torch.optim.Optimizer | None,
 ) -> list[str]:
     """What keeps the saved optimizer state from ours.
 
@@ -201,8 +222,8 @@ def state_differences(
         lines.append(f"unexpected in the checkpoint: {shown(unexpected)}")
     own: dict[str, Tensor] = {}
     saved: dict[str, Tensor] = {}
-    for name, (parameter, _) in parameters.items():
-        mine = optimizer.state.get(parameter, {}) if optimizer else {}
+    for name, (parameter, _, one) in parameters.items():
+        mine = one.state.get(parameter, {})
         if mine and name in states:
             own |= {f"optim.{name}.{key}": value for key, value in mine.items() if isinstance(value, Tensor)}
             saved |= {f"optim.{name}.{key}": value for key, value in states[name].items() if ":" not in key}
