@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep import metrics
 from lockstep.config import leaves
 
 ROOT = Path(__file__).parents[2]
@@ -289,6 +290,26 @@ def test_own_loop_has_one_sha256_on_1_2_and_3_processes_under_torchrun_and_throu
     names = ("1", "2", "3", "killed", "stopped", "torchrun/runs/own")
     digests = {run("checkpoint", "digest", tmp_path / name, "100").stdout for name in names}
     assert len(digests) == 1 and digests.pop().startswith("step 100 sha256 ")
+
+
+def test_a_scheduler_an_ema_and_two_optimizers_survive_a_kill_a_join_and_a_resume(tmp_path: Path) -> None:
+    def command(folder: Path, workers: int) -> list[str]:
+        return ["train", f"{ROOT}/tests/support/scheduled_loop.py:train", "--out", str(folder), "--workers", str(workers)]
+
+    alone, disturbed = tmp_path / "alone", tmp_path / "disturbed"
+    done = run(*command(alone, 1))
+    assert done.returncode == 0, done.stderr
+    disturbed.mkdir()
+    (disturbed / "disturb").write_text(json.dumps({"kill": 25, "stop": 45}))
+    stopped = run(*command(disturbed, 3))
+    assert stopped.returncode == 75 and "flipped" not in stopped.stderr, stopped.stderr
+    events = [json.loads(line) for line in (disturbed / "events.jsonl").read_text().splitlines()]
+    assert any(event.get("joined") for event in events), events
+    done = run(*command(disturbed, 2))
+    assert done.returncode == 0 and "flipped" not in done.stderr, done.stderr
+    rates = [[(line["step"], line["rate"]) for line in metrics.stream(folder / "metrics.jsonl")] for folder in (alone, disturbed)]
+    assert rates[0] == rates[1] and rates[0][-1] == (60, pytest.approx(0.7**9))
+    assert run("checkpoint", "digest", alone, "60").stdout == run("checkpoint", "digest", disturbed, "60").stdout != ""
 
 
 @pytest.mark.parametrize("starter", ["torchrun", "agent"])

@@ -1,0 +1,58 @@
+"""A user's own loop with two optimizers, a scheduler and an EMA, for test_train_command.py.
+
+RUN/disturb holds JSON: {"kill": STEP, "stop": STEP}. Worker 1 kills itself at the first, worker 0 asks for a stop at the second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from lockstep.checkpoint.keeper import Keeper
+from lockstep.data.order import UniformOrder
+from lockstep.team import Team
+from lockstep.track import Tracker
+from lockstep.world import World
+
+
+def train(steps: int = 60, out: Path = Path("run")) -> None:
+    torch.manual_seed(0)
+    model, points = nn.Sequential(nn.Linear(2, 16), nn.GELU(), nn.Linear(16, 1)), torch.rand(600, 2)
+    optimizers = [torch.optim.SGD(model[0].parameters(), lr=0.7, momentum=0.9), torch.optim.AdamW(model[2].parameters(), lr=1e-2)]
+    scheduler, ema = torch.optim.lr_scheduler.StepLR(optimizers[0], 7, 0.7), AveragedModel(model)
+    state, order = {"scheduler": scheduler, "ema": ema}, UniformOrder(len(points), batch=24, micro_batches=6)
+    with World.join() as world, Keeper(out / "checkpoints", world, model, optimizers, state=state, every_steps=20) as keeper:
+        step = keeper.resume()
+        with Team(world, model, keeper, micro_batches=6) as team, Tracker(out, leader=world.leads, from_step=step) as tracker:
+            while step < steps:
+                for k in team.micro_batches(step):
+                    disturb(out / "disturb", world, step)
+                    rows = points[order.ids(step, k)]
+                    team.backward(nn.functional.mse_loss(team(rows)[:, 0], rows.sum(1)) / 6)
+                for optimizer in optimizers:
+                    optimizer.step()
+                scheduler.step()
+                ema.update_parameters(model)
+                step += 1
+                tracker.step(step, {"loss": team.loss, "rate": optimizers[0].param_groups[0]["lr"]})
+                keeper.save_if_due(step)
+
+
+def disturb(path: Path, world: World, step: int) -> None:
+    """Do what the file orders at this step."""
+    orders = json.loads(path.read_text()) if path.exists() else {}
+    if step == orders.get("kill") and world.number == 1 and not path.with_name("killed").exists():
+        path.with_name("killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if step == orders.get("stop") and world.number == 0:
+        path.unlink(missing_ok=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+    if orders and world.size < 3:
+        time.sleep(0.1)  # time for the next worker to join
