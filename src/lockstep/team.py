@@ -24,6 +24,7 @@ from torch import nn
 
 from lockstep.agree import Verdict, Vote, agree, differing, gather
 from lockstep.checkpoint.keeper import Keeper
+from lockstep.checkpoint.state import bare, kind_of
 from lockstep.errors import FencedError, PeersLostError, UsageError
 from lockstep.events import note
 from lockstep.failures import plainly
@@ -83,6 +84,9 @@ class Team:
         together: bool = False,
         rehearse: bool = True,
     ) -> None:
+        if keeper:
+            refuse_another_keeper(keeper, world, model)
+        world.take(self)
         self.world, self.keeper, self.tracker, self.verify_every, self.board = world, keeper, tracker, verify_every, world.board
         self.replica: Replica | ShardedReplica
         if isinstance(model, Held) and model.layout.unit > 1:
@@ -132,6 +136,7 @@ class Team:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.world.give_back(self)
         self.replica.__exit__()
 
     @property
@@ -359,3 +364,19 @@ def not_keyed(what: str) -> UsageError:
         "loop, no prefetched batch, no unseeded data set, no rank in a seed, only deterministic kernels (docs/loop.md); "
         "Team(rehearse=False) leaves the comparison out",
     )
+
+
+def refuse_another_keeper(keeper: Keeper, world: World, model: nn.Module | Held) -> None:
+    """UsageError when the keeper saves something else than what the team trains."""
+    held = model if isinstance(model, Held) and model.layout.unit > 1 else None
+    module = model.module if isinstance(model, Held) else model
+    if (
+        keeper.world is not world
+        or keeper.held is not held
+        or (isinstance(keeper.model, nn.Module) and bare(keeper.model) is not bare(module))
+    ):
+        what = f"the Team trains {kind_of(module)}, the Keeper saves another {kind_of(keeper.model)}"
+        raise UsageError(
+            what, "Keeper(folder, world, model, ...) and Team(world, model, keeper, ...)", "give the same World and module to both"
+        )
+    keeper.refuse_what_is_left_out()

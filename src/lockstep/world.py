@@ -17,6 +17,7 @@ import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -92,6 +93,7 @@ class World:
     ledger: Ledger = field(default_factory=lambda: Ledger(time.monotonic()), repr=False, compare=False)
     _before: set[tuple[int, str]] = field(default_factory=set, repr=False, compare=False)
     _forming: bool = field(default=False, repr=False, compare=False)
+    _users: dict[str, weakref.ref[object]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def leader(self) -> bool:
@@ -150,6 +152,21 @@ class World:
         form(place, store, device, timeout_s)
         sockets = tuple(sorted(open_sockets() - before))
         return cls(place.rank, place.size, place.local_rank, place.local_size, socket.gethostname(), device, sockets)
+
+    def take(self, user: object) -> None:
+        """Register a Team or Keeper. UsageError while another of its kind is open: each would heal, save and vote for itself."""
+        kind = type(user).__name__
+        if (holder := self._users.get(kind)) and holder() is not None:
+            raise UsageError(
+                f"a second {kind} on one World",
+                f"{kind}(...) while the first one is open",
+                "put all trained modules into one nn.ModuleDict with one Team and one Keeper, or close the first one (`with`) before",
+            )
+        self._users[kind] = weakref.ref(user)
+
+    def give_back(self, user: object) -> None:
+        """Unregister a Team or Keeper that was closed."""
+        self._users.pop(type(user).__name__, None)
 
     # -- under an agent -------------------------------------------------------------------------------------------------
 

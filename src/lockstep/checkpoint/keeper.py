@@ -23,8 +23,8 @@ from lockstep.agree import answers, every, lead
 from lockstep.checkpoint.background import BackgroundSaver, nothing
 from lockstep.checkpoint.choose import choose
 from lockstep.checkpoint.parts import Part, parameter_of, place_of
-from lockstep.checkpoint.state import bytes_of, capture, everything, optimizer_names, restore, several
-from lockstep.checkpoint.statedict import TEXT, Stateful, capture_state, check_state, problems_of, restore_state
+from lockstep.checkpoint.state import bytes_of, capture, everything, kind_of, named_tensors, optimizer_names, restore, several, shown
+from lockstep.checkpoint.statedict import TEXT, Stateful, capture_state, check_state, problems_of, restore_state, unnamed_schedulers
 from lockstep.checkpoint.store import Checkpoint, Store
 from lockstep.errors import CheckpointError, FolderAwayError, SaveFailedError, UsageError
 from lockstep.events import note
@@ -93,6 +93,7 @@ class Keeper:
         self._left_out = False  # the last save that was due, because the one before was still being written
         self._begun = (-1, -1)  # the step of the last save that this worker began, and the generation in which it did
         self._doubted = -1  # the generation that could not say whether all its replicas are alike
+        world.take(self)
         self.alike: Callable[[int], bool] | None = None  # collective: whether the state after a step is the same on all replicas
 
     @property
@@ -115,6 +116,23 @@ class Keeper:
         check_state(state)
         optimizer_names(self.model, self.optimizers)
         self.capture()
+
+    def refuse_what_is_left_out(self) -> None:
+        """UsageError for what is trained, or changes the training, and would be in no checkpoint and given to no joiner."""
+        known = optimizer_names(self.model, self.optimizers)
+        if left_out := [name for name, one in named_tensors(self.model).items() if one.requires_grad and name not in known]:
+            raise UsageError(
+                f"{len(left_out)} trained parameters are in no optimizer that the Keeper knows: {shown(left_out)}",
+                f"Keeper(..., {', '.join(type(one).__name__ for one in self.optimizers)}), {kind_of(self.model)}",
+                "pass all optimizers as a list, or freeze these parameters with requires_grad_(False)",
+            )
+        if self.state is not None and (unnamed := unnamed_schedulers(self.optimizers, self.state)):
+            scheduler, optimizer = unnamed[0], unnamed[0].optimizer
+            raise UsageError(
+                f"{type(scheduler).__name__} sets the learning rate of {type(optimizer).__name__}, and the Keeper does not know it",
+                "after a resume, and in a worker that joins, the scheduler would begin again",
+                'name it: Keeper(..., state={"scheduler": scheduler})',
+            )
 
     def capture(self) -> dict[str, torch.Tensor]:
         """The living state by name, as far as this worker has it."""
@@ -345,6 +363,7 @@ class Keeper:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.world.give_back(self)
         if kind is None:
             self.close()
         elif self.saver:

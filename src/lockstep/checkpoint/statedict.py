@@ -11,6 +11,7 @@ JSON has neither tuples nor keys other than strings, so containers carry their t
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from collections import Counter, OrderedDict
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.checkpoint import tensorfile
 from lockstep.checkpoint.state import Model, bytes_of, named_tensors, shown, spec_of
@@ -145,6 +147,25 @@ def check_state(state: Mapping[str, Any]) -> None:
         if not (callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))):
             what = f"state {name!r} is a {type(value).__name__}, which has no state_dict and load_state_dict"
             raise UsageError(what, "Keeper(state=...)", "pass the object itself, or a class of yours with these two methods")
+
+
+def unnamed_schedulers(optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Any]) -> list[Any]:
+    """torch's schedulers of these optimizers that no value of Keeper(state=...) is or holds."""
+    kinds, level, named = {LRScheduler}, list(state.values()), set[int]()
+    while more := {kind for known in kinds for kind in known.__subclasses__()} - kinds:
+        kinds |= more
+    for _ in range(5):  # a user's class may hold a scheduler in a list, a SequentialLR holds several
+        named |= set(map(id, level))
+        level = [inner for value in level for inner in _inside(value)]
+    ours = set(map(id, optimizers))
+    found = [one for one in gc.get_objects() if type(one) in kinds]
+    return [one for one in found if id(getattr(one, "optimizer", None)) in ours and id(one) not in named]
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, list | tuple):
+        return list(value)
+    return list(value.values() if isinstance(value, dict) else getattr(value, "__dict__", {}).values())
 
 
 def groups_of(model: Model, optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any]]:
