@@ -22,7 +22,7 @@ from lockstep import log
 from lockstep.errors import LockstepError, UsageError
 
 if TYPE_CHECKING:
-    from lockstep.config import Run
+    from lockstep.config import Resolved, Run
     from lockstep.membership.seat import Seat
     from lockstep.world import World
 
@@ -30,6 +30,7 @@ EXIT_CODES = """exit codes: 0 done; 1 training error; 2 usage or config; 3 data 
 75 saved and wants to be started again (SIGTERM, SIGUSR1); 76 peers lost; 128+n ended by signal n (130: saved after SIGINT)"""
 
 HERE = "127.0.0.1"
+OVERRIDE = "change the schedule of a run as it goes on (optim.learning_rate, warmup_steps, decay, decay_steps); may be given several times"
 
 
 class Parser(argparse.ArgumentParser):
@@ -58,6 +59,7 @@ def parser() -> Parser:
     one.add_argument("--out", type=Path, help="folder of the run (default: runs/NAME of the run file, runs/default)")
     one.add_argument("--workers", type=int, help="processes on this machine (default: one for each GPU, two on a CPU)")
     one.add_argument("--resume", default="auto", metavar="auto|never|required|STEP", help="which checkpoint to go on from (default: auto)")
+    one.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help=OVERRIDE)
     one.add_argument("--profile", default="", metavar="steps=A..B", help="write a trace of these steps, and where their time went")
     one.add_argument("--show", action="store_true", help="print every value and where it came from, and end")
 
@@ -72,6 +74,7 @@ def parser() -> Parser:
     one.add_argument("--min", type=int, default=1, help="workers below which training waits for more (default: 1)")
     one.add_argument("--max", type=int, help="workers that train at once, others stand by (default: batch.micro_batches)")
     one.add_argument("--resume", default="auto", metavar="auto|never|required|STEP", help="which checkpoint to go on from (default: auto)")
+    one.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help=OVERRIDE)
 
     one.add_argument(
         "--with-evaluator", action="store_true", help="score every checkpoint in a process of its own on this host, by ssh on the first"
@@ -162,8 +165,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 OPTIONS = {
-    "train": ("out", "workers", "resume", "profile", "show", "help"),
-    "launch": ("out", "workers", "resume", "help", "hosts", "host", "ssh", "min", "max", "stop", "with-evaluator"),
+    "train": ("out", "workers", "resume", "override", "profile", "show", "help"),
+    "launch": ("out", "workers", "resume", "override", "help", "hosts", "host", "ssh", "min", "max", "stop", "with-evaluator"),
     "drill": ("out", "workers", "help", "faults", "seed"),
 }
 
@@ -209,6 +212,7 @@ class Asked:
     script  the user's FILE.py:FUNCTION; "": a run of ours
     file    the run file, if one was given
     values  the words --section.key VALUE, or --name VALUE for a function, and `flags` what they say
+    overrides  the KEY=VALUE words of --override
     profile which steps to look at closely, as `profile.Steps` reads it; "": none
     """
 
@@ -218,19 +222,35 @@ class Asked:
     resume: str
     values: list[str]
     flags: dict[str, str]
+    overrides: tuple[str, ...] = ()
     profile: str = ""
+
+    def open(self, resume: str) -> Resolved:
+        """The run; its new overrides hold from the checkpoint on that `resume` names. UsageError when something does not fit."""
+        from lockstep.config import Override, open_run, read_overrides
+
+        override = Override(self.first(resume), read_overrides(self.overrides)) if self.overrides else None
+        return open_run(self.folder, self.file, self.flags, os.environ, override, back=resume.isdecimal())
+
+    def first(self, resume: str) -> int:
+        """The step of the checkpoint that `resume` names. UsageError, CheckpointError when there is none."""
+        from lockstep.checkpoint.choose import choose
+        from lockstep.checkpoint.seal import committed_steps
+
+        return choose(resume, committed_steps(self.folder / "checkpoints"))[0] or 0
 
     def words(self, resume: str) -> tuple[str, ...]:
         """`lockstep train` with these words does it."""
         what = [self.script] if self.script else [str(self.file)] if self.file else []
         what += ["--profile", self.profile] if self.profile else []
+        what += [f"--override={word}" for word in self.overrides]
         return "train", *what, "--out", str(self.folder), "--resume", resume, *self.values
 
     def live(self) -> int:
         """The life of a worker; its exit code."""
         if self.script:
             return own_function(self.script, self.folder, self.flags)
-        return work(self.folder, self.file, self.flags, self.resume, self.profile)
+        return work(self)
 
 
 def read_asked(args: argparse.Namespace, rest: list[str]) -> Asked:
@@ -242,7 +262,7 @@ def read_asked(args: argparse.Namespace, rest: list[str]) -> Asked:
     folder = args.out or Path("runs") / (file.stem if file else "default")
     if script:
         refuse_for_own_loop(args, script)
-    return Asked(script, file, folder, args.resume, rest, read_flags(rest), getattr(args, "profile", ""))
+    return Asked(script, file, folder, args.resume, rest, read_flags(rest), tuple(args.override), getattr(args, "profile", ""))
 
 
 def refuse_for_own_loop(args: argparse.Namespace, script: str) -> None:
@@ -250,6 +270,7 @@ def refuse_for_own_loop(args: argparse.Namespace, script: str) -> None:
     said = vars(args)
     meant = {
         "--resume": (said["resume"] != "auto", "its own keeper.resume(...) says which checkpoint it goes on from"),
+        "--override": (bool(said["override"]), "its function sets the learning rate"),
         "--profile": (bool(said.get("profile")), "use torch.profiler in the loop"),
         "--show": (bool(said.get("show")), "its values are the arguments of its function"),
         "--with-evaluator": (bool(said.get("with_evaluator")), "evaluate in the loop: Lockstep does not know its model"),
@@ -261,20 +282,16 @@ def refuse_for_own_loop(args: argparse.Namespace, script: str) -> None:
 
 def check(asked: Asked) -> Run | None:
     """What does not fit is refused here, before a process starts; the run, None for a function."""
-    from lockstep.checkpoint.choose import choose
-    from lockstep.checkpoint.seal import committed_steps
-    from lockstep.config import open_run
-
     if asked.script:
         return None
-    resolved = open_run(asked.folder, asked.file, asked.flags, os.environ)
-    choose(asked.resume, committed_steps(asked.folder / "checkpoints"))
+    resolved = asked.open(asked.resume)
+    asked.first(asked.resume)
     return resolved.run
 
 
 def train(args: argparse.Namespace, rest: list[str]) -> int:
     """Start the workers of this machine, or be one of them when the environment says so."""
-    from lockstep.config import open_run, show
+    from lockstep.config import show
     from lockstep.launch import worker_main
     from lockstep.membership.seat import find_seat
     from lockstep.place import find_place
@@ -283,7 +300,7 @@ def train(args: argparse.Namespace, rest: list[str]) -> int:
     if seat := find_seat(os.environ):
         return sit(asked, seat)
     if args.show and not asked.script:
-        print(show(open_run(asked.folder, asked.file, asked.flags, os.environ)))
+        print(show(asked.open("auto")))
         return 0
     place, found = find_place(os.environ)
     run = check(asked)
@@ -452,10 +469,10 @@ def look_after(
     )
 
 
-def work(folder: Path, file: Path | None, flags: dict[str, str], resume: str, profile: str) -> int:
+def work(asked: Asked) -> int:
     """The life of a worker; its exit code."""
     from lockstep.agree import lead
-    from lockstep.config import from_json, open_run, to_json
+    from lockstep.config import from_json, to_json
     from lockstep.evaluate import finish
     from lockstep.membership.protocol import Limits
     from lockstep.profile import Steps
@@ -464,7 +481,7 @@ def work(folder: Path, file: Path | None, flags: dict[str, str], resume: str, pr
     from lockstep.train import train as train_run
     from lockstep.world import World
 
-    here = open_run(folder, file, flags, os.environ)
+    folder, here = asked.folder, asked.open(asked.resume)
     heal = here.run.heal
     limits = Limits(
         silent_s=heal.silent_s,
@@ -476,10 +493,10 @@ def work(folder: Path, file: Path | None, flags: dict[str, str], resume: str, pr
     )
     with World.join(threads=here.run.compute.threads, timeout_s=here.run.parallel.timeout_s, limits=limits) as world, ExitStack() as held:
         log.set_up(rank=world.number, file=log_file(folder, world.node, world.number, make=world.membership is None))
-        resolved = from_json(lead(world, lambda: to_json(settle(open_run(folder, file, flags, os.environ), world.device))))
+        resolved = from_json(lead(world, lambda: to_json(settle(asked.open(asked.resume), world.device))))
         if not world.joining:
             lead(world, lambda: held.enter_context(claim(folder, resolved, alone=world.membership is None)))
-        outcome = train_run(resolved, folder, world, resume=resume, profile=Steps.parse(profile) if profile else None)
+        outcome = train_run(resolved, folder, world, resume=asked.resume, profile=Steps.parse(asked.profile) if asked.profile else None)
         if not outcome.stopped_by:
             with world.during("evaluating"):
                 world.redo(lambda: finish(folder, resolved.run, world))

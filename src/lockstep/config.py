@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -115,7 +116,7 @@ class Optim:
     learning_rate: float = value(4e-3, "at its peak, after the warm-up", bits=BITS, least=0)
     warmup_steps: int = value(60, "steps in which the learning rate rises from 0", bits=BITS, least=0)
     decay: Literal["linear", "cosine", "inverse_sqrt", "constant"] = value("linear", "after the warm-up", bits=BITS)
-    decay_steps: int = value(300, "linear, cosine: the step at which the learning rate reaches 0", bits=BITS, least=1)
+    decay_steps: int = value(300, "linear, cosine: the last step with a learning rate above 0; left out: as steps", bits=BITS, least=1)
     beta1: float = value(0.9, "AdamW: decay of the mean of the gradient", bits=BITS, least=0, below=1)
     beta2: float = value(0.98, "AdamW: decay of the mean of its square", bits=BITS, least=0, below=1)
     epsilon: float = value(1e-9, "AdamW: added to the root of that mean", bits=BITS, least=0)
@@ -253,12 +254,31 @@ class Field:
     below: float | None
 
 
+DECAY_STEPS, AS_STEPS = "optim.decay_steps", "as steps"
+# What --override may change while a run trains: the loop computes these for every step, and no state depends on them.
+SCHEDULE = ("optim.learning_rate", "optim.warmup_steps", "optim.decay", DECAY_STEPS)
+
+
+@dataclass(frozen=True)
+class Override:
+    """Values of SCHEDULE, by key, for the updates after `step` committed steps."""
+
+    step: int
+    values: dict[str, Any]
+
+
 @dataclass(frozen=True)
 class Resolved:
-    """A run and, for each dotted key, where its value came from."""
+    """A run and, for each dotted key, where its value came from; `overrides` of its schedule in the order of their steps."""
 
     run: Run
     origin: dict[str, str]
+    overrides: tuple[Override, ...] = ()
+
+    def optim_after(self, step: float) -> Optim:
+        """The values that hold for the update after `step` committed steps."""
+        changed = {key.removeprefix("optim."): item for one in self.overrides if one.step <= step for key, item in one.values.items()}
+        return replace(self.run.optim, **changed) if changed else self.run.optim
 
 
 def leaves(cls: type = Run, prefix: str = "") -> dict[str, Field]:
@@ -341,8 +361,12 @@ def resolve(
     flags: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
     begun: Resolved | None = None,
+    *,
+    follow: bool = True,
 ) -> Resolved:
     """The run that a file, flags and the environment describe, over the values of the run that it continues, if any.
+
+    follow  optim.decay_steps is that of `steps` when no layer gives it
 
     ConfigError names everything that is wrong, at once.
     """
@@ -371,9 +395,11 @@ def resolve(
     if wrong:
         what = wrong[0][0] if len(wrong) == 1 else f"{len(wrong)} values do not fit: " + "; ".join(w for w, _, _ in wrong)
         raise ConfigError(what, "\n".join(dict.fromkeys(w for _, w, _ in wrong)), "\n".join(dict.fromkeys(h for _, _, h in wrong)))
+    if follow and all(DECAY_STEPS not in layer for _, layer in layers):
+        values[DECAY_STEPS], origin[DECAY_STEPS] = max(1, values["steps"]), AS_STEPS
     run = from_values(values)
     check_together(run, origin)
-    return Resolved(run, origin)
+    return Resolved(run, origin, begun.overrides if begun else ())
 
 
 def from_values(values: Mapping[str, Any], cls: type = Run, prefix: str = "") -> Any:
@@ -478,24 +504,83 @@ def shared_values(run: Run) -> dict[str, str]:
 def with_precision(resolved: Resolved, precision: Literal["auto", "bf16", "fp32"], origin: str) -> Resolved:
     """The run with its precision decided, and by whom."""
     run = replace(resolved.run, compute=replace(resolved.run.compute, precision=precision))
-    return Resolved(run, resolved.origin | {"compute.precision": origin})
+    return replace(resolved, run=run, origin=resolved.origin | {"compute.precision": origin})
 
 
 def to_json(resolved: Resolved) -> dict[str, Any]:
-    """The run as JSON: every value and where it came from."""
-    return {"values": json.loads(json.dumps(asdict(resolved.run))), "origin": resolved.origin}
+    """The run as JSON: every value and where it came from, and the overrides of its schedule where there are some."""
+    overrides = {"overrides": [asdict(one) for one in resolved.overrides]} if resolved.overrides else {}
+    return {"values": json.loads(json.dumps(asdict(resolved.run))), "origin": resolved.origin} | overrides
 
 
 def from_json(saved: Mapping[str, Any]) -> Resolved:
     """The run that `to_json` wrote. Keys of a newer version are an error, missing ones get their default."""
     resolved = resolve(None, flatten(saved["values"]))
-    return Resolved(resolved.run, {**{key: "default" for key in leaves()}, **saved["origin"]})
+    overrides = tuple(Override(int(one["step"]), schedule_values(one["values"], "run.json")) for one in saved.get("overrides", ()))
+    return Resolved(resolved.run, {**{key: "default" for key in leaves()}, **saved["origin"]}, overrides)
 
 
-def open_run(folder: Path, file: Path | None, flags: Mapping[str, Any], environ: Mapping[str, str]) -> Resolved:
+def schedule_values(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Values of SCHEDULE, checked. ConfigError for any other key, and for a value that does not fit."""
+    known, found = leaves(), {}
+    for key, item in raw.items():
+        if key not in SCHEDULE:
+            raise ConfigError(f"{key} cannot be overridden", source, f"only the schedule can: {', '.join(SCHEDULE)}")
+        try:
+            found[key] = check(known[key], item)
+        except ValueError as error:
+            raise ConfigError(f"{key} = {item!r}: {error}", source, known[key].doc) from None
+    return found
+
+
+def read_overrides(words: Sequence[str]) -> dict[str, Any]:
+    """The KEY=VALUE words of --override as values of SCHEDULE. ConfigError for anything else."""
+    return schedule_values(dict((key, text) for key, _, text in (word.partition("=") for word in words)), "--override")
+
+
+def add_override(resolved: Resolved, asked: Override, *, back: bool) -> Resolved:
+    """The run with `asked` in force from its step on; unchanged where it is in force already.
+
+    back  the run goes back to that step on purpose. Otherwise the same command may have been given before, and the run may since have
+          gone back to an earlier checkpoint by itself: what its history ends with counts.
+    """
+    held = {f"optim.{name}": item for name, item in asdict(resolved.optim_after(asked.step if back else math.inf)).items()}
+    new = {key: item for key, item in asked.values.items() if held[key] != item}
+    if not new:
+        return resolved
+    earlier = [one for one in resolved.overrides if one.step < asked.step]
+    later = [Override(one.step, {k: v for k, v in one.values.items() if k not in new}) for one in resolved.overrides[len(earlier) :]]
+    kept = [one for one in later if one.values]
+    return replace(resolved, overrides=(*earlier, Override(asked.step, new), *kept))
+
+
+def refuse_spent_schedule(resolved: Resolved, begun: Resolved | None, flags: Mapping[str, Any]) -> None:
+    """ConfigError when the learning rate is 0 before the last step, unless this command gives optim.decay_steps or the run began so."""
+    run, last = resolved.run, resolved.optim_after(math.inf)
+    spent = max(last.decay_steps + 1, last.warmup_steps)
+    if last.decay not in ("linear", "cosine") or run.steps < spent or DECAY_STEPS in flags or (begun and begun.run.steps >= run.steps):
+        return
+    where = f"steps={run.steps} from {resolved.origin['steps']}, {DECAY_STEPS}={last.decay_steps} from {resolved.origin[DECAY_STEPS]}"
+    hint = f"leave {DECAY_STEPS} out, then it follows steps; or give --{DECAY_STEPS} on the command line to train at 0 on purpose"
+    if begun:
+        hint = f"try --override {DECAY_STEPS}={run.steps}, which changes the schedule from the newest checkpoint on and is recorded"
+    raise ConfigError(f"the learning rate is 0 from step {spent} on, and the run has {run.steps} steps", where, hint)
+
+
+def open_run(
+    folder: Path,
+    file: Path | None,
+    flags: Mapping[str, Any],
+    environ: Mapping[str, str],
+    override: Override | None = None,
+    *,
+    back: bool = False,
+) -> Resolved:
     """The run of `folder`: as it began there, with what is asked for now over it; a new one where the folder holds none. Writes nothing.
 
-    ConfigError when a value that decides the trained bits is asked to differ and something was made under it, or when run.json is damaged.
+    override, back  see add_override
+    ConfigError when a value that decides the trained bits is asked to differ and something was made under it, when run.json is damaged,
+    or when the learning rate would be 0 before the last step.
     """
     path = folder / "run.json"
     try:
@@ -508,16 +593,25 @@ def open_run(folder: Path, file: Path | None, flags: Mapping[str, Any], environ:
         raise ConfigError(
             f"{path} cannot be read: {error.strerror}", str(path), "give a folder that this user can read and write"
         ) from None
-    asked = resolve(file, flags, environ, begun)
+    made = begun is not None and has_begun(folder)
+    follow = not begun or (begun.origin[DECAY_STEPS] == AS_STEPS and not (made and begun.run.steps))
+    asked = resolve(file, flags, environ, begun, follow=follow)
     if begun and asked.run.compute.precision == "auto":
         asked = with_precision(asked, begun.run.compute.precision, begun.origin["compute.precision"])
-    changed = changed_bits(begun.run, asked.run) if begun and has_begun(folder) else []
+    changed = changed_bits(begun.run, asked.run) if begun and made else []
+    changed = [one for one in changed if not (follow and one[0] == DECAY_STEPS)]
     if changed:
         raise ConfigError(
             f"{folder} holds another run: " + "; ".join(f"{key} was {old!r}, now {new!r}" for key, old, new in changed),
             ", ".join(f"{key} from {asked.origin[key]}" for key, _, _ in changed),
-            "give another folder with --out, or leave these values out to continue the run as it began",
+            "give another folder with --out, or leave these values out to continue the run as it began"
+            + "".join(f"\nto change it on purpose: --override {key}={new}" for key, _, new in changed if key in SCHEDULE),
         )
+    if override and override.values:
+        if not made:
+            raise ConfigError(f"{folder} holds no run to override", "--override", f"give --{next(iter(override.values))} for a new run")
+        asked = add_override(asked, override, back=back)
+    refuse_spent_schedule(asked, begun if made else None, flags)
     return asked
 
 
@@ -532,7 +626,9 @@ def show(resolved: Resolved) -> str:
     width = max(map(len, values))
     shown = {key: json.dumps(item) for key, item in values.items()}
     column = min(40, max(map(len, shown.values())))
-    return "\n".join(f"{key:<{width}} = {shown[key]:<{column}}  {resolved.origin[key]}" for key in values)
+    lines = [f"{key:<{width}} = {shown[key]:<{column}}  {resolved.origin[key]}" for key in values]
+    later = [(key, json.dumps(item), one.step + 1) for one in resolved.overrides for key, item in one.values.items()]
+    return "\n".join([*lines, *(f"{key:<{width}} = {item:<{column}}  --override, from step {step} on" for key, item, step in later)])
 
 
 def changed_bits(begun: Run, now: Run) -> list[tuple[str, Any, Any]]:

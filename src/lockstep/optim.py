@@ -134,7 +134,7 @@ def round_fairly(wide: Tensor, noise: Tensor, step: int) -> Tensor:
 def learning_rate(update: int, values: Optim) -> float:
     """The learning rate of update number `update`, from 1: a straight rise to its peak at `warmup_steps`, then the decay.
 
-    linear, cosine  to 0 at `decay_steps`
+    linear, cosine  to 0 at update `decay_steps` + 1: the last of `decay_steps` updates still changes the weights
     inverse_sqrt    peak * sqrt(warmup_steps / update) (Vaswani et al., 2017)
     """
     peak, warmup = values.learning_rate, values.warmup_steps

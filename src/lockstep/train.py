@@ -6,13 +6,14 @@ runs, the loss is a sum divided once by the step's tokens, all processes agree t
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ import torch
 from lockstep import config, events
 from lockstep.agree import Verdict, lead, same
 from lockstep.checkpoint.keeper import Keeper
-from lockstep.config import Resolved, Run, shared_values, to_json, with_precision
+from lockstep.config import Resolved, Run, from_json, shared_values, to_json, with_precision
 from lockstep.errors import DivergedError, UsageError
 from lockstep.files import read_json, try_lock, write_json
 from lockstep.layout import Layout, choose
@@ -72,6 +73,7 @@ def train_task(task: Task, resolved: Resolved, folder: Path, world: World, *, re
     run = resolved.run
     numerics = settle_numerics(world)
     equal = dict(task.fingerprints) | {f"run {key}": text for key, text in shared_values(run).items()}
+    equal |= {"run overrides": json.dumps([asdict(one) for one in resolved.overrides])}
     held = hold_model(run, task, world, equal)
     optimizer = adamw(held, run.optim, run.memory)
     keeper = Keeper(
@@ -124,7 +126,7 @@ def train_task(task: Task, resolved: Resolved, folder: Path, world: World, *, re
             norm = divide_and_clip(held.parameters(), divisor=tokens, clip_norm=run.optim.clip_norm, squares=team.squares)
             verdict = refuse_to_diverge(team.verdict, step, norm_here := float(norm))
 
-            set_learning_rate(optimizer, learning_rate(step + 1, run.optim))
+            set_learning_rate(optimizer, learning_rate(step + 1, resolved.optim_after(step)))
             optimizer.step()
             step += 1  # committed
 
@@ -331,13 +333,19 @@ def claim(folder: Path, resolved: Resolved, *, alone: bool = True) -> Iterator[N
             raise UsageError(
                 f"another training is at work in {folder}", f"it holds {folder}/run.lock", "wait for it, end it, or give another --out"
             )
-        write_json(folder / "run.json", to_json(resolved))
+        path = folder / "run.json"
+        known = from_json(read_json(path)).overrides if path.exists() and resolved.overrides else ()
+        write_json(path, to_json(resolved))
     except OSError as error:
         raise UsageError(
             f"{folder} cannot be written: {error.strerror}",
             "given with --out",
             "give a folder that this user can write, on a disk with space",
         ) from None
+    for one in resolved.overrides:
+        if one not in known:
+            events.note(folder, "override", step=one.step, values=one.values)
+            log.info("from step %d on: %s", one.step + 1, ", ".join(f"{key} = {item}" for key, item in one.values.items()))
     try:
         yield
     finally:

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from lockstep import metrics
+from lockstep.checkpoint.commands import digest_line
 from lockstep.config import leaves
 
 ROOT = Path(__file__).parents[2]
@@ -241,6 +242,22 @@ def test_going_back_to_a_step_sets_later_checkpoints_aside_and_ends_with_the_sam
     done = run("train", "--out", folder, "--workers", "2", "--resume", "6", "--steps", "8")
     assert done.returncode == 0 and "is set aside as step-00000008.abandoned" in done.stderr, done.stderr
     assert steps_in(folder) == list(range(1, 9)) and digest(folder) == digest(undisturbed)
+
+
+def test_an_override_is_in_the_history_and_an_earlier_checkpoint_ends_with_the_same_bits(undisturbed: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(undisturbed, folder)
+    refused = run("train", "--out", folder, "--workers", "1", "--optim.learning_rate", "8e-3")
+    assert refused.returncode == 2 and "--override optim.learning_rate=0.008" in refused.stderr
+    done = run("train", "--out", folder, "--workers", "2", "--resume", "6", "--override", "optim.learning_rate=8e-3")
+    assert done.returncode == 0, done.stderr
+    rates = {line["step"]: line["learning_rate"] for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
+    assert rates[6] == 4e-3 * 6 / 60 and rates[7] == 8e-3 * 7 / 60
+    told = [event for event in map(json.loads, (folder / "events.jsonl").read_text().splitlines()) if event["event"] == "override"]
+    assert [(event["step"], event["values"]) for event in told] == [(6, {"optim.learning_rate": 8e-3})]
+    changed = digest_line(folder)
+    assert run("train", "--out", folder, "--workers", "1", "--resume", "4").returncode == 0
+    assert digest_line(folder) == changed != digest_line(undisturbed)
 
 
 def test_torchrun_starts_the_same_training(undisturbed: Path, tmp_path: Path) -> None:

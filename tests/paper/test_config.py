@@ -9,9 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config import Run, from_json, leaves, open_run, read_flags, resolve, shared_values, show, to_json
+from lockstep.config import (
+    Override,
+    Resolved,
+    Run,
+    from_json,
+    leaves,
+    open_run,
+    read_flags,
+    read_overrides,
+    resolve,
+    shared_values,
+    show,
+    to_json,
+)
 from lockstep.errors import ConfigError
 from lockstep.files import write_json
+from lockstep.optim import learning_rate
 from lockstep.units import parse_bytes, parse_seconds, show_bytes, show_count, show_seconds
 
 
@@ -79,6 +93,75 @@ def test_a_run_that_goes_on_keeps_its_values_and_refuses_other_bits(tmp_path: Pa
     (tmp_path / "run.json").write_text('{"values": ')
     with pytest.raises(ConfigError, match="is damaged"):
         open_run(tmp_path, None, {}, {})
+
+
+def begin(folder: Path, **flags: str) -> None:
+    """A run in `folder` that has begun."""
+    write_json(folder / "run.json", to_json(open_run(folder, None, flags, {})))
+    (folder / "metrics.jsonl").touch()
+
+
+def test_the_learning_rate_decays_until_the_last_step_unless_the_recipe_says_otherwise(tmp_path: Path) -> None:
+    assert resolve().run.optim.decay_steps == 300 == resolve().run.steps and resolve().origin["optim.decay_steps"] == "as steps"
+    longer = open_run(tmp_path, None, {"steps": "3000"}, {}).run
+    assert longer.optim.decay_steps == 3000 and learning_rate(3000, longer.optim) > 0 == learning_rate(3001, longer.optim)
+    assert open_run(tmp_path, None, {"steps": "3000", "optim.decay_steps": "2000"}, {}).run.optim.decay_steps == 2000, "on purpose"
+    file = tmp_path / "run.toml"
+    file.write_text("steps = 100\n[optim]\nwarmup_steps = 10\ndecay_steps = 50\n")
+    with pytest.raises(
+        ConfigError, match=r"the learning rate is 0 from step 51 on, and the run has 100 steps\n.*steps=100 from .*run.toml"
+    ):
+        open_run(tmp_path, file, {}, {})
+    assert open_run(tmp_path, file, {"optim.decay": "constant"}, {}) and open_run(tmp_path, file, {"steps": "50"}, {})
+
+
+def test_more_steps_than_a_run_began_with_need_a_new_schedule(tmp_path: Path) -> None:
+    begin(tmp_path, steps="100")
+    assert open_run(tmp_path, None, {"steps": "90"}, {}).run.optim.decay_steps == 100, "the schedule stays as the run began"
+    with pytest.raises(ConfigError, match=r"the learning rate is 0 from step 101 on, and the run has 200 steps"):
+        open_run(tmp_path, None, {"steps": "200"}, {})
+    longer = open_run(tmp_path, None, {"steps": "200"}, {}, Override(100, read_overrides(["optim.decay_steps=200"])))
+    assert longer.run.optim.decay_steps == 100 and longer.optim_after(99).decay_steps == 100 < longer.optim_after(100).decay_steps == 200
+
+
+def test_a_run_that_has_only_prepared_its_data_takes_the_schedule_of_the_steps_asked_for_then(tmp_path: Path) -> None:
+    begin(tmp_path, steps="0")
+    assert open_run(tmp_path, None, {"steps": "500"}, {}).run.optim.decay_steps == 500
+
+
+def test_an_override_holds_from_its_step_on_and_is_not_added_twice(tmp_path: Path) -> None:
+    begin(tmp_path)
+    with pytest.raises(ConfigError, match=r"--override optim.learning_rate=0.001"):
+        open_run(tmp_path, None, {"optim.learning_rate": "1e-3"}, {})
+
+    def override(step: int, *words: str, back: bool = False) -> Resolved:
+        found = open_run(tmp_path, None, {}, {}, Override(step, read_overrides(words)), back=back)
+        write_json(tmp_path / "run.json", to_json(found))
+        return found
+
+    found = override(120, "optim.learning_rate=1e-3", "optim.decay=constant")
+    assert found.overrides == (Override(120, {"optim.learning_rate": 1e-3, "optim.decay": "constant"}),)
+    assert [learning_rate(n + 1, found.optim_after(n)) == 1e-3 for n in (119, 120, 250)] == [False, True, True]
+    assert found.run == resolve().run, "the values of the run stay as it began"
+    assert from_json(json.loads(json.dumps(to_json(found)))) == found and "from step 121 on" in show(found)
+    assert override(200, "optim.learning_rate=1e-3") == found == override(100, "optim.learning_rate=0.001"), "the same command again"
+    assert open_run(tmp_path, None, {}, {}) == found
+    assert override(50, "optim.learning_rate=1e-3", back=True).overrides == (
+        Override(50, {"optim.learning_rate": 1e-3}),
+        Override(120, {"optim.decay": "constant"}),
+    )
+
+
+@pytest.mark.parametrize("word", ["seed=2", "optim.beta1=0.8", "optim.learning_rate", "optim.learning_rate=-1", "optim.decay=square"])
+def test_only_the_schedule_can_be_overridden(word: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_overrides([word])
+    assert caught.value.where == "--override" and caught.value.hint
+
+
+def test_a_new_run_has_nothing_to_override(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no run to override"):
+        open_run(tmp_path, None, {}, {}, Override(0, read_overrides(["optim.decay=constant"])))
 
 
 def test_every_value_of_a_run_has_a_sentence() -> None:
