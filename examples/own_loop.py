@@ -45,12 +45,13 @@ def make_model() -> nn.Module:
 
 
 def plain(steps: int = 200) -> None:
-    model, houses = make_model(), Houses()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, houses = make_model().to(device), Houses()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader, step = DataLoader(houses, batch_size=64, shuffle=True, drop_last=True), 0
     while step < steps:
         for sizes, prices in loader:
-            loss = nn.functional.mse_loss(model(sizes), prices)
+            loss = nn.functional.mse_loss(model(sizes.to(device)), prices.to(device))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -59,21 +60,24 @@ def plain(steps: int = 200) -> None:
 
 
 def train(steps: int = 200, out: Path = Path("runs/own")) -> None:
-    model, houses = make_model(), Houses()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    order = UniformOrder(len(houses), batch=64, micro_batches=8)
-    with World.join() as world, Keeper(out / "checkpoints", world, model, optimizer, every_steps=50) as keeper:
-        step = keeper.resume()
-        with Team(world, model, keeper, micro_batches=8) as team, Tracker(out, leader=world.leads, from_step=step) as tracker:
-            while step < steps:
-                for k in team.micro_batches(step):
-                    sizes, prices = default_collate([houses[i] for i in order.ids(step, k)])
-                    loss = nn.functional.mse_loss(team(sizes), prices) / 8
-                    team.backward(loss)
-                optimizer.step()
-                step += 1
-                tracker.step(step, {"loss": team.loss})
-                keeper.save_if_due(step)
+    with World.join() as world:
+        device = world.device
+        model, houses = make_model().to(device), Houses()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        order = UniformOrder(len(houses), batch=64, micro_batches=8)
+        with Keeper(out / "checkpoints", world, model, optimizer, every_steps=50) as keeper:
+            step = keeper.resume()
+            with Team(world, model, keeper, micro_batches=8) as team, Tracker(out, leader=world.leads, from_step=step) as tracker:
+                while step < steps:
+                    for k in team.micro_batches(step):
+                        sizes, prices = default_collate([houses[i] for i in order.ids(step, k)])
+                        loss = nn.functional.mse_loss(team(sizes.to(device)), prices.to(device)) / 8
+                        team.backward(loss)
+                    optimizer.step()
+                    step += 1
+                    tracker.step(step, {"loss": team.loss})
+                    keeper.save_if_due(step)
+                keeper.save(step)
 
 
 if __name__ == "__main__":

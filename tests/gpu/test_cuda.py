@@ -43,3 +43,11 @@ def test_two_trainings_on_one_gpu_have_one_sha256(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU or none here")
 def test_one_and_two_gpus_have_one_sha256(tmp_path: Path) -> None:
     assert trained(tmp_path / "a", 1) == trained(tmp_path / "b", 2)
+
+
+def test_the_example_of_an_own_loop_trains_on_the_gpu(tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "own_loop.py"
+    program = "import torch, own_loop; own_loop.train(3); print(torch.cuda.max_memory_allocated())"
+    environ = {**os.environ, "PYTHONPATH": str(example.parent)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env=environ, check=False)
+    assert done.returncode == 0 and int(done.stdout.split()[-1]) > 0, done.stdout + done.stderr
