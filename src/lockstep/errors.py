@@ -6,6 +6,7 @@ A message has three parts: what happened with the values, where they came from, 
       UsageError                         2   the command's words do not fit
         ConfigError                      2   the run's values do not fit
       DataError                          3   text, tokens or prepared files are damaged or missing
+        DamagedFileError                 3   a file of a run is not what was written, or is no file at all
       CheckpointError                    3   a checkpoint is damaged, missing or cannot be written
         SaveFailedError                  3   one could not be written, and save.on_error is "stop"
       DivergedError                      4   the loss or the gradient is no longer finite
@@ -18,6 +19,8 @@ Codes that are no error: 0 done, 75 saved and wants to be started again, 128 + n
 """
 
 from __future__ import annotations
+
+import errno
 
 
 class LockstepError(Exception):
@@ -44,6 +47,14 @@ class ConfigError(UsageError):
 
 class DataError(LockstepError):
     exit_code = 3
+
+
+class DamagedFileError(DataError, OSError):
+    """An OSError too, so that code which expects an unreadable file handles it like one."""
+
+    def __init__(self, what: str, where: str = "", hint: str = "") -> None:
+        super().__init__(what, where, hint)
+        self.errno, self.strerror, self.filename = errno.EINVAL, what, where or None
 
 
 class CheckpointError(LockstepError):
@@ -81,6 +92,7 @@ BY_NAME: dict[str, type[LockstepError]] = {
         UsageError,
         ConfigError,
         DataError,
+        DamagedFileError,
         CheckpointError,
         SaveFailedError,
         DivergedError,

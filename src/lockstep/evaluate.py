@@ -26,8 +26,8 @@ from lockstep.agree import gather, lead
 from lockstep.checkpoint.choose import show_steps
 from lockstep.checkpoint.store import Store
 from lockstep.config import Run
-from lockstep.errors import CheckpointError, LockstepError, UsageError
-from lockstep.files import append_line, read_json, write_json
+from lockstep.errors import CheckpointError, DamagedFileError, LockstepError, UsageError
+from lockstep.files import append_line, read_json, regular, write_json
 from lockstep.metrics import encode, last_newline, stream
 from lockstep.models.weights import read_run
 from lockstep.signals import Signals
@@ -149,8 +149,7 @@ class Work:
         store = Store(self.folder / "checkpoints")
         done = [record["step"] for record in stream(self.folder / LINES) if self.asked.of(record)]
         steps = read_run(self.folder).steps  # may have grown: a run can be trained further
-        ended = self.folder / FINISHED
-        move = next_move(store.steps(), done, gone, steps, read_json(ended)["step"] if ended.exists() else 0)
+        move = next_move(store.steps(), done, gone, steps, finished_step(self.folder))
         if move.do == "wait" and not self.signals.received:
             time.sleep(POLL_S)
         return move
@@ -202,6 +201,17 @@ def next_move(committed: Sequence[int], done: Collection[int], gone: Collection[
     if finished >= last:
         return Move("end", last, f"the run ended at step {finished}, and all its checkpoints are scored")
     return Move("wait", 0, f"waiting for a checkpoint; scored so far: {show_steps(sorted(done))}")
+
+
+def finished_step(folder: Path) -> int:
+    """The step at which a training of the run ended; 0 while none has. DamagedFileError."""
+    path = folder / FINISHED
+    try:
+        return int(read_json(path)["step"])
+    except FileNotFoundError:
+        return 0
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedFileError(f"{FINISHED} is damaged: {error}", str(path), "remove it; the end of a training writes it again") from error
 
 
 def await_run(folder: Path, world: World, signals: Signals) -> str:
@@ -279,17 +289,19 @@ def best_of(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """Which evaluation of the validation split is best: the highest BLEU, or share of right answers, where there is one; of equal ones the
     lowest loss, then the earliest."""
     validation = [record for record in records if record.get("split") == "validation"]
+    by = next((key for key in ("bleu", "exact_match") if any(key in record for record in validation)), "loss")
+    needed = ("step", by, "loss", *vars(Question()))
+    validation = [record for record in validation if all(key in record for key in needed)]  # a damaged line is no candidate
     if not validation:
         return None
-    by = next((key for key in ("bleu", "exact_match") if key in validation[0]), "loss")
     best = min(validation, key=lambda r: (r["loss"] if by == "loss" else -r[by], r["loss"], r["step"]))
-    return {"by": by, **{key: best[key] for key in dict.fromkeys(("step", by, "loss", *vars(Question())))}}
+    return {"by": by, **{key: best[key] for key in dict.fromkeys(needed)}}
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold the lock on `path`; the kernel lets go of it with the process, however that ends."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = regular(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield

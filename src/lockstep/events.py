@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from lockstep.files import append_line
+from lockstep.files import append_line, read_bytes
 from lockstep.metrics import decode, encode, last_newline
 
 log = logging.getLogger("lockstep")
@@ -29,7 +29,16 @@ def note(run: Path, event: str, **facts: Any) -> bool:
 
 
 def read(run: Path) -> list[dict[str, Any]]:
-    """All events, in the order in which they were written; the torn line of somebody who was killed in it is left out."""
+    """All events, in the order in which they were written; lines that are torn or damaged are left out."""
     path = run / "events.jsonl"
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    return [event for event in map(decode, lines) if event is not None]
+    lines = read_bytes(path).splitlines() if path.exists() else []
+    return [event for event in map(decode, lines) if event is not None and is_event(event)]
+
+
+def is_event(event: dict[str, Any]) -> bool:
+    """Whether a line has what `note` writes into each."""
+    try:
+        datetime.fromisoformat(event["time"])
+        return isinstance(event["event"], str)
+    except (KeyError, ValueError, TypeError):
+        return False

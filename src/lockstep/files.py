@@ -5,13 +5,65 @@ A rename within one folder is atomic; it outlives a power cut only when the fold
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
 import os
 import secrets
+import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from lockstep.errors import DamagedFileError
+
+CHECKSUM = "sha256"
+KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFLNK: "a symbolic link",
+}
+
+
+def regular(path: str | Path, flags: int) -> int:
+    """Opener for `open`: return a descriptor of the regular file at `path`, at once.
+
+    DamagedFileError when something else lies there: a pipe or a device may never answer a read.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        if error.errno in (errno.ENXIO, errno.EISDIR, errno.ENODEV, errno.ELOOP):  # what open(2) itself refuses to open
+            refuse_other_kinds(os.lstat(path).st_mode, path)
+        raise
+    try:
+        refuse_other_kinds(os.fstat(descriptor).st_mode, path)
+    except DamagedFileError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def refuse_other_kinds(mode: int, path: str | Path) -> None:
+    """DamagedFileError unless `mode` is that of a regular file."""
+    if not stat.S_ISREG(mode):
+        kind = KINDS.get(stat.S_IFMT(mode), "something else")
+        raise DamagedFileError(f"{Path(path).name} is {kind}, not a regular file", str(path), "move it aside; Lockstep did not make it")
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return the content of a regular file."""
+    with open(path, "rb", opener=regular) as file:
+        return file.read()
+
+
+def read_text(path: Path) -> str:
+    """Return the content of a regular file of UTF-8 text. UnicodeDecodeError, a ValueError, when it is none."""
+    return read_bytes(path).decode()
 
 
 def fsync_folder(folder: Path) -> None:
@@ -50,13 +102,16 @@ def write_atomic(path: Path, content: bytes | str) -> None:
 
 def sha256_file(path: Path) -> str:
     """Hex sha256 of the file's bytes, read once."""
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_json(path: Path) -> Any:
-    """The value in the JSON file at `path`. OSError or json.JSONDecodeError when it is absent or torn."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    """The value in the JSON file at `path`. OSError or ValueError when it is absent or torn."""
+    try:
+        return json.loads(read_text(path))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -64,9 +119,31 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
+def with_checksum(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `value`, of what JSON can hold, with a checksum in it."""
+    return {**value, CHECKSUM: checksum_of(value)}
+
+
+def checked(value: Any) -> dict[str, Any]:
+    """Return the JSON object `value` without its checksum. ValueError when it is no object or not what was written.
+
+    Without a checksum it is taken as it is: a flipped bit in the key leaves a key that no reader knows.
+    """
+    if not isinstance(value, dict):
+        raise ValueError("it is no JSON object")
+    fields = {key: item for key, item in value.items() if key != CHECKSUM}
+    if CHECKSUM in value and value[CHECKSUM] != checksum_of(fields):
+        raise ValueError("its checksum does not fit: it was changed after it was written")
+    return fields
+
+
+def checksum_of(value: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
 def append_line(path: Path, text: str) -> None:
     """Append one line in one write, so that lines of several processes do not mix (O_APPEND)."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    descriptor = regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
         os.write(descriptor, text.encode() + b"\n")
     finally:
@@ -78,7 +155,7 @@ def try_lock(path: Path) -> int | None:
 
     The kernel lets go of it with the process, however that ends. Works on local disks and on NFS (Linux 2.6.12 and later).
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = regular(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

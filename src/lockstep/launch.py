@@ -28,7 +28,7 @@ from typing import IO, Any
 
 from lockstep.errors import LockstepError, PeersLostError, UsageError
 from lockstep.failures import Account, End, kind, peers_lost, verdict
-from lockstep.files import write_atomic
+from lockstep.files import regular, write_atomic
 from lockstep.membership.seat import find_seat, last_words
 from lockstep.signals import INTERRUPTED, STOPPING
 
@@ -267,7 +267,7 @@ def open_output(run_folder: Path | None, rank: int, host: str = "", *, make: boo
     try:
         if make:
             path.parent.mkdir(parents=True, exist_ok=True)
-        return open(path, "a+b"), str(path)
+        return open(path, "a+b", opener=regular), str(path)
     except OSError as error:
         raise UsageError(
             f"cannot write {path}: {error.strerror}", "the run folder", "give a folder that this user may write, on a disk with space"

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import DataError, LockstepError
+from lockstep.files import regular
 
 log = logging.getLogger("lockstep")
 
@@ -51,7 +52,7 @@ def decode(line: bytes) -> dict[str, Any] | None:
     """The object in `line`, its words as numbers again; None when it is torn or no object."""
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(found, dict):
         return None
@@ -78,7 +79,7 @@ def offset_after(path: Path, step: int) -> int:
         return 0
     offset = 0
     last: int | None = None
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular) as file:
         for number, line in enumerate(file, 1):
             if last == step:
                 break
@@ -104,7 +105,7 @@ def gap(path: Path, problem: str, step: int) -> DataError:
 
 def last_newline(path: Path) -> int:
     """Bytes of `path` up to and with its last newline: what remains when a torn last line is cut away."""
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular) as file:
         end = file.seek(0, os.SEEK_END)
         while end > 0:
             start = max(0, end - 65536)
@@ -129,7 +130,7 @@ def stream(path: Path, after: int = 0) -> Iterator[dict[str, Any]]:
     """The lines of `path` with a step above `after`, in order; none when there is no file. A torn line is left out."""
     if not path.exists():
         return
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular) as file:
         for line in file:
             step = step_of(line)
             if step is not None and step > after and (found := decode(line)) is not None:
@@ -158,7 +159,7 @@ class Lines:
 
     def _open(self) -> int:
         """Open the file, cut to what is known to be whole."""
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        descriptor = regular(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
             if os.fstat(descriptor).st_size > self.size:
                 os.ftruncate(descriptor, self.size)
@@ -239,6 +240,8 @@ class Metrics:
         self.path, self.last = path, from_step
         try:
             self.lines = Lines(path, offset_after(path, from_step) if path.exists() else 0)
+        except DataError:
+            raise
         except OSError as error:
             hint = "give a folder that this user can write"
             raise DataError(f"metrics cannot be written: {error.strerror}", str(path), hint) from error

@@ -29,6 +29,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from lockstep.errors import ConfigError
+from lockstep.files import regular
 
 log = logging.getLogger("lockstep")
 
@@ -206,7 +207,7 @@ def records(path: Path, tail_bytes: int) -> Iterator[bytes]:
 
     The format is LevelDB's log after a head of 7 bytes: github.com/google/leveldb/blob/main/doc/log_format.md
     """
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular) as file:
         begin = max(0, path.stat().st_size - tail_bytes) // BLOCK_BYTES * BLOCK_BYTES
         file.seek(begin)
         data = file.read()

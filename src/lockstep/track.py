@@ -25,7 +25,7 @@ from typing import Any, Literal, Self, cast
 
 from lockstep.errors import ConfigError, DataError, LockstepError, UsageError
 from lockstep.events import note
-from lockstep.files import append_line, read_json, try_lock, write_json
+from lockstep.files import append_line, read_json, regular, try_lock, write_json
 from lockstep.metrics import Metrics, decode, encode, last_newline, last_step, plain, stream
 from lockstep.sinks import Held, Opener, Sink, TensorBoard, WeightsAndBiases
 
@@ -262,7 +262,7 @@ class Tracker:
 
     def _send_evaluations(self, name: str) -> None:
         """Send the whole lines that `name` has not had; a torn last line is left for later."""
-        with open(self.evaluations, "rb") as file:
+        with open(self.evaluations, "rb", opener=regular) as file:
             file.seek(self.at[name].evaluations_bytes)
             for raw in file:
                 if not raw.endswith(b"\n"):
@@ -320,7 +320,7 @@ class Tracker:
         path = self.folder / "tracker.json"
         try:
             return dict(read_json(path)) if path.exists() else {}
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             hint = "move it aside; the sinks are then filled anew"
             raise DataError(f"{path.name} is damaged: {error}", str(path), hint) from error
 

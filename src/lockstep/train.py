@@ -24,8 +24,10 @@ import torch
 from lockstep import config, events
 from lockstep.agree import Verdict, lead, same
 from lockstep.checkpoint.keeper import Keeper
+from lockstep.checkpoint.seal import committed_steps
 from lockstep.config import Resolved, Run, from_json, shared_values, to_json, with_precision
 from lockstep.errors import DivergedError, UsageError
+from lockstep.evaluate import BEST, LINES, best_of
 from lockstep.files import read_json, try_lock, write_json
 from lockstep.layout import Layout, choose
 from lockstep.membership.goodput import Ledger
@@ -152,9 +154,21 @@ def train_task(task: Task, resolved: Resolved, folder: Path, world: World, *, re
 
 
 def best_steps(folder: Path) -> list[int]:
-    """The step that an evaluator has marked best, which retention leaves."""
-    path = folder / "best.json"
-    return [int(read_json(path)["step"])] if path.exists() else []
+    """The steps that retention leaves: the one that best.json names, and the best one of the evaluations.
+
+    When best.json is damaged the evaluations alone decide; when they name no step either, every checkpoint stays.
+    """
+    path, best = folder / BEST, None
+    try:
+        best = best_of(list(stream(folder / LINES)))
+        return sorted({*([best["step"]] if best else []), int(read_json(path)["step"])})
+    except FileNotFoundError:
+        return [best["step"]] if best else []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        steps = [best["step"]] if best else committed_steps(folder / "checkpoints")
+        stays = f"step {best['step']}, the best one of {LINES}, is kept" if best else "no checkpoint is deleted until it is removed"
+        log.warning("%s cannot be read (%s): %s", path, error, stays)
+        return steps
 
 
 def warm_up(model: torch.nn.Module, task: Task, run: Run, world: World) -> None:

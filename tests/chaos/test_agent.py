@@ -521,8 +521,8 @@ def publish(one: Started, members: tuple[Member, ...] = (), out: tuple[Out, ...]
 def test_a_stopped_worker_that_the_generation_goes_on_without_is_killed_and_started_anew(start: Callable[..., Started]) -> None:
     one = start()
     pids = one.ready()
-    members = tuple(Member(f"here/{slot}/a", "here", slot, pid, "") for slot, pid in enumerate(pids))
-    other = Member("there/0/a", "there", 0, pids[0], "")
+    members = tuple(Member(f"here/{slot}/a", "here", slot, pid, "127.0.0.1:1") for slot, pid in enumerate(pids))
+    other = Member("there/0/a", "there", 0, pids[0], "127.0.0.1:1")
     publish(one, (*members, other))
     os.kill(pids[1], signal.SIGSTOP)
     wait_for(lambda: state_of(pids[1]) == "T")
@@ -548,7 +548,7 @@ def test_a_host_that_does_not_fit_leaves_the_run_of_others_alone(start: Callable
         "def work():\n    ready()\n    until(Path('go').exists)\n    raise UsageError('threads=2', 'run.toml', 'make it 1')", slots=1
     )
     one.ready(1)
-    publish(one, (Member("there/0/a", "there", 0, os.getpid(), ""),))
+    publish(one, (Member("there/0/a", "there", 0, os.getpid(), "127.0.0.1:1"),))
     (one.folder / "go").touch()
     assert one.ended()[0] == 2
     newest = Arbiter(one.run / "generations").newest()
@@ -570,7 +570,7 @@ def test_an_end_before_this_start_is_over(start: Callable[..., Started]) -> None
 def test_an_agent_that_was_stopped_obeys_what_happened_meanwhile(start: Callable[..., Started]) -> None:
     one = start(lives_on=True)
     pids = one.ready()
-    publish(one, tuple(Member(f"here/{slot}/a", "here", slot, pid, "") for slot, pid in enumerate(pids)))
+    publish(one, tuple(Member(f"here/{slot}/a", "here", slot, pid, "127.0.0.1:1") for slot, pid in enumerate(pids)))
     one.process.send_signal(signal.SIGSTOP)
     wait_for(lambda: state_of(one.process.pid) == "T")
     publish(one, out=(Out("here/1/a", "silent"),))

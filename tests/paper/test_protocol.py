@@ -382,7 +382,7 @@ def protocol(slot: int = 0, **more: Any) -> Protocol:
 
 
 def member(slot: int) -> Member:
-    return Member(f"a/{slot}/x", "a", slot, slot, f"a:{slot}")
+    return Member(f"a/{slot}/x", "a", slot, slot, f"127.0.0.1:{slot + 1}")
 
 
 def record(number: int, *slots: int, end: End | None = None) -> Record:

@@ -72,7 +72,7 @@ def test_state_comes_from_those_who_stand_at_the_same_step() -> None:
 def test_it_is_known_which_generations_are_condemned_until_the_culprit_is_found(tmp_path: Path) -> None:
     log = Arbiter(tmp_path)
     for number in (12, 7, 7):  # each that finds it out says it
-        log.condemn(number, f"replicas differ in {number}", {"step": number})
+        log.condemn(number, f"replicas differ in {number}", {"step": number, "what": "weights", "digests": {}})
     assert [log.condemned(number) for number in (6, 7, 12)] == ["", "replicas differ in 7", "replicas differ in 12"]
     assert log.newest() is None  # no generations
     path, found = log.suspects()[0]

@@ -37,8 +37,8 @@ from lockstep.checkpoint.seal import (
     remove_folder,
     set_aside,
 )
-from lockstep.errors import CheckpointError
-from lockstep.files import fsync_folder
+from lockstep.errors import CheckpointError, DamagedFileError
+from lockstep.files import fsync_folder, regular
 from lockstep.units import show_bytes
 
 log = logging.getLogger("lockstep")
@@ -90,7 +90,7 @@ def read_manifest(path: Path, step: int) -> tuple[dict[str, Record], list[str]]:
 def read_checked(path: Path, record: Record) -> tuple[bytearray, str]:
     """(the file's bytes, "") or (nothing, what is wrong with it). Read once: what was hashed is what is returned."""
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open(path, "rb", buffering=0, opener=inside) as file:
             size = os.fstat(file.fileno()).st_size
             if size != record.bytes:
                 return bytearray(), f"{path.name} has {size} bytes, the manifest says {record.bytes}"
@@ -104,10 +104,16 @@ def read_checked(path: Path, record: Record) -> tuple[bytearray, str]:
     return (content, "") if sha256.hexdigest() == record.sha256 else (bytearray(), wrong_hash(path.name))
 
 
+def inside(path: str, flags: int) -> int:
+    """Opener for the files of a checkpoint: regular files, no links, which may lead out of its folder."""
+    return regular(path, flags | os.O_NOFOLLOW)
+
+
 def read_whole(path: Path) -> tuple[bytes, str]:
     """(the bytes of a small file, "") or (nothing, what is wrong with it)."""
     try:
-        return path.read_bytes(), ""
+        with open(path, "rb", opener=inside) as file:
+            return file.read(), ""
     except OSError as error:
         return b"", damage(path.name, error)
 
@@ -116,6 +122,8 @@ def damage(name: str, error: OSError) -> str:
     """What the error says about the file; raises it again when it says nothing about the file, but about us."""
     if isinstance(error, FileNotFoundError):
         return f"{name} is missing"
+    if isinstance(error, DamagedFileError):
+        return error.what
     if error.errno == errno.EIO:
         return f"{name} cannot be read: {error.strerror}"
     raise error
@@ -140,7 +148,7 @@ def check(path: Path, step: int, only: Collection[str] | None = None) -> list[st
         if only is not None and name not in only:
             continue
         try:
-            with open(path / name, "rb") as file:
+            with open(path / name, "rb", opener=inside) as file:
                 size = os.fstat(file.fileno()).st_size
                 if size != record.bytes:
                     problems.append(f"{name} has {size} bytes, the manifest says {record.bytes}")

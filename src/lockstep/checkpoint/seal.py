@@ -30,6 +30,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lockstep.files import regular
+
 log = logging.getLogger("lockstep")
 
 WRITING, COMMITTED, REMOVING = "WRITING", "COMMITTED", "REMOVING"
@@ -71,7 +73,7 @@ def lock_seal(seal: Path, how: int) -> int | None:
     process that closes another descriptor of the file does not drop them.
     """
     try:
-        descriptor = os.open(seal, os.O_RDONLY if how & fcntl.LOCK_SH else os.O_RDWR)
+        descriptor = regular(seal, os.O_RDONLY if how & fcntl.LOCK_SH else os.O_RDWR)
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:

@@ -21,7 +21,7 @@ import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lockstep.errors import DataError
-from lockstep.files import read_json
+from lockstep.files import read_json, read_text
 
 Message = Mapping[str, str]  # {"role": "user", "content": "Hello"}
 
@@ -44,7 +44,7 @@ class ChatTokenizer:
         """The tokenizer in `folder`; the model's config.json may name the ends too. DataError when it is absent or torn."""
         path = folder / "tokenizer.json"
         try:
-            inner = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+            inner = tokenizers.Tokenizer.from_str(read_text(path))
         except FileNotFoundError:
             hint = "copy it beside the model; transformers' save_pretrained of a fast tokenizer writes it"
             raise DataError("the model has no tokenizer.json", str(folder), hint) from None
@@ -98,7 +98,7 @@ def compiled(template: str) -> jinja2.Template:
 def template_in(folder: Path, said: Mapping[str, Any]) -> str:
     """The chat template: a file of its own, or the one in tokenizer_config.json (of several the one called default); "": none."""
     if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        return read_text(folder / "chat_template.jinja")
     found = said.get("chat_template") or optional_json(folder / "chat_template.json").get("chat_template") or ""
     if isinstance(found, list):
         found = {one.get("name"): one.get("template") for one in found}.get("default") or ""

@@ -20,7 +20,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from lockstep.errors import DataError
-from lockstep.files import write_atomic, write_json
+from lockstep.files import read_text, write_atomic, write_json
 
 PAD, BEGIN, END, UNKNOWN = 0, 1, 2, 3
 SPECIALS = ["[PAD]", "[BEGIN]", "[END]", "[UNKNOWN]"]
@@ -129,7 +129,7 @@ class Tokenizer:
     def load(cls, path: Path) -> Tokenizer:
         """The tokenizer saved at `path`. DataError when it is absent, torn, or has other special tokens than ours."""
         try:
-            inner = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+            inner = tokenizers.Tokenizer.from_str(read_text(path))
         except FileNotFoundError:
             raise DataError(f"there is no tokenizer at {path}", hint="was this run prepared?") from None
         except Exception as error:  # the library raises bare Exception for every fault of the file

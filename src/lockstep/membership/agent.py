@@ -24,8 +24,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lockstep.errors import LockstepError, UsageError
+from lockstep.errors import DamagedFileError, LockstepError, UsageError
 from lockstep.failures import Account, End, kind, verdict
+from lockstep.files import read_bytes, regular
 from lockstep.launch import Inbox, kill_group, last_lines, now_s, open_output
 from lockstep.membership import arbiter, board, control, waiting
 from lockstep.membership.arbiter import Arbiter, Member, Record, new_token
@@ -405,9 +406,16 @@ class Agent:
         """Heed what was written into the log since."""
         try:
             newest = self.arbiter.newest(self.known)
-            for number in range(self.known + 1, newest.number + 1 if newest else 0):
+            last = newest.number if newest else 0
+            for number in range(self.known + 1, last + 1):
                 before = self.newest if self.newest and self.newest.number == number - 1 else self.read(number - 1)
-                self.newest = self.arbiter.read(number)
+                try:
+                    self.newest = self.arbiter.read(number)
+                except DamagedFileError as error:
+                    if number == last:
+                        raise
+                    self.journal.warn(f"generation {number} is passed over", error)
+                    continue
                 self.known = number
                 self.heed(self.newest, before)
         except OSError as error:
@@ -545,10 +553,10 @@ class Agent:
         shown = tail = ""
         with suppress(OSError):
             if account and account.trace:
-                with open(path, "ab") as output:
+                with open(path, "ab", opener=regular) as output:
                     output.write(account.trace.encode())
             elif worker.slot and not account:
-                with open(path, "rb") as output:
+                with open(path, "rb", opener=regular) as output:
                     tail = last_lines(output, worker.sitter.begun_at_byte)
             shown = str(path) if path.exists() else ""
         return End(worker.slot, worker.pid, code, now_s(), tuple(worker.sent), account, shown, tail, title="slot")
@@ -590,7 +598,7 @@ def place_of(doing: Doing | None) -> str:
 def read_account(state: Path, slot: int) -> Account | None:
     """The last words of the worker in `slot`, if it has said any."""
     with suppress(OSError, ValueError, TypeError):
-        return Account.from_line(last_words(state, slot).read_bytes())
+        return Account.from_line(read_bytes(last_words(state, slot)))
     return None
 
 

@@ -18,7 +18,9 @@ finds it out writes that before it leaves, so that who did not find it out, sinc
 from __future__ import annotations
 
 import errno
+import ipaddress
 import json
+import logging
 import os
 import re
 import secrets
@@ -27,8 +29,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.files import fsync_folder, read_json, write_json
+from lockstep.errors import DamagedFileError
+from lockstep.files import checked, fsync_folder, read_json, with_checksum, write_json
 
+log = logging.getLogger("lockstep")
 NAME = re.compile(r"(\d{6,})\.json")
 
 
@@ -51,6 +55,19 @@ class Member:
     def place(self) -> tuple[str, int, str]:
         """Its place in the order of those that have no generation yet."""
         return self.host, self.slot, self.id
+
+    @staticmethod
+    def from_json(value: Any) -> Member:
+        """The member in a JSON value from a file or another process. TypeError or ValueError when it cannot be one."""
+        member = Member(**value)
+        kinds = {"id": str, "host": str, "slot": int, "pid": int, "address": str}
+        if wrong := [name for name, kind in kinds.items() if type(getattr(member, name)) is not kind]:
+            raise TypeError(f"a member's {wrong[0]} is {getattr(member, wrong[0])!r}")
+        host, _, port = member.address.rpartition(":")
+        ipaddress.ip_address(host)
+        if not (port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
+            raise ValueError(f"a member's port is {port!r}")
+        return member
 
 
 @dataclass(frozen=True)
@@ -107,7 +124,7 @@ class Record:
         return Record(
             **fields
             | {
-                "members": tuple(Member(**one) for one in fields["members"]),
+                "members": tuple(map(Member.from_json, fields["members"])),
                 "out": tuple(Out(**one) for one in fields["out"]),
                 "end": End(**fields["end"]) if fields["end"] else None,
             }
@@ -143,12 +160,18 @@ class Arbiter:
         return self.read(newest) if newest > known else None
 
     def read(self, number: int) -> Record:
-        """The record of a number. OSError when it is missing or no record."""
+        """The record of a number. OSError when it is missing; DamagedFileError, which is one, when it is not what was written."""
         path = self._path(number)
         try:
-            found = Record.from_json(json.loads(path.read_text(encoding="utf-8")))
+            found = Record.from_json(checked(read_json(path)))
+            if found.number != number:
+                raise ValueError(f"it is generation {found.number}")
         except (ValueError, KeyError, TypeError) as error:
-            raise OSError(None, f"{path} is no generation: {error}") from error
+            raise DamagedFileError(
+                f"{path.name}, the record of generation {number}, is damaged: {error}",
+                str(path),
+                f"stop the workers of this run on all hosts, then move {self.folder} aside; the next start resumes from a checkpoint",
+            ) from error
         self.seen = max(self.seen, number)
         return found
 
@@ -158,7 +181,7 @@ class Arbiter:
         path = self._path(record.number)
         beside = self.folder / f".{record.number:06d}.{record.token}"
         with open(beside, "x", encoding="utf-8") as file:
-            json.dump(record.to_json(), file, indent=1)
+            json.dump(with_checksum(record.to_json()), file, indent=1)
             file.flush()
             os.fsync(file.fileno())
         try:
@@ -171,20 +194,34 @@ class Arbiter:
 
     def condemn(self, number: int, why: str, facts: dict[str, Any]) -> None:
         """Nobody may go on from what the members of a generation hold. `facts` help to tell who was wrong (Team)."""
-        write_json(self.folder / f"{number:06d}.suspects.json", {"why": why, **facts})
+        write_json(self.folder / f"{number:06d}.suspects.json", with_checksum({"why": why, **facts}))
 
     def condemned(self, number: int) -> str:
-        """Why nobody may go on from what the members of a generation hold; "" where they may."""
-        with suppress(FileNotFoundError):
-            return str(read_json(self.folder / f"{number:06d}.suspects.json")["why"])
-        return ""
+        """Why nobody may go on from what the members of a generation hold; "" where they may. That the file is there is enough."""
+        path = self.folder / f"{number:06d}.suspects.json"
+        try:
+            return str(checked(read_json(path))["why"])
+        except FileNotFoundError:
+            return ""
+        except (DamagedFileError, ValueError, KeyError) as error:
+            return f"replicas of generation {number} differ; {path.name}, which says how, is damaged ({error})"
 
     def suspects(self) -> list[tuple[Path, dict[str, Any]]]:
-        """Who differed from whom, and where that stands until it is known who was wrong; in the order of the generations."""
+        """Who differed from whom, and where that stands until it is known who was wrong; in the order of the generations.
+
+        A damaged file names nobody, and stays.
+        """
         found = []
         for path in sorted(self.folder.glob("*.suspects.json")):
-            with suppress(FileNotFoundError):
-                found.append((path, read_json(path)))
+            try:
+                facts = checked(read_json(path))
+                if not (isinstance(facts["step"], int) and isinstance(facts["what"], str) and isinstance(facts["digests"], dict)):
+                    raise ValueError("it lacks what a worker writes")
+                found.append((path, facts))
+            except FileNotFoundError:
+                continue
+            except (DamagedFileError, ValueError, KeyError) as error:
+                log.warning("%s is damaged (%s): which worker was wrong will not be found out", path, error)
         return found
 
     def _path(self, number: int) -> Path:

@@ -24,6 +24,8 @@ from threading import Lock
 from typing import Literal, get_args
 from zlib import crc32
 
+from lockstep.files import read_bytes
+
 # In the order of a run and of its loop.
 Phase = Literal[
     "idle",  # stands by, in no generation
@@ -179,7 +181,7 @@ class Board:
 def look(path: Path) -> Doing:
     """What the worker that writes to `path` is doing. OSError when there is no board."""
     for _ in range(100):  # both places are torn only when the writer got around twice while they were read
-        raw, now_ns = path.read_bytes(), time.monotonic_ns()
+        raw, now_ns = read_bytes(path), time.monotonic_ns()
         if len(raw) != 2 * PLACE_BYTES:
             break
         bodies = [body for body in (whole(raw[:PLACE_BYTES]), whole(raw[PLACE_BYTES:])) if body]

@@ -13,6 +13,7 @@ Beside it, as long as there are workers, state/agent.command has what they were 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import select
 from collections.abc import Iterator, Mapping
@@ -21,13 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lockstep.errors import UsageError
-from lockstep.files import read_json, try_lock, write_json
+from lockstep.errors import DamagedFileError, UsageError
+from lockstep.files import checked, read_json, regular, try_lock, with_checksum, write_json
 from lockstep.launch import kill_group, open_output
 from lockstep.membership.arbiter import Arbiter, Record
 from lockstep.membership.folder import known_by, make
 from lockstep.membership.seat import Sitter, sitters
 
+log = logging.getLogger("lockstep")
 PATIENCE_S = 5.0  # for the kernel to end a process
 COMMAND = "agent.command"
 
@@ -65,7 +67,7 @@ def claim(folder: Path, state: Path, host: str, command: Mapping[str, str], *, s
             refuse_to_mix(sitting, folder, slots, lives_on)
             refuse_another_command(sitting, folder, read_command(state), command)
         else:
-            write_json(state / COMMAND, dict(command))
+            write_json(state / COMMAND, with_checksum(command))
         after = int(before["after"]) if sitting else newest.number if newest else 0
         write_lock(lock, {"pid": os.getpid(), "after": after, "lives_on": lives_on, "mark": mark})
         yield Found(newest, after, sitting, mark)
@@ -77,7 +79,7 @@ def hold(path: Path, folder: Path, host: str) -> Iterator[BinaryIO]:
     """Hold the lock. UsageError when another agent does."""
     descriptor = try_lock(path)
     if descriptor is None:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=regular) as file:
             holder = read_lock(file).get("pid", "unknown")
         raise UsageError(
             f"another training is at work in {folder}: the agent of {host}, pid {holder}",
@@ -89,18 +91,20 @@ def hold(path: Path, folder: Path, host: str) -> Iterator[BinaryIO]:
 
 
 def read_lock(lock: BinaryIO) -> dict[str, Any]:
-    """What the newest agent has written into its lock; {} when there was none."""
+    """What the newest agent has written into its lock; {} when there was none, or when it is damaged: nothing of it is trusted."""
     lock.seek(0)
-    with suppress(ValueError, TypeError):
-        return dict(json.loads(lock.read() or b"{}"))
-    return {}
+    try:
+        return checked(json.loads(lock.read() or b"{}"))
+    except (ValueError, RecursionError) as error:
+        log.warning("agent.lock in the state folder of this host is damaged (%s); it is written again", error)
+        return {}
 
 
 def write_lock(lock: BinaryIO, value: Mapping[str, Any]) -> None:
     """Write into the lock."""
     lock.seek(0)
     lock.truncate()
-    lock.write(json.dumps(value).encode())
+    lock.write(json.dumps(with_checksum(value)).encode())
 
 
 def make_ready(folder: Path, slots: int, host: str, mark: str = "") -> str:
@@ -130,12 +134,14 @@ def make_ready(folder: Path, slots: int, host: str, mark: str = "") -> str:
 
 
 def newest_generation(folder: Path) -> Record | None:
-    """The newest generation. UsageError when the log cannot be read."""
-    log = Arbiter(folder / "generations")
+    """The newest generation. DamagedFileError when its record is damaged, UsageError when the log cannot be read."""
+    arbiter = Arbiter(folder / "generations")
     try:
-        return log.newest()
+        return arbiter.newest()
+    except DamagedFileError:
+        raise
     except OSError as error:
-        raise UsageError(f"the log of generations cannot be read: {error}", str(log.folder), "mend it, or give another --out") from None
+        raise UsageError(f"the log of generations cannot be read: {error}", str(arbiter.folder), "mend it, or give another --out") from None
 
 
 def refuse_to_mix(sitting: Mapping[int, Sitter], folder: Path, slots: int, lives_on: bool) -> None:
@@ -157,10 +163,18 @@ def refuse_to_mix(sitting: Mapping[int, Sitter], folder: Path, slots: int, lives
 
 
 def read_command(state: Path) -> dict[str, str]:
-    """What the workers of this host were started with; {} when nobody knows."""
-    with suppress(OSError, ValueError, TypeError):
-        return dict(read_json(state / COMMAND))
-    return {}
+    """What the workers of this host were started with; {} when no agent has written it. DamagedFileError when it cannot be known."""
+    path = state / COMMAND
+    try:
+        return checked(read_json(path))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise DamagedFileError(
+            f"{COMMAND}, the command that the workers of this host were started with, is damaged: {error}",
+            str(path),
+            "stop them first (lockstep launch --stop RUN), then remove it",
+        ) from None
 
 
 def refuse_another_command(sitting: Mapping[int, Sitter], folder: Path, before: Mapping[str, str], now: Mapping[str, str]) -> None:

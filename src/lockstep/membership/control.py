@@ -11,10 +11,11 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import PeersLostError, UsageError
+from lockstep.errors import DamagedFileError, PeersLostError, UsageError
 from lockstep.files import read_json
 from lockstep.membership import waiting
 from lockstep.membership.arbiter import Arbiter, Member, Record
@@ -31,6 +32,8 @@ def newest(run: Path) -> tuple[Record | None, list[Member]]:
         record, room = Arbiter(run / "generations").newest(), list(waiting.members(run))
     except FileNotFoundError:
         record, room = None, []
+    except DamagedFileError:
+        raise
     except OSError as error:
         raise UsageError(f"the generations of {run} cannot be read: {error}", str(run / "generations"), "is the disk there?") from None
     if record is None and not room:
@@ -112,8 +115,13 @@ def row(rank: int | None, member: Member, answer: Mapping[str, Any]) -> dict[str
 
 def evaluators(run: Path) -> list[dict[str, Any]]:
     """The evaluating processes that an agent has noted in the run folder, less those of this machine that have ended since."""
-    noted = [read_json(path) for path in sorted((run / "evaluators").glob("[!.]*.json"))]
-    return [one for one in noted if one.get("machine") != socket.gethostname() or Sitter(one["pid"], one["started"]).alive]
+    found = []
+    for path in sorted((run / "evaluators").glob("[!.]*.json")):
+        with suppress(OSError, ValueError, KeyError, TypeError):  # gone meanwhile, or damaged
+            one = read_json(path)
+            if one["machine"] != socket.gethostname() or Sitter(one["pid"], one["started"]).alive:
+                found.append(one)
+    return found
 
 
 def show(found: dict[str, Any]) -> str:

@@ -11,7 +11,6 @@ A worker looks for orders only when it was started with LOCKSTEP_DRILL=1, which 
 from __future__ import annotations
 
 import ctypes
-import json
 import logging
 import os
 import random
@@ -23,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.files import write_json
+from lockstep.files import read_json, write_json
 from lockstep.log import let_out
 from lockstep.membership.board import Board, Phase
 
@@ -53,7 +52,7 @@ class FaultyBoard(Board):
 
     def _obey(self, at: str) -> None:
         try:
-            order = json.loads(self.orders.read_text())
+            order = read_json(self.orders)
         except (OSError, ValueError):
             return
         if order.get("at") not in (None, at) or self.step < order.get("step", 0) or (order["what"] == "flip" and self.flip is None):

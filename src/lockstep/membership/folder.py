@@ -20,7 +20,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from lockstep.errors import CheckpointError, DataError, LockstepError, SaveFailedError
+from lockstep.errors import CheckpointError, DamagedFileError, DataError, LockstepError, SaveFailedError
 from lockstep.membership import waiting
 from lockstep.membership.arbiter import Arbiter
 from lockstep.membership.seat import Seat
@@ -68,6 +68,8 @@ def trouble(seat: Seat) -> str:
         token_of(seat)
         Arbiter(run / "generations", since=seat.known).newest()
         try_to_write(run, seat.host, seat.slot)
+    except DamagedFileError as error:
+        return error.what
     except OSError as error:
         return f"{error.strerror or error}: {error.filename or run}"
     return ""

@@ -440,7 +440,9 @@ class Protocol:
         if number < self.number and self.record:
             return [Send(id, {"kind": "record", "record": self.record.to_json()})]
         if kind == "join":
-            return self._take_joiner(Joiner(Member(**message["member"]), dict(message["facts"]), frozenset(message["reaches"])), now_s)
+            return self._take_joiner(
+                Joiner(Member.from_json(message["member"]), dict(message["facts"]), frozenset(message["reaches"])), now_s
+            )
         if kind not in ("left", "over") or self.phase == "out":
             return []
         if self.me.id in message["dead"]:

@@ -19,14 +19,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from lockstep.errors import UsageError
-from lockstep.files import read_json, write_json
+from lockstep.files import checked, read_json, with_checksum, write_json
+from lockstep.membership import board
 
+log = logging.getLogger("lockstep")
 SEAT, STATE, ONE_SCREEN = "LOCKSTEP_SEAT", "LOCKSTEP_STATE", "LOCKSTEP_ONE_SCREEN"
 
 
@@ -139,7 +142,7 @@ def sitter(pid: int, begun_at_byte: int = 0) -> Sitter:
 
 def note_sitter(state: Path, slot: int, one: Sitter) -> None:
     """Write down who sits in `slot`."""
-    write_json(state / f"{slot}.json", asdict(one))
+    write_json(state / f"{slot}.json", with_checksum(asdict(one)))
 
 
 def last_words(state: Path, slot: int) -> Path:
@@ -150,8 +153,30 @@ def last_words(state: Path, slot: int) -> Path:
 def sitters(state: Path) -> dict[int, Sitter]:
     """Slot -> the living process that sits there."""
     found = {}
-    for path in state.glob("*.json"):
-        one = Sitter(**read_json(path))
-        if path.stem.isdecimal() and one.alive:
+    for path in sorted(state.glob("*.json")):
+        if not path.stem.isdecimal():
+            continue
+        try:
+            one = Sitter(**checked(read_json(path)))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, TypeError) as error:
+            known = by_its_board(path.with_suffix(".board"))
+            which = f"its worker is found by its board: pid {known.pid}" if known else "no worker is known to live there"
+            log.warning("%s is damaged (%s); %s", path, error, which)
+            if known is None:
+                continue
+            one = known
+        if one.alive:
             found[int(path.stem)] = one
     return found
+
+
+def by_its_board(path: Path) -> Sitter | None:
+    """The living process that writes to the board at `path`; None when none does. A process that has the file mapped is no other's."""
+    try:
+        pid = board.look(path).pid
+        same = any(line.split(maxsplit=5)[5:] == [str(path.resolve())] for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+        return sitter(pid) if same else None
+    except OSError:
+        return None

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from lockstep.files import read_json, write_json
+from lockstep.files import read_json, read_text, regular, write_json
 from lockstep.membership.arbiter import Member
 
 FOLDER = "waiting"
@@ -32,20 +32,21 @@ def members(run: Path) -> Iterator[Member]:
     """Those who have shown themselves. Some may have ended since: a refused connection tells."""
     for path in sorted((run / FOLDER).glob("[!.]*.json")):
         with suppress(OSError, ValueError, TypeError):
-            yield Member(**read_json(path))
+            yield Member.from_json(read_json(path))
 
 
 def sign(run: Path, me: Member) -> None:
     """Show that this worker lives."""
-    path_of(run, me, "sign").write_text(str(time.monotonic_ns()))
+    with open(path_of(run, me, "sign"), "w", encoding="utf-8", opener=regular) as file:
+        file.write(str(time.monotonic_ns()))
 
 
 def signs(run: Path, some: Iterable[Member]) -> dict[str, str]:
     """The newest signs of `some`, as far as there are any."""
     found = {}
     for one in some:
-        with suppress(OSError):
-            found[one.id] = path_of(run, one, "sign").read_text()
+        with suppress(OSError, ValueError):
+            found[one.id] = read_text(path_of(run, one, "sign"))
     return found
 
 

@@ -14,6 +14,7 @@ import hashlib
 import hmac
 import json
 import os
+import re
 import secrets
 import select
 import socket
@@ -24,9 +25,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import UsageError
+from lockstep.errors import DamagedFileError, UsageError
+from lockstep.files import fsync_folder, regular
 
 LARGEST = 1 << 20
+TOKEN_BYTES = 32
+TOKEN = re.compile(rb"[0-9a-f]{%d}" % (2 * TOKEN_BYTES))
 HEAD = struct.Struct("!I")
 # Linux <tcp.h>: a connection whose bytes are not acknowledged for so long is closed by the kernel.
 TCP_USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", 18)
@@ -44,20 +48,32 @@ def make_token(run: Path) -> None:
     try:
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(secrets.token_hex(32))
+            file.write(secrets.token_hex(TOKEN_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
         with suppress(FileExistsError):  # another one was first
             os.link(beside, path)
+        fsync_folder(run)
     finally:
         with suppress(OSError):
             beside.unlink(missing_ok=True)
 
 
 def read_token(run: Path) -> bytes:
-    """The run's token. OSError when it is not there; UsageError when others than its owner could read it."""
+    """The run's token. OSError when it is not there; DamagedFileError, which is one, when it is no token: an empty one is known to
+    every stranger; UsageError when others than its owner could read it."""
     path = run / "token"
-    if path.stat().st_mode & 0o077:
-        raise UsageError(f"{path} can be read by others than its owner", "the run's token lets workers join", f"chmod 600 {path}")
-    return path.read_text(encoding="utf-8").strip().encode()
+    with open(path, "rb", opener=regular) as file:
+        if os.fstat(file.fileno()).st_mode & 0o077:
+            raise UsageError(f"{path} can be read by others than its owner", "the run's token lets workers join", f"chmod 600 {path}")
+        found = file.read(LARGEST).strip()
+    if not TOKEN.fullmatch(found):
+        raise DamagedFileError(
+            f"the run's token is damaged: {len(found)} bytes, not {2 * TOKEN_BYTES} hexadecimal digits",
+            str(path),
+            "stop the workers of this run on all hosts, then remove the file: the next start makes a new token",
+        )
+    return found
 
 
 def proof(token: bytes, side: str, nonce: str, id: str) -> str:

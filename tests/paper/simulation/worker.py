@@ -31,7 +31,7 @@ class Worker:
 
     def __init__(self, cluster: Cluster, host: Host, slot: int, number: int) -> None:
         self.cluster, self.clock, self.host, self.slot = cluster, cluster.clock, host, slot
-        self.me = Member(f"{host.name}/{slot}/{number}", host.name, slot, number, f"{host.name}:{number}")
+        self.me = Member(f"{host.name}/{slot}/{number}", host.name, slot, number, f"127.0.0.1:{number + 1}")
         self.alive, self.stopped = True, False
         self.trouble = Trouble()
         self.lines: dict[str, list[Line]] = {}
