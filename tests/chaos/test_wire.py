@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import select
 import shutil
 import socket
 import time
@@ -19,7 +20,7 @@ from lockstep.membership.folder import make, trouble
 from lockstep.membership.member import Membership
 from lockstep.membership.protocol import Limits
 from lockstep.membership.seat import Seat
-from lockstep.membership.wire import HEAD, LARGEST, Stranger, ask, frame, make_token, read_token
+from lockstep.membership.wire import HEAD, LARGEST, Link, Stranger, ask, frame, make_token, read_token
 
 
 @pytest.fixture
@@ -187,3 +188,113 @@ def test_a_log_that_is_gone_is_neither_read_as_empty_nor_begun_anew(tmp_path: Pa
         with pytest.raises(FileNotFoundError):
             log.newest(known)
     assert sorted(run.rglob("*")) == before
+
+
+# Somebody between two members, who can read and change all that they send, and does not know the token.
+
+TOKEN = b"f" * 64
+
+
+def connection() -> tuple[socket.socket, socket.socket]:
+    """The two ends of a TCP connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        return ours, listener.accept()[0]
+
+
+class Between:
+    """Two ends of a connection whose bytes pass through here, frame by frame."""
+
+    def __init__(self) -> None:
+        self.sockets = [*connection(), *connection()]
+        client, self.at_client, server, self.at_server = self.sockets
+        self.client = Link(client, TOKEN, "a/0/x", {"id": "a/0/x", "address": "127.0.0.1:1"}, True, 0.0, expected="b/0/y")
+        self.server = Link(server, TOKEN, "b/0/y", {"id": "b/0/y"}, False, 0.0)
+
+    def __enter__(self) -> Between:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for one in self.sockets:
+            one.close()
+
+    def take(self, link: Link) -> bytes:
+        """What the link sends next: one frame."""
+        link.flush()
+        source = self.at_client if link is self.client else self.at_server
+        source.settimeout(5)
+        head = source.recv(HEAD.size, socket.MSG_WAITALL)
+        return head + source.recv(HEAD.unpack(head)[0], socket.MSG_WAITALL)
+
+    def give(self, link: Link, *frames: bytes) -> list[dict[str, object]]:
+        """Let the link receive these; what it takes for messages."""
+        (self.at_client if link is self.client else self.at_server).sendall(b"".join(frames))
+        select.select([link.socket], [], [], 5)
+        return link.receive()
+
+    def introduce(self) -> None:
+        """Pass the introduction on, unchanged."""
+        for sender, receiver in ((self.server, self.client), (self.client, self.server), (self.server, self.client)):
+            assert self.give(receiver, self.take(sender)) == []
+        assert (self.client.id, self.server.id) == ("b/0/y", "a/0/x")
+
+    def say(self, link: Link, *kinds: str) -> list[bytes]:
+        """The frames in which the link sends messages of these kinds."""
+        frames = []
+        for kind in kinds:
+            link.send({"kind": kind})
+            frames.append(self.take(link))
+        return frames
+
+
+def test_what_members_say_passes_unchanged_in_both_directions() -> None:
+    with Between() as between:
+        between.introduce()
+        for sender, receiver in ((between.client, between.server), (between.server, between.client)):
+            frames = between.say(sender, "one", "two", "three")
+            assert [one["kind"] for one in between.give(receiver, *frames)] == ["one", "two", "three"]
+
+
+def flipped(data: bytes, at: int) -> bytes:
+    """The bytes, with one bit flipped."""
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    "attack", ["altered", "altered MAC", "repeated", "left out", "swapped", "sent back", "unsigned", "of another connection"]
+)
+def test_a_frame_that_is_not_what_the_peer_sends_next_ends_the_connection(attack: str) -> None:
+    with Between() as between, Between() as other:
+        between.introduce()
+        first, second = between.say(between.client, "one", "two")
+        if attack == "of another connection":
+            other.introduce()
+        sent = {
+            "altered": [flipped(first, len(first) - 3)],
+            "altered MAC": [flipped(first, HEAD.size)],
+            "repeated": [first, first],
+            "left out": [second],
+            "swapped": [second, first],
+            "sent back": between.say(between.server, "one"),
+            "unsigned": [frame({"kind": "stop"})],
+            "of another connection": other.say(other.client, "one") if other.client.id else [],
+        }[attack]
+        with pytest.raises(Stranger, match="altered, repeated, left out or reordered"):
+            between.give(between.server, *sent)
+        if attack == "sent back":
+            with pytest.raises(Stranger):
+                between.give(between.client, first)
+
+
+def test_an_introduction_whose_address_was_changed_on_its_way_is_refused() -> None:
+    with Between() as between:
+        between.give(between.client, between.take(between.server))
+        introduction = json.loads(between.take(between.client)[HEAD.size :])
+        introduction["member"]["address"] = "10.0.0.66:1"
+        with pytest.raises(Stranger, match="wrong proof"):
+            between.give(between.server, frame(introduction))
+
+
+def test_who_has_not_proved_to_know_the_token_may_send_little() -> None:
+    with Between() as between, pytest.raises(Stranger, match="the largest is 65536"):
+        between.give(between.server, HEAD.pack(LARGEST // 2) + bytes(100))

@@ -1,11 +1,13 @@
 """Messages between members: JSON in frames over TCP, from those who know the run's token and from nobody else.
 
     server -> client   {"kind": "hello", "nonce": N}
-    client -> server   {"kind": "i_am", "member": {...}, "nonce": M, "proof": HMAC-SHA256(token, "client N ID")}
-    server -> client   {"kind": "you_know", "id": ID, "proof": HMAC-SHA256(token, "server M ID")}
+    client -> server   {"kind": "i_am", "member": {...}, "nonce": M, "proof": HMAC-SHA256(token, ["client", N, member])}
+    server -> client   {"kind": "you_know", "id": ID, "proof": HMAC-SHA256(token, ["server", M, ID])}
 
 The token is in the run folder, for its owner alone (mode 600), and never crosses the wire. Nothing received is unpickled or evaluated. A
-frame is four bytes of length and that much JSON; a longer one than LARGEST, bytes that are no frame and a wrong proof end the connection.
+frame is four bytes of length and that much JSON. After the introduction each frame begins with a MAC under a key of this connection and
+direction, over the frame's number and text: a frame that was altered, repeated, left out, reordered, or sent back ends the connection, as
+do a longer one than LARGEST, bytes that are no frame and a wrong proof.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from lockstep.errors import DamagedFileError, UsageError
 from lockstep.files import fsync_folder, regular
 
 LARGEST = 1 << 20
+LARGEST_INTRODUCTION = 1 << 16  # from a peer that has not proved to know the token
+MAC_BYTES = 16
 TOKEN_BYTES = 32
 TOKEN = re.compile(rb"[0-9a-f]{%d}" % (2 * TOKEN_BYTES))
 HEAD = struct.Struct("!I")
@@ -76,15 +80,35 @@ def read_token(run: Path) -> bytes:
     return found
 
 
-def proof(token: bytes, side: str, nonce: str, id: str) -> str:
-    """What only those who know the token can say."""
-    return hmac.new(token, f"{side} {nonce} {id}".encode(), hashlib.sha256).hexdigest()
+def proof(token: bytes, *words: Any) -> str:
+    """What only those who know the token can say of these words."""
+    return hmac.new(token, json.dumps(words, sort_keys=True).encode(), hashlib.sha256).hexdigest()
 
 
-def frame(message: dict[str, Any]) -> bytes:
-    """A message as bytes on the wire."""
+@dataclass
+class Signer:
+    """The MACs of one direction of one connection, in the order of its frames. About 2 microseconds each."""
+
+    key: bytes
+    count: int = 0
+
+    def next_mac(self, text: bytes) -> bytes:
+        """Return the MAC of the next frame."""
+        self.count += 1
+        return hashlib.blake2b(self.count.to_bytes(8, "big") + text, key=self.key, digest_size=MAC_BYTES).digest()
+
+
+def signers(token: bytes, *session: str) -> tuple[Signer, Signer]:
+    """(of the client's frames, of the server's) for a connection with these nonces and ids."""
+    client, server = (Signer(bytes.fromhex(proof(token, f"frames of the {side}", *session))) for side in ("client", "server"))
+    return client, server
+
+
+def frame(message: dict[str, Any], signer: Signer | None = None) -> bytes:
+    """A message as bytes on the wire; without a signer one of the introduction."""
     text = json.dumps(message).encode()
-    return HEAD.pack(len(text)) + text
+    mac = signer.next_mac(text) if signer else b""
+    return HEAD.pack(len(mac) + len(text)) + mac + text
 
 
 @dataclass
@@ -105,6 +129,9 @@ class Link:
     id: str = ""
     nonce: str = field(default_factory=lambda: secrets.token_hex(16))
     member: dict[str, Any] = field(default_factory=dict)
+    _sends: Signer | None = None  # once the peer is known, as is _hears
+    _hears: Signer | None = None
+    _their_nonce: str = ""
     _incoming: bytearray = field(default_factory=bytearray)
     _outgoing: bytearray = field(default_factory=bytearray)
 
@@ -117,7 +144,7 @@ class Link:
 
     def send(self, message: dict[str, Any]) -> None:
         """Queue a message; `flush` writes it."""
-        self._outgoing += frame(message)
+        self._outgoing += frame(message, self._sends)
 
     @property
     def has_more(self) -> bool:
@@ -144,25 +171,37 @@ class Link:
                 closed = True
                 break
             self._incoming += part
-            if len(self._incoming) > LARGEST + HEAD.size:
+            if len(self._incoming) > self._most + HEAD.size:
                 break
         found = []
         while len(self._incoming) >= HEAD.size:
             (length,) = HEAD.unpack_from(self._incoming)
-            if length > LARGEST:
-                raise Stranger(f"a message of {length} bytes, the largest is {LARGEST}")
+            if length > self._most:
+                raise Stranger(f"a message of {length} bytes, the largest is {self._most}")
             if len(self._incoming) < HEAD.size + length:
                 break
             text = bytes(self._incoming[HEAD.size : HEAD.size + length])
             del self._incoming[: HEAD.size + length]
-            message = self._decode(text)
-            if self.id:
-                found.append(message)
+            if self._hears:
+                found.append(self._decode(self._verified(text, self._hears)))
             else:
-                self._meet(message)
+                self._meet(self._decode(text))
         if closed and not found:
             raise EOFError
         return found
+
+    @property
+    def _most(self) -> int:
+        """Bytes that a frame may have."""
+        return LARGEST if self.id else LARGEST_INTRODUCTION
+
+    @staticmethod
+    def _verified(signed: bytes, signer: Signer) -> bytes:
+        """The text of a signed frame."""
+        mac, text = signed[:MAC_BYTES], signed[MAC_BYTES:]
+        if not hmac.compare_digest(mac, signer.next_mac(text)):
+            raise Stranger("a message that was altered, repeated, left out or reordered on its way")
+        return text
 
     @staticmethod
     def _decode(text: bytes) -> dict[str, Any]:
@@ -177,20 +216,24 @@ class Link:
     def _meet(self, message: dict[str, Any]) -> None:
         """One message of the introduction; `id` is set when it is over."""
         kind = message["kind"]
-        if self.ours and kind == "hello":
+        if self.ours and kind == "hello" and not self._their_nonce:
+            self._their_nonce = str(message.get("nonce"))
             introduction = {"kind": "i_am", "member": self.introduction, "nonce": self.nonce}
-            self.send({**introduction, "proof": proof(self.token, "client", str(message.get("nonce")), self.me)})
+            self.send({**introduction, "proof": proof(self.token, "client", self._their_nonce, self.introduction)})
         elif self.ours and kind == "you_know":
             id = str(message.get("id"))
             self._check(message, proof(self.token, "server", self.nonce, id))
             self.id = id
+            self._sends, self._hears = signers(self.token, self._their_nonce, self.nonce, self.me, id)
         elif not self.ours and kind == "i_am":
             member = message.get("member")
             if not isinstance(member, dict) or not isinstance(member.get("id"), str):
                 raise Stranger("an introduction without a name")
-            self._check(message, proof(self.token, "client", self.nonce, member["id"]))
-            self.send({"kind": "you_know", "id": self.me, "proof": proof(self.token, "server", str(message.get("nonce")), self.me)})
+            self._check(message, proof(self.token, "client", self.nonce, member))
+            self._their_nonce = str(message.get("nonce"))
+            self.send({"kind": "you_know", "id": self.me, "proof": proof(self.token, "server", self._their_nonce, self.me)})
             self.id, self.member = member["id"], member
+            self._hears, self._sends = signers(self.token, self.nonce, self._their_nonce, self.id, self.me)
         else:
             raise Stranger(f"{kind!r} instead of an introduction")
 
