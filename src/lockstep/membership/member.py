@@ -14,6 +14,7 @@ import errno
 import logging
 import os
 import queue
+import resource
 import secrets
 import selectors
 import socket
@@ -64,6 +65,7 @@ TICK_S = 0.1
 WISH_S = 1.0  # from one look for a signal to the next, while the main thread waits for a generation
 CONNECT_S = 1.0
 AGAIN_S = 0.01
+YOUNG_S = 0.05  # for which a new connection keeps its place though others wait: its peer needs a moment to prove itself
 DYING_S = 1.0  # for which a member that lets connections fall counts as being taken apart
 SAY_S = 10.0  # from one line about refused connections of one peer, for one reason, to the next
 STUCK_S = 3.0  # after which a collective in a group whose connections are cut is given up: it should have ended within milliseconds
@@ -123,6 +125,7 @@ class Membership:
         self._dying: list[Member] = []  # to whom a connection is tried again at once
         self._dying_since_s: dict[str, float] = {}  # id -> when that began
         self._refusals = Seldom(SAY_S)
+        self._crowded = False  # the listener is left alone until the next turn
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_reader, False)
@@ -261,7 +264,7 @@ class Membership:
         except Exception as error:  # a fault of ours must end this worker, not leave it deaf
             log.exception("the member thread failed")
             self._leave(error)
-            self.on_cut()
+            self._cut()
         for link in list(self._links.values()):
             self._drop(link)
         self._selector.close()
@@ -270,7 +273,11 @@ class Membership:
 
     def _turn_once(self) -> bool:
         """Wait for something to happen, or for the next tick; tell the protocol, and carry out what it wants."""
-        for key, events in self._selector.select(AGAIN_S if self._dying else TICK_S):
+        events_of = self._selector.select(AGAIN_S if self._dying or self._crowded else TICK_S)
+        if self._crowded:
+            self._crowded = False
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        for key, events in events_of:
             if key.fileobj is self._listener:
                 self._accept()
             elif key.fd == self._wake_reader:
@@ -295,7 +302,7 @@ class Membership:
             log.error("the main thread does not get out of the broken generation: this worker starts anew\n%s", stack_of(self.main_thread))
             end_here("stuck on its way out of a broken group", "")
         if self.protocol.over and self.protocol.phase == "in":
-            self.on_cut()  # again: the main thread may have opened more since
+            self._cut()  # again: the main thread may have opened more since
             self._cut_s = self._cut_s or now_s
             where = in_a_collective() if now_s - self._cut_s > STUCK_S else ""
             forming = "in init_process_group" in where or "in new_group" in where
@@ -363,7 +370,7 @@ class Membership:
                         continue  # all have done all, and some may still be in the last collective
                     ending = self.protocol.limits.most == 0  # the doors are closed: members leave when they are done
                     log.log(logging.DEBUG if ending else logging.INFO, "generation %d is over: %s", self.protocol.number, why)
-                    self.on_cut()
+                    self._cut()
                 case Form(record):
                     with self._turn:
                         self._formed = record
@@ -379,6 +386,10 @@ class Membership:
                 case Say(text):
                     log.warning("%s", text)
 
+    def _cut(self) -> None:
+        with suppress(OSError):  # out of descriptors: each turn tries again, as long as the generation is over
+            self.on_cut()
+
     def _leave(self, error: Exception) -> None:
         with self._turn:
             self._gone = error
@@ -387,13 +398,44 @@ class Membership:
     # -- links --------------------------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        with suppress(OSError):
-            connection, _ = self._listener.accept()
-            self._add(Link(connection, self.token, self.me.id, vars(self.me), ours=False, began_s=time.monotonic()))
+        """Take the connections that wait. Peers that have proved nothing have an eighth of the descriptors: when these are used up, the
+        oldest such connection is closed for the next one, unless it has only just come."""
+        most = most_strangers()
+        while True:
+            strangers = [link for link in self._links.values() if not link.ours and not link.id]
+            oldest = min(strangers, key=lambda link: link.began_s) if strangers else None
+            if oldest and len(strangers) >= most:
+                if time.monotonic() - oldest.began_s < YOUNG_S:
+                    self._leave_listener()
+                    return
+                self._refuse(oldest, f"more than {most} connections are open whose peers have not proved to know this run's token")
+            try:
+                connection, _ = self._listener.accept()
+                self._add(Link(connection, self.token, self.me.id, vars(self.me), ours=False, began_s=time.monotonic()))
+            except BlockingIOError:
+                return
+            except ConnectionError:  # its peer has closed it already
+                continue
+            except OSError as error:  # out of descriptors or memory
+                if oldest:
+                    self._refuse(oldest, f"no connection can be accepted ({error.strerror})")
+                self._leave_listener()
+                return
+
+    def _leave_listener(self) -> None:
+        """Do not look at the listener before the next turn."""
+        if not self._crowded:
+            self._crowded = True
+            self._selector.unregister(self._listener)
 
     def _connect(self, member: Member) -> None:
         host, _, port = member.address.rpartition(":")
-        connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        try:
+            connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        except OSError as error:  # out of descriptors
+            log.debug("no connection to %s can be opened: %s", member.id, error)
+            self._do(self.protocol.connect_failed(member.id, False, time.monotonic()))
+            return
         connection.setblocking(False)
         code = connection.connect_ex((host, int(port)))
         if code not in (0, errno.EINPROGRESS):
@@ -424,10 +466,13 @@ class Membership:
         except OSError as error:
             self._fail(link, refused=error.errno == errno.ECONNREFUSED)
         except (Stranger, KeyError, TypeError, ValueError) as error:
-            peer, now_s = peer_of(link.socket), time.monotonic()
-            if times := self._refusals.due((peer, str(error)), now_s):
-                log.warning("refused a connection from %s%s: %s", peer, f", {times} times" if times > 1 else "", error)
-            self._fail(link, refused=False)
+            self._refuse(link, str(error))
+
+    def _refuse(self, link: Link, why: str) -> None:
+        peer = peer_of(link.socket)
+        if times := self._refusals.due((peer, why), time.monotonic()):
+            log.warning("refused a connection from %s%s: %s", peer, f", {times} times" if times > 1 else "", why)
+        self._fail(link, refused=False)
 
     def _met(self, link: Link) -> None:
         self._dying_since_s.pop(link.expected, None)
@@ -544,7 +589,11 @@ class Membership:
                 winner = self.arbiter.propose(wanted)
                 if winner.token == wanted.token and wanted.members:
                     size = len(wanted.members)
-                    self._store = TCPStore(host, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+                    descriptor = listener.detach()
+                    try:
+                        self._store = TCPStore(host, port, size, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+                    except RuntimeError as error:  # out of descriptors
+                        raise OSError(None, f"no store can be opened: {error}") from error
             self._call(lambda: self.protocol.proposed(winner, time.monotonic()))
 
         self._disk.put(propose)
@@ -583,6 +632,12 @@ def write_end(arbiter: Arbiter, end: End) -> Record:
 def hangs(run: Path, verdict: hang.Verdict) -> None:
     """Note the verdict in the run's diary."""
     note(run, "hang", culprits=list(verdict.culprits), action=verdict.action, why=verdict.paragraph)
+
+
+def most_strangers() -> int:
+    """Connections of peers that have not proved to know the token which this process keeps open at once."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(16, min(256, soft // 8)) if soft != resource.RLIM_INFINITY else 256
 
 
 def peer_of(connection: socket.socket) -> str:
