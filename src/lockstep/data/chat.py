@@ -57,6 +57,9 @@ class ChatTokenizer:
         named = optional_json(folder / "generation_config.json").get("eos_token_id") or config.get("eos_token_id")
         by_word = inner.token_to_id(specials.get("eos_token", ""))
         ends = named if isinstance(named, list) else [by_word if named is None else named]
+        if odd := [end for end in ends if not isinstance(end, int | None) or isinstance(end, bool)]:
+            where = f"generation_config.json or config.json of {folder}"
+            raise DataError(f"eos_token_id has {json.dumps(odd[0])[:80]}", where, "write a token id, or a list of them")
         return cls(inner, template_in(folder, said), specials, frozenset(end for end in ends if end is not None), folder)
 
     def encode(self, text: str) -> list[int]:
@@ -101,8 +104,12 @@ def template_in(folder: Path, said: Mapping[str, Any]) -> str:
         return read_text(folder / "chat_template.jinja")
     found = said.get("chat_template") or optional_json(folder / "chat_template.json").get("chat_template") or ""
     if isinstance(found, list):
-        found = {one.get("name"): one.get("template") for one in found}.get("default") or ""
-    return str(found)
+        found = {str(one.get("name")): one.get("template") for one in found if isinstance(one, dict)}.get("default") or ""
+    if not isinstance(found, str):
+        raise DataError(
+            f"chat_template is {json.dumps(found)[:80]}", str(folder / "tokenizer_config.json"), "write the template as a string"
+        )
+    return found
 
 
 def optional_json(path: Path) -> dict[str, Any]:
@@ -111,7 +118,7 @@ def optional_json(path: Path) -> dict[str, Any]:
         value = read_json(path)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path.name} cannot be read: {error}", str(path), "copy the file again") from error
     return value if isinstance(value, dict) else {}
 

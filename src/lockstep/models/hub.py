@@ -72,49 +72,154 @@ def sizes_of(shape: Shape) -> dict[str, tuple[int, ...]]:
 
 # -- the shape --------------------------------------------------------------------------------------------------------
 
+SIZES = {  # keys of config.json that size the model -> the largest value that is believed
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 20,
+    "num_hidden_layers": 1_000,
+    "num_attention_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "head_dim": 1 << 16,
+    "intermediate_size": 1 << 22,
+    "max_position_embeddings": 1 << 31,
+}
+READ = {*SIZES, "architectures", "model_type", "rope_theta", "rope_parameters", "rope_scaling", "rms_norm_eps", "tie_word_embeddings"}
+PLAIN: dict[str, Any] = {  # keys that change the model unless they have this value or null
+    "quantization_config": None, "attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "attention_dropout": 0,
+    "partial_rotary_factor": 1, "rope_interleaved": False, "sliding_window": None, "use_sliding_window": False, "is_encoder_decoder": False,
+    "add_cross_attention": False, "cross_attention_hidden_size": None, "tie_encoder_decoder": False, "pruned_heads": {}, "auto_map": {},
+}  # fmt: skip
+HARMLESS = {  # keys that change no logit: names, token ids, transformers' own defaults for training and sampling
+    "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "attn_implementation", "bad_words_ids",
+    "begin_suppress_tokens", "bos_token_id", "chunk_size_feed_forward", "decoder_start_token_id", "diversity_penalty", "do_sample",
+    "dtype", "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id", "exponential_decay_length_penalty", "finetuning_task",
+    "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing", "id2label", "initializer_range", "is_decoder", "label2id",
+    "length_penalty", "max_length", "max_sequence_length", "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams",
+    "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores", "pad_token_id", "prefix", "pretraining_tp",
+    "problem_type", "remove_invalid_values", "repetition_penalty", "return_dict", "return_dict_in_generate", "sep_token_id",
+    "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss", "tokenizer_class", "top_k", "top_p", "torch_dtype",
+    "torchscript", "transformers_version", "typical_p", "unk_token_id", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
+}  # fmt: skip
+
 
 def shape_of(config: Mapping[str, Any], where: str) -> Shape:
-    """The shape that a config.json describes. CheckpointError when it describes something else than a Llama."""
-    named = [*(config.get("architectures") or []), config.get("model_type")]
-    if named[0] not in (ARCHITECTURE, "llama"):
-        raise CheckpointError(f"the architecture is {named[0]}, not {ARCHITECTURE}", where, f"only {ARCHITECTURE} is read so far")
-    refused = {"quantization_config": None, "attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
-    for key, plain in refused.items():
-        if config.get(key, plain) != plain:
-            hint = "use the model as it was before quantization" if key == "quantization_config" else "only the plain Llama is read so far"
-            raise CheckpointError(f"{key} is {json.dumps(config[key])[:80]}", where, hint)
-    try:
-        width, heads = config["hidden_size"], config["num_attention_heads"]
-        rope = config.get("rope_parameters") or {}
-        return Shape(
-            vocabulary=config["vocab_size"],
-            width=width,
-            layers=config["num_hidden_layers"],
-            heads=heads,
-            key_value_heads=config.get("num_key_value_heads") or heads,
-            head_width=config.get("head_dim") or width // heads,
-            feed_forward=config["intermediate_size"],
-            context=config.get("max_position_embeddings", 2048),
-            rope_base=float(rope.get("rope_theta") or config.get("rope_theta", 10_000.0)),
-            rope_scaling=scaling_of(rope or config.get("rope_scaling") or {}, where),
-            norm_epsilon=config.get("rms_norm_eps", 1e-6),
-            tied=config.get("tie_word_embeddings", False),
+    """The shape that a config.json describes. CheckpointError names the key that is missing, malformed, or not of a plain Llama."""
+    refuse_other_models(config, where)
+
+    def size(key: str, default: int = 0) -> int:
+        return whole_number(config, key, SIZES[key], where, default)
+
+    width, heads = size("hidden_size"), size("num_attention_heads")
+    if config.get("head_dim") is None and width % heads:
+        raise CheckpointError(
+            f"hidden_size {width} is not a multiple of num_attention_heads {heads}", where, "correct one, or set head_dim"
         )
-    except KeyError as error:
-        raise CheckpointError(f"{error} is missing", where, "copy the whole folder again") from None
-    except (TypeError, ValueError) as error:
+    tied = config.get("tie_word_embeddings")
+    if not isinstance(tied, bool | None):
+        raise CheckpointError(f"tie_word_embeddings is {spell(tied)}", where, "write true or false")
+    base, scaling = rope_of(config, where)
+    try:
+        return Shape(
+            vocabulary=size("vocab_size"),
+            width=width,
+            layers=size("num_hidden_layers"),
+            heads=heads,
+            key_value_heads=size("num_key_value_heads", heads),
+            head_width=size("head_dim", max(1, width // heads)),
+            feed_forward=size("intermediate_size"),
+            context=size("max_position_embeddings", 2048),
+            rope_base=base,
+            rope_scaling=scaling,
+            norm_epsilon=positive(config, "rms_norm_eps", 1e-6, where, below=1.0),
+            tied=bool(tied),
+        )
+    except ValueError as error:
         raise CheckpointError(f"this is not the shape of a model: {error}", where, "copy the whole folder again") from None
 
 
-def scaling_of(rope: Mapping[str, Any], where: str) -> Scaling | None:
-    """How rotary positions are stretched; KeyError when a number is missing."""
+def refuse_other_models(config: Mapping[str, Any], where: str) -> None:
+    """CheckpointError for another architecture, and for a key whose value changes the model in a way that is not implemented."""
+    named = [] if config.get("architectures") is None else config["architectures"]
+    if not isinstance(named, list):
+        raise CheckpointError(f"architectures is {spell(named)}", where, f'write ["{ARCHITECTURE}"]')
+    kind = config.get("model_type")
+    if other := [name for name in named if name != ARCHITECTURE] or ([kind] if not named and kind != "llama" else []):
+        raise CheckpointError(f"the architecture is {other[0]}, not {ARCHITECTURE}", where, f"only {ARCHITECTURE} is read so far")
+    if kind not in (None, "llama"):
+        raise CheckpointError(f"model_type is {spell(kind)} under the architecture {ARCHITECTURE}", where, "only 'llama' is read so far")
+    for key, value in config.items():
+        plain = key in READ or key in HARMLESS or value is None or (key in PLAIN and value == PLAIN[key])
+        if key == "layer_types":
+            plain = isinstance(value, list) and all(layer == "full_attention" for layer in value)
+        if plain:
+            continue
+        hint = "only the plain Llama is read so far"
+        if key == "quantization_config":
+            hint = "use the model as it was before quantization"
+        elif key not in PLAIN and key != "layer_types":
+            hint = "this key is not known; remove it if it does not change what the model computes"
+        raise CheckpointError(f"{key} is {spell(value)}", where, hint)
+
+
+def rope_of(config: Mapping[str, Any], where: str) -> tuple[float, Scaling | None]:
+    """(the base of rotary positions, how they are stretched). As in transformers 4 and 5, rope_scaling goes before rope_parameters."""
+    for key in ("rope_scaling", "rope_parameters"):
+        if not isinstance(config.get(key, {}), Mapping | None):
+            raise CheckpointError(f"{key} is {spell(config[key])}", where, "write an object, or null")
+    rope: Mapping[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    base = positive(rope, "rope_theta", positive(config, "rope_theta", 10_000.0, where), where)
+    other = (config.get("rope_parameters") or {}).get("rope_theta", base)
+    if other != base:
+        raise CheckpointError(
+            f"rope_parameters has rope_theta {spell(other)}, beside rope_scaling with {base:g}", where, "keep one of them"
+        )
     kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise CheckpointError(
+            f"rotary positions are scaled by rope_type {spell(kind)}", where, "only 'llama3' and 'default' are read so far"
+        )
+    stretch = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *(stretch if kind == "llama3" else ())}
+    if rope.get("partial_rotary_factor", 1) != 1:
+        raise CheckpointError(
+            f"partial_rotary_factor is {spell(rope['partial_rotary_factor'])}", where, "only the plain Llama is read so far"
+        )
+    if unknown := sorted(key for key in rope.keys() - known if rope[key] is not None):
+        raise CheckpointError(f"{unknown[0]} is {spell(rope[unknown[0]])}, with rope_type {kind}", where, "it is not known; remove it")
     if kind == "default":
-        return None
-    if kind != "llama3":
-        raise CheckpointError(f"rotary positions are scaled by {kind!r}", where, "only 'llama3' and 'default' are read so far")
-    factor, low, high = (float(rope[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
-    return Scaling(factor, low, high, int(rope["original_max_position_embeddings"]))
+        return base, None
+    factor, low, high = (positive(rope, key, None, where) for key in stretch[:3])
+    if low >= high:
+        raise CheckpointError(f"low_freq_factor {low:g} is not below high_freq_factor {high:g}", where, "copy the whole folder again")
+    return base, Scaling(factor, low, high, whole_number(rope, stretch[3], 1 << 31, where))
+
+
+def whole_number(config: Mapping[str, Any], key: str, most: int, where: str, default: int = 0) -> int:
+    """The integer from 1 to `most` under a key; the default, unless that is 0, when it is absent or null."""
+    value = config.get(key)
+    if value is None and default:
+        return default
+    if value is None:
+        raise CheckpointError(f"{key!r} is missing", where, "copy the whole folder again")
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most:
+        return value
+    raise CheckpointError(f"{key} is {spell(value)}", where, f"write a whole number from 1 to {most:,}")
+
+
+def positive(config: Mapping[str, Any], key: str, default: float | None, where: str, *, below: float = 1e30) -> float:
+    """The number above 0 under a key; the default, unless that is None, when it is absent or null."""
+    value = config.get(key)
+    if value is None and default is not None:
+        return default
+    if value is None:
+        raise CheckpointError(f"{key!r} is missing", where, "copy the whole folder again")
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < below:
+        return float(value)
+    raise CheckpointError(f"{key} is {spell(value)}", where, f"write a number above 0 and below {below:g}")
+
+
+def spell(value: Any) -> str:
+    """The value as it stands in JSON, cut short."""
+    return json.dumps(value)[:80]
 
 
 def config_of(shape: Shape) -> dict[str, Any]:
@@ -153,9 +258,11 @@ def shape_to_json(shape: Shape) -> dict[str, Any]:
 
 
 def shape_from_json(value: Mapping[str, Any]) -> Shape:
-    """The inverse of `shape_to_json`. TypeError, ValueError when it is none."""
+    """The inverse of `shape_to_json`. TypeError, ValueError, CheckpointError when it is none."""
     scaling = value.get("rope_scaling")
-    return Shape(**{**value, "rope_scaling": Scaling(**scaling) if scaling else None})
+    shape = Shape(**{**value, "rope_scaling": None if scaling is None else Scaling(**scaling)})
+    shape_of(config_of(shape), "the shape in model.json")
+    return shape
 
 
 # -- tensors in files -------------------------------------------------------------------------------------------------
@@ -198,29 +305,60 @@ def places_in(path: Path) -> dict[str, Place]:
     """The tensors of a safetensors file by name, from its header alone. CheckpointError when it is not a whole one."""
     again = "copy the file again"
     try:
+        if path.exists() and not path.is_file():
+            raise CheckpointError(f"{path.name} is not a regular file", str(path), again)
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, HEADER_BYTES):
                 raise CheckpointError(f"{path.name} is cut off: {size} bytes, its header alone has {length}", str(path), again)
-            header = json.loads(file.read(length))
-        entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
-        specs = [Spec(name, entry["dtype"], tuple(entry["shape"])) for name, entry in entries]
-        spans = [tuple(entry["data_offsets"]) for _, entry in entries]
-        unknown = sorted({spec.dtype for spec in specs} - ITEM_BYTES.keys())
-        odd = [spec.name for spec, (start, end) in zip(specs, spans, strict=True) if not unknown and end - start != spec.bytes]
+            specs, spans = read_header(file.read(length))
     except FileNotFoundError:
         raise CheckpointError(f"{path.name} is missing", str(path.parent), "copy the whole folder again") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path.name} has no header of safetensors: {error}", str(path), again) from None
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read: {error.strerror}", str(path), "check permissions and mounts") from error
+    unknown = sorted({spec.dtype for spec in specs} - ITEM_BYTES.keys())
+    odd = [spec.name for spec, (start, end) in zip(specs, spans, strict=True) if not unknown and end - start != spec.bytes]
     if unknown or odd:
         what = f"numbers of the kind {shown(unknown)}" if unknown else f"another number of bytes than its shape has: {shown(odd)}"
         raise CheckpointError(f"{path.name} holds {what}", str(path), again)
     if size < (needed := 8 + length + max((end for _, end in spans), default=0)):
         raise CheckpointError(f"{path.name} is cut off: {size} bytes of {needed}", str(path), again)
+    ordered = sorted(zip(spans, specs, strict=True))
+    if apart := [spec.name for (span, spec), (before, _) in zip(ordered[1:], ordered, strict=False) if span[0] != before[1]]:
+        raise CheckpointError(f"{path.name} holds tensors that overlap or leave a gap: {shown(apart)}", str(path), again)
+    if (ordered and ordered[0][0][0]) or size > needed:
+        raise CheckpointError(f"{path.name} holds {size - 8 - length} bytes beside what its tensors have", str(path), again)
     return {spec.name: Place(path, spec, 8 + length + start) for spec, (start, _) in zip(specs, spans, strict=True)}
+
+
+def read_header(text: bytes) -> tuple[list[Spec], list[tuple[int, int]]]:
+    """(the tensors in a safetensors header, from which byte to which each lies). ValueError, KeyError when a field is malformed."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(found := dict(pairs)) < len(pairs):
+            raise ValueError("a name stands in it twice")
+        return found
+
+    def naturals(value: Any, name: str) -> tuple[int, ...]:
+        if isinstance(value, list) and all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in value):
+            return tuple(value)
+        raise ValueError(f"{name} has {spell(value)} where natural numbers belong")
+
+    specs, spans = [], []
+    for name, entry in json.loads(text, object_pairs_hook=unique).items():
+        if name == "__metadata__":
+            if not isinstance(entry, dict) or not all(isinstance(value, str) for value in entry.values()):
+                raise ValueError("__metadata__ is no object of strings")
+            continue
+        if not isinstance(entry["dtype"], str):
+            raise ValueError(f"{name} has the dtype {spell(entry['dtype'])}")
+        start, end = naturals(entry["data_offsets"], name)
+        specs.append(Spec(name, entry["dtype"], naturals(entry["shape"], name)))
+        spans.append((start, end))
+    return specs, spans
 
 
 def places_of(folder: Path) -> dict[str, Place]:
@@ -232,11 +370,12 @@ def places_of(folder: Path) -> dict[str, Place]:
         return places_in(folder / WHOLE)
     try:
         files = {str(name): str(file) for name, file in read_json(folder / INDEX)["weight_map"].items()}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{INDEX} cannot be read: {error}", str(folder / INDEX), "copy the file again") from None
-    if outside := sorted({file for file in files.values() if Path(file).name != file}):
+    if outside := sorted({file for file in files.values() if Path(file).name != file or file == ".."}):
         raise CheckpointError(f"{INDEX} names files outside the folder: {shown(outside)}", str(folder / INDEX), "do not use this folder")
-    missing = [file for file in sorted(set(files.values())) if not (folder / file).exists()]
+    there = {path.name for path in folder.iterdir()}
+    missing = [file for file in sorted(set(files.values())) if file not in there]
     if missing:
         what = f"{len(missing)} of {len(set(files.values()))} shards are missing: {shown(missing)}"
         raise CheckpointError(what, f"{folder / INDEX} names them", "copy the missing files into the folder")
@@ -279,7 +418,7 @@ def open_hub(folder: Path) -> Hub:
     where = str(folder / CONFIG)
     try:
         config = read_json(folder / CONFIG)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{CONFIG} cannot be read: {error}", where, "copy the file again") from None
     if not isinstance(config, dict):
         raise CheckpointError(f"{CONFIG} holds no object", where, "copy the file again")

@@ -55,8 +55,8 @@ def read_model(folder: Path) -> tuple[Shape, dict[str, Any]]:
     """(the shape of the run's model, the config.json that it came with or {}). DataError when model.json is damaged."""
     try:
         value = read_json(folder / MODEL)
-        return shape_from_json(value["shape"]), value["config"] or {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return shape_from_json(value["shape"]), dict(value["config"] or {})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError, CheckpointError) as error:
         raise DataError(f"{MODEL} cannot be read: {error}", str(folder / MODEL), "import the model again") from error
 
 

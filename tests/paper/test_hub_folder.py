@@ -1,0 +1,174 @@
+"""Every key of config.json and every field of a safetensors header: implemented, known to be harmless, or refused by name."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.data.chat import ChatTokenizer
+from lockstep.data.tokens import Tokenizer
+from lockstep.errors import CheckpointError, DataError, LockstepError
+from lockstep.models import hub, pretrained
+from lockstep.models.llama import Scaling, Shape, build
+
+CPU = torch.device("cpu")
+SHAPE = Shape(300, 16, 2, 2, 1, 8, 24, context=64, rope_scaling=Scaling(4.0, 1.0, 4.0, 32))
+ODD: list[Any] = [
+    None, True, False, -1, 0, 1, 7, 10**9, 10**40, 1.5, -0.5, math.nan, math.inf, "", "x", "1", [], [1], ["x"], [None], {}, {"x": 1},
+]  # fmt: skip
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with its tokenizer."""
+    torch.set_num_threads(1)
+    path = tmp_path_factory.mktemp("hub") / "small"
+    hub.write_hub(path, SHAPE, dict(build(SHAPE, device=CPU, seed=1).named_parameters()))
+    Tokenizer.train_on_documents(["a cat"] * 3, vocabulary=300, min_frequency=1).save_for_llama(path)
+    (path / "generation_config.json").unlink()
+    return path
+
+
+def with_config(folder: Path, to: Path, config: dict[str, Any]) -> Path:
+    """The folder again with another config.json."""
+    to.mkdir(exist_ok=True)
+    for path in folder.iterdir():
+        if path.name != hub.CONFIG and not (to / path.name).exists():
+            (to / path.name).symlink_to(path)
+    (to / hub.CONFIG).write_text(json.dumps(config))
+    return to
+
+
+def logits(folder: Path) -> torch.Tensor:
+    loaded = pretrained.load(folder, device=CPU)
+    ChatTokenizer.load(loaded.tokenizer, loaded.config)
+    with torch.no_grad():
+        found: torch.Tensor = loaded.model(torch.arange(50)[None])
+    return found
+
+
+def test_odd_values_in_every_key_of_a_config_are_refused_or_change_nothing(folder: Path, tmp_path: Path) -> None:
+    """A value of the right type may be another model; then its logits are finite, and the key is one that is read."""
+    config = json.loads((folder / hub.CONFIG).read_text())
+    right = logits(folder)
+    inner = [("rope_scaling", key) for key in [*config["rope_scaling"], "rope_theta", "partial_rotary_factor", "unknown"]]
+    keys = [(key,) for key in sorted({*hub.READ, *hub.PLAIN, *hub.HARMLESS, *config, "layer_types", "unknown"})]
+    refused = 0
+    for path in [*keys, *inner]:
+        for value in ODD if path[0] not in hub.HARMLESS or path[0] == "eos_token_id" else ODD[6:16:3]:
+            changed = json.loads(json.dumps(config))
+            (changed if len(path) == 1 else changed[path[0]])[path[-1]] = value
+            try:
+                found = logits(with_config(folder, tmp_path / "odd", changed))
+            except (CheckpointError, DataError) as error:
+                refused += 1
+                assert error.what and error.where and error.hint, (path, value)
+                assert path[-1] in str(error) or path[-1] in hub.READ, (path, value, str(error))
+                continue
+            assert torch.isfinite(found).all(), (path, value)
+            assert path[0] in hub.READ or torch.equal(found, right), (path, value)
+            assert path[0] not in hub.PLAIN or value is None or value == hub.PLAIN[path[0]]
+            assert value is None or path[-1] not in ("unknown", "layer_types") or value == []
+    assert refused > 400
+
+
+@pytest.mark.parametrize("content", ["[]", "5", "{", '{"a":' * 5000, '{"vocab_size": ' + "9" * 5000 + "}", "\xff"])
+def test_a_config_that_is_no_object_is_refused(folder: Path, tmp_path: Path, content: str) -> None:
+    bad = with_config(folder, tmp_path / "bad", {})
+    (bad / hub.CONFIG).write_bytes(content.encode("latin-1"))
+    with pytest.raises(CheckpointError):
+        logits(bad)
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"model_type": "mistral", "sliding_window": 16}, "model_type is"),
+        ({"sliding_window": 16}, "sliding_window is 16"),
+        ({"rope_theta": 0}, "rope_theta is 0"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps is NaN"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
+        ({"residual_multiplier": 0.22}, "residual_multiplier is 0.22"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, 'scaled by rope_type "yarn"'),
+        ({"rope_scaling": LLAMA_3, "rope_parameters": {"rope_theta": 5.0}}, "rope_parameters has rope_theta 5.0"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(folder: Path, tmp_path: Path, more: dict[str, Any], says: str) -> None:
+    config = json.loads((folder / hub.CONFIG).read_text()) | more
+    with pytest.raises(CheckpointError) as caught:
+        hub.open_hub(with_config(folder, tmp_path / "bad", config))
+    assert says in caught.value.what
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "scaling beside parameters": {"rope_parameters": {"rope_type": "default", "rope_theta": 20_000.0}, "rope_scaling": LLAMA_3},
+    "scaling beside a type alone": {"rope_parameters": {"rope_type": "default"}, "rope_scaling": LLAMA_3},
+    "parameters alone": {"rope_parameters": LLAMA_3 | {"rope_theta": 5_000.0}, "rope_scaling": None},
+    "parameters without a base": {"rope_parameters": LLAMA_3, "rope_scaling": None},
+    "a base inside the scaling": {"rope_scaling": LLAMA_3 | {"rope_theta": 5_000.0}},
+    "the old word for the type": {"rope_scaling": {"type": "default"}},
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_rotary_positions_are_those_of_transformers(folder: Path, tmp_path: Path, name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = json.loads((folder / hub.CONFIG).read_text()) | {"rope_theta": 20_000.0} | ROPES[name]
+    changed = with_config(folder, tmp_path / "rope", config)
+    right = transformers.LlamaForCausalLM.from_pretrained(changed, dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(logits(changed), right(torch.arange(50)[None]).logits, rtol=0, atol=1e-4)
+
+
+def test_odd_values_in_every_field_of_a_header_are_refused(folder: Path, tmp_path: Path) -> None:
+    content = (folder / hub.WHOLE).read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
+    name = "model.norm.weight"
+    begin, end = header[name]["data_offsets"]
+    other = next(entry["data_offsets"] for key, entry in header.items() if key != name and entry.get("shape") == [16])
+    offsets = [[end, begin], [-begin, end], [begin - 64, end - 64], [begin, end + 4], [float(begin), float(end)], [begin], other, [0, 0]]
+    cases: list[Any] = [
+        *({**header, name: {**header[name], "data_offsets": value}} for value in [*ODD, *offsets]),
+        *({**header, name: {**header[name], "dtype": value}} for value in ODD),
+        *({**header, name: {**header[name], "shape": value}} for value in [*ODD, [16.0], [-16], [-4, -4], [True, 16], [4, 4]]),
+        *({**header, name: value} for value in ODD),
+        *({**header, "__metadata__": value} for value in ODD if value != {}),
+        *ODD,
+    ]
+    for number, case in enumerate(cases):
+        text = json.dumps(case).encode()
+        bad = tmp_path / f"{number}.safetensors"
+        bad.write_bytes(len(text).to_bytes(8, "little") + text + data)
+        with pytest.raises(LockstepError) as caught:
+            hub.matched(hub.places_in(bad), SHAPE, tmp_path)
+        assert isinstance(caught.value, CheckpointError) and caught.value.where and caught.value.hint, case
+    for text in (b'{"a":' * 5000, b'{"a": ' + b"9" * 5000 + b"}", b'{"a": {}, "a": {}}'):
+        bad = tmp_path / "odd.safetensors"
+        bad.write_bytes(len(text).to_bytes(8, "little") + text)
+        with pytest.raises(CheckpointError, match="no header"):
+            hub.places_in(bad)
+
+
+def test_a_damaged_shape_of_a_run_is_refused(folder: Path, tmp_path: Path) -> None:
+    pretrained.import_hub(folder, tmp_path / "run")
+    about = json.loads((tmp_path / "run" / pretrained.MODEL).read_text())
+    for key in about["shape"]:
+        for value in (-1, 0, math.nan, "x", [], {"x": 1}, 10**9 if key not in ("context", "rope_base") else True):
+            if key == "tied" and not value:
+                continue
+            (tmp_path / "run" / pretrained.MODEL).write_text(json.dumps(about | {"shape": {**about["shape"], key: value}}))
+            with pytest.raises(LockstepError):
+                pretrained.load(tmp_path / "run", device=CPU)
