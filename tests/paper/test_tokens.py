@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.data import cldr
-from lockstep.data.tokens import BEGIN, END, PAD, SPECIALS, UNKNOWN, Tokenizer
+from lockstep.data.tokens import BEGIN, END, LONGEST_WORD, PAD, SPECIALS, UNKNOWN, WORDS_OF_DOCUMENTS, Tokenizer, with_short_words
 from lockstep.errors import DataError
 
 ALL = "[PAD] [BEGIN] [END] [UNKNOWN]"
@@ -134,3 +134,13 @@ def test_a_missing_or_foreign_tokenizer_is_a_data_error(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(DataError, match=r"\[CLS\]"):
         Tokenizer.load(tmp_path / "tokenizer.json")
+
+
+def test_a_very_long_word_does_not_slow_the_training_of_a_tokenizer() -> None:
+    """Merges learned from the whole of these take minutes."""
+    words = "".join(random.Random(1).choices("abcdefghij", k=1_000_000))
+    texts = ["some text here\n" * 50, words, " " * 300_000, "short " * 10]
+    found = Tokenizer.train_on_documents(texts, vocabulary=2000, min_frequency=2)
+    assert found.decode(found.encode([words[:2000]])) == [words[:2000]]
+    texts = ["some text here\n" * 50, "x" * LONGEST_WORD, "=" * LONGEST_WORD + "\n" * LONGEST_WORD]
+    assert list(with_short_words(texts, WORDS_OF_DOCUMENTS)) == texts

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -38,6 +39,9 @@ CHAT_TEMPLATE = (
     "<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n{{ message['content'] | trim }}<|eot_id|>"
     "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
+
+LONGEST_WORD = 1_000  # letters of a word that merges are learned from: each merge looks at the whole of the words that it is in
+LONG_RUN = re.compile(rf"\S{{{LONGEST_WORD},}}|\s{{{LONGEST_WORD},}}")
 
 
 class Tokenizer:
@@ -86,7 +90,7 @@ class Tokenizer:
             trainer = trainers.WordLevelTrainer(
                 vocab_size=vocabulary, min_frequency=min_frequency, special_tokens=SPECIALS, show_progress=False
             )
-        inner.train_from_iterator(texts, trainer)
+        inner.train_from_iterator(with_short_words(texts, WORDS), trainer)
         return cls(inner)
 
     @classmethod
@@ -112,7 +116,7 @@ class Tokenizer:
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        inner.train_from_iterator(texts, trainer)
+        inner.train_from_iterator(with_short_words(texts, WORDS_OF_DOCUMENTS), trainer)
         return cls(inner)
 
     def save_for_llama(self, folder: Path) -> None:
@@ -151,3 +155,12 @@ class Tokenizer:
         """Text of each row, PAD, BEGIN and END left out. [UNKNOWN] stays, so that a hole in a translation shows."""
         texts = self._inner.decode_batch([[i for i in row if i > END] for row in rows], skip_special_tokens=False)
         return [text.removeprefix(" ") for text in texts] if self._joins_words else texts
+
+
+def with_short_words(texts: Iterable[str], words: str) -> Iterator[str]:
+    """The texts, of words of more than LONGEST_WORD letters the beginning alone. `words`: the pattern of the pre-tokenizer."""
+    split = pre_tokenizers.Split(tokenizers.Regex(words), "isolated")
+    for text in texts:
+        if LONG_RUN.search(text):
+            text = "".join(piece[:LONGEST_WORD] for piece, _ in split.pre_tokenize_str(text))
+        yield text
