@@ -1,32 +1,26 @@
 """The tokenizer that comes with a pretrained model: text to ids and back, the form of a chat, the ids that end an answer.
 
 The files are Hugging Face's: tokenizer.json (read by `tokenizers`), tokenizer_config.json, chat_template.jinja,
-generation_config.json. A chat template is a program by a stranger: it runs in jinja's sandbox, sees the messages and
-the names of special tokens, and can reach nothing else.
+generation_config.json. A chat template is a program by a stranger: it runs in a process of its own (template.py), sees
+the messages, the tools and the names of special tokens, and can reach nothing else.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
 import tokenizers
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from lockstep.data.template import TemplateError, renderer
 from lockstep.errors import DataError
 from lockstep.files import read_json, read_text
 
-Message = Mapping[str, str]  # {"role": "user", "content": "Hello"}
-
-# A tag of transformers' own around what the model is to learn; here a block like any other, with the same spaces around it.
-ANSWER, END_OF_ANSWER = (re.compile(r"(\{%[-+]?\s*)" + word + r"(\s*[-+]?%\})") for word in ("generation", "endgeneration"))
+Message = Mapping[str, Any]  # {"role": "user", "content": "Hello"}, and what else the template writes: tool_calls, name
 
 
 @dataclass(frozen=True)
@@ -67,35 +61,35 @@ class ChatTokenizer:
         ids: list[int] = self.inner.encode(text).ids
         return ids
 
-    def encode_chat(self, messages: Sequence[Message], *, now: Callable[[], datetime] = datetime.now) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Message], *, now: Callable[[], datetime] = datetime.now, tools: Sequence[Any] | None = None
+    ) -> list[int]:
         """Ids of a chat up to where the answer begins."""
-        ids: list[int] = self.inner.encode(self.render(messages, now=now), add_special_tokens=False).ids
+        ids: list[int] = self.inner.encode(self.render(messages, now=now, tools=tools), add_special_tokens=False).ids
         return ids
 
-    def render(self, messages: Sequence[Message], *, answer: bool = True, now: Callable[[], datetime] = datetime.now) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        answer: bool = True,
+        now: Callable[[], datetime] = datetime.now,
+        tools: Sequence[Any] | None = None,
+    ) -> str:
         """The chat as the template writes it; with `answer`, up to where the answer begins. DataError when it fails."""
         where = f"the chat template in {self.folder}"
         if not self.template:
             raise DataError("the tokenizer has no chat template", str(self.folder), "leave --chat out, or put a chat_template.jinja there")
-        given = {"messages": [dict(message) for message in messages], "add_generation_prompt": answer, "tools": None, **self.specials}
+        given = {"messages": [dict(message) for message in messages], "add_generation_prompt": answer, "tools": tools, **self.specials}
         try:
-            return compiled(self.template).render(given | {"strftime_now": lambda form: now().strftime(form)})
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            return renderer.render(self.template, given, now())
+        except TemplateError as error:
             raise DataError(f"the chat cannot be written: {error}", where, "see which roles and orders of messages it accepts") from error
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some ids, special tokens left out."""
         text: str = self.inner.decode(list(ids), skip_special_tokens=True)
         return text
-
-
-@lru_cache(maxsize=8)
-def compiled(template: str) -> jinja2.Template:
-    """A chat template, ready to be rendered, in the sandbox."""
-    room = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    room.filters["tojson"] = to_json
-    room.globals["raise_exception"] = complain
-    return room.from_string(END_OF_ANSWER.sub(r"\1endif\2", ANSWER.sub(r"\1if true\2", template)))
 
 
 def template_in(folder: Path, said: Mapping[str, Any]) -> str:
@@ -127,12 +121,3 @@ def spelled(token: Any) -> str:
     """A special token, which tokenizer_config.json writes as a word or as an object; "" for what is none (add_bos_token: true)."""
     word = token.get("content") if isinstance(token, dict) else token
     return word if isinstance(word, str) else ""
-
-
-def to_json(value: Any, indent: int | None = None) -> str:
-    """jinja's own escapes HTML, which is no part of a prompt."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def complain(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)

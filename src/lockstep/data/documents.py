@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from lockstep import config
 from lockstep.errors import ConfigError, DataError
@@ -140,12 +140,23 @@ def read_file(path: Path, column: str) -> Iterator[Document]:
             yield Document(where, text_in(text, column, where))
 
 
+def json_in(line: str | bytes, where: str) -> Any:
+    """The value in a line of JSON. DataError when it is none, or holds half of a character (a lone surrogate)."""
+    try:
+        text = line if isinstance(line, str) else line.decode()
+        found = json.loads(text)
+        if "\\ud" in text.lower():
+            json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"a lone surrogate, which is half of a character: {error.object[error.start]!r}", where, "remove it") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"this is no JSON: {error}", where, "one object a line") from None
+    return found
+
+
 def text_in(line: str, column: str, where: str) -> str:
     """The text in a line of JSON."""
-    try:
-        found = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"this is no JSON: {error}", where, "one object a line") from None
+    found = json_in(line, where)
     text = found.get(column) if isinstance(found, dict) else None
     if not isinstance(text, str):
         has = ", ".join(map(str, found)) if isinstance(found, dict) else type(found).__name__

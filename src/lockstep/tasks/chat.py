@@ -30,7 +30,7 @@ def open_tuning(run: Run, folder: Path, world: World) -> Language:
 
 def prepare(run: Run, folder: Path) -> None:
     """For the leader: tokenizer and streams of the run's chats."""
-    said = (m["content"] for split, chat in chats(run.data, Counter()) if split == "train" for m in chat.messages)
+    said = (m.get("content") or "" for split, chat in chats(run.data, Counter()) if split == "train" for m in chat.messages)
     tokenizer = with_template(tokenizer_of(run, folder, said), folder / TOKENIZER)
 
     def samples(left_out: Counter[str]) -> Iterator[data.Sample]:

@@ -13,14 +13,15 @@ import torch
 
 from lockstep.agree import gather
 from lockstep.config import Run
-from lockstep.data.chats import CHATTED
+from lockstep.data.chat import ChatTokenizer
+from lockstep.data.chats import last_answer
 from lockstep.data.llama import Prepared
 from lockstep.data.rows import IGNORED, PackedRows, batch_of, window
 from lockstep.data.stream import Ints, Stream
 from lockstep.errors import UsageError
 from lockstep.models.decode import Decoder
 from lockstep.models.pretrained import Pretrained, load
-from lockstep.sample import continuations
+from lockstep.sample import CONTEXT_TOKENS, Text, continuations
 from lockstep.tasks.exam import Question, Result
 from lockstep.units import show_count
 from lockstep.world import World
@@ -69,7 +70,8 @@ class LlamaExam:
                 losses[number] = loss_of(loaded, rows, device)
         chats = self.data.records(asked.split) if self.run.task == "sft" else []
         chosen = chats[:most] if most else chats
-        answers = answered(loaded, self.data, chosen, world, stopped) if chosen else {}
+        questions = [last_answer(self.data.tokenizer, chat) for chat in chosen]
+        answers = answered(loaded, self.data.tokenizer, questions, world, stopped) if chosen else {}
         heard = gather(world, {"losses": list(losses.items()), "answers": list(answers.items()), "stopped": stopped()})
         if any(one["stopped"] for one in heard):
             return None
@@ -87,10 +89,10 @@ class LlamaExam:
         samples: list[str] = []
         if self.run.task == "sft":
             found = {row: text for one in heard for row, text in one["answers"]}
-            right = [str(chat["messages"][-1]["content"]).strip() for chat in chosen]
+            right = [told(self.data.tokenizer, *question) for question in questions]
             record |= {
                 "chats": len(chosen),
-                "exact_match": sum(found[i].strip() == text for i, text in enumerate(right)) / max(1, len(right)),
+                "exact_match": sum(found[i] == text for i, text in enumerate(right)) / max(1, len(right)),
             }
             samples = list(shown(chosen, found, right))
         else:
@@ -145,12 +147,14 @@ def loss_of(loaded: Pretrained, rows: list[tuple[Ints, Ints, Ints]], device: tor
 
 
 def answered(
-    loaded: Pretrained, data: Prepared, chats: Sequence[dict[str, Any]], world: World, stopped: Callable[[], str]
+    loaded: Pretrained,
+    tokenizer: ChatTokenizer,
+    questions: Sequence[tuple[list[int], list[int]]],
+    world: World,
+    stopped: Callable[[], str],
 ) -> dict[int, str]:
-    """This process's share of the greedy answers to the chats' last messages, by the chats' numbers."""
-    prompts = [data.tokenizer.encode_chat(chat["messages"][:-1], now=lambda: CHATTED) for chat in chats]
-    right = [data.tokenizer.inner.encode(chat["messages"][-1]["content"], add_special_tokens=False).ids for chat in chats]
-    order = sorted(range(len(chats)), key=lambda i: (len(prompts[i]), i))
+    """This process's share of the greedy answers to prompts, by their numbers. `questions`: (prompt, right answer)."""
+    order = sorted(range(len(questions)), key=lambda i: (len(questions[i][0]), i))
     found: dict[int, str] = {}
     decoder = Decoder(loaded.model)
     for number, first in enumerate(range(0, len(order), ROWS)):
@@ -158,11 +162,17 @@ def answered(
             continue
         batch = order[first : first + ROWS]
         texts = ["" for _ in batch]
-        tokens = max(len(right[i]) for i in batch) + 8  # a longer answer is wrong anyway
-        for row, text in continuations(decoder, data.tokenizer, [prompts[i] for i in batch], tokens=tokens):
+        tokens = max(len(questions[i][1]) for i in batch) + 8  # a longer answer is wrong anyway
+        for row, text in continuations(decoder, tokenizer, [questions[i][0] for i in batch], tokens=tokens):
             texts[row] += text
         found |= dict(zip(batch, texts, strict=True))
     return found
+
+
+def told(tokenizer: ChatTokenizer, prompt: Sequence[int], answer: Sequence[int]) -> str:
+    """The text of an answer, as it would be told if the model wrote these ids."""
+    text = Text(tokenizer, prompt[-CONTEXT_TOKENS:])
+    return "".join([*map(text.add, answer), text.close()])
 
 
 def shown(chats: Sequence[dict[str, Any]], found: dict[int, str], right: Sequence[str], count: int = 6) -> Iterator[str]:
@@ -170,4 +180,6 @@ def shown(chats: Sequence[dict[str, Any]], found: dict[int, str], right: Sequenc
     for i in range(0, len(chats), max(1, -(-len(chats) // count))):
         yield ""
         yield f"  {chats[i]['messages'][-2]['content'] if len(chats[i]['messages']) > 1 else ''}"
-        yield f"  > {found[i].strip()}" + ("" if found[i].strip() == right[i] else f"   (right: {right[i]})")
+        same = found[i].strip() == right[i].strip() and found[i] != right[i]  # spaces differ, and must be seen
+        shown_right = repr(right[i]) if same else right[i].strip()
+        yield f"  > {repr(found[i]) if same else found[i].strip()}" + ("" if found[i] == right[i] else f"   (right: {shown_right})")
