@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -24,14 +24,16 @@ from torch import nn
 
 from lockstep.agree import Verdict, Vote, agree, differing, gather
 from lockstep.checkpoint.keeper import Keeper
-from lockstep.checkpoint.state import bare, kind_of
+from lockstep.checkpoint.state import bare, capture, kind_of, shown
+from lockstep.data.order import mix
 from lockstep.errors import FencedError, PeersLostError, UsageError
 from lockstep.events import note
 from lockstep.failures import plainly
 from lockstep.membership.fault import FaultyBoard, flip_bit
 from lockstep.membership.handover import StatesDiffer, hand_over, roles
+from lockstep.numerics import seed_generators
 from lockstep.parallel.apply import Held
-from lockstep.parallel.replicate import Replica
+from lockstep.parallel.replicate import Replica, digest_of, words_of
 from lockstep.parallel.shard import ShardedReplica
 from lockstep.signals import Signals, Stopped
 from lockstep.track import BackgroundTracker, Tracker
@@ -41,6 +43,7 @@ from lockstep.world import World
 log = logging.getLogger("lockstep")
 
 WEIGHTS, STATE = "weights", "weights or optimizer state"  # what is compared: at a vote, and before a save
+IN_A_ROW = 3  # divergences after which the loop itself is at fault
 LINGER_S = 1.0  # who leaves may hold the store over which the others form their group
 
 
@@ -49,6 +52,38 @@ class Drained(SystemExit):
 
     def __init__(self) -> None:
         super().__init__(0)
+
+
+@dataclass
+class Divergence:
+    """How often in a row replicas were found to differ after the first update since a worker took the state of the others.
+
+    A bit may flip then once. Three times in a row, with no generation of a new worker in between that was alike after its first update, is
+    the loop's own doing. All members of a generation have the same count: it is told when the generation forms.
+    """
+
+    count: int = 0
+    generation: int = -1
+    first_step: int = 0  # of the generation
+    proven: bool = False  # all were alike after an update of this generation
+    joined: bool = False  # the generation has a new worker
+
+    def enter(self, world: World, step: int) -> None:
+        """The world may be in a new generation, whose first step is `step`."""
+        if self.generation != world.generation:
+            self.count = max((int(one.get("diverged", 0)) for one in world.standings), default=0)
+            self.generation, self.first_step, self.proven = world.generation, step, False
+            self.joined = bool(roles(world.standings)[2]) if world.standings else False
+
+    def passed(self, step: int) -> None:
+        """All are alike after `step` steps."""
+        if step > self.first_step and not self.proven:
+            self.proven = True
+            self.count = 0 if self.joined else self.count
+
+    def failed(self, step: int) -> None:
+        """Some differ after `step` steps."""
+        self.count += step > self.first_step and not self.proven
 
 
 class Team:
@@ -112,6 +147,7 @@ class Team:
         self.verdict = Verdict(0.0)
         self.leaving = False
         self.alike_at = -1  # the newest step after which all were found alike
+        self.divergence = Divergence()
         if keeper and verify_every:
             keeper.alike = self.alike
         if world.membership:
@@ -146,7 +182,7 @@ class Team:
 
     def micro_batches(self, step: int) -> Iterator[int]:
         """Collective. The numbers of this replica's micro-batches of `step`, until the step's gradient is whole and agreed."""
-        self.world.standing = {"at": "step", "step": step, "verdict": asdict(self.verdict)}
+        self.world.standing = self._standing(step)
         if self.stops and self.verdict.stop:
             self._stop(step)
         if self.verdict.regroup and self.world.membership:
@@ -154,6 +190,7 @@ class Team:
         self.world.ledger.switch("training", time.monotonic())
         while True:
             voted, began_s = False, time.monotonic()
+            self.divergence.enter(self.world, step)
             try:
                 if self.rehearses and isinstance(self.replica, Replica):
                     self.rehearses = False  # not when the step is done again: some have rehearsed by then, others have not
@@ -169,10 +206,12 @@ class Team:
                 voted = True
                 verdict = agree(self.world, vote, told=self.replica.told(self.world.size), unit=self.replica.unit)
                 if not verdict.differ:
-                    self.alike_at = step if vote.digest else self.alike_at
+                    if vote.digest:
+                        self._found_alike(step)
                     self._name_culprits(step)
                     return self._commit(step, verdict)
                 voted = False
+                self._refuse_divergence(step)
                 self._throw_out(step, verdict.differ, verdict.digests, WEIGHTS)
                 why = "replicas differ"
             except Exception as error:
@@ -218,7 +257,12 @@ class Team:
         self.verdict = verdict
         if self.keeper:
             self.keeper.moved_on()
-        self.world.standing = {"at": "step", "step": step + 1, "verdict": asdict(verdict)}
+        self.world.standing = self._standing(step + 1)
+        # What is drawn from here on is the same on all replicas, whichever micro-batch they did last.
+        seed_generators(mix(self.replica.seed, step, self.replica.leaves) >> 1, self.world.device)
+
+    def _standing(self, step: int) -> dict[str, Any]:
+        return {"at": "step", "step": step, "verdict": asdict(self.verdict), "diverged": self.divergence.count}
 
     def wants(self) -> str:
         """The signal with which this worker wants the run to stop; "" for none, also when only its host is to be taken away."""
@@ -248,17 +292,48 @@ class Team:
             return True
         try:
             digests = gather(world, self._digest(STATE))
+            differ = differing(digests, unit)
+            if differ:
+                self._refuse_divergence(step)
         except Exception as error:
             if not world.lost(error):
                 raise
             error.__traceback__ = None  # it holds the broken group
             return False
-        differ = differing(digests, unit)
         if not differ:
-            self.alike_at = step
+            self._found_alike(step)
             return True
         self._throw_out(step, differ, digests, STATE)
         return False
+
+    def _found_alike(self, step: int) -> None:
+        self.alike_at = step
+        self.divergence.passed(step)
+
+    def _refuse_divergence(self, step: int) -> None:
+        """Collective. UsageError when the replicas differ again, after all of them had taken the same state: no bit has flipped then."""
+        again = [path for path, found in self.suspects if found["step"] == step]
+        self.divergence.failed(step)
+        self.world.standing = self.world.standing | {"diverged": self.divergence.count}
+        if not again and self.divergence.count < IN_A_ROW:
+            return
+        names = self._differing_tensors()
+        for path in again:
+            path.unlink(missing_ok=True)
+        raise UsageError(
+            f"the replicas differ again before step {step + 1}, after all of them had taken the same state: {shown(names)}",
+            "the digest of each tensor on each worker",
+            "the update must be the same on every worker: no data, state or rank that differs, random numbers only from the global "
+            "generators of torch, NumPy or random, and as many on each worker. Where one host alone differs, test its memory",
+        )
+
+    def _differing_tensors(self) -> list[str]:
+        """Collective. The names of the tensors in the state that are not the same on all replicas."""
+        replica, unit = self.replica, self.replica.unit
+        model = replica.model if isinstance(replica, Replica) else replica.held.named
+        state = self.keeper.capture() if self.keeper else capture(model)
+        digests = gather(self.world, {name: str(digest_of([tensor], [words_of(tensor)])) for name, tensor in state.items()})
+        return [name for name in state if len({one.get(name) for one in digests[self.world.rank % unit :: unit]}) > 1]
 
     def _digest(self, what: str) -> int:
         """64 bits over WEIGHTS or STATE of this replica."""
@@ -282,7 +357,7 @@ class Team:
             world.condemn(f"{what}, and {how}", {"step": step, "what": what_differs, "digests": told})
             if self.keeper:
                 self.keeper.store.go_back(self.alike_at if self.alike_at >= 0 else max(0, step - self.verify_every))
-            raise FencedError(f"{what}, and {how}", "a bit has flipped in one of them", "the same command goes on")
+            raise FencedError(f"{what}, and {how}", "a bit has flipped in one of them, or their updates differ", "the same command goes on")
         log.error("%s from those of the others: a bit has flipped there", what)
         if world.rank in differ:
             raise FencedError(what, "a bit has flipped here", "this worker is started anew and takes the state of the others")

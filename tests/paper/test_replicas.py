@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +12,8 @@ from lockstep.agree import Vote, decide, differing
 from lockstep.membership.arbiter import Arbiter, Member, Record
 from lockstep.membership.handover import roles
 from lockstep.membership.protocol import Joiner, Limits, Report, View, newcomers, next_generation
+from lockstep.team import Divergence
+from lockstep.world import World
 
 
 def member(number: int, host: str = "h") -> Member:
@@ -62,6 +65,24 @@ def test_a_difference_is_one_at_the_same_place_of_another_replica() -> None:
     assert differing([1, 2, None, None, 9, 2], 2) == (0, 1, 4, 5) and differing([None, 1, None], 1) == differing([None], 1) == ()
     verdict = decide([Vote([], digest=digest) for digest in (1, 2, 1, 9, 1, 2)], unit=2)
     assert verdict.differ == (3,) and verdict.digests == (1, 2, 1, 9, 1, 2)
+
+
+def test_three_divergences_in_a_row_of_workers_that_took_the_same_state_are_the_loops_own() -> None:
+    """Each time: the others go on alone and are alike, a new worker takes their state, and differs after one update."""
+    world = World(0, 4, 0, 4, "here", torch.device("cpu"))
+    divergence = Divergence()
+    for turn, step in enumerate((0, 10, 20, 30, 40)):
+        world.generation, world.standings = 2 * turn, [{"step": step, "diverged": divergence.count}, {"step": -1}]
+        divergence.enter(world, step)
+        divergence.passed(step)  # the state as it was taken: no update yet
+        assert not divergence.proven
+        if healthy := turn == 2:
+            divergence.passed(step + 1)
+        divergence.failed(step + 1)
+        assert divergence.count == (0 if healthy else turn + 1 if turn < 2 else turn - 2)
+        world.generation, world.standings = 2 * turn + 1, [{"step": step + 1, "diverged": divergence.count}] * 3
+        divergence.enter(world, step + 1)
+        divergence.passed(step + 2)  # without the one that differed, which says nothing of it
 
 
 def test_state_comes_from_those_who_stand_at_the_same_step() -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import re
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lockstep.errors import UsageError
 from lockstep.parallel.replicate import Replica
@@ -274,3 +277,76 @@ ODD = {
 def test_parameters_that_cannot_be_summed_or_saved_are_refused_by_name(right: str) -> None:
     with pytest.raises(UsageError, match=re.escape(right)):
         Replica(ODD[right](), micro_batches=2)
+
+
+# Data and random numbers.
+
+
+def noisy(world: World) -> list[str]:
+    """Digest of the weights after steps with noise from each global generator, drawn within the loop and after it."""
+    model, seen = Branches(), []
+    with Team(world, model, micro_batches=5) as team:
+        for step in range(4):
+            for _ in team.micro_batches(step):
+                x = torch.randn(3, 4) + torch.from_numpy(np.random.randn(3, 4)).float() + random.random()
+                team.backward(team(x))
+            with torch.no_grad():
+                for p in model.parameters():
+                    assert p.grad is not None
+                    p -= 0.1 * p.grad + 0.01 * torch.randn(p.shape) + 0.01 * float(np.random.rand()) + 0.01 * random.random()
+            seen.append(digest(dict(model.named_parameters())))
+    return seen
+
+
+def test_noise_on_data_and_gradients_has_the_same_bits_on_1_to_3_workers() -> None:
+    found = [rank for size in (1, 2, 3) for rank in run_ranks(noisy, size)]
+    assert all(rank == found[0] for rank in found) and len(set(found[0])) == 4
+
+
+def unkeyed(world: World, habit: str) -> str:
+    """What the first step of a loop is refused with whose data do not follow from the step and the micro-batch."""
+    points = torch.arange(64.0).view(16, 4)
+    if habit == "an unseeded data set":
+        points = torch.rand(16, 4, generator=torch.Generator().manual_seed(world.rank))
+    batches = iter(DataLoader(points, batch_size=2))  # type: ignore[arg-type]
+    ahead = next(batches)
+    with Team(world, Branches(), micro_batches=4) as team:
+        try:
+            for k in team.micro_batches(0):
+                if habit == "a DataLoader":
+                    x = next(batches)
+                elif habit == "a prefetched batch":
+                    x, ahead = ahead, next(batches)
+                elif habit == "a generator of the rank":
+                    x = torch.rand(2, 4, generator=torch.Generator().manual_seed(10 * world.rank + k))
+                else:
+                    x = points[2 * k : 2 * k + 2]
+                team.backward(team(x))
+        except (UsageError, RuntimeError) as error:
+            return str(error)
+    return "accepted"
+
+
+def all_unkeyed(world: World, habits: list[str]) -> list[str]:
+    return [unkeyed(world, habit) for habit in habits]
+
+
+def test_data_that_do_not_follow_from_the_micro_batch_are_refused() -> None:
+    for habit in ("a DataLoader", "a prefetched batch"):
+        assert "the loss of micro-batch 0 of step 0 is 0." in run_ranks(unkeyed, 1, habit)[0]
+    for texts in run_ranks(all_unkeyed, 2, ["a generator of the rank", "an unseeded data set"]):
+        assert all("is not the same on all workers: " in text and " on rank 1" in text for text in texts), texts
+    assert run_ranks(unkeyed, 2, "none") == ["accepted"] * 2
+
+
+def counts_in_a_buffer(world: World) -> int:
+    """How many micro-batches of one step a buffer has counted."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with Team(world, model, micro_batches=2) as team:
+        for k in team.micro_batches(0):
+            team.backward(team(torch.ones(3, 4) * k).sum())
+    return int(model[1].num_batches_tracked)  # type: ignore[arg-type]
+
+
+def test_the_rehearsal_of_a_micro_batch_leaves_no_trace_in_buffers() -> None:
+    assert run_ranks(counts_in_a_buffer, 1) == [2]

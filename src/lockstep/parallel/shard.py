@@ -32,6 +32,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from lockstep.data.order import mix
 from lockstep.errors import PeersLostError, UsageError
 from lockstep.membership.board import Board
+from lockstep.numerics import seed_generators
 from lockstep.optim import row_norms
 from lockstep.parallel.apply import Held
 from lockstep.parallel.ordered import Part, Span, Tree, exchange, runs, share
@@ -199,7 +200,7 @@ class ShardedReplica:
                 raise PeersLostError(why, "ShardedReplica.micro_batches")
             for p in self._sharded:
                 p.grad = None
-            torch.manual_seed(mix(self.seed, step, self._turn.k) >> 1)
+            seed_generators(mix(self.seed, step, self._turn.k) >> 1, self.parameters[0].device)
             if self._turn.last:
                 self.board.enter("reducing")
             yield self._turn.k
@@ -227,7 +228,7 @@ class ShardedReplica:
 
         def run(received: list[Tensor], part: int, micro: int) -> tuple[Tensor, ...]:
             k, inputs, named, narrow = self._waiting[micro]
-            torch.manual_seed(mix(self.seed, step, k, part * stage.stages + stage.number) >> 1)
+            seed_generators(mix(self.seed, step, k, part * stage.stages + stage.number) >> 1, self.parameters[0].device)
             with torch.autocast(kind, narrow, enabled=narrow is not None):
                 out: tuple[Tensor, ...] = module(received, part, inputs, named)
             return out

@@ -1,0 +1,51 @@
+"""Own loops under an agent: an error of one worker ends the run as that error, and what is unseeded is the same on all workers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.checkpoint.commands import digest_line
+
+LOOP = f"{Path(__file__).parents[1] / 'support' / 'loop_habits.py'}:train"
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_TMP", str(tmp_path))
+
+
+def trained(folder: Path, habit: str, workers: int, steps: int = 6) -> subprocess.CompletedProcess[str]:
+    """A training by `lockstep train`; its words and its code."""
+    words = ["--workers", str(workers), "--out", str(folder), "--habit", habit, "--steps", str(steps)]
+    command = [sys.executable, "-m", "lockstep", "train", LOOP, *words]
+    return subprocess.run(command, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
+
+
+def test_an_error_of_one_worker_is_the_first_failure_and_the_code_of_the_run(tmp_path: Path) -> None:
+    ended = trained(tmp_path / "run", "rank 1 calls loss.backward", 2, steps=1_000_000)
+    assert ended.returncode == 2, ended.stderr
+    last = ended.stderr[ended.stderr.index("UsageError") :]
+    assert last.startswith("UsageError: no gradient arrived for the 4 parameters in micro-batch 2 of step 2: team.backward was not called")
+    assert "lost" not in last and "Traceback" not in ended.stderr
+
+
+def test_replicas_that_differ_again_from_the_same_state_end_the_run_with_the_names_of_the_tensors(tmp_path: Path) -> None:
+    ended = trained(tmp_path / "run", "noise from a generator of each rank", 2)
+    assert ended.returncode == 2, ended.stderr
+    assert "UsageError: the replicas differ again before step 2" in ended.stderr and "model.1.weight" in ended.stderr
+    assert "model.0.weight" not in ended.stderr, "with equal gradients the first layer has not changed differently yet"
+    assert not list((tmp_path / "run" / "generations").glob("*.suspects.json"))
+
+
+def test_unseeded_data_and_weights_are_the_same_for_1_and_2_workers(tmp_path: Path) -> None:
+    digests = []
+    for workers in (1, 2):
+        ended = trained(tmp_path / str(workers), "none", workers)
+        assert ended.returncode == 0, ended.stderr
+        digests.append(digest_line(tmp_path / str(workers)))
+    assert digests[0] == digests[1]
