@@ -24,17 +24,18 @@ from torch import nn
 
 from lockstep.agree import Verdict, Vote, agree, differing, gather
 from lockstep.checkpoint.keeper import Keeper
-from lockstep.checkpoint.state import bare, capture, kind_of, shown
+from lockstep.checkpoint.state import bare, capture, kind_of, not_finite, shown
 from lockstep.data.order import mix
-from lockstep.errors import FencedError, PeersLostError, UsageError
+from lockstep.errors import DivergedError, FencedError, PeersLostError, UsageError
 from lockstep.events import note
 from lockstep.failures import plainly
 from lockstep.membership.fault import FaultyBoard, flip_bit
 from lockstep.membership.handover import StatesDiffer, hand_over, roles
 from lockstep.numerics import seed_generators
 from lockstep.parallel.apply import Held
-from lockstep.parallel.replicate import Replica, digest_of, words_of
+from lockstep.parallel.replicate import DIGEST_FACTOR, Replica, digest_of, words_of
 from lockstep.parallel.shard import ShardedReplica
+from lockstep.parallel.untrained import Buffer, Untrained
 from lockstep.signals import Signals, Stopped
 from lockstep.track import BackgroundTracker, Tracker
 from lockstep.units import show_seconds
@@ -42,7 +43,8 @@ from lockstep.world import World
 
 log = logging.getLogger("lockstep")
 
-WEIGHTS, STATE = "weights", "weights or optimizer state"  # what is compared: at a vote, and before a save
+# What is compared: trained weights and a slice of the rest at a vote, all weights at a member's first vote, all state before a save.
+WEIGHTS, ALL_WEIGHTS, STATE = "weights", "weights and buffers", "weights or optimizer state"
 IN_A_ROW = 3  # divergences after which the loop itself is at fault
 LINGER_S = 1.0  # who leaves may hold the store over which the others form their group
 
@@ -101,6 +103,10 @@ class Team:
                    before in any case, the optimizer's state with it
     rehearse       in the first step of a start, run micro-batch 0 twice on every worker. UsageError where its loss is not the same each
                    time: then the data or the random numbers do not follow from the step and the number of the micro-batch
+    on_nonfinite   a loss or gradient that is not finite: "raise" DivergedError before the update; "ignore" where infinite gradients are
+                   expected and skipped, as by a GradScaler
+    local_buffers  buffers that the forward pass changes (BatchNorm's statistics) are accepted: they are each worker's own, rank 0's are
+                   saved, and the bits depend on the number of workers
     """
 
     def __init__(
@@ -118,6 +124,8 @@ class Team:
         verify_every: int = 1,
         together: bool = False,
         rehearse: bool = True,
+        on_nonfinite: Literal["raise", "ignore"] = "raise",
+        local_buffers: bool = False,
     ) -> None:
         if keeper:
             refuse_another_keeper(keeper, world, model)
@@ -138,6 +146,10 @@ class Team:
             )
         # Not where this worker joins others: they would not rehearse with it, and a loop may have collectives of its own.
         self.rehearses = rehearse and world.fresh
+        self.model, self.local_buffers = model, local_buffers
+        self._trained, self.untrained = self.replica.parameters, untrained_of(model, local_buffers=local_buffers)
+        self.compare_all = True  # a member has come whose frozen weights nobody has compared yet
+        self.on_nonfinite = on_nonfinite
         self.squares: torch.Tensor | None = None
         self.replica.board = world.board
         if world.membership:
@@ -154,7 +166,7 @@ class Team:
             world.membership.wants = self.wants
         self.suspects = world.membership.arbiter.suspects() if world.membership else []
         if isinstance(world.board, FaultyBoard):
-            world.board.flip = partial(flip_bit, [p for p in self.replica.parameters if p.numel()])
+            world.board.flip = partial(flip_bit, [p for p in (*self.replica.parameters, *self.untrained.frozen) if p.numel()])
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """The model's forward pass."""
@@ -191,16 +203,21 @@ class Team:
         while True:
             voted, began_s = False, time.monotonic()
             self.divergence.enter(self.world, step)
+            compared = ALL_WEIGHTS if self.compare_all else WEIGHTS
+            buffers: dict[str, Buffer] = {}
             try:
                 if self.rehearses and isinstance(self.replica, Replica):
                     self.rehearses = False  # not when the step is done again: some have rehearsed by then, others have not
                     yield from self._rehearse(self.replica, step)
                 for k in self.replica.micro_batches(step):
+                    self._follow_what_is_trained()
+                    buffers = buffers or self.untrained.buffers()
                     self.board.enter("forward", step + 1)
                     yield k
                 self._refuse_another_loss(step)
+                self.untrained.refuse_changes(buffers, step)
                 self.squares = self.replica.squares()
-                vote = self._vote(step)
+                vote = self._vote(step, compared)
                 self.board.enter("voting")
                 self.board.collective()
                 voted = True
@@ -212,7 +229,7 @@ class Team:
                     return self._commit(step, verdict)
                 voted = False
                 self._refuse_divergence(step)
-                self._throw_out(step, verdict.differ, verdict.digests, WEIGHTS)
+                self._throw_out(step, verdict.differ, verdict.digests, compared)
                 why = "replicas differ"
             except Exception as error:
                 if not self.world.lost(error):
@@ -223,6 +240,14 @@ class Team:
                 self.world.ledger.lost(time.monotonic() - began_s, time.monotonic())
             if self._regroup(step, why, voted=voted):
                 return
+
+    def _follow_what_is_trained(self) -> None:
+        """After layers were frozen or unfrozen: compare the others as frozen weights. UsageError when no optimizer has those trained now."""
+        if self.replica.parameters is self._trained:
+            return
+        if self.keeper:
+            self.keeper.refuse_what_is_left_out()
+        self._trained, self.untrained = self.replica.parameters, untrained_of(self.model, local_buffers=self.local_buffers)
 
     def _rehearse(self, replica: Replica, step: int) -> Iterator[int]:
         """Collective. Micro-batch 0 on every replica. UsageError when it has not the same loss on all of them."""
@@ -253,6 +278,9 @@ class Team:
 
     def _commit(self, step: int, verdict: Verdict) -> None:
         """All have agreed on `step`: from here on this replica stands behind it."""
+        if self.on_nonfinite == "raise":
+            self._refuse_to_diverge(step, verdict)
+        self.compare_all = self.compare_all and not self._looks(step)
         self.board.enter("updating")
         self.verdict = verdict
         if self.keeper:
@@ -262,7 +290,26 @@ class Team:
         seed_generators(mix(self.replica.seed, step, self.replica.leaves) >> 1, self.world.device)
 
     def _standing(self, step: int) -> dict[str, Any]:
-        return {"at": "step", "step": step, "verdict": asdict(self.verdict), "diverged": self.divergence.count}
+        return {
+            "at": "step",
+            "step": step,
+            "verdict": asdict(self.verdict),
+            "diverged": self.divergence.count,
+            "compare_all": self.compare_all,
+        }
+
+    def _refuse_to_diverge(self, step: int, verdict: Verdict) -> None:
+        """DivergedError, on all replicas alike, when the agreed loss or the gradient is not finite."""
+        if isinstance(self.replica, Replica):
+            wrong = not_finite({name: p.grad for name, p in self.replica.model.named_parameters() if p.grad is not None})
+        else:
+            wrong = [] if self.squares is None or bool(self.squares.isfinite()) else ["its norm"]
+        if wrong or not verdict.finite:
+            raise DivergedError(
+                f"loss {verdict.loss} in step {step + 1}" + (f", gradient not finite: {shown(wrong)}" if wrong else ""),
+                "agreed by all replicas before the update, which was not made; the checkpoints before are whole",
+                "lower the learning rate or clip the gradients; where a GradScaler skips such steps: Team(..., on_nonfinite='ignore')",
+            )
 
     def wants(self) -> str:
         """The signal with which this worker wants the run to stop; "" for none, also when only its host is to be taken away."""
@@ -272,14 +319,17 @@ class Team:
         membership = self.world.membership
         return bool(membership and membership.seat.drain and self.signals and self.signals.received == "SIGUSR1")
 
-    def _vote(self, step: int) -> Vote:
+    def _looks(self, step: int) -> bool:
+        """Whether the replicas are compared at the vote on `step`."""
+        return bool(self.verify_every) and step % self.verify_every == 0 and self.world.size > self.replica.unit
+
+    def _vote(self, step: int, compared: str) -> Vote:
         membership = self.world.membership
         self.leaving = self.leaving or self._drains()
         wants = self.wants() or (membership.stop_wanted if membership else "")
         save_failed = bool(self.keeper and self.keeper.must_stop())
         joiners = bool(membership and membership.waiting)
-        look = self.verify_every and step % self.verify_every == 0 and self.world.size > self.replica.unit
-        digest = self.replica.digest() if look else 0
+        digest = self._digest(compared, step) if self._looks(step) else 0
         return Vote(self.replica.losses(), wants=wants, save_failed=save_failed, joiners=joiners, leaves=self.leaving, digest=digest)
 
     def alike(self, step: int) -> bool:
@@ -335,9 +385,11 @@ class Team:
         digests = gather(self.world, {name: str(digest_of([tensor], [words_of(tensor)])) for name, tensor in state.items()})
         return [name for name in state if len({one.get(name) for one in digests[self.world.rank % unit :: unit]}) > 1]
 
-    def _digest(self, what: str) -> int:
-        """64 bits over WEIGHTS or STATE of this replica."""
-        return self.replica.digest() ^ (self.keeper.optimizer_digest() if self.keeper and what == STATE else 0)
+    def _digest(self, what: str, step: int = 0) -> int:
+        """64 bits over WEIGHTS (of `step`), ALL_WEIGHTS or STATE of this replica."""
+        slice_number = step // max(1, self.verify_every) if what == WEIGHTS else None
+        weights = (self.replica.digest() + DIGEST_FACTOR * self.untrained.digest(slice_number)) % 2**64
+        return weights ^ (self.keeper.optimizer_digest() if self.keeper and what == STATE else 0)
 
     def _throw_out(self, step: int, differ: Sequence[int], digests: Sequence[int | None], what_differs: str) -> None:
         """Go on without the replicas whose weights are not those of the majority; FencedError on these themselves.
@@ -371,7 +423,7 @@ class Team:
             return
         for path, found in self.suspects:
             if step == found["step"]:
-                right = str(self._digest(found["what"]))
+                right = str(self._digest(found["what"], step))
                 wrong = [id for id, digest in list(found["digests"].items())[place::unit] if digest != right]
                 if wrong:
                     log.error("before step %d the %s of %s were wrong: a bit had flipped there", step + 1, found["what"], ", ".join(wrong))
@@ -411,6 +463,7 @@ class Team:
                 why = plainly(error)
                 error.__traceback__ = None
         first, sources, joined = roles(world.standings)
+        new = bool(joined) or any(one.get("compare_all") for one in world.standings)  # the same on all: their digests must be, too
         seconds = time.monotonic() - began_s
         world.ledger.switch(before, time.monotonic())
         if world.shows():
@@ -421,12 +474,14 @@ class Team:
             note(world.membership.folder, "regrouped", generation=world.generation, **facts)
         if first == step:
             self.verdict = replace(self.verdict, regroup=False)
+            self.compare_all = new
             if self.keeper:
                 self.keeper.take_over(step)
             return False
         if first != step + 1 or not voted:
             raise PeersLostError(f"this worker stands at step {step}, the others at {first}", self.world.members[self.world.rank])
         self._commit(step, replace(Verdict(**self.world.standings[sources[0]]["verdict"]), regroup=False))
+        self.compare_all = new
         return True
 
 
@@ -439,6 +494,13 @@ def not_keyed(what: str) -> UsageError:
         "loop, no prefetched batch, no unseeded data set, no rank in a seed, only deterministic kernels (docs/loop.md); "
         "Team(rehearse=False) leaves the comparison out",
     )
+
+
+def untrained_of(model: nn.Module | Held, *, local_buffers: bool) -> Untrained:
+    """The frozen weights that this worker holds, and the buffers."""
+    module = model.module if isinstance(model, Held) else model
+    held = model.parameters() if isinstance(model, Held) and model.layout.unit > 1 else module.parameters()
+    return Untrained(module, [p for p in held if not p.requires_grad], local_buffers=local_buffers)
 
 
 def refuse_another_keeper(keeper: Keeper, world: World, model: nn.Module | Held) -> None:

@@ -234,6 +234,7 @@ def gather_team(run: Run, world: World, model: Held, keeper: Keeper, signals: Si
         verify_every=run.heal.verify_every,
         together=run.shard.reduce == "together",
         rehearse=False,  # the data of a task follow from the step
+        on_nonfinite="ignore",  # refuse_to_diverge looks at the norm, which the loop computes in any case
     )
 
 

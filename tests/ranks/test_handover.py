@@ -24,6 +24,8 @@ def state(rank: int, other: str) -> dict[str, torch.Tensor]:
     for name, tensor in tensors.items():
         if rank == 1 and (name == "model.seen" if other == "buffer" else other == "weight"):
             tensor += 1
+    if rank == 1 and other == "length":  # a text, such as a scheduler's state
+        tensors["model.a"] = torch.full((4,), float(STEPS[rank]))
     return tensors
 
 
@@ -50,13 +52,13 @@ def tries(world: World, other: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("other", ["nothing", "weight", "buffer"])
+@pytest.mark.parametrize("other", ["nothing", "weight", "buffer", "length"])
 def test_a_joiner_gets_the_state_of_one_worker_or_it_is_said_who_differs(other: str) -> None:
     found = run_ranks(tries, 5, other)
     right = digest(state(0, "nothing"))
     if other == "nothing":
         assert found[4] == [right]
-    elif other == "weight":
+    elif other in ("weight", "length"):
         assert found == [[("differ", (1,), [False, False, True, False, True])] * 3] * 5
     else:  # then the next try has one source
         assert found[4] == found[0] == ["what came to rank 4 is not the state of one worker", right]

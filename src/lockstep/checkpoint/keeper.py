@@ -21,12 +21,23 @@ from torch import nn
 
 from lockstep.agree import answers, every, lead
 from lockstep.checkpoint.background import BackgroundSaver, nothing
-from lockstep.checkpoint.choose import choose
+from lockstep.checkpoint.choose import choose, show_steps
 from lockstep.checkpoint.parts import Part, parameter_of, place_of
-from lockstep.checkpoint.state import bytes_of, capture, everything, kind_of, named_tensors, optimizer_names, restore, several, shown
+from lockstep.checkpoint.state import (
+    bytes_of,
+    capture,
+    everything,
+    kind_of,
+    named_tensors,
+    not_finite,
+    optimizer_names,
+    restore,
+    several,
+    shown,
+)
 from lockstep.checkpoint.statedict import TEXT, Stateful, capture_state, check_state, problems_of, restore_state, unnamed_schedulers
 from lockstep.checkpoint.store import Checkpoint, Store
-from lockstep.errors import CheckpointError, FolderAwayError, SaveFailedError, UsageError
+from lockstep.errors import CheckpointError, DivergedError, FolderAwayError, SaveFailedError, UsageError
 from lockstep.events import note
 from lockstep.failures import plainly
 from lockstep.membership.folder import trouble
@@ -269,6 +280,7 @@ class Keeper:
             self.saver.wait()
             while self.saver.failure():  # of the group that is no more
                 pass
+        self._refuse_to_save_what_is_not_finite(step)
         self._begin(self._asked)
 
     def moved_on(self) -> None:
@@ -290,6 +302,7 @@ class Keeper:
     ) -> None:
         """Collective. Begin to save the state after `step` committed steps: copied now, written in the background. Nothing when it is saved
         already, or when the replicas turn out not to be alike: then whoever leads without those that differ saves (`take_over`).
+        DivergedError when trained weights or optimizer state are not finite.
 
         first    what is done in the background before anything is written
         protect  says there which steps retention must leave, such as the best
@@ -302,6 +315,7 @@ class Keeper:
         if self.alike and not self.alike(step):
             self._doubted = self.world.generation
             return
+        self._refuse_to_save_what_is_not_finite(step)
         if not self.writes:
             return
         within_s = None if waits or self.held else 0.0 if self._left_out else PATIENCE_S
@@ -310,6 +324,16 @@ class Keeper:
             self._begin(self._asked)
         elif not before:
             log.warning("the save of step %d is left out: the one before is still being written (said once for as long as it is)", step)
+
+    def _refuse_to_save_what_is_not_finite(self, step: int) -> None:
+        """DivergedError for an infinity or NaN in trained weights or optimizer state: retention would delete the last good checkpoints."""
+        trained = {f"model.{name}" for name, one in named_tensors(self.model).items() if one.requires_grad}
+        if wrong := not_finite({name: one for name, one in self.capture().items() if name in trained or name.startswith("optim.")}):
+            raise DivergedError(
+                f"not finite after step {step}: {shown(wrong)}",
+                f"{len(wrong)} tensors of the state that was to be saved; {show_steps(self.store.steps())}",
+                "nothing was saved or deleted: resume from an earlier step with a lower learning rate, or clip the gradients",
+            )
 
     def _begin(self, wanted: Wanted) -> None:
         self._begun = (wanted.step, self.world.generation)

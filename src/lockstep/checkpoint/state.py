@@ -241,6 +241,19 @@ def shown(names: list[str]) -> str:
     return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
+def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names of the floating tensors that hold an infinity or NaN. One sum per tensor; its elements only where that is not finite."""
+    kinds = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    floats = {name: tensor.detach() for name, tensor in tensors.items() if tensor.dtype in kinds and tensor.numel()}
+    sums: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in floats.values():
+        wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+        sums.setdefault((wide, tensor.device), []).append(tensor.sum(dtype=wide))
+    if all(bool(torch.stack(some).isfinite().all()) for some in sums.values()):
+        return []
+    return [name for name, tensor in floats.items() if not bool(tensor.isfinite().all())]
+
+
 # -- tensors and bytes ------------------------------------------------------------------------------------------------
 
 

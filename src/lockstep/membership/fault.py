@@ -88,6 +88,8 @@ def order(state: Path, slot: int, what: What, **where: Any) -> None:
 
 def flip_bit(parameters: list[Any], seed: int = 0) -> None:
     """Flip one bit of one weight (a torch tensor), as a cosmic ray does."""
+    import torch  # here, since the agent imports this module and does without torch
+
     chance = random.Random(seed)
-    words = chance.choice(parameters).detach().view(-1).numpy().view("uint32")
+    words = chance.choice(parameters).detach().view(-1).view(torch.uint8).numpy().view("uint32")
     words[chance.randrange(len(words))] ^= 1 << chance.randrange(20, 32)

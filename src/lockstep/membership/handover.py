@@ -3,13 +3,15 @@
 Tensor i of the state is sent by source i modulo the number of sources, so that several sources share the work. What has come is compared by
 the sha256 over the whole state (checkpoint/state.py): a joiner is bitwise equal, or it is no member. When it is not, the sources compare
 what they have, since a bit may have flipped in one of them. Where they are alike the next try has one source: something was damaged on the
-way, or they differ in buffers, which are each worker's own.
+way, or they differ in buffers that are each worker's own (Team, local_buffers).
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -60,11 +62,21 @@ def hand_over(
         sources = sources[:1]
     sends, takes = world.rank in sources, world.rank in joiners
     mine = dict(capture()) if sends and capture else {}
-    plan = gather_json(
-        world.size, [[name, DTYPES[one.dtype], list(one.shape)] for name, one in mine.items()] if world.rank == sources[0] else None
-    )
+    listed = [[name, DTYPES[one.dtype], list(one.shape)] for name, one in mine.items()]
+    short = hashlib.sha256(json.dumps(listed).encode()).hexdigest() if sends else ""
+    told = gather_json(world.size, {"short": short, "tensors": listed if world.rank == sources[0] else []})
+
+    def refuse(what: str) -> NoReturn:
+        held = gather_json(world.size, digest_here() if digest_here and world.rank in all_sources else None)
+        if differing(held, unit):
+            raise StatesDiffer(held)
+        world.standing = world.standing | {"one_source": True}
+        raise PeersLostError(what, f"sent by ranks {sources}")
+
+    if other := [rank for rank in all_sources if told[rank]["short"] not in ("", told[first_of[rank]]["short"])]:
+        refuse(f"rank {', '.join(map(str, other))} holds tensors of other names or shapes than the others")
     works = []
-    for i, (name, dtype, shape) in enumerate(plan[sources[0]]):
+    for i, (name, dtype, shape) in enumerate(told[sources[0]]["tensors"]):
         source = sources[i % len(sources)]
         if takes:
             mine[name] = torch.empty(shape, dtype=TORCH_DTYPES[dtype])
@@ -75,11 +87,7 @@ def hand_over(
     Waits(world.broken).finish(works)
     digests = gather_json(world.size, digest(mine) if takes or world.rank == sources[0] else None)
     if wrong := [rank for rank in all_joiners if digests[rank] != digests[first_of[rank]]]:
-        held = gather_json(world.size, digest_here() if digest_here and world.rank in all_sources else None)
-        if differing(held, unit):
-            raise StatesDiffer(held)
-        world.standing = world.standing | {"one_source": True}
-        raise PeersLostError(f"what came to rank {', '.join(map(str, wrong))} is not the state of one worker", f"sent by ranks {sources}")
+        refuse(f"what came to rank {', '.join(map(str, wrong))} is not the state of one worker")
     return mine if takes else None
 
 

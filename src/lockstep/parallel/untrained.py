@@ -1,0 +1,125 @@
+"""What a replica holds besides its trained weights: frozen weights and buffers, equal on all replicas and left alone by a forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.checkpoint.state import shown
+from lockstep.errors import UsageError
+from lockstep.parallel.replicate import DIGEST_FACTOR, digest_of, words_of
+
+SLICE_BYTES = 32 * 2**20  # hashed per comparison: 3 ms at 10 GB/s
+SMALL_BYTES = 2**20
+
+
+class Buffer(NamedTuple):
+    """A buffer as it was at a moment.
+
+    version  torch's counter of changes in place, which the statistics of batch_norm do not advance
+    value    a copy, for small buffers in the first step
+    """
+
+    tensor: Tensor
+    version: int
+    value: Tensor | None
+    persistent: bool
+    module: str
+
+
+class Piece(NamedTuple):
+    """The bytes from `start` to `stop` of tensor `number`."""
+
+    number: int
+    start: int
+    stop: int
+
+
+class Untrained:
+    """The frozen weights and buffers of `module`.
+
+    frozen         the frozen weights, as far as this worker holds them
+    local_buffers  buffers may change in a forward pass, and are then each worker's own
+    """
+
+    def __init__(self, module: nn.Module, frozen: Sequence[Tensor], *, local_buffers: bool = False) -> None:
+        self.frozen, self.local_buffers = list(frozen), local_buffers
+        self.holders = [(path, one) for path, one in module.named_modules() if one._buffers]
+        self.first_step = True
+        self.slices = slices_of([tensor.nbytes for tensor in self._tensors()])
+
+    def buffers(self) -> dict[str, Buffer]:
+        """The buffers by name, as they are now."""
+        found = {}
+        for path, module in self.holders:
+            for name, tensor in module._buffers.items():
+                if tensor is not None:
+                    persistent = name not in module._non_persistent_buffers_set
+                    value = tensor.detach().clone() if self.first_step and tensor.nbytes <= SMALL_BYTES else None
+                    found[f"{path}.{name}".lstrip(".")] = Buffer(tensor, tensor._version, value, persistent, type(module).__name__)
+        return found
+
+    def refuse_changes(self, before: dict[str, Buffer], step: int) -> None:
+        """UsageError when the micro-batches of `step` have changed buffers.
+
+        A buffer that is not persistent may be replaced (a cache of positions), but not changed in place.
+        """
+        now = {} if self.local_buffers else self.buffers()
+        changed = [name for name, one in now.items() if name in before and is_changed(before[name], one)]
+        if changed:
+            kinds = ", ".join(sorted({now[name].module for name in changed}))
+            raise UsageError(
+                f"buffers changed in the forward passes of step {step + 1}: {shown(changed)} ({kinds})",
+                "each worker sees other micro-batches, so the bits would depend on the number of workers; the update was not made",
+                "use GroupNorm or LayerNorm, call eval() on these modules, or accept other bits: Team(..., local_buffers=True)",
+            )
+        self.first_step = False
+
+    def digest(self, number: int | None = None) -> int:
+        """64 bits over slice `number` (modulo their count) of these tensors; None: over all of them. 0 when there are none."""
+        tensors, total = self._tensors(), 0
+        chosen = self.slices if number is None else self.slices[number % len(self.slices) :][:1] if self.slices else []
+        for pieces in chosen:
+            views = [words_between(tensors[piece.number], piece.start, piece.stop) for piece in pieces]
+            total = (total * DIGEST_FACTOR + digest_of(views, map(words_of, views))) % 2**64
+        return total
+
+    def _tensors(self) -> list[Tensor]:
+        kept = [] if self.local_buffers else [one.tensor.detach() for one in self.buffers().values() if one.persistent]
+        return [*self.frozen, *kept]
+
+
+def is_changed(before: Buffer, now: Buffer) -> bool:
+    """Whether the forward passes between have changed this buffer."""
+    if now.tensor is not before.tensor:
+        return now.persistent
+    return now.version != before.version or (before.value is not None and not torch.equal(bytes_of(before.value), bytes_of(now.tensor)))
+
+
+def slices_of(sizes: Sequence[int]) -> list[list[Piece]]:
+    """Tensors of these sizes in bytes, cut into pieces, and these put together to slices of SLICE_BYTES at most."""
+    slices: list[list[Piece]] = []
+    room = 0
+    for number, size in enumerate(sizes):
+        for start in range(0, size, SLICE_BYTES):
+            piece = Piece(number, start, min(size, start + SLICE_BYTES))
+            if piece.stop - piece.start > room:
+                slices.append([])
+                room = SLICE_BYTES
+            slices[-1].append(piece)
+            room -= piece.stop - piece.start
+    return slices
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor as a row, on its device; a view where it is contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def words_between(tensor: Tensor, start: int, stop: int) -> Tensor:
+    """Some bytes of a tensor, as int64 where they are a multiple of eight: a device hashes those faster."""
+    raw = bytes_of(tensor)[start:stop]
+    return raw if len(raw) % 8 else raw.view(torch.int64)
