@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from lockstep.checkpoint.keeper import Keeper
 from lockstep.checkpoint.state import digest
 from lockstep.checkpoint.statedict import differing_paths, pack, unpack
 from lockstep.checkpoint.store import Store
-from lockstep.errors import CheckpointError, UsageError
+from lockstep.errors import CheckpointError, LockstepError, UsageError
 from lockstep.world import World
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -87,12 +86,11 @@ def test_values_and_types_come_back_as_they_were() -> None:
         None: Counter({5: 2}),
         "a.b": torch.tensor([1.0, 2.0], dtype=torch.bfloat16),
         "a": {"b": torch.tensor(7), "b:json": torch.empty(0)},
-        "numpy": [np.arange(3, dtype=np.uint32), np.float64(0.5)],
     }
     tensors = pack("state.x", tree)
     again = unpack("state.x", tensors)
     assert repr(again) == repr(tree)
-    assert {"state.x:json", "state.x.a.b", "state.x.a.b'", "state.x.a.b:json'"} < set(tensors)
+    assert {"state.x:json", "state.x.a.b", "state.x.a.b'", "state.x.a.b:json'"} == set(tensors)
     tree["numbers"][1] = 0.0  # type: ignore[index]
     assert differing_paths("state.x", tensors, pack("state.x", tree)) == ["state.x.numbers.1"]
 
@@ -111,7 +109,7 @@ class Odd:
     ("state", "what"),
     [
         ({"odd": Odd({1, 2})}, "state.odd.inner.0 is a set, which a checkpoint cannot hold"),
-        ({"odd": Odd(torch.eye(2).to_sparse())}, "state.odd.inner.0 cannot be saved"),
+        ({"odd": Odd(torch.eye(2).to_sparse())}, "cannot hold a tensor of torch.float32, torch.sparse_coo\n  state.odd.inner.0"),
         ({"odd": 0.5}, "state 'odd' is a float, which has no state_dict and load_state_dict"),
         ({"a.b": Odd(1)}, "'a.b' is no name of a state"),
         ({"second": torch.optim.SGD(nn.Linear(1, 1).parameters())}, "state 'second' is an optimizer"),
@@ -119,7 +117,7 @@ class Odd:
 )
 def test_state_that_cannot_be_saved_is_refused_at_construction(tmp_path: Path, state: dict[str, Any], what: str) -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(UsageError, match=what):
+    with pytest.raises(LockstepError, match=what):
         Keeper(tmp_path, alone(), model, torch.optim.SGD(model.parameters()), state=state)
 
 

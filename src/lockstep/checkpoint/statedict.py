@@ -18,7 +18,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
@@ -54,13 +53,13 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
-    if isinstance(value, Tensor | np.ndarray | np.generic):
-        tag = "tensor" if isinstance(value, Tensor) else "array" if isinstance(value, np.ndarray) else "scalar"
+    if isinstance(value, Tensor):
         name = path
         while name in tensors or name.endswith(TEXT):
             name += "'"
-        tensors[name] = _tensor(value, path)
-        return {tag: name}
+        spec_of(path, value)  # refuses kinds of tensors that no file can hold
+        tensors[name] = value.detach()
+        return {"tensor": name}
     if kind is list:
         return [_encode(item, f"{path}.{i}", tensors) for i, item in enumerate(value)]
     if kind is tuple:
@@ -71,17 +70,8 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     raise UsageError(
         f"{path} is a {kind.__name__}, which a checkpoint cannot hold",
         "a state_dict named in Keeper(state=...), or a value of an optimizer's parameter groups",
-        "return tensors, NumPy arrays, numbers, strings, bools, None, and lists, tuples and dicts of them from state_dict()",
+        "return tensors, numbers, strings, bools, None, and lists, tuples and dicts of them from state_dict()",
     )
-
-
-def _tensor(value: Any, path: str) -> Tensor:
-    try:
-        tensor = value.detach() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
-        spec_of(path, tensor)
-    except (TypeError, CheckpointError) as error:
-        raise UsageError(f"{path} cannot be saved: {error}", "a state_dict named in Keeper(state=...)", "convert it to float32") from None
-    return tensor
 
 
 def unpack(name: str, tensors: Mapping[str, Tensor], living: Mapping[str, Tensor] | None = None) -> Any:
@@ -104,9 +94,6 @@ def _decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
     [(tag, inner)] = value.items()
     if tag == "tensor":
         return tensor(inner)
-    if tag in ("array", "scalar"):
-        array = tensor(inner).cpu().numpy()
-        return array if tag == "array" else array[()]
     if tag == "tuple":
         return tuple(_decode(inner, tensor))
     return MAPPINGS[tag]({_decode(key, tensor): _decode(item, tensor) for key, item in inner})
@@ -116,8 +103,8 @@ def _leaves(value: Any, path: str, tensors: Mapping[str, Tensor]) -> Iterator[tu
     """(path, value as text) of each number, string and tensor of an encoded state_dict; the order of a dict does not show."""
     if isinstance(value, dict):
         [(tag, inner)] = value.items()
-        if tag in ("tensor", "array", "scalar"):
-            yield path, tag + tensorfile.fingerprint(spec_of("", tensors[inner]), bytes_of(tensors[inner]))
+        if tag == "tensor":
+            yield path, tensorfile.fingerprint(spec_of("", tensors[inner]), bytes_of(tensors[inner]))
         for key, item in inner if tag in MAPPINGS else [[tag, inner]] if tag == "tuple" else []:
             yield from _leaves(item, f"{path}.{key}", tensors)
     elif isinstance(value, list):
