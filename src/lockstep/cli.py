@@ -85,11 +85,15 @@ def parser() -> Parser:
     one.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
     one.add_argument("--json", action="store_true", help="for programs")
 
-    one = command("drill", drill, "train twice, once with random faults, and compare the hashes")
+    one = command("drill", drill, "train several times, with random faults or on other numbers of workers, and compare the hashes")
     one.formatter_class = argparse.RawDescriptionHelpFormatter
-    one.add_argument("what", nargs="?", metavar="RUN.toml", help="a run file (default: the embedded run)")
-    one.add_argument("--workers", type=int, help="processes on this machine (default: 3, or what the layout takes)")
-    one.add_argument("--faults", type=int, default=7, help="how many (default: 7, one of each kind)")
+    one.add_argument(
+        "what", nargs="?", metavar="RUN.toml|FILE.py:FUNCTION", help="a run file, or a function of yours (default: the embedded run)"
+    )
+    one.add_argument("--workers", type=int, help="processes on this machine (default: 3, or what the layout takes; self-check: 2)")
+    one.add_argument(
+        "--faults", type=int, help="how many (default: 7, one of each kind); a function without --faults: a self-check with 1 and N workers"
+    )
     one.add_argument("--seed", type=int, default=1, help="of the faults (default: 1)")
     one.add_argument("--out", type=Path, help="a new folder (default: runs/drill)")
 
@@ -257,12 +261,17 @@ def read_asked(args: argparse.Namespace, rest: list[str]) -> Asked:
     """What is asked for."""
     from lockstep.config import read_flags
 
-    script = args.what if args.what and (":" in args.what or args.what.endswith(".py")) else ""
+    script = args.what if is_script(args.what) else ""
     file = Path(args.what) if args.what and not script else None
     folder = args.out or Path("runs") / (file.stem if file else "default")
     if script:
         refuse_for_own_loop(args, script)
     return Asked(script, file, folder, args.resume, rest, read_flags(rest), tuple(args.override), getattr(args, "profile", ""))
+
+
+def is_script(what: str | None) -> bool:
+    """Whether this names a user's function, FILE.py:FUNCTION."""
+    return bool(what) and (":" in str(what) or str(what).endswith(".py"))
 
 
 def refuse_for_own_loop(args: argparse.Namespace, script: str) -> None:
@@ -555,20 +564,26 @@ def status(args: argparse.Namespace, rest: list[str]) -> int:
 
 
 def drill(args: argparse.Namespace, rest: list[str]) -> int:
-    """Train twice, once with faults, and compare the hashes."""
+    """Train several times, with faults, and compare the hashes."""
+    from lockstep import drill as drills
     from lockstep.config import read_flags, resolve
-    from lockstep.drill import drill as drill_run
-    from lockstep.drill import plan
 
-    file = Path(args.what) if args.what else None
-    run = resolve(file, read_flags(rest), os.environ).run
-    unit, _ = room(run, 3)
-    workers = args.workers if args.workers is not None else unit * (run.layout.replicate or 3)
-    refuse_layout(run, workers, "--workers")
-    words = [*([str(file)] if file else []), *rest]
-    folder = args.out or Path("runs") / "drill"
-    faults = plan(args.seed, args.faults, run.steps, workers, run.save.every_steps)
-    return drill_run(words, folder, workers=workers, faults=faults, seed=args.seed, steps=run.steps, host=socket.gethostname())
+    folder, host, flags = args.out or Path("runs") / "drill", socket.gethostname(), read_flags(rest)
+    with drills.ending_on_sigterm():
+        if is_script(args.what) and args.faults is None:
+            workers = 2 if args.workers is None else args.workers
+            return drills.self_check([args.what, *rest], folder, workers=workers, host=host)
+        faults = len(drills.FAULTS) if args.faults is None else args.faults
+        if is_script(args.what):
+            workers = 3 if args.workers is None else args.workers
+            return drills.drill([args.what, *rest], folder, workers=workers, faults=faults, seed=args.seed, steps=None, host=host)
+        file = Path(args.what) if args.what else None
+        run = resolve(file, flags, os.environ).run
+        unit, _ = room(run, 3)
+        workers = args.workers if args.workers is not None else unit * (run.layout.replicate or 3)
+        refuse_layout(run, workers, "--workers")
+        words, steps = [*([str(file)] if file else []), *rest], (run.steps, run.save.every_steps)
+        return drills.drill(words, folder, workers=workers, faults=faults, seed=args.seed, steps=steps, host=host)
 
 
 def log_file(folder: Path, node: str, rank: int, *, make: bool) -> Path:

@@ -1,4 +1,7 @@
-"""The promise made to a user's own machine: train twice, once undisturbed and once with random faults, and compare the hashes.
+"""`lockstep drill`: train several times and compare the hashes of the last checkpoints.
+
+`drill` trains twice, once undisturbed and once with random faults. `self_check` trains a user's own loop on one worker, on several, through
+the loss of a worker, and through a stop and a resume with another number of workers.
 
 worker      SIGKILL to a worker                 leader      SIGKILL to the worker that leads
 stop        SIGSTOP for longer than a worker may be silent, then SIGCONT
@@ -10,30 +13,36 @@ checkpoint  a bit of the newest checkpoint, and then SIGKILL to all workers: the
 
 from __future__ import annotations
 
-import logging
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
+from lockstep import events
 from lockstep.checkpoint.commands import digest_line
 from lockstep.checkpoint.seal import committed_steps, folder_name
 from lockstep.errors import LockstepError, UsageError
+from lockstep.membership import board
 from lockstep.membership.arbiter import Arbiter, Member, Record
 from lockstep.membership.fault import DRILL, order
 from lockstep.membership.seat import Sitter, sitters, state_folder
+from lockstep.metrics import last_step
 from lockstep.units import show_seconds
 
-log = logging.getLogger("lockstep")
 FAULTS = ("worker", "leader", "stop", "flip", "agent", "host", "checkpoint")
 POLL_S = 0.005
 PATIENCE_S = 120.0
+STEPS_OF_PATIENCE = 20
+SAVED_AND_STOPPED = 75
 
 
 @dataclass(frozen=True)
@@ -73,13 +82,20 @@ def plan(seed: int, faults: int, steps: int, workers: int, save_every: int) -> l
 
 
 class Run:
-    """A training under its own agent, as a person would start it."""
+    """A training under its own agent, as a person would start it.
 
-    def __init__(self, words: Sequence[str], folder: Path, workers: int, host: str) -> None:
-        self.folder, self.host = folder, host
-        self.command = [sys.executable, "-m", "lockstep", "launch", *words, "--out", str(folder), "--workers", str(workers)]
+    least       workers below which it waits for more
+    patience_s  without progress, or 20 median steps where these are longer, after which `wait_for` gives up
+    """
+
+    def __init__(
+        self, words: Sequence[str], folder: Path, workers: int, host: str, *, least: int = 1, patience_s: float = PATIENCE_S
+    ) -> None:
+        self.folder, self.host, self.patience_s = folder, host, patience_s
+        counts = ["--workers", str(workers), "--min", str(least)]
+        self.command = [sys.executable, "-m", "lockstep", "launch", *words, "--out", str(folder), *counts]
         self.arbiter = Arbiter(folder / "generations")
-        self.metrics = folder / "metrics.jsonl"
+        self.metrics, self.log = folder / "metrics.jsonl", folder / "drill.log"
         self.stopped: list[Member] = []
         folder.mkdir(parents=True, exist_ok=True)
         self.start()
@@ -99,7 +115,7 @@ class Run:
     def start(self) -> None:
         """Start the agent, or another one in its place."""
         environ = {**os.environ, DRILL: "1"}
-        with open(self.folder / "drill.log", "ab") as output:
+        with open(self.log, "ab") as output:
             self.agent = subprocess.Popen(self.command, env=environ, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
 
     def step(self) -> int:
@@ -119,16 +135,43 @@ class Run:
         record = self.newest()
         return list(record.members) if record else []
 
+    def progress(self) -> tuple[tuple[object, ...], float]:
+        """(what changes whenever the run gets further, the median seconds of its steps)."""
+        newest = self.newest()
+        signs: list[object] = [newest.number if newest else 0]
+        signs += [path.stat().st_size for path in (self.log, self.metrics, self.folder / "events.jsonl") if path.exists()]
+        doing = []
+        for path in sorted(state_folder(self.folder, self.host).glob("[0-9]*.board")):
+            with suppress(OSError):
+                doing.append(board.look(path))
+        signs += [(one.pid, one.step, one.phase, one.collective) for one in doing]
+        return tuple(signs), max((one.step_s for one in doing), default=0.0)
+
     def wait_for(self, condition: Callable[[], bool], what: str) -> float:
-        """Seconds until `condition` holds. LockstepError when it never does, or the run ends first."""
-        began_s = time.monotonic()
+        """Seconds until `condition` holds. LockstepError when the run ends first, or no longer makes progress."""
+        began_s = moved_s = time.monotonic()
+        before, _ = self.progress()
         while not condition():
             if self.agent.poll() is not None:
-                raise LockstepError(f"the run ended with exit code {self.agent.returncode} before {what}", str(self.folder / "drill.log"))
-            if time.monotonic() - began_s > PATIENCE_S:
-                raise LockstepError(f"{what} did not come within {PATIENCE_S:g} s", str(self.folder / "drill.log"))
+                raise self.failure(f"the run, before {what},")
+            now, step_s = self.progress()
+            if now != before:
+                before, moved_s = now, time.monotonic()
+            patience_s = max(self.patience_s, STEPS_OF_PATIENCE * step_s)
+            if time.monotonic() - moved_s > patience_s:
+                what = f"{what} did not come, and the run has made no progress for {show_seconds(patience_s)}"
+                raise LockstepError(what, str(self.log), "lockstep status shows what the workers are doing")
             time.sleep(POLL_S)
         return time.monotonic() - began_s
+
+    def failure(self, what: str) -> LockstepError:
+        """The end of the run as an error: the words of its last generation, or the last error in the log of its agent; its exit code."""
+        code, record, text = self.agent.wait(), self.newest(), self.log.read_text(errors="replace")
+        told = re.split(r"^(?=\w+Error: )", text, flags=re.MULTILINE)[1:] or ["\n".join(text.splitlines()[-10:])]
+        words = record.end.text if record and record.end and record.end.text else told[-1]
+        error = LockstepError(f"{what} ended with exit code {code}", f"log: {self.log}", words)
+        error.exit_code = code or LockstepError.exit_code
+        return error
 
     def kill(self, members: Sequence[Member | Sitter], number: int = signal.SIGKILL) -> None:
         """Send a signal to workers."""
@@ -200,46 +243,145 @@ def changed(now: Record | None, before: Record | None) -> bool:
     return now is not None and (before is None or now.number > before.number)
 
 
-def drill(words: Sequence[str], folder: Path, *, workers: int, faults: Sequence[tuple[int, str]], seed: int, steps: int, host: str) -> int:
-    """Train twice and compare; 0 only when the hashes are equal. SIGTERM ends both trainings, too.
+def drill(words: Sequence[str], folder: Path, *, workers: int, faults: int, seed: int, steps: tuple[int, int] | None, host: str) -> int:
+    """Train twice and compare; 0 only when the hashes are equal. The error of a run that fails has its words and its exit code.
 
     words   of `lockstep launch` for the run, without --out and --workers
-    faults  as planned; where each strikes follows from `seed`
-    steps   the run's last step
+    faults  how many; which, and where each strikes, follows from `seed`
+    steps   (the last step, steps from one checkpoint to the next); None: those of the undisturbed run
     host    what this machine calls itself
     """
+    refuse_used(folder)
+    with Run(words, folder / "undisturbed", workers, host) as calm:
+        print(f"undisturbed: {workers} workers{f', {steps[0]} steps' if steps else ''}, in {calm.folder}", flush=True)
+        if calm.agent.wait():
+            raise calm.failure("the undisturbed run")
+    last, save_every = steps or steps_between_faults(calm)
+    planned = plan(seed, faults, last, workers, save_every)
+    with Run(words, folder / "disturbed", workers, host) as wild:
+        print(f"disturbed:   {len(planned)} faults, seed {seed}, in {wild.folder}\n", flush=True)
+        print(f"{'fault':<11} {'at step':>8} {'noticed after':>14} {'back after':>11} {'steps lost':>11}")
+        disturb(wild, planned, workers, seed, lambda felt: print(row(felt), flush=True))
+        if wild.agent.wait():
+            raise wild.failure("the disturbed run")
+    lines = [digest_line(run.folder, None) for run in (calm, wild)]
+    print(f"\nundisturbed  {lines[0]}\ndisturbed    {lines[1]}")
+    return compare(lines)
+
+
+def steps_between_faults(calm: Run) -> tuple[int, int]:
+    """(the last step of a user's own loop, the steps from one checkpoint to the next). UsageError when it writes no metrics."""
+    saved, last = checkpoints_of(calm), last_step(calm.metrics, below=sys.maxsize)
+    if not last:
+        raise UsageError(
+            f"the loop has written no step to {calm.metrics}",
+            "faults strike after a step that the metrics have",
+            "call tracker.step(step, {...}) of a Tracker(out, ...) after each step; or leave --faults out for the self-check",
+        )
+    return last, min((later - step for step, later in pairwise([0, *saved])), default=0)
+
+
+def checkpoints_of(run: Run) -> list[int]:
+    """The steps that a user's own loop has saved. UsageError when there is none to compare."""
+    saved = committed_steps(run.folder / "checkpoints")
+    if not saved:
+        raise UsageError(
+            f"the loop has saved no checkpoint in {run.folder / 'checkpoints'}",
+            "a drill compares the last checkpoints",
+            "give the function a parameter `out`, save with Keeper(out / 'checkpoints', ...), and end with keeper.save(step)",
+        )
+    return saved
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training of a self-check.
+
+    title    in the table
+    name     of its folder; the second of a name resumes the first
+    strike   what its last worker is ordered to do to itself in the middle of the run
+    """
+
+    title: str
+    name: str
+    workers: int
+    strike: Literal["kill", "term"] | None = None
+
+
+def self_check(words: Sequence[str], folder: Path, *, workers: int, host: str) -> int:
+    """Train a user's own loop on 1 and on `workers` workers, through a kill and through a resume, and compare; 0 only when the hashes
+    are equal. The error of a run that fails has its words and its exit code.
+
+    words  FILE.py:FUNCTION and the options of the function
+    """
+    if workers < 2:
+        raise UsageError(f"a self-check with --workers {workers}", "command line", "give 2 or more: they are compared with one")
+    refuse_used(folder)
+    print(f"{words[0]}, in {folder}\n", flush=True)
+    lines = [train_once(words, folder, Trial("1 worker", "one", 1), 0, host)]
+    saved, last = committed_steps(folder / "one" / "checkpoints")[-1], last_step(folder / "one" / "metrics.jsonl", below=sys.maxsize)
+    if saved < last:
+        print(f"  the last checkpoint is of step {saved}, and the run took {last}: end with keeper.save(step) to compare the rest, too")
+    if max(saved, last) < 2:
+        raise UsageError("a run of one step", words[0], "let the function take two steps or more: a worker is lost between them")
+    middle = max(saved, last) // 2
+    for trial in (
+        Trial(f"{workers} workers", "several", workers),
+        Trial(f"{workers} workers, one killed in step {middle} and replaced", "killed", workers, "kill"),
+        Trial(f"{workers} workers, stopped after step {middle}", "resumed", workers, "term"),
+        Trial("1 worker, resumed from there", "resumed", 1),
+    ):
+        lines.append(train_once(words, folder, trial, middle, host))
+    print()
+    return compare([line for line in lines if line])
+
+
+def train_once(words: Sequence[str], folder: Path, trial: Trial, middle: int, host: str) -> str:
+    """Train, print a line of the table, and return the hash of the last checkpoint; "" where the run was stopped before its end."""
+    at, code = folder / trial.name, SAVED_AND_STOPPED if trial.strike == "term" else 0
+    if trial.strike:
+        order(state_folder(at, host), trial.workers - 1, trial.strike, at="forward", step=middle)
+    with Run(words, at, trial.workers, host, least=trial.workers) as run:
+        ended = run.agent.wait()
+    struck = ended == code if trial.strike == "term" else any("SIGKILL" in one.get("why", "") for one in events.read(at))
+    if ended not in (0, code):
+        raise run.failure(trial.title)
+    if trial.strike and not struck:
+        raise UsageError(
+            f"no worker was in step {middle}: {trial.title} went by undisturbed",
+            f"{words[0]}; a worker is struck inside of `for k in team.micro_batches(step)`",
+            "a loop that is checked trains with a Team, and takes the same steps whatever the number of workers",
+        )
+    checkpoints_of(run)
+    line = "" if code else digest_line(at, None)
+    print(f"{trial.title:<46} {line or f'saved, exit code {ended}'}", flush=True)
+    return line
+
+
+def refuse_used(folder: Path) -> None:
+    """UsageError when something is in `folder`."""
+    if folder.exists() and any(folder.iterdir()):
+        raise UsageError(f"{folder} is not empty", "--out", "give a new folder: a drill begins at step 0")
+
+
+def compare(lines: Sequence[str]) -> int:
+    """Say whether these hashes are equal; the exit code."""
+    print("the same bits" if len(set(lines)) == 1 else "NOT the same bits")
+    return 0 if len(set(lines)) == 1 else 1
+
+
+@contextmanager
+def ending_on_sigterm() -> Iterator[None]:
+    """SIGTERM ends the drill as an exception, so that its trainings end with it."""
 
     def end(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
 
     before = signal.signal(signal.SIGTERM, end)
     try:
-        return train_twice(words, folder, workers, faults, seed, steps, host)
+        yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def train_twice(
-    words: Sequence[str], folder: Path, workers: int, faults: Sequence[tuple[int, str]], seed: int, steps: int, host: str
-) -> int:
-    """Undisturbed and disturbed."""
-    if folder.exists() and any(folder.iterdir()):
-        raise UsageError(f"{folder} is not empty", "--out", "give a new folder: a drill begins at step 0")
-    with Run(words, folder / "undisturbed", workers, host) as calm:
-        print(f"undisturbed: {workers} workers, {steps} steps, in {calm.folder}", flush=True)
-        if code := calm.agent.wait():
-            raise LockstepError(f"the undisturbed run ended with exit code {code}", str(calm.folder / "drill.log"))
-    with Run(words, folder / "disturbed", workers, host) as wild:
-        print(f"disturbed:   {len(faults)} faults, seed {seed}, in {wild.folder}\n", flush=True)
-        print(f"{'fault':<11} {'at step':>8} {'noticed after':>14} {'back after':>11} {'steps lost':>11}")
-        disturb(wild, faults, workers, seed, lambda felt: print(row(felt), flush=True))
-        code = wild.agent.wait()
-    if code:
-        raise LockstepError(f"the disturbed run ended with exit code {code}", str(wild.folder / "drill.log"))
-    lines = [digest_line(run.folder, None) for run in (calm, wild)]
-    print(f"\nundisturbed  {lines[0]}\ndisturbed    {lines[1]}")
-    print("the same bits" if lines[0] == lines[1] else "NOT the same bits")
-    return 0 if lines[0] == lines[1] else 1
 
 
 def row(felt: Felt) -> str:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pytest
 from hosts import living
 
-from lockstep.drill import FAULTS, plan
+from lockstep import events
+from lockstep.checkpoint.seal import committed_steps
+from lockstep.drill import FAULTS, Run, plan
+from lockstep.errors import LockstepError
 from lockstep.membership.arbiter import Arbiter
+
+LOOPS = Path(__file__).parents[1] / "support" / "loops"
+OWN_LOOP = Path(__file__).parents[2] / "examples" / "own_loop.py"
 
 TINY = ["--data.pairs", "3000", "--data.held_out", "50", "--tokens.vocabulary", "500", "--batch.tokens", "256", "--evaluate.at_end", "0"]
 TINY += ["--model.width", "32", "--model.encoder_layers", "1", "--model.decoder_layers", "1", "--model.feed_forward", "64"]
@@ -66,6 +75,56 @@ def test_a_drill_wants_a_new_folder(tmp_path: Path) -> None:
     words = ["drill", "--out", str(tmp_path), "--steps", "5", *TINY]
     done = subprocess.run([sys.executable, "-m", "lockstep", *words], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2 and "is not empty" in done.stderr
+
+
+# A loop of one's own.
+
+
+def drill(*words: str | Path, timeout_s: float = 280) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lockstep", "drill", *map(str, words)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environ, check=False)
+
+
+def test_a_self_check_of_an_own_loop_loses_a_worker_resumes_with_another_number_and_compares(tmp_path: Path) -> None:
+    done = drill(f"{OWN_LOOP}:train", "--steps", "21", "--out", tmp_path / "drill")
+    assert done.returncode == 0 and done.stdout.endswith("\nthe same bits\n"), done.stdout + done.stderr
+    rows = [line.partition(" step ")[2] for line in done.stdout.splitlines() if "sha256" in line]
+    assert len(rows) == 4 and len({row.rpartition("step ")[2] for row in rows}) == 1 and "21 sha256" in rows[0]
+    killed, resumed = (events.read(tmp_path / "drill" / name) for name in ("killed", "resumed"))
+    assert any(event["event"] == "regrouped" and event["joined"] for event in killed), "the replacement was given the state"
+    began = [(event["step"], len(event["workers"])) for event in resumed if event["event"] == "began"]
+    assert began == [(0, 2), (10, 1)]
+
+
+def test_a_self_check_shows_the_refusal_of_a_run_and_has_its_exit_code(tmp_path: Path) -> None:
+    done = drill(f"{OWN_LOOP}:train", "--stepz", "21", "--out", tmp_path / "drill")
+    assert done.returncode == 2 and "1 worker ended with exit code 2" in done.stderr, done.stderr
+    assert "UsageError: " in done.stderr and "takes no --stepz" in done.stderr and "it takes --steps, --out" in done.stderr
+
+
+def test_faults_need_metrics_and_a_loop_without_them_is_told_so(tmp_path: Path) -> None:
+    done = drill(f"{LOOPS / 'gradient_noise.py'}:train", "--faults", "1", "--workers", "1", "--out", tmp_path / "drill")
+    assert done.returncode == 2 and "the loop has written no step to" in done.stderr and "tracker.step" in done.stderr, done.stderr
+
+
+def test_patience_follows_the_progress_of_a_run_and_ends_where_it_makes_none(tmp_path: Path) -> None:
+    words = [f"{LOOPS / 'slow.py'}:train", "--steps", "1000", "--seconds", "0.15"]
+    with Run(words, tmp_path / "run", 1, socket.gethostname()) as run:
+        run.wait_for(lambda: bool(committed_steps(tmp_path / "run" / "checkpoints")), "the first checkpoint")
+        run.patience_s = 0.3
+        began_s = time.monotonic()
+        run.wait_for(lambda: committed_steps(tmp_path / "run" / "checkpoints")[-1] >= 8, "step 8")
+        assert time.monotonic() - began_s > 2 * run.patience_s, "a fixed patience would have given up"
+        run.kill(run.members(), signal.SIGSTOP)
+        with pytest.raises(LockstepError, match=r"step 1000 did not come, and the run has made no progress for"):
+            run.wait_for(lambda: False, "step 1000")
+
+
+@pytest.mark.skipif(os.environ.get("LOCKSTEP_CHAOS") != "1", reason="the long part of the drills: LOCKSTEP_CHAOS=1")
+def test_faults_strike_an_own_loop_that_writes_metrics(tmp_path: Path) -> None:
+    done = drill(f"{OWN_LOOP}:train", "--faults", "4", "--seed", "2", "--steps", "2000", "--out", tmp_path / "drill")
+    assert done.returncode == 0 and done.stdout.endswith("\nthe same bits\n"), done.stdout + done.stderr
 
 
 def test_replicas_of_two_shards_heal_as_whole_ones(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Faults on order, for drills and tests: a worker kills itself, stops, hangs or flips a bit of its weights, at an exact place of a step.
+"""Faults on order, for drills and tests: a worker kills itself, asks for a stop, stops, hangs or flips a bit of its weights.
+
+Each strikes at an exact place of a step.
 
 The order lies in the state folder (seat.py) as SLOT.fault, JSON, and is taken away before it is carried out:
 
@@ -28,7 +30,8 @@ from lockstep.membership.board import Board, Phase
 
 log = logging.getLogger("lockstep")
 DRILL = "LOCKSTEP_DRILL"
-What = Literal["kill", "stop", "hang", "spin", "raise", "exit", "flip"]
+What = Literal["kill", "term", "stop", "hang", "spin", "raise", "exit", "flip"]
+SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
 
 
 class FaultyBoard(Board):
@@ -67,8 +70,8 @@ class FaultyBoard(Board):
             self._do(order["what"])
 
     def _do(self, what: What) -> None:
-        if what in ("kill", "stop"):
-            os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+        if what in SIGNALS:
+            os.kill(os.getpid(), SIGNALS[what])
         elif what == "hang":
             time.sleep(3600)
         elif what == "spin":
