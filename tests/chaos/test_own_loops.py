@@ -1,0 +1,78 @@
+"""Twelve loops with the habits of PyTorch scripts: each ends with one sha256, whatever happens to it, or with a refusal. None silently.
+
+The short part trains each on 1 and 2 workers and resumes it with another number, in processes that are forked without an agent. The long
+part is `lockstep drill` with 2 and 3 workers, one killed and replaced (LOCKSTEP_CHAOS=1).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from fork_loop import Ended, run_loop
+
+from lockstep.checkpoint.commands import digest_line
+
+LOOPS = Path(__file__).parents[1] / "support" / "loops"
+STEPS = 6
+long = pytest.mark.skipif(os.environ.get("LOCKSTEP_CHAOS") != "1", reason="the long part of own loops: LOCKSTEP_CHAOS=1")
+
+# What a refusal must name, by loop; "": the loop is supported, and ends with one sha256.
+HABITS = {
+    "scheduler": "",
+    "ema": "",
+    "scaler": "",
+    "optimizers": "",
+    "zero_grad": "zero_grad",
+    "plain_backward": r"team\.backward",
+    "dataloader": "micro-batch",
+    "unseeded": "",
+    "batchnorm": "running_mean|running_var|num_batches_tracked",
+    "diverges": "loss|norm",
+    "unfreeze": r"0\.weight|0\.bias",
+    "gradient_noise": "",
+}
+
+
+def assert_refused(end: Ended, names: str) -> None:
+    """A refusal has exit code 2 or 4, three parts, and names what it refuses."""
+    assert names and end.code in (2, 4), end
+    first, *more = end.text.splitlines()
+    assert re.match(r"\w+Error: .", first) and len(more) >= 2 and all(line.startswith("  ") for line in more), end.text
+    assert re.search(names, end.text), end.text
+
+
+@pytest.mark.parametrize("loop", HABITS)
+def test_a_habit_ends_with_the_same_bits_on_every_number_of_workers_or_is_refused(loop: str, tmp_path: Path) -> None:
+    script, names = LOOPS / f"{loop}.py", HABITS[loop]
+    digests = set()
+    for name, starts in {"one": [(1, STEPS)], "two": [(2, STEPS)], "resumed": [(2, STEPS // 2), (1, STEPS)]}.items():
+        for workers, steps in starts:
+            end = run_loop(script, tmp_path / name, workers, steps=steps)
+            if end.code:
+                assert_refused(end, names)
+                return
+        digests.add(digest_line(tmp_path / name))
+    assert len(digests) == 1 and digests.pop().startswith(f"step {STEPS} ") and not names
+
+
+@long
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("loop", HABITS)
+def test_a_drill_of_a_habit_ends_with_the_same_bits_or_shows_the_refusal(loop: str, workers: int, tmp_path: Path) -> None:
+    names = HABITS[loop]
+    words = ["drill", f"{LOOPS / loop}.py:train", "--workers", str(workers), "--out", str(tmp_path / "drill")]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "LOCKSTEP_TMP": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-m", "lockstep", *words], capture_output=True, text=True, env=environ, timeout=280, check=False)
+    if done.returncode:
+        text = "\n".join(line.removeprefix("  ") for line in done.stderr.splitlines()[2:])
+        assert_refused(Ended(done.returncode, text), names)
+    else:
+        assert "the same bits" in done.stdout and "NOT" not in done.stdout and not names, done.stdout

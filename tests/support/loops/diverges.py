@@ -1,0 +1,30 @@
+"""A learning rate at which the loss is no number after a few steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tiny import MICRO_BATCHES, ORDER, loss_of, make_model, make_points
+
+from lockstep.checkpoint.keeper import Keeper
+from lockstep.team import Team
+from lockstep.world import World
+
+
+def train(steps: int = 6, out: Path = Path("run")) -> None:
+    with World.join() as world:
+        model, (inputs, targets) = make_model(), make_points()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e30)
+        with Keeper(out / "checkpoints", world, model, optimizer, every_steps=2) as keeper:
+            step = keeper.resume()
+            with Team(world, model, keeper, micro_batches=MICRO_BATCHES) as team:
+                while step < steps:
+                    for k in team.micro_batches(step):
+                        rows = ORDER.ids(step, k)
+                        loss = loss_of(team(inputs[rows]), targets[rows])
+                        team.backward(loss)
+                    optimizer.step()
+                    step += 1
+                    keeper.save_if_due(step)
+                keeper.save(step)

@@ -1,0 +1,33 @@
+"""A running mean of the weights beside the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tiny import MICRO_BATCHES, ORDER, loss_of, make_model, make_points
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from lockstep.checkpoint.keeper import Keeper
+from lockstep.team import Team
+from lockstep.world import World
+
+
+def train(steps: int = 6, out: Path = Path("run")) -> None:
+    with World.join() as world:
+        model, (inputs, targets) = make_model(), make_points()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        with Keeper(out / "checkpoints", world, model, optimizer, state={"ema": ema}, every_steps=2) as keeper:
+            step = keeper.resume()
+            with Team(world, model, keeper, micro_batches=MICRO_BATCHES) as team:
+                while step < steps:
+                    for k in team.micro_batches(step):
+                        rows = ORDER.ids(step, k)
+                        loss = loss_of(team(inputs[rows]), targets[rows])
+                        team.backward(loss)
+                    optimizer.step()
+                    ema.update_parameters(model)
+                    step += 1
+                    keeper.save_if_due(step)
+                keeper.save(step)

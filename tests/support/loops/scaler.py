@@ -1,0 +1,32 @@
+"""A loss scale that grows every second step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tiny import MICRO_BATCHES, ORDER, loss_of, make_model, make_points
+
+from lockstep.checkpoint.keeper import Keeper
+from lockstep.team import Team
+from lockstep.world import World
+
+
+def train(steps: int = 6, out: Path = Path("run")) -> None:
+    with World.join() as world:
+        model, (inputs, targets) = make_model(), make_points()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        with Keeper(out / "checkpoints", world, model, optimizer, state={"scaler": scaler}, every_steps=2) as keeper:
+            step = keeper.resume()
+            with Team(world, model, keeper, micro_batches=MICRO_BATCHES) as team:
+                while step < steps:
+                    for k in team.micro_batches(step):
+                        rows = ORDER.ids(step, k)
+                        loss = loss_of(team(inputs[rows]), targets[rows])
+                        team.backward(scaler.scale(loss))
+                    scaler.step(optimizer)
+                    scaler.update()
+                    step += 1
+                    keeper.save_if_due(step)
+                keeper.save(step)
