@@ -242,7 +242,7 @@ class Team:
                 return
 
     def _follow_what_is_trained(self) -> None:
-        """After layers were frozen or unfrozen: compare the others as frozen weights. UsageError when no optimizer has those trained now."""
+        """After layers were frozen or unfrozen: compare the others as frozen. UsageError when a trained one is in no optimizer."""
         if self.replica.parameters is self._trained:
             return
         if self.keeper:
