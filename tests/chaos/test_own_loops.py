@@ -36,7 +36,7 @@ HABITS = {
     "unseeded": "",
     "batchnorm": "running_mean|running_var|num_batches_tracked",
     "diverges": "loss|norm",
-    "unfreeze": r"0\.weight|0\.bias",
+    "unfreeze": "",
     "gradient_noise": "",
 }
 

@@ -342,7 +342,7 @@ def test_data_that_do_not_follow_from_the_micro_batch_are_refused() -> None:
 def counts_in_a_buffer(world: World) -> int:
     """How many micro-batches of one step a buffer has counted."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    with Team(world, model, micro_batches=2) as team:
+    with Team(world, model, micro_batches=2, local_buffers=True) as team:
         for k in team.micro_batches(0):
             team.backward(team(torch.ones(3, 4) * k).sum())
     return int(model[1].num_batches_tracked)  # type: ignore[arg-type]

@@ -65,9 +65,17 @@ class GradientWatch:
     def backward(self, loss: Tensor) -> None:
         """The one backward pass of the micro-batch. UsageError when it is not the first, a gradient was changed, or one does not arrive."""
         if not self.where:
-            raise UsageError("team.backward(loss) outside of the micro-batch loop", "", "call it within: for k in team.micro_batches(step)")
+            raise UsageError(
+                "team.backward was called outside of the micro-batch loop",
+                "team.backward(loss)",
+                "call it within: for k in team.micro_batches(step)",
+            )
         if self._backwards:
-            raise UsageError(f"team.backward was called twice in {self.where}", "", "add the losses of a micro-batch, and call it once")
+            raise UsageError(
+                f"team.backward was called twice in {self.where}",
+                "team.backward(loss)",
+                "add the losses of a micro-batch, and call it once",
+            )
         self._refuse_changes("before team.backward")
         before = [(0 if gradient is None else gradient.data_ptr(), version) for gradient, version in self._seen]
         self._seen = []  # a reference would keep the old memory alive while DDP moves the gradients into its buckets
@@ -96,7 +104,7 @@ class GradientWatch:
         if not self._backwards:
             raise UsageError(
                 f"no gradient arrived for the {len(self.names)} parameters in {self.where}: team.backward was not called",
-                "",
+                "for k in team.micro_batches(step)",
                 "call team.backward(loss), not loss.backward(), once for every micro-batch",
             )
         self._refuse_changes("after team.backward")
