@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.config import Memory, Optim
+from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.models import llama, lora, translator
 from lockstep.optim import adamw, divide_and_clip
@@ -201,6 +202,45 @@ def test_loss_gradient_and_norm_are_those_of_one_process(workers: int) -> None:
         assert gradients.keys() == right.keys(), case
         for key, gradient in gradients.items():
             assert np.linalg.norm(gradient - right[key]) <= 1e-11 * np.linalg.norm(right[key]), (case, key)
+
+
+def refused(world: World, habit: str) -> str:
+    """What a sharded model is refused with, on every rank alike."""
+    model = model_named("llama")
+    held = held_by(world, model, Layout(1, 2), torch.float32)
+    block = held.module.layers[1]  # type: ignore[index, union-attr]
+    try:
+        with replica_of(held, 4) as replica:
+            one_step(held, replica, model, 0)
+            if habit == "freezes a layer":
+                block.requires_grad_(False)
+            for number, k in enumerate(replica.micro_batches(1)):
+                if habit == "leaves a layer out" and number == 1:
+                    block.forward = lambda x, *rest: x
+                loss = replica(*model.inputs(1, k)[0])
+                if habit != "calls loss.backward":
+                    replica.backward(loss)
+                if habit != "leaves a layer out":
+                    loss.backward() if habit == "calls loss.backward" else replica.backward(loss)
+    except UsageError as error:
+        return str(error)
+    return "accepted"
+
+
+def all_refused(world: World, habits: list[str]) -> list[str]:
+    return [refused(world, habit) for habit in habits]
+
+
+def test_sharded_models_refuse_what_would_change_the_sum() -> None:
+    right = {
+        "freezes a layer": "requires_grad has changed since the model was cut: layers.1.",
+        "calls loss.backward": "team.backward was not called",
+        "calls it twice": "team.backward was called twice in micro-batch",
+        "leaves a layer out": "no gradient arrived for 9 of 38 parameters",
+    }
+    for texts in run_ranks(all_refused, 2, list(right)):
+        for text, words in zip(texts, right.values(), strict=True):
+            assert words in text
 
 
 def curve(world: World, names: list[str], layout: Layout) -> list[list[float]]:

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from lockstep.checkpoint.state import shown
 from lockstep.data.order import mix
 from lockstep.errors import PeersLostError, UsageError
 from lockstep.membership.board import Board
@@ -130,7 +131,9 @@ class ShardedReplica:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         self._names = [name for name, p in held.named.items() if p.requires_grad]
+        self._trained = set(self._names)
         self._sharded = [cast(Any, p) for p in held.module.parameters() if p.requires_grad]
+        self._backwards = 0  # in this pass
 
     @property
     def board(self) -> Board:
@@ -170,6 +173,9 @@ class ShardedReplica:
         """The backward pass of a micro-batch; its loss is kept, unless this is a pass that only helps the other shards."""
         if self.held.stage is not None:
             return
+        if self._backwards:
+            raise UsageError(f"team.backward was called twice in micro-batch {self._turn.k}", "", "add its losses, and call it once")
+        self._backwards += 1
         self.board.enter("backward")
         loss.backward()
         if self._turn.counts:
@@ -192,6 +198,7 @@ class ShardedReplica:
         spot = layout.spot(dist.get_rank())
         block = share(spot.replica, layout.replicate, self.leaves)
         refuse_idle_shards(layout.loaders, self.leaves, len(block), layout.shard)
+        self._refuse_frozen_or_unfrozen()
         self._trees = [Tree() for _ in self.held.units]
         self._losses, self.wires.waited_s, self._sent_s, self._waiting = [], 0.0, 0.0, []
         passes = passes_of(block, spot.shard, layout.shard, together=self.together)
@@ -201,26 +208,49 @@ class ShardedReplica:
             for p in self._sharded:
                 p.grad = None
             seed_generators(mix(self.seed, step, self._turn.k) >> 1, self.parameters[0].device)
+            self._backwards = 0
             if self._turn.last:
                 self.board.enter("reducing")
             yield self._turn.k
             if self.wires.failure:
                 break
+            if self.held.stage is None:
+                self._refuse_missing(f"micro-batch {self._turn.k} of step {step}")
         if self.held.stage is not None and not self.wires.failure:
             self._flow(self.held.stage, step, passes)
         self._drain()
         if self.wires.failure:
             raise self.wires.failure
-        if not self._sent_s:
-            raise UsageError(
-                f"no gradient arrived for the {len(self.parameters)} parameters in step {step}",
-                "ShardedReplica.micro_batches",
-                "call the team (not the model) and team.backward(loss) once for every micro-batch",
-            )
+        self._refuse_missing(f"step {step}")
         for own, sharded in zip(self.parameters, self._sharded, strict=True):
             own.grad = sharded.grad.to_local()
             sharded.grad = None
         self._add_what_others_have()
+
+    def _refuse_frozen_or_unfrozen(self) -> None:
+        """UsageError when other parameters are trained than when the model was cut."""
+        own, module = self.held.named, self.held.module.parameters()
+        changed = [
+            name
+            for (name, p), q in zip(own.items(), module, strict=True)
+            if not p.requires_grad == q.requires_grad == (name in self._trained)
+        ]
+        if changed:
+            raise UsageError(
+                f"requires_grad has changed since the model was cut: {shown(changed)}",
+                f"layout {self.held.layout}",
+                "freeze before the model is cut, or train with whole replicas",
+            )
+
+    def _refuse_missing(self, where: str) -> None:
+        """UsageError when a trained parameter has no gradient."""
+        missing = [name for name, p in zip(self._names, self._sharded, strict=True) if p.grad is None]
+        if missing or not (self._backwards or self.held.stage):
+            raise UsageError(
+                f"no gradient arrived for {len(missing)} of {len(self._names)} parameters in {where}: {shown(missing)}",
+                "team.backward(loss)" if self._backwards or self.held.stage else "team.backward was not called",
+                "call team(inputs) and team.backward(loss) once for every micro-batch, in which every trained parameter takes part",
+            )
 
     def _flow(self, stage: Stage, step: int, passes: list[Pass]) -> None:
         """The step of a pipeline: the micro-batches that wait, forward and backward."""
