@@ -17,8 +17,10 @@ import pytest
 from test_store_rules import save
 
 from lockstep import events, metrics
-from lockstep.checkpoint import commands, seal
-from lockstep.errors import DamagedFileError, LockstepError, UsageError
+from lockstep.checkpoint import commands, commit, seal
+from lockstep.checkpoint.parts import Part
+from lockstep.checkpoint.store import Store
+from lockstep.errors import CheckpointError, DamagedFileError, LockstepError, UsageError
 from lockstep.evaluate import finished_step
 from lockstep.files import append_line, checked, read_json, try_lock, with_checksum
 from lockstep.launch import open_output
@@ -27,6 +29,7 @@ from lockstep.membership.arbiter import Arbiter, Member, Record
 from lockstep.membership.folder import make, trouble
 from lockstep.membership.wire import make_token, read_token
 from lockstep.models.weights import read_run
+from lockstep.parallel.pieces import Piece
 from lockstep.train import best_steps
 
 ME = Member("here/0/a", "here", 0, os.getpid(), "127.0.0.1:4000")
@@ -138,6 +141,124 @@ def test_a_file_that_cannot_be_read_costs_a_line_of_the_diary_or_a_sign_and_noth
     with pytest.raises(OSError, match="not a regular file"):
         waiting.sign(run, ME)
     assert control.evaluators(run) == []
+
+
+# Names that lead out of a checkpoint.
+
+
+def sealed(folder: Path, step: int, files: dict[str, object]) -> Path:
+    """A committed checkpoint whose manifest, with a seal that fits, names these files."""
+    path = save(folder, step)
+    manifest = json.dumps({"format": 1, "step": step, "files": files}).encode()
+    (path / "manifest.json").write_bytes(manifest)
+    (path / "COMMITTED").write_bytes(commit.seal_content(step, manifest))
+    return path
+
+
+def record(content: bytes) -> dict[str, object]:
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+OUTSIDE = ["/etc/hostname", "../outside", "..", ".", "", "a/b", "manifest.json", "COMMITTED"]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_manifest_that_names_a_file_outside_is_damaged_for_every_reader(tmp_path: Path, name: str) -> None:
+    (tmp_path / "outside").write_bytes(b"secret")
+    folder = tmp_path / "checkpoints"
+    sealed(folder, 20, {"facts.json": record(b"{}\n"), name: record(b"secret")})
+    store = Store(folder)
+    says = "which is no file of this folder"
+    assert any(says in problem for problem in store.verify(20))
+    for read in (
+        lambda: store.load(20),
+        lambda: store.pieces(20, {}),
+        lambda: commands.digest_line(folder, 20),
+        lambda: commands.export(folder, 20, tmp_path / "out"),
+    ):
+        with pytest.raises(CheckpointError, match=says):
+            read()
+    save(folder, 10)
+    found = store.load_newest()
+    assert found and found.step == 10 and (folder / "step-00000020.damaged").is_dir()
+    assert (tmp_path / "outside").read_bytes() == b"secret"
+
+
+MANIFESTS = [b"[]", b"{}", b'{"format": 1, "files": []}', b'{"format": 1, "files": {"a": 1}}', b"[" * 99999, b"\xff"]
+
+
+@pytest.mark.parametrize("manifest", MANIFESTS, ids=len)
+def test_a_manifest_that_is_none_is_damaged_though_its_seal_fits(tmp_path: Path, manifest: bytes) -> None:
+    path = save(tmp_path, 20)
+    (path / "manifest.json").write_bytes(manifest)
+    (path / "COMMITTED").write_bytes(commit.seal_content(20, manifest))
+    assert any("is not one that Lockstep writes" in problem for problem in Store(tmp_path).verify(20))
+    with pytest.raises(CheckpointError, match="damaged"):
+        Store(tmp_path).load_newest()
+
+
+def test_a_checkpoint_without_facts_is_damaged(tmp_path: Path) -> None:
+    path = save(tmp_path, 20)
+    name = "tensors-00000.safetensors"
+    sealed(tmp_path / "again", 20, {name: record((path / name).read_bytes())})
+    for read in (lambda: Store(tmp_path / "again").load(20), lambda: Store(tmp_path / "again").pieces(20, {})):
+        with pytest.raises(CheckpointError, match=r"does not name facts.json"):
+            read()
+
+
+def test_a_link_in_a_checkpoint_is_not_followed(tmp_path: Path) -> None:
+    path = save(tmp_path / "checkpoints", 20) / "tensors-00000.safetensors"
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    says = f"{path.name} is a symbolic link, not a regular file"
+    assert Store(tmp_path / "checkpoints").verify(20) == [says]
+    with pytest.raises(CheckpointError, match=says):
+        Store(tmp_path / "checkpoints").load(20)
+
+
+PARTS = [
+    '{"files": {"../../outside": {"bytes": 6, "sha256": ""}}}',
+    '{"files": {"/tmp/x": {}}}',
+    "{",
+    "[]",
+    '{"files": [1]}',
+    '{"files": {"a": {}}}',
+]
+
+
+@pytest.mark.parametrize("said", PARTS)
+def test_a_part_that_names_a_file_outside_moves_nothing(tmp_path: Path, said: str) -> None:
+    (tmp_path / "outside").write_bytes(b"secret")
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    part = Part(0, 2, {}, lambda: 1, lambda: "")
+    path = part.folder(folder, 20, 1, 1)
+    path.mkdir()
+    (path / "part.json").write_text(said)
+    with commit.Attempt(folder, 20) as attempt, pytest.raises(CheckpointError, match=r"part of writer 1 of step 20 is damaged"):
+        part.adopt(attempt, folder, 20)
+    assert (tmp_path / "outside").read_bytes() == b"secret"
+
+
+def test_what_was_hashed_is_what_a_worker_takes_though_the_file_changes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path, 20) / "tensors-00000.safetensors"
+
+    def then_change(function: Callable[..., object]) -> Callable[..., object]:
+        """What `function` gives; the numbers in the file are others by then."""
+
+        def call(*args: object) -> object:
+            found = function(*args)
+            with open(path, "r+b") as opened:
+                opened.seek(-64, os.SEEK_END)
+                opened.write(bytes(64))
+            return found
+
+        return call
+
+    for name in ("read_checked", "check"):
+        monkeypatch.setattr(commit, name, then_change(getattr(commit, name)))
+    found = Store(tmp_path).pieces(20, {"00000": Piece.whole((16,))})
+    assert found.tensors["model.00000"].numpy().tobytes() == bytes([20]) * 64
 
 
 # The files of a run, by their roles.

@@ -94,6 +94,9 @@ def test_pieces_meet_where_they_have_numbers_in_common(rows: int, groups: int, t
     one, other = draw(), draw()
     common = set(one.of(whole).flatten().tolist()) & set(other.of(whole).flatten().tolist())
     assert one.meets(other) == other.meets(one) == bool(common)
+    found = torch.full(other.size, -1)
+    one.copy_to(other, one.of(whole), found)
+    assert torch.equal(found, torch.where(torch.isin(other.of(whole), torch.tensor(sorted(common))), other.of(whole), -1))
 
 
 @pytest.mark.parametrize(("stages", "parts", "micro_batches"), list(product([2, 3, 4], [1, 2, 3], [1, 2, 3, 4, 8, 9])))

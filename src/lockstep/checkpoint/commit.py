@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from lockstep.checkpoint.seal import (
     COMMITTED,
@@ -77,14 +78,25 @@ def read_manifest(path: Path, step: int) -> tuple[dict[str, Record], list[str]]:
         return {}, [text for text in (problem, seal_problem) if text]
     if seal != seal_content(step, manifest):
         return {}, [f"{MANIFEST} and {COMMITTED} do not fit together: one of them was changed"]
-    value = json.loads(manifest)
-    if value["format"] != FORMAT:
-        raise CheckpointError(
-            f"the checkpoint of step {step} has format {value['format']}, this version reads format {FORMAT}",
-            str(path),
-            "try a newer version of lockstep",
-        )
-    return {name: Record(**record) for name, record in value["files"].items()}, []
+    try:
+        value = json.loads(manifest)
+        if value["format"] != FORMAT:
+            raise CheckpointError(
+                f"the checkpoint of step {step} has format {value['format']}, this version reads format {FORMAT}",
+                str(path),
+                "try a newer version of lockstep",
+            )
+        return records_of(value["files"]), []
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return {}, [f"{MANIFEST} is not one that Lockstep writes: {error}"]
+
+
+def records_of(files: dict[str, Any]) -> dict[str, Record]:
+    """The files that a manifest or a part names. ValueError or TypeError for a name that leads elsewhere, or for what is no record."""
+    for name in files:
+        if "/" in name or "\0" in name or name in ("", ".", "..", MANIFEST, COMMITTED):
+            raise ValueError(f"it names {name!r}, which is no file of this folder")
+    return {name: Record(**record) for name, record in files.items()}
 
 
 def read_checked(path: Path, record: Record) -> tuple[bytearray, str]:

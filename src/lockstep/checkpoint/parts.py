@@ -30,8 +30,8 @@ import numpy.typing as npt
 from lockstep.checkpoint import commit, tensorfile
 from lockstep.checkpoint.commit import Attempt, Record
 from lockstep.checkpoint.tensorfile import Spec
-from lockstep.errors import CheckpointError
-from lockstep.files import fsync_folder, write_json
+from lockstep.errors import CheckpointError, DamagedFileError
+from lockstep.files import fsync_folder, read_json, write_json
 from lockstep.parallel.pieces import Piece
 
 log = logging.getLogger("lockstep")
@@ -91,12 +91,9 @@ class Part:
                         f"the checkpoint of step {step} lacks the part of writer {writer}", f"{path}: {why}", "it is tried again"
                     )
                 time.sleep(LOOK_S)
-            said = json.loads((path / PART).read_text())
-            if "error" in said:
-                raise CheckpointError(f"writer {writer} could not write its part of step {step}: {said['error']}", str(path), "")
-            for name, record in said["files"].items():
+            for name, record in read_part(path, writer, step).items():
                 os.rename(path / name, attempt.path / name)
-                attempt.files[name] = Record(**record)
+                attempt.files[name] = record
             shutil.rmtree(path, ignore_errors=True)
 
     def sweep(self, folder: Path, step: int) -> None:
@@ -105,6 +102,19 @@ class Part:
             found = FOLDER.fullmatch(path.name)
             if found and int(found[1]) < step:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def read_part(path: Path, writer: int, step: int) -> dict[str, Record]:
+    """The files that writer `writer` has put into `path`. CheckpointError when it could not, or when its list is damaged."""
+    try:
+        said = read_json(path / PART)
+        if "error" not in said:
+            return commit.records_of(said["files"])
+    except (DamagedFileError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"the part of writer {writer} of step {step} is damaged: {error}", str(path / PART), "the next save is tried"
+        ) from error
+    raise CheckpointError(f"writer {writer} could not write its part of step {step}: {said['error']}", str(path), "")
 
 
 def put(path: Path, chunks: Iterable[bytes | memoryview]) -> Record:
@@ -181,6 +191,42 @@ class Stored:
         needed = self.needed(wanted)
         held = np.array(needed[0].raw() if needed and needed[0].piece == wanted else wanted.of(self.raw(wanted)))
         return self.spec._replace(shape=wanted.size), held.reshape(-1).view(np.uint8).data
+
+
+class Taken:
+    """The piece `place` of a tensor, filled from the verified files of a checkpoint one after the other. whole: the tensor's spec."""
+
+    def __init__(self, whole: Spec, place: Piece) -> None:
+        self.whole, self.place = whole, place
+        self.filled: tuple[Raw, npt.NDArray[np.bool_]] | None = None  # values, and which are missing: once a verified file fits the spec
+
+    def add(self, stored: Stored) -> None:
+        """Take what one file has of it."""
+        for one in stored.pieces:
+            if one.spec.dtype == self.whole.dtype and one.piece.shape == self.whole.shape:
+                values, missing = self.filled = self.filled or self._empty()
+                one.piece.copy_to(self.place, one.raw(), values)
+                one.piece.copy_to(self.place, np.zeros(one.piece.size[:2], np.bool_), missing)
+
+    def _empty(self) -> tuple[Raw, npt.NDArray[np.bool_]]:
+        kind = f"u{tensorfile.ITEM_BYTES[self.whole.dtype]}"
+        return np.empty(self.place.size, kind), np.ones(self.place.size[:2], np.bool_)
+
+    def content(self) -> tuple[Spec, memoryview]:
+        """Its spec and bytes. CheckpointError when the files did not make it up."""
+        values, missing = self.filled or self._empty()
+        if lacking := int(missing.sum()):
+            raise CheckpointError(f"pieces of {self.whole.name} are missing", f"{lacking} of its rows and columns are in no file")
+        return self.whole._replace(shape=self.place.size), values.reshape(-1).view(np.uint8).data
+
+
+def take(path: Path, record: Record, taken: Mapping[str, Taken]) -> str:
+    """Copy what is needed out of one file, which is read once; what is wrong with it, "" when it is whole."""
+    content, problem = commit.read_checked(path, record)
+    for name, stored in Tensors({} if problem else {path.name: memoryview(content)}).items():
+        if name in taken:
+            taken[name].add(stored)
+    return problem
 
 
 class Tensors(Mapping[str, Stored]):

@@ -37,7 +37,7 @@ log = logging.getLogger("lockstep")
 WRITING, COMMITTED, REMOVING = "WRITING", "COMMITTED", "REMOVING"
 STEP = re.compile(r"step-([0-9]{8,})")
 HIDDEN = re.compile(r"\.step-[0-9]{8,}\.[0-9a-f]{16}")
-OURS = re.compile(r"facts\.json|manifest\.json|tensors-[0-9]{5}\.safetensors")
+OURS = re.compile(r"facts\.json|manifest\.json|tensors-[0-9]{5,}\.safetensors")
 
 Seam = Callable[[str], None]
 

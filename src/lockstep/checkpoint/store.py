@@ -29,7 +29,7 @@ from torch import Tensor
 
 from lockstep.checkpoint import commit, seal, tensorfile
 from lockstep.checkpoint.choose import expendable, show_steps
-from lockstep.checkpoint.parts import FILES_A_WRITER, Part, Tensors, parameter_of, place_of, tensors_at
+from lockstep.checkpoint.parts import FILES_A_WRITER, Part, Taken, Tensors, parameter_of, place_of, take, tensors_at
 from lockstep.checkpoint.state import bytes_of, fingerprints, shown, spec_of, tensor_of
 from lockstep.checkpoint.tensorfile import Spec
 from lockstep.errors import CheckpointError
@@ -259,7 +259,7 @@ class Store:
         with commit.reading(self.folder), seal.pinned(self.folder, step) as path:
             if path is None:
                 return None, []
-            files, problems = commit.read_manifest(path, step)
+            files, problems = manifest_of(path, step)
             contents: dict[str, bytearray] = {}
             for name, record in sorted(files.items()):
                 content, problem = commit.read_checked(path / name, record)
@@ -280,8 +280,8 @@ class Store:
         """The pieces that a worker holds of the checkpoint of `step`: of each parameter named, and of its optimizer state; the rest whole.
 
         wanted  name of a parameter -> its piece
-        Each file of which something is needed is hashed before its bytes are used: in the layout that saved, that is this worker's own.
-        Memory: these pieces, and one whole tensor where its pieces are not those that were saved.
+        Each file of which something is needed is read once, and its pieces are copied out of the bytes that were hashed: in the layout that
+        saved, that is this worker's own file. Memory: these pieces, and one file.
         CheckpointError when it is missing or damaged.
         """
         with commit.reading(self.folder), seal.pinned(self.folder, step) as path:
@@ -291,13 +291,19 @@ class Store:
                 stored = tensors_at(path, step)
             except (OSError, ValueError, LookupError):  # a header that is not what it was
                 raise self._damaged({step: commit.check(path, step)}) from None
-            mine = {name: (one, place_of(name, one.spec.shape, wanted)) for name, one in stored.items() if parameter_of(name) in wanted}
-            used = {piece.file for one, place in mine.values() for piece in one.needed(place)}
-            if problems := commit.check(path, step, {FACTS, *used}):
+            mine = {name: one for name, one in stored.items() if parameter_of(name) in wanted}
+            taken = {name: Taken(one.spec, place_of(name, one.spec.shape, wanted)) for name, one in mine.items()}
+            used = {piece.file for name, one in mine.items() for piece in one.needed(taken[name].place)}
+            files, problems = manifest_of(path, step)
+            needed = sorted(used & files.keys())
+            problems += [problem for name in needed if (problem := take(path / name, files[name], taken))]
+            if not problems:
+                text, problem = commit.read_checked(path / FACTS, files[FACTS])
+                problems += [problem] if problem else []
+            if problems:
                 raise self._damaged({step: problems})
-            tensors = {name: tensor_of(*one.piece(place)) for name, (one, place) in mine.items()}
-            facts = json.loads((path / FACTS).read_bytes())
-        return Checkpoint(step, tensors, facts)
+            tensors = {name: tensor_of(*one.content()) for name, one in taken.items()}
+        return Checkpoint(step, tensors, json.loads(text))
 
     def _quarantine(self, step: int, problems: list[str], instead: int | None) -> None:
         path = self.folder / seal.folder_name(step)
@@ -317,3 +323,9 @@ class Store:
         others = sorted(set(self.steps()) - damaged.keys())
         hint = f"try --resume STEP ({show_steps(others)})" if others else "there is no other one; nothing was deleted"
         return CheckpointError(f"damaged: the checkpoint of step {what}", "\n".join(where), hint)
+
+
+def manifest_of(path: Path, step: int) -> tuple[dict[str, commit.Record], list[str]]:
+    """(the files of a checkpoint, what is wrong with its manifest), which names the facts too."""
+    files, problems = commit.read_manifest(path, step)
+    return files, problems or ([] if FACTS in files else [f"the manifest does not name {FACTS}"])

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from lockstep.files import regular
+
 ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8,
     "F32": 4, "I32": 4, "U32": 4,
@@ -88,7 +90,7 @@ def metadata_in(content: memoryview) -> dict[str, str]:
 
 def mapped(path: Path) -> memoryview:
     """The content of a file: read from the disk when used, never all in memory."""
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular) as file:
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
 
 

@@ -105,6 +105,28 @@ class Piece:
             there[...] = part[passed : passed + stop - start]
             passed += stop - start
 
+    def copy_to(self, other: Piece, part: Array, target: Array) -> None:
+        """Copy what both pieces have from `part`, the values of this one, into `target`, those of the other piece of the same tensor."""
+        if not self.shape:
+            target[...] = part
+            return
+        columns: list[tuple[slice, ...]] = [(), ()]
+        if self.columns or other.columns:
+            (left, right), (first, last) = self.columns or (0, self.shape[1]), other.columns or (0, self.shape[1])
+            begin, end = max(left, first), max(left, first, min(right, last))
+            columns = [(slice(begin - left, end - left),), (slice(begin - first, end - first),)]
+        passed = 0
+        for start, stop in self.rows:
+            filled = 0
+            for first_row, last_row in other.rows:
+                low, high = max(start, first_row), min(stop, last_row)
+                if low < high:
+                    here = slice(passed + low - start, passed + high - start), *columns[0]
+                    there = slice(filled + low - first_row, filled + high - first_row), *columns[1]
+                    target[there] = part[here]
+                filled += last_row - first_row
+            passed += stop - start
+
     def to_json(self) -> dict[str, Any]:
         return {"shape": list(self.shape), "rows": [list(one) for one in self.rows], "columns": self.columns and list(self.columns)}
 
