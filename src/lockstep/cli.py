@@ -135,6 +135,11 @@ def parser() -> Parser:
     one.add_argument("step", nargs="?", type=int, help="digest, export: the checkpoint (default: the newest)")
     one.add_argument("--out", type=Path, help="export: the .safetensors file (of a Llama: the folder) to write; import: the run's folder")
     one.add_argument("--shard-bytes", metavar="SIZE", help="export of a Llama: most bytes in one file (default: 5 GB)")
+    one.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="export of a Llama: of its numbers (default: as in the model it began with)",
+    )
     return top
 
 
@@ -661,7 +666,8 @@ def translate(args: argparse.Namespace, rest: list[str]) -> int:
 
 def generate(args: argparse.Namespace, rest: list[str]) -> int:
     """Print continuations, and nothing else, on standard output: that of one text as it comes, else a JSON string a line."""
-    refuse(rest, "generate")
+    refuse([word for word in rest if word.startswith("-")], "generate")
+    args.text += rest  # argparse leaves texts behind an option over
     from lockstep.launch import launch, worker_main
     from lockstep.place import find_place
 
@@ -676,7 +682,7 @@ def generate(args: argparse.Namespace, rest: list[str]) -> int:
         command = [sys.executable, "-m", "lockstep", "generate", *sys.argv[2:]]
         if not args.text and not args.file:  # the workers have no standard input
             lines = Path(folder) / "lines"
-            lines.write_text(sys.stdin.read(), encoding="utf-8")
+            lines.write_bytes(sys.stdin.buffer.read())
             command += ["--file", str(lines)]
         return launch(command, args.tensor, run_folder=None, port=None, environ=os.environ)
 
@@ -703,8 +709,7 @@ def generate_here(args: argparse.Namespace, world: World | None = None) -> int:
     loaded = load(args.folder, args.step, device=world.device if world else None)
     group = cut_by_tensor(loaded.model, world, "--tensor") if world else None
     tokenizer = ChatTokenizer.load(loaded.tokenizer, loaded.config)
-    lines = args.file.read_text(encoding="utf-8").splitlines() if args.file else [] if args.text else sys.stdin
-    texts = args.text or [line.rstrip("\n") for line in lines]
+    texts = args.text or lines_to_continue(args.file)
     options = {"tokens": args.tokens, "sampling": sampling, "stops": args.stop, "chat": args.chat, "compile": args.compile, "group": group}
     found, leads = ["" for _ in texts], world is None or world.leader
     for row, text in generate_texts(loaded.model, tokenizer, texts, **options):
@@ -714,6 +719,18 @@ def generate_here(args: argparse.Namespace, world: World | None = None) -> int:
     for one in found if leads else []:
         print("" if len(args.text) == 1 else json.dumps(one, ensure_ascii=False))
     return 0
+
+
+def lines_to_continue(file: Path | None) -> list[str]:
+    """The lines of a file, or of standard input. A line ends at a line feed, or a carriage return and a line feed, and nowhere else."""
+    where = str(file or "standard input")
+    try:
+        text = (file.read_bytes() if file else sys.stdin.buffer.read()).decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"byte {error.start:,} is not UTF-8: 0x{error.object[error.start]:02x}", where, "convert it first") from None
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}", "--file", "give a file that this user can read") from None
+    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")] if text else []
 
 
 def checkpoint(args: argparse.Namespace, rest: list[str]) -> int:
@@ -751,5 +768,5 @@ def carry(args: argparse.Namespace) -> int:
             shard_bytes = parse_bytes(args.shard_bytes) if args.shard_bytes else SHARD_BYTES
         except ValueError as error:
             raise UsageError(f"--shard-bytes: {error}", "command line", "give a size such as 5 GB") from None
-        print(export_run(args.folder, args.step, args.out, shard_bytes))
+        print(export_run(args.folder, args.step, args.out, shard_bytes, args.dtype or ""))
     return 0

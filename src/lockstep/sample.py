@@ -201,9 +201,14 @@ def generate(
     UsageError: a number is out of its range, or a text has no token at all.
     """
     check(tokens, sampling)
+    if torn := [number for number, text in enumerate(texts) if any("\ud800" <= letter <= "\udfff" for letter in text)]:
+        raise UsageError("a text holds bytes that are no UTF-8", f"prompt {torn[0] + 1}", "convert it first")
     prompts = [tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text) for text in texts]
     if empty := [number for number, ids in enumerate(prompts) if not ids]:
         raise UsageError("there is nothing to continue: a prompt has no token", f"prompt {empty[0] + 1}", "give a text")
+    if (most := max(map(max, prompts), default=0)) >= model.shape.vocabulary:
+        what = f"the prompt has the token {most}, and the model has {model.shape.vocabulary:,}"
+        raise UsageError(what, str(tokenizer.folder), "use the tokenizer that the model was trained with")
     if (longest := max(map(len, prompts), default=0) + tokens) > model.shape.context:
         log.warning("%d tokens with the prompt; the model is made for %d", longest, model.shape.context)
     rows = min(len(prompts), ROWS)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 
+from lockstep.cli import main
+from lockstep.config import resolve
 from lockstep.data.chat import ChatTokenizer
 from lockstep.data.tokens import Tokenizer
-from lockstep.errors import CheckpointError, DataError, LockstepError
+from lockstep.errors import CheckpointError, DataError, LockstepError, UsageError
 from lockstep.models import hub, pretrained
+from lockstep.models.begin import Beginning
 from lockstep.models.llama import Scaling, Shape, build
 
 CPU = torch.device("cpu")
@@ -172,3 +177,86 @@ def test_a_damaged_shape_of_a_run_is_refused(folder: Path, tmp_path: Path) -> No
             (tmp_path / "run" / pretrained.MODEL).write_text(json.dumps(about | {"shape": {**about["shape"], key: value}}))
             with pytest.raises(LockstepError):
                 pretrained.load(tmp_path / "run", device=CPU)
+
+
+# -- texts in, and the model out again --------------------------------------------------------------------------------
+
+
+def test_lines_to_continue_end_at_line_feeds_alone(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "lines").write_bytes("a cat\u2028a\x0cb\x85c\rd\r\na".encode())
+    assert main(["generate", str(folder), "--file", str(tmp_path / "lines"), "--tokens", "2"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    (tmp_path / "lines").write_bytes(b"a cat\n\n\xff")
+    assert main(["generate", str(folder), "--file", str(tmp_path / "lines"), "--tokens", "2"]) == UsageError.exit_code
+    assert "byte 7 is not UTF-8" in capsys.readouterr().err
+    assert main(["generate", str(folder), "--file", str(tmp_path / "absent")]) == UsageError.exit_code
+    assert main(["generate", str(folder), "\udcff"]) == UsageError.exit_code
+
+
+def test_options_may_stand_before_and_between_texts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = ["a cat", "a cat a"]
+    assert main(["generate", str(folder), *texts, "--tokens", "3"]) == 0
+    right = capsys.readouterr().out
+    for words in (["--tokens", "3", *texts], [texts[0], "--tokens", "3", texts[1]], ["--tokens=3", "--seed", "0", *texts]):
+        assert main(["generate", str(folder), *words]) == 0
+        assert capsys.readouterr().out == right
+    assert main(["generate", str(folder), "--token", "3", *texts]) == UsageError.exit_code
+    assert "unknown option '--token'" in capsys.readouterr().err
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_said_to_be_one(folder: Path, tmp_path: Path) -> None:
+    larger = with_config(folder, tmp_path / "larger", json.loads((folder / hub.CONFIG).read_text()))
+    inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    inner.add_tokens([f"new{number}" for number in range(60)])
+    (larger / "tokenizer.json").unlink()
+    inner.save(str(larger / "tokenizer.json"))
+    assert main(["generate", str(larger), "a cat", "--tokens", "2"]) == 0, "as long as the text has none of them"
+    assert main(["generate", str(larger), "a new59", "--tokens", "2"]) == UsageError.exit_code
+
+
+def test_another_context_keeps_the_token_ids_of_a_config(folder: Path) -> None:
+    old = json.loads((folder / hub.CONFIG).read_text()) | {
+        "bos_token_id": 1,
+        "eos_token_id": [2, 6],
+        "pad_token_id": 0,
+        "dtype": "bfloat16",
+    }
+    longer = replace(SHAPE, context=128)
+    found = hub.config_to_write(longer, old, "F32")
+    assert hub.shape_of(found, "") == longer
+    assert {key: found[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")} == {
+        "bos_token_id": 1,
+        "eos_token_id": [2, 6],
+        "pad_token_id": 0,
+    }
+    assert found["dtype"] == "float32"
+
+
+def test_export_writes_the_numbers_of_the_import_or_those_asked_for(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that began with bf16 weights and trained them in fp32; here the import itself stands for it, with fp32 in its checkpoint."""
+    pretrained.import_hub(folder, tmp_path / "run")
+    about = json.loads((tmp_path / "run" / pretrained.MODEL).read_text())
+    for number, (began, asked, right) in enumerate(
+        [("bfloat16", "", torch.bfloat16), ("", "", torch.float32), ("bfloat16", "float16", torch.float16)]
+    ):
+        (tmp_path / "run" / pretrained.MODEL).write_text(json.dumps(about | ({"dtype": began} if began else {})))
+        words = [
+            "checkpoint",
+            "export",
+            str(tmp_path / "run"),
+            "--out",
+            str(tmp_path / f"out{number}"),
+            *(["--dtype", asked] if asked else []),
+        ]
+        assert main(words) == 0
+        back = hub.open_hub(tmp_path / f"out{number}")
+        first = hub.open_hub(folder).tensors
+        assert all(torch.equal(back.tensors[name], first[name].to(right)) and back.tensors[name].dtype == right for name in first)
+        assert str(right) == "torch." + back.config["torch_dtype"]
+    loud = pretrained.Cast({"x": torch.tensor([1e6])}, torch.float16)
+    with pytest.raises(CheckpointError, match="x has numbers up to 1e"):
+        loud["x"]
+    begun = Beginning.of(resolve(None, {"task": "sft", "data.kind": "drills", "llama.start": str(tmp_path / "out0")}).run, SHAPE.vocabulary)
+    assert begun.about()["dtype"] == "bfloat16"

@@ -76,7 +76,7 @@ class Beginning:
         said: Mapping[str, Any] = self.start.config if self.start else config_of(self.shape) | {"bos_token_id": BEGIN, "eos_token_id": END}
         found: dict[str, Any] = {"shape": shape_to_json(self.shape), "config": said, "lora": asdict(self.lora) if self.lora else None}
         if self.start:
-            found |= {"start": str(self.start.folder), "start_sha256": self.start.sha256()}
+            found |= {"start": str(self.start.folder), "start_sha256": self.start.sha256(), "dtype": self.start.dtype}
         return found
 
 

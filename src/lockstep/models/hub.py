@@ -505,11 +505,12 @@ def write_hub(
 
 
 def config_to_write(shape: Shape, config: Mapping[str, Any] | None, dtype: str) -> dict[str, Any]:
-    """The model's old config.json if it says this shape, else a new one; with the type of its numbers."""
-    kept = config is not None and shape_of(config, "the config that came with the model") == shape
-    base = dict(config) if kept and config is not None else config_of(shape)
+    """The model's old config.json if it says this shape, else a new one with its harmless keys; with the type of its numbers."""
+    old = dict(config or {})
+    kept = bool(old) and shape_of(old, "the config that came with the model") == shape
+    base = old if kept else config_of(shape) | {key: value for key, value in old.items() if key in HARMLESS}
     spelled = str(TORCH_DTYPES[dtype]).removeprefix("torch.")
-    return base | {"dtype" if "dtype" in base else "torch_dtype": spelled}
+    return base | dict.fromkeys([key for key in ("dtype", "torch_dtype") if key in base] or ["torch_dtype"], spelled)
 
 
 def write_chunks(path: Path, chunks: Iterator[bytes | memoryview] | list[bytes]) -> None:

@@ -3,7 +3,8 @@
 A run folder of a Llama:
 
     model.json      {"shape": {...}, "config": the config.json that it came with, or null,
-                     "lora": {"rank", "alpha", "targets"} of a run that trains adapters, "start", "start_sha256": what it began with}
+                     "lora": {"rank", "alpha", "targets"} of a run that trains adapters,
+                     "start", "start_sha256", "dtype": what it began with; export writes that dtype again}
     tokenizer/      tokenizer.json, the chat template, generation_config.json, ... as they came
     checkpoints/    step 0 is what was imported
 
@@ -92,19 +93,48 @@ def refuse_other(folder: Path, model: Mapping[str, Any]) -> None:
         raise UsageError(f"the run in {folder} is at step {max(later)} already", "--out", hint)
 
 
-def export_run(folder: Path, step: int | None, target: Path, shard_bytes: int = SHARD_BYTES) -> str:
+def export_run(folder: Path, step: int | None, target: Path, shard_bytes: int = SHARD_BYTES, dtype: str = "") -> str:
     """Write one checkpoint of a Llama's run (None: the newest) as a Hugging Face folder; a line that says so.
 
+    dtype  of the numbers, as torch spells it; "": that of the model which the run began with
     The checkpoint is verified first. Memory: one tensor.
     """
     shape, config = read_model(folder)
+    spelled = dtype or read_json(folder / MODEL).get("dtype", "")
+    kind = getattr(torch, str(spelled), None) if spelled else None
+    if spelled and not isinstance(kind, torch.dtype):
+        raise DataError(f"{MODEL} names the dtype {spelled!r}", str(folder / MODEL), "give one with --dtype")
     with commands.verified(folder, step) as (found, _):
         tensors = merged(folder, saved_in_run(folder, found))
+        if isinstance(kind, torch.dtype):
+            tensors = Cast(tensors, kind)
         carried = sorted((folder / TOKENIZER).iterdir()) if (folder / TOKENIZER).is_dir() else []
         files = write_hub(target, shape, tensors, config=config or None, carried=carried, shard_bytes=shard_bytes)
         size = sum(tensors[name].nbytes for name in tensors)
     how = f"{len(files)} files" if len(files) > 1 else "1 file"
     return f"step {found}: {len(tensors)} tensors, {show_bytes(size)} in {how}, written to {target}"
+
+
+@dataclass(frozen=True)
+class Cast(Mapping[str, Tensor]):
+    """Tensors in another type of numbers, each cast when it is asked for. CheckpointError when a number is beyond that type."""
+
+    tensors: Mapping[str, Tensor]
+    dtype: torch.dtype
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self.tensors[name]
+        cast = tensor.to(self.dtype)
+        if cast.dtype != tensor.dtype and tensor.isfinite().all() and not cast.isfinite().all():
+            kind = str(self.dtype).removeprefix("torch.")
+            raise CheckpointError(f"{name} has numbers up to {tensor.abs().max():g}, beyond {kind}", "--dtype", "give another --dtype")
+        return cast
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
 
 
 class Saved(Mapping[str, Tensor]):
@@ -153,13 +183,17 @@ def other_start(folder: Path, start: str, begun: str, now: str) -> CheckpointErr
 
 @dataclass(frozen=True)
 class Weights:
-    """The Llama in a folder, its tensors by our names: each is read when it is asked for. `carried`: the files of its tokenizer."""
+    """The Llama in a folder, its tensors by our names: each is read when it is asked for. `carried`: the files of its tokenizer.
+
+    `dtype`: of the numbers that it was published in, as torch spells it.
+    """
 
     folder: Path
     shape: Shape
     config: dict[str, Any]
     tensors: Mapping[str, Tensor]
     carried: list[Path]
+    dtype: str
 
     def sha256(self) -> str:
         """Of names, types, shapes and bytes of all tensors. Reads them all; memory: one of them."""
@@ -175,10 +209,16 @@ def open_weights(folder: Path, step: int | None = None) -> Weights:
         shape, config = read_model(folder)
         with commands.verified(folder, step) as (found, _):
             tensors = merged(folder, saved_in_run(folder, found))
-        return Weights(folder, shape, config, tensors, sorted((folder / TOKENIZER).iterdir()))
+        dtype = read_json(folder / MODEL).get("dtype") or dtype_of(tensors)
+        return Weights(folder, shape, config, tensors, sorted((folder / TOKENIZER).iterdir()), dtype)
     refuse_no_model(folder)
     hub = open_hub(folder)
-    return Weights(folder, hub.shape, hub.config, hub.tensors, hub.carried)
+    return Weights(folder, hub.shape, hub.config, hub.tensors, hub.carried, dtype_of(hub.tensors))
+
+
+def dtype_of(tensors: Mapping[str, Tensor]) -> str:
+    """What the numbers of a model are, as torch spells it."""
+    return str(next(iter(tensors.values())).dtype).removeprefix("torch.")
 
 
 def renamed(place: Place, name: str) -> Place:
