@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lockstep import numerics
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
 SMALL = [
@@ -51,3 +53,10 @@ def test_the_example_of_an_own_loop_trains_on_the_gpu(tmp_path: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": str(example.parent)}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env=environ, check=False)
     assert done.returncode == 0 and int(done.stdout.split()[-1]) > 0, done.stdout + done.stderr
+
+
+def test_the_numerics_fingerprint_is_of_the_gpu_and_the_same_twice() -> None:
+    device = torch.device("cuda", 0)
+    first = numerics.fingerprint(device)
+    numerics.probe_results.cache_clear()
+    assert numerics.fingerprint(device) == first != numerics.fingerprint(torch.device("cpu"))
