@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from lockstep.errors import BY_NAME, LockstepError
+from lockstep.errors import BY_NAME, LockstepError, UsageError
 from lockstep.world import World, gather_json
 
 T = TypeVar("T")
@@ -162,6 +162,34 @@ def answers(world: World, function: Callable[[], Any]) -> list[Any]:
         if "error" in one:
             raise BY_NAME[one["error"]](*one["parts"])
     return [one["value"] for one in found]
+
+
+def refuse_mixed_start(world: World, facts: Mapping[str, str]) -> None:
+    """Collective. UsageError on every process when a fact is not the same on all of them, with the ranks and hosts that have each value."""
+    told = gather(world, {"node": world.node, "facts": dict(facts)})
+    if wrong := mixed([(one["node"], one["facts"]) for one in told]):
+        raise UsageError(
+            f"the workers of this start would compute other bits: {'; '.join(wrong)}",
+            "compared before the first step",
+            "start the same code, versions and settings on all hosts",
+        )
+
+
+def mixed(told: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
+    """Return a sentence for each fact that differs between ranks. `told`: (host, facts) of each rank."""
+    sentences = []
+    for key in dict.fromkeys(key for _, facts in told for key in facts):
+        ranks: dict[str, list[str]] = {}
+        for rank, (host, facts) in enumerate(told):
+            ranks.setdefault(repr(facts[key]) if key in facts else "not set", []).append(f"rank {rank} ({host})")
+        if len(ranks) > 1:
+            sentences.append(f"{key} is " + " and ".join(f"{value} on {shown(where)}" for value, where in ranks.items()))
+    return sentences
+
+
+def shown(where: Sequence[str], most: int = 4) -> str:
+    """Return the first few of them, and how many more there are."""
+    return ", ".join(where[:most]) + (f" and {len(where) - most} more" if len(where) > most else "")
 
 
 def same(world: World, value: Any, what: str) -> None:

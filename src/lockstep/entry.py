@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from lockstep import sources
 from lockstep.errors import UsageError
 
 
@@ -33,6 +34,8 @@ def load_function(spelled: str) -> Callable[..., Any]:
             f"command line: {spelled}",
             nearest(name, there, "it has"),
         )
+    if not sources.own:
+        sources.note_own(module)
     loaded: Callable[..., Any] = function
     return loaded
 

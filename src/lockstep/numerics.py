@@ -47,12 +47,12 @@ def global_generators() -> tuple[int, bytes, int]:
     return torch.initial_seed(), np.random.get_state(legacy=False)["state"]["key"].tobytes(), hash(random.getstate())
 
 
-UNSEEDED = (67280421310721, *global_generators()[1:])  # torch's own default; NumPy and Python seed theirs from the system
+AT_IMPORT = global_generators()  # a user who seeds does so after importing lockstep (docs/loop.md)
 
 
 def seed_unseeded_generators() -> None:
     """Seed the global generators that the user has not: their unseeded draws are the same on all workers and at every start."""
-    torch_too, numpy_too, python_too = (now == before for now, before in zip(global_generators(), UNSEEDED, strict=True))
+    torch_too, numpy_too, python_too = (now == before for now, before in zip(global_generators(), AT_IMPORT, strict=True))
     if torch_too:
         torch.manual_seed(0)
     if numpy_too:

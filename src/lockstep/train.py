@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from lockstep import config, events
-from lockstep.agree import Verdict, lead, same
+from lockstep.agree import Verdict, lead, refuse_mixed_start
 from lockstep.checkpoint.keeper import Keeper
 from lockstep.checkpoint.seal import committed_steps
 from lockstep.config import Resolved, Run, from_json, shared_values, to_json, with_precision
@@ -263,7 +263,7 @@ def settle_numerics(world: World) -> dict[str, str]:
     """Collective. This run's numerics fingerprint: equal on all processes that begin together. Who joins them later is compared then."""
     log.info(make_deterministic(world.device))
     now = fingerprint(world.device)
-    same(world, now, "what decides the bits")
+    refuse_mixed_start(world, world.facts({}))
     return now
 
 

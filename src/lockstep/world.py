@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore  # torch.distributed has them too, untyped
 
+from lockstep import numerics, sources
 from lockstep.errors import FencedError, PeersLostError, UsageError
 from lockstep.events import note
 from lockstep.failures import peers_lost, plainly
@@ -42,7 +43,7 @@ from lockstep.membership.goodput import Ledger
 from lockstep.membership.member import Membership, OthersBegan, RunEnded
 from lockstep.membership.protocol import Limits, Report
 from lockstep.membership.seat import ONE_SCREEN, Seat, find_seat
-from lockstep.numerics import fingerprint, seed_unseeded_generators
+from lockstep.numerics import seed_unseeded_generators
 from lockstep.place import Place, choose_device, find_place
 from lockstep.signals import Stopped
 
@@ -210,17 +211,22 @@ class World:
     def enter(self, facts: Mapping[str, str]) -> None:
         """Collective. Join those that are at work. `facts`, and what decides the bits of this process, must be equal on all."""
         assert self.membership is not None
-        self.membership.ask(self._facts(facts), joins=True)
+        self.membership.ask(self.facts(facts), joins=True)
         self.form_next()
 
     def know(self, facts: Mapping[str, str]) -> None:
         """What must be equal on all who train together; whoever wants to join and differs is refused."""
         if self.membership:
-            self.membership.know(self._facts(facts))
+            self.membership.know(self.facts(facts))
 
-    def _facts(self, facts: Mapping[str, str]) -> dict[str, str]:
-        flags = self.membership.seat.flags if self.membership else {}
-        return {**fingerprint(self.device), **{f"--{name}": text for name, text in flags.items()}, **facts}
+    def facts(self, facts: Mapping[str, str]) -> dict[str, str]:
+        """Return all that must be equal on those who train together: `facts`, the numerics, the code, the flags of an own loop."""
+        return {**numerics.fingerprint(self.device), **sources.fingerprint(), **self.flags, **facts}
+
+    @property
+    def flags(self) -> dict[str, str]:
+        """The arguments of a user's own function, as they were given to the agent."""
+        return {f"--{name}": text for name, text in self.membership.seat.flags.items()} if self.membership else {}
 
     def form_next(self) -> None:
         """Collective. Form the next generation that this worker is in, and hear where each of its members stands.

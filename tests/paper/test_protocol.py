@@ -417,7 +417,7 @@ def test_who_was_started_with_another_run_is_refused_with_what_differs() -> None
     join = {"kind": "join", "number": 1, "member": vars(member(1)), "facts": {"torch": "2.13", "run steps": "40"}, "reaches": ["a/0/x"]}
     (refusal,) = one.heard("a/1/x", join, 1.0)
     assert isinstance(refusal, Send)
-    assert refusal.message["why"] == "it was started with another run: run steps is '40' there and '80' here"
+    assert refusal.message["why"] == "it was started with another run: run steps is '40' there and '80' here (there: a/1, here: a/0)"
     (unset,) = one.heard("a/1/x", {**join, "facts": {"torch": "2.13", "run steps": "80", "--rows": "5"}}, 1.0)
     assert isinstance(unset, Send) and "--rows is '5' there and not set here" in unset.message["why"]
 

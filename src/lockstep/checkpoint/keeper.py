@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lockstep.agree import answers, every, lead
+from lockstep.agree import answers, every, lead, refuse_mixed_start
 from lockstep.checkpoint.background import BackgroundSaver, nothing
 from lockstep.checkpoint.choose import choose, show_steps
 from lockstep.checkpoint.parts import Part, parameter_of, place_of
@@ -192,6 +192,7 @@ class Keeper:
         """
         if self.world.joining and (step := self._join(facts or {})) is not None:
             return step
+        refuse_mixed_start(self.world, self.world.facts(facts or {}))
         self.world.know(facts or {})
         found: Checkpoint | None = None
 

@@ -72,7 +72,7 @@ STUCK_S = 3.0  # after which a collective in a group whose connections are cut i
 LEAVE_S = 20.0  # that the main thread may take to get out of a broken group, once it has begun to: it should be milliseconds
 STUCK_FORMING_S = 12.0  # the same while the group forms, which gloo gives up by itself before that (world.FORM_S)
 AGREED = (0, 75, 130)
-SAME = "start it with the command of the others, their versions, and processors like theirs"
+SAME = "start it with the command, the code and the versions of the others, on processors like theirs"
 
 
 class RunEnded(LockstepError):

@@ -698,7 +698,7 @@ class Protocol:
         if self.facts and self.phase in ("in", "left") and not joiner.facts:
             return [Send(id, {"kind": "prepare"})]
         if self.facts and joiner.facts and (why := refusal(joiner.facts, self.facts)):
-            return [Send(id, {"kind": "refused", "why": why})]
+            return [Send(id, {"kind": "refused", "why": f"{why} (there: {names([joiner.member])}, here: {names([self.me])})"})]
         self.joiners[id] = joiner
         return self._move_on(now_s)
 
