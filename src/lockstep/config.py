@@ -9,7 +9,9 @@ to show) may change at each start. Whoever trains together at one time has all o
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
+import logging
 import math
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -19,15 +21,19 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
-from lockstep.errors import ConfigError
-from lockstep.files import read_json
+from lockstep.checkpoint.facts import newest_facts
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.files import read_json, write_json
 from lockstep.units import parse_bytes, parse_seconds
 
+log = logging.getLogger("lockstep")
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Seconds = Annotated[float, BeforeValidator(parse_seconds)]
 Words = Annotated[tuple[str, ...], BeforeValidator(lambda x: x.split(",") if isinstance(x, str) else x)]
 BITS = True
 EACH_HOST = True
+# Where data lies. Its content is compared (data/marker.py, Task.fingerprints): the same files seen from another folder are the same run.
+DATA_PATHS = ("data.train", "data.validation", "data.test", "data.dataset", "llama.start")
 
 
 def value(
@@ -501,6 +507,13 @@ def shared_values(run: Run) -> dict[str, str]:
     return {key: item if isinstance(item, str) else json.dumps(item) for key, item in values.items() if key not in each_host}
 
 
+def bits_as_text(run: Run) -> dict[str, str]:
+    """Every value that decides the trained bits, as text; not where the data lies."""
+    values = flatten(json.loads(json.dumps(asdict(run))))
+    bits = [key for key, one in leaves().items() if one.bits and key not in DATA_PATHS]
+    return {key: values[key] if isinstance(values[key], str) else json.dumps(values[key]) for key in bits}
+
+
 def with_precision(resolved: Resolved, precision: Literal["auto", "bf16", "fp32"], origin: str) -> Resolved:
     """The run with its precision decided, and by whom."""
     run = replace(resolved.run, compute=replace(resolved.run.compute, precision=precision))
@@ -567,6 +580,49 @@ def refuse_spent_schedule(resolved: Resolved, begun: Resolved | None, flags: Map
     raise ConfigError(f"the learning rate is 0 from step {spent} on, and the run has {run.steps} steps", where, hint)
 
 
+def write_run(folder: Path, resolved: Resolved) -> None:
+    """Write run.json: `to_json`, and the sha256 over it."""
+    value = to_json(resolved)
+    write_json(folder / "run.json", {**value, "sha256": sha256_of(value)})
+
+
+def sha256_of(value: Mapping[str, Any]) -> str:
+    """Hex sha256 over a JSON object, however it is laid out; without its own "sha256"."""
+    text = json.dumps({key: item for key, item in value.items() if key != "sha256"}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_run(folder: Path) -> Resolved | None:
+    """The run in `folder`, as `write_run` wrote it; None when there is none. CheckpointError when it is damaged or was edited."""
+    path = folder / "run.json"
+    try:
+        value = read_json(path)
+        if not isinstance(value, dict) or value.get("sha256") != sha256_of(value):
+            raise ValueError("its sha256 is not that of its values")
+        return from_json(value)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}", "the run's values", "give a folder that this user can read and write"
+        ) from None
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} is damaged or was edited: {error}",
+            "lockstep writes it, with its sha256; values are changed on the command line or in the run file",
+            "remove it: the next start takes the values from the newest checkpoint",
+        ) from None
+
+
+def run_of_newest_checkpoint(folder: Path) -> Resolved | None:
+    """The run in the facts of the newest whole checkpoint of a folder that has lost its run.json; None when there is none."""
+    found = newest_facts(folder / "checkpoints")
+    if found is None or "run" not in found[1]:
+        return None
+    log.warning("%s is missing: its values are taken from the checkpoint of step %d", folder / "run.json", found[0])
+    return from_json(found[1]["run"])
+
+
 def open_run(
     folder: Path,
     file: Path | None,
@@ -579,20 +635,10 @@ def open_run(
     """The run of `folder`: as it began there, with what is asked for now over it; a new one where the folder holds none. Writes nothing.
 
     override, back  see add_override
-    ConfigError when a value that decides the trained bits is asked to differ and something was made under it, when run.json is damaged,
-    or when the learning rate would be 0 before the last step.
+    ConfigError when a value that decides the trained bits is asked to differ and something was made under it, or when the learning rate
+    would be 0 before the last step. CheckpointError when run.json is damaged.
     """
-    path = folder / "run.json"
-    try:
-        begun = from_json(read_json(path)) if path.exists() else None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{path} is damaged: {error}", str(path), f"give another folder with --out, or put back {path.name} from a checkpoint's facts"
-        ) from None
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be read: {error.strerror}", str(path), "give a folder that this user can read and write"
-        ) from None
+    begun = read_run(folder) or run_of_newest_checkpoint(folder)
     made = begun is not None and has_begun(folder)
     follow = not begun or (begun.origin[DECAY_STEPS] == AS_STEPS and not (made and begun.run.steps))
     asked = resolve(file, flags, environ, begun, follow=follow)
@@ -632,6 +678,16 @@ def show(resolved: Resolved) -> str:
 
 
 def changed_bits(begun: Run, now: Run) -> list[tuple[str, Any, Any]]:
-    """(key, as begun, as asked for now) for each value that decides the trained bits and differs."""
+    """(key, as begun, as asked for now) for each value that decides the trained bits and differs. Of paths only the last names count."""
     old, new = flatten(asdict(begun)), flatten(asdict(now))
-    return [(key, old[key], new[key]) for key, one in leaves().items() if one.bits and old[key] != new[key]]
+    last = {key: [last_names(value[key]) for value in (old, new)] for key in DATA_PATHS}
+    return [
+        (key, old[key], new[key])
+        for key, one in leaves().items()
+        if one.bits and old[key] != new[key] and not (key in last and last[key][0] == last[key][1])
+    ]
+
+
+def last_names(paths: str | Sequence[str]) -> list[str]:
+    """The names of files or folders without the folders in which they lie."""
+    return [Path(path).name for path in ([paths] if isinstance(paths, str) else paths)]

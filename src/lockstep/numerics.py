@@ -168,8 +168,3 @@ def make_deterministic(device: torch.device) -> str:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.benchmark = False
     return "deterministic CUDA kernels where torch has them (CUBLAS_WORKSPACE_CONFIG=:4096:8)"
-
-
-def changed(begun: dict[str, str], now: dict[str, str]) -> list[str]:
-    """One sentence for each part that is not as it was."""
-    return [f"{key} was {begun[key]}, is {now[key]}" for key in now if key in begun and begun[key] != now[key]]

@@ -25,15 +25,15 @@ from lockstep import config, events
 from lockstep.agree import Verdict, lead, refuse_mixed_start
 from lockstep.checkpoint.keeper import Keeper
 from lockstep.checkpoint.seal import committed_steps
-from lockstep.config import Resolved, Run, from_json, shared_values, to_json, with_precision
+from lockstep.config import DATA_PATHS, Resolved, Run, bits_as_text, read_run, shared_values, to_json, with_precision, write_run
 from lockstep.errors import DivergedError, UsageError
 from lockstep.evaluate import BEST, LINES, best_of
-from lockstep.files import read_json, try_lock, write_json
+from lockstep.files import read_json, try_lock
 from lockstep.layout import Layout, choose
 from lockstep.membership.goodput import Ledger
 from lockstep.meter import Meter, peak_flops, peak_resident_bytes
 from lockstep.metrics import stream
-from lockstep.numerics import changed, choose_precision, fingerprint, make_deterministic
+from lockstep.numerics import choose_precision, make_deterministic
 from lockstep.optim import adamw, divide_and_clip, learning_rate, set_learning_rate
 from lockstep.parallel.apply import Held, hold
 from lockstep.parallel.memory import told_what_fits
@@ -73,8 +73,8 @@ def train(resolved: Resolved, folder: Path, world: World, *, resume: str = "auto
 def train_task(task: Task, resolved: Resolved, folder: Path, world: World, *, resume: str, profile: Steps | None) -> Outcome:
     """Collective. The loop, and what it needs."""
     run = resolved.run
-    numerics = settle_numerics(world)
-    equal = dict(task.fingerprints) | {f"run {key}": text for key, text in shared_values(run).items()}
+    settle_numerics(world)
+    equal = dict(task.fingerprints) | {f"run {key}": text for key, text in shared_values(run).items() if key not in DATA_PATHS}
     equal |= {"run overrides": json.dumps([asdict(one) for one in resolved.overrides])}
     held = hold_model(run, task, world, equal)
     optimizer = adamw(held, run.optim, run.memory)
@@ -90,10 +90,10 @@ def train_task(task: Task, resolved: Resolved, folder: Path, world: World, *, re
     )
     if world.joining and held.layout.unit == 1:
         warm_up(held.module, task, run, world)
-    first = keeper.resume(resume, equal)
-    warn_of_other_bits(keeper.facts, numerics, run.layout)
+    about = {"run": to_json(resolved), "fingerprints": dict(task.fingerprints) | bits_as_text(run)}
+    first = keeper.resume(resume, equal, about)
+    warn_of_other_layout(keeper.facts, run.layout)
     go_on_counting(world, keeper.facts, first, folder)
-    facts = {"run": to_json(resolved), "fingerprints": dict(task.fingerprints), "numerics": numerics}
     tracker = Tracker(
         folder,
         leader=world.leads,
@@ -145,7 +145,7 @@ def train_task(task: Task, resolved: Resolved, folder: Path, world: World, *, re
             last = bool(stop or verdict.save_failed or step == run.steps)
             if keeper.due(step) or last:
                 with meter.timing("saving"), world.during("saving"):
-                    now = facts | {"time": world.ledger.to_json(time.monotonic(), time.time())}
+                    now = {"time": world.ledger.to_json(time.monotonic(), time.time())}
                     # The metrics are on the disk first, so that no checkpoint is ahead of them.
                     keeper.save(step, now, first=record.sync, protect=partial(best_steps, folder), waits=last)
             if verdict.save_failed:
@@ -259,12 +259,11 @@ def meter_for(task: Task, run: Run, world: World) -> Meter:
     return Meter(flops_per_token=task.flops_per_token, peak_flops=peak, memory=memory)
 
 
-def settle_numerics(world: World) -> dict[str, str]:
-    """Collective. This run's numerics fingerprint: equal on all processes that begin together. Who joins them later is compared then."""
+def settle_numerics(world: World) -> None:
+    """Collective. Choose deterministic kernels; UsageError when those that begin together differ in what decides the bits. A joiner is
+    compared when it asks."""
     log.info(make_deterministic(world.device))
-    now = fingerprint(world.device)
     refuse_mixed_start(world, world.facts({}))
-    return now
 
 
 def go_on_counting(world: World, facts: dict[str, Any], first: int, folder: Path) -> None:
@@ -299,15 +298,12 @@ def book(ledger: Ledger, values: dict[str, Any]) -> None:
     ledger.move("training", "data", values.get("data_seconds", 0.0), time.monotonic())
 
 
-def warn_of_other_bits(facts: dict[str, Any], now: dict[str, str], layout: config.Layout) -> None:
-    """Warn when the run goes on where its bits would have been others: `facts` is what its checkpoint says of where it was saved."""
-    begun = facts.get("numerics")
+def warn_of_other_layout(facts: dict[str, Any], layout: config.Layout) -> None:
+    """Warn when the checkpoint with these facts was saved in a layout with other bits."""
     before = facts["run"]["values"].get("layout", {}) if "run" in facts else {}
     for axis, size in before.items():
         if axis in ("tensor", "pipeline", "parts") and size != getattr(layout, axis):
             log.warning("layout.%s is %s, it was %s: from here on other bits, equal to rounding", axis, getattr(layout, axis), size)
-    for sentence in changed(begun, now) if isinstance(begun, dict) else []:
-        log.warning("this run goes on with other bits than it would have had where it began: %s", sentence)
 
 
 def refuse_to_diverge(verdict: Verdict, step: int, norm: float) -> Verdict:
@@ -348,9 +344,9 @@ def claim(folder: Path, resolved: Resolved, *, alone: bool = True) -> Iterator[N
             raise UsageError(
                 f"another training is at work in {folder}", f"it holds {folder}/run.lock", "wait for it, end it, or give another --out"
             )
-        path = folder / "run.json"
-        known = from_json(read_json(path)).overrides if path.exists() and resolved.overrides else ()
-        write_json(path, to_json(resolved))
+        begun = read_run(folder) if resolved.overrides else None
+        known = begun.overrides if begun else ()
+        write_run(folder, resolved)
     except OSError as error:
         raise UsageError(
             f"{folder} cannot be written: {error.strerror}",

@@ -22,8 +22,9 @@ from lockstep.config import (
     shared_values,
     show,
     to_json,
+    write_run,
 )
-from lockstep.errors import ConfigError
+from lockstep.errors import CheckpointError, ConfigError
 from lockstep.files import write_json
 from lockstep.optim import learning_rate
 from lockstep.units import parse_bytes, parse_seconds, show_bytes, show_count, show_seconds
@@ -83,7 +84,7 @@ def test_flags_are_read_in_both_spellings_and_strays_are_refused() -> None:
 
 def test_a_run_that_goes_on_keeps_its_values_and_refuses_other_bits(tmp_path: Path) -> None:
     begun = open_run(tmp_path, None, {"seed": "3", "steps": "10"}, {})
-    write_json(tmp_path / "run.json", to_json(begun))
+    write_run(tmp_path, begun)
     again = open_run(tmp_path, None, {"steps": "20", "save.keep": "9"}, {})
     assert (again.run.seed, again.run.steps, again.run.save.keep) == (3, 20, 9)
     assert open_run(tmp_path, None, {"seed": "4"}, {}).run.seed == 4, "nothing was made under 3 yet"
@@ -91,7 +92,7 @@ def test_a_run_that_goes_on_keeps_its_values_and_refuses_other_bits(tmp_path: Pa
     with pytest.raises(ConfigError, match="holds another run: seed was 3, now 4"):
         open_run(tmp_path, None, {"seed": "4"}, {})
     (tmp_path / "run.json").write_text('{"values": ')
-    with pytest.raises(ConfigError, match="is damaged"):
+    with pytest.raises(CheckpointError, match="is damaged"):
         open_run(tmp_path, None, {}, {})
 
 

@@ -58,9 +58,18 @@ def test_a_long_file_is_cut_at_the_ends_of_lines(tmp_path: Path, monkeypatch: py
     pieces = [document.text for _, document in documents(replace(TEXT, train=(str(tmp_path / "long.txt"),), held_out_share=0.0))]
     assert "".join(pieces) == "".join(lines) + "no end"
     assert len(pieces) > 5 and all(len(piece.encode()) <= 100 and piece.endswith(("\n", "no end")) for piece in pieces)
-    assert source_of(replace(TEXT, train=(str(tmp_path / "long.txt"),))) == {
-        f"train {tmp_path}/long.txt": (tmp_path / "long.txt").stat().st_size
-    }
+
+
+def test_the_source_of_documents_is_the_same_from_every_folder_and_another_when_the_text_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("some text\n" * 20_000)
+    there = source_of(replace(TEXT, train=(str(tmp_path / "a.txt"),)))
+    assert there["train"][0][:2] == ["a.txt", 200_000]
+    monkeypatch.chdir(tmp_path)
+    assert source_of(replace(TEXT, train=("*.txt",))) == there
+    (tmp_path / "a.txt").write_text("some text\n" * 19_999 + "else text\n")
+    assert source_of(replace(TEXT, train=("a.txt",))) != there
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,11 @@ import torch.nn.functional as F
 
 from lockstep.checkpoint.state import capture
 from lockstep.checkpoint.store import Store
-from lockstep.config import Run, resolve, to_json
+from lockstep.config import Run, resolve, write_run
 from lockstep.data.prepare import open_prepared, prepare
 from lockstep.data.tokens import BEGIN, END
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.evaluate import best_of, evaluate, finish, next_move, note, read_run
-from lockstep.files import write_json
 from lockstep.metrics import read
 from lockstep.models.build import build
 from lockstep.models.weights import load_for_use, newest_up_to
@@ -57,7 +56,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     flags = {"data.kind": "files", "steps": LAST, "evaluate.at_end": 5, "tokens.kind": "word", "tokens.min_frequency": 1}
     flags |= {"model.width": 16, "model.heads": 2, "model.encoder_layers": 1, "model.decoder_layers": 1, "model.feed_forward": 16}
     resolved = resolve(None, flags | {f"data.{name}": [str(folder / f"{name}.tsv")] for name in files})
-    write_json(folder / "run.json", to_json(resolved))
+    write_run(folder, resolved)
     prepare(resolved.run.data, resolved.run.tokens, folder / "data")
     return folder
 

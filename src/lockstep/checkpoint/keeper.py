@@ -19,9 +19,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from lockstep import numerics, sources
 from lockstep.agree import answers, every, lead, refuse_mixed_start
 from lockstep.checkpoint.background import BackgroundSaver, nothing
 from lockstep.checkpoint.choose import choose, show_steps
+from lockstep.checkpoint.facts import make_run_id, read_run_id, refuse_another_run, warnings
 from lockstep.checkpoint.parts import Part, parameter_of, place_of
 from lockstep.checkpoint.state import (
     bytes_of,
@@ -98,6 +100,7 @@ class Keeper:
         self._refuse_what_cannot_be_saved(state or {})
         self.saver: BackgroundSaver | None = None  # the leader's
         self.facts: dict[str, Any] = {}
+        self.stamp: dict[str, Any] = {}  # what each checkpoint says of the run that saves it
         self._saved_step = 0
         self._asked: Wanted | None = None  # the last save, whoever was to do it, while the state is still that one
         self._failure: Exception | None = None
@@ -181,19 +184,33 @@ class Keeper:
         self.store.part = Part(world.rank, self.unit, pieces, lambda: world.generation, world.broken)
         return {name: tensor for name, tensor in tensors.items() if is_mine(name)}
 
-    def resume(self, how: str = "auto", facts: Mapping[str, str] | None = None) -> int:
+    def resume(
+        self,
+        how: str = "auto",
+        facts: Mapping[str, str] | None = None,
+        about: Mapping[str, Any] | None = None,
+        allowed: Collection[str] = (),
+    ) -> int:
         """Collective. Load the checkpoint that `how` names; the number of steps done, 0 for a new run.
 
         Where others of this run are at work already, their state is taken from them instead, bitwise, and this worker is one of them.
 
-        how    "auto", "never", "required", or a step: then newer checkpoints are set aside, as the metrics behind that step are
-        facts  what must be equal on all who train together; others are refused, with the reason
-        CheckpointError when it is required and missing, or damaged. With "auto" a damaged newest one is set aside for the one before.
+        how      "auto", "never", "required", or a step: then newer checkpoints are set aside, as the metrics behind that step are
+        facts    what must be equal on all who train together; others are refused, with the reason
+        about    what each checkpoint says of the run: see checkpoint/facts.py; by default its fingerprints are `facts`
+        allowed  names of fingerprints that were changed on purpose, and may differ from the checkpoint's
+        CheckpointError when it is required and missing, damaged, or of another run. With "auto" a damaged newest one is set aside for the
+        one before.
         """
-        if self.world.joining and (step := self._join(facts or {})) is not None:
-            return step
-        refuse_mixed_start(self.world, self.world.facts(facts or {}))
-        self.world.know(facts or {})
+        equal, run = dict(facts or {}), self.store.folder.parent
+        here = {"numerics": numerics.fingerprint(self.world.device), "code": sources.fingerprint(), "flags": self.world.flags}
+        self.stamp = {"fingerprints": equal, **here, **(about or {})}
+        if self.world.joining:
+            self.stamp["run_id"] = read_run_id(run)
+            if (step := self._join(equal)) is not None:
+                return step
+        refuse_mixed_start(self.world, self.world.facts(equal))
+        self.world.know(equal)
         found: Checkpoint | None = None
 
         def chosen() -> int | None:
@@ -218,12 +235,25 @@ class Keeper:
         if step is not None:
             there, pieces = step, self.held.pieces if self.held else None
             found = every(self.world, lambda: found or (self.store.load(there) if pieces is None else self.store.pieces(there, pieces)))
+        known = str(found.facts.get("run_id") or "") if found else ""
+        self.stamp["run_id"] = lead(self.world, lambda: make_run_id(run, known))
+        if found:
+            self._compare(found, allowed)
             self.restore(found.tensors)
             self.facts = found.facts
         self._saved_step = step or 0
         if self.world.leader and self.world.membership:
-            note(self.store.folder.parent, "began", generation=self.world.generation, step=step or 0, workers=list(self.world.members))
+            note(run, "began", generation=self.world.generation, step=step or 0, workers=list(self.world.members))
         return step or 0
+
+    def _compare(self, found: Checkpoint, allowed: Collection[str]) -> None:
+        """Refuse a checkpoint of another run; warn of what may have changed."""
+        refuse_another_run(found.facts, self.stamp, found.step, self.store.folder, allowed)
+        differences = warnings(found.facts, self.stamp)
+        for sentence in differences:
+            log.warning("this run goes on with other bits than it would have had where it began: %s", sentence)
+        if differences and self.world.leader:
+            note(self.store.folder.parent, "resumed with differences", step=found.step, differences=differences)
 
     def _newest_whole(self) -> int | None:
         """Collective. The step of the newest whole checkpoint, every byte verified, by each process its share of the files."""
@@ -312,7 +342,7 @@ class Keeper:
         """
         if step == self._saved_step:
             return
-        self._saved_step, self._asked = step, Wanted(step, facts or {}, first, protect)
+        self._saved_step, self._asked = step, Wanted(step, {**self.stamp, **(facts or {})}, first, protect)
         if self.alike and not self.alike(step):
             self._doubted = self.world.generation
             return

@@ -30,6 +30,7 @@ from lockstep.errors import ConfigError, DataError
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 PIECE_BYTES = 1 << 20
+ENDS_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -81,22 +82,34 @@ def read(data: config.Data, split: Split) -> Iterator[Document]:
         )
 
 
-def source_of(data: config.Data) -> dict[str, int | str]:
-    """What the documents are read from, without reading it: it is compared when a prepared run goes on. DataError when a file is gone."""
+def source_of(data: config.Data) -> dict[str, Any]:
+    """What the documents are read from, without reading it: it is compared when a prepared run goes on. DataError when a file is gone.
+
+    Of files their names, their sizes and a hash of both ends, in order; not the folders in which they lie.
+    """
     if data.kind == "stdlib":
         return {"python": sys.version.split()[0]}
     if data.kind == "huggingface":
-        return {"dataset": data.dataset, "subset": data.subset}
-    found: dict[str, int | str] = {}
+        path = Path(data.dataset)
+        return {"dataset": path.resolve().name if path.is_dir() else data.dataset, "subset": data.subset}
+    found: dict[str, list[list[str | int]]] = {}
     if data.kind not in ("text", "chat"):
         return found  # made here, whatever files a recipe names
     for split in SPLITS:
         for path in files_of(data, split) if getattr(data, split) else []:
             try:
-                found[f"{split} {path}"] = path.stat().st_size
+                found.setdefault(split, []).append([path.name, path.stat().st_size, sha256_of_ends(path)])
             except OSError as error:
                 raise DataError(f"{path} cannot be read: {error.strerror}", f"data.{split}", "is the path right?") from None
     return found
+
+
+def sha256_of_ends(path: Path) -> str:
+    """Hex sha256 over the first and the last ENDS_BYTES of a file."""
+    with open(path, "rb") as file:
+        first = file.read(ENDS_BYTES)
+        file.seek(max(0, path.stat().st_size - ENDS_BYTES))
+        return hashlib.sha256(first + file.read(ENDS_BYTES)).hexdigest()
 
 
 def files_of(data: config.Data, split: Split) -> list[Path]:

@@ -79,20 +79,25 @@ def train_tokenizer(run: Run, texts: Iterable[str], folder: Path) -> None:
 def prepare(
     run: Run,
     folder: Path,
-    source: dict[str, int | str],
+    source: Callable[[], dict[str, Any]],
     tokenizer: ChatTokenizer,
     samples: Callable[[Counter[str]], Iterator[Sample]],
 ) -> None:
     """For the leader: have the streams ready under `folder`. Returns at once when they are there.
 
-    source   what the samples are read from; compared when it is there already
+    source   tells what the samples are read from; compared when they are there already
     samples  gives them, and counts those that it leaves out by their reason
     DataError: other data is there, this cannot be read, or a split is empty.
     """
-    asked = settings(run) | {"source": source}
+    asked = settings(run)
     if (folder / MARKER).exists():
+        try:
+            asked["source"] = source()
+        except DataError as error:  # the text's files are gone, or seen from another folder, and the run has all that it needs
+            log.warning("going on with the data that was prepared in %s; its text cannot be compared: %s", folder, error.what)
         refuse_another(read_marker(folder)["asked"], asked, folder)
         return
+    asked["source"] = source()
     folder.mkdir(parents=True, exist_ok=True)
     left_out: Counter[str] = Counter()
     text_bytes = dict.fromkeys(SPLITS, 0)

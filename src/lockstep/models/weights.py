@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lockstep import config
 from lockstep.checkpoint.state import restore
 from lockstep.checkpoint.store import Checkpoint, Store
-from lockstep.config import Run, from_json
+from lockstep.config import Run
 from lockstep.data.tokens import Tokenizer
-from lockstep.errors import CheckpointError, DataError, UsageError
-from lockstep.files import read_json
+from lockstep.errors import CheckpointError, UsageError
 from lockstep.models.build import choose_attention, shape
 from lockstep.models.translator import Translator
 
@@ -50,14 +49,12 @@ def load_for_use(folder: Path, step: int | None = None, average: int = 0, *, dev
 
 
 def read_run(folder: Path) -> Run:
-    """The run in `folder`. UsageError when there is none, DataError when it cannot be read."""
-    path = folder / "run.json"
-    try:
-        return from_json(read_json(path)).run
-    except FileNotFoundError:
-        raise UsageError(f"there is no run in {folder}", f"{path} is missing", "give the folder that lockstep train --out wrote") from None
-    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise DataError(f"the run cannot be read: {error}", str(path), "start the same training again, which writes it anew") from error
+    """The run in `folder`. UsageError when there is none, CheckpointError when it is damaged."""
+    found = config.read_run(folder)
+    if found is None:
+        where = f"{folder / 'run.json'} is missing"
+        raise UsageError(f"there is no run in {folder}", where, "give the folder that lockstep train --out wrote")
+    return found.run
 
 
 def last(store: Store) -> Checkpoint:

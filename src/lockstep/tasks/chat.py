@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from lockstep.agree import lead
@@ -36,7 +37,7 @@ def prepare(run: Run, folder: Path) -> None:
     def samples(left_out: Counter[str]) -> Iterator[data.Sample]:
         return chat_samples(tokenizer, run.data, run.batch.length, left_out)
 
-    data.prepare(run, folder / "data", source_of(run.data), tokenizer, samples)
+    data.prepare(run, folder / "data", partial(source_of, run.data), tokenizer, samples)
 
 
 def with_template(tokenizer: ChatTokenizer, folder: Path) -> ChatTokenizer:

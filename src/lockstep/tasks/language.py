@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -92,7 +93,7 @@ def prepare(run: Run, folder: Path) -> None:
     def samples(_: Counter[str]) -> Iterator[data.Sample]:
         return data.document_samples(tokenizer, documents(run.data))
 
-    data.prepare(run, folder / "data", source_of(run.data), tokenizer, samples)
+    data.prepare(run, folder / "data", partial(source_of, run.data), tokenizer, samples)
 
 
 def tokenizer_of(run: Run, folder: Path, texts: Iterable[str]) -> ChatTokenizer:
