@@ -42,7 +42,7 @@ from lockstep.membership.fault import DRILL, FaultyBoard
 from lockstep.membership.goodput import Ledger
 from lockstep.membership.member import Membership, OthersBegan, RunEnded
 from lockstep.membership.protocol import Limits, Report
-from lockstep.membership.seat import ONE_SCREEN, Seat, find_seat
+from lockstep.membership.seat import ONE_SCREEN, Seat, find_seat, within_reach
 from lockstep.numerics import seed_unseeded_generators
 from lockstep.place import Place, choose_device, find_place
 from lockstep.signals import Stopped
@@ -458,7 +458,7 @@ def others_at_work(folder: Path, seat: Seat) -> bool:
     newest = Arbiter(folder / "generations", since=seat.known).newest()
     if newest is None or newest.end:
         return False
-    alive = [one for one in newest.members if answers(one.address)]
+    alive = [one for one in newest.members if within_reach(one.loopback) and answers(one.address)]
     foreign = [one for one in alive if one.host != seat.host]
     if seat.agent and foreign:
         raise UsageError(

@@ -1,17 +1,23 @@
-"""Hosts that do not fit together: other code, other kernels. Real processes, real agents."""
+"""Hosts that do not fit together: other code, other kernels, a folder that two of them start. Real processes, real agents."""
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts import Host, Training
+from hosts import Host, Network, Training, living, why_no_hosts
+
+from lockstep.membership.arbiter import Arbiter
 
 LOOP = Path(__file__).parents[1] / "support" / "small_loop.py"
 EDITED = LOOP.read_text().replace("SCALE = 1.0\n", "SCALE = 1.001\n")
@@ -82,3 +88,82 @@ def test_a_host_with_other_code_or_other_kernels_cannot_join(start: Callable[...
     refused(Host("b", enter=("env", "MKL_CBWR=COMPATIBLE")), r"MKL_CBWR is 'COMPATIBLE' there and 'not set' here")
     one.stop()
     assert one.end() == {"a": 75}
+
+
+class SharedFolder:
+    """Two hosts that see one folder, each started as if it were alone: without a hosts file, at 127.0.0.1."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.log = folder, Arbiter(folder / "run" / "generations")
+        self.agents: list[subprocess.Popen[bytes]] = []
+
+    def start(self, host: Host, name: str) -> subprocess.Popen[bytes]:
+        """Start the run on a host that calls itself `name`, with a temporary folder of its own."""
+        place = self.folder / f"tmp-{host.name}"
+        place.mkdir(exist_ok=True)
+        words = ["launch", "loop.py:train", "--out", "run", "--host", name, "--workers", "1", "--steps", "5000"]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "LOCKSTEP_TMP": str(place)}
+        with open(self.folder / f"{host.name}.out", "wb") as output:
+            command = [*host.enter, sys.executable, "-m", "lockstep", *words]
+            self.agents.append(
+                subprocess.Popen(command, cwd=self.folder, env=environ, stdout=output, stderr=output, start_new_session=True)
+            )
+        return self.agents[-1]
+
+    def wait_for(self, done: Callable[[], bool], what: str) -> None:
+        """Wait until `done()`."""
+        until_s = time.monotonic() + 90
+        while not done():
+            shown = {path.name: path.read_text(errors="replace")[-3000:] for path in self.folder.glob("*.out")}
+            assert time.monotonic() < until_s, f"{what} did not come: {shown}"
+            time.sleep(0.05)
+
+    def step(self) -> int:
+        """Committed steps."""
+        path = self.folder / "run" / "metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def newest(self) -> int:
+        """The newest generation's number."""
+        record = self.log.newest()
+        return record.number if record else 0
+
+    def end(self) -> None:
+        """End all that is left."""
+        for pid in living(self.folder):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for agent in self.agents:
+            agent.wait()
+
+
+@pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
+def test_two_hosts_that_start_one_folder_as_if_alone_do_not_fight_and_a_dead_one_can_be_followed(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(LOOP.read_text())
+    with Network(2) as network:
+        here, there = network.hosts
+        shared = SharedFolder(tmp_path)
+        try:
+            first = shared.start(here, "a")
+            shared.wait_for(lambda: shared.step() >= 15, "step 15")
+            generation = shared.newest()
+            for name in ("b", "a"):  # another host, also one that has the same name
+                second = shared.start(there, name)
+                shared.wait_for(lambda second=second: second.poll() is not None, "the refusal")  # type: ignore[misc]
+                told = (tmp_path / f"{there.name}.out").read_text()
+                assert second.returncode == 2 and "another training is running on host a" in told, told
+                assert shared.newest() == generation and first.poll() is None
+            before = shared.step()
+            shared.wait_for(lambda: shared.step() > before, "a step after the refusals")
+
+            for pid in living(tmp_path):  # the first host loses its power
+                os.kill(pid, signal.SIGKILL)
+            first.wait()
+            shared.start(there, "b")
+            before = shared.step()
+            shared.wait_for(lambda: shared.newest() > generation and shared.step() > before, "a step of the other host")
+            assert {member.host for member in shared.log.read(generation + 1).members} == {"b"}
+            began = [line for line in map(json.loads, (tmp_path / "run/events.jsonl").read_text().splitlines()) if line["event"] == "began"]
+            assert began[-1]["step"] >= 10 and began[-1]["workers"][0].startswith("b/0/")
+        finally:
+            shared.end()

@@ -36,7 +36,7 @@ from lockstep.membership.companion import Companion
 from lockstep.membership.journal import Journal
 from lockstep.membership.nursery import RETRY_S, Newborn, Nursery
 from lockstep.membership.restart import RULES, Past, Rules, after, crashed, only_here
-from lockstep.membership.seat import Seat, Sitter, last_words, note_sitter, sitter, state_folder
+from lockstep.membership.seat import Seat, Sitter, last_words, note_sitter, sitter, state_folder, within_reach
 from lockstep.membership.zygote import Work, adopt_orphans
 from lockstep.signals import INTERRUPTED, STOPPING
 
@@ -374,7 +374,8 @@ class Agent:
         self.over = Over(code, text, now_s())
         self.start_nobody()
         self.journal.note("run ended", why)
-        at_work = {member.host for member in self.newest.members} if self.newest else set()
+        # A host of the same name whose loopback network is another one is another host.
+        at_work = {member.host if within_reach(member.loopback) else "" for member in self.newest.members} if self.newest else set()
         if only_here(code, at_work, self.seat.host):
             return
         number, step = (self.newest.number, self.newest.step) if self.newest else (0, 0)

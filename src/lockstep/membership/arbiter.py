@@ -40,9 +40,10 @@ NAME = re.compile(r"(\d{6,})\.json")
 class Member:
     """One worker process, for its whole life.
 
-    id       "HOST/SLOT/RANDOM": never given twice
-    slot     its number on its host, from 0
-    address  where its member thread listens: "ADDRESS:PORT"
+    id        "HOST/SLOT/RANDOM": never given twice
+    slot      its number on its host, from 0
+    address   where its member thread listens: "ADDRESS:PORT"
+    loopback  the network in which a loopback address is known (seat.py); "" for an address that other machines reach
     """
 
     id: str
@@ -50,6 +51,7 @@ class Member:
     slot: int
     pid: int
     address: str
+    loopback: str = ""
 
     @property
     def place(self) -> tuple[str, int, str]:

@@ -11,6 +11,7 @@ The main thread:  member.ask(facts)      a new worker wants in
 from __future__ import annotations
 
 import errno
+import ipaddress
 import logging
 import os
 import queue
@@ -25,6 +26,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -54,7 +56,7 @@ from lockstep.membership.protocol import (
     Say,
     Send,
 )
-from lockstep.membership.seat import Seat
+from lockstep.membership.seat import Seat, loopback_network, within_reach
 from lockstep.membership.seldom import Seldom
 from lockstep.membership.watch import Watch, doing_at
 from lockstep.membership.wire import Link, Stranger
@@ -71,6 +73,7 @@ SAY_S = 10.0  # from one line about refused connections of one peer, for one rea
 STUCK_S = 3.0  # after which a collective in a group whose connections are cut is given up: it should have ended within milliseconds
 LEAVE_S = 20.0  # that the main thread may take to get out of a broken group, once it has begun to: it should be milliseconds
 STUCK_FORMING_S = 12.0  # the same while the group forms, which gloo gives up by itself before that (world.FORM_S)
+SIGN_S = 10.0  # without a sign of life, after which a worker that cannot be asked counts as ended: a leader gives one each second
 AGREED = (0, 75, 130)
 SAME = "start it with the command, the code and the versions of the others, on processors like theirs"
 
@@ -103,7 +106,8 @@ class Membership:
         self._listener = socket.create_server((seat.address, 0), backlog=256)
         self._listener.setblocking(False)
         host, port = self._listener.getsockname()[:2]
-        self.me = Member(f"{seat.host}/{seat.slot}/{secrets.token_hex(4)}", seat.host, seat.slot, os.getpid(), f"{host}:{port}")
+        loopback = loopback_network() if ipaddress.ip_address(host.partition("%")[0]).is_loopback else ""
+        self.me = Member(f"{seat.host}/{seat.slot}/{secrets.token_hex(4)}", seat.host, seat.slot, os.getpid(), f"{host}:{port}", loopback)
         self.protocol = Protocol(self.me, limits, tokens=new_token, now_s=time.monotonic(), after=seat.after)
         self.waiting = 0  # joiners; read by the main thread when it votes
         self.wants: Callable[[], str] = lambda: ""  # the signal with which this worker wants the run to stop; asked by the main thread
@@ -122,6 +126,7 @@ class Membership:
         self._signs: dict[str, str] = {}  # of members, as this worker saw them last
         self._cut_s = 0.0  # when the group was first cut; 0.0 while it is whole
         self._leaving_s = 0.0  # when the main thread began to leave the group; 0 while it does not
+        self._unreachable_since_s: dict[str, float] = {}  # id -> since when a sign of life is waited for, of those who cannot be asked
         self._dying: list[Member] = []  # to whom a connection is tried again at once
         self._dying_since_s: dict[str, float] = {}  # id -> when that began
         self._refusals = Seldom(SAY_S)
@@ -429,6 +434,9 @@ class Membership:
             self._selector.unregister(self._listener)
 
     def _connect(self, member: Member) -> None:
+        if not within_reach(member.loopback):
+            self._wait_for_sign(member)
+            return
         host, _, port = member.address.rpartition(":")
         try:
             connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -444,6 +452,26 @@ class Membership:
             return
         began_s = time.monotonic()
         self._add(Link(connection, self.token, self.me.id, vars(self.me), True, began_s, expected=member.id, member=vars(member)))
+
+    def _wait_for_sign(self, member: Member) -> None:
+        """A loopback address of another host cannot be asked: its worker counts as ended when it shows nothing in the run folder."""
+        now_s = time.monotonic()
+        if not self._unreachable_since_s:
+            log.info("%s has a loopback address of another host: waiting %g s for a sign of life in the run folder", member.id, SIGN_S)
+        since_s = self._unreachable_since_s.setdefault(member.id, now_s)
+        self._do(self.protocol.connect_failed(member.id, now_s - since_s > SIGN_S, now_s))
+
+    def _refuse_second_training(self, member: Member) -> Sequence[Effect]:
+        """This start is not for the hosts that train: it ends."""
+        self.protocol.phase = "gone"
+        self._leave(
+            UsageError(
+                f"another training is running on host {member.host}, in {self.folder}",
+                f"generation {self.protocol.number}: {member.id} listens at {member.address}, which only that host reaches, and is alive",
+                "wait for it, stop it there (lockstep launch --stop), or give another --out; to train on both hosts, use --hosts",
+            )
+        )
+        return []
 
     def _add(self, link: Link) -> None:
         self._links[link.socket.fileno()] = link
@@ -575,6 +603,10 @@ class Membership:
             room = list(waiting.members(self.folder)) if out else []
             before, self._signs = self._signs, waiting.signs(self.folder, members) if out else {}
             alive = [id for id, sign in self._signs.items() if before.get(id, sign) != sign]
+            for one in members:
+                if one.id in alive and not within_reach(one.loopback):
+                    self._call(partial(self._refuse_second_training, one))
+                    return
             self._call(lambda: self.protocol.looked(newest, room, time.monotonic(), alive))
 
         self._disk.put(look)

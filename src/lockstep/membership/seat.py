@@ -17,6 +17,7 @@ In that folder, for slot 3:
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -102,6 +103,18 @@ def state_folder(run: Path, host: str) -> Path:
                 "remove it, as its owner or as root",
             )
     return parent / f"{name}-{host}"
+
+
+@functools.cache
+def loopback_network() -> str:
+    """The network in which this process's 127.0.0.1 is known: one start of one machine's kernel, and a network namespace of it."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/net')}"
+
+
+def within_reach(loopback: str) -> bool:
+    """Whether a member with this `loopback` can be asked from here; otherwise a refused connection says nothing about it."""
+    return loopback in ("", loopback_network())
 
 
 # Who sits where.
