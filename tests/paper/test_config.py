@@ -25,7 +25,6 @@ from lockstep.config import (
     write_run,
 )
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.files import write_json
 from lockstep.optim import learning_rate
 from lockstep.units import parse_bytes, parse_seconds, show_bytes, show_count, show_seconds
 
@@ -98,7 +97,7 @@ def test_a_run_that_goes_on_keeps_its_values_and_refuses_other_bits(tmp_path: Pa
 
 def begin(folder: Path, **flags: str) -> None:
     """A run in `folder` that has begun."""
-    write_json(folder / "run.json", to_json(open_run(folder, None, flags, {})))
+    write_run(folder, open_run(folder, None, flags, {}))
     (folder / "metrics.jsonl").touch()
 
 
@@ -137,7 +136,7 @@ def test_an_override_holds_from_its_step_on_and_is_not_added_twice(tmp_path: Pat
 
     def override(step: int, *words: str, back: bool = False) -> Resolved:
         found = open_run(tmp_path, None, {}, {}, Override(step, read_overrides(words)), back=back)
-        write_json(tmp_path / "run.json", to_json(found))
+        write_run(tmp_path, found)
         return found
 
     found = override(120, "optim.learning_rate=1e-3", "optim.decay=constant")
