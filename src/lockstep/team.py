@@ -160,6 +160,7 @@ class Team:
         self.leaving = False
         self.alike_at = -1  # the newest step after which all were found alike
         self.divergence = Divergence()
+        self.unfinished: int | None = None  # the step whose loop has not come to its end
         if keeper and verify_every:
             keeper.alike = self.alike
         if world.membership:
@@ -183,9 +184,11 @@ class Team:
     def __enter__(self) -> Team:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object = None, *_: object) -> None:
         self.world.give_back(self)
         self.replica.__exit__()
+        if kind is None:
+            self._refuse_unfinished()
 
     @property
     def loss(self) -> float:
@@ -193,7 +196,29 @@ class Team:
         return self.verdict.loss
 
     def micro_batches(self, step: int) -> Iterator[int]:
-        """Collective. The numbers of this replica's micro-batches of `step`, until the step's gradient is whole and agreed."""
+        """Collective. The numbers of this replica's micro-batches of `step`, until the step's gradient is whole and agreed.
+
+        A loop that is left before (break, or zip with something shorter) has no gradients, and the next step or save is a UsageError.
+        """
+        self._refuse_unfinished()
+        self.unfinished = step
+        try:
+            yield from self._whole_step(step)
+        except GeneratorExit:
+            for p in self.replica.parameters:
+                p.grad = None
+            raise
+        self.unfinished = None
+
+    def _refuse_unfinished(self) -> None:
+        if self.unfinished is not None:
+            raise UsageError(
+                f"the micro-batch loop of step {self.unfinished} was left before its end",
+                "by break, or by zip with something shorter",
+                "take every micro-batch that team.micro_batches(step) gives; the first step of a start gives one more (docs/loop.md)",
+            )
+
+    def _whole_step(self, step: int) -> Iterator[int]:
         self.world.standing = self._standing(step)
         if self.stops and self.verdict.stop:
             self._stop(step)
@@ -337,6 +362,7 @@ class Team:
 
         Those that do not are thrown out.
         """
+        self._refuse_unfinished()
         world, unit = self.world, self.replica.unit
         if world.size <= unit:
             return True

@@ -169,12 +169,12 @@ def said(world: World, habit: Habit, leaves: int) -> str:
     """What the first step of a loop with the habit is refused with; buckets of one layer each."""
     model = Branches()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Team(world, model, micro_batches=leaves, bucket_bytes=20) as team:
-        try:
+    try:
+        with Team(world, model, micro_batches=leaves, bucket_bytes=20) as team:
             for k in team.micro_batches(0):
                 habit(team, optimizer, model, k, torch.randn(3, 4))
-        except UsageError as error:
-            return str(error)
+    except UsageError as error:
+        return str(error)
     return "accepted"
 
 
@@ -193,13 +193,13 @@ def test_each_habit_that_changes_the_sum_is_refused_at_any_number_of_micro_batch
 def leaves_one_out(world: World, at: int) -> str:
     """In micro-batch `at` of step 2, when DDP has cut a bucket for each layer: `side` and, behind it, `late` would not be summed."""
     model = Branches()
-    with Team(world, model, micro_batches=4, bucket_bytes=20) as team:
-        try:
+    try:
+        with Team(world, model, micro_batches=4, bucket_bytes=20) as team:
             for step in range(3):
                 for k in team.micro_batches(step):
                     team.backward(team(torch.ones(3, 4), side=(step, k) != (2, at)))
-        except UsageError as error:
-            return str(error)
+    except UsageError as error:
+        return str(error)
     return "accepted"
 
 
@@ -207,6 +207,32 @@ def leaves_one_out(world: World, at: int) -> str:
 def test_a_parameter_without_a_gradient_in_any_micro_batch_is_refused_by_name(at: int) -> None:
     text = run_ranks(leaves_one_out, 1, at)[0]
     assert f"no gradient arrived for 2 of 6 parameters in micro-batch {at} of step 2: side.weight, side.bias" in text
+
+
+def leaves_early(world: World, how: str) -> tuple[bool, str]:
+    """(whether the update was left out, the error of the next step, or of the end)."""
+    model = Branches()
+    before = digest(dict(model.named_parameters()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        with Team(world, model, micro_batches=4, rehearse=how != "break") as team:
+            for _, x in zip(team.micro_batches(0), torch.ones(4, 3, 4), strict=False):
+                team.backward(team(x))
+                if how == "break":
+                    break
+            optimizer.step()
+            untouched = digest(dict(model.named_parameters())) == before
+            if how == "the next step":
+                next(team.micro_batches(1))
+    except UsageError as error:
+        return untouched, str(error)
+    return untouched, "accepted"
+
+
+@pytest.mark.parametrize("how", ["break", "the next step"])
+def test_a_loop_that_is_left_early_changes_no_weights_and_is_refused(how: str) -> None:
+    untouched, text = run_ranks(leaves_early, 1, how)[0]
+    assert untouched and "the micro-batch loop of step 0 was left before its end" in text
 
 
 # What is trained may change between steps.
@@ -310,8 +336,8 @@ def unkeyed(world: World, habit: str) -> str:
         points = torch.rand(16, 4, generator=torch.Generator().manual_seed(world.rank))
     batches = iter(DataLoader(points, batch_size=2))  # type: ignore[arg-type]
     ahead = next(batches)
-    with Team(world, Branches(), micro_batches=4) as team:
-        try:
+    try:
+        with Team(world, Branches(), micro_batches=4) as team:
             for k in team.micro_batches(0):
                 if habit == "a DataLoader":
                     x = next(batches)
@@ -322,8 +348,8 @@ def unkeyed(world: World, habit: str) -> str:
                 else:
                     x = points[2 * k : 2 * k + 2]
                 team.backward(team(x))
-        except (UsageError, RuntimeError) as error:
-            return str(error)
+    except (UsageError, RuntimeError) as error:
+        return str(error)
     return "accepted"
 
 
