@@ -201,9 +201,15 @@ class Team:
         A loop that is left before (break, or zip with something shorter) has no gradients, and the next step or save is a UsageError.
         """
         self._refuse_unfinished()
+        self.world.standing = self._standing(step)
+        if self.stops and self.verdict.stop:
+            self._stop(step)
+        if self.verdict.regroup and self.world.membership:
+            self._regroup(step, "members change", voted=False)
+        self.world.ledger.switch("training", time.monotonic())
         self.unfinished = step
         try:
-            yield from self._whole_step(step)
+            yield from self._until_committed(step)
         except GeneratorExit:
             for p in self.replica.parameters:
                 p.grad = None
@@ -218,13 +224,7 @@ class Team:
                 "take every micro-batch that team.micro_batches(step) gives; the first step of a start gives one more (docs/loop.md)",
             )
 
-    def _whole_step(self, step: int) -> Iterator[int]:
-        self.world.standing = self._standing(step)
-        if self.stops and self.verdict.stop:
-            self._stop(step)
-        if self.verdict.regroup and self.world.membership:
-            self._regroup(step, "members change", voted=False)
-        self.world.ledger.switch("training", time.monotonic())
+    def _until_committed(self, step: int) -> Iterator[int]:
         while True:
             voted, began_s = False, time.monotonic()
             self.divergence.enter(self.world, step)
