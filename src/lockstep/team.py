@@ -533,13 +533,8 @@ def refuse_another_keeper(keeper: Keeper, world: World, model: nn.Module | Held)
     """UsageError when the keeper saves something else than what the team trains."""
     held = model if isinstance(model, Held) and model.layout.unit > 1 else None
     module = model.module if isinstance(model, Held) else model
-    if (
-        keeper.world is not world
-        or keeper.held is not held
-        or (isinstance(keeper.model, nn.Module) and bare(keeper.model) is not bare(module))
-    ):
+    same = held is not None or (isinstance(keeper.model, nn.Module) and bare(keeper.model) is bare(module))
+    if keeper.world is not world or keeper.held is not held or not same:
         what = f"the Team trains {kind_of(module)}, the Keeper saves another {kind_of(keeper.model)}"
-        raise UsageError(
-            what, "Keeper(folder, world, model, ...) and Team(world, model, keeper, ...)", "give the same World and module to both"
-        )
+        raise UsageError(what, "Keeper(folder, world, model, ...) and Team(world, model, ...)", "give the same World and module to both")
     keeper.refuse_what_is_left_out()

@@ -128,7 +128,6 @@ class Keeper:
             hint = "give the module itself to Keeper and Team"
             raise UsageError(f"the state of {', '.join(state)} is not supported with a Held model", "Keeper(state=...)", hint)
         check_state(state)
-        optimizer_names(self.model, self.optimizers)
         self.capture()
 
     def refuse_what_is_left_out(self) -> None:
