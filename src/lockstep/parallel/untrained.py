@@ -81,8 +81,8 @@ class Untrained:
     def digest(self, number: int | None = None) -> int:
         """64 bits over slice `number` (modulo their count) of these tensors; None: over all of them. 0 when there are none."""
         tensors, total = self._tensors(), 0
-        chosen = self.slices if number is None else self.slices[number % len(self.slices) :][:1] if self.slices else []
-        for pieces in chosen:
+        count = max(1, len(self.slices))
+        for pieces in self.slices if number is None else self.slices[number % count :][:1]:
             views = [words_between(tensors[piece.number], piece.start, piece.stop) for piece in pieces]
             total = (total * DIGEST_FACTOR + digest_of(views, map(words_of, views))) % 2**64
         return total
