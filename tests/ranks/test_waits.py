@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -65,3 +66,16 @@ def test_a_wait_ends_with_the_generation(ends: str) -> None:
         kind, seconds, _ = text.split(maxsplit=2)
         assert kind == ("RuntimeError" if ends == "not begun" else "PeersLostError")
         assert float(seconds) < 20, "the group's time-out is 60 s"
+
+
+def test_an_all_reduce_is_given_up_when_its_peer_is_stopped() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    program = str(Path(__file__).with_name("stopped_reduce.py"))
+    stopped, waits = (subprocess.Popen([sys.executable, program, str(rank), port], stdout=subprocess.PIPE, text=True) for rank in (0, 1))
+    try:
+        kind, seconds = waits.communicate(timeout=120)[0].split()
+        assert kind == "PeersLostError" and float(seconds) < 20, f"{kind} after {seconds} s; the group's time-out is 40 s"
+    finally:
+        stopped.kill()
+        stopped.communicate()

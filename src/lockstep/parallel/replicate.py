@@ -308,7 +308,11 @@ class Replica:
         """Collective. The sum over all replicas, into the bucket's own buffer."""
         self.board.collective(parcel.buffer.nbytes)
         if not self.ordered:
-            dist.all_reduce(parcel.buffer, group=self.group)
+            work = dist.all_reduce(parcel.buffer, group=self.group, async_op=True)
+            if parcel.buffer.is_cuda:
+                work.wait()  # the stream waits, not this thread
+            else:
+                self._waits.finish([work], self.group)
             return
         assert self._held is not None
         span, earlier = self._held, list(self._earlier.stack)
