@@ -26,7 +26,7 @@ from lockstep.agree import Verdict, lead, refuse_mixed_start
 from lockstep.checkpoint.keeper import Keeper
 from lockstep.checkpoint.seal import committed_steps
 from lockstep.config import DATA_PATHS, Resolved, Run, bits_as_text, read_run, shared_values, to_json, with_precision, write_run
-from lockstep.errors import DivergedError, UsageError
+from lockstep.errors import CheckpointError, DivergedError, UsageError
 from lockstep.evaluate import BEST, LINES, best_of
 from lockstep.files import read_json, try_lock
 from lockstep.layout import Layout, choose
@@ -92,6 +92,7 @@ def train_task(task: Task, resolved: Resolved, folder: Path, world: World, *, re
         warm_up(held.module, task, run, world)
     about = {"run": to_json(resolved), "fingerprints": dict(task.fingerprints) | bits_as_text(run)}
     first = keeper.resume(resume, equal, about)
+    refuse_other_overrides(keeper.facts, resolved, first)
     warn_of_other_layout(keeper.facts, run.layout)
     go_on_counting(world, keeper.facts, first, folder)
     tracker = Tracker(
@@ -304,6 +305,18 @@ def warn_of_other_layout(facts: dict[str, Any], layout: config.Layout) -> None:
     for axis, size in before.items():
         if axis in ("tensor", "pipeline", "parts") and size != getattr(layout, axis):
             log.warning("layout.%s is %s, it was %s: from here on other bits, equal to rounding", axis, getattr(layout, axis), size)
+
+
+def refuse_other_overrides(facts: Mapping[str, Any], resolved: Resolved, step: int) -> None:
+    """CheckpointError when the checkpoint of `step` was trained with another schedule than run.json says: `facts` are the checkpoint's."""
+    saved = facts["run"].get("overrides", []) if "run" in facts else []
+    before, now = [one for one in saved if one["step"] < step], [asdict(one) for one in resolved.overrides if one.step < step]
+    if "run" in facts and before != now:
+        raise CheckpointError(
+            f"the checkpoint of step {step} was trained with the overrides {before}, and the run has {now}",
+            "--override, as run.json and the checkpoint have it",
+            "put back the run.json of this run, or give another folder with --out",
+        )
 
 
 def refuse_to_diverge(verdict: Verdict, step: int, norm: float) -> Verdict:

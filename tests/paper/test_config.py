@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from lockstep.config import (
 )
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.optim import learning_rate
+from lockstep.train import refuse_other_overrides
 from lockstep.units import parse_bytes, parse_seconds, show_bytes, show_count, show_seconds
 
 
@@ -150,6 +152,18 @@ def test_an_override_holds_from_its_step_on_and_is_not_added_twice(tmp_path: Pat
         Override(50, {"optim.learning_rate": 1e-3}),
         Override(120, {"optim.decay": "constant"}),
     )
+
+
+def test_a_checkpoint_that_was_trained_with_other_overrides_is_refused() -> None:
+    run = replace(resolve(), overrides=(Override(50, {"optim.decay": "constant"}), Override(80, {"optim.learning_rate": 1e-3})))
+    facts = {"run": json.loads(json.dumps(to_json(replace(run, overrides=run.overrides[:1]))))}
+    for step in (60, 80):
+        refuse_other_overrides(facts, run, step)
+    refuse_other_overrides({}, run, 0)
+    with pytest.raises(CheckpointError, match="the checkpoint of step 90 was trained with the overrides"):
+        refuse_other_overrides(facts, run, 90)
+    with pytest.raises(CheckpointError, match="the run has \\[\\]"):
+        refuse_other_overrides(facts, resolve(), 60)
 
 
 @pytest.mark.parametrize("word", ["seed=2", "optim.beta1=0.8", "optim.learning_rate", "optim.learning_rate=-1", "optim.decay=square"])
