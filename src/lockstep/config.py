@@ -61,10 +61,14 @@ class Data:
     dataset: str = value("", "huggingface: name or folder of the dataset, such as Helsinki-NLP/opus_books", bits=BITS)
     subset: str = value("", "huggingface: the configuration, such as en-it", bits=BITS)
     pairs: int = value(120_000, "cldr: training pairs to make at most; 0 makes all", bits=BITS, least=0)
-    held_out: int = value(1000, "pairs of validation and of test each, where the corpus has none", bits=BITS, least=1)
+    held_out: int = value(1000, "pairs of validation and of test each, where the corpus has none; 0: none", bits=BITS, least=0)
     column: str = value("text", "text, huggingface: where the text stands in a JSON object or a row, when a Llama is trained", bits=BITS)
     held_out_share: float = value(
-        0.015, "share of the documents in validation and in test each, where no files are named for them", bits=BITS, least=0, below=0.5
+        0.015,
+        "share of the documents in validation and in test each, where no files are named for them; 0: none",
+        bits=BITS,
+        least=0,
+        below=0.5,
     )
     max_tokens: int = value(128, "longer pairs are left out of training and counted", bits=BITS, least=4)
 
@@ -98,7 +102,9 @@ class Model:
 
 @dataclass(frozen=True)
 class Llama:
-    shape: str = value("5M", "name of a shape in models/llama.py; a new model's vocabulary is its tokenizer's", bits=BITS)
+    shape: Literal["1M", "5M", "25M", "100M", "1B", "3B", "8B", "70B", "405B"] = value(
+        "5M", "name of a shape in models/llama.py; a new model's vocabulary is its tokenizer's", bits=BITS
+    )
     start: str = value(
         "", "folder whose weights, shape and tokenizer it begins with: Hugging Face's or a run's; empty: a new one", bits=BITS
     )

@@ -13,7 +13,7 @@ import pytest
 from lockstep.config import Data, resolve
 from lockstep.data import documents as reader
 from lockstep.data.chats import chats, drills
-from lockstep.data.documents import documents, source_of
+from lockstep.data.documents import SPLITS, documents, source_of
 from lockstep.errors import ConfigError, DataError
 
 TEXT = Data(kind="text", held_out_share=0.2)
@@ -127,6 +127,67 @@ def test_a_dataset_without_what_is_asked_for_is_refused(hub: Path, tmp_path: Pat
         list(documents(replace(Data(kind="huggingface", dataset=str(hub / "splits")), **named)))  # type: ignore[arg-type]
 
 
+def test_the_splits_of_a_dataset_are_taken_as_they_are(hub: Path, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    data = Data(kind="huggingface", held_out_share=0.1)
+    own = Counter(split for split, _ in documents(replace(data, dataset=str(hub / "splits"))))
+    assert own["validation"] == 5 and own["train"] + own["test"] == 60, "without being named"
+    rows = datasets.Dataset.from_list([{"text": f"Document {i}."} for i in range(60)])
+    rows.save_to_disk(str(tmp_path / "one"))
+    one = replace(data, dataset=str(tmp_path / "one"))
+    assert Counter(split for split, _ in documents(one)).keys() == {"train", "validation", "test"}
+    for named, says in (
+        ({"validation": ("validation",)}, "no split 'validation', but train"),
+        ({"validation": ("train",)}, "data.train and data.validation are one split, 'train'"),
+        ({"train": ("all",)}, "no split 'all', but train"),
+    ):
+        with pytest.raises(DataError, match=says):
+            list(documents(replace(one, **named)))  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"no split 'validaton'") as caught:
+        list(documents(replace(data, dataset=str(hub / "splits"), test=("validaton",))))
+    assert caught.value.hint == "try data.test=validation"
+
+
+@pytest.mark.parametrize(
+    ("asked", "right"),
+    [
+        ({}, {"train": "train", "validation": "validation", "test": "test"}),
+        ({"train": "validation"}, {"train": "validation", "test": "test"}),
+        ({"validation": "test", "test": "validation"}, {"train": "train", "validation": "test", "test": "validation"}),
+    ],
+)
+def test_a_split_that_another_one_takes_is_not_taken_twice(asked: dict[str, str], right: dict[str, str]) -> None:
+    reader = pytest.importorskip("lockstep.data.huggingface")
+    assert reader.choose_splits({"train": "", "validation": "", "test": "", **asked}, list(SPLITS), "here") == right
+
+
+def test_a_file_in_two_splits_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
+    data = replace(TEXT, train=(f"{tmp_path}/*.jsonl",), validation=(f"{tmp_path}/../{tmp_path.name}/a.jsonl",))
+    for read in (documents(data), chats(replace(data, kind="chat"), Counter())):
+        with pytest.raises(DataError, match=r"is in data\.train and in data\.validation"):
+            list(read)
+
+
+@pytest.mark.parametrize("text", ["".join(f"line {i}: häuser\n" for i in range(900)), " ".join(map(str, range(3000))), "x" * 3000])
+def test_a_few_documents_are_held_out_inside(tmp_path: Path, text: str) -> None:
+    paths = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for number in (1, 2):
+        for path in paths[:number]:
+            path.write_text(text)
+        data = replace(TEXT, train=tuple(map(str, paths[:number])), held_out_share=0.1)
+        found = list(documents(data))
+        assert [split for split, _ in found] == list(SPLITS) * number
+        assert "".join(document.text for _, document in found) == text * number
+        for split, document in found[:3]:
+            assert len(document.text) / len(text) == pytest.approx(0.8 if split == "train" else 0.1, abs=0.06)
+            assert document.text.endswith(("\n", " ")) or split == "test" or text[0] == "x"
+    (tmp_path / "held.txt").write_text("held out")
+    found = list(documents(replace(data, train=data.train[:1], validation=(str(tmp_path / "held.txt"),))))
+    assert [split for split, _ in found] == ["train", "test", "validation"]
+    assert [split for split, _ in documents(replace(data, held_out_share=0.0))] == ["train"] * 2
+
+
 def test_chats_end_with_an_answer(tmp_path: Path) -> None:
     user, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
     lines = [{"messages": [user, answer, user]}, {"messages": [user]}, {"messages": [user, answer]}]
@@ -166,6 +227,7 @@ def test_drills_are_right_and_always_the_same() -> None:
         ({"task": "pretrain", "data.kind": "stdlib", "tokens.lowercase": "true"}, "keeps every byte"),
         ({"task": "sft", "data.kind": "drills", "lora.rank": "8"}, "adapters need a trained model"),
         ({"task": "sft", "data.kind": "drills", "lora.targets": "query,other"}, "lora.targets names other"),
+        ({"task": "pretrain", "data.kind": "stdlib", "llama.shape": "7M"}, "llama.shape = '7M'"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(flags: dict[str, str], message: str) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from lockstep import config
 from lockstep.data.chat import ChatTokenizer, Message
-from lockstep.data.documents import SPLITS, Split, choose_split, files_of, json_in, lines_of
+from lockstep.data.documents import Split, choose_split, files_of, json_in, lines_of, splits_of
 from lockstep.data.llama import Sample
 from lockstep.data.order import mix
 from lockstep.errors import DataError
@@ -47,8 +47,8 @@ class Chat:
 
 def chats(data: config.Data, left_out: Counter[str]) -> Iterator[tuple[Split, Chat]]:
     """Every chat with its split, as `documents` has it. Those without an answer are counted. DataError: a line is no chat."""
-    named = [split for split in SPLITS if getattr(data, split)] if data.kind == "chat" else []
-    for split in named or SPLITS[:1]:
+    named = splits_of(data)
+    for split in named:
         found = drills(data.pairs) if data.kind == "drills" else read_chats(data, split)
         for chat in found:
             del chat.messages[max(chat.answers, default=-1) + 1 :]

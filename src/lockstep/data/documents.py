@@ -6,7 +6,7 @@
 
 A long file is cut at the ends of lines into documents of PIECE_BYTES, so that the memory does not grow with it. Where no files are named
 for validation and test, documents are held out by the hash of their text: the same ones on every machine and in every order, and two equal
-documents are on one side.
+documents are on one side. Where that leaves a split empty, because there are only a few, the last part of each document is held out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import json
 import sys
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -41,20 +41,76 @@ class Document:
     text: str
 
 
-def documents(data: config.Data) -> Iterator[tuple[Split, Document]]:
-    """Every document with its split, in a fixed order; empty ones are left out. DataError: a source is missing, damaged or no text."""
-    named = [split for split in SPLITS if getattr(data, split)] if data.kind in ("text", "huggingface") else []
-    if data.kind == "huggingface" and "train" not in named:
-        named = ["train", *named]
-    for split in named or SPLITS[:1]:
-        for document in read(data, split):
+def documents(data: config.Data, inside: bool | None = None) -> Iterator[tuple[Split, Document]]:
+    """Every document with its split, in a fixed order; empty ones are left out. DataError: a source is missing, damaged or no text.
+
+    inside  hold out parts of documents, not whole ones; None: as `held_inside` says
+    """
+    named = splits_of(data)
+    held: list[Split] = [split for split in SPLITS[1:] if split not in named]
+    if inside is None:
+        inside = held_inside(data)
+    for split in named:
+        for document in read(data, split, named[split]):
             if not document.text.strip():
                 continue
             if split != "train":
                 yield split, document
+            elif inside:
+                yield from cut(document, data.held_out_share, held)
             else:
                 chosen = choose_split(document.text, data.held_out_share)
                 yield ("train" if chosen in named else chosen), document
+
+
+def splits_of(data: config.Data) -> dict[Split, str]:
+    """The splits that the source has by itself; of a dataset with its names for them. DataError: one is missing, or named for two."""
+    given: dict[Split, str] = {split: "".join(getattr(data, split)[:1]) for split in SPLITS}
+    if data.kind == "huggingface":
+        if several := [split for split in SPLITS if len(getattr(data, split)) > 1]:
+            raise ConfigError(f"data.{several[0]} names several splits", f"data.dataset={data.dataset}", "name one, or none")
+        # `datasets` takes 1 to 4 s to import and pulls in pandas: only those who ask for it pay.
+        reader = importlib.import_module("lockstep.data.huggingface")
+        found: dict[Split, str] = reader.splits_of(data.dataset, data.subset, given)
+        return found
+    if data.kind not in ("text", "chat"):
+        return {"train": ""}  # made here, whatever files a recipe names
+    owner: dict[Path, Split] = {}
+    for split in SPLITS:
+        for path in files_of(data, split):
+            if owner.setdefault(path.resolve(), split) != split:
+                what = f"{path} is in data.{owner[path.resolve()]} and in data.{split}"
+                raise DataError(what, f"data.kind={data.kind}", "leave one out; without files for validation, documents are held out")
+    return {split: name for split, name in given.items() if name or split == "train"}
+
+
+def held_inside(data: config.Data) -> bool:
+    """Whether the source has too few documents to hold out whole ones: by their hashes, one of the splits would be empty.
+
+    Reads documents until all splits have one.
+    """
+    named = splits_of(data)
+    needed = {"train", *(split for split in SPLITS[1:] if split not in named)}
+    if data.held_out_share == 0 or len(needed) == 1:
+        return False
+    for split, _ in documents(data, inside=False):
+        needed.discard(split)
+        if not needed:
+            return False
+    return True
+
+
+def cut(document: Document, share: float, held: Sequence[Split]) -> Iterator[tuple[Split, Document]]:
+    """A document in parts: the beginning to train on, then a share of its letters for each of `held`. Cut behind a line, else a word."""
+    text, begin = document.text, 0
+    for number, split in enumerate(("train", *held)):
+        end = round(len(text) * (1 - share * (len(held) - number)))
+        if number < len(held):
+            low = max(begin + 1, end - round(len(text) * share / 2))
+            end = text.rfind("\n", low, end) + 1 or text.rfind(" ", low, end) + 1 or max(begin, end)
+        if text[begin:end].strip():
+            yield split, Document(f"{document.name}, characters {begin:,} to {end:,}", text[begin:end])
+        begin = end
 
 
 def choose_split(text: str, held_out_share: float) -> Split:
@@ -63,23 +119,17 @@ def choose_split(text: str, held_out_share: float) -> Split:
     return "validation" if place < held_out_share else "test" if place < 2 * held_out_share else "train"
 
 
-def read(data: config.Data, split: Split) -> Iterator[Document]:
-    """The documents of one split of the source."""
+def read(data: config.Data, split: Split, named: str) -> Iterator[Document]:
+    """The documents of one split of the source, which a dataset calls `named`."""
     if data.kind == "stdlib":
         yield from read_stdlib(Path(sysconfig.get_paths()["stdlib"]))
     elif data.kind == "text":
         for path in files_of(data, split):
             yield from read_file(path, data.column)
     else:
-        # `datasets` takes 1 to 4 s to import and pulls in pandas: only those who ask for it pay.
         reader = importlib.import_module("lockstep.data.huggingface")
-        named = getattr(data, split)
-        if len(named) > 1:
-            raise ConfigError(f"data.{split} names several splits", f"data.dataset={data.dataset}", "name one, or none")
-        yield from (
-            Document(f"{data.dataset} {split} {i}", text)
-            for i, text in reader.read_column(data.dataset, data.subset, named[0] if named else split, data.column)
-        )
+        rows = reader.read_column(data.dataset, data.subset, named, data.column)
+        yield from (Document(f"{data.dataset} {split} {i}", text) for i, text in rows)
 
 
 def source_of(data: config.Data) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 
 from lockstep import config
 from lockstep.data.tokens import BEGIN, END
-from lockstep.errors import ConfigError
 from lockstep.files import read_json, write_json
 from lockstep.meter import flops_per_token
 from lockstep.models import llama, lora
@@ -35,11 +33,8 @@ class Beginning:
 
     @classmethod
     def of(cls, run: config.Run, vocabulary: int) -> Beginning:
-        """As the run says. ConfigError: no such shape. UsageError, CheckpointError: `llama.start` cannot be read."""
+        """As the run says. UsageError, CheckpointError: `llama.start` cannot be read."""
         start = open_weights(Path(run.llama.start)) if run.llama.start else None
-        if start is None and run.llama.shape not in SHAPES:
-            near = get_close_matches(run.llama.shape, SHAPES, n=1, cutoff=0.0)
-            raise ConfigError(f"there is no shape {run.llama.shape}", f"llama.shape; there are {', '.join(SHAPES)}", f"try {near[0]}")
         shape = start.shape if start else replace(SHAPES[run.llama.shape], vocabulary=vocabulary)
         if run.llama.context:
             shape = replace(shape, context=run.llama.context)
