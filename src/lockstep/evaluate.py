@@ -77,7 +77,16 @@ def evaluate(
             return stopped
         run = read_run(folder)
         asked = Question(split, beams, average, run.tokens.lowercase if lowercase is None else lowercase)
-        work = Work(folder, open_exam(run, folder), world, asked, signals)
+        exam = open_exam(run, folder)
+        if not exam.held_out(split):
+            what = f"nothing is held out for {split}: the run trains on all of its text"
+            if not follow:
+                raise UsageError(
+                    what, f"data.held_out, data.held_out_share in {folder / 'run.json'}", "train with a validation set to score it"
+                )
+            log.info(what)
+            return ""
+        work = Work(folder, exam, world, asked, signals)
         stopped = work.follow() if follow else work.once(step)
         if world.leader:
             pass_on(folder, run)
@@ -87,7 +96,9 @@ def evaluate(
 def finish(folder: Path, run: Run, world: World) -> None:
     """Collective. What a training ends with: scores on the test split, some samples, and what can be done next."""
     exam = open_exam(run, folder)
-    if run.evaluate.at_end:
+    if run.evaluate.at_end and not exam.held_out("test"):
+        log.info("nothing is held out for test: no score")
+    elif run.evaluate.at_end:
         step = lead(world, lambda: existing(Store(folder / "checkpoints"), None))
         asked = Question("test", run.evaluate.beams, 0, run.tokens.lowercase)
         loaded = load_there(exam, step, asked, world)

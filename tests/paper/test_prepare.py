@@ -218,3 +218,13 @@ def test_multi30k_is_prepared_whole(tmp_path: Path) -> None:
     assert (len(found.train), len(found.validation), len(found.test)) == (29_000, 1014, 1000)
     assert found.tokenizer.size == 8000
     assert 14 < found.train.lengths[:, 1].mean() < 17
+
+
+@pytest.mark.parametrize("kind", ["cldr", "files"])
+def test_nothing_need_be_held_out(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "pairs.tsv").write_text("".join(f"the cat {i}\tdie Katze {i}\n" for i in range(30)))
+    source = Data(kind="files", train=(str(tmp_path / "pairs.tsv"),), target="de") if kind == "files" else Data(pairs=300)
+    prepare(replace(source, held_out=0), Tokens(vocabulary=300), tmp_path / "data")
+    found = open_prepared(tmp_path / "data")
+    assert len(found.train) > 20 and len(found.validation) == len(found.test) == 0
+    assert not found.text("validation") and not found.text("test")

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep import config
 from lockstep.checkpoint.commands import digest_line
 from lockstep.checkpoint.store import Store
 from lockstep.cli import main
@@ -27,8 +28,8 @@ from lockstep.data.chats import Chat, chat_samples, drills, encode
 from lockstep.data.llama import open_prepared
 from lockstep.data.rows import IGNORED, CutRows, PackedRows, batch_of, pack
 from lockstep.data.stream import Stream, Writer
-from lockstep.errors import CheckpointError, DataError
-from lockstep.evaluate import evaluate
+from lockstep.errors import CheckpointError, DataError, UsageError
+from lockstep.evaluate import evaluate, finish
 from lockstep.metrics import read
 from lockstep.models import lora
 from lockstep.models.begin import Beginning
@@ -36,6 +37,7 @@ from lockstep.models.build import materialise
 from lockstep.models.llama import SHAPES, Llama
 from lockstep.models.lora import Lora, Merged
 from lockstep.models.pretrained import load, open_weights
+from lockstep.tasks.language import prepare as prepare_language
 from lockstep.tasks.llama_exam import windows
 from lockstep.testing import run_ranks
 from lockstep.train import claim, train
@@ -297,6 +299,39 @@ def greedy_of_transformers(folder: Path, prompt: str, tokens: int, chat: bool = 
     made = model.generate(**ids, max_new_tokens=tokens, do_sample=False, eos_token_id=sorted(ours.ends), pad_token_id=0)
     answer: str = tokenizer.decode(made[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
     return answer
+
+
+def test_one_file_is_enough_and_so_is_none_to_hold_out(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "\n".join(json.loads(line)["text"] for line in corpus.read_text().splitlines())
+    (tmp_path / "one.txt").write_text(text)
+    flags = {**TEXT, "data.train": str(tmp_path / "one.txt")}
+    prepare_language(run_of(flags), tmp_path / "inside")
+    found = open_prepared(tmp_path / "inside/data", ChatTokenizer.load(tmp_path / "inside/tokenizer", {}))
+    assert len(found.train) == len(found.validation) == len(found.test) == 1 and found.train.tokens > 6 * found.test.tokens > 0
+    folder = tmp_path / "all"
+    run_ranks(trained, 1, str(folder), {**flags, "data.held_out_share": "0"}, 1)
+    found = open_prepared(folder / "data", ChatTokenizer.load(folder / "tokenizer", {}))
+    assert len(found.train) == 1 and len(found.validation) == len(found.test) == found.test.tokens == 0
+    with World.join(threads=1) as world:
+        with pytest.raises(UsageError, match="nothing is held out for validation"):
+            evaluate(folder, world)
+        assert evaluate(folder, world, follow=True) == ""
+        finish(folder, run_of({**flags, "steps": "1"}), world)
+    assert "next: lockstep generate" in capsys.readouterr().out
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused_before_data_is_prepared(base: Path, corpus: Path, tmp_path: Path) -> None:
+    assert main(["checkpoint", "export", str(base), "--out", str(tmp_path / "hub")]) == 0
+    tokenizer = ChatTokenizer.load(tmp_path / "hub", {})
+    tokenizer.inner.add_tokens(["<extra>"])
+    tokenizer.inner.save(str(tmp_path / "hub/tokenizer.json"))
+    with pytest.raises(DataError, match=r"the tokenizer has ids up to 300, the embedding of the model 300 rows"):
+        prepare_language(run_of({**TEXT, "data.train": str(corpus), "llama.start": str(tmp_path / "hub")}), tmp_path / "run")
+    assert not (tmp_path / "run/data").exists()
+
+
+def test_every_shape_can_be_asked_for() -> None:
+    assert get_args(get_type_hints(config.Llama)["shape"]) == tuple(SHAPES)
 
 
 # -- adapters ---------------------------------------------------------------------------------------------------------

@@ -368,7 +368,7 @@ def pairs(source: str, target: str, *, limit: int, held_out: int) -> Made:
         more = sentences(stream, collector, draws[family], held_shares.get(family, 0), shares[family])
         for split, new in zip((train, validation, test), more, strict=True):
             split += new
-    if len(train) < min(limit, 1000) or not validation or not test:
+    if len(train) < min(limit, 1000) or (held_out and not (validation and test)):
         raise DataError(
             f"CLDR has too little in {source!r} and {target!r}: {len(train)} training and {len(validation)} held-out pairs",
             f"babel {babel.__version__}, data.source, data.target",

@@ -86,7 +86,8 @@ def read_splits(data: config.Data) -> tuple[dict[str, Pairs], dict[str, int]]:
     named: dict[str, Sequence[str]] = {split: getattr(data, split) for split in SPLITS}
     if data.kind == "cldr":
         made = cldr.pairs(data.source, data.target, limit=data.pairs, held_out=data.held_out)
-        return {"train": made.train, "validation": made.validation, "test": made.test}, made.left_out
+        held = {"validation": made.validation, "test": made.test} if data.held_out else {}
+        return {"train": made.train, **held}, made.left_out
     if data.kind == "files":
         given = {split: paths for split, paths in named.items() if paths or split == "train"}
         return {split: textfiles.read_pairs(paths, data.source, data.target, split) for split, paths in given.items()}, {}

@@ -104,17 +104,19 @@ def prepare(
     writers: dict[str, Writer] = {}
     with ExitStack() as held:
         records = {split: held.enter_context(open(folder / f"{split}.jsonl", "w", encoding="utf-8")) for split in SPLITS[1:]}
+        for split in SPLITS:
+            size = tokenizer.inner.get_vocab_size(with_added_tokens=True)
+            writers[split] = Writer(folder, split, size, counted=run.task == "sft")
         for sample in samples(left_out):
-            if sample.split not in writers:
-                size = tokenizer.inner.get_vocab_size(with_added_tokens=True)
-                writers[sample.split] = Writer(folder, sample.split, size, counted=sample.counts is not None)
             writers[sample.split].add(sample.ids, sample.counts)
             text_bytes[sample.split] += sample.bytes
             if sample.split in records:
                 records[sample.split].write(json.dumps(sample.record, ensure_ascii=False) + "\n")
-    if empty := [split for split in SPLITS if split not in writers]:
+    unheld = [split for split in SPLITS[1:] if not run.data.held_out_share and not getattr(run.data, split)]  # training without them
+    if empty := [split for split in SPLITS if not writers[split].documents and split not in unheld]:
         counted = "; ".join(f"{count:,} {reason}" for reason, count in left_out.items()) or "nothing was left out"
-        hint = "raise data.held_out_share, or name files for it" if empty[0] != "train" else "is this the right file or column?"
+        hint = "raise data.held_out_share, name files for it, or train without: data.held_out_share=0"
+        hint = hint if empty[0] != "train" else "is this the right file or column?"
         raise DataError(f"there is nothing in the split {empty[0]}: {counted}", f"data.kind={run.data.kind}", hint)
     files = [path for split in SPLITS for path in writers[split].close()] + [folder / f"{split}.jsonl" for split in SPLITS[1:]]
     report = {s: {"documents": writers[s].documents, "tokens": writers[s].tokens, "bytes": text_bytes[s]} for s in SPLITS}

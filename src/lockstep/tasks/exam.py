@@ -52,6 +52,9 @@ class Exam(Protocol):
     def next(self) -> str:
         """A command that uses the trained model."""
 
+    def held_out(self, split: Split) -> int:
+        """How many pairs, documents or chats the split has."""
+
     def load(self, step: int, asked: Question, device: torch.device) -> Any:
         """The model at `step`. UsageError: that cannot be asked here. CheckpointError: it is missing or damaged."""
 

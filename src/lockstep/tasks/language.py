@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from lockstep.agree import lead, same
 from lockstep.config import Run
 from lockstep.data import llama as data
 from lockstep.data.chat import ChatTokenizer
-from lockstep.data.documents import documents, source_of
+from lockstep.data.documents import documents, held_inside, source_of
 from lockstep.data.marker import MARKER
 from lockstep.data.order import UniformOrder
 from lockstep.data.rows import CutRows, RowLoader, Rows, TextBatch
@@ -23,6 +24,8 @@ from lockstep.errors import DataError
 from lockstep.models.begin import Beginning, write_model
 from lockstep.models.pretrained import TOKENIZER, open_weights
 from lockstep.world import World
+
+log = logging.getLogger("lockstep")
 
 
 @dataclass(frozen=True)
@@ -88,10 +91,13 @@ def open_pretraining(run: Run, folder: Path, world: World) -> Language:
 
 def prepare(run: Run, folder: Path) -> None:
     """For the leader: tokenizer and streams of the run's documents."""
-    tokenizer = tokenizer_of(run, folder, (d.text for split, d in documents(run.data) if split == "train"))
+    inside = not (folder / "data" / MARKER).exists() and held_inside(run.data)
+    if inside:
+        log.info("too few documents to hold out whole ones: %g of each is for validation and for test", run.data.held_out_share)
+    tokenizer = tokenizer_of(run, folder, (d.text for split, d in documents(run.data, inside) if split == "train"))
 
     def samples(_: Counter[str]) -> Iterator[data.Sample]:
-        return data.document_samples(tokenizer, documents(run.data))
+        return data.document_samples(tokenizer, documents(run.data, inside))
 
     data.prepare(run, folder / "data", partial(source_of, run.data), tokenizer, samples)
 
@@ -104,4 +110,12 @@ def tokenizer_of(run: Run, folder: Path, texts: Iterable[str]) -> ChatTokenizer:
             data.carry_tokenizer(start.carried, folder / TOKENIZER)
         else:
             data.train_tokenizer(run, texts, folder / TOKENIZER)
-    return ChatTokenizer.load(folder / TOKENIZER, start.config if start else {})
+    found = ChatTokenizer.load(folder / TOKENIZER, start.config if start else {})
+    most = max(found.inner.get_vocab(with_added_tokens=True).values())
+    if start and most >= start.shape.vocabulary:
+        raise DataError(
+            f"the tokenizer has ids up to {most:,}, the embedding of the model {start.shape.vocabulary:,} rows",
+            f"{start.folder}; llama.start",
+            "resize it with transformers (model.resize_token_embeddings, save_pretrained), or remove the added tokens",
+        )
+    return found

@@ -22,7 +22,7 @@ from lockstep.errors import UsageError
 from lockstep.models.decode import Decoder
 from lockstep.models.pretrained import Pretrained, load
 from lockstep.sample import CONTEXT_TOKENS, Text, continuations
-from lockstep.tasks.exam import Question, Result
+from lockstep.tasks.exam import Question, Result, Split
 from lockstep.units import show_count
 from lockstep.world import World
 
@@ -42,6 +42,9 @@ class LlamaExam:
     def next(self) -> str:
         how = '"QUESTION" --chat' if self.run.task == "sft" else '"TEXT"'
         return f"lockstep generate {self.folder} {how}"
+
+    def held_out(self, split: Split) -> int:
+        return len(getattr(self.data, split))
 
     def load(self, step: int, asked: Question, device: torch.device) -> Pretrained:
         if asked.average or asked.beams != 1:

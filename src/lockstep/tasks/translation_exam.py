@@ -18,7 +18,7 @@ from lockstep.data.prepare import Prepared
 from lockstep.generate import batches_by_length, search_ids
 from lockstep.models.weights import Loaded, load_for_use
 from lockstep.scores import score
-from lockstep.tasks.exam import Question, Result
+from lockstep.tasks.exam import Question, Result, Split
 from lockstep.units import show_count
 from lockstep.world import World
 
@@ -36,6 +36,9 @@ class TranslationExam:
     @property
     def next(self) -> str:
         return f'lockstep translate {self.folder} "{self.run.data.source} text"'
+
+    def held_out(self, split: Split) -> int:
+        return len(self.corpus.text(split))
 
     def load(self, step: int, asked: Question, device: torch.device) -> Loaded:
         return load_for_use(self.folder, step, asked.average, device=device)
