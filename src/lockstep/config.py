@@ -314,12 +314,22 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def recipes() -> dict[str, Path]:
+    """The run files that come with Lockstep, by name: in the package of an installed one, beside src/ in its repository."""
+    here = Path(__file__).parent
+    found = [*sorted((here / "recipes").glob("*.toml")), *sorted((here.parents[1] / "recipes").glob("*.toml"))]
+    return {path.stem: path for path in reversed(found)}
+
+
 def read_toml(path: Path) -> dict[str, Any]:
-    """The dotted keys of a TOML file. ConfigError when it is missing or no TOML."""
+    """The dotted keys of a TOML file, or of the recipe of this name where there is no file. ConfigError when it is missing or no TOML."""
+    if not path.exists() and str(path.parent) in (".", "recipes") and path.suffix in ("", ".toml"):
+        path = recipes().get(path.stem, path)
     try:
         return flatten(tomllib.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         near = sorted(str(p) for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
+        near = near or [f"recipes/{name}.toml" for name in sorted(recipes())]
         hint = f"there are {', '.join(near)}" if near else "give the path of a TOML file, or none for the embedded default"
         raise ConfigError(f"there is no run file {path}", "given on the command line", hint) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -111,7 +111,8 @@ def finish(folder: Path, run: Run, world: World) -> None:
     if world.leader:
         write_json(folder / FINISHED, {"step": run.steps})
     if world.shows():
-        print(f"\nnext: {exam.next}   or   lockstep evaluate {folder}", flush=True)
+        score = f"   or   lockstep evaluate {folder}" if exam.held_out("validation") else ""
+        print(f"\nnext: {exam.next}{score}", flush=True)
 
 
 @dataclass

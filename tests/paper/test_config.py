@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from lockstep.config import (
     open_run,
     read_flags,
     read_overrides,
+    read_toml,
     resolve,
     shared_values,
     show,
@@ -193,6 +196,30 @@ def test_what_all_must_have_alike_is_everything_but_what_each_host_shows_and_how
         leaves()[key].bits for key in each_host
     )
     assert {"heal.verify_every", "parallel.bucket_bytes", "layout.shard", "save.every_steps"} <= set(shared)
+
+
+def test_a_recipe_is_found_by_its_name_where_there_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any folder, so also when it came in a wheel; a file of one's own comes first."""
+    repository = Path(__file__).parents[2]
+    monkeypatch.chdir(tmp_path)
+    for path in sorted((repository / "recipes").glob("*.toml")):
+        right = read_toml(path)
+        assert right and all(read_toml(Path(name)) == right for name in (path.stem, path.name, f"recipes/{path.name}"))
+    (tmp_path / "translate.toml").write_text("seed = 5")
+    assert read_toml(Path("translate.toml")) == {"seed": 5}
+    for absent in ("other/translate.toml", "absent", "translate.txt"):
+        with pytest.raises(ConfigError, match=r"there is no run file") as caught:
+            read_toml(Path(absent))
+        assert "recipes/llama-sft.toml" in caught.value.hint or "translate.toml" in caught.value.hint
+    project = tomllib.loads((repository / "pyproject.toml").read_text())
+    assert project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"] == {"recipes": "lockstep/recipes"}
+
+
+def test_torch_is_one_that_was_tested() -> None:
+    """Private names of torch are used, which each version may change: a new one is tried before it is let in."""
+    needed = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["dependencies"]
+    (bound,) = [line.partition("<")[2] for line in needed if line.startswith("torch")]
+    assert bound and tuple(map(int, version("torch").split(".")[:2])) < tuple(map(int, bound.split(".")))
 
 
 def test_quantities_are_read_and_shown() -> None:
