@@ -19,7 +19,7 @@ from lockstep.data.tokens import Tokenizer
 from lockstep.errors import CheckpointError, DataError, LockstepError, UsageError
 from lockstep.models import hub, pretrained
 from lockstep.models.begin import Beginning
-from lockstep.models.llama import Scaling, Shape, build
+from lockstep.models.llama import Llama, Scaling, Shape, build
 
 CPU = torch.device("cpu")
 SHAPE = Shape(300, 16, 2, 2, 1, 8, 24, context=64, rope_scaling=Scaling(4.0, 1.0, 4.0, 32))
@@ -165,6 +165,14 @@ def test_odd_values_in_every_field_of_a_header_are_refused(folder: Path, tmp_pat
         bad.write_bytes(len(text).to_bytes(8, "little") + text)
         with pytest.raises(CheckpointError, match="no header"):
             hub.places_in(bad)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_sizes_are_those_of_the_whole_model_in_its_order(tied: bool) -> None:
+    shape = replace(SHAPE, layers=12, tied=tied)
+    with torch.device("meta"):
+        right = [(name, tuple(parameter.shape)) for name, parameter in Llama(shape).named_parameters()]
+    assert list(hub.sizes_of(shape).items()) == right
 
 
 def test_a_damaged_shape_of_a_run_is_refused(folder: Path, tmp_path: Path) -> None:

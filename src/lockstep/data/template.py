@@ -62,6 +62,7 @@ class Renderer:
         return str(answer["text"])
 
     def start(self) -> None:
+        """Start the process, instead of one that has ended."""
         self.close()
         command = [sys.executable, "-P", "-m", "lockstep.data.template"]
         self.process = subprocess.Popen(
@@ -70,6 +71,7 @@ class Renderer:
         self.owner = os.getpid()
 
     def close(self) -> None:
+        """End the process; the next request starts another one."""
         if self.process and self.owner == os.getpid() and self.process.stdin and self.process.stdout:
             with suppress(BrokenPipeError):
                 self.process.stdin.close()

@@ -17,7 +17,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,9 +65,14 @@ def hub_name(name: str) -> str:
 
 
 def sizes_of(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """Our name of each parameter -> its size. Nothing is allocated."""
+    """Our name of each parameter -> its size, in the model's order. Nothing is allocated, and one layer stands for all."""
     with torch.device("meta"):
-        return {name: tuple(parameter.shape) for name, parameter in Llama(shape).named_parameters()}
+        one = {name: tuple(parameter.shape) for name, parameter in Llama(replace(shape, layers=1)).named_parameters()}
+    inside = {name.removeprefix("layers.0."): size for name, size in one.items() if name.startswith("layers.0.")}
+    layers = {f"layers.{number}.{name}": size for number in range(shape.layers) for name, size in inside.items()}
+    before = [name for name in one if name == "embedding.weight"]
+    after = [name for name in one if name not in before and name not in layers]
+    return {name: one[name] for name in before} | layers | {name: one[name] for name in after}
 
 
 # -- the shape --------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from lockstep.data.chat import ChatTokenizer, optional_json
 from lockstep.data.chats import chat_samples, chats
 from lockstep.data.documents import source_of
 from lockstep.data.rows import PackedRows
+from lockstep.data.template import renderer
 from lockstep.data.tokens import CHAT_SPECIALS, CHAT_TEMPLATE
 from lockstep.errors import DataError
 from lockstep.files import write_atomic, write_json
@@ -38,6 +39,7 @@ def prepare(run: Run, folder: Path) -> None:
         return chat_samples(tokenizer, run.data, run.batch.length, left_out)
 
     data.prepare(run, folder / "data", partial(source_of, run.data), tokenizer, samples)
+    renderer.close()
 
 
 def with_template(tokenizer: ChatTokenizer, folder: Path) -> ChatTokenizer:

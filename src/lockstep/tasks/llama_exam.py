@@ -18,6 +18,7 @@ from lockstep.data.chats import last_answer
 from lockstep.data.llama import Prepared
 from lockstep.data.rows import IGNORED, PackedRows, batch_of, window
 from lockstep.data.stream import Ints, Stream
+from lockstep.data.template import renderer
 from lockstep.errors import UsageError
 from lockstep.models.decode import Decoder
 from lockstep.models.pretrained import Pretrained, load
@@ -74,6 +75,7 @@ class LlamaExam:
         chats = self.data.records(asked.split) if self.run.task == "sft" else []
         chosen = chats[:most] if most else chats
         questions = [last_answer(self.data.tokenizer, chat) for chat in chosen]
+        renderer.close()
         answers = answered(loaded, self.data.tokenizer, questions, world, stopped) if chosen else {}
         heard = gather(world, {"losses": list(losses.items()), "answers": list(answers.items()), "stopped": stopped()})
         if any(one["stopped"] for one in heard):
