@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
 
 import datasets
@@ -77,6 +78,7 @@ def read_column(name: str, subset: str, split: str, column: str) -> Iterator[tup
             yield number, text
 
 
+@lru_cache(maxsize=1)  # a run reads its dataset several times, and the hub is asked at each loading
 def load(name: str, subset: str, where: str) -> datasets.DatasetDict:
     """The dataset; one without splits is a split train. Whatever keeps it from loading becomes a DataError with its reason."""
     folder = Path(name)
