@@ -117,6 +117,30 @@ def test_what_is_not_implemented_is_refused_by_name(folder: Path, tmp_path: Path
     assert says in caught.value.what
 
 
+PUBLISHED = {  # keys that published Llamas have besides those of every one: Llama 3.2, SmolLM2, Falcon3
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "head_dim": 8,
+    "initializer_range": 0.02,
+    "mlp_bias": False,
+    "pretraining_tp": 1,
+    "rope_interleaved": False,
+    "is_llama_config": True,
+    "transformers.js_config": {"dtype": "q4", "kv_cache_dtype": {"fp16": "float16"}},
+    "activation": "swiglu",
+    "_name_or_path": "x",
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.45.0.dev0",
+    "use_cache": True,
+    "eos_token_id": [2, 6],
+}
+
+
+def test_the_keys_of_published_models_change_nothing(folder: Path, tmp_path: Path) -> None:
+    config = json.loads((folder / hub.CONFIG).read_text()) | PUBLISHED
+    assert torch.equal(logits(with_config(folder, tmp_path / "published", config)), logits(folder))
+
+
 ROPES: dict[str, dict[str, Any]] = {
     "scaling beside parameters": {"rope_parameters": {"rope_type": "default", "rope_theta": 20_000.0}, "rope_scaling": LLAMA_3},
     "scaling beside a type alone": {"rope_parameters": {"rope_type": "default"}, "rope_scaling": LLAMA_3},

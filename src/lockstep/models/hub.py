@@ -92,17 +92,19 @@ PLAIN: dict[str, Any] = {  # keys that change the model unless they have this va
     "quantization_config": None, "attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "attention_dropout": 0,
     "partial_rotary_factor": 1, "rope_interleaved": False, "sliding_window": None, "use_sliding_window": False, "is_encoder_decoder": False,
     "add_cross_attention": False, "cross_attention_hidden_size": None, "tie_encoder_decoder": False, "pruned_heads": {}, "auto_map": {},
+    "activation": "swiglu", "is_llama_config": True, "use_mrope": False,
 }  # fmt: skip
 HARMLESS = {  # keys that change no logit: names, token ids, transformers' own defaults for training and sampling
     "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "attn_implementation", "bad_words_ids",
     "begin_suppress_tokens", "bos_token_id", "chunk_size_feed_forward", "decoder_start_token_id", "diversity_penalty", "do_sample",
     "dtype", "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id", "exponential_decay_length_penalty", "finetuning_task",
     "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing", "id2label", "initializer_range", "is_decoder", "label2id",
-    "length_penalty", "max_length", "max_sequence_length", "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams",
-    "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores", "pad_token_id", "prefix", "pretraining_tp",
-    "problem_type", "remove_invalid_values", "repetition_penalty", "return_dict", "return_dict_in_generate", "sep_token_id",
-    "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss", "tokenizer_class", "top_k", "top_p", "torch_dtype",
-    "torchscript", "transformers_version", "typical_p", "unk_token_id", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
+    "length_penalty", "max_length", "max_sequence_length", "min_length", "model_max_length", "neftune_noise_alpha",
+    "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states",
+    "output_scores", "pad_token_id", "prefix", "pretraining_tp", "problem_type", "remove_invalid_values", "repetition_penalty",
+    "return_dict", "return_dict_in_generate", "sep_token_id", "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss",
+    "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers.js_config", "transformers_version", "typical_p",
+    "unk_token_id", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
 }  # fmt: skip
 
 
