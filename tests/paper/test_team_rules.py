@@ -112,14 +112,14 @@ LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_a_loss_or_gradient_that_is_not_finite_ends_the_run_before_the_update(world: World, tmp_path: Path, what: str) -> None:
     model = layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with Keeper(tmp_path, world, model, optimizer) as keeper, Team(world, model, keeper, micro_batches=1) as team:
+    refused = pytest.raises(DivergedError, match=what)
+    with refused as found, Keeper(tmp_path, world, model, optimizer) as keeper, Team(world, model, keeper, micro_batches=1) as team:
         one_step(team, 0, optimizer)
         before = [p.detach().clone() for p in model.parameters()]
-        with pytest.raises(DivergedError, match=what) as found:
-            for _ in team.micro_batches(1):
-                team.backward(LOSSES[what](team(torch.ones(2, 3))))
-        assert found.value.exit_code == 4
-        assert all(map(torch.equal, before, model.parameters()))
+        for _ in team.micro_batches(1):
+            team.backward(LOSSES[what](team(torch.ones(2, 3))))
+    assert found.value.exit_code == 4
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 def test_gradients_that_are_not_finite_can_be_left_to_a_scaler(world: World, tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_buffers_that_the_forward_pass_changes_are_refused_by_name_before_the_up
     before = model[0].weight.detach().clone()
     names = r"1\.running_mean, 1\.running_var, 1\.num_batches_tracked \(BatchNorm1d\)"
     assert isinstance(model[1], nn.BatchNorm1d)
-    with Team(world, model, micro_batches=2) as team, pytest.raises(UsageError, match=f"passes of step 1: {names}"):
+    with pytest.raises(UsageError, match=f"passes of step 1: {names}"), Team(world, model, micro_batches=2) as team:
         one_step(team, 0, optimizer)
     assert torch.equal(before, model[0].weight)
     with Team(world, model, micro_batches=2, local_buffers=True) as team:
@@ -183,7 +183,7 @@ def test_buffers_that_the_forward_pass_changes_are_refused_by_name_before_the_up
     model[1].eval()
     with Team(world, model, micro_batches=2) as team:
         one_step(team, 0, optimizer)
-    with Team(world, persistent := Counting(True), micro_batches=2) as team, pytest.raises(UsageError, match=r": seen \(Counting\)"):
+    with pytest.raises(UsageError, match=r": seen \(Counting\)"), Team(world, persistent := Counting(True), micro_batches=2) as team:
         one_step(team, 0, torch.optim.SGD(persistent.parameters()))
     with Team(world, cache := Counting(False), micro_batches=2) as team:
         one_step(team, 0, torch.optim.SGD(cache.parameters()))
