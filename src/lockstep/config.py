@@ -16,6 +16,8 @@ import math
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -24,24 +26,54 @@ from pydantic import BeforeValidator, TypeAdapter, ValidationError
 from lockstep.checkpoint.facts import newest_facts
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.files import read_json, write_json
+from lockstep.place import VARIABLES
 from lockstep.units import parse_bytes, parse_seconds
 
 log = logging.getLogger("lockstep")
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Seconds = Annotated[float, BeforeValidator(parse_seconds)]
-Words = Annotated[tuple[str, ...], BeforeValidator(lambda x: x.split(",") if isinstance(x, str) else x)]
 BITS = True
 EACH_HOST = True
 # Where data lies. Its content is compared (data/marker.py, Task.fingerprints): the same files seen from another folder are the same run.
 DATA_PATHS = ("data.train", "data.validation", "data.test", "data.dataset", "llama.start")
 
+# Upper bounds turn a slip of the keyboard into an error instead of a hang. What fits a machine is for parallel/memory.py to say.
+MOST = 10**9  # where nothing less is named: more steps than a run takes, and in seconds what torch still counts in nanoseconds (31 years)
+SIDE = 1 << 20  # of a matrix or a batch; the widest published model has 16,384
+LAYERS = 1024
+WORKERS = 1 << 16
+PATH_BYTES = 4096  # PATH_MAX of Linux
+
+
+def split_words(given: object) -> object:
+    """Text as a tuple of words: "a,b", or an array as TOML and JSON write it: '["a", "b"]'."""
+    if not isinstance(given, str):
+        return given
+    if given.startswith('["'):
+        try:
+            return json.loads(given)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"begins like an array and is none ({error})") from None
+    return given.split(",") if given else ()
+
+
+Words = Annotated[tuple[str, ...], BeforeValidator(split_words)]
+
 
 def value(
-    default: Any, doc: str, *, bits: bool = False, each_host: bool = False, least: float | None = None, below: float | None = None
+    default: Any,
+    doc: str,
+    *,
+    bits: bool = False,
+    each_host: bool = False,
+    least: float | None = None,
+    below: float | None = None,
+    most: float = MOST,
 ) -> Any:
     """A field with its default, one sentence on what it does, whether it decides the trained bits, whether each host may have its own,
-    and its range."""
-    return field(default=default, metadata={"doc": doc, "bits": bits, "each_host": each_host, "least": least, "below": below})
+    and its range: every number has an upper bound."""
+    rules = {"doc": doc, "bits": bits, "each_host": each_host, "least": least, "below": below, "most": most}
+    return field(default=default, metadata=rules)
 
 
 @dataclass(frozen=True)
@@ -70,32 +102,34 @@ class Data:
         least=0,
         below=0.5,
     )
-    max_tokens: int = value(128, "longer pairs are left out of training and counted", bits=BITS, least=4)
+    max_tokens: int = value(128, "longer pairs are left out of training and counted", bits=BITS, least=4, most=SIDE)
 
 
 @dataclass(frozen=True)
 class Tokens:
     kind: Literal["bpe", "word"] = value("bpe", "joint byte-level BPE, or whole words", bits=BITS)
-    vocabulary: int = value(3000, "entries; the output layer grows with it", bits=BITS, least=300)
+    vocabulary: int = value(3000, "entries; the output layer grows with it", bits=BITS, least=300, most=SIDE)
     min_frequency: int = value(2, "rarer entries are left out", bits=BITS, least=1)
     lowercase: bool = value(False, "train and translate in lower case", bits=BITS)
 
 
 @dataclass(frozen=True)
 class Batch:
-    micro_batches: int = value(8, "K, forward and backward passes a step, over all replicas together", bits=BITS, least=1)
-    tokens: int = value(512, "target positions of a micro-batch, padding included; memory grows with it", bits=BITS, least=1)
-    length: int = value(512, "a Llama's: positions of a row; batch.tokens / batch.length rows are a micro-batch", bits=BITS, least=2)
-    shapes: int = value(6, "how many shapes micro-batches have; more pad less and compile longer", bits=BITS, least=1)
+    micro_batches: int = value(8, "K, forward and backward passes a step, over all replicas together", bits=BITS, least=1, most=WORKERS)
+    tokens: int = value(512, "target positions of a micro-batch, padding included; memory grows with it", bits=BITS, least=1, most=SIDE)
+    length: int = value(
+        512, "a Llama's: positions of a row; batch.tokens / batch.length rows are a micro-batch", bits=BITS, least=2, most=SIDE
+    )
+    shapes: int = value(6, "how many shapes micro-batches have; more pad less and compile longer", bits=BITS, least=1, most=256)
 
 
 @dataclass(frozen=True)
 class Model:
-    width: int = value(128, "size of a token's vector", bits=BITS, least=8)
-    heads: int = value(4, "attention heads; divides width", bits=BITS, least=1)
-    encoder_layers: int = value(3, "blocks of the encoder", bits=BITS, least=1)
-    decoder_layers: int = value(3, "blocks of the decoder", bits=BITS, least=1)
-    feed_forward: int = value(512, "inner size of the feed-forward part", bits=BITS, least=8)
+    width: int = value(128, "size of a token's vector", bits=BITS, least=8, most=SIDE)
+    heads: int = value(4, "attention heads; divides width", bits=BITS, least=1, most=WORKERS)
+    encoder_layers: int = value(3, "blocks of the encoder", bits=BITS, least=1, most=LAYERS)
+    decoder_layers: int = value(3, "blocks of the decoder", bits=BITS, least=1, most=LAYERS)
+    feed_forward: int = value(512, "inner size of the feed-forward part", bits=BITS, least=8, most=SIDE)
     dropout: float = value(0.05, "share of activations dropped in training", bits=BITS, least=0, below=1)
     attention: Literal["auto", "plain", "sdpa"] = value("auto", "plain is faster on a CPU at short lengths", bits=BITS)
 
@@ -113,7 +147,7 @@ class Llama:
 
 @dataclass(frozen=True)
 class Lora:
-    rank: int = value(0, "of the adapters, which alone are trained; 0: none, all weights are", bits=BITS, least=0)
+    rank: int = value(0, "of the adapters, which alone are trained; 0: none, all weights are", bits=BITS, least=0, most=SIDE)
     alpha: float = value(16.0, "what an adapter adds is multiplied by alpha / rank", bits=BITS, least=0)
     targets: Words = value(
         ("query", "key", "value", "out", "gate", "up", "down"), "matrices that get one; out: attention's, down: the gated unit's", bits=BITS
@@ -143,22 +177,22 @@ class Parallel:
     reduce: Literal["ordered", "fast"] = value(
         "ordered", "ordered: the same bits on any number of replicas; fast: the backend's all-reduce", bits=BITS
     )
-    bucket_bytes: Bytes = value(25_000_000, "gradients that travel together, overlapped with the backward pass", least=1)
+    bucket_bytes: Bytes = value(25_000_000, "gradients that travel together, overlapped with the backward pass", least=1, most=10**12)
     timeout_s: Seconds = value(600.0, "after which a silent peer counts as lost", each_host=EACH_HOST, least=1)
 
 
 @dataclass(frozen=True)
 class Layout:
-    replicate: int = value(0, "whole copies of the model; 0: as many as the workers make", least=0)
-    shard: int = value(1, "workers that share the parameters, gradients and optimizer state of a copy (FSDP)", least=1)
-    tensor: int = value(1, "workers that share each layer's matrices; another number has other bits", least=1)
-    pipeline: int = value(1, "stages that the layers are dealt to; with dropout another number has other bits", least=1)
-    parts: int = value(1, "pipeline: parts of the model that each stage holds (interleaved 1F1B)", least=1)
+    replicate: int = value(0, "whole copies of the model; 0: as many as the workers make", least=0, most=WORKERS)
+    shard: int = value(1, "workers that share the parameters, gradients and optimizer state of a copy (FSDP)", least=1, most=WORKERS)
+    tensor: int = value(1, "workers that share each layer's matrices; another number has other bits", least=1, most=WORKERS)
+    pipeline: int = value(1, "stages that the layers are dealt to; with dropout another number has other bits", least=1, most=LAYERS)
+    parts: int = value(1, "pipeline: parts of the model that each stage holds (interleaved 1F1B)", least=1, most=LAYERS)
 
 
 @dataclass(frozen=True)
 class Shard:
-    units_ahead: int = value(1, "blocks gathered ahead of the one that computes; 1 + units_ahead are whole at once", least=0)
+    units_ahead: int = value(1, "blocks gathered ahead of the one that computes; 1 + units_ahead are whole at once", least=0, most=LAYERS)
     reduce: Literal["each", "together"] = value(
         "each", "gradients after each micro-batch; together: after the last one, with less traffic and whole gradients in memory"
     )
@@ -183,7 +217,7 @@ class Compute:
         "auto", "of matrix products; weights and sums stay fp32. auto: bf16 where the device has units for it; kept from then on", bits=BITS
     )
     compile: bool = value(False, "torch.compile; helps narrow models on a CPU, hurts wide ones", bits=BITS)
-    threads: int = value(1, "of a worker on a CPU; the number changes the bits", bits=BITS, least=1)
+    threads: int = value(1, "of a worker on a CPU; the number changes the bits", bits=BITS, least=1, most=1024)
 
 
 @dataclass(frozen=True)
@@ -224,7 +258,7 @@ class Track:
 @dataclass(frozen=True)
 class Evaluate:
     at_end: int = value(1000, "held-out pairs translated, chats answered, when the last step is done; 0: nothing is scored then", least=0)
-    beams: int = value(1, "1: greedy; more: beam search of that width", least=1)
+    beams: int = value(1, "1: greedy; more: beam search of that width", least=1, most=256)
 
 
 @dataclass(frozen=True)
@@ -232,7 +266,7 @@ class Run:
     task: Literal["translate", "pretrain", "sft"] = value(
         "translate", "what is trained: a translator, a Llama on text, or a Llama on the answers of chats", bits=BITS
     )
-    seed: int = value(1, "of the weights, the order and the dropout", bits=BITS, least=0)
+    seed: int = value(1, "of the weights, the order and the dropout", bits=BITS, least=0, most=2**63 - 1)
     steps: int = value(300, "the last step", least=0)
     data: Data = Data()
     tokens: Tokens = Tokens()
@@ -264,6 +298,7 @@ class Field:
     each_host: bool
     least: float | None
     below: float | None
+    most: float
 
 
 DECAY_STEPS, AS_STEPS = "optim.decay_steps", "as steps"
@@ -293,15 +328,22 @@ class Resolved:
         return replace(self.run.optim, **changed) if changed else self.run.optim
 
 
+@cache
+def hints_of(cls: type) -> dict[str, Any]:
+    """The type of each field; reading them costs more than everything else here."""
+    return get_type_hints(cls, include_extras=True)
+
+
+@cache
 def leaves(cls: type = Run, prefix: str = "") -> dict[str, Field]:
     """Every dotted key of the run's tree, in the order of the file."""
-    hints = get_type_hints(cls, include_extras=True)
+    hints = hints_of(cls)
     found: dict[str, Field] = {}
     for one in fields(cls):
         if is_dataclass(hints[one.name]):
             found |= leaves(hints[one.name], f"{prefix}{one.name}.")
         else:
-            rules = {name: one.metadata[name] for name in ("doc", "bits", "each_host", "least", "below")}
+            rules = {name: one.metadata[name] for name in ("doc", "bits", "each_host", "least", "below", "most")}
             found[prefix + one.name] = Field(prefix + one.name, hints[one.name], one.default, **rules)
     return found
 
@@ -332,9 +374,9 @@ def read_toml(path: Path) -> dict[str, Any]:
         near = near or [f"recipes/{name}.toml" for name in sorted(recipes())]
         hint = f"there are {', '.join(near)}" if near else "give the path of a TOML file, or none for the embedded default"
         raise ConfigError(f"there is no run file {path}", "given on the command line", hint) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{path} is not TOML: {error}", str(path), "mend that place; tables are [section], strings are in quotes"
+            f"{path} is not TOML: {error}", "the run file", "mend that place; tables are [section], strings are in quotes"
         ) from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", str(path), "give a file that this user can read") from None
@@ -364,18 +406,82 @@ def nearest(key: str, known: list[str]) -> list[str]:
     return (alike or difflib.get_close_matches(key, known, n=3, cutoff=0.6))[:3]
 
 
+def variable(key: str) -> str:
+    """The environment variable for a key: "optim.learning_rate" -> "LOCKSTEP_OPTIM_LEARNING_RATE"."""
+    return "LOCKSTEP_" + key.upper().replace(".", "_")
+
+
+def refuse_unknown_variables(environ: Mapping[str, str]) -> None:
+    """ConfigError for LOCKSTEP_ variables that mean nothing, with the nearest names: a slip of the keyboard is not ignored."""
+    keys = list(leaves())
+    known = {*map(variable, keys), *VARIABLES}
+    unknown = [name for name in environ if name.startswith("LOCKSTEP_") and name not in known]
+    if unknown:
+        key = unknown[0].removeprefix("LOCKSTEP_").lower().replace("_", ".", 1)
+        near = difflib.get_close_matches(unknown[0], VARIABLES, n=1, cutoff=0.85) or [variable(one) for one in nearest(key, keys)]
+        raise ConfigError(
+            f"unknown variable {', '.join(unknown)}",
+            "environment",
+            f"write {' or '.join(near)}" if near else "unset it; lockstep train --help lists the values of a run",
+        )
+
+
+def refuse_missing_packages(resolved: Resolved, *, prepared: bool) -> None:
+    """ConfigError when the run asks for an optional package that is not installed, with the extra that has it.
+
+    prepared  the run's data is there already, so that its source is not read
+    """
+    run = resolved.run
+    asked = {
+        "data.kind": ("datasets", "hub", run.data.kind == "huggingface" and not prepared),
+        "track.tensorboard": ("tensorboard", "track", run.track.tensorboard),
+        "track.wandb": ("wandb", "track", run.track.wandb != "off"),
+    }
+    for key, (package, extra, needed) in asked.items():
+        if needed and find_spec(package) is None:
+            raise ConfigError(
+                f"the package {package} is not installed", f"{key} from {resolved.origin[key]}", f'pip install "lockstep-train[{extra}]"'
+            )
+
+
 def check(one: Field, raw: Any) -> Any:
     """`raw` as a value of the field. ValueError with the reason when it does not fit."""
+    if isinstance(raw, bool) and one.type is not bool:
+        raise ValueError(f"is {'true' if raw else 'false'}, and this is no switch")
     try:
-        result = TypeAdapter(one.type).validate_python(raw)
+        result = adapter(one.type).validate_python(raw)
     except ValidationError as error:
         detail = error.errors()[0]
         raise ValueError(str(detail["ctx"]["error"]) if "error" in detail.get("ctx", {}) else detail["msg"]) from None
+    for text in (result,) if isinstance(result, str) else result if isinstance(result, tuple) else ():
+        check_text(text)
+    if isinstance(result, tuple) and "" in result:
+        raise ValueError("has an empty word in it")
+    if isinstance(result, float) and not math.isfinite(result):
+        raise ValueError("must be a finite number")
     if one.least is not None and result < one.least:
         raise ValueError(f"must be at least {one.least:g}")
     if one.below is not None and result >= one.below:
         raise ValueError(f"must be below {one.below:g}")
+    if isinstance(result, int | float) and result > one.most:
+        raise ValueError(f"must be at most {int(one.most):,}")
     return result
+
+
+@cache
+def adapter(type: Any) -> TypeAdapter[Any]:
+    """pydantic's reader of a type; making one costs 100 times as much as using it."""
+    return TypeAdapter(type)
+
+
+def check_text(text: str) -> None:
+    """ValueError for a text that no file, no other process and no other host could be given."""
+    if "\0" in text:
+        raise ValueError("has a NUL byte in it")
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ValueError("is not valid UTF-8")
+    if len(text.encode()) > PATH_BYTES:
+        raise ValueError(f"must be at most {PATH_BYTES} bytes long")
 
 
 def resolve(
@@ -394,7 +500,7 @@ def resolve(
     """
     known = leaves()
     in_file = read_toml(file) if file else {}
-    by_variable = {"LOCKSTEP_" + key.upper().replace(".", "_"): key for key in known}
+    by_variable = {variable(key): key for key in known}
     in_environ = {by_variable[name]: text for name, text in (environ or {}).items() if name in by_variable}
     layers: list[tuple[str, Mapping[str, Any]]] = [
         (str(file), in_file),
@@ -413,7 +519,7 @@ def resolve(
             try:
                 values[key], origin[key] = check(known[key], raw), source
             except ValueError as error:
-                wrong.append((f"{key} = {raw!r}: {error}", source, known[key].doc))
+                wrong.append((f"{key} = {shown(raw)}: {error}", source, known[key].doc))
     if wrong:
         what = wrong[0][0] if len(wrong) == 1 else f"{len(wrong)} values do not fit: " + "; ".join(w for w, _, _ in wrong)
         raise ConfigError(what, "\n".join(dict.fromkeys(w for _, w, _ in wrong)), "\n".join(dict.fromkeys(h for _, _, h in wrong)))
@@ -424,9 +530,18 @@ def resolve(
     return Resolved(run, origin, begun.overrides if begun else ())
 
 
+def shown(raw: object) -> str:
+    """A value that was given, cut to a length that a message can carry."""
+    try:
+        text = repr(raw)
+    except (ValueError, RecursionError):  # more digits than Python writes, or too deeply nested
+        return f"({type(raw).__name__} too large to show)"
+    return text if len(text) <= 80 else f"{text[:70]}... ({len(text):,} characters)"
+
+
 def from_values(values: Mapping[str, Any], cls: type = Run, prefix: str = "") -> Any:
     """The dataclass tree for dotted keys."""
-    hints = get_type_hints(cls)
+    hints = hints_of(cls)
     parts = {f.name: prefix + f.name for f in fields(cls)}
     return cls(**{n: from_values(values, hints[n], k + ".") if is_dataclass(hints[n]) else values[k] for n, k in parts.items()})
 

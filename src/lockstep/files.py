@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import secrets
 import stat
 from collections.abc import Mapping
@@ -66,6 +67,9 @@ def read_text(path: Path) -> str:
     return read_bytes(path).decode()
 
 
+HALF = re.compile(r"\\u[dD][89a-fA-F]")  # half of a character beyond U+FFFF: two of them together are one
+
+
 def fsync_folder(folder: Path) -> None:
     """Flush the names in `folder` to the disk, so that a rename within it outlives a power cut."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -106,12 +110,22 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_json(path: Path) -> Any:
-    """The value in the JSON file at `path`. OSError or ValueError when it is absent or torn."""
+def parse_json(text: str) -> Any:
+    """The value in a JSON text. ValueError when there is none: it is torn, or nested too deeply, or a string in it is no text."""
     try:
-        return json.loads(read_text(path))
+        value = json.loads(text)
+        if HALF.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    except UnicodeEncodeError:
+        raise ValueError("a string has a lone surrogate in it, which is half of a character") from None
+    return value
+
+
+def read_json(path: Path) -> Any:
+    """The value in the JSON file at `path`. OSError when it is absent, ValueError as in `parse_json`."""
+    return parse_json(read_text(path))
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -98,6 +98,14 @@ def default_workers(environ: Mapping[str, str] = os.environ, driver: Path = Path
     return (gpus, "one for each GPU") if gpus else (2, "two on the CPU, no GPU here")
 
 
+def refuse_a_crowd(workers: int, host: str, cores: int | None = None) -> None:
+    """UsageError for more workers than a machine can mean: each is a process with a Python and a torch of its own."""
+    cores = cores or os.cpu_count() or 1
+    most = max(64, 16 * cores)
+    if workers > most:
+        raise UsageError(f"{workers:,} workers on one machine", f"{host} has {cores} cores", f"give at most {most} on this machine")
+
+
 def launch(
     command: Sequence[str],
     workers: int,
@@ -115,6 +123,7 @@ def launch(
     """
     if workers < 1:
         raise UsageError(f"{workers} workers", "--workers", "give 1 or more")
+    refuse_a_crowd(workers, "this machine")
     listener = listen(port)
     started: list[Worker] = []
     with Inbox() as inbox:
@@ -385,7 +394,7 @@ def reap(worker: Worker) -> None:
     listen_to(worker)
     account = worker.account
     if worker.output and account and account.trace:
-        worker.output.write(account.trace.encode())
+        worker.output.write(account.trace.encode("utf-8", "backslashreplace"))
         worker.output.flush()
     tail = last_lines(worker.output, worker.begun_at) if worker.output and worker.rank and not account else ""
     worker.end = End(worker.rank, pid, code, now_s(), tuple(worker.sent), account, worker.log, tail)

@@ -20,6 +20,13 @@ from lockstep.errors import UsageError
 
 OURS = ("LOCKSTEP_RANK", "LOCKSTEP_SIZE", "LOCKSTEP_LOCAL_RANK", "LOCKSTEP_LOCAL_SIZE")
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+# All that are no values of a run. Behind these: what `lockstep` gives its own workers, and what our tests read.
+VARIABLES = (
+    *("LOCKSTEP_DEVICE", "LOCKSTEP_TMP"),
+    *(*OURS, "LOCKSTEP_MASTER_ADDR", "LOCKSTEP_MASTER_PORT", "LOCKSTEP_LISTEN_FD", "LOCKSTEP_ACCOUNT_FD"),
+    *("LOCKSTEP_SEAT", "LOCKSTEP_STATE", "LOCKSTEP_ONE_SCREEN", "LOCKSTEP_DRILL"),
+    *("LOCKSTEP_CHAOS", "LOCKSTEP_HISTORIES"),
+)
 PET = ("PET_NODE_RANK", "PET_NNODES", "PET_NPROC_PER_NODE", "PET_MASTER_ADDR", "PET_MASTER_PORT")
 
 
@@ -116,7 +123,7 @@ def find_ours(environ: Mapping[str, str]) -> Place | None:
         local_size,
         *read_master(environ, "LOCKSTEP_MASTER_ADDR", "LOCKSTEP_MASTER_PORT"),
         starter="lockstep",
-        listen_fd=int(listen_fd) if listen_fd else None,
+        listen_fd=read_number(environ, "LOCKSTEP_LISTEN_FD") if listen_fd else None,
     )
 
 
@@ -211,7 +218,7 @@ def tasks_per_node(text: str) -> list[int]:
     """Slurm's "2(x3),1" -> [2, 2, 2, 1]."""
     counts = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part)
         if not match:
             raise UsageError(f"SLURM_STEP_TASKS_PER_NODE={text}", "environment", "Slurm writes 2(x3),1")
         counts += [int(match[1])] * int(match[2] or 1)
@@ -220,7 +227,7 @@ def tasks_per_node(text: str) -> list[int]:
 
 def slurm_port(environ: Mapping[str, str]) -> int:
     """A port that follows from the job and the step, below those that kernels give out (32768 on): the same in every task."""
-    job, step = read_number(environ, "SLURM_JOB_ID"), int(environ.get("SLURM_STEP_ID", "0"))
+    job, step = read_number(environ, "SLURM_JOB_ID"), read_number(environ, "SLURM_STEP_ID") if "SLURM_STEP_ID" in environ else 0
     return 12_000 + (job * 31 + step) % 20_000
 
 
@@ -244,8 +251,8 @@ def read_master(environ: Mapping[str, str], address: str, port: str) -> tuple[st
 
 def read_number(environ: Mapping[str, str], name: str) -> int:
     """The whole number in a variable."""
-    if not environ[name].isdecimal():
-        raise UsageError(f"{name}={environ[name]!r} is not a whole number", "environment", "unset it, or start with torchrun")
+    if not environ[name].isdecimal() or len(environ[name]) > 18:
+        raise UsageError(f"{name}={environ[name][:40]!r} is not a whole number", "environment", "unset it, or start with torchrun")
     return int(environ[name])
 
 

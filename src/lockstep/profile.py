@@ -51,7 +51,7 @@ class Steps:
     @classmethod
     def parse(cls, text: str) -> Steps:
         """`steps=10..12`, or `steps=10`. UsageError for anything else."""
-        match = re.fullmatch(r"steps=(\d+)(?:\.\.(\d+))?", text)
+        match = re.fullmatch(r"steps=(\d{1,18})(?:\.\.(\d{1,18}))?", text)
         steps = cls(int(match[1]), int(match[2] or match[1])) if match else cls(0, 0)
         if not 1 <= steps.first <= steps.last:
             raise UsageError(f"--profile {text}", "command line", "give steps=FIRST..LAST, such as steps=10..12; the first step is 1")

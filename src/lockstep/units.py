@@ -5,6 +5,7 @@ Bytes are decimal with MB and binary with MiB, as the SI and IEC say; a bare num
 
 from __future__ import annotations
 
+import math
 import re
 
 BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -15,19 +16,32 @@ SECONDS = {"MS": 1e-3, "S": 1.0, "MIN": 60.0, "H": 3600.0, "D": 86400.0}
 def parse(text: object, units: dict[str, float], example: str) -> float:
     """The number that `text` stands for, in the base unit of `units`. ValueError when it is no such quantity."""
     if isinstance(text, (int, float)) and not isinstance(text, bool):
-        return float(text)
+        return finite(text)
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
     if not match:
-        raise ValueError(f"{text!r} is not a quantity such as {example!r}")
+        raise ValueError(f"{str(text)[:40]!r} is not a quantity such as {example!r}")
     number, unit = match.groups()
     if unit and unit.upper() not in units:
-        raise ValueError(f"{text!r} has the unknown unit {unit!r}; there are {', '.join(units)}, for example {example!r}")
-    return float(number) * (units[unit.upper()] if unit else 1.0)
+        raise ValueError(f"{str(text)[:40]!r} has the unknown unit {unit[:20]!r}; there are {', '.join(units)}, for example {example!r}")
+    return finite(float(number) * (units[unit.upper()] if unit else 1.0))
+
+
+def finite(number: float) -> float:
+    """`number`. ValueError when it is infinite, not a number, or an int beyond every float."""
+    try:
+        if math.isfinite(number):
+            return float(number)
+    except OverflowError:
+        pass
+    raise ValueError("must be a finite number")
 
 
 def parse_bytes(text: object) -> int:
-    """Bytes in "25 MB", "1 GiB" or 4096."""
-    return int(parse(text, {k: float(v) for k, v in BYTES.items()}, "25 MB"))
+    """Bytes in "25 MB", "1 GiB" or 4096; what is left of a kilobyte is rounded down."""
+    count = parse(text, {k: float(v) for k, v in BYTES.items()}, "25 MB")
+    if count < 1000 and not count.is_integer():
+        raise ValueError(f"{count:g} is no whole number of bytes")
+    return int(count)
 
 
 def parse_seconds(text: object) -> float:

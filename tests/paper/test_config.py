@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep import config
 from lockstep.config import (
     Override,
     Resolved,
@@ -22,13 +23,16 @@ from lockstep.config import (
     read_flags,
     read_overrides,
     read_toml,
+    refuse_missing_packages,
+    refuse_unknown_variables,
     resolve,
     shared_values,
     show,
     to_json,
     write_run,
 )
-from lockstep.errors import CheckpointError, ConfigError
+from lockstep.errors import CheckpointError, ConfigError, UsageError
+from lockstep.launch import refuse_a_crowd
 from lockstep.optim import learning_rate
 from lockstep.train import refuse_other_overrides
 from lockstep.units import parse_bytes, parse_seconds, show_bytes, show_count, show_seconds
@@ -186,6 +190,53 @@ def test_every_value_of_a_run_has_a_sentence() -> None:
     assert {"seed", "model.width", "batch.micro_batches", "compute.threads"} <= {k for k, one in leaves().items() if one.bits}
     assert not {"steps", "save.keep", "track.wandb"} & {k for k, one in leaves().items() if one.bits}
     assert Run() == resolve().run
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("LOCKSTEP_OPTIM_LR", "LOCKSTEP_OPTIM_LEARNING_RATE"),
+        ("LOCKSTEP_MODEL_WITDH", "LOCKSTEP_MODEL_WIDTH"),
+        ("LOCKSTEP_DEVCE", "LOCKSTEP_DEVICE"),
+        ("LOCKSTEP_XYZ", "unset it"),
+    ],
+)
+def test_a_variable_that_means_nothing_is_refused_with_the_nearest_name(name: str, near: str) -> None:
+    refuse_unknown_variables({"LOCKSTEP_TMP": "", "LOCKSTEP_SEED": "1", "LOCKSTEP_SEAT": "", "HOME": "/"})
+    with pytest.raises(ConfigError, match=f"unknown variable {name}") as caught:
+        refuse_unknown_variables({name: "1"})
+    assert near in caught.value.hint
+
+
+def test_a_missing_package_is_refused_with_the_extra_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "find_spec", lambda name: None)
+    refuse_missing_packages(resolve(None, {}), prepared=False)
+    dataset = {"data.kind": "huggingface", "data.dataset": "a/b"}
+    refuse_missing_packages(resolve(None, dataset), prepared=True)
+    for flags, package, extra in (
+        (dataset, "datasets", "hub"),
+        ({"track.tensorboard": "true"}, "tensorboard", "track"),
+        ({"track.wandb": "offline"}, "wandb", "track"),
+    ):
+        with pytest.raises(ConfigError, match=f"the package {package} is not installed") as caught:
+            refuse_missing_packages(resolve(None, flags), prepared=False)
+        assert "command line" in caught.value.where and f'"lockstep-train[{extra}]"' in caught.value.hint
+
+
+def test_a_list_is_read_with_commas_and_as_an_array() -> None:
+    for text, read in (("a,b", ("a", "b")), ('["a", "b,c"]', ("a", "b,c")), ("[ab]*.txt", ("[ab]*.txt",)), ("", ())):
+        assert resolve(None, {"data.train": text}).run.data.train == read
+    for text in ("a,,b", '["a"'):
+        with pytest.raises(ConfigError, match=r"data\.train"):
+            resolve(None, {"data.train": text})
+
+
+def test_one_machine_has_a_bound_for_its_workers() -> None:
+    refuse_a_crowd(64, "here", cores=2)
+    refuse_a_crowd(1024, "here", cores=64)
+    for workers, cores in ((65, 2), (1025, 64)):
+        with pytest.raises(UsageError, match="workers on one machine"):
+            refuse_a_crowd(workers, "here", cores=cores)
 
 
 def test_what_all_must_have_alike_is_everything_but_what_each_host_shows_and_how_long_it_waits() -> None:

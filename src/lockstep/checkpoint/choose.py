@@ -22,9 +22,9 @@ def choose(resume: str, steps: Collection[int]) -> tuple[int | None, str]:
         if resume == "auto":
             return None, "starts at step 0: there is no checkpoint yet"
         raise CheckpointError("there is no checkpoint to resume from", "--resume required", "try --resume auto")
-    if not resume.isdecimal():
+    if not resume.isdecimal() or len(resume) > 18:
         raise UsageError(
-            f"--resume {resume!r} is neither a step nor auto, never or required",
+            f"--resume {resume[:40]!r} is neither a step nor auto, never or required",
             there,
             "leave --resume out to go on from the newest checkpoint",
         )

@@ -15,7 +15,6 @@ import glob
 import gzip
 import hashlib
 import importlib
-import json
 import sys
 import sysconfig
 import zlib
@@ -26,6 +25,7 @@ from typing import Any, Literal
 
 from lockstep import config
 from lockstep.errors import ConfigError, DataError
+from lockstep.files import parse_json
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -204,17 +204,11 @@ def read_file(path: Path, column: str) -> Iterator[Document]:
 
 
 def json_in(line: str | bytes, where: str) -> Any:
-    """The value in a line of JSON. DataError when it is none, or holds half of a character (a lone surrogate)."""
+    """The value in a line of JSON. DataError when it is none."""
     try:
-        text = line if isinstance(line, str) else line.decode()
-        found = json.loads(text)
-        if "\\ud" in text.lower():
-            json.dumps(found, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"a lone surrogate, which is half of a character: {error.object[error.start]!r}", where, "remove it") from None
-    except (ValueError, RecursionError) as error:
+        return parse_json(line if isinstance(line, str) else line.decode())
+    except ValueError as error:
         raise DataError(f"this is no JSON: {error}", where, "one object a line") from None
-    return found
 
 
 def text_in(line: str, column: str, where: str) -> str:

@@ -7,13 +7,14 @@ other). What cannot be read is refused with its file, line and byte; nothing is 
 from __future__ import annotations
 
 import gzip
-import json
+import sys
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import DataError
+from lockstep.errors import DataError, UsageError
+from lockstep.files import parse_json
 
 Pairs = list[tuple[str, str]]
 
@@ -44,21 +45,36 @@ def read_lines(path: Path) -> list[str]:
     """Lines of a UTF-8 text, without their ends and without a byte order mark. DataError as in `read_pairs`."""
     try:
         content = path.read_bytes()
-    except OSError as error:
-        raise DataError(
-            f"{path} cannot be read: {error.strerror}", "data.train, data.validation, data.test", "is the path right?"
-        ) from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f"{path} cannot be read: {reason}", "data.train, data.validation, data.test", "is the path right?") from None
     if path.suffix == ".gz":
         try:
             content = gzip.decompress(content)
         except (OSError, EOFError, zlib.error) as error:
             raise DataError(f"{path} is no whole gzip file: {error}", f"{len(content):,} bytes", "copy or pack it again") from None
+    return split_lines(content, str(path))
+
+
+def given_lines(path: Path | None) -> list[str]:
+    """Lines of a text that a command is given, in a file or on standard input. UsageError, DataError as in `read_pairs`."""
+    if path is None:
+        return split_lines(sys.stdin.buffer.read(), "standard input")
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}", f"--file, seen from {Path.cwd()}", "is the path right?") from None
+    return split_lines(content, str(path))
+
+
+def split_lines(content: bytes, name: str) -> list[str]:
+    """The lines of a UTF-8 text. DataError when it is none."""
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise DataError(
-            f"{path} is not UTF-8: byte 0x{content[error.start]:02x} at offset {error.start:,}",
+            f"{name} is not UTF-8: byte 0x{content[error.start]:02x} at offset {error.start:,}",
             f"line {line:,}: {content[max(0, error.start - 20) : error.start + 20]!r}",
             "convert it first, for example: iconv -f latin1 -t utf-8",
         ) from None
@@ -106,8 +122,8 @@ def pairs_of_jsonl(path: Path, source: str, target: str) -> Pairs:
     pairs = []
     for number, line in enumerate(read_lines(path), start=1):
         try:
-            found = json.loads(line) if line.strip() else {source: "", target: ""}
-        except json.JSONDecodeError as error:
+            found = parse_json(line) if line.strip() else {source: "", target: ""}
+        except ValueError as error:
             raise DataError(f"{path} is no JSON in line {number:,}: {error}", show(line), "one object a line") from None
         pairs.append(sides_of(found, source, target, f"{path}, line {number:,}"))
     return pairs

@@ -29,8 +29,9 @@ from lockstep.signals import STOPPING
 
 FORM = "write [[host]] tables with name, workers and, where it is not the name, address; and ssh = true to start all from one"
 NOT_REACHED = 255
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]  # it stands in names of files
-Address = Annotated[str, Field(pattern=r"^([A-Za-z0-9:][A-Za-z0-9.:_-]*)?$")]  # it stands in a command of ssh
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]  # it stands in names of files, of 255 bytes at most
+Address = Annotated[str, Field(pattern=r"^([A-Za-z0-9:][A-Za-z0-9.:_-]*)?$", max_length=253)]  # it stands in a command of ssh
+MOST_WORKERS = 4096  # of a host; the agent there knows its cores, and has a tighter bound
 
 
 @with_config(ConfigDict(extra="forbid"))
@@ -43,7 +44,7 @@ class Host:
     """
 
     name: Name
-    workers: Annotated[int, Field(ge=1, strict=True)]
+    workers: Annotated[int, Field(ge=1, le=MOST_WORKERS, strict=True)]
     address: Address = ""
 
     @property
@@ -97,7 +98,7 @@ def read_hosts(path: Path) -> Hosts:
         return parse_hosts(tomllib.loads(path.read_text(encoding="utf-8")), str(path))
     except FileNotFoundError:
         raise ConfigError(f"there is no hosts file {path}", f"--hosts, seen from {Path.cwd()}", FORM) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no hosts file: {error}", f"--hosts {path}", FORM) from None
 
 
