@@ -36,12 +36,13 @@ from lockstep.metrics import stream
 from lockstep.numerics import choose_precision, make_deterministic
 from lockstep.optim import adamw, divide_and_clip, learning_rate, set_learning_rate
 from lockstep.parallel.apply import Held, hold
-from lockstep.parallel.memory import told_what_fits
+from lockstep.parallel.memory import refuse_too_large, told_what_fits
 from lockstep.parallel.plans import plan_of
 from lockstep.parallel.recompute import recompute
 from lockstep.profile import Steps, graphs_made, product_flops, profiling
 from lockstep.progress import Progress
 from lockstep.signals import Signals
+from lockstep.tasks.bounds import least_parameters
 from lockstep.tasks.open import open_task
 from lockstep.tasks.task import Task
 from lockstep.team import Team
@@ -64,8 +65,11 @@ def train(resolved: Resolved, folder: Path, world: World, *, resume: str = "auto
 
     Errors: DataError, CheckpointError, DivergedError, PeersLostError; all processes raise the same one. OutOfMemoryError on those it hits.
     """
-    task, axes = open_task(resolved.run, folder, world), resolved.run.layout
-    model, layout = task.meta(), Layout(1, axes.shard, axes.tensor, axes.pipeline)
+    run, axes = resolved.run, resolved.run.layout
+    layout = Layout(1, axes.shard, axes.tensor, axes.pipeline)
+    refuse_too_large(least_parameters(run), run.task != "translate" and run.lora.rank > 0, run.memory, layout, world.device)
+    task = open_task(run, folder, world)
+    model = task.meta()
     with told_what_fits(model, layout, plan_of(model).bounds(resolved.run.batch.micro_batches), world.device):
         return train_task(task, resolved, folder, world, resume=resume, profile=profile)
 

@@ -6,6 +6,7 @@ import copy
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,12 +15,17 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 from lockstep.checkpoint.state import capture, digest, restore
-from lockstep.config import Memory, Optim
-from lockstep.models.llama import Llama, Shape, build
+from lockstep.config import Memory, Optim, resolve
+from lockstep.errors import ConfigError
+from lockstep.layout import Layout
+from lockstep.models.build import build as build_translator
+from lockstep.models.llama import SHAPES, Llama, Shape, build
 from lockstep.models.translator import Translator
 from lockstep.optim import LeanAdamW, adamw, round_fairly
+from lockstep.parallel.memory import limit_bytes, refuse_too_large
 from lockstep.parallel.plans import plan_of
 from lockstep.parallel.recompute import Mode, recompute
+from lockstep.tasks.bounds import least_parameters
 from lockstep.testing import Living
 
 SHAPE = Shape(300, 64, 4, 4, 2, 16, 192, context=256)
@@ -184,3 +190,21 @@ def test_the_logits_of_a_large_vocabulary_never_exist_at_once() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 400e6 < 1536 * 128_256 * 4
+
+
+def test_a_model_that_no_layout_of_this_machine_holds_is_refused_before_its_text_is_prepared() -> None:
+    run = resolve(None, {"model.width": "24", "model.heads": "3", "model.encoder_layers": "2", "model.decoder_layers": "5"}).run
+    translator = build_translator(run.model, vocabulary=100, device=torch.device("meta"), seed=1)
+    assert least_parameters(run) == sum(one.numel() for one in translator.parameters()) - 100 * 24
+    for shape in ("1M", "405B"):
+        run = resolve(None, {"task": "pretrain", "data.kind": "stdlib", "llama.shape": shape}).run
+        assert least_parameters(run) == replace(SHAPES[shape], vocabulary=0).parameters
+
+    limit, _ = limit_bytes(CPU)
+    refuse_too_large(limit // 16, False, Memory(), Layout(1), CPU)
+    refuse_too_large(limit // 4, True, Memory(), Layout(1), CPU)
+    refuse_too_large(limit // 4, False, Memory(), Layout(1, shard=4), CPU)
+    for memory, each in ((Memory(), 16), (Memory(optimizer_state="bf16"), 12), (Memory(weights="bf16", optimizer_state="bf16"), 12)):
+        with pytest.raises(ConfigError, match="parameters takes") as caught:
+            refuse_too_large(limit // each + 1000, False, memory, Layout(1), CPU)
+        assert "between 2 workers or more" in caught.value.hint

@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lockstep.errors import OutOfMemoryError
+from lockstep.config import Memory
+from lockstep.errors import ConfigError, OutOfMemoryError
 from lockstep.layout import Bounds, Layout, flags
 from lockstep.parallel.plans import plan_of
 from lockstep.units import show_bytes, show_count
@@ -60,6 +61,24 @@ def limit_bytes(device: torch.device) -> tuple[int, str]:
     if CGROUP.exists() and (text := CGROUP.read_text().strip()).isdecimal():
         found.append((int(text), "its control group (memory.max)"))
     return min(found)
+
+
+def refuse_too_large(parameters: int, frozen: bool, memory: Memory, layout: Layout, device: torch.device) -> None:
+    """ConfigError when a worker's share of the weights, gradients and optimizer state alone is more than it may have.
+
+    parameters  of the model, at least
+    frozen      only adapters are trained
+    """
+    weight, mean = (2 if one == "bf16" else 4 for one in (memory.weights, memory.optimizer_state))
+    state = 2 * mean + (4 if weight == 2 else 0)  # both means, and the masters
+    each = weight if frozen else 2 * weight + (0 if memory.offload == "optimizer" and device.type == "cuda" else state)
+    need, (limit, source) = each * parameters // layout.unit, limit_bytes(device)
+    if need > limit:
+        raise ConfigError(
+            f"a model of at least {show_count(parameters)} parameters takes {show_bytes(need)} a worker, without activations",
+            f"[model], llama.shape, [memory] and [layout] of the run; {show_bytes(limit)} are allowed by {source}",
+            f"take a smaller model, or share it between {-(-each * parameters // limit)} workers or more: layout.shard",
+        )
 
 
 def taken_bytes(device: torch.device) -> int:

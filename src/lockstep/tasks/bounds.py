@@ -1,11 +1,16 @@
-"""Into what the model of a run can be cut, told from the run alone, before a process starts."""
+"""Into what the model of a run can be cut, and how large it is at least, told from the run alone, before anything is prepared or built."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep.config import Run
 from lockstep.layout import Bounds
+
+if TYPE_CHECKING:
+    from lockstep.models.llama import Shape
 
 
 def bounds(run: Run) -> Bounds:
@@ -15,10 +20,25 @@ def bounds(run: Run) -> Bounds:
         return Bounds(run.batch.micro_batches, (model.heads, model.feed_forward), model.encoder_layers + model.decoder_layers)
     if run.layout.tensor == run.layout.pipeline == 1:
         return Bounds(run.batch.micro_batches)
+    shape = llama_shape(run)
+    return Bounds(run.batch.micro_batches, (shape.heads, shape.key_value_heads, shape.feed_forward), shape.layers)
+
+
+def llama_shape(run: Run) -> Shape:
+    """Of the run's Llama; the vocabulary of a new one is decided by its tokenizer."""
     from lockstep.models.hub import open_hub
     from lockstep.models.llama import SHAPES
     from lockstep.models.pretrained import is_run, read_model
 
     start = Path(run.llama.start)
-    shape = SHAPES[run.llama.shape] if not run.llama.start else read_model(start)[0] if is_run(start) else open_hub(start).shape
-    return Bounds(run.batch.micro_batches, (shape.heads, shape.key_value_heads, shape.feed_forward), shape.layers)
+    return SHAPES[run.llama.shape] if not run.llama.start else read_model(start)[0] if is_run(start) else open_hub(start).shape
+
+
+def least_parameters(run: Run) -> int:
+    """Parameters of the model without its embedding, whose size is known when the text is prepared."""
+    if run.task == "translate":
+        model = run.model
+        encoder = model.width * (4 * model.width + 2 * model.feed_forward + 4)
+        decoder = model.width * (8 * model.width + 2 * model.feed_forward + 6)
+        return model.encoder_layers * encoder + model.decoder_layers * decoder + 4 * model.width
+    return replace(llama_shape(run), vocabulary=0).parameters
