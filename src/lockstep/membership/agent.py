@@ -35,7 +35,7 @@ from lockstep.membership.claim import Found, claim, end_all
 from lockstep.membership.companion import Companion
 from lockstep.membership.journal import Journal
 from lockstep.membership.nursery import RETRY_S, Newborn, Nursery
-from lockstep.membership.restart import RULES, Past, Rules, after, crashed, only_here
+from lockstep.membership.restart import RULES, Past, Rules, after, crashed, in_short, only_here, own_fault
 from lockstep.membership.seat import Seat, Sitter, last_words, note_sitter, sitter, state_folder, within_reach
 from lockstep.membership.zygote import Work, adopt_orphans
 from lockstep.signals import INTERRUPTED, STOPPING
@@ -217,6 +217,7 @@ class Agent:
         self.asked_s: float | None = None
         self.tell_s = self.heard_s = 0.0  # when others are told next that the run is to stop; when one of them last heard it
         self.over: Over | None = None
+        self.told: set[str] = set()  # errors of workers, in one line, that the screen has shown
         self.touched_s = now_s()
         self.slots = {number: Slot(number) for number in range(seat.slots)}
         for number, one in found.sitting.items():
@@ -521,7 +522,11 @@ class Agent:
         )
         self.journal.note("worker ended", follows.why, slot=worker.slot, pid=worker.pid)
         if follows.what == "restart":
-            log.warning("%s: %s", end, follows.why)
+            words = in_short(end)  # what a user's function raises, it raises in every worker, and again in every new one
+            log.warning(
+                "%s: %s", end, follows.why.replace(words, "the same error") if own_fault(end) and words in self.told else follows.why
+            )
+            self.told.add(words)
             slot.due_s = now_s() + follows.wait_s
         elif follows.what == "end":
             self.finish(follows.code, follows.text, f"{end} on {self.seat.host}: {follows.why}")
@@ -553,9 +558,11 @@ class Agent:
         path = self.folder / "logs" / f"{self.seat.host}-{worker.slot}.log"
         shown = tail = ""
         with suppress(OSError):
+            before = self.slots[worker.slot].end
             if account and account.trace:
+                again = bool(before and before.account and before.account.trace == account.trace)
                 with open(path, "ab", opener=regular) as output:
-                    output.write(account.trace.encode())
+                    output.write(b"the same error again\n" if again else account.trace.encode("utf-8", "backslashreplace"))
             elif worker.slot and not account:
                 with open(path, "rb", opener=regular) as output:
                     tail = last_lines(output, worker.sitter.begun_at_byte)
