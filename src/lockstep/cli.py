@@ -31,6 +31,7 @@ EXIT_CODES = """exit codes: 0 done; 1 training error; 2 usage or config; 3 data 
 
 HERE = "127.0.0.1"
 OVERRIDE = "change the schedule of a run as it goes on (optim.learning_rate, warmup_steps, decay, decay_steps); may be given several times"
+MOST_STEPS = 10**9
 
 
 class Parser(argparse.ArgumentParser):
@@ -38,6 +39,17 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:  # type: ignore[override]
         raise UsageError(message, "command line", f"see {self.prog} --help")
+
+
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """For argparse: a whole number within these bounds."""
+
+    def read(text: str) -> int:
+        if len(text) <= 20 and text.removeprefix("-").isdecimal() and least <= (number := int(text)) <= most:
+            return number
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number from {least} to {most:,}")
+
+    return read
 
 
 def parser() -> Parser:
@@ -57,7 +69,7 @@ def parser() -> Parser:
         "what", nargs="?", metavar="RUN.toml|FILE.py:FUNCTION", help="a run file, or a function of yours (default: the embedded run)"
     )
     one.add_argument("--out", type=Path, help="folder of the run (default: runs/NAME of the run file, runs/default)")
-    one.add_argument("--workers", type=int, help="processes on this machine (default: one for each GPU, two on a CPU)")
+    one.add_argument("--workers", type=whole(1, 1 << 16), help="processes on this machine (default: one for each GPU, two on a CPU)")
     one.add_argument("--resume", default="auto", metavar="auto|never|required|STEP", help="which checkpoint to go on from (default: auto)")
     one.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help=OVERRIDE)
     one.add_argument("--profile", default="", metavar="steps=A..B", help="write a trace of these steps, and where their time went")
@@ -67,12 +79,12 @@ def parser() -> Parser:
     one.formatter_class = argparse.RawDescriptionHelpFormatter
     one.add_argument("what", nargs="?", metavar="RUN.toml|FILE.py:FUNCTION", help="as for train")
     one.add_argument("--out", type=Path, help="folder of the run, on a disk that all hosts share (default: as for train)")
-    one.add_argument("--workers", type=int, help="processes on this host, when it is the only one (default: as for train)")
+    one.add_argument("--workers", type=whole(1, 1 << 16), help="processes on this host, when it is the only one (default: as for train)")
     one.add_argument("--hosts", type=Path, metavar="HOSTS.toml", help="all hosts of the run; start the same command on each")
     one.add_argument("--host", metavar="NAME", help="which of them this is (default: what this machine calls itself)")
     one.add_argument("--ssh", action="store_true", help="start the command on all hosts from here, by ssh")
-    one.add_argument("--min", type=int, default=1, help="workers below which training waits for more (default: 1)")
-    one.add_argument("--max", type=int, help="workers that train at once, others stand by (default: batch.micro_batches)")
+    one.add_argument("--min", type=whole(1, 1 << 16), default=1, help="workers below which training waits for more (default: 1)")
+    one.add_argument("--max", type=whole(1, 1 << 16), help="workers that train at once, others stand by (default: batch.micro_batches)")
     one.add_argument("--resume", default="auto", metavar="auto|never|required|STEP", help="which checkpoint to go on from (default: auto)")
     one.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help=OVERRIDE)
 
@@ -90,49 +102,57 @@ def parser() -> Parser:
     one.add_argument(
         "what", nargs="?", metavar="RUN.toml|FILE.py:FUNCTION", help="a run file, or a function of yours (default: the embedded run)"
     )
-    one.add_argument("--workers", type=int, help="processes on this machine (default: 3, or what the layout takes; self-check: 2)")
     one.add_argument(
-        "--faults", type=int, help="how many (default: 7, one of each kind); a function without --faults: a self-check with 1 and N workers"
+        "--workers", type=whole(1, 1 << 16), help="processes on this machine (default: 3, or what the layout takes; self-check: 2)"
     )
-    one.add_argument("--seed", type=int, default=1, help="of the faults (default: 1)")
+    one.add_argument(
+        "--faults",
+        type=whole(1, 10_000),
+        help="how many (default: 7, one of each kind); a function without --faults: a self-check with 1 and N workers",
+    )
+    one.add_argument("--seed", type=whole(0, 2**63 - 1), default=1, help="of the faults (default: 1)")
     one.add_argument("--out", type=Path, help="a new folder (default: runs/drill)")
 
     one = command("evaluate", evaluate, "score the checkpoints of a run on its held-out text")
     one.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
-    one.add_argument("--step", type=int, help="the checkpoint to score (default: the newest)")
+    one.add_argument("--step", type=whole(0, MOST_STEPS), help="the checkpoint to score (default: the newest)")
     one.add_argument("--follow", action="store_true", help="wait for new checkpoints until the run is finished")
     one.add_argument("--split", choices=["validation", "test"], default="validation", help="which held-out text (default: validation)")
-    one.add_argument("--beams", type=int, default=1, help="1: greedy; more: beam search of that width")
-    one.add_argument("--average", type=int, default=0, metavar="N", help="score the mean of the newest N checkpoints' weights")
-    one.add_argument("--workers", type=int, default=1, help="processes that share the work; the answer is the same for any number")
+    one.add_argument("--beams", type=whole(1, 256), default=1, help="1: greedy; more: beam search of that width")
+    one.add_argument("--average", type=whole(0, 10_000), default=0, metavar="N", help="score the mean of the newest N checkpoints' weights")
+    one.add_argument(
+        "--workers", type=whole(1, 1 << 16), help="processes that share the work (default: 1); any number gives the same answer"
+    )
 
     one = command("translate", translate, "translate a text, or lines from standard input")
     one.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
     one.add_argument("text", nargs="*", help="what to translate; nothing: lines from standard input")
-    one.add_argument("--step", type=int, help="the checkpoint to use (default: the newest)")
-    one.add_argument("--beams", type=int, default=1, help="1: greedy; more: beam search of that width")
-    one.add_argument("--average", type=int, default=0, metavar="N", help="use the mean of the newest N checkpoints' weights")
+    one.add_argument("--step", type=whole(0, MOST_STEPS), help="the checkpoint to use (default: the newest)")
+    one.add_argument("--beams", type=whole(1, 256), default=1, help="1: greedy; more: beam search of that width")
+    one.add_argument("--average", type=whole(0, 10_000), default=0, metavar="N", help="use the mean of the newest N checkpoints' weights")
     one.add_argument("--compile", action="store_true", help="compile the decoder; pays off for long files")
 
     one = command("generate", generate, "continue a text, or lines from standard input, by a Llama")
     one.add_argument("folder", type=Path, metavar="RUN|HF-FOLDER", help="folder of a run, or of a Hugging Face model")
     one.add_argument("text", nargs="*", help="what to continue; nothing: lines from standard input")
-    one.add_argument("--tokens", type=int, default=128, help="how many at most (default: 128)")
+    one.add_argument("--tokens", type=whole(1, 1 << 20), default=128, help="how many at most (default: 128)")
     one.add_argument("--temperature", type=float, default=0.0, help="0: the most probable token; higher: more varied (default: 0)")
-    one.add_argument("--top-k", type=int, default=0, help="draw from the K most probable tokens only (default: 0, from all)")
+    one.add_argument("--top-k", type=whole(0, 1 << 20), default=0, help="draw from the K most probable tokens only (default: 0, from all)")
     one.add_argument("--top-p", type=float, default=1.0, help="draw from the most probable tokens of this total probability (default: 1)")
-    one.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
+    one.add_argument("--seed", type=whole(0, 2**63 - 1), default=0, help="of the draws (default: 0)")
     one.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
     one.add_argument("--chat", action="store_true", help="the text is what a user says: answer it, by the model's chat template")
-    one.add_argument("--step", type=int, help="the checkpoint of a run to use (default: the newest)")
+    one.add_argument("--step", type=whole(0, MOST_STEPS), help="the checkpoint of a run to use (default: the newest)")
     one.add_argument("--compile", action="store_true", help="compile the decoding step; pays off for long continuations")
-    one.add_argument("--tensor", type=int, default=1, metavar="T", help="cut the model over T processes of this machine (default: 1)")
+    one.add_argument(
+        "--tensor", type=whole(1, 1 << 16), default=1, metavar="T", help="cut the model over T processes of this machine (default: 1)"
+    )
     one.add_argument("--file", type=Path, help="lines to continue, instead of standard input")
 
     one = command("checkpoint", checkpoint, "list, verify, digest, import or export the checkpoints of a run")
     one.add_argument("action", choices=["list", "verify", "digest", "import", "export"])
     one.add_argument("folder", type=Path, metavar="RUN", help="folder of the run; import: a Hugging Face folder")
-    one.add_argument("step", nargs="?", type=int, help="digest, export: the checkpoint (default: the newest)")
+    one.add_argument("step", nargs="?", type=whole(0, MOST_STEPS), help="digest, export: the checkpoint (default: the newest)")
     one.add_argument("--out", type=Path, help="export: the .safetensors file (of a Llama: the folder) to write; import: the run's folder")
     one.add_argument("--shard-bytes", metavar="SIZE", help="export of a Llama: most bytes in one file (default: 5 GB)")
     one.add_argument(
@@ -147,6 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
+        refuse_half_characters(words)
         top = parser()
         of_a_run = words[:1] in (["train"], ["launch"], ["drill"])
         if of_a_run and {"--help", "-h"} & set(words):
@@ -164,6 +185,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             top.print_help()
             return 2
         log.set_up()
+        from lockstep.config import refuse_unknown_variables
+
+        refuse_unknown_variables(os.environ)
         return int(args.run(args, rest))
     except LockstepError as error:
         print(error, file=sys.stderr)
@@ -171,6 +195,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        if error.filename is None:
+            raise
+        refused = UsageError(f"{error.filename}: {error.strerror}", f"lockstep {words[0]}", "give a path that this user can read and write")
+        print(refused, file=sys.stderr)
+        return refused.exit_code
+
+
+def refuse_half_characters(words: Sequence[str]) -> None:
+    """UsageError for words that are not UTF-8: neither a checkpoint's JSON nor a tokenizer nor another host could be given them."""
+    for word in words:
+        if any("\ud800" <= letter <= "\udfff" for letter in word):
+            raise UsageError(
+                f"{word!r} is not valid UTF-8", "command line", "rename the file, or convert the text: iconv -f latin1 -t utf-8"
+            )
 
 
 OPTIONS = {
@@ -296,9 +335,12 @@ def refuse_for_own_loop(args: argparse.Namespace, script: str) -> None:
 
 def check(asked: Asked) -> Run | None:
     """What does not fit is refused here, before a process starts; the run, None for a function."""
+    from lockstep.config import refuse_missing_packages
+
     if asked.script:
         return None
     resolved = asked.open(asked.resume)
+    refuse_missing_packages(resolved, prepared=(asked.folder / "data" / "prepared.json").exists())
     asked.first(asked.resume)
     return resolved.run
 
@@ -319,15 +361,18 @@ def train(args: argparse.Namespace, rest: list[str]) -> int:
     place, found = find_place(os.environ)
     run = check(asked)
     if place is not None:
-        if args.workers not in (None, place.size):
-            raise UsageError(
-                f"--workers {args.workers}, but {found}", "command line and environment", "leave --workers out, or start that many"
-            )
+        refuse_other_workers(args.workers, place.size, found)
         return worker_main(asked.live)
     workers, reason = count_workers(args.workers, run)
     refuse_layout(run, workers, reason)
     unit, most = room(run, workers)
     return look_after(asked, run, socket.gethostname(), HERE, workers, expected=workers, least=unit, most=most, lives_on=False)
+
+
+def refuse_other_workers(asked: int | None, there: int, found: str) -> None:
+    """UsageError when a process that was started as one of `there` workers is asked for another number of them."""
+    if asked not in (None, there):
+        raise UsageError(f"--workers {asked}, but {found}", "command line and environment", "leave --workers out, or start that many")
 
 
 def launch(args: argparse.Namespace, rest: list[str]) -> int:
@@ -458,9 +503,11 @@ def look_after(
 ) -> int:
     """Be the agent of this machine's workers; the exit code of the run."""
     from lockstep.config import shared_values
+    from lockstep.launch import refuse_a_crowd
     from lockstep.membership.agent import run_agent
     from lockstep.membership.zygote import Work
 
+    refuse_a_crowd(workers, host)
     # What is chosen once, at the start, is no part of what was asked for.
     values = {key: text for key, text in shared_values(run).items() if key != "compute.precision"} if run else asked.flags
     command = {"script": asked.script} | {f"--{key}": text for key, text in values.items()}
@@ -601,28 +648,35 @@ def log_file(folder: Path, node: str, rank: int, *, make: bool) -> Path:
 def own_function(spelled: str, folder: Path, flags: dict[str, str]) -> int:
     """Call a user's function in a worker: flags are its keyword arguments, checked against its annotations."""
     import inspect
+    from typing import get_type_hints
 
-    from pydantic import ValidationError, validate_call
+    from pydantic import TypeAdapter, ValidationError
 
     from lockstep.entry import load_function
     from lockstep.numerics import seed_unseeded_generators
 
     function = load_function(spelled)
     seed_unseeded_generators()  # before the function makes its data and its model
-    named: dict[str, object] = dict(flags)
     takes = inspect.signature(function).parameters
-    if "out" in takes:
-        named.setdefault("out", folder)
-    unknown = [name for name in named if name not in takes]
-    if unknown:
-        raise UsageError(
-            f"{spelled} takes no --{unknown[0]}", "command line", f"it takes {', '.join('--' + name for name in takes) or 'nothing'}"
-        )
+    listed = f"it takes {', '.join('--' + name for name in takes) or 'nothing'}"
+    if unknown := [name for name in flags if name not in takes]:
+        raise UsageError(f"{spelled} takes no --{unknown[0]}", "command line", listed)
+    needed = [name for name, one in takes.items() if one.default is one.empty and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    if missing := [name for name in needed if name not in flags and name != "out"]:
+        raise UsageError(f"{spelled} needs --{missing[0]}", "command line", listed)
     try:
-        validate_call(function)(**named)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise UsageError(f"--{first['loc'][0]} {first['input']!r}: {first['msg']}", "command line", f"see {spelled}") from None
+        hints = {"out": Path} | get_type_hints(function, include_extras=True)
+    except NameError as error:
+        raise UsageError(
+            f"an annotation of {spelled} cannot be read: {error}", "command line", "import it outside of TYPE_CHECKING"
+        ) from None
+    named: dict[str, object] = {}
+    for name, text in (({"out": str(folder)} if "out" in takes else {}) | flags).items():
+        try:
+            named[name] = TypeAdapter(hints.get(name, str), config={"arbitrary_types_allowed": True}).validate_python(text)
+        except ValidationError as error:
+            raise UsageError(f"--{name} {text!r}: {error.errors()[0]['msg']}", "command line", f"see {spelled}") from None
+    function(**named)
     return 0
 
 
@@ -632,10 +686,11 @@ def evaluate(args: argparse.Namespace, rest: list[str]) -> int:
     from lockstep.launch import launch, worker_main
     from lockstep.place import find_place
 
-    place, _ = find_place(os.environ)
+    place, found = find_place(os.environ)
     if place is None:
         command = [sys.executable, "-m", "lockstep", "evaluate", *sys.argv[2:]]
-        return launch(command, args.workers, run_folder=None, port=None, environ=os.environ)
+        return launch(command, args.workers or 1, run_folder=None, port=None, environ=os.environ)
+    refuse_other_workers(args.workers, place.size, found)
     return worker_main(lambda: evaluate_here(args))
 
 
@@ -654,11 +709,12 @@ def evaluate_here(args: argparse.Namespace) -> int:
 def translate(args: argparse.Namespace, rest: list[str]) -> int:
     """Print translations, and nothing else, on standard output."""
     refuse(rest, "translate")
+    from lockstep.data.textfiles import given_lines
     from lockstep.generate import translate as translate_texts
     from lockstep.models.weights import load_for_use
 
     loaded = load_for_use(args.folder, step=args.step, average=args.average)
-    texts = args.text or [line.rstrip("\n") for line in sys.stdin]
+    texts = args.text or given_lines(None)
     for line in translate_texts(loaded.model, loaded.tokenizer, texts, beams=args.beams, compile=args.compile):
         print(line)
     return 0
@@ -699,6 +755,7 @@ def generate_together(args: argparse.Namespace) -> int:
 def generate_here(args: argparse.Namespace, world: World | None = None) -> int:
     """Continue the texts in this process, or Collective with the others in the world; the first one prints."""
     from lockstep.data.chat import ChatTokenizer
+    from lockstep.data.textfiles import given_lines
     from lockstep.models.pretrained import load
     from lockstep.parallel.inference import cut_by_tensor
     from lockstep.sample import Sampling, check
@@ -709,7 +766,7 @@ def generate_here(args: argparse.Namespace, world: World | None = None) -> int:
     loaded = load(args.folder, args.step, device=world.device if world else None)
     group = cut_by_tensor(loaded.model, world, "--tensor") if world else None
     tokenizer = ChatTokenizer.load(loaded.tokenizer, loaded.config)
-    texts = args.text or lines_to_continue(args.file)
+    texts = args.text or given_lines(args.file)
     options = {"tokens": args.tokens, "sampling": sampling, "stops": args.stop, "chat": args.chat, "compile": args.compile, "group": group}
     found, leads = ["" for _ in texts], world is None or world.leader
     for row, text in generate_texts(loaded.model, tokenizer, texts, **options):
@@ -719,18 +776,6 @@ def generate_here(args: argparse.Namespace, world: World | None = None) -> int:
     for one in found if leads else []:
         print("" if len(args.text) == 1 else json.dumps(one, ensure_ascii=False))
     return 0
-
-
-def lines_to_continue(file: Path | None) -> list[str]:
-    """The lines of a file, or of standard input. A line ends at a line feed, or a carriage return and a line feed, and nowhere else."""
-    where = str(file or "standard input")
-    try:
-        text = (file.read_bytes() if file else sys.stdin.buffer.read()).decode()
-    except UnicodeDecodeError as error:
-        raise UsageError(f"byte {error.start:,} is not UTF-8: 0x{error.object[error.start]:02x}", where, "convert it first") from None
-    except OSError as error:
-        raise UsageError(f"{file} cannot be read: {error.strerror}", "--file", "give a file that this user can read") from None
-    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")] if text else []
 
 
 def checkpoint(args: argparse.Namespace, rest: list[str]) -> int:

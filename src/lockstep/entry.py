@@ -27,10 +27,10 @@ def load_function(spelled: str) -> Callable[..., Any]:
         raise UsageError(f"{spelled!r} names no function", "command line", "write FILE.py:FUNCTION, such as examples/own_loop.py:train")
     module = load_file(Path(where)) if where.endswith(".py") else load_module(where)
     function = getattr(module, name, None)
-    if not callable(function):
+    if not callable(function) or inspect.isbuiltin(function):
         there = [key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
         raise UsageError(
-            f"{where} has no function {name!r}" if function is None else f"{name!r} in {where} is no function",
+            f"{where} has no function {name!r}" if function is None else f"{name!r} in {where} is no Python function",
             f"command line: {spelled}",
             nearest(name, there, "it has"),
         )
@@ -90,6 +90,6 @@ def load_module(name: str) -> ModuleType:
 
 
 def nearest(name: str, there: list[str], begin: str) -> str:
-    """A hint: the names like `name`, or all of a few; "" when there are none."""
+    """A hint: the names like `name`, or all of a few."""
     like = get_close_matches(name, there, n=3) or there[:8]
-    return f"{begin} {', '.join(like)}" if like else ""
+    return f"{begin} {', '.join(like)}" if like else "is the name right, and is this the right folder?"

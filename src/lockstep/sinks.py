@@ -69,7 +69,8 @@ def optional(name: str, asked_by: str, package: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{package} is not installed ({error})", f"asked for by {asked_by}", f"pip install {package}") from error
+        hint = 'pip install "lockstep-train[track]"'
+        raise ConfigError(f"{package} is not installed ({error})", f"asked for by {asked_by}", hint) from error
 
 
 class TensorBoard:

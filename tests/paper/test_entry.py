@@ -46,7 +46,7 @@ def test_a_module_is_found_in_the_current_folder(folder: Path) -> None:
         ("my_loop.py:", "names no function"),
         ("my_lop.py:train", "there is my_loop.py"),
         ("my_loop.py:trian", "it has train"),
-        ("my_loop.py:NUMBER", "is no function"),
+        ("my_loop.py:NUMBER", "is no Python function"),
         ("my_lop:train", "there is my_loop"),
         ("no.such.module:train", "no module 'no.such.module'"),
         ("a..b:train", "no module"),

@@ -219,8 +219,8 @@ def test_lines_to_continue_end_at_line_feeds_alone(folder: Path, tmp_path: Path,
     assert main(["generate", str(folder), "--file", str(tmp_path / "lines"), "--tokens", "2"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
     (tmp_path / "lines").write_bytes(b"a cat\n\n\xff")
-    assert main(["generate", str(folder), "--file", str(tmp_path / "lines"), "--tokens", "2"]) == UsageError.exit_code
-    assert "byte 7 is not UTF-8" in capsys.readouterr().err
+    assert main(["generate", str(folder), "--file", str(tmp_path / "lines"), "--tokens", "2"]) == DataError.exit_code
+    assert "is not UTF-8: byte 0xff at offset 7" in capsys.readouterr().err
     assert main(["generate", str(folder), "--file", str(tmp_path / "absent")]) == UsageError.exit_code
     assert main(["generate", str(folder), "\udcff"]) == UsageError.exit_code
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lockstep.checkpoint import commit, parts, seal, tensorfile
 from lockstep.checkpoint.choose import show_steps
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, UsageError
 from lockstep.files import fsync_folder
 from lockstep.units import show_bytes
 
@@ -64,6 +64,8 @@ def export(folder: Path, step: int | None, target: Path) -> str:
 
     Names are the model's own (without "model." before them), what belongs to the optimizer is left out.
     """
+    if target.exists() and not target.is_file():  # a rename over it would replace even /dev/null
+        raise UsageError(f"{target} is no regular file", "--out", "name a new .safetensors file")
     with verified(folder, step) as (found, tensors):
         weights = {name.removeprefix("model."): at for name, at in tensors.items() if name.startswith("model.")}
         specs = [at.spec._replace(name=name) for name, at in weights.items()]

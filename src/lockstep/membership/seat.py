@@ -95,7 +95,11 @@ def state_folder(run: Path, host: str) -> Path:
     name = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:12]
     parent = Path(os.environ.get("LOCKSTEP_TMP") or "/tmp") / f"lockstep-{os.getuid()}"
     for folder in (parent, parent / f"{name}-{host}"):
-        folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            where = "LOCKSTEP_TMP, else /tmp: where agents and workers of a host find each other"
+            raise UsageError(f"{folder} cannot be made: {error.strerror}", where, "set LOCKSTEP_TMP to a folder on a local disk") from None
         if folder.stat().st_uid != os.getuid():
             raise UsageError(
                 f"{folder} belongs to another user",

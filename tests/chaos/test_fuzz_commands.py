@@ -1,0 +1,187 @@
+"""The fuzzer on the real commands: odd bytes in the files of real trainings, odd words on command lines, odd variables.
+
+Of the files a sample is tried here, all of them with LOCKSTEP_CHAOS=1 (`LOCKSTEP_CHAOS=1 pytest -rP tests/chaos/test_fuzz_commands.py`
+prints the counts). What each value of a run and each file is read as is tried in tests/paper/test_fuzz.py.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.fuzz import ODD_BYTES, Commands, Tally
+
+LONG = os.environ.get("LOCKSTEP_CHAOS") == "1"
+SMALL = [
+    "--model.width",
+    "8",
+    "--model.heads",
+    "1",
+    "--model.feed_forward",
+    "8",
+    "--model.encoder_layers",
+    "1",
+    "--model.decoder_layers",
+    "1",
+]
+SMALL += ["--tokens.vocabulary", "300", "--batch.tokens", "128", "--batch.micro_batches", "1", "--steps", "1", "--evaluate.at_end", "1"]
+PAIRS = [*SMALL, "--data.kind", "files", "--data.held_out", "2"]
+LLAMA = ["--steps", "1", "--llama.shape", "1M", "--tokens.vocabulary", "400", "--batch.length", "32", "--batch.tokens", "32"]
+LLAMA += ["--batch.micro_batches", "1", "--evaluate.at_end", "1", "--data.held_out_share", "0.2"]
+TEXT, CHAT = ["--task", "pretrain", "--data.kind", "text", *LLAMA], ["--task", "sft", "--data.kind", "chat", *LLAMA]
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+    folder = tmp_path_factory.mktemp("fuzz")
+    with Commands(folder) as running:
+        made = [running.run(["train", "--out", "pairs", *SMALL, "--data.pairs", "300", "--data.held_out", "10"])]
+        (folder / "text.jsonl").write_bytes(b"".join(b'{"text": "line %d of a text, which is long enough"}\n' % n for n in range(60)))
+        made += [running.run(["train", "--out", "llama", *TEXT, "--data.train", "text.jsonl"])]
+        assert [one.code for one in made] == [0, 0], made
+        yield running
+
+
+def good(name: str) -> bytes:
+    """Enough of a file for a training."""
+    line = {
+        "pairs.txt": b"a word and number %d\n",
+        "pairs.tsv": b"a word and number %d\tun numero %d\n",
+        "pairs.jsonl": b'{"en": "a word and number %d", "it": "numero %d"}\n',
+        "text.txt": b"a word and number %d, which is a line of a text\n" * 50,
+        "text.jsonl": b'{"text": "a word and number %d, which is a line of a text"}\n',
+        "chats.jsonl": b'{"messages": [{"role": "user", "content": "say %d"}, {"role": "assistant", "content": "%d"}]}\n',
+    }[name.removesuffix(".gz")]
+    return b"".join(line % ((n,) * line.count(b"%d")) for n in range(60))
+
+
+FILES = {
+    "pairs.txt": ["train", *PAIRS, "--data.train", "pairs.txt,pairs.txt"],
+    "pairs.txt.gz": ["train", *PAIRS, "--data.train", "pairs.txt.gz,pairs.txt.gz"],
+    "pairs.tsv": ["train", *PAIRS, "--data.train", "pairs.tsv"],
+    "pairs.jsonl": ["train", *PAIRS, "--data.train", "pairs.jsonl"],
+    "text.txt": ["train", *TEXT, "--data.train", "text.txt,more.txt"],
+    "text.jsonl": ["train", *TEXT, "--data.train", "text.jsonl"],
+    "chats.jsonl": ["train", *CHAT, "--data.train", "chats.jsonl"],
+    "lines.txt": ["generate", "llama", "--tokens", "2", "--file", "lines.txt"],
+    "stdin.txt": ["translate", "pairs"],
+    "run.toml": ["train", "run.toml", "--show"],
+    "hosts.toml": ["launch", "--hosts", "hosts.toml", "--host", "nobody"],
+}
+
+
+@pytest.mark.timeout(3000)
+def test_a_training_on_odd_bytes_works_or_is_refused_by_name(commands: Commands) -> None:
+    """Odd bytes alone and behind enough good lines; the short part takes a few of them, others for each file."""
+    tally, folder = Tally(), commands.folder
+    (folder / "more.txt").write_bytes(b"".join(b"line %d\n" % n * 200 for n in range(30)))
+    for place, (name, argv) in enumerate(FILES.items()):
+        chosen = range(len(ODD_BYTES)) if LONG else range(3 * place % 13, len(ODD_BYTES), 13)
+        for number in chosen:
+            before = [b""] + ([good(name)] if argv[0] == "train" and "--show" not in argv else [])
+            for content in [one + ODD_BYTES[number] for one in before][-2 if LONG else -1 :]:
+                (folder / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+                out = ["--out", f"out-{name}-{number}-{len(content)}"] if "--data.train" in argv else []
+                outcome = commands.run([*argv, *out], stdin=folder / name)
+                tally.judge(f"{name}, odd bytes {number} {ODD_BYTES[number][:30]!r}", outcome)
+    tally.check()
+
+
+RUN = ["train", "--out", "new", *SMALL]
+WORDS = (
+    *(["train", "--out", "/dev/null"], ["train", "--out", "/dev/null/run"], ["train", "--out", "\udcff"], ["train", "."]),
+    *(["train", "nothing.toml"], ["train", "nothing.py:train"], ["train", "--out"], ["train", "--resume", "9" * 5000]),
+    *(["train", "--profile", "steps=9..1"], ["train", "--steps", "1", "--steps"], ["launch", "--host", "a" * 300], ["launch", "--ssh"]),
+    *(
+        ["launch", "--workers", "5000"],
+        ["launch", "--min", "9" * 30],
+        ["launch", "--hosts", "/dev/null"],
+        ["launch", "--stop", "/dev/null"],
+    ),
+    *(["status", "/dev/null"], ["status", "nothing"], ["drill", "--faults", "1000000000000"], ["drill", "--workers", "5000"]),
+    *(["evaluate", "pairs", "--beams", "0"], ["evaluate", "pairs", "--average", "-5"], ["evaluate", "pairs", "--workers", "5000"]),
+    *(["evaluate", "nothing"], ["evaluate", "/dev/null"], ["translate", "pairs", "\udcff"], ["translate", "pairs", "--beams", "0"]),
+    *(["translate", "pairs", "--step", "-1"], ["generate", "llama", "--file", "nothing"], ["generate", "llama", "--file", "."]),
+    *(["generate", "llama", "x", "--seed", "9" * 30], ["generate", "llama", "x", "--tokens", "1" + "0" * 15]),
+    *(["generate", "llama", "x", "--tensor", "5000"], ["generate", "/dev/null", "x"], ["generate", "llama", "x", "--temperature", "nan"]),
+    *(["checkpoint", "export", "pairs", "--out", "special"], ["checkpoint", "export", "pairs", "--out", "/dev/null/x"]),
+    *(["checkpoint", "export", "llama", "--out", "exported", "--shard-bytes", "inf"], ["checkpoint", "digest", "pairs", "-1"]),
+    *(["checkpoint", "verify", "/dev/null"], ["checkpoint", "import", "/dev/null", "--out", "imported"]),
+    *([*RUN, "--model.width", "1048576"], [*RUN, "--model.encoder_layers", "1024", "--model.width", "65536"]),
+    *(
+        [*TEXT, "--llama.shape", "7M"],
+        [*TEXT, "--llama.shape", "405B"],
+        [*TEXT, "--llama.start", "/dev/null"],
+        [*TEXT, "--data.train", "**/*"],
+    ),
+    *([*RUN, "--data.source", "../../etc"], [*RUN, "--data.train", "/proc/self/mem"], [*RUN, "--data.kind", "files", "--data.train", ","]),
+)
+VARIABLES = (
+    *(
+        {"LOCKSTEP_OPTIM_LR": "1"},
+        {"LOCKSTEP_DEVICE": "tpu"},
+        {"LOCKSTEP_SEAT": "[[["},
+        {"LOCKSTEP_RANK": "x"},
+        {"MASTER_PORT": "9" * 5000},
+    ),
+    *({"RANK": "9" * 30}, {"LOCKSTEP_STEPS": "\udcff"}),
+)
+
+
+def test_odd_words_and_variables_are_refused_by_name(commands: Commands) -> None:
+    tally, special = Tally(), commands.folder / "special"
+    os.mkfifo(special)  # a rename over it would replace it, as it would /dev/null
+    for number, words in enumerate(WORDS):
+        argv = words if words[0] != "--task" else ["train", "--out", f"words-{number}", "--data.train", "text.jsonl", *words]
+        outcome = commands.run(argv)
+        tally.judge(" ".join(argv)[-100:], outcome)
+        assert outcome.code, f"{argv} works"
+    for environ in VARIABLES:
+        outcome = commands.run(RUN, environ=environ)
+        tally.judge(str(environ)[:60], outcome)
+        assert outcome.code, f"{environ} works"
+    assert special.is_fifo()
+    tally.check()
+
+
+OWN = """
+import torch
+
+def fails():
+    raise ValueError("a mistake of the user's own")
+
+def trains(out: str, device: torch.device = torch.device("cpu"), steps: int = 1):
+    print("trained", type(out).__name__, steps)
+
+def needs(steps: int): ...
+"""
+
+
+def test_what_a_users_function_raises_is_shown_once(tmp_path: Path) -> None:
+    """Through the agent and two workers, each of which raises it three times."""
+    (tmp_path / "own.py").write_text(OWN)
+    environ = os.environ | {"LOCKSTEP_TMP": str(tmp_path), "LOCKSTEP_DEVICE": "cpu"}
+    command = [sys.executable, "-m", "lockstep", "train", "own.py:fails", "--workers", "2", "--out", "run"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    logs = [path.read_text() for path in sorted((tmp_path / "run/logs").glob("*.log"))]
+    assert done.returncode == 1 and [text.count("Traceback") for text in (done.stderr, *logs)] == [1, 1, 1], (done.stderr, logs)
+    assert done.stderr.count("a mistake of the user's own") == 3  # the warning, the line of the source, the error
+
+
+def test_a_users_function_is_called_with_what_its_annotations_say(commands: Commands) -> None:
+    (commands.folder / "own.py").write_text(OWN)
+    tally = Tally()
+    cases = {"trains --steps 3": 0, "trains --steps x": 2, "trains --step 3": 2, "needs": 2, "nothing": 2}
+    for words, code in cases.items():
+        name, *flags = words.split()
+        outcome = commands.run(["train", f"own.py:{name}", "--out", "own", *flags])
+        tally.judge(words, outcome)
+        assert outcome.code == code and (code or "trained str 3" in outcome.text), outcome
+    tally.judge("os:system", refused := commands.run(["train", "os:system", "--out", "own"]))
+    assert refused.code == 2 and "'system' in os is no Python function" in refused.text
+    tally.check()
