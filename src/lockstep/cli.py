@@ -69,7 +69,7 @@ def parser() -> Parser:
         "what", nargs="?", metavar="RUN.toml|FILE.py:FUNCTION", help="a run file, or a function of yours (default: the embedded run)"
     )
     one.add_argument("--out", type=Path, help="folder of the run (default: runs/NAME of the run file, runs/default)")
-    one.add_argument("--workers", type=whole(1, 1 << 16), help="processes on this machine (default: one for each GPU, two on a CPU)")
+    one.add_argument("--workers", type=whole(0, 1 << 16), help="processes on this machine (default: one for each GPU, two on a CPU)")
     one.add_argument("--resume", default="auto", metavar="auto|never|required|STEP", help="which checkpoint to go on from (default: auto)")
     one.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help=OVERRIDE)
     one.add_argument("--profile", default="", metavar="steps=A..B", help="write a trace of these steps, and where their time went")
@@ -79,12 +79,12 @@ def parser() -> Parser:
     one.formatter_class = argparse.RawDescriptionHelpFormatter
     one.add_argument("what", nargs="?", metavar="RUN.toml|FILE.py:FUNCTION", help="as for train")
     one.add_argument("--out", type=Path, help="folder of the run, on a disk that all hosts share (default: as for train)")
-    one.add_argument("--workers", type=whole(1, 1 << 16), help="processes on this host, when it is the only one (default: as for train)")
+    one.add_argument("--workers", type=whole(0, 1 << 16), help="processes on this host, when it is the only one (default: as for train)")
     one.add_argument("--hosts", type=Path, metavar="HOSTS.toml", help="all hosts of the run; start the same command on each")
     one.add_argument("--host", metavar="NAME", help="which of them this is (default: what this machine calls itself)")
     one.add_argument("--ssh", action="store_true", help="start the command on all hosts from here, by ssh")
-    one.add_argument("--min", type=whole(1, 1 << 16), default=1, help="workers below which training waits for more (default: 1)")
-    one.add_argument("--max", type=whole(1, 1 << 16), help="workers that train at once, others stand by (default: batch.micro_batches)")
+    one.add_argument("--min", type=whole(0, 1 << 16), default=1, help="workers below which training waits for more (default: 1)")
+    one.add_argument("--max", type=whole(0, 1 << 16), help="workers that train at once, others stand by (default: batch.micro_batches)")
     one.add_argument("--resume", default="auto", metavar="auto|never|required|STEP", help="which checkpoint to go on from (default: auto)")
     one.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help=OVERRIDE)
 
@@ -103,7 +103,7 @@ def parser() -> Parser:
         "what", nargs="?", metavar="RUN.toml|FILE.py:FUNCTION", help="a run file, or a function of yours (default: the embedded run)"
     )
     one.add_argument(
-        "--workers", type=whole(1, 1 << 16), help="processes on this machine (default: 3, or what the layout takes; self-check: 2)"
+        "--workers", type=whole(0, 1 << 16), help="processes on this machine (default: 3, or what the layout takes; self-check: 2)"
     )
     one.add_argument(
         "--faults",

@@ -174,7 +174,7 @@ def warm_up(modules: Sequence[str], script: str) -> str:
         if script:
             load_function(script)
     except BaseException as error:  # a worker will meet the same one and tell of it
-        return f"importing ended with {type(error).__name__}"
+        return f"importing ended with {type(error).__name__}: {error}".splitlines()[0]
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         return f"importing {script or ', '.join(modules)} left {threads - 1} threads, which a fork would lose"
