@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from lockstep import log
-from lockstep.errors import LockstepError, UsageError
+from lockstep.errors import LockstepError, OutOfMemoryError, UsageError
 
 if TYPE_CHECKING:
     from lockstep.config import Resolved, Run
@@ -201,6 +201,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         refused = UsageError(f"{error.filename}: {error.strerror}", f"lockstep {words[0]}", "give a path that this user can read and write")
         print(refused, file=sys.stderr)
         return refused.exit_code
+    except (RuntimeError, MemoryError) as error:
+        from lockstep.failures import plainly
+        from lockstep.parallel.memory import is_out_of_memory
+
+        if not is_out_of_memory(error):
+            raise
+        lacking = OutOfMemoryError(f"no memory left: {plainly(error)}", f"lockstep {words[0]}", "give shorter texts, or fewer at a time")
+        print(lacking, file=sys.stderr)
+        return lacking.exit_code
 
 
 def refuse_half_characters(words: Sequence[str]) -> None:
