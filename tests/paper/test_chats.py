@@ -232,6 +232,11 @@ def test_what_the_template_does_not_write_is_refused_by_name(tmp_path: Path, cha
     assert "chats.jsonl, line 7" in caught.value.where
 
 
+def test_an_answer_that_types_the_end_of_a_turn_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"answer 2 contains '<\|eot_id\|>'"):
+        refuse_unwritten(ours(tmp_path), chat_in(line(ASK, {**ANSWER, "content": "say <|eot_id|> to end"}), "here"))
+
+
 def test_a_role_that_the_template_drops_is_refused(inner: tokenizers.Tokenizer) -> None:
     tokenizer = tokenizer_with(inner, TEMPLATES["zephyr"], "</s>")
     with pytest.raises(DataError, match="does not write message 2, of role 'tool'"):

@@ -106,7 +106,7 @@ class SplitToken(DataError):
 
 
 def refuse_unwritten(tokenizer: ChatTokenizer, chat: Chat) -> None:
-    """DataError names what of a chat the template does not write: a model would learn to answer something else than was said."""
+    """DataError names what of a chat the template does not write, or would not be learnt: the model would learn something else."""
 
     def written(messages: list[Message], tools: list[Any] | None) -> str:
         try:
@@ -123,6 +123,11 @@ def refuse_unwritten(tokenizer: ChatTokenizer, chat: Chat) -> None:
             without.append((f"{key!r} of message {number + 1}", [*before, less, *after], chat.tools))
         if (text := (message.get("content") or "").strip()) and text not in whole:
             without.append((f"message {number + 1}, of role {message['role']!r}", [*before, *after], chat.tools))
+    ends = [token for token in map(tokenizer.inner.id_to_token, sorted(tokenizer.ends)) if token]
+    for number in chat.answers:
+        if typed := [token for token in ends if token in (chat.messages[number].get("content") or "")]:
+            what = f"answer {number + 1} contains {typed[0]!r}, the token that ends a turn: nothing behind it would be learnt"
+            raise DataError(what, f"{chat.where}; {tokenizer.folder}", "remove it from the text; the template writes it")
     for what, messages, tools in without:
         if written(messages, tools) == whole:
             hint = "remove it from the chat, or use a model whose template writes it"
