@@ -268,6 +268,8 @@ class Team:
 
     def _follow_what_is_trained(self) -> None:
         """After layers were frozen or unfrozen: compare the others as frozen. UsageError when a trained one is in no optimizer."""
+        if self.keeper and "trained" in self.keeper.facts:
+            self.keeper.warn_of_other_trained()
         if self.replica.parameters is self._trained:
             return
         if self.keeper:

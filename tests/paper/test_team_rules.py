@@ -207,3 +207,19 @@ def test_every_byte_of_frozen_weights_and_buffers_is_hashed_within_as_many_steps
             assert sum(rest.digest(number) != one for number, one in enumerate(before)) == 1 and rest.digest() != whole
             tensor.copy_(kept)
     assert [rest.digest(number + count) for number in range(count)] == before and rest.digest() == whole
+
+
+def test_a_layer_that_is_frozen_otherwise_after_a_resume_is_a_warning(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for start, frozen, warned in ((0, False, False), (1, False, False), (2, True, True)):
+        model = layers()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model[0].requires_grad_(not frozen)
+        caplog.clear()
+        with Keeper(tmp_path / "checkpoints", world, model, optimizer) as keeper:
+            assert keeper.resume() == start
+            with Team(world, model, keeper, micro_batches=1) as team:
+                one_step(team, start, optimizer)
+            keeper.save(start + 1)
+        assert ("other layers frozen: 0.bias, 0.weight changed since" in caplog.text) is warned, caplog.text

@@ -254,6 +254,22 @@ class Keeper:
         if differences and self.world.leader:
             note(self.store.folder.parent, "resumed with differences", step=found.step, differences=differences)
 
+    def _trained(self) -> list[str]:
+        return [name for name, tensor in named_tensors(self.model).items() if tensor.requires_grad]
+
+    def warn_of_other_trained(self) -> None:
+        """Warn in the first step after a resume when it does not train what the last step before the checkpoint trained.
+
+        That is right only where the loop freezes or unfreezes in this very step. `if step == 300: unfreeze()` is not run again after it.
+        """
+        before, now = self.facts.pop("trained", None), set(self._trained())
+        if before is not None and (changed := sorted(now ^ set(before))):
+            log.warning(
+                "the checkpoint was trained with other layers frozen: %s changed since; let requires_grad follow from the step, "
+                "layer.requires_grad_(step >= 300), so that it is the same after a resume",
+                shown(changed),
+            )
+
     def _newest_whole(self) -> int | None:
         """Collective. The step of the newest whole checkpoint, every byte verified, by each process its share of the files."""
         damaged: dict[int, list[str]] = {}
@@ -341,7 +357,8 @@ class Keeper:
         """
         if step == self._saved_step:
             return
-        self._saved_step, self._asked = step, Wanted(step, {**self.stamp, **(facts or {})}, first, protect)
+        trained = {} if self.state is None else {"trained": self._trained()}
+        self._saved_step, self._asked = step, Wanted(step, {**self.stamp, **trained, **(facts or {})}, first, protect)
         if self.alike and not self.alike(step):
             self._doubted = self.world.generation
             return
