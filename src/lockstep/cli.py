@@ -307,7 +307,11 @@ class Asked:
         """The life of a worker; its exit code."""
         if self.script:
             return own_function(self.script, self.folder, self.flags)
-        return work(self)
+        try:
+            return work(self)
+        except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:  # no repetition mends it
+            hint = "move aside what is there, or give another folder with --out"
+            raise UsageError(f"{error.filename}: {error.strerror}", f"the run folder {self.folder}", hint) from error
 
 
 def read_asked(args: argparse.Namespace, rest: list[str]) -> Asked:

@@ -159,7 +159,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class Optim:
-    learning_rate: float = value(4e-3, "at its peak, after the warm-up", bits=BITS, least=0)
+    learning_rate: float = value(4e-3, "at its peak, after the warm-up", bits=BITS, least=0, most=1e30)  # a float32 holds it
     warmup_steps: int = value(60, "steps in which the learning rate rises from 0", bits=BITS, least=0)
     decay: Literal["linear", "cosine", "inverse_sqrt", "constant"] = value("linear", "after the warm-up", bits=BITS)
     decay_steps: int = value(300, "linear, cosine: the last step with a learning rate above 0; left out: as steps", bits=BITS, least=1)
@@ -464,7 +464,7 @@ def check(one: Field, raw: Any) -> Any:
     if one.below is not None and result >= one.below:
         raise ValueError(f"must be below {one.below:g}")
     if isinstance(result, int | float) and result > one.most:
-        raise ValueError(f"must be at most {int(one.most):,}")
+        raise ValueError(f"must be at most {one.most:,}" if isinstance(one.most, int) else f"must be at most {one.most:g}")
     return result
 
 

@@ -112,7 +112,11 @@ WORDS = (
     *(["checkpoint", "export", "pairs", "--out", "special"], ["checkpoint", "export", "pairs", "--out", "/dev/null/x"]),
     *(["checkpoint", "export", "llama", "--out", "exported", "--shard-bytes", "inf"], ["checkpoint", "digest", "pairs", "-1"]),
     *(["checkpoint", "verify", "/dev/null"], ["checkpoint", "import", "/dev/null", "--out", "imported"]),
-    *([*RUN, "--model.width", "1048576"], [*RUN, "--model.encoder_layers", "1024", "--model.width", "65536"]),
+    *(["checkpoint", "digest", "pairs", "7"], ["translate", "pairs", "a", "--step", "7"], ["train", "--out", "taken", *SMALL]),
+    *(
+        [*RUN, "--model.width", "1048576"],
+        [*RUN, "--model.encoder_layers", "1024", "--model.width", "65536"],
+    ),
     *(
         [*TEXT, "--llama.shape", "7M"],
         [*TEXT, "--llama.shape", "405B"],
@@ -135,6 +139,8 @@ VARIABLES = (
 
 def test_odd_words_and_variables_are_refused_by_name(commands: Commands) -> None:
     tally, special = Tally(), commands.folder / "special"
+    (commands.folder / "taken").mkdir()
+    (commands.folder / "taken/data").touch()
     os.mkfifo(special)  # a rename over it would replace it, as it would /dev/null
     for number, words in enumerate(WORDS):
         argv = words if words[0] != "--task" else ["train", "--out", f"words-{number}", "--data.train", "text.jsonl", *words]

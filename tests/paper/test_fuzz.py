@@ -83,7 +83,7 @@ def test_every_key_takes_odd_values_of_a_run_file_as_they_are_or_refuses_them_by
 def test_every_number_of_a_run_has_an_upper_bound_and_text_has_one() -> None:
     for key, one in KEYS.items():
         if isinstance(one.default, int | float) and not isinstance(one.default, bool):
-            beyond = one.below if one.below is not None else one.most + 1
+            beyond = one.below if one.below is not None else 2 * one.most
             assert attempt(lambda key=key, beyond=beyond: resolve(None, {key: repr(beyond)})).code == 2, key
         elif isinstance(one.default, str | tuple):
             assert attempt(lambda key=key: resolve(None, {key: "x" * 5000})).code == 2, key

@@ -178,6 +178,10 @@ def test_dropout_drops_as_often_as_asked_and_scales_the_rest(probability: float)
     assert runs == pytest.approx(probability**2 + (1 - probability) ** 2, abs=0.005), "neighbours are independent"
 
 
+def test_dropout_of_nearly_all_is_finite() -> None:
+    assert drawn_mask(torch.Size((999,)), 0.999999, torch.float32).isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adding_what_was_dropped_is_a_sum_and_its_gradient_the_mask(dtype: torch.dtype) -> None:
     residual = torch.randn(40, 16, requires_grad=True)

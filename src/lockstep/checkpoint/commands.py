@@ -96,7 +96,7 @@ def verified(folder: Path, step: int | None) -> Iterator[tuple[int, parts.Tensor
         raise CheckpointError(nothing_in(place))
     wanted = max(steps) if step is None else step
     if wanted not in steps:
-        raise CheckpointError(f"there is no checkpoint of step {wanted}", f"{place}; {show_steps(steps)}")
+        raise CheckpointError(f"there is no checkpoint of step {wanted}", f"{place}; {show_steps(steps)}", "see lockstep checkpoint list")
     with commit.reading(place), seal.pinned(place, wanted) as path:
         if path is None:
             raise CheckpointError(f"the checkpoint of step {wanted} was deleted meanwhile", str(place), "try again")

@@ -315,7 +315,9 @@ class Store:
         log.warning("checkpoint %s is damaged (%s), %s; step %d is used instead", path, shown(problems), place, instead)
 
     def _missing(self, step: int) -> CheckpointError:
-        return CheckpointError(f"there is no checkpoint of step {step}", f"{self.folder}; {show_steps(self.steps())}")
+        return CheckpointError(
+            f"there is no checkpoint of step {step}", f"{self.folder}; {show_steps(self.steps())}", "see lockstep checkpoint list"
+        )
 
     def _damaged(self, damaged: Mapping[int, list[str]]) -> CheckpointError:
         what = ", ".join(str(step) for step in sorted(damaged))

@@ -34,7 +34,7 @@ def drawn_mask(shape: torch.Size, probability: float, dtype: torch.dtype) -> Ten
 
     Each number takes sixteen bits of torch's integer generator, compared with a threshold while they are integers.
     """
-    dropped = round(probability * 65_536)
+    dropped = min(65_535, round(probability * 65_536))
     bits = torch.empty((shape.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
     keep = bits.view(torch.int16)[: shape.numel()].ge_(dropped - 32_768)
     return keep.to(dtype).mul_(65_536 / (65_536 - dropped)).view(shape)
