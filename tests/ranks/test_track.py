@@ -179,7 +179,7 @@ def test_an_absent_package_is_an_error_that_says_what_to_install(
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=f"{name} is not installed") as caught:
         Tracker(tmp_path, leader=True, from_step=0, **sink)
-    assert f"track.{name}" in caught.value.where and caught.value.hint == f"pip install {name}"
+    assert f"track.{name}" in caught.value.where and caught.value.hint == 'pip install "lockstep-train[track]"'
     Tracker(tmp_path, leader=True, from_step=0).close()
 
 
