@@ -9,7 +9,6 @@ to show) may change at each start. Whoever trains together at one time has all o
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
 import logging
 import math
@@ -25,7 +24,7 @@ from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from lockstep.checkpoint.facts import newest_facts
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.files import read_json, write_json
+from lockstep.files import CHECKSUM, checked, read_json, with_checksum, write_json
 from lockstep.place import VARIABLES
 from lockstep.units import parse_bytes, parse_seconds
 
@@ -60,20 +59,25 @@ def split_words(given: object) -> object:
 Words = Annotated[tuple[str, ...], BeforeValidator(split_words)]
 
 
-def value(
-    default: Any,
-    doc: str,
-    *,
-    bits: bool = False,
-    each_host: bool = False,
-    least: float | None = None,
-    below: float | None = None,
-    most: float = MOST,
-) -> Any:
-    """A field with its default, one sentence on what it does, whether it decides the trained bits, whether each host may have its own,
-    and its range: every number has an upper bound."""
-    rules = {"doc": doc, "bits": bits, "each_host": each_host, "least": least, "below": below, "most": most}
-    return field(default=default, metadata=rules)
+@dataclass(frozen=True)
+class Field:
+    """One leaf of the tree: its default, one sentence on what it does, whether it decides the trained bits, whether each host may have its
+    own, and its range: every number has an upper bound. `leaves` fills in its key and type."""
+
+    default: Any
+    doc: str
+    bits: bool = False
+    each_host: bool = False
+    least: float | None = None
+    below: float | None = None
+    most: float = MOST
+    key: str = ""
+    type: Any = None
+
+
+def value(default: Any, doc: str, **rules: Any) -> Any:
+    """A dataclass field with the rules of `Field`."""
+    return field(default=default, metadata={"rules": Field(default, doc, **rules)})
 
 
 @dataclass(frozen=True)
@@ -286,21 +290,6 @@ class Run:
     evaluate: Evaluate = Evaluate()
 
 
-@dataclass(frozen=True)
-class Field:
-    """One leaf of the tree: what it holds and its rules."""
-
-    key: str
-    type: Any
-    default: Any
-    doc: str
-    bits: bool
-    each_host: bool
-    least: float | None
-    below: float | None
-    most: float
-
-
 DECAY_STEPS, AS_STEPS = "optim.decay_steps", "as steps"
 # What --override may change while a run trains: the loop computes these for every step, and no state depends on them.
 SCHEDULE = ("optim.learning_rate", "optim.warmup_steps", "optim.decay", DECAY_STEPS)
@@ -343,8 +332,7 @@ def leaves(cls: type = Run, prefix: str = "") -> dict[str, Field]:
         if is_dataclass(hints[one.name]):
             found |= leaves(hints[one.name], f"{prefix}{one.name}.")
         else:
-            rules = {name: one.metadata[name] for name in ("doc", "bits", "each_host", "least", "below", "most")}
-            found[prefix + one.name] = Field(prefix + one.name, hints[one.name], one.default, **rules)
+            found[prefix + one.name] = replace(one.metadata["rules"], key=prefix + one.name, type=hints[one.name])
     return found
 
 
@@ -633,16 +621,17 @@ def check_together(run: Run, origin: Mapping[str, str]) -> None:
 
 def shared_values(run: Run) -> dict[str, str]:
     """Every value that all who train together must have alike, as text."""
-    values = flatten(json.loads(json.dumps(asdict(run))))
-    each_host = {key for key, one in leaves().items() if one.each_host}
-    return {key: item if isinstance(item, str) else json.dumps(item) for key, item in values.items() if key not in each_host}
+    return as_text(run, [key for key, one in leaves().items() if not one.each_host])
 
 
 def bits_as_text(run: Run) -> dict[str, str]:
     """Every value that decides the trained bits, as text; not where the data lies."""
-    values = flatten(json.loads(json.dumps(asdict(run))))
-    bits = [key for key, one in leaves().items() if one.bits and key not in DATA_PATHS]
-    return {key: values[key] if isinstance(values[key], str) else json.dumps(values[key]) for key in bits}
+    return as_text(run, [key for key, one in leaves().items() if one.bits and key not in DATA_PATHS])
+
+
+def as_text(run: Run, keys: Sequence[str]) -> dict[str, str]:
+    values = flatten(asdict(run))
+    return {key: values[key] if isinstance(values[key], str) else json.dumps(values[key]) for key in keys}
 
 
 def with_precision(resolved: Resolved, precision: Literal["auto", "bf16", "fp32"], origin: str) -> Resolved:
@@ -712,15 +701,8 @@ def refuse_spent_schedule(resolved: Resolved, begun: Resolved | None, flags: Map
 
 
 def write_run(folder: Path, resolved: Resolved) -> None:
-    """Write run.json: `to_json`, and the sha256 over it."""
-    value = to_json(resolved)
-    write_json(folder / "run.json", {**value, "sha256": sha256_of(value)})
-
-
-def sha256_of(value: Mapping[str, Any]) -> str:
-    """Hex sha256 over a JSON object, however it is laid out; without its own "sha256"."""
-    text = json.dumps({key: item for key, item in value.items() if key != "sha256"}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    """Write run.json: `to_json`, with a checksum."""
+    write_json(folder / "run.json", with_checksum(to_json(resolved)))
 
 
 def read_run(folder: Path) -> Resolved | None:
@@ -728,9 +710,9 @@ def read_run(folder: Path) -> Resolved | None:
     path = folder / "run.json"
     try:
         value = read_json(path)
-        if not isinstance(value, dict) or value.get("sha256") != sha256_of(value):
-            raise ValueError("its sha256 is not that of its values")
-        return from_json(value)
+        if CHECKSUM not in value:
+            raise ValueError(f"it has no {CHECKSUM}")
+        return from_json(checked(value))
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -47,7 +47,7 @@ def test_an_edited_or_damaged_run_json_is_refused(tmp_path: Path) -> None:
     whole = path.read_bytes()
     assert read_run(tmp_path) == begun
     path.write_bytes(whole.replace(b'"learning_rate": 0.001', b'"learning_rate": 0.002'))
-    with pytest.raises(CheckpointError, match=r"run\.json is damaged or was edited.*its sha256 is not that of its values") as caught:
+    with pytest.raises(CheckpointError, match=r"run\.json is damaged or was edited.*its checksum does not fit") as caught:
         open_run(tmp_path, None, {}, {})
     assert caught.value.exit_code == 3 and caught.value.where and caught.value.hint
     for position in range(0, len(whole), 7):
