@@ -11,12 +11,12 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep import log
 from lockstep.errors import LockstepError, OutOfMemoryError, UsageError
@@ -31,7 +31,6 @@ EXIT_CODES = """exit codes: 0 done; 1 training error; 2 usage or config; 3 data 
 
 HERE = "127.0.0.1"
 OVERRIDE = "change the schedule of a run as it goes on (optim.learning_rate, warmup_steps, decay, decay_steps); may be given several times"
-MOST_STEPS = 10**9
 
 
 class Parser(argparse.ArgumentParser):
@@ -58,108 +57,94 @@ def parser() -> Parser:
     top.add_argument("--version", action="store_true", help="print the version and end")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
 
-    def command(name: str, run: Callable[[argparse.Namespace, list[str]], int], help: str) -> Parser:
+    def command(name: str, run: Callable[[argparse.Namespace, list[str]], int], help: str, *, of_a_run: bool = False) -> Callable[..., Any]:
         one: Parser = commands.add_parser(name, help=help, description=help, allow_abbrev=False, epilog=EXIT_CODES)
         one.set_defaults(run=run)
-        return one
+        if of_a_run:
+            one.formatter_class = argparse.RawDescriptionHelpFormatter
+            what = "a run file, or a function of yours (default: the embedded run)"
+            one.add_argument("what", nargs="?", metavar="RUN.toml|FILE.py:FUNCTION", help=what)
+        return one.add_argument
 
-    one = command("train", train, "train a run, or a function of your own, on every device of this machine")
-    one.formatter_class = argparse.RawDescriptionHelpFormatter
-    one.add_argument(
-        "what", nargs="?", metavar="RUN.toml|FILE.py:FUNCTION", help="a run file, or a function of yours (default: the embedded run)"
-    )
-    one.add_argument("--out", type=Path, help="folder of the run (default: runs/NAME of the run file, runs/default)")
-    one.add_argument("--workers", type=whole(0, 1 << 16), help="processes on this machine (default: one for each GPU, two on a CPU)")
-    one.add_argument("--resume", default="auto", metavar="auto|never|required|STEP", help="which checkpoint to go on from (default: auto)")
-    one.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help=OVERRIDE)
-    one.add_argument("--profile", default="", metavar="steps=A..B", help="write a trace of these steps, and where their time went")
-    one.add_argument("--show", action="store_true", help="print every value and where it came from, and end")
+    workers, seed, checkpoint_step = whole(0, 1 << 16), whole(0, 2**63 - 1), whole(0, 10**9)
+    resume = {"default": "auto", "metavar": "auto|never|required|STEP", "help": "which checkpoint to go on from (default: auto)"}
+    override = {"action": "append", "default": [], "metavar": "KEY=VALUE", "help": OVERRIDE}
+    beams = {"type": whole(1, 256), "default": 1, "help": "1: greedy; more: beam search of that width"}
+    average = {"type": whole(0, 10_000), "default": 0, "metavar": "N"}
 
-    one = command("launch", launch, "train on several hosts, or on this one, and go on whatever dies")
-    one.formatter_class = argparse.RawDescriptionHelpFormatter
-    one.add_argument("what", nargs="?", metavar="RUN.toml|FILE.py:FUNCTION", help="as for train")
-    one.add_argument("--out", type=Path, help="folder of the run, on a disk that all hosts share (default: as for train)")
-    one.add_argument("--workers", type=whole(0, 1 << 16), help="processes on this host, when it is the only one (default: as for train)")
-    one.add_argument("--hosts", type=Path, metavar="HOSTS.toml", help="all hosts of the run; start the same command on each")
-    one.add_argument("--host", metavar="NAME", help="which of them this is (default: what this machine calls itself)")
-    one.add_argument("--ssh", action="store_true", help="start the command on all hosts from here, by ssh")
-    one.add_argument("--min", type=whole(0, 1 << 16), default=1, help="workers below which training waits for more (default: 1)")
-    one.add_argument("--max", type=whole(0, 1 << 16), help="workers that train at once, others stand by (default: batch.micro_batches)")
-    one.add_argument("--resume", default="auto", metavar="auto|never|required|STEP", help="which checkpoint to go on from (default: auto)")
-    one.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help=OVERRIDE)
+    add = command("train", train, "train a run, or a function of your own, on every device of this machine", of_a_run=True)
+    add("--out", type=Path, help="folder of the run (default: runs/NAME of the run file, runs/default)")
+    add("--workers", type=workers, help="processes on this machine (default: one for each GPU, two on a CPU)")
+    add("--resume", **resume)
+    add("--override", **override)
+    add("--profile", default="", metavar="steps=A..B", help="write a trace of these steps, and where their time went")
+    add("--show", action="store_true", help="print every value and where it came from, and end")
 
-    one.add_argument(
-        "--with-evaluator", action="store_true", help="score every checkpoint in a process of its own on this host, by ssh on the first"
-    )
-    one.add_argument("--stop", type=Path, metavar="RUN", help="ask the run in this folder to save and stop, from any host; starts nothing")
+    add = command("launch", launch, "train on several hosts, or on this one, and go on whatever dies", of_a_run=True)
+    add("--out", type=Path, help="folder of the run, on a disk that all hosts share (default: as for train)")
+    add("--workers", type=workers, help="processes on this host, when it is the only one (default: as for train)")
+    add("--hosts", type=Path, metavar="HOSTS.toml", help="all hosts of the run; start the same command on each")
+    add("--host", metavar="NAME", help="which of them this is (default: what this machine calls itself)")
+    add("--ssh", action="store_true", help="start the command on all hosts from here, by ssh")
+    add("--min", type=workers, default=1, help="workers below which training waits for more (default: 1)")
+    add("--max", type=workers, help="workers that train at once, others stand by (default: batch.micro_batches)")
+    add("--resume", **resume)
+    add("--override", **override)
+    add("--with-evaluator", action="store_true", help="score every checkpoint in a process of its own on this host, by ssh on the first")
+    add("--stop", type=Path, metavar="RUN", help="ask the run in this folder to save and stop, from any host; starts nothing")
 
-    one = command("status", status, "list who is in a run: generation, members, hosts, process ids, roles and steps")
-    one.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
-    one.add_argument("--json", action="store_true", help="for programs")
+    add = command("status", status, "list who is in a run: generation, members, hosts, process ids, roles and steps")
+    add("folder", type=Path, metavar="RUN", help="folder of the run")
+    add("--json", action="store_true", help="for programs")
 
-    one = command("drill", drill, "train several times, with random faults or on other numbers of workers, and compare the hashes")
-    one.formatter_class = argparse.RawDescriptionHelpFormatter
-    one.add_argument(
-        "what", nargs="?", metavar="RUN.toml|FILE.py:FUNCTION", help="a run file, or a function of yours (default: the embedded run)"
-    )
-    one.add_argument(
-        "--workers", type=whole(0, 1 << 16), help="processes on this machine (default: 3, or what the layout takes; self-check: 2)"
-    )
-    one.add_argument(
-        "--faults",
-        type=whole(1, 10_000),
-        help="how many (default: 7, one of each kind); a function without --faults: a self-check with 1 and N workers",
-    )
-    one.add_argument("--seed", type=whole(0, 2**63 - 1), default=1, help="of the faults (default: 1)")
-    one.add_argument("--out", type=Path, help="a new folder (default: runs/drill)")
+    help = "train several times, with random faults or on other numbers of workers, and compare the hashes"
+    add = command("drill", drill, help, of_a_run=True)
+    add("--workers", type=workers, help="processes on this machine (default: 3, or what the layout takes; self-check: 2)")
+    faults = "how many (default: 7, one of each kind); a function without --faults: a self-check with 1 and N workers"
+    add("--faults", type=whole(1, 10_000), help=faults)
+    add("--seed", type=seed, default=1, help="of the faults (default: 1)")
+    add("--out", type=Path, help="a new folder (default: runs/drill)")
 
-    one = command("evaluate", evaluate, "score the checkpoints of a run on its held-out text")
-    one.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
-    one.add_argument("--step", type=whole(0, MOST_STEPS), help="the checkpoint to score (default: the newest)")
-    one.add_argument("--follow", action="store_true", help="wait for new checkpoints until the run is finished")
-    one.add_argument("--split", choices=["validation", "test"], default="validation", help="which held-out text (default: validation)")
-    one.add_argument("--beams", type=whole(1, 256), default=1, help="1: greedy; more: beam search of that width")
-    one.add_argument("--average", type=whole(0, 10_000), default=0, metavar="N", help="score the mean of the newest N checkpoints' weights")
-    one.add_argument(
-        "--workers", type=whole(1, 1 << 16), help="processes that share the work (default: 1); any number gives the same answer"
-    )
+    add = command("evaluate", evaluate, "score the checkpoints of a run on its held-out text")
+    add("folder", type=Path, metavar="RUN", help="folder of the run")
+    add("--step", type=checkpoint_step, help="the checkpoint to score (default: the newest)")
+    add("--follow", action="store_true", help="wait for new checkpoints until the run is finished")
+    add("--split", choices=["validation", "test"], default="validation", help="which held-out text (default: validation)")
+    add("--beams", **beams)
+    add("--average", help="score the mean of the newest N checkpoints' weights", **average)
+    add("--workers", type=whole(1, 1 << 16), help="processes that share the work (default: 1); any number gives the same answer")
 
-    one = command("translate", translate, "translate a text, or lines from standard input")
-    one.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
-    one.add_argument("text", nargs="*", help="what to translate; nothing: lines from standard input")
-    one.add_argument("--step", type=whole(0, MOST_STEPS), help="the checkpoint to use (default: the newest)")
-    one.add_argument("--beams", type=whole(1, 256), default=1, help="1: greedy; more: beam search of that width")
-    one.add_argument("--average", type=whole(0, 10_000), default=0, metavar="N", help="use the mean of the newest N checkpoints' weights")
-    one.add_argument("--compile", action="store_true", help="compile the decoder; pays off for long files")
+    add = command("translate", translate, "translate a text, or lines from standard input")
+    add("folder", type=Path, metavar="RUN", help="folder of the run")
+    add("text", nargs="*", help="what to translate; nothing: lines from standard input")
+    add("--step", type=checkpoint_step, help="the checkpoint to use (default: the newest)")
+    add("--beams", **beams)
+    add("--average", help="use the mean of the newest N checkpoints' weights", **average)
+    add("--compile", action="store_true", help="compile the decoder; pays off for long files")
 
-    one = command("generate", generate, "continue a text, or lines from standard input, by a Llama")
-    one.add_argument("folder", type=Path, metavar="RUN|HF-FOLDER", help="folder of a run, or of a Hugging Face model")
-    one.add_argument("text", nargs="*", help="what to continue; nothing: lines from standard input")
-    one.add_argument("--tokens", type=whole(1, 1 << 20), default=128, help="how many at most (default: 128)")
-    one.add_argument("--temperature", type=float, default=0.0, help="0: the most probable token; higher: more varied (default: 0)")
-    one.add_argument("--top-k", type=whole(0, 1 << 20), default=0, help="draw from the K most probable tokens only (default: 0, from all)")
-    one.add_argument("--top-p", type=float, default=1.0, help="draw from the most probable tokens of this total probability (default: 1)")
-    one.add_argument("--seed", type=whole(0, 2**63 - 1), default=0, help="of the draws (default: 0)")
-    one.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
-    one.add_argument("--chat", action="store_true", help="the text is what a user says: answer it, by the model's chat template")
-    one.add_argument("--step", type=whole(0, MOST_STEPS), help="the checkpoint of a run to use (default: the newest)")
-    one.add_argument("--compile", action="store_true", help="compile the decoding step; pays off for long continuations")
-    one.add_argument(
-        "--tensor", type=whole(1, 1 << 16), default=1, metavar="T", help="cut the model over T processes of this machine (default: 1)"
-    )
-    one.add_argument("--file", type=Path, help="lines to continue, instead of standard input")
+    add = command("generate", generate, "continue a text, or lines from standard input, by a Llama")
+    add("folder", type=Path, metavar="RUN|HF-FOLDER", help="folder of a run, or of a Hugging Face model")
+    add("text", nargs="*", help="what to continue; nothing: lines from standard input")
+    add("--tokens", type=whole(1, 1 << 20), default=128, help="how many at most (default: 128)")
+    add("--temperature", type=float, default=0.0, help="0: the most probable token; higher: more varied (default: 0)")
+    add("--top-k", type=whole(0, 1 << 20), default=0, help="draw from the K most probable tokens only (default: 0, from all)")
+    add("--top-p", type=float, default=1.0, help="draw from the most probable tokens of this total probability (default: 1)")
+    add("--seed", type=seed, default=0, help="of the draws (default: 0)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
+    add("--chat", action="store_true", help="the text is what a user says: answer it, by the model's chat template")
+    add("--step", type=checkpoint_step, help="the checkpoint of a run to use (default: the newest)")
+    add("--compile", action="store_true", help="compile the decoding step; pays off for long continuations")
+    add("--tensor", type=whole(1, 1 << 16), default=1, metavar="T", help="cut the model over T processes of this machine (default: 1)")
+    add("--file", type=Path, help="lines to continue, instead of standard input")
 
-    one = command("checkpoint", checkpoint, "list, verify, digest, import or export the checkpoints of a run")
-    one.add_argument("action", choices=["list", "verify", "digest", "import", "export"])
-    one.add_argument("folder", type=Path, metavar="RUN", help="folder of the run; import: a Hugging Face folder")
-    one.add_argument("step", nargs="?", type=whole(0, MOST_STEPS), help="digest, export: the checkpoint (default: the newest)")
-    one.add_argument("--out", type=Path, help="export: the .safetensors file (of a Llama: the folder) to write; import: the run's folder")
-    one.add_argument("--shard-bytes", metavar="SIZE", help="export of a Llama: most bytes in one file (default: 5 GB)")
-    one.add_argument(
-        "--dtype",
-        choices=["float32", "bfloat16", "float16"],
-        help="export of a Llama: of its numbers (default: as in the model it began with)",
-    )
+    add = command("checkpoint", checkpoint, "list, verify, digest, import or export the checkpoints of a run")
+    add("action", choices=["list", "verify", "digest", "import", "export"])
+    add("folder", type=Path, metavar="RUN", help="folder of the run; import: a Hugging Face folder")
+    add("step", nargs="?", type=checkpoint_step, help="digest, export: the checkpoint (default: the newest)")
+    add("--out", type=Path, help="export: the .safetensors file (of a Llama: the folder) to write; import: the run's folder")
+    add("--shard-bytes", metavar="SIZE", help="export of a Llama: most bytes in one file (default: 5 GB)")
+    dtypes = "export of a Llama: of its numbers (default: as in the model it began with)"
+    add("--dtype", choices=["float32", "bfloat16", "float16"], help=dtypes)
     return top
 
 
@@ -169,11 +154,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         refuse_half_characters(words)
         top = parser()
-        of_a_run = words[:1] in (["train"], ["launch"], ["drill"])
-        if of_a_run and {"--help", "-h"} & set(words):
-            print_help_of_a_run(top, words[0])
-            return 0
-        words, values = take_values(words, OPTIONS[words[0]]) if of_a_run else (words, [])
+        values: list[str] = []
+        if words[:1] in (["train"], ["launch"], ["drill"]):
+            of_a_run = top._subparsers._group_actions[0].choices[words[0]]  # type: ignore[union-attr, index]
+            if {"--help", "-h"} & set(words):
+                print_help_of_a_run(of_a_run)
+                return 0
+            words, values = take_values(words, of_a_run._option_string_actions)
         args, rest = top.parse_known_args(words)
         rest += values
         if args.version:
@@ -221,39 +208,30 @@ def refuse_half_characters(words: Sequence[str]) -> None:
             )
 
 
-OPTIONS = {
-    "train": ("out", "workers", "resume", "override", "profile", "show", "help"),
-    "launch": ("out", "workers", "resume", "override", "help", "hosts", "host", "ssh", "min", "max", "stop", "with-evaluator"),
-    "drill": ("out", "workers", "help", "faults", "seed"),
-}
-
-
-def take_values(words: list[str], options: Sequence[str]) -> tuple[list[str], list[str]]:
+def take_values(words: list[str], options: Container[str]) -> tuple[list[str], list[str]]:
     """(words for argparse, the `--section.key value` pairs): argparse takes the value of an option it does not know for the run file."""
     ours: list[str] = []
     values: list[str] = []
     rest = iter(words)
     for word in rest:
-        name = word.removeprefix("--").partition("=")[0]
-        if not word.startswith("--") or name in options:
+        if not word.startswith("--") or word.partition("=")[0] in options:
             ours.append(word)
         else:
             values += [word] if "=" in word else [word, *[value for value in [next(rest, None)] if value is not None]]
     return ours, values
 
 
-def print_help_of_a_run(top: Parser, command: str) -> None:
-    """The options of train or launch and every key of a run, from the schema itself."""
+def print_help_of_a_run(of_a_run: Parser) -> None:
+    """The options of train, launch or drill and every key of a run, from the schema itself."""
     from lockstep.config import leaves
 
-    its_parser = top._subparsers._group_actions[0].choices[command]  # type: ignore[union-attr, index]
     keys = leaves()
     width = max(map(len, keys)) + 2
     lines = [f"  --{one.key:<{width}} {one.doc} (default: {one.default!r})" for one in keys.values()]
-    its_parser.epilog = (
+    of_a_run.epilog = (
         "values of the run, as --section.key VALUE, in the run file, or as LOCKSTEP_SECTION_KEY:\n" + "\n".join(lines) + "\n\n" + EXIT_CODES
     )
-    its_parser.print_help()
+    of_a_run.print_help()
 
 
 def refuse(rest: list[str], command: str) -> None:
@@ -369,7 +347,7 @@ def train(args: argparse.Namespace, rest: list[str]) -> int:
     if seat := find_seat(os.environ):
         return sit(asked, seat)
     if args.show and not asked.script:
-        print(show(asked.open("auto")))
+        print(show(asked.open(asked.resume)))
         return 0
     place, found = find_place(os.environ)
     run = check(asked)
@@ -740,9 +718,8 @@ def generate(args: argparse.Namespace, rest: list[str]) -> int:
     from lockstep.launch import launch, worker_main
     from lockstep.place import find_place
 
-    if args.tensor != 1 and (args.tensor < 1 or args.compile):
-        what = f"--tensor {args.tensor}" + (" with --compile" if args.compile else "")
-        raise UsageError(what, "command line", "give 1 or more; a step that several processes share is not compiled")
+    if args.tensor != 1 and args.compile:
+        raise UsageError(f"--compile is not supported with --tensor {args.tensor}", "command line", "leave one of them out")
     if args.tensor == 1:
         return generate_here(args)
     if find_place(os.environ)[0] is not None:
