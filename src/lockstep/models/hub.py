@@ -16,7 +16,7 @@ import mmap
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -112,14 +112,13 @@ def shape_of(config: Mapping[str, Any], where: str) -> Shape:
     """The shape that a config.json describes. CheckpointError names the key that is missing, malformed, or not of a plain Llama."""
     refuse_other_models(config, where)
 
-    def size(key: str, default: int = 0) -> int:
+    def size(key: str, default: int | None = None) -> int:
         return whole_number(config, key, SIZES[key], where, default)
 
     width, heads = size("hidden_size"), size("num_attention_heads")
     if config.get("head_dim") is None and width % heads:
-        raise CheckpointError(
-            f"hidden_size {width} is not a multiple of num_attention_heads {heads}", where, "correct one, or set head_dim"
-        )
+        what = f"hidden_size {width} is not a multiple of num_attention_heads {heads}"
+        raise CheckpointError(what, where, "correct one, or set head_dim")
     tied = config.get("tie_word_embeddings")
     if not isinstance(tied, bool | None):
         raise CheckpointError(f"tie_word_embeddings is {spell(tied)}", where, "write true or false")
@@ -153,17 +152,14 @@ def refuse_other_models(config: Mapping[str, Any], where: str) -> None:
         raise CheckpointError(f"the architecture is {other[0]}, not {ARCHITECTURE}", where, f"only {ARCHITECTURE} is read so far")
     if kind not in (None, "llama"):
         raise CheckpointError(f"model_type is {spell(kind)} under the architecture {ARCHITECTURE}", where, "only 'llama' is read so far")
+    layers = config.get("layer_types")
+    plain = PLAIN | {"layer_types": ["full_attention"] * len(layers) if isinstance(layers, list) else None}
     for key, value in config.items():
-        plain = key in READ or key in HARMLESS or value is None or (key in PLAIN and value == PLAIN[key])
-        if key == "layer_types":
-            plain = isinstance(value, list) and all(layer == "full_attention" for layer in value)
-        if plain:
+        if key in READ or key in HARMLESS or value is None or (key in plain and value == plain[key]):
             continue
-        hint = "only the plain Llama is read so far"
-        if key == "quantization_config":
-            hint = "use the model as it was before quantization"
-        elif key not in PLAIN and key != "layer_types":
-            hint = "this key is not known; remove it if it does not change what the model computes"
+        hint = "this key is not known; remove it if it does not change what the model computes"
+        if key in plain:
+            hint = "use the model as it was before quantization" if key == "quantization_config" else "only the plain Llama is read so far"
         raise CheckpointError(f"{key} is {spell(value)}", where, hint)
 
 
@@ -174,22 +170,17 @@ def rope_of(config: Mapping[str, Any], where: str) -> tuple[float, Scaling | Non
             raise CheckpointError(f"{key} is {spell(config[key])}", where, "write an object, or null")
     rope: Mapping[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
     base = positive(rope, "rope_theta", positive(config, "rope_theta", 10_000.0, where), where)
-    other = (config.get("rope_parameters") or {}).get("rope_theta", base)
-    if other != base:
-        raise CheckpointError(
-            f"rope_parameters has rope_theta {spell(other)}, beside rope_scaling with {base:g}", where, "keep one of them"
-        )
+    if (other := (config.get("rope_parameters") or {}).get("rope_theta", base)) != base:
+        what = f"rope_parameters has rope_theta {spell(other)}, beside rope_scaling with {base:g}"
+        raise CheckpointError(what, where, "keep one of them")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
-        raise CheckpointError(
-            f"rotary positions are scaled by rope_type {spell(kind)}", where, "only 'llama3' and 'default' are read so far"
-        )
+        what = f"rotary positions are scaled by rope_type {spell(kind)}"
+        raise CheckpointError(what, where, "only 'llama3' and 'default' are read so far")
     stretch = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *(stretch if kind == "llama3" else ())}
-    if rope.get("partial_rotary_factor", 1) != 1:
-        raise CheckpointError(
-            f"partial_rotary_factor is {spell(rope['partial_rotary_factor'])}", where, "only the plain Llama is read so far"
-        )
+    if (part := rope.get("partial_rotary_factor", 1)) != 1:
+        raise CheckpointError(f"partial_rotary_factor is {spell(part)}", where, "only the plain Llama is read so far")
     if unknown := sorted(key for key in rope.keys() - known if rope[key] is not None):
         raise CheckpointError(f"{unknown[0]} is {spell(rope[unknown[0]])}, with rope_type {kind}", where, "it is not known; remove it")
     if kind == "default":
@@ -200,28 +191,26 @@ def rope_of(config: Mapping[str, Any], where: str) -> tuple[float, Scaling | Non
     return base, Scaling(factor, low, high, whole_number(rope, stretch[3], 1 << 31, where))
 
 
-def whole_number(config: Mapping[str, Any], key: str, most: int, where: str, default: int = 0) -> int:
-    """The integer from 1 to `most` under a key; the default, unless that is 0, when it is absent or null."""
-    value = config.get(key)
-    if value is None and default:
-        return default
-    if value is None:
-        raise CheckpointError(f"{key!r} is missing", where, "copy the whole folder again")
-    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most:
-        return value
-    raise CheckpointError(f"{key} is {spell(value)}", where, f"write a whole number from 1 to {most:,}")
+def whole_number(config: Mapping[str, Any], key: str, most: int, where: str, default: int | None = None) -> int:
+    """The integer from 1 to `most` under a key; the default, unless that is None, when it is absent or null."""
+    return int(number(config, key, default, where, int, lambda value: 1 <= value <= most, f"a whole number from 1 to {most:,}"))
 
 
 def positive(config: Mapping[str, Any], key: str, default: float | None, where: str, *, below: float = 1e30) -> float:
     """The number above 0 under a key; the default, unless that is None, when it is absent or null."""
-    value = config.get(key)
-    if value is None and default is not None:
-        return default
+    hint = f"a number above 0 and below {below:g}"
+    return float(number(config, key, default, where, int | float, lambda value: 0 < value < below, hint))
+
+
+def number(
+    config: Mapping[str, Any], key: str, default: float | None, where: str, kind: Any, fits: Callable[[Any], bool], hint: str
+) -> Any:
+    value = default if config.get(key) is None else config[key]
     if value is None:
         raise CheckpointError(f"{key!r} is missing", where, "copy the whole folder again")
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < below:
-        return float(value)
-    raise CheckpointError(f"{key} is {spell(value)}", where, f"write a number above 0 and below {below:g}")
+    if isinstance(value, kind) and not isinstance(value, bool) and fits(value):
+        return value
+    raise CheckpointError(f"{key} is {spell(value)}", where, f"write {hint}")
 
 
 def spell(value: Any) -> str:
@@ -350,7 +339,7 @@ def read_header(text: bytes) -> tuple[list[Spec], list[tuple[int, int]]]:
         return found
 
     def naturals(value: Any, name: str) -> tuple[int, ...]:
-        if isinstance(value, list) and all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in value):
+        if isinstance(value, list) and all(type(number) is int and number >= 0 for number in value):
             return tuple(value)
         raise ValueError(f"{name} has {spell(value)} where natural numbers belong")
 
@@ -377,7 +366,7 @@ def places_of(folder: Path) -> dict[str, Place]:
         return places_in(folder / WHOLE)
     try:
         files = {str(name): str(file) for name, file in read_json(folder / INDEX)["weight_map"].items()}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{INDEX} cannot be read: {error}", str(folder / INDEX), "copy the file again") from None
     if outside := sorted({file for file in files.values() if Path(file).name != file or file == ".."}):
         raise CheckpointError(f"{INDEX} names files outside the folder: {shown(outside)}", str(folder / INDEX), "do not use this folder")
@@ -424,11 +413,10 @@ def open_hub(folder: Path) -> Hub:
         raise UsageError(f"there is no {CONFIG} in {folder}", "command line", "give the folder of a Hugging Face model, downloaded whole")
     where = str(folder / CONFIG)
     try:
-        config = read_json(folder / CONFIG)
-    except (OSError, ValueError, RecursionError) as error:
+        if not isinstance(config := read_json(folder / CONFIG), dict):
+            raise ValueError("it holds no object")
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{CONFIG} cannot be read: {error}", where, "copy the file again") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{CONFIG} holds no object", where, "copy the file again")
     shape = shape_of(config, where)
     return Hub(folder, config, shape, matched(places_of(folder), shape, folder))
 

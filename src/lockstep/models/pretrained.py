@@ -14,7 +14,7 @@ Adapters are merged into the weights whenever a model is read for use, to export
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,17 +27,7 @@ from lockstep.checkpoint.state import digest, tensor_of
 from lockstep.checkpoint.store import Store
 from lockstep.errors import CheckpointError, DataError, UsageError
 from lockstep.files import read_json, write_atomic, write_json
-from lockstep.models.hub import (
-    SHARD_BYTES,
-    Hub,
-    Place,
-    Tensors,
-    is_hub,
-    open_hub,
-    shape_from_json,
-    shape_to_json,
-    write_hub,
-)
+from lockstep.models.hub import SHARD_BYTES, Hub, Place, Tensors, is_hub, open_hub, shape_from_json, shape_to_json, write_hub
 from lockstep.models.llama import Llama, Shape
 from lockstep.models.lora import Lora, Merged, is_adapter
 from lockstep.units import show_bytes, show_count
@@ -57,7 +47,7 @@ def read_model(folder: Path) -> tuple[Shape, dict[str, Any]]:
     try:
         value = read_json(folder / MODEL)
         return shape_from_json(value["shape"]), dict(value["config"] or {})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError, CheckpointError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, CheckpointError) as error:
         raise DataError(f"{MODEL} cannot be read: {error}", str(folder / MODEL), "import the model again") from error
 
 
@@ -105,9 +95,8 @@ def export_run(folder: Path, step: int | None, target: Path, shard_bytes: int = 
     if spelled and not isinstance(kind, torch.dtype):
         raise DataError(f"{MODEL} names the dtype {spelled!r}", str(folder / MODEL), "give one with --dtype")
     with commands.verified(folder, step) as (found, _):
-        tensors = merged(folder, saved_in_run(folder, found))
-        if isinstance(kind, torch.dtype):
-            tensors = Cast(tensors, kind)
+        saved = merged(folder, saved_in_run(folder, found))
+        tensors = Lazy(saved, lambda name: cast(name, saved[name], kind)) if isinstance(kind, torch.dtype) else saved
         carried = sorted((folder / TOKENIZER).iterdir()) if (folder / TOKENIZER).is_dir() else []
         files = write_hub(target, shape, tensors, config=config or None, carried=carried, shard_bytes=shard_bytes)
         size = sum(tensors[name].nbytes for name in tensors)
@@ -115,48 +104,36 @@ def export_run(folder: Path, step: int | None, target: Path, shard_bytes: int = 
     return f"step {found}: {len(tensors)} tensors, {show_bytes(size)} in {how}, written to {target}"
 
 
-@dataclass(frozen=True)
-class Cast(Mapping[str, Tensor]):
-    """Tensors in another type of numbers, each cast when it is asked for. CheckpointError when a number is beyond that type."""
+class Lazy(Mapping[str, Tensor]):
+    """Tensors by name, each made when it is asked for."""
 
-    tensors: Mapping[str, Tensor]
-    dtype: torch.dtype
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor = self.tensors[name]
-        cast = tensor.to(self.dtype)
-        if cast.dtype != tensor.dtype and tensor.isfinite().all() and not cast.isfinite().all():
-            kind = str(self.dtype).removeprefix("torch.")
-            raise CheckpointError(f"{name} has numbers up to {tensor.abs().max():g}, beyond {kind}", "--dtype", "give another --dtype")
-        return cast
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tensors)
-
-    def __len__(self) -> int:
-        return len(self.tensors)
-
-
-class Saved(Mapping[str, Tensor]):
-    """The model's tensors in a run's checkpoint, by our names: each is mapped, or put together from its pieces, when it is asked for."""
-
-    def __init__(self, stored: parts.Tensors) -> None:
-        self.stored = {name.removeprefix("model."): one for name, one in stored.items() if name.startswith("model.")}
+    def __init__(self, names: Iterable[str], tensor: Callable[[str], Tensor]) -> None:
+        self.names, self.tensor = dict.fromkeys(names), tensor
 
     def __getitem__(self, name: str) -> Tensor:
-        one = self.stored[name]
-        return tensor_of(one.spec, one.data())
+        return self.tensor(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.stored)
+        return iter(self.names)
 
     def __len__(self) -> int:
-        return len(self.stored)
+        return len(self.names)
 
 
-def saved_in_run(folder: Path, step: int) -> Saved:
-    """The model's tensors in a run's checkpoint; nothing is verified."""
-    return Saved(parts.tensors_at(commands.checkpoints_in(folder) / seal.folder_name(step), step))
+def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor in another type of numbers. CheckpointError when a number is beyond that type."""
+    found = tensor.to(dtype)
+    if dtype != tensor.dtype and tensor.isfinite().all() and not found.isfinite().all():
+        what = f"{name} has numbers up to {tensor.abs().max():g}, beyond {str(dtype).removeprefix('torch.')}"
+        raise CheckpointError(what, "--dtype", "give another --dtype")
+    return found
+
+
+def saved_in_run(folder: Path, step: int) -> Lazy:
+    """The model's tensors in a run's checkpoint, by our names: each is mapped, or put together from its pieces. Nothing is verified."""
+    stored = parts.tensors_at(commands.checkpoints_in(folder) / seal.folder_name(step), step)
+    model = {name.removeprefix("model."): one for name, one in stored.items() if name.startswith("model.")}
+    return Lazy(model, lambda name: tensor_of(model[name].spec, model[name].data()))
 
 
 def merged(folder: Path, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
