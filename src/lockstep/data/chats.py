@@ -20,9 +20,10 @@ from typing import Any
 
 from lockstep import config
 from lockstep.data.chat import ChatTokenizer, Message
-from lockstep.data.documents import Split, choose_split, files_of, json_in, lines_of, splits_of
+from lockstep.data.documents import Split, choose_split, files_of, records_of, splits_of
 from lockstep.data.llama import Sample
 from lockstep.data.order import mix
+from lockstep.data.textfiles import json_in
 from lockstep.errors import DataError
 
 log = logging.getLogger("lockstep")
@@ -62,9 +63,7 @@ def chats(data: config.Data, left_out: Counter[str]) -> Iterator[tuple[Split, Ch
 def read_chats(data: config.Data, split: Split) -> Iterator[Chat]:
     """The chats in the files of a split."""
     for path in files_of(data, split):
-        for number, line in enumerate(lines_of(path), start=1):
-            if line.strip():
-                yield chat_in(line, f"{path}, line {number:,}")
+        yield from (chat_in(line, where) for where, line in records_of(path))
 
 
 SHAPE_OF_A_CHAT = 'write {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'

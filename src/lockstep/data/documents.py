@@ -12,20 +12,18 @@ documents are on one side. Where that leaves a split empty, because there are on
 from __future__ import annotations
 
 import glob
-import gzip
 import hashlib
 import importlib
 import sys
 import sysconfig
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from lockstep import config
+from lockstep.data.textfiles import json_in, lines_of, text_in
 from lockstep.errors import ConfigError, DataError
-from lockstep.files import parse_json
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -189,29 +187,22 @@ def read_stdlib(root: Path) -> Iterator[Document]:
 
 def read_file(path: Path, column: str) -> Iterator[Document]:
     """The documents of a file. DataError: it cannot be read, is no UTF-8, or a line is no object with that column."""
-    by_line = path.name.removesuffix(".gz").endswith((".jsonl", ".ndjson"))
-    for number, piece in enumerate(lines_of(path) if by_line else pieces_of(path), start=1):
-        where = f"{path}, {'line' if by_line else 'piece'} {number:,}"
-        try:
-            text = piece.decode().removeprefix("\ufeff")
-        except UnicodeDecodeError as error:
-            near = piece[max(0, error.start - 20) : error.start + 20]
-            raise DataError(f"{path} is not UTF-8: byte 0x{piece[error.start]:02x}", f"{where}: {near!r}", "convert it first") from None
-        if not by_line:
-            yield Document(where if number > 1 else str(path), text)
-        elif text.strip():
-            yield Document(where, text_in(text, column, where))
+    if path.name.removesuffix(".gz").endswith((".jsonl", ".ndjson")):
+        yield from (Document(where, column_of(line, column, where)) for where, line in records_of(path))
+        return
+    for number, piece in enumerate(pieces_of(path), start=1):
+        name = f"{path}, piece {number:,}" if number > 1 else str(path)
+        yield Document(name, text_in(piece, name))
 
 
-def json_in(line: str | bytes, where: str) -> Any:
-    """The value in a line of JSON. DataError when it is none."""
-    try:
-        return parse_json(line if isinstance(line, str) else line.decode())
-    except ValueError as error:
-        raise DataError(f"this is no JSON: {error}", where, "one object a line") from None
+def records_of(path: Path) -> Iterator[tuple[str, bytes]]:
+    """(where it stands, for people; the line) of each line of a file with something on it."""
+    for number, line in enumerate(lines_of(path), start=1):
+        if line := line.removeprefix(b"\xef\xbb\xbf").strip():
+            yield f"{path}, line {number:,}", line
 
 
-def text_in(line: str, column: str, where: str) -> str:
+def column_of(line: bytes, column: str, where: str) -> str:
     """The text in a line of JSON."""
     found = json_in(line, where)
     text = found.get(column) if isinstance(found, dict) else None
@@ -219,15 +210,6 @@ def text_in(line: str, column: str, where: str) -> str:
         has = ", ".join(map(str, found)) if isinstance(found, dict) else type(found).__name__
         raise DataError(f"no text in the column {column!r}, but {has}", where, "set data.column to a column that is there")
     return text
-
-
-def lines_of(path: Path) -> Iterator[bytes]:
-    """The lines of a file, .gz or plain."""
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
-            yield from file
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read: {error}", "data.train, data.validation, data.test", "copy or pack it again") from None
 
 
 def pieces_of(path: Path) -> Iterator[bytes]:

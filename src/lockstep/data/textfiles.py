@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,34 +43,39 @@ def read_pairs(paths: Sequence[str], source: str, target: str, split: str) -> Pa
 
 def read_lines(path: Path) -> list[str]:
     """Lines of a UTF-8 text, without their ends and without a byte order mark. DataError as in `read_pairs`."""
+    return split_lines(b"".join(lines_of(path)), str(path))
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """The lines of a file, .gz or plain, with their ends."""
     try:
-        content = path.read_bytes()
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise DataError(f"{path} cannot be read: {reason}", "data.train, data.validation, data.test", "is the path right?") from None
-    if path.suffix == ".gz":
-        try:
-            content = gzip.decompress(content)
-        except (OSError, EOFError, zlib.error) as error:
-            raise DataError(f"{path} is no whole gzip file: {error}", f"{len(content):,} bytes", "copy or pack it again") from None
-    return split_lines(content, str(path))
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            yield from file
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        hint = "is the path right? if it is, copy or pack the file again"
+        raise DataError(f"{path} cannot be read: {error}", "data.train, data.validation, data.test", hint) from None
 
 
 def given_lines(path: Path | None) -> list[str]:
     """Lines of a text that a command is given, in a file or on standard input. UsageError, DataError as in `read_pairs`."""
-    if path is None:
-        return split_lines(sys.stdin.buffer.read(), "standard input")
     try:
-        content = path.read_bytes()
+        return split_lines(path.read_bytes() if path else sys.stdin.buffer.read(), str(path or "standard input"))
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}", f"--file, seen from {Path.cwd()}", "is the path right?") from None
-    return split_lines(content, str(path))
 
 
 def split_lines(content: bytes, name: str) -> list[str]:
     """The lines of a UTF-8 text. DataError when it is none."""
+    lines = text_in(content, name).split("\n")
+    if not lines[-1]:
+        lines.pop()
+    return [line.removesuffix("\r") for line in lines]
+
+
+def text_in(content: bytes, name: str) -> str:
+    """A UTF-8 text without its byte order mark. DataError when it is none."""
     try:
-        text = content.decode()
+        return content.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise DataError(
@@ -78,10 +83,14 @@ def split_lines(content: bytes, name: str) -> list[str]:
             f"line {line:,}: {content[max(0, error.start - 20) : error.start + 20]!r}",
             "convert it first, for example: iconv -f latin1 -t utf-8",
         ) from None
-    lines = text.removeprefix("\ufeff").split("\n")
-    if not lines[-1]:
-        lines.pop()
-    return [line.removesuffix("\r") for line in lines]
+
+
+def json_in(line: str | bytes, where: str) -> Any:
+    """The value in a line of JSON. DataError when it is none."""
+    try:
+        return parse_json(line if isinstance(line, str) else line.decode())
+    except ValueError as error:
+        raise DataError(f"this is no JSON: {error}", f"{where}: {show(line)}", "one object a line") from None
 
 
 def pair_lines(source: Path, target: Path) -> Pairs:
@@ -121,11 +130,8 @@ def pairs_of_jsonl(path: Path, source: str, target: str) -> Pairs:
     """One JSON object a line; `sides_of` says which shapes it may have. Lines with nothing on them are an empty pair."""
     pairs = []
     for number, line in enumerate(read_lines(path), start=1):
-        try:
-            found = parse_json(line) if line.strip() else {source: "", target: ""}
-        except ValueError as error:
-            raise DataError(f"{path} is no JSON in line {number:,}: {error}", show(line), "one object a line") from None
-        pairs.append(sides_of(found, source, target, f"{path}, line {number:,}"))
+        where = f"{path}, line {number:,}"
+        pairs.append(sides_of(json_in(line, where) if line.strip() else {source: "", target: ""}, source, target, where))
     return pairs
 
 
