@@ -16,15 +16,16 @@ import hashlib
 import importlib
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from lockstep import config
 from lockstep.data.textfiles import json_in, lines_of, text_in
 from lockstep.errors import ConfigError, DataError
 
+T = TypeVar("T")
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 PIECE_BYTES = 1 << 20
@@ -213,14 +214,21 @@ def column_of(line: bytes, column: str, where: str) -> str:
 
 
 def pieces_of(path: Path) -> Iterator[bytes]:
-    """A file in pieces of whole lines, PIECE_BYTES and a line at most."""
-    held: list[bytes] = []
-    size = 0
-    for line in lines_of(path):
-        if size and size + len(line) > PIECE_BYTES:
-            yield b"".join(held)
-            held, size = [], 0
-        held.append(line)
-        size += len(line)
-    if held:
-        yield b"".join(held)
+    """A file in pieces of whole lines, PIECE_BYTES or one line at most."""
+    yield from (b"".join(lines) for lines in in_groups(lines_of(path), PIECE_BYTES, size=len))
+
+
+def in_groups(
+    items: Iterable[T], most: int, *, size: Callable[[T], int] = lambda _: 1, kind: Callable[[T], object] = lambda _: 0
+) -> Iterator[list[T]]:
+    """Items in their order, in groups of one kind and of sizes that make up `most` at most; a larger item is a group of its own."""
+    group: list[T] = []
+    held = 0
+    for item in items:
+        if group and (held + size(item) > most or kind(item) != kind(group[0])):
+            yield group
+            group, held = [], 0
+        group.append(item)
+        held += size(item)
+    if group:
+        yield group

@@ -24,7 +24,7 @@ import tokenizers
 
 from lockstep.config import Run
 from lockstep.data.chat import ChatTokenizer
-from lockstep.data.documents import SPLITS, Document, Split
+from lockstep.data.documents import SPLITS, Document, Split, in_groups
 from lockstep.data.marker import MARKER, compare, read_marker, refuse_another
 from lockstep.data.stream import Stream, Writer
 from lockstep.data.tokens import Tokenizer
@@ -178,7 +178,7 @@ def document_samples(tokenizer: ChatTokenizer, found: Iterable[tuple[Split, Docu
     begin, end = list(inner.encode("").ids), end_of(tokenizer)
     if begin[-1:] == [end]:
         begin = begin[:-1]  # a tokenizer that puts the end there by itself
-    for batch in by_size(found, AT_ONCE_BYTES):
+    for batch in in_groups(found, AT_ONCE_BYTES, size=lambda one: len(one[1].text)):
         texts = [document.text for _, document in batch]
         for (split, document), encoding in zip(batch, inner.encode_batch_fast(texts, add_special_tokens=False), strict=True):
             record = {"name": document.name, "text": document.text}
@@ -193,20 +193,6 @@ def end_of(tokenizer: ChatTokenizer) -> int:
     if found is None:
         raise DataError("the tokenizer names no token that ends a text", str(tokenizer.folder), "set eos_token in tokenizer_config.json")
     return int(found)
-
-
-def by_size(found: Iterable[tuple[Split, Document]], size: int) -> Iterator[list[tuple[Split, Document]]]:
-    """Documents in groups of about `size` characters."""
-    group: list[tuple[Split, Document]] = []
-    held = 0
-    for one in found:
-        group.append(one)
-        held += len(one[1].text)
-        if held >= size:
-            yield group
-            group, held = [], 0
-    if group:
-        yield group
 
 
 def until(texts: Iterable[str], size: int) -> Iterator[str]:

@@ -15,6 +15,7 @@ from lockstep.agree import gather
 from lockstep.config import Run
 from lockstep.data.chat import ChatTokenizer
 from lockstep.data.chats import last_answer
+from lockstep.data.documents import in_groups
 from lockstep.data.llama import Prepared
 from lockstep.data.rows import IGNORED, PackedRows, batch_of, window
 from lockstep.data.stream import Ints, Stream
@@ -63,15 +64,15 @@ class LlamaExam:
         began = time.monotonic()
         stream: Stream = getattr(self.data, asked.split)
         device, length = loaded.model.embedding.weight.device, self.run.batch.length
+        rows = windows(stream, length)
         if self.run.task == "sft":
             packed = PackedRows(stream, length, seed=0)
-            batches = in_groups([packed.row(i) for i in range(len(packed))], max(1, BATCH_TOKENS // length))
-        else:
-            batches = in_groups(windows(stream, length), max(1, BATCH_TOKENS // length))
+            rows = map(packed.row, range(len(packed)))
+        batches = in_groups(rows, max(1, BATCH_TOKENS // length), kind=lambda row: len(row[0]))
         losses: dict[int, tuple[float, int]] = {}
-        for number, rows in enumerate(batches):
+        for number, batch in enumerate(batches):
             if number % world.size == world.rank and not stopped():
-                losses[number] = loss_of(loaded, rows, device)
+                losses[number] = loss_of(loaded, batch, device)
         chats = self.data.records(asked.split) if self.run.task == "sft" else []
         chosen = chats[:most] if most else chats
         questions = [last_answer(self.data.tokenizer, chat) for chat in chosen]
@@ -127,20 +128,6 @@ def windows(stream: Stream, length: int) -> Iterator[tuple[Ints, Ints, Ints]]:
         labels[: scored - begin] = IGNORED
         scored = begin + len(tokens)
         yield tokens, labels, documents
-
-
-def in_groups(
-    rows: Iterator[tuple[Ints, Ints, Ints]] | Sequence[tuple[Ints, Ints, Ints]], most: int
-) -> Iterator[list[tuple[Ints, Ints, Ints]]]:
-    """Up to `most` rows of one length together, in their order."""
-    group: list[tuple[Ints, Ints, Ints]] = []
-    for row in rows:
-        if group and (len(group) == most or len(group[0][0]) != len(row[0])):
-            yield group
-            group = []
-        group.append(row)
-    if group:
-        yield group
 
 
 @torch.inference_mode()
