@@ -13,7 +13,7 @@ import json
 import logging
 import math
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from importlib.util import find_spec
@@ -514,7 +514,8 @@ def resolve(
     if follow and all(DECAY_STEPS not in layer for _, layer in layers):
         values[DECAY_STEPS], origin[DECAY_STEPS] = max(1, values["steps"]), AS_STEPS
     run = from_values(values)
-    check_together(run, origin)
+    for what, keys, hint in contradictions(run):
+        raise ConfigError(what, ", ".join(f"{key} from {origin[key]}" for key in keys.split()), hint)
     return Resolved(run, origin, begun.overrides if begun else ())
 
 
@@ -548,75 +549,49 @@ WITH_FILES = {
 LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down")
 
 
-def check_llama(run: Run, wrong: Callable[[str, list[str], str], ConfigError]) -> None:
-    """The rules between values when a Llama is trained."""
-    if run.batch.tokens % run.batch.length:
-        near = max(1, round(run.batch.tokens / run.batch.length)) * run.batch.length
-        raise wrong(
-            f"micro-batches of batch.tokens={run.batch.tokens} do not consist of rows of batch.length={run.batch.length}",
-            ["batch.tokens", "batch.length"],
-            f"try batch.tokens={near}",
-        )
-    if run.llama.context and run.llama.context < run.batch.length:
-        raise wrong(
-            f"rows of batch.length={run.batch.length} in a model of llama.context={run.llama.context}",
-            ["batch.length", "llama.context"],
-            f"try batch.length={run.llama.context}",
-        )
-    if run.tokens.kind == "word" or run.tokens.lowercase:
-        raise wrong(
-            "a Llama's tokenizer keeps every byte of a text", ["tokens.kind", "tokens.lowercase"], "leave both out: it is byte-level BPE"
-        )
-    if unknown := [name for name in run.lora.targets if name not in LORA_TARGETS]:
-        raise wrong(f"lora.targets names {', '.join(unknown)}", ["lora.targets"], f"there are {', '.join(LORA_TARGETS)}")
-    if run.lora.rank and not run.llama.start:
-        raise wrong("adapters need a trained model to adapt", ["lora.rank", "llama.start"], "set llama.start to a folder, or lora.rank=0")
-
-
-def check_together(run: Run, origin: Mapping[str, str]) -> None:
-    """Rules between values: all that can be known before a process starts."""
-
-    def wrong(what: str, keys: list[str], hint: str) -> ConfigError:
-        return ConfigError(what, ", ".join(f"{key} from {origin[key]}" for key in keys), hint)
-
+def contradictions(run: Run) -> Iterator[tuple[str, str, str]]:
+    """(what is wrong between values, their keys, what to try): all that can be known before a process starts."""
+    data, batch, kinds = run.data, run.batch, KINDS[run.task]
     if run.model.width % run.model.heads:
-        near = [h for h in range(1, run.model.width + 1) if run.model.width % h == 0]
-        best = min(near, key=lambda h: abs(h - run.model.heads))
-        raise wrong(
-            f"model.width={run.model.width} is no multiple of model.heads={run.model.heads}",
-            ["model.width", "model.heads"],
-            f"try model.heads={best}",
-        )
-    unit = run.layout.shard * run.layout.tensor * run.layout.pipeline
-    if unit > 1 and run.parallel.reduce == "fast":
-        raise wrong(
-            "parallel.reduce is fast, and replicas are several workers, whose gradients are always added in order",
-            ["parallel.reduce"],
-            "try parallel.reduce=ordered",
-        )
-    kinds = KINDS[run.task]
-    if run.data.kind not in kinds:
-        raise wrong(
-            f"task {run.task} does not read data.kind={run.data.kind}", ["task", "data.kind"], f"try data.kind={' or '.join(kinds)}"
-        )
+        near = [heads for heads in range(1, run.model.width + 1) if run.model.width % heads == 0]
+        best = min(near, key=lambda heads: abs(heads - run.model.heads))
+        what = f"model.width={run.model.width} is no multiple of model.heads={run.model.heads}"
+        yield what, "model.width model.heads", f"try model.heads={best}"
+    if run.layout.shard * run.layout.tensor * run.layout.pipeline > 1 and run.parallel.reduce == "fast":
+        what = "parallel.reduce is fast, and replicas are several workers, whose gradients are always added in order"
+        yield what, "parallel.reduce", "try parallel.reduce=ordered"
+    if data.kind not in kinds:
+        yield f"task {run.task} does not read data.kind={data.kind}", "task data.kind", f"try data.kind={' or '.join(kinds)}"
     if run.task != "translate":
-        check_llama(run, wrong)
-    if run.task == "translate" and run.data.max_tokens > run.batch.tokens:
-        raise wrong(
-            f"one pair of data.max_tokens={run.data.max_tokens} does not fit a micro-batch of batch.tokens={run.batch.tokens}",
-            ["data.max_tokens", "batch.tokens"],
-            f"try data.max_tokens={run.batch.tokens} or batch.tokens={run.data.max_tokens}",
-        )
-    if run.data.kind in WITH_FILES and not run.data.train:
-        raise wrong(
-            f"data.kind is {run.data.kind}, and data.train is empty",
-            ["data.kind", "data.train"],
-            f"try data.train={WITH_FILES[run.data.kind]}",
-        )
-    if run.data.kind == "huggingface" and not run.data.dataset:
-        raise wrong(
-            "data.kind is huggingface, and data.dataset is empty", ["data.kind", "data.dataset"], "try data.dataset=Helsinki-NLP/opus_books"
-        )
+        yield from contradictions_of_llama(run)
+    elif data.max_tokens > batch.tokens:
+        what = f"one pair of data.max_tokens={data.max_tokens} does not fit a micro-batch of batch.tokens={batch.tokens}"
+        hint = f"try data.max_tokens={batch.tokens} or batch.tokens={data.max_tokens}"
+        yield what, "data.max_tokens batch.tokens", hint
+    if data.kind in WITH_FILES and not data.train:
+        what = f"data.kind is {data.kind}, and data.train is empty"
+        yield what, "data.kind data.train", f"try data.train={WITH_FILES[data.kind]}"
+    if data.kind == "huggingface" and not data.dataset:
+        what = "data.kind is huggingface, and data.dataset is empty"
+        yield what, "data.kind data.dataset", "try data.dataset=Helsinki-NLP/opus_books"
+
+
+def contradictions_of_llama(run: Run) -> Iterator[tuple[str, str, str]]:
+    """Those when a Llama is trained."""
+    tokens, length, context = run.batch.tokens, run.batch.length, run.llama.context
+    if tokens % length:
+        what = f"micro-batches of batch.tokens={tokens} do not consist of rows of batch.length={length}"
+        yield what, "batch.tokens batch.length", f"try batch.tokens={max(1, round(tokens / length)) * length}"
+    if context and context < length:
+        what = f"rows of batch.length={length} in a model of llama.context={context}"
+        yield what, "batch.length llama.context", f"try batch.length={context}"
+    if run.tokens.kind == "word" or run.tokens.lowercase:
+        what = "a Llama's tokenizer keeps every byte of a text"
+        yield what, "tokens.kind tokens.lowercase", "leave both out: it is byte-level BPE"
+    if unknown := [name for name in run.lora.targets if name not in LORA_TARGETS]:
+        yield f"lora.targets names {', '.join(unknown)}", "lora.targets", f"there are {', '.join(LORA_TARGETS)}"
+    if run.lora.rank and not run.llama.start:
+        yield "adapters need a trained model to adapt", "lora.rank llama.start", "set llama.start to a folder, or lora.rank=0"
 
 
 def shared_values(run: Run) -> dict[str, str]:

@@ -115,12 +115,8 @@ def find_ours(environ: Mapping[str, str]) -> Place | None:
             "a torchrun inside a worker of ours: start it with env -u for each LOCKSTEP_ variable",
         )
     listen_fd = environ.get("LOCKSTEP_LISTEN_FD")
-    rank, size, local_rank, local_size = numbers
     return Place(
-        rank,
-        size,
-        local_rank,
-        local_size,
+        *numbers,
         *read_master(environ, "LOCKSTEP_MASTER_ADDR", "LOCKSTEP_MASTER_PORT"),
         starter="lockstep",
         listen_fd=read_number(environ, "LOCKSTEP_LISTEN_FD") if listen_fd else None,
@@ -139,12 +135,8 @@ def find_torchrun(environ: Mapping[str, str]) -> Place | None:
             "torchrun restarts workers into the store of the dead ones; World keeps the attempts apart in it, but code that calls "
             "init_process_group itself may hang after a restart: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun mends that"
         )
-    rank, size, local_rank, local_size = numbers
     return Place(
-        rank,
-        size,
-        local_rank,
-        local_size,
+        *numbers,
         *read_master(environ, "MASTER_ADDR", "MASTER_PORT"),
         starter="torchrun" if "TORCHELASTIC_RUN_ID" in environ else "RANK in the environment",
         store_given=given,
