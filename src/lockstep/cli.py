@@ -66,7 +66,7 @@ def parser() -> Parser:
             one.add_argument("what", nargs="?", metavar="RUN.toml|FILE.py:FUNCTION", help=what)
         return one.add_argument
 
-    workers, seed, checkpoint_step = whole(0, 1 << 16), whole(0, 2**63 - 1), whole(0, 10**9)
+    workers, seed, checkpoint_step = whole(1, 1 << 16), whole(0, 2**63 - 1), whole(0, 10**9)
     resume = {"default": "auto", "metavar": "auto|never|required|STEP", "help": "which checkpoint to go on from (default: auto)"}
     override = {"action": "append", "default": [], "metavar": "KEY=VALUE", "help": OVERRIDE}
     beams = {"type": whole(1, 256), "default": 1, "help": "1: greedy; more: beam search of that width"}
@@ -86,8 +86,8 @@ def parser() -> Parser:
     add("--hosts", type=Path, metavar="HOSTS.toml", help="all hosts of the run; start the same command on each")
     add("--host", metavar="NAME", help="which of them this is (default: what this machine calls itself)")
     add("--ssh", action="store_true", help="start the command on all hosts from here, by ssh")
-    add("--min", type=workers, default=1, help="workers below which training waits for more (default: 1)")
-    add("--max", type=workers, help="workers that train at once, others stand by (default: batch.micro_batches)")
+    add("--min", type=whole(0, 1 << 16), default=1, help="workers below which training waits for more (default: 1)")
+    add("--max", type=whole(0, 1 << 16), help="workers that train at once, others stand by (default: batch.micro_batches)")
     add("--resume", **resume)
     add("--override", **override)
     add("--with-evaluator", action="store_true", help="score every checkpoint in a process of its own on this host, by ssh on the first")
@@ -112,7 +112,7 @@ def parser() -> Parser:
     add("--split", choices=["validation", "test"], default="validation", help="which held-out text (default: validation)")
     add("--beams", **beams)
     add("--average", help="score the mean of the newest N checkpoints' weights", **average)
-    add("--workers", type=whole(1, 1 << 16), help="processes that share the work (default: 1); any number gives the same answer")
+    add("--workers", type=workers, help="processes that share the work (default: 1); any number gives the same answer")
 
     add = command("translate", translate, "translate a text, or lines from standard input")
     add("folder", type=Path, metavar="RUN", help="folder of the run")
@@ -134,7 +134,7 @@ def parser() -> Parser:
     add("--chat", action="store_true", help="the text is what a user says: answer it, by the model's chat template")
     add("--step", type=checkpoint_step, help="the checkpoint of a run to use (default: the newest)")
     add("--compile", action="store_true", help="compile the decoding step; pays off for long continuations")
-    add("--tensor", type=whole(1, 1 << 16), default=1, metavar="T", help="cut the model over T processes of this machine (default: 1)")
+    add("--tensor", type=workers, default=1, metavar="T", help="cut the model over T processes of this machine (default: 1)")
     add("--file", type=Path, help="lines to continue, instead of standard input")
 
     add = command("checkpoint", checkpoint, "list, verify, digest, import or export the checkpoints of a run")
@@ -639,6 +639,7 @@ def log_file(folder: Path, node: str, rank: int, *, make: bool) -> Path:
 def own_function(spelled: str, folder: Path, flags: dict[str, str]) -> int:
     """Call a user's function in a worker: flags are its keyword arguments, checked against its annotations."""
     import inspect
+    from types import GenericAlias
     from typing import get_type_hints
 
     from pydantic import TypeAdapter, ValidationError
@@ -648,13 +649,13 @@ def own_function(spelled: str, folder: Path, flags: dict[str, str]) -> int:
 
     function = load_function(spelled)
     seed_unseeded_generators()  # before the function makes its data and its model
-    takes = inspect.signature(function).parameters
-    listed = f"it takes {', '.join('--' + name for name in takes) or 'nothing'}"
+    parameters = inspect.signature(function).parameters.values()
+    takes = {one.name: one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+    hint = f"it takes {', '.join('--' + name for name in takes) or 'nothing'}"
     if unknown := [name for name in flags if name not in takes]:
-        raise UsageError(f"{spelled} takes no --{unknown[0]}", "command line", listed)
-    needed = [name for name, one in takes.items() if one.default is one.empty and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-    if missing := [name for name in needed if name not in flags and name != "out"]:
-        raise UsageError(f"{spelled} needs --{missing[0]}", "command line", listed)
+        raise UsageError(f"{spelled} takes no --{unknown[0]}", "command line", hint)
+    if missing := [name for name, one in takes.items() if one.default is one.empty and name not in flags and name != "out"]:
+        raise UsageError(f"{spelled} needs --{missing[0]}", "command line", hint)
     try:
         hints = {"out": Path} | get_type_hints(function, include_extras=True)
     except NameError as error:
@@ -664,7 +665,8 @@ def own_function(spelled: str, folder: Path, flags: dict[str, str]) -> int:
     named: dict[str, object] = {}
     for name, text in (({"out": str(folder)} if "out" in takes else {}) | flags).items():
         try:
-            named[name] = TypeAdapter(hints.get(name, str), config={"arbitrary_types_allowed": True}).validate_python(text)
+            listed: Any = GenericAlias(list, (hints.get(name, str),))  # pydantic gives a dataclass by itself no config
+            named[name] = TypeAdapter(listed, config={"arbitrary_types_allowed": True}).validate_python([text])[0]
         except ValidationError as error:
             raise UsageError(f"--{name} {text!r}: {error.errors()[0]['msg']}", "command line", f"see {spelled}") from None
     function(**named)

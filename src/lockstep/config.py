@@ -590,6 +590,9 @@ def contradictions_of_llama(run: Run) -> Iterator[tuple[str, str, str]]:
         yield what, "tokens.kind tokens.lowercase", "leave both out: it is byte-level BPE"
     if unknown := [name for name in run.lora.targets if name not in LORA_TARGETS]:
         yield f"lora.targets names {', '.join(unknown)}", "lora.targets", f"there are {', '.join(LORA_TARGETS)}"
+    if run.lora.rank and not run.lora.targets:
+        what = "lora.targets is empty, and adapters need matrices to adapt"
+        yield what, "lora.rank lora.targets", "leave lora.targets out for all of them"
     if run.lora.rank and not run.llama.start:
         yield "adapters need a trained model to adapt", "lora.rank llama.start", "set llama.start to a folder, or lora.rank=0"
 

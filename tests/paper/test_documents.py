@@ -226,6 +226,7 @@ def test_drills_are_right_and_always_the_same() -> None:
         ({"task": "pretrain", "data.kind": "stdlib", "llama.context": "128"}, r"llama\.context=128"),
         ({"task": "pretrain", "data.kind": "stdlib", "tokens.lowercase": "true"}, "keeps every byte"),
         ({"task": "sft", "data.kind": "drills", "lora.rank": "8"}, "adapters need a trained model"),
+        ({"task": "sft", "data.kind": "drills", "lora.rank": "8", "lora.targets": ""}, "lora.targets is empty"),
         ({"task": "sft", "data.kind": "drills", "lora.targets": "query,other"}, "lora.targets names other"),
         ({"task": "pretrain", "data.kind": "stdlib", "llama.shape": "7M"}, "llama.shape = '7M'"),
     ],

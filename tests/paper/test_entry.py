@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.cli import main, own_function
 from lockstep.entry import load_function
 from lockstep.errors import UsageError
 
@@ -71,3 +72,27 @@ def test_what_a_file_raises_while_it_loads_is_its_own_error(folder: Path) -> Non
         with pytest.raises(ModuleNotFoundError, match="there_is_no_such_module"):
             load_function(spelled)
     assert "broken_loop" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("function", "flags", "says"),
+    [
+        ("shaped", {"shape": "wide"}, "--shape 'wide': Input should be a dictionary or an instance of Shape"),
+        ("several", {"options": "1"}, "takes no --options"),
+        ("several", {"numbers": "1"}, "takes no --numbers"),
+        ("positional", {"first": "1"}, "takes no --first"),
+    ],
+)
+def test_an_argument_that_a_function_cannot_be_given_is_refused(folder: Path, function: str, flags: dict[str, str], says: str) -> None:
+    (folder / "odd.py").write_text(
+        "from dataclasses import dataclass\n@dataclass\nclass Shape:\n    width: int = 1\n"
+        "def shaped(shape: Shape = Shape()): ...\ndef several(*numbers: int, **options: int): ...\ndef positional(first: int = 1, /): ...\n"
+    )
+    with pytest.raises(UsageError, match=says):
+        own_function(f"odd.py:{function}", folder / "run", flags)
+
+
+@pytest.mark.parametrize("command", ["train", "launch", "drill"])
+def test_no_worker_is_no_number_of_workers(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    assert main([command, "odd.py:train", "--workers", "0"]) == 2
+    assert "argument --workers: '0' is no whole number from 1 to" in capsys.readouterr().err

@@ -10,6 +10,7 @@ import torch
 
 from lockstep.checkpoint.facts import differences, make_run_id, newest_facts, read_run_id, warnings
 from lockstep.checkpoint.store import Store
+from lockstep.cli import main
 from lockstep.config import bits_as_text, open_run, read_run, resolve, to_json, write_run
 from lockstep.errors import CheckpointError, ConfigError
 
@@ -96,3 +97,13 @@ def test_a_run_folder_has_one_id_and_a_damaged_one_is_refused(tmp_path: Path) ->
         read_run_id(tmp_path)
     (tmp_path / "run_id.json").unlink()
     assert make_run_id(tmp_path, "0123456789abcdef") == "0123456789abcdef", "a lost one is taken from the newest checkpoint"
+
+
+def test_shown_overrides_hold_from_the_checkpoint_that_resume_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = resolve(None, {})
+    write_run(tmp_path, run)
+    for step in (5, 9):
+        Store(tmp_path / "checkpoints").save(step, {"model.x": torch.zeros(1)}, {"run": to_json(run)})
+    for resume, first in (("auto", 10), ("5", 6)):
+        assert main(["train", "--out", str(tmp_path), "--show", "--resume", resume, "--override", "optim.learning_rate=1e-4"]) == 0
+        assert capsys.readouterr().out.endswith(f"--override, from step {first} on\n")
