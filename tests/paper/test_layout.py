@@ -63,7 +63,7 @@ def test_pieces_of_all_workers_make_the_whole(rows: int, columns: int, tensor: i
         held = piece.of(whole)
         assert tuple(held.shape) == piece.size and Piece.from_json(piece.to_json()) == piece
         assert (put_together[torch.isin(whole, held)] == -1).all(), "held twice"
-        piece.fill(put_together, held)
+        piece.copy_to(Piece.whole(whole.shape), held, put_together)
     assert torch.equal(put_together, whole)
 
 
@@ -77,7 +77,7 @@ def test_shards_are_cut_as_torch_cuts_and_columns_come_back(rows: int, tensor: i
         for shard in range(shards):
             piece = column.cut_rows(shard, shards)
             assert torch.equal(piece.of(whole), chunks[shard] if shard < len(chunks) else whole[:0, :width])
-            piece.fill(out, piece.of(whole))
+            piece.copy_to(Piece.whole(whole.shape), piece.of(whole), out)
     assert torch.equal(out, whole)
 
 

@@ -25,6 +25,7 @@ from lockstep.layout import Layout
 from lockstep.models import llama, lora, translator
 from lockstep.optim import adamw, divide_and_clip
 from lockstep.parallel.apply import Held, hold
+from lockstep.parallel.pieces import Piece
 from lockstep.parallel.replicate import Replica
 from lockstep.parallel.shard import ShardedReplica
 from lockstep.testing import run_ranks
@@ -139,7 +140,8 @@ def whole(held: Held, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for one in everybody:
         for name, (piece, tensor) in one.items():
-            piece.fill(found.setdefault(name, torch.full(piece.shape, float("nan"), dtype=tensor.dtype)), tensor)
+            target = found.setdefault(name, torch.full(piece.shape, float("nan"), dtype=tensor.dtype))
+            piece.copy_to(Piece.whole(piece.shape), tensor, target)
     assert all(not tensor.isnan().any() for tensor in found.values())
     return found
 

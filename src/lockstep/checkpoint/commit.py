@@ -45,6 +45,7 @@ from lockstep.units import show_bytes
 log = logging.getLogger("lockstep")
 
 MANIFEST = "manifest.json"
+FACTS = "facts.json"  # the one file besides the manifest that is no tensors
 FORMAT = 1
 CHUNK_BYTES = 4 * 2**20
 COMMITTER_PATIENCE_S = 60.0
@@ -99,21 +100,26 @@ def records_of(files: dict[str, Any]) -> dict[str, Record]:
     return {name: Record(**record) for name, record in files.items()}
 
 
-def read_checked(path: Path, record: Record) -> tuple[bytearray, str]:
-    """(the file's bytes, "") or (nothing, what is wrong with it). Read once: what was hashed is what is returned."""
+def read_checked(path: Path, record: Record, *, keep: bool = True) -> tuple[bytearray, str]:
+    """(the file's bytes, "") or (nothing, what is wrong with it). Read once: what was hashed is what is returned.
+
+    keep  False: only look; no more than one chunk is in memory
+    """
     try:
         with open(path, "rb", buffering=0, opener=inside) as file:
             size = os.fstat(file.fileno()).st_size
             if size != record.bytes:
                 return bytearray(), f"{path.name} has {size} bytes, the manifest says {record.bytes}"
-            content, sha256, done = bytearray(size), hashlib.sha256(), 0
+            content, sha256, start = bytearray(size if keep else CHUNK_BYTES), hashlib.sha256(), 0
             view = memoryview(content)
-            while count := file.readinto(view[done : done + CHUNK_BYTES]):
-                sha256.update(view[done : done + count])
-                done += count
+            while count := file.readinto(view[start : start + CHUNK_BYTES]):
+                sha256.update(view[start : start + count])
+                start += count if keep else 0
     except OSError as error:
         return bytearray(), damage(path.name, error)
-    return (content, "") if sha256.hexdigest() == record.sha256 else (bytearray(), wrong_hash(path.name))
+    if sha256.hexdigest() != record.sha256:
+        return bytearray(), f"{path.name} is not what was written: its sha256 differs from the manifest's"
+    return content, ""
 
 
 def inside(path: str, flags: int) -> int:
@@ -141,10 +147,6 @@ def damage(name: str, error: OSError) -> str:
     raise error
 
 
-def wrong_hash(name: str) -> str:
-    return f"{name} is not what was written: its sha256 differs from the manifest's"
-
-
 def strays(path: Path, files: Collection[str]) -> list[str]:
     """Names in the folder that its manifest knows nothing of."""
     return sorted(set(os.listdir(path)) - {*files, MANIFEST, COMMITTED})
@@ -157,17 +159,9 @@ def check(path: Path, step: int, only: Collection[str] | None = None) -> list[st
     """
     files, problems = read_manifest(path, step)
     for name, record in sorted(files.items()):
-        if only is not None and name not in only:
-            continue
-        try:
-            with open(path / name, "rb", opener=inside) as file:
-                size = os.fstat(file.fileno()).st_size
-                if size != record.bytes:
-                    problems.append(f"{name} has {size} bytes, the manifest says {record.bytes}")
-                elif hashlib.file_digest(file, "sha256").hexdigest() != record.sha256:
-                    problems.append(wrong_hash(name))
-        except OSError as error:
-            problems.append(damage(name, error))
+        if only is None or name in only:
+            _, problem = read_checked(path / name, record, keep=False)
+            problems += [problem] if problem else []
     if files:
         problems += [f"{name} does not belong here: the manifest does not name it" for name in strays(path, files)]
     return problems
@@ -203,20 +197,8 @@ class Attempt:
         return self
 
     def put(self, name: str, chunks: Iterable[bytes | memoryview]) -> None:
-        """Write one file of the checkpoint, hash it on the way, flush it to the disk."""
-        sha256, size = hashlib.sha256(), 0
-        with open(self.path / name, "xb") as file:
-            for chunk in chunks:
-                view = memoryview(chunk)
-                for start in range(0, len(view), CHUNK_BYTES):
-                    part = view[start : start + CHUNK_BYTES]
-                    file.write(part)
-                    sha256.update(part)
-                    size += len(part)
-            self.at(f"in {name}")
-            file.flush()
-            os.fsync(file.fileno())
-        self.files[name] = Record(size, sha256.hexdigest())
+        """Write one file of the checkpoint."""
+        self.files[name] = write_file(self.path / name, chunks, self.at)
         self.at(f"after {name}")
 
     def commit(self) -> bool:
@@ -274,6 +256,23 @@ class Attempt:
                 release(self.seal)
                 raise
             self.state = REMOVING
+
+
+def write_file(path: Path, chunks: Iterable[bytes | memoryview], at: Seam = no_seam) -> Record:
+    """Write a new file, hash it on the way, flush it to the disk."""
+    sha256, size = hashlib.sha256(), 0
+    with open(path, "xb") as file:
+        for chunk in chunks:
+            view = memoryview(chunk)
+            for start in range(0, len(view), CHUNK_BYTES):
+                part = view[start : start + CHUNK_BYTES]
+                file.write(part)
+                sha256.update(part)
+            size += len(view)
+        at(f"in {path.name}")
+        file.flush()
+        os.fsync(file.fileno())
+    return Record(size, sha256.hexdigest())
 
 
 def clear_the_way(target: Path) -> None:

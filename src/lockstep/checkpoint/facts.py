@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint import commit, seal
+from lockstep.checkpoint.commit import FACTS
 from lockstep.errors import CheckpointError
 from lockstep.files import read_json, write_json
 
-FACTS = "facts.json"
 RUN_ID = "run_id.json"
 SHOWN = 80  # letters of the longest value that a message repeats
 

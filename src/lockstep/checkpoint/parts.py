@@ -12,7 +12,6 @@ reads takes what it needs of each piece. The digest of a state is that of its wh
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -72,7 +71,7 @@ class Part:
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir()
         try:
-            records = {name: vars(put(path / name, chunks)) for name, chunks in files}
+            records = {name: vars(commit.write_file(path / name, chunks)) for name, chunks in files}
             fsync_folder(path)
             write_json(path / PART, {"files": records})
         except OSError as error:
@@ -117,19 +116,6 @@ def read_part(path: Path, writer: int, step: int) -> dict[str, Record]:
     raise CheckpointError(f"writer {writer} could not write its part of step {step}: {said['error']}", str(path), "")
 
 
-def put(path: Path, chunks: Iterable[bytes | memoryview]) -> Record:
-    """Write a file, flushed to the disk."""
-    sha256, size = hashlib.sha256(), 0
-    with open(path, "xb") as file:
-        for chunk in chunks:
-            file.write(chunk)
-            sha256.update(chunk)
-            size += len(memoryview(chunk).cast("B"))
-        file.flush()
-        os.fsync(file.fileno())
-    return Record(size, sha256.hexdigest())
-
-
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
@@ -165,32 +151,16 @@ class Stored:
         same = [one for one in self.pieces if one.piece == wanted]
         return same[:1] or [one for one in self.pieces if one.piece.meets(wanted)]
 
-    def raw(self, wanted: Piece | None = None) -> Raw:
-        """The whole, in which at least the piece `wanted` (None: all) has its values; a view of the bytes where it lies in one piece.
-
-        CheckpointError when the pieces do not make it up.
-        """
-        if self.pieces[0].piece.is_whole:
-            return self.pieces[0].raw()
-        wanted = wanted or Piece.whole(self.spec.shape)
-        out, missing = np.empty(wanted.shape, self.pieces[0].raw().dtype), np.ones(wanted.shape[:2], np.bool_)
-        for one in self.needed(wanted):
-            one.piece.fill(out, one.raw())
-            one.piece.fill(missing, np.zeros(one.piece.size[:2], np.bool_))
-        if lacking := int(Piece(missing.shape, wanted.rows, wanted.columns).of(missing).sum()):
-            raise CheckpointError(f"pieces of {self.spec.name} are missing", f"{lacking} of its rows and columns are in no file")
-        return out
-
     def data(self) -> memoryview:
         """The bytes of the whole."""
         first = self.pieces[0]
-        return first.data if first.piece.is_whole else self.raw().reshape(-1).view(np.uint8).data
+        return first.data if first.piece.is_whole else self.piece(Piece.whole(self.spec.shape))[1]
 
     def piece(self, wanted: Piece) -> tuple[Spec, memoryview]:
         """A piece of the tensor, which need not be one that is stored: a copy."""
-        needed = self.needed(wanted)
-        held = np.array(needed[0].raw() if needed and needed[0].piece == wanted else wanted.of(self.raw(wanted)))
-        return self.spec._replace(shape=wanted.size), held.reshape(-1).view(np.uint8).data
+        taken = Taken(self.spec, wanted)
+        taken.add(self)
+        return taken.content()
 
 
 class Taken:

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from lockstep.checkpoint import commit, seal, tensorfile
 from lockstep.checkpoint.choose import expendable, show_steps
+from lockstep.checkpoint.commit import FACTS
 from lockstep.checkpoint.parts import FILES_A_WRITER, Part, Taken, Tensors, parameter_of, place_of, take, tensors_at
 from lockstep.checkpoint.state import bytes_of, fingerprints, shown, spec_of, tensor_of
 from lockstep.checkpoint.tensorfile import Spec
@@ -38,7 +39,6 @@ from lockstep.units import show_bytes, show_seconds
 
 log = logging.getLogger("lockstep")
 
-FACTS = "facts.json"
 FILE_BYTES = 2 * 10**9
 
 

@@ -94,17 +94,6 @@ class Piece:
             rows = rows[:, self.columns[0] : self.columns[1]]
         return rows
 
-    def fill(self, whole: Array, part: Array) -> None:
-        """Put the part in its place."""
-        if not self.shape:
-            whole[...] = part
-            return
-        passed = 0
-        for start, stop in self.rows:
-            there = whole[start:stop] if self.columns is None else whole[start:stop, self.columns[0] : self.columns[1]]
-            there[...] = part[passed : passed + stop - start]
-            passed += stop - start
-
     def copy_to(self, other: Piece, part: Array, target: Array) -> None:
         """Copy what both pieces have from `part`, the values of this one, into `target`, those of the other piece of the same tensor."""
         if not self.shape:
