@@ -32,8 +32,8 @@ from lockstep.failures import plainly
 from lockstep.membership.fault import FaultyBoard, flip_bit
 from lockstep.membership.handover import StatesDiffer, hand_over, roles
 from lockstep.numerics import seed_generators
-from lockstep.parallel.apply import Held
-from lockstep.parallel.replicate import DIGEST_FACTOR, Replica, digest_of, words_of
+from lockstep.parallel.apply import Held, whole_or_held
+from lockstep.parallel.replicate import DIGEST_FACTOR, Replica, digest_of
 from lockstep.parallel.shard import ShardedReplica
 from lockstep.parallel.untrained import Buffer, Untrained
 from lockstep.signals import Signals, Stopped
@@ -132,12 +132,13 @@ class Team:
         world.take(self)
         self.world, self.keeper, self.tracker, self.verify_every, self.board = world, keeper, tracker, verify_every, world.board
         self.replica: Replica | ShardedReplica
-        if isinstance(model, Held) and model.layout.unit > 1:
-            self.replica = ShardedReplica(model, micro_batches=micro_batches, seed=seed, together=together)
+        self.module, self.held = whole_or_held(model)
+        if self.held:
+            self.replica = ShardedReplica(self.held, micro_batches=micro_batches, seed=seed, together=together)
             self.replica.wires.laying = world.more_groups
         else:
             self.replica = Replica(
-                model.module if isinstance(model, Held) else model,
+                self.module,
                 micro_batches=micro_batches,
                 seed=seed,
                 reduce=reduce,
@@ -146,8 +147,8 @@ class Team:
             )
         # Not where this worker joins others: they would not rehearse with it, and a loop may have collectives of its own.
         self.rehearses = rehearse and world.fresh
-        self.model, self.local_buffers = model, local_buffers
-        self._trained, self.untrained = self.replica.parameters, untrained_of(model, local_buffers=local_buffers)
+        self.local_buffers = local_buffers
+        self._trained, self.untrained = self.replica.parameters, self._what_is_untrained()
         self.compare_all = True  # a member has come whose frozen weights nobody has compared yet
         self.on_nonfinite = on_nonfinite
         self.squares: torch.Tensor | None = None
@@ -274,7 +275,12 @@ class Team:
             return
         if self.keeper:
             self.keeper.refuse_what_is_left_out()
-        self._trained, self.untrained = self.replica.parameters, untrained_of(self.model, local_buffers=self.local_buffers)
+        self._trained, self.untrained = self.replica.parameters, self._what_is_untrained()
+
+    def _what_is_untrained(self) -> Untrained:
+        """The frozen weights that this worker holds, and the buffers."""
+        frozen = [p for p in (self.held or self.module).parameters() if not p.requires_grad]
+        return Untrained(self.module, frozen, local_buffers=self.local_buffers)
 
     def _rehearse(self, replica: Replica, step: int) -> Iterator[int]:
         """Collective. Micro-batch 0 on every replica. UsageError when it has not the same loss on all of them."""
@@ -328,7 +334,7 @@ class Team:
     def _refuse_to_diverge(self, step: int, verdict: Verdict) -> None:
         """DivergedError, on all replicas alike, when the agreed loss or the gradient is not finite."""
         if isinstance(self.replica, Replica):
-            wrong = not_finite({name: p.grad for name, p in self.replica.model.named_parameters() if p.grad is not None})
+            wrong = not_finite({name: p.grad for name, p in self.module.named_parameters() if p.grad is not None})
         else:
             wrong = [] if self.squares is None or bool(self.squares.isfinite()) else ["its norm"]
         if wrong or not verdict.finite:
@@ -407,10 +413,9 @@ class Team:
 
     def _differing_tensors(self) -> list[str]:
         """Collective. The names of the tensors in the state that are not the same on all replicas."""
-        replica, unit = self.replica, self.replica.unit
-        model = replica.model if isinstance(replica, Replica) else replica.held.named
-        state = self.keeper.capture() if self.keeper else capture(model)
-        digests = gather(self.world, {name: str(digest_of([tensor], [words_of(tensor)])) for name, tensor in state.items()})
+        unit = self.replica.unit
+        state = self.keeper.capture() if self.keeper else capture(self.held.named if self.held else self.module)
+        digests = gather(self.world, {name: str(digest_of([tensor])) for name, tensor in state.items()})
         return [name for name in state if len({one.get(name) for one in digests[self.world.rank % unit :: unit]}) > 1]
 
     def _digest(self, what: str, step: int = 0) -> int:
@@ -524,17 +529,9 @@ def not_keyed(what: str) -> UsageError:
     )
 
 
-def untrained_of(model: nn.Module | Held, *, local_buffers: bool) -> Untrained:
-    """The frozen weights that this worker holds, and the buffers."""
-    module = model.module if isinstance(model, Held) else model
-    held = model.parameters() if isinstance(model, Held) and model.layout.unit > 1 else module.parameters()
-    return Untrained(module, [p for p in held if not p.requires_grad], local_buffers=local_buffers)
-
-
 def refuse_another_keeper(keeper: Keeper, world: World, model: nn.Module | Held) -> None:
     """UsageError when the keeper saves something else than what the team trains."""
-    held = model if isinstance(model, Held) and model.layout.unit > 1 else None
-    module = model.module if isinstance(model, Held) else model
+    module, held = whole_or_held(model)
     same = held is not None or (isinstance(keeper.model, nn.Module) and bare(keeper.model) is bare(module))
     if keeper.world is not world or keeper.held is not held or not same:
         what = f"the Team trains {kind_of(module)}, the Keeper saves another {kind_of(keeper.model)}"

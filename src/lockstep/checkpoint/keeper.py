@@ -44,8 +44,8 @@ from lockstep.events import note
 from lockstep.failures import plainly
 from lockstep.membership.folder import trouble
 from lockstep.membership.handover import hand_over, roles
-from lockstep.parallel.apply import Held
-from lockstep.parallel.replicate import digest_of, words_of
+from lockstep.parallel.apply import Held, whole_or_held
+from lockstep.parallel.replicate import digest_of
 from lockstep.world import World
 
 log = logging.getLogger("lockstep")
@@ -91,12 +91,8 @@ class Keeper:
         self.optimizers = several(optimizer)
         self.state = None if isinstance(model, Held) else dict(state or {})
         self.store = Store(folder, keep=keep)
-        self.model: nn.Module | Mapping[str, torch.Tensor]
-        self.held = model if isinstance(model, Held) and model.layout.unit > 1 else None
-        if self.held:
-            self.model = self.held.named
-        else:
-            self.model = model.module if isinstance(model, Held) else model
+        module, self.held = whole_or_held(model)
+        self.model: nn.Module | Mapping[str, torch.Tensor] = self.held.named if self.held else module
         self._refuse_what_cannot_be_saved(state or {})
         self.saver: BackgroundSaver | None = None  # the leader's
         self.facts: dict[str, Any] = {}
@@ -161,10 +157,10 @@ class Keeper:
 
     def optimizer_digest(self) -> int:
         """64 bits over all state but the model's, of which a flipped one shows; equal on those who hold the same in other replicas."""
-        tensors = {name: tensor for name, tensor in sorted(self.capture().items()) if not name.startswith("model.")}
-        texts = b"".join(bytes_of(tensor) for name, tensor in tensors.items() if name.endswith(TEXT))  # digest_of sums: too weak for text
-        numbers = [tensor for name, tensor in tensors.items() if not name.endswith(TEXT)]
-        return digest_of(numbers, map(words_of, numbers)) ^ int.from_bytes(hashlib.sha256(texts).digest()[:8])
+        tensors = [(name, tensor) for name, tensor in sorted(self.capture().items()) if not name.startswith("model.")]
+        texts = b"".join(bytes_of(tensor) for name, tensor in tensors if name.endswith(TEXT))  # digest_of sums: too weak for text
+        numbers = [tensor for name, tensor in tensors if not name.endswith(TEXT)]
+        return digest_of(numbers) ^ int.from_bytes(hashlib.sha256(texts).digest()[:8])
 
     def _take_part(self, held: Held) -> dict[str, torch.Tensor]:
         """What this worker writes of a checkpoint: of tensors that several have, the first of them writes."""

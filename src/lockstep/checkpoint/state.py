@@ -208,10 +208,7 @@ def differences(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> list[
     return lines + ([f"wrong: {shown(wrong)}"] if wrong else [])
 
 
-def state_differences(
-    parameters: Trained,
-    states: Mapping[str, Mapping[str, Tensor]],
-) -> list[str]:
+def state_differences(parameters: Trained, states: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
     """What keeps the saved optimizer state from ours.
 
     Keys and shapes are compared for those parameters that have state in both: a new optimizer has none, and a parameter
@@ -263,10 +260,14 @@ def spec_of(name: str, tensor: Tensor) -> Spec:
     return Spec(name, DTYPES[tensor.dtype], tuple(tensor.shape))
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The tensor's own memory as a row of bytes, on its device; a copy in row-major order when it is not contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
 def bytes_of(tensor: Tensor) -> memoryview:
     """The tensor's bytes in row-major order; a view of its memory if it is contiguous and on the CPU."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+    return as_bytes(tensor.cpu()).numpy().data
 
 
 def tensor_of(spec: Spec, data: memoryview) -> Tensor:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.agree import differing
-from lockstep.checkpoint.state import DTYPES, TORCH_DTYPES, digest
+from lockstep.checkpoint.state import DTYPES, TORCH_DTYPES, as_bytes, digest
 from lockstep.errors import PeersLostError
 from lockstep.waits import Waits
 from lockstep.world import World, gather_json
@@ -89,8 +89,3 @@ def hand_over(
     if wrong := [rank for rank in all_joiners if digests[rank] != digests[first_of[rank]]]:
         refuse(f"what came to rank {', '.join(map(str, wrong))} is not the state of one worker")
     return mine if takes else None
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The tensor's own memory as a row of bytes (a copy when it is not contiguous)."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -81,6 +81,13 @@ class Held:
         return found
 
 
+def whole_or_held(model: nn.Module | Held) -> tuple[nn.Module, Held | None]:
+    """(the module, what this worker holds of it where a replica is several workers; None where it is one)."""
+    if not isinstance(model, Held):
+        return model, None
+    return model.module, model if model.layout.unit > 1 else None
+
+
 def hold(
     model: nn.Module,
     layout: Layout,

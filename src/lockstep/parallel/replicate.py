@@ -17,7 +17,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
@@ -83,12 +83,9 @@ class Replica:
     seed           of the randomness within the model, keyed by (seed, step, micro-batch)
     reduce         "ordered": the fixed tree; "fast": the backend's all-reduce, with other bits for every number of processes
     bucket_bytes   gradients that travel together
-
     equal          make all replicas equal now: Collective, every one gets the weights of rank 0. False: they are, or one joins others that
                    are at work (World.fresh)
 
-    Buffers (batch norm's running statistics) are not
-    synchronised afterwards: a model that trains with them has no promise of equal bits.
     Errors: UsageError when there are more processes than micro-batches, or when no backward pass reached the parameters.
     """
 
@@ -119,7 +116,6 @@ class Replica:
         self.ddp: nn.parallel.DistributedDataParallel | None = None
         self._alone: dist.ProcessGroup | None = None  # this process, in the present generation
         self._same_trained = False  # whether all replicas are known to train the same parameters
-        self._words: list[np.ndarray[Any, Any] | None] = []
         if equal:
             self._wrap()
             if self.group.size() > 1:
@@ -186,7 +182,6 @@ class Replica:
         hook = self._on_cuda if self.device.type == "cuda" else self._on_cpu
         ddp.register_comm_hook(None, lambda _, bucket: hook(bucket))  # DDP refuses annotations that are still text
         self.ddp, self._same_trained = ddp, False
-        self._words = [words_of(p) for p in self.parameters]
         return ddp
 
     @property
@@ -280,7 +275,7 @@ class Replica:
 
     def digest(self) -> int:
         """64 bits over the weights, of which a flipped one shows."""
-        return digest_of(self.parameters, self._words)
+        return digest_of(self.parameters)
 
     def exposed_s(self) -> float:
         """Seconds that this step waited for the wire after its last gradient was computed."""
@@ -370,11 +365,11 @@ def words_of(parameter: torch.Tensor) -> np.ndarray[Any, Any] | None:
     return raw.view(next(kind for kind in (np.uint64, np.uint32, np.uint16, np.uint8) if raw.nbytes % np.dtype(kind).itemsize == 0))
 
 
-def digest_of(tensors: Sequence[torch.Tensor], words: Iterable[np.ndarray[Any, Any] | None]) -> int:
+def digest_of(tensors: Iterable[torch.Tensor]) -> int:
     """64 bits over tensors in their order, of which a flipped one shows: of each the sum of its words; torch's hash where it has none."""
     total = 0
-    for tensor, its in zip(tensors, words, strict=True):
-        if its is not None:
+    for tensor in tensors:
+        if (its := words_of(tensor)) is not None:
             one = int(np.add.reduce(its, dtype=np.uint64))
         else:  # item() cannot give what is above 2**63
             one = int(torch.hash_tensor(tensor.detach()).view(torch.int64)) if tensor.numel() else 0

@@ -38,7 +38,7 @@ from lockstep.optim import row_norms
 from lockstep.parallel.apply import Held
 from lockstep.parallel.ordered import Part, Span, Tree, exchange, runs, share
 from lockstep.parallel.pipeline import Flow, Stage, travelling
-from lockstep.parallel.replicate import digest_of, words_of
+from lockstep.parallel.replicate import digest_of
 from lockstep.parallel.wires import Arrival, everybody_sends, exchange_rows
 
 PARCELS = 2  # units whose gradients are on their way at once; a whole unit's worth of memory each
@@ -119,7 +119,6 @@ class ShardedReplica:
         self._waiting: list[Waiting] = []
         self._sent_s = self._done_s = 0.0
         self._handed: list[Tensor] = []
-        self._words = [words_of(p) for p in self.parameters]
         self._queue: queue.SimpleQueue[Parcel | threading.Event | None] = queue.SimpleQueue()
         self._room = threading.Semaphore(PARCELS)
         self._courier = threading.Thread(target=self._deliver, name="lockstep-courier", daemon=True)
@@ -131,7 +130,6 @@ class ShardedReplica:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         self._names = [name for name, p in held.named.items() if p.requires_grad]
-        self._trained = set(self._names)
         self._sharded = [cast(Any, p) for p in held.module.parameters() if p.requires_grad]
         self._backwards = 0  # in this pass
 
@@ -229,13 +227,8 @@ class ShardedReplica:
 
     def _refuse_frozen_or_unfrozen(self) -> None:
         """UsageError when other parameters are trained than when the model was cut."""
-        own, module = self.held.named, self.held.module.parameters()
-        changed = [
-            name
-            for (name, p), q in zip(own.items(), module, strict=True)
-            if not p.requires_grad == q.requires_grad == (name in self._trained)
-        ]
-        if changed:
+        pairs = zip(self.held.named.items(), self.held.module.parameters(), strict=True)
+        if changed := [name for (name, p), q in pairs if {p.requires_grad, q.requires_grad} != {name in self._names}]:
             raise UsageError(
                 f"requires_grad has changed since the model was cut: {shown(changed)}",
                 f"layout {self.held.layout}",
@@ -321,7 +314,7 @@ class ShardedReplica:
 
     def digest(self) -> int:
         """64 bits over this worker's pieces, of which a flipped one shows; equal on those who hold the same in other replicas."""
-        return digest_of(self.parameters, self._words)
+        return digest_of(self.parameters)
 
     def exposed_s(self) -> float:
         """Seconds that this step waited for the wire: for parameters, and after its last gradient was computed."""

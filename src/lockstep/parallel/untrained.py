@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint.state import shown
+from lockstep.checkpoint.state import as_bytes, shown
 from lockstep.errors import UsageError
-from lockstep.parallel.replicate import DIGEST_FACTOR, digest_of, words_of
+from lockstep.parallel.replicate import DIGEST_FACTOR, digest_of
 
 SLICE_BYTES = 32 * 2**20  # hashed per comparison: 3 ms at 10 GB/s
 SMALL_BYTES = 2**20
@@ -28,14 +28,6 @@ class Buffer(NamedTuple):
     value: Tensor | None
     persistent: bool
     module: str
-
-
-class Piece(NamedTuple):
-    """The bytes from `start` to `stop` of tensor `number`."""
-
-    number: int
-    start: int
-    stop: int
 
 
 class Untrained:
@@ -83,8 +75,8 @@ class Untrained:
         tensors, total = self._tensors(), 0
         count = max(1, len(self.slices))
         for pieces in self.slices if number is None else self.slices[number % count :][:1]:
-            views = [words_between(tensors[piece.number], piece.start, piece.stop) for piece in pieces]
-            total = (total * DIGEST_FACTOR + digest_of(views, map(words_of, views))) % 2**64
+            words = digest_of(words_between(tensors[number], start, stop) for number, start, stop in pieces)
+            total = (total * DIGEST_FACTOR + words) % 2**64
         return total
 
     def _tensors(self) -> list[Tensor]:
@@ -96,30 +88,25 @@ def is_changed(before: Buffer, now: Buffer) -> bool:
     """Whether the forward passes between have changed this buffer."""
     if now.tensor is not before.tensor:
         return now.persistent
-    return now.version != before.version or (before.value is not None and not torch.equal(bytes_of(before.value), bytes_of(now.tensor)))
+    return now.version != before.version or (before.value is not None and not torch.equal(as_bytes(before.value), as_bytes(now.tensor)))
 
 
-def slices_of(sizes: Sequence[int]) -> list[list[Piece]]:
-    """Tensors of these sizes in bytes, cut into pieces, and these put together to slices of SLICE_BYTES at most."""
-    slices: list[list[Piece]] = []
+def slices_of(sizes: Sequence[int]) -> list[list[tuple[int, int, int]]]:
+    """Pieces (number of the tensor, first byte, end) of tensors of these sizes in bytes, put together to slices of SLICE_BYTES at most."""
+    slices: list[list[tuple[int, int, int]]] = []
     room = 0
     for number, size in enumerate(sizes):
         for start in range(0, size, SLICE_BYTES):
-            piece = Piece(number, start, min(size, start + SLICE_BYTES))
-            if piece.stop - piece.start > room:
+            stop = min(size, start + SLICE_BYTES)
+            if stop - start > room:
                 slices.append([])
                 room = SLICE_BYTES
-            slices[-1].append(piece)
-            room -= piece.stop - piece.start
+            slices[-1].append((number, start, stop))
+            room -= stop - start
     return slices
 
 
-def bytes_of(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor as a row, on its device; a view where it is contiguous."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
 def words_between(tensor: Tensor, start: int, stop: int) -> Tensor:
-    """Some bytes of a tensor, as int64 where they are a multiple of eight: a device hashes those faster."""
-    raw = bytes_of(tensor)[start:stop]
-    return raw if len(raw) % 8 else raw.view(torch.int64)
+    """Some bytes of a tensor, as int64 where torch can view them so: a device hashes those faster."""
+    raw = as_bytes(tensor)[start:stop]
+    return raw if len(raw) % 8 or raw.storage_offset() % 8 else raw.view(torch.int64)
