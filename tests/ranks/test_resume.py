@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from lockstep import sources
+from lockstep.checkpoint.facts import make_run_id
 from lockstep.checkpoint.keeper import Keeper
 from lockstep.config import open_run
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, UsageError
 from lockstep.testing import run_ranks
 from lockstep.train import claim, train
 from lockstep.world import World
@@ -110,6 +111,27 @@ def test_what_an_own_loop_says_must_be_equal_is_compared_at_a_resume(tmp_path: P
     with pytest.raises(CheckpointError, match="text was abc, is abd"):
         keeper(tmp_path).resume(facts={"text": "abd"})
     assert keeper(tmp_path).resume(facts={"text": "abd"}, allowed={"text"}) == 3
+
+
+def test_the_facts_of_a_checkpoint_that_are_lockstep_s_own_cannot_be_given(tmp_path: Path) -> None:
+    """They would hide the ones that a resume compares."""
+    with keeper(tmp_path) as one:
+        one.resume("never", {"text": "abc"})
+        with pytest.raises(UsageError, match="facts of the names code, fingerprints are Lockstep's own"):
+            one.save(3, {"fingerprints": {}, "code": {}, "epoch": 2})
+
+
+def test_a_joiner_reads_the_id_of_the_run_once_the_others_have_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may come before they have: a checkpoint that it saves as a leader has the id all the same."""
+
+    def join(joiner: Keeper, facts: dict[str, str]) -> int:
+        make_run_id(tmp_path, "0123456789abcdef")
+        return 4
+
+    monkeypatch.setattr(Keeper, "_join", join)
+    one = keeper(tmp_path)
+    one.world.joining = True
+    assert one.resume() == 4 and one.stamp["run_id"] == "0123456789abcdef"
 
 
 def test_an_edited_loop_goes_on_with_a_warning_and_a_line_in_the_diary(

@@ -200,10 +200,9 @@ class Keeper:
         equal, run = dict(facts or {}), self.store.folder.parent
         here = {"numerics": numerics.fingerprint(self.world.device), "code": sources.fingerprint(), "flags": self.world.flags}
         self.stamp = {"fingerprints": equal, **here, **(about or {})}
-        if self.world.joining:
-            self.stamp["run_id"] = read_run_id(run)
-            if (step := self._join(equal)) is not None:
-                return step
+        if self.world.joining and (step := self._join(equal)) is not None:
+            self.stamp["run_id"] = read_run_id(run)  # not before: the others may only now have made it
+            return step
         refuse_mixed_start(self.world, self.world.facts(equal))
         self.world.know(equal)
         found: Checkpoint | None = None
@@ -353,8 +352,10 @@ class Keeper:
         """
         if step == self._saved_step:
             return
-        trained = {} if self.state is None else {"trained": self._trained()}
-        self._saved_step, self._asked = step, Wanted(step, {**self.stamp, **trained, **(facts or {})}, first, protect)
+        stamp = self.stamp if self.state is None else {**self.stamp, "trained": self._trained()}
+        if taken := sorted(stamp.keys() & (facts or {}).keys()):
+            raise UsageError(f"facts of the names {', '.join(taken)} are Lockstep's own", "Keeper.save(facts=...)", "use other names")
+        self._saved_step, self._asked = step, Wanted(step, {**stamp, **(facts or {})}, first, protect)
         if self.alike and not self.alike(step):
             self._doubted = self.world.generation
             return
