@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from lockstep.checkpoint.state import shown
 from lockstep.errors import BY_NAME, LockstepError, UsageError
 from lockstep.world import World, gather_json
 
@@ -34,7 +35,6 @@ class Vote:
     """
 
     losses: Sequence[float]
-    finite: bool = True
     wants: str = ""
     save_failed: bool = False
     joiners: bool = False
@@ -69,9 +69,9 @@ def decide(votes: Sequence[Vote], unit: int = 1) -> Verdict:
     """
     losses = [loss for vote in votes for loss in vote.losses]
     differ = differing([vote.digest for vote in votes], unit)
-    finite = all(vote.finite for vote in votes) and all(map(math.isfinite, losses))
+    finite = all(map(math.isfinite, losses))
     return Verdict(
-        loss=math.fsum(losses) if all(map(math.isfinite, losses)) else math.nan,
+        loss=math.fsum(losses) if finite else math.nan,
         finite=finite,
         stop=max((vote.wants for vote in votes), key=SIGNALS.index) or ("SIGUSR1" if all(vote.leaves for vote in votes) else ""),
         save_failed=any(vote.save_failed for vote in votes),
@@ -99,22 +99,14 @@ def minority(digest_of: Mapping[int, int]) -> list[int]:
 
 
 def agree(world: World, vote: Vote, *, told: Sequence[int], unit: int = 1) -> Verdict:
-    """Collective. The verdict on a step: one message of 7 + max(told) numbers a process.
+    """Collective. The verdict on a step: one message of 6 + max(told) numbers a process.
 
     told  how many losses each rank tells
     """
     if world.size == 1:
         return decide([vote])
     room = max(told)
-    flags = [
-        vote.finite,
-        SIGNALS.index(vote.wants),
-        vote.save_failed,
-        vote.joiners,
-        vote.leaves,
-        vote.digest >> 32,
-        vote.digest & 0xFFFFFFFF,
-    ]
+    flags = [SIGNALS.index(vote.wants), vote.save_failed, vote.joiners, vote.leaves, vote.digest >> 32, vote.digest & 0xFFFFFFFF]
     sent = torch.tensor([*flags, *vote.losses, *[0.0] * (room - len(vote.losses))], dtype=torch.float64)
     received = torch.empty(world.size * len(sent), dtype=torch.float64)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -125,8 +117,8 @@ def agree(world: World, vote: Vote, *, told: Sequence[int], unit: int = 1) -> Ve
 
 def read_vote(row: Sequence[float], losses: int) -> Vote:
     """The vote in a row of numbers, of which `losses` are in use."""
-    digest = int(row[5]) << 32 | int(row[6])
-    return Vote(row[7 : 7 + losses], bool(row[0]), SIGNALS[int(row[1])], bool(row[2]), bool(row[3]), bool(row[4]), digest)
+    digest = int(row[4]) << 32 | int(row[5])
+    return Vote(row[6 : 6 + losses], SIGNALS[int(row[0])], bool(row[1]), bool(row[2]), bool(row[3]), digest)
 
 
 def gather(world: World, value: Any) -> list[Any]:
@@ -185,16 +177,3 @@ def mixed(told: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
         if len(ranks) > 1:
             sentences.append(f"{key} is " + " and ".join(f"{value} on {shown(where)}" for value, where in ranks.items()))
     return sentences
-
-
-def shown(where: Sequence[str], most: int = 4) -> str:
-    """Return the first few of them, and how many more there are."""
-    return ", ".join(where[:most]) + (f" and {len(where) - most} more" if len(where) > most else "")
-
-
-def same(world: World, value: Any, what: str) -> None:
-    """Collective. LockstepError on every process when `value` (JSON) is not the same on all of them."""
-    values = gather(world, value)
-    if any(one != values[0] for one in values):
-        listed = ", ".join(f"rank {rank}: {one}" for rank, one in enumerate(values))
-        raise LockstepError(f"{what} differs between processes", listed[:2000], "start all of them with the same run, files and versions")

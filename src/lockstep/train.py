@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from lockstep import config, events
-from lockstep.agree import Verdict, lead, refuse_mixed_start
+from lockstep.agree import Verdict, lead
 from lockstep.checkpoint.keeper import Keeper
 from lockstep.checkpoint.seal import committed_steps
 from lockstep.config import DATA_PATHS, Resolved, Run, bits_as_text, read_run, shared_values, to_json, with_precision, write_run
@@ -77,7 +77,7 @@ def train(resolved: Resolved, folder: Path, world: World, *, resume: str = "auto
 def train_task(task: Task, resolved: Resolved, folder: Path, world: World, *, resume: str, profile: Steps | None) -> Outcome:
     """Collective. The loop, and what it needs."""
     run = resolved.run
-    settle_numerics(world)
+    log.info(make_deterministic(world.device))
     equal = dict(task.fingerprints) | {f"run {key}": text for key, text in shared_values(run).items() if key not in DATA_PATHS}
     equal |= {"run overrides": json.dumps([asdict(one) for one in resolved.overrides])}
     held = hold_model(run, task, world, equal)
@@ -262,13 +262,6 @@ def meter_for(task: Task, run: Run, world: World) -> Meter:
         log.info("the peak of this device is not known; its matrix products reach %.3g TFLOP/s now", peak / 1e12)
     memory = (lambda: torch.cuda.max_memory_allocated(world.device)) if cuda else peak_resident_bytes
     return Meter(flops_per_token=task.flops_per_token, peak_flops=peak, memory=memory)
-
-
-def settle_numerics(world: World) -> None:
-    """Collective. Choose deterministic kernels; UsageError when those that begin together differ in what decides the bits. A joiner is
-    compared when it asks."""
-    log.info(make_deterministic(world.device))
-    refuse_mixed_start(world, world.facts({}))
 
 
 def go_on_counting(world: World, facts: dict[str, Any], first: int, folder: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lockstep.agree import lead, same
+from lockstep.agree import lead, refuse_mixed_start
 from lockstep.config import Run
 from lockstep.data import llama as data
 from lockstep.data.chat import ChatTokenizer
@@ -42,7 +42,7 @@ class Language:
         prepared = data.open_prepared(folder / "data", tokenizer)
         beginning = Beginning.of(run, tokenizer.inner.get_vocab_size(with_added_tokens=True))
         fingerprints = prepared.fingerprints | {"start": lead(world, lambda: write_model(beginning, folder))}
-        same(world, fingerprints, "the prepared data")
+        refuse_mixed_start(world, fingerprints)
         rows = rows_of(prepared)
         if not len(rows):
             raise DataError(

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lockstep.agree import lead, same
+from lockstep.agree import lead, refuse_mixed_start
 from lockstep.config import Run
 from lockstep.data.loader import Loader, MicroBatch
 from lockstep.data.order import BucketOrder, choose_shapes
@@ -36,7 +36,7 @@ class Translation:
         """Collective. The task with its corpus, which rank 0 prepares the first time."""
         lead(world, lambda: prepare(run.data, run.tokens, folder / "data"))
         corpus = open_prepared(folder / "data")
-        same(world, corpus.fingerprints, "the prepared corpus")
+        refuse_mixed_start(world, corpus.fingerprints)
         order = deal(run, corpus)
         return cls(run, corpus, Loader(corpus.train, order, world.device, fixed_shapes=run.compute.compile))
 
