@@ -13,21 +13,17 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import DamagedFileError
 
 CHECKSUM = "sha256"
-KINDS = {
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFDIR: "a folder",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFLNK: "a symbolic link",
-}
+HALF = re.compile(r"\\u[dD][89a-fA-F]")  # half of a character beyond U+FFFF: two of them together are one
+# By the letter that `ls -l` shows.
+KINDS = {"p": "a named pipe", "d": "a folder", "s": "a socket", "c": "a device", "b": "a device", "l": "a symbolic link"}
 
 
 def regular(path: str | Path, flags: int) -> int:
@@ -52,7 +48,7 @@ def regular(path: str | Path, flags: int) -> int:
 def refuse_other_kinds(mode: int, path: str | Path) -> None:
     """DamagedFileError unless `mode` is that of a regular file."""
     if not stat.S_ISREG(mode):
-        kind = KINDS.get(stat.S_IFMT(mode), "something else")
+        kind = KINDS.get(stat.filemode(mode)[0], "something else")
         raise DamagedFileError(f"{Path(path).name} is {kind}, not a regular file", str(path), "move it aside; Lockstep did not make it")
 
 
@@ -67,9 +63,6 @@ def read_text(path: Path) -> str:
     return read_bytes(path).decode()
 
 
-HALF = re.compile(r"\\u[dD][89a-fA-F]")  # half of a character beyond U+FFFF: two of them together are one
-
-
 def fsync_folder(folder: Path) -> None:
     """Flush the names in `folder` to the disk, so that a rename within it outlives a power cut."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -79,29 +72,31 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def fsync_file(path: Path) -> None:
-    """Flush the bytes of a file that is already written to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def write_atomic(path: Path, content: bytes | str) -> None:
     """Put `content` at `path` whole, or leave what was there. OSError as the system gives it; no leftover either way."""
-    data = content.encode() if isinstance(content, str) else content
+    with written_beside(path, content) as beside:
+        os.replace(beside, path)
+
+
+def write_first(path: Path, content: str, mode: int = 0o666) -> None:
+    """Put `content` at `path` whole, unless another process has put something there. OSError; no leftover either way."""
+    with written_beside(path, content, mode) as beside, suppress(FileExistsError):
+        os.link(beside, path)
+
+
+@contextmanager
+def written_beside(path: Path, content: bytes | str, mode: int = 0o666) -> Iterator[Path]:
+    """A file with `content` beside `path`, on the disk, until the block ends. Names that the block makes are on the disk after it."""
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with open(beside, "xb") as file:
-            file.write(data)
+        with open(beside, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, path)
-    except BaseException:
+        yield beside
+        fsync_folder(path.parent)
+    finally:
         beside.unlink(missing_ok=True)
-        raise
-    fsync_folder(path.parent)
 
 
 def sha256_file(path: Path) -> str:

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.grad import conv2d_weight
 
+from lockstep.checkpoint.state import bytes_of
+
 BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")  # x86 with tiles, x86 with vectors, Arm
 # Variables by which oneDNN, MKL, ATen and cuBLAS choose other kernels.
 KERNEL_SETTINGS = (
@@ -52,13 +54,10 @@ AT_IMPORT = global_generators()  # a user who seeds does so after importing lock
 
 def seed_unseeded_generators() -> None:
     """Seed the global generators that the user has not: their unseeded draws are the same on all workers and at every start."""
-    torch_too, numpy_too, python_too = (now == before for now, before in zip(global_generators(), AT_IMPORT, strict=True))
-    if torch_too:
-        torch.manual_seed(0)
-    if numpy_too:
-        np.random.seed(0)
-    if python_too:
-        random.seed(0)
+    seeds: tuple[Callable[[int], object], ...] = (torch.manual_seed, np.random.seed, random.seed)
+    for seed, now, before in zip(seeds, global_generators(), AT_IMPORT, strict=True):
+        if now == before:
+            seed(0)
 
 
 def choose_precision(device: torch.device, cpu_flags: str | None = None) -> tuple[Literal["bf16", "fp32"], str]:
@@ -156,7 +155,7 @@ def sha256_of(tensors: Iterable[Tensor]) -> str:
     """Return the first 12 hex digits of the sha256 of the tensors' bytes."""
     total = hashlib.sha256()
     for tensor in tensors:
-        total.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        total.update(bytes_of(tensor))
     return total.hexdigest()[:12]
 
 

@@ -24,13 +24,12 @@ import logging
 import os
 import re
 import secrets
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import DamagedFileError
-from lockstep.files import checked, fsync_folder, read_json, with_checksum, write_json
+from lockstep.files import checked, read_json, with_checksum, write_first, write_json
 
 log = logging.getLogger("lockstep")
 NAME = re.compile(r"(\d{6,})\.json")
@@ -180,18 +179,7 @@ class Arbiter:
     def propose(self, record: Record) -> Record:
         """Publish `record`; the record of that number that won, which may be another."""
         self._require(max(record.number - 1, self.seen))
-        path = self._path(record.number)
-        beside = self.folder / f".{record.number:06d}.{record.token}"
-        with open(beside, "x", encoding="utf-8") as file:
-            json.dump(with_checksum(record.to_json()), file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        try:
-            with suppress(FileExistsError):
-                os.link(beside, path)
-            fsync_folder(self.folder)
-        finally:
-            beside.unlink(missing_ok=True)
+        write_first(self._path(record.number), json.dumps(with_checksum(record.to_json()), indent=1))
         return self.read(record.number)
 
     def condemn(self, number: int, why: str, facts: dict[str, Any]) -> None:

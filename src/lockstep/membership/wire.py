@@ -22,13 +22,12 @@ import select
 import socket
 import struct
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import DamagedFileError, UsageError
-from lockstep.files import fsync_folder, regular
+from lockstep.files import regular, write_first
 
 LARGEST = 1 << 20
 LARGEST_INTRODUCTION = 1 << 16  # from a peer that has not proved to know the token
@@ -46,21 +45,8 @@ class Stranger(Exception):
 
 def make_token(run: Path) -> None:
     """Make the run's token, if it has none. OSError when it cannot be written."""
-    path, beside = run / "token", run / f".token.{secrets.token_hex(4)}"
-    if path.exists():
-        return
-    try:
-        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(secrets.token_hex(TOKEN_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
-        with suppress(FileExistsError):  # another one was first
-            os.link(beside, path)
-        fsync_folder(run)
-    finally:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
+    if not (run / "token").exists():
+        write_first(run / "token", secrets.token_hex(TOKEN_BYTES), 0o600)
 
 
 def read_token(run: Path) -> bytes:
