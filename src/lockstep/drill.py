@@ -293,21 +293,6 @@ def checkpoints_of(run: Run) -> list[int]:
     return saved
 
 
-@dataclass(frozen=True)
-class Trial:
-    """One training of a self-check.
-
-    title    in the table
-    name     of its folder; the second of a name resumes the first
-    strike   what its last worker is ordered to do to itself in the middle of the run
-    """
-
-    title: str
-    name: str
-    workers: int
-    strike: Literal["kill", "term"] | None = None
-
-
 def self_check(words: Sequence[str], folder: Path, *, workers: int, host: str) -> int:
     """Train a user's own loop on 1 and on `workers` workers, through a kill and through a resume, and compare; 0 only when the hashes
     are equal. The error of a run that fails has its words and its exit code.
@@ -318,43 +303,47 @@ def self_check(words: Sequence[str], folder: Path, *, workers: int, host: str) -
         raise UsageError(f"a self-check with --workers {workers}", "command line", "give 2 or more: they are compared with one")
     refuse_used(folder)
     print(f"{words[0]}, in {folder}\n", flush=True)
-    lines = [train_once(words, folder, Trial("1 worker", "one", 1), 0, host)]
+    lines = [train_once(words, folder / "one", "1 worker", 1, host)]
     saved, last = committed_steps(folder / "one" / "checkpoints")[-1], last_step(folder / "one" / "metrics.jsonl", below=sys.maxsize)
     if saved < last:
         print(f"  the last checkpoint is of step {saved}, and the run took {last}: end with keeper.save(step) to compare the rest, too")
     if max(saved, last) < 2:
         raise UsageError("a run of one step", words[0], "let the function take two steps or more: a worker is lost between them")
     middle = max(saved, last) // 2
-    for trial in (
-        Trial(f"{workers} workers", "several", workers),
-        Trial(f"{workers} workers, one killed in step {middle} and replaced", "killed", workers, "kill"),
-        Trial(f"{workers} workers, stopped after step {middle}", "resumed", workers, "term"),
-        Trial("1 worker, resumed from there", "resumed", 1),
-    ):
-        lines.append(train_once(words, folder, trial, middle, host))
+    killed, stopped = f"{workers} workers, one killed in step {middle} and replaced", f"{workers} workers, stopped after step {middle}"
+    lines.append(train_once(words, folder / "several", f"{workers} workers", workers, host))
+    lines.append(train_once(words, folder / "killed", killed, workers, host, "kill", middle))
+    train_once(words, folder / "resumed", stopped, workers, host, "term", middle)
+    lines.append(train_once(words, folder / "resumed", "1 worker, resumed from there", 1, host))
     print()
-    return compare([line for line in lines if line])
+    return compare(lines)
 
 
-def train_once(words: Sequence[str], folder: Path, trial: Trial, middle: int, host: str) -> str:
-    """Train, print a line of the table, and return the hash of the last checkpoint; "" where the run was stopped before its end."""
-    at, code = folder / trial.name, SAVED_AND_STOPPED if trial.strike == "term" else 0
-    if trial.strike:
-        order(state_folder(at, host), trial.workers - 1, trial.strike, at="forward", step=middle)
-    with Run(words, at, trial.workers, host, least=trial.workers) as run:
+def train_once(
+    words: Sequence[str], folder: Path, title: str, workers: int, host: str, strike: Literal["", "kill", "term"] = "", step: int = 0
+) -> str:
+    """Train, print a line of the table, and return the hash of the last checkpoint; "" where the run was stopped before its end.
+
+    title   in the table
+    strike  what the last worker is ordered to do to itself in `step`
+    """
+    code = SAVED_AND_STOPPED if strike == "term" else 0
+    if strike:
+        order(state_folder(folder, host), workers - 1, strike, at="forward", step=step)
+    with Run(words, folder, workers, host, least=workers) as run:
         ended = run.agent.wait()
-    struck = ended == code if trial.strike == "term" else any("SIGKILL" in one.get("why", "") for one in events.read(at))
+    struck = ended == code if strike == "term" else any("SIGKILL" in one.get("why", "") for one in events.read(folder))
     if ended not in (0, code):
-        raise run.failure(trial.title)
-    if trial.strike and not struck:
+        raise run.failure(title)
+    if strike and not struck:
         raise UsageError(
-            f"no worker was in step {middle}: {trial.title} went by undisturbed",
+            f"no worker was in step {step}: {title} went by undisturbed",
             f"{words[0]}; a worker is struck inside of `for k in team.micro_batches(step)`",
             "a loop that is checked trains with a Team, and takes the same steps whatever the number of workers",
         )
     checkpoints_of(run)
-    line = "" if code else digest_line(at, None)
-    print(f"{trial.title:<46} {line or f'saved, exit code {ended}'}", flush=True)
+    line = "" if code else digest_line(folder, None)
+    print(f"{title:<46} {line or f'saved, exit code {ended}'}", flush=True)
     return line
 
 
