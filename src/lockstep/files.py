@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomic(path: Path, content: bytes | str) -> None:
+def write_atomic(path: Path, content: bytes | str | Iterable[bytes | memoryview]) -> None:
     """Put `content` at `path` whole, or leave what was there. OSError as the system gives it; no leftover either way."""
     with written_beside(path, content) as beside:
         os.replace(beside, path)
@@ -85,12 +85,14 @@ def write_first(path: Path, content: str, mode: int = 0o666) -> None:
 
 
 @contextmanager
-def written_beside(path: Path, content: bytes | str, mode: int = 0o666) -> Iterator[Path]:
-    """A file with `content` beside `path`, on the disk, until the block ends. Names that the block makes are on the disk after it."""
+def written_beside(path: Path, content: bytes | str | Iterable[bytes | memoryview], mode: int = 0o666) -> Iterator[Path]:
+    """A file with `content` beside `path`, flushed to the disk, removed after the block. Then the names in the folder are flushed, too."""
+    data = content.encode() if isinstance(content, str) else content
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with open(beside, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            for chunk in [data] if isinstance(data, bytes) else data:
+                file.write(chunk)
             file.flush()
             os.fsync(file.fileno())
         yield beside

@@ -22,14 +22,9 @@ from lockstep.checkpoint.state import bytes_of
 BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")  # x86 with tiles, x86 with vectors, Arm
 # Variables by which oneDNN, MKL, ATen and cuBLAS choose other kernels.
 KERNEL_SETTINGS = (
-    "ONEDNN_MAX_CPU_ISA",
-    "ONEDNN_DEFAULT_FPMATH_MODE",
-    "MKL_CBWR",
-    "MKL_ENABLE_INSTRUCTIONS",
-    "ATEN_CPU_CAPABILITY",
-    "NVIDIA_TF32_OVERRIDE",
-    "CUBLAS_WORKSPACE_CONFIG",
-)
+    "ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS",
+    "ATEN_CPU_CAPABILITY", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG",
+)  # fmt: skip
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
@@ -82,13 +77,12 @@ def fingerprint(device: torch.device) -> dict[str, str]:
 
     Names do not tell which kernels the libraries choose, so the results of `PROBES` are compared beside them.
     """
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
     threads = torch.get_num_threads() if device.type == "cpu" else 0
     return {
         "torch": torch.__version__,
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "threads": str(threads or "any"),
-        "gpu": gpu,
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "none",
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         **{name: os.environ.get(name, "not set") for name in KERNEL_SETTINGS},

@@ -138,12 +138,7 @@ class Team:
             self.replica.wires.laying = world.more_groups
         else:
             self.replica = Replica(
-                self.module,
-                micro_batches=micro_batches,
-                seed=seed,
-                reduce=reduce,
-                bucket_bytes=bucket_bytes,
-                equal=world.fresh,
+                self.module, micro_batches=micro_batches, seed=seed, reduce=reduce, bucket_bytes=bucket_bytes, equal=world.fresh
             )
         # Not where this worker joins others: they would not rehearse with it, and a loop may have collectives of its own.
         self.rehearses = rehearse and world.fresh

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from pathlib import Path
 from lockstep.checkpoint import commit, parts, seal, tensorfile
 from lockstep.checkpoint.choose import show_steps
 from lockstep.errors import CheckpointError, UsageError
-from lockstep.files import fsync_folder
+from lockstep.files import write_atomic
 from lockstep.units import show_bytes
 
 
@@ -71,19 +70,8 @@ def export(folder: Path, step: int | None, target: Path) -> str:
         specs = [at.spec._replace(name=name) for name, at in weights.items()]
         metadata = {"format": "pt", "step": str(found)}
         size = sum(spec.bytes for spec in specs)
-        beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
         with commit.writing(f"{target.name} was not written", target.parent, size):
-            try:
-                with open(beside, "xb") as file:
-                    for chunk in tensorfile.chunks(specs, lambda name: weights[name].data(), metadata):
-                        file.write(chunk)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(beside, target)
-            except BaseException:
-                beside.unlink(missing_ok=True)
-                raise
-            fsync_folder(target.parent)
+            write_atomic(target, tensorfile.chunks(specs, lambda name: weights[name].data(), metadata))
     return f"step {found}: {len(specs)} tensors, {show_bytes(size)}, written to {target}"
 
 

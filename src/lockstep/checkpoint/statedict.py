@@ -138,14 +138,12 @@ def check_state(state: Mapping[str, Any]) -> None:
 
 def unnamed_schedulers(optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Any]) -> list[Any]:
     """torch's schedulers of these optimizers that no value of Keeper(state=...) is or holds."""
-    kinds, level, named = {LRScheduler}, list(state.values()), set[int]()
-    while more := {kind for known in kinds for kind in known.__subclasses__()} - kinds:
-        kinds |= more
+    level, named = list(state.values()), set[int]()
     for _ in range(5):  # a user's class may hold a scheduler in a list, a SequentialLR holds several
         named |= set(map(id, level))
         level = [inner for value in level for inner in _inside(value)]
     ours = set(map(id, optimizers))
-    found = [one for one in gc.get_objects() if type(one) in kinds]
+    found = [one for one in gc.get_objects() if issubclass(type(one), LRScheduler)]  # isinstance would ask proxies
     return [one for one in found if id(getattr(one, "optimizer", None)) in ours and id(one) not in named]
 
 

@@ -41,21 +41,7 @@ from lockstep.membership import hang, waiting
 from lockstep.membership.arbiter import Arbiter, End, Member, Record, new_token
 from lockstep.membership.folder import token_of
 from lockstep.membership.hang import stack_of
-from lockstep.membership.protocol import (
-    Connect,
-    Cut,
-    Effect,
-    Form,
-    Leave,
-    Limits,
-    Look,
-    Prepare,
-    Propose,
-    Protocol,
-    Report,
-    Say,
-    Send,
-)
+from lockstep.membership.protocol import Connect, Cut, Effect, Form, Leave, Limits, Look, Prepare, Propose, Protocol, Report, Say, Send
 from lockstep.membership.seat import Seat, loopback_network, within_reach
 from lockstep.membership.seldom import Seldom
 from lockstep.membership.watch import Watch, doing_at

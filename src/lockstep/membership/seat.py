@@ -174,17 +174,15 @@ def sitters(state: Path) -> dict[int, Sitter]:
         if not path.stem.isdecimal():
             continue
         try:
-            one = Sitter(**checked(read_json(path)))
+            one: Sitter | None = Sitter(**checked(read_json(path)))
         except FileNotFoundError:
             continue
         except (OSError, ValueError, TypeError) as error:
             known = by_its_board(path.with_suffix(".board"))
             which = f"its worker is found by its board: pid {known.pid}" if known else "no worker is known to live there"
             log.warning("%s is damaged (%s); %s", path, error, which)
-            if known is None:
-                continue
             one = known
-        if one.alive:
+        if one and one.alive:
             found[int(path.stem)] = one
     return found
 
