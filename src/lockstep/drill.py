@@ -82,9 +82,9 @@ def plan(seed: int, faults: int, steps: int, workers: int, save_every: int) -> l
 
 
 class Run:
-    """A training under its own agent, as a person would start it.
+    """A training with its own agent, started by `lockstep launch`.
 
-    least       workers below which it waits for more
+    least       minimum number of workers
     patience_s  without progress, or 20 median steps where these are longer, after which `wait_for` gives up
     """
 
@@ -136,7 +136,7 @@ class Run:
         return list(record.members) if record else []
 
     def progress(self) -> tuple[tuple[object, ...], float]:
-        """(what changes whenever the run gets further, the median seconds of its steps)."""
+        """Return (values that change with any progress, the median seconds of a step)."""
         newest = self.newest()
         signs: list[object] = [newest.number if newest else 0]
         signs += [path.stat().st_size for path in (self.log, self.metrics, self.folder / "events.jsonl") if path.exists()]
@@ -165,7 +165,7 @@ class Run:
         return time.monotonic() - began_s
 
     def failure(self, what: str) -> LockstepError:
-        """The end of the run as an error: the words of its last generation, or the last error in the log of its agent; its exit code."""
+        """Return the failure of the run as an error with its exit code: the text of its last generation, else the last error in the log."""
         code, record, text = self.agent.wait(), self.newest(), self.log.read_text(errors="replace")
         told = re.split(r"^(?=\w+Error: )", text, flags=re.MULTILINE)[1:] or ["\n".join(text.splitlines()[-10:])]
         words = record.end.text if record and record.end and record.end.text else told[-1]
@@ -244,7 +244,7 @@ def changed(now: Record | None, before: Record | None) -> bool:
 
 
 def drill(words: Sequence[str], folder: Path, *, workers: int, faults: int, seed: int, steps: tuple[int, int] | None, host: str) -> int:
-    """Train twice and compare; 0 only when the hashes are equal. The error of a run that fails has its words and its exit code.
+    """Train twice and compare; 0 only when the hashes are equal. A failed run raises an error with its message and exit code.
 
     words   of `lockstep launch` for the run, without --out and --workers
     faults  how many; which, and where each strikes, follows from `seed`
@@ -295,7 +295,7 @@ def checkpoints_of(run: Run) -> list[int]:
 
 def self_check(words: Sequence[str], folder: Path, *, workers: int, host: str) -> int:
     """Train a user's own loop on 1 and on `workers` workers, through a kill and through a resume, and compare; 0 only when the hashes
-    are equal. The error of a run that fails has its words and its exit code.
+    are equal. A failed run raises an error with its message and exit code.
 
     words  FILE.py:FUNCTION and the options of the function
     """
@@ -325,7 +325,7 @@ def train_once(
     """Train, print a line of the table, and return the hash of the last checkpoint; "" where the run was stopped before its end.
 
     title   in the table
-    strike  what the last worker is ordered to do to itself in `step`
+    strike  fault that the last worker applies to itself in `step`
     """
     code = SAVED_AND_STOPPED if strike == "term" else 0
     if strike:
@@ -354,14 +354,14 @@ def refuse_used(folder: Path) -> None:
 
 
 def compare(lines: Sequence[str]) -> int:
-    """Say whether these hashes are equal; the exit code."""
+    """Print whether the hashes are equal; return the exit code."""
     print("the same bits" if len(set(lines)) == 1 else "NOT the same bits")
     return 0 if len(set(lines)) == 1 else 1
 
 
 @contextmanager
 def ending_on_sigterm() -> Iterator[None]:
-    """SIGTERM ends the drill as an exception, so that its trainings end with it."""
+    """Turn SIGTERM into SystemExit, so that the trainings of the drill end too."""
 
     def end(number: int, frame: object) -> None:
         raise SystemExit(128 + number)

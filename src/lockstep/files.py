@@ -79,7 +79,7 @@ def write_atomic(path: Path, content: bytes | str | Iterable[bytes | memoryview]
 
 
 def write_first(path: Path, content: str, mode: int = 0o666) -> None:
-    """Put `content` at `path` whole, unless another process has put something there. OSError; no leftover either way."""
+    """Put `content` at `path` whole, unless `path` exists. OSError; no leftover either way."""
     with written_beside(path, content, mode) as beside, suppress(FileExistsError):
         os.link(beside, path)
 
@@ -108,7 +108,7 @@ def sha256_file(path: Path) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """The value in a JSON text. ValueError when there is none: it is torn, or nested too deeply, or a string in it is no text."""
+    """Parse JSON. ValueError when the text is truncated, nested too deeply, or has a lone surrogate."""
     try:
         value = json.loads(text)
         if HALF.search(text):
@@ -131,14 +131,14 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def with_checksum(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `value`, of what JSON can hold, with a checksum in it."""
+    """Return the JSON object `value` with a checksum added."""
     return {**value, CHECKSUM: checksum_of(value)}
 
 
 def checked(value: Any) -> dict[str, Any]:
-    """Return the JSON object `value` without its checksum. ValueError when it is no object or not what was written.
+    """Return the JSON object `value` without its checksum. ValueError when it is no object or the checksum does not fit.
 
-    Without a checksum it is taken as it is: a flipped bit in the key leaves a key that no reader knows.
+    An object without a checksum is accepted: a flipped bit in the key "sha256" leaves an unknown key, which readers refuse.
     """
     if not isinstance(value, dict):
         raise ValueError("it is no JSON object")

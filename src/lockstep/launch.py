@@ -99,7 +99,7 @@ def default_workers(environ: Mapping[str, str] = os.environ, driver: Path = Path
 
 
 def refuse_a_crowd(workers: int, host: str, cores: int | None = None) -> None:
-    """UsageError for more workers than a machine can mean: each is a process with a Python and a torch of its own."""
+    """Raise a UsageError for an implausible number of workers: each is a process with its own Python and torch."""
     cores = cores or os.cpu_count() or 1
     most = max(64, 16 * cores)
     if workers > most:

@@ -73,9 +73,9 @@ def choose_precision(device: torch.device, cpu_flags: str | None = None) -> tupl
 
 
 def fingerprint(device: torch.device) -> dict[str, str]:
-    """Return what decides the bits on this process, as text: versions, settings, and the results of fixed computations.
+    """Return what decides the bits of this process as text: versions, settings, results of fixed computations.
 
-    Names do not tell which kernels the libraries choose, so the results of `PROBES` are compared beside them.
+    Names do not show which kernels the libraries choose, so the results of `PROBES` are compared too.
     """
     threads = torch.get_num_threads() if device.type == "cpu" else 0
     return {

@@ -1,6 +1,6 @@
-"""Which code this process runs, as short text that equal code shares: Lockstep's, and that of a user's own loop.
+"""Fingerprints of the code that this process runs: Lockstep's, and that of a user's own loop.
 
-Both are hashes of source files taken when they are loaded, so that a file which changes later does not hide what runs. Where a folder lies
+Both are hashes of source files taken when they are loaded, so that a later edit of a file does not change them. Where a folder lies
 does not matter, nor do compiled files.
 """
 
@@ -56,7 +56,7 @@ def note_own(module: ModuleType) -> None:
 
 
 def is_users_own(module: ModuleType) -> bool:
-    """Whether this is a program of the user, not a command of an installed package or of this one."""
+    """Whether the module is a program of the user, not of an installed package or of Lockstep."""
     path = Path(getattr(module, "__file__", None) or "").resolve()
     ours = str(path).startswith(HERE)
     return path.suffix == ".py" and path.is_file() and not ours and not set(INSTALLED) & set(path.parts)

@@ -58,7 +58,7 @@ class Drained(SystemExit):
 
 @dataclass
 class Divergence:
-    """How often in a row replicas were found to differ after the first update since a worker took the state of the others.
+    """Count divergences in a row: replicas that differ after the first update since all had the same state.
 
     A bit may flip then once. Three times in a row, with no generation of a new worker in between that was alike after its first update, is
     the loop's own doing. All members of a generation have the same count: it is told when the generation forms.
@@ -71,20 +71,20 @@ class Divergence:
     joined: bool = False  # the generation has a new worker
 
     def enter(self, world: World, step: int) -> None:
-        """The world may be in a new generation, whose first step is `step`."""
+        """Start a new count when the generation is new; `step` is its first step."""
         if self.generation != world.generation:
             self.count = max((int(one.get("diverged", 0)) for one in world.standings), default=0)
             self.generation, self.first_step, self.proven = world.generation, step, False
             self.joined = bool(roles(world.standings)[2]) if world.standings else False
 
     def passed(self, step: int) -> None:
-        """All are alike after `step` steps."""
+        """Record that all replicas are equal after `step` steps."""
         if step > self.first_step and not self.proven:
             self.proven = True
             self.count = 0 if self.joined else self.count
 
     def failed(self, step: int) -> None:
-        """Some differ after `step` steps."""
+        """Record that replicas differ after `step` steps."""
         self.count += step > self.first_step and not self.proven
 
 
@@ -140,7 +140,7 @@ class Team:
             self.replica = Replica(
                 self.module, micro_batches=micro_batches, seed=seed, reduce=reduce, bucket_bytes=bucket_bytes, equal=world.fresh
             )
-        # Not where this worker joins others: they would not rehearse with it, and a loop may have collectives of its own.
+        # A joiner does not rehearse: the others would not take part, and the loop may have its own collectives.
         self.rehearses = rehearse and world.fresh
         self.local_buffers = local_buffers
         self._trained, self.untrained = self.replica.parameters, self._what_is_untrained()
@@ -263,7 +263,7 @@ class Team:
                 return
 
     def _follow_what_is_trained(self) -> None:
-        """After layers were frozen or unfrozen: compare the others as frozen. UsageError when a trained one is in no optimizer."""
+        """Update the frozen weights after layers were frozen or unfrozen. UsageError when a trained parameter is in no optimizer."""
         if self.keeper and "trained" in self.keeper.facts:
             self.keeper.warn_of_other_trained()
         if self.replica.parameters is self._trained:
@@ -314,7 +314,7 @@ class Team:
         if self.keeper:
             self.keeper.moved_on()
         self.world.standing = self._standing(step + 1)
-        # What is drawn from here on is the same on all replicas, whichever micro-batch they did last.
+        # Later draws are then equal on all replicas, whatever micro-batch each computed last.
         seed_generators(mix(self.replica.seed, step, self.replica.leaves) >> 1, self.world.device)
 
     def _standing(self, step: int) -> dict[str, Any]:
@@ -390,7 +390,7 @@ class Team:
         self.divergence.passed(step)
 
     def _refuse_divergence(self, step: int) -> None:
-        """Collective. UsageError when the replicas differ again, after all of them had taken the same state: no bit has flipped then."""
+        """Collective. UsageError when the replicas differ again after all had the same state: that is no flipped bit."""
         again = [path for path, found in self.suspects if found["step"] == step]
         self.divergence.failed(step)
         self.world.standing = self.world.standing | {"diverged": self.divergence.count}
@@ -407,7 +407,7 @@ class Team:
         )
 
     def _differing_tensors(self) -> list[str]:
-        """Collective. The names of the tensors in the state that are not the same on all replicas."""
+        """Collective. Return the names of the tensors that differ between replicas."""
         unit = self.replica.unit
         state = self.keeper.capture() if self.keeper else capture(self.held.named if self.held else self.module)
         digests = gather(self.world, {name: str(digest_of([tensor])) for name, tensor in state.items()})
@@ -525,7 +525,7 @@ def not_keyed(what: str) -> UsageError:
 
 
 def refuse_another_keeper(keeper: Keeper, world: World, model: nn.Module | Held) -> None:
-    """UsageError when the keeper saves something else than what the team trains."""
+    """Raise a UsageError when the keeper saves another model than the team trains."""
     module, held = whole_or_held(model)
     same = held is not None or (isinstance(keeper.model, nn.Module) and bare(keeper.model) is bare(module))
     if keeper.world is not world or keeper.held is not held or not same:

@@ -159,7 +159,7 @@ def train_task(task: Task, resolved: Resolved, folder: Path, world: World, *, re
 
 
 def best_steps(folder: Path) -> list[int]:
-    """The steps that retention leaves: the one that best.json names, and the best one of the evaluations.
+    """Return the steps that retention keeps: the one in best.json, and the best of the evaluations.
 
     When best.json is damaged the evaluations alone decide; when they name no step either, every checkpoint stays.
     """

@@ -155,7 +155,7 @@ class World:
         return cls(place.rank, place.size, place.local_rank, place.local_size, socket.gethostname(), device, sockets)
 
     def take(self, user: object) -> None:
-        """Register a Team or Keeper. UsageError while another of its kind is open: each would heal, save and vote for itself."""
+        """Register a Team or Keeper. UsageError while another of its kind is open: two Teams would vote and regroup independently."""
         kind = type(user).__name__
         if (holder := self._users.get(kind)) and holder() is not None:
             raise UsageError(
@@ -220,7 +220,7 @@ class World:
             self.membership.know(self.facts(facts))
 
     def facts(self, facts: Mapping[str, str]) -> dict[str, str]:
-        """Return all that must be equal on those who train together: `facts`, the numerics, the code, the flags of an own loop."""
+        """Return everything that must be equal on all workers: `facts`, the numerics, the code, the flags of an own loop."""
         return {**numerics.fingerprint(self.device), **sources.fingerprint(), **self.flags, **facts}
 
     @property

@@ -93,7 +93,7 @@ def read_manifest(path: Path, step: int) -> tuple[dict[str, Record], list[str]]:
 
 
 def records_of(files: dict[str, Any]) -> dict[str, Record]:
-    """The files that a manifest or a part names. ValueError or TypeError for a name that leads elsewhere, or for what is no record."""
+    """Return the files that a manifest or a part lists. ValueError or TypeError for a path outside of the folder or a malformed record."""
     for name in files:
         if "/" in name or "\0" in name or name in ("", ".", "..", MANIFEST, COMMITTED):
             raise ValueError(f"it names {name!r}, which is no file of this folder")
@@ -103,7 +103,7 @@ def records_of(files: dict[str, Any]) -> dict[str, Record]:
 def read_checked(path: Path, record: Record, *, keep: bool = True) -> tuple[bytearray, str]:
     """(the file's bytes, "") or (nothing, what is wrong with it). Read once: what was hashed is what is returned.
 
-    keep  False: only look; no more than one chunk is in memory
+    keep  False: verify only, with one chunk in memory
     """
     try:
         with open(path, "rb", buffering=0, opener=inside) as file:
@@ -123,7 +123,7 @@ def read_checked(path: Path, record: Record, *, keep: bool = True) -> tuple[byte
 
 
 def inside(path: str, flags: int) -> int:
-    """Opener for the files of a checkpoint: regular files, no links, which may lead out of its folder."""
+    """Opener for the files of a checkpoint: regular files only. A link could lead out of the folder."""
     return regular(path, flags | os.O_NOFOLLOW)
 
 

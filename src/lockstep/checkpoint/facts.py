@@ -1,6 +1,6 @@
-"""Whether a checkpoint belongs to the run that wants to resume from it: pure comparisons of what both say of themselves. Imports no torch.
+"""Compare the facts of a checkpoint with those of the run that resumes from it. Pure functions; imports no torch.
 
-What a checkpoint's facts.json has for that:
+Keys of a checkpoint's facts.json:
 
     run_id         of the run folder, from RUN/run_id.json
     fingerprints   the values that decide bits, the data, the tokenizer, the first weights
@@ -30,7 +30,7 @@ SHOWN = 80  # letters of the longest value that a message repeats
 
 
 def refuse_another_run(before: Mapping[str, Any], now: Mapping[str, Any], step: int, folder: Path, allowed: Collection[str] = ()) -> None:
-    """CheckpointError, with each value as it was and as it is, when a checkpoint with the facts `before` is not of the run `now`."""
+    """Raise a CheckpointError with both values of each fact when a checkpoint (`before`) belongs to another run than this one (`now`)."""
     if problems := differences(before, now, allowed):
         raise CheckpointError(
             f"the checkpoint of step {step} belongs to another run: {'; '.join(problems)}",
@@ -40,7 +40,7 @@ def refuse_another_run(before: Mapping[str, Any], now: Mapping[str, Any], step: 
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], allowed: Collection[str] = ()) -> list[str]:
-    """Return "KEY was X, is Y" for each fact that must be equal and is not. What only one side knows is not compared.
+    """Return "KEY was X, is Y" for each fact that must be equal and is not. A fact that one side lacks is not compared.
 
     allowed  keys that were changed on purpose
     """

@@ -117,7 +117,7 @@ class Keeper:
         return self.world.rank < self.unit
 
     def _refuse_what_cannot_be_saved(self, state: Mapping[str, object]) -> None:
-        """Refuse now, by name, what a save would refuse later."""
+        """Refuse at construction, by name, what a save would refuse."""
         if wrong := [type(one).__name__ for one in self.optimizers if not isinstance(one, torch.optim.Optimizer)]:
             raise UsageError(f"not an optimizer of torch: {', '.join(wrong)}", "Keeper(optimizer=...)", "pass one, or a sequence of them")
         if state and self.state is None:
@@ -127,7 +127,7 @@ class Keeper:
         self.capture()
 
     def refuse_what_is_left_out(self) -> None:
-        """UsageError for what is trained, or changes the training, and would be in no checkpoint and given to no joiner."""
+        """Raise a UsageError for trained parameters and schedulers that no checkpoint would hold and no joiner would receive."""
         known = optimizer_names(self.model, self.optimizers)
         if left_out := [name for name, one in named_tensors(self.model).items() if one.requires_grad and name not in known]:
             raise UsageError(
@@ -156,7 +156,7 @@ class Keeper:
             restore_state(self.model, self.optimizers, self.state, tensors)
 
     def optimizer_digest(self) -> int:
-        """64 bits over all state but the model's, of which a flipped one shows; equal on those who hold the same in other replicas."""
+        """Return 64 bits over all state except the model; any flipped bit changes them. Equal on the same rank of every replica."""
         tensors = [(name, tensor) for name, tensor in sorted(self.capture().items()) if not name.startswith("model.")]
         texts = b"".join(bytes_of(tensor) for name, tensor in tensors if name.endswith(TEXT))  # digest_of sums: too weak for text
         numbers = [tensor for name, tensor in tensors if not name.endswith(TEXT)]
@@ -191,9 +191,9 @@ class Keeper:
         Where others of this run are at work already, their state is taken from them instead, bitwise, and this worker is one of them.
 
         how      "auto", "never", "required", or a step: then newer checkpoints are set aside, as the metrics behind that step are
-        facts    what must be equal on all who train together; others are refused, with the reason
-        about    what each checkpoint says of the run: see checkpoint/facts.py; by default its fingerprints are `facts`
-        allowed  names of fingerprints that were changed on purpose, and may differ from the checkpoint's
+        facts    must be equal on all workers; a worker whose facts differ is refused, with the reason
+        about    written to each checkpoint, see checkpoint/facts.py; by default its fingerprints are `facts`
+        allowed  names of fingerprints that may differ from the checkpoint, since the user changed them on purpose
         CheckpointError when it is required and missing, damaged, or of another run. With "auto" a damaged newest one is set aside for the
         one before.
         """
@@ -241,7 +241,7 @@ class Keeper:
         return step or 0
 
     def _compare(self, found: Checkpoint, allowed: Collection[str]) -> None:
-        """Refuse a checkpoint of another run; warn of what may have changed."""
+        """Refuse a checkpoint of another run; log allowed differences."""
         refuse_another_run(found.facts, self.stamp, found.step, self.store.folder, allowed)
         differences = warnings(found.facts, self.stamp)
         for sentence in differences:

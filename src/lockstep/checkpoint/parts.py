@@ -104,7 +104,7 @@ class Part:
 
 
 def read_part(path: Path, writer: int, step: int) -> dict[str, Record]:
-    """The files that writer `writer` has put into `path`. CheckpointError when it could not, or when its list is damaged."""
+    """Return the files that writer `writer` wrote to `path`. CheckpointError when the write failed or its list is damaged."""
     try:
         said = read_json(path / PART)
         if "error" not in said:
@@ -171,7 +171,7 @@ class Taken:
         self.filled: tuple[Raw, npt.NDArray[np.bool_]] | None = None  # values, and which are missing: once a verified file fits the spec
 
     def add(self, stored: Stored) -> None:
-        """Take what one file has of it."""
+        """Copy the parts of the piece that one file holds."""
         for one in stored.pieces:
             if one.spec.dtype == self.whole.dtype and one.piece.shape == self.whole.shape:
                 values, missing = self.filled = self.filled or self._empty()
@@ -183,7 +183,7 @@ class Taken:
         return np.empty(self.place.size, kind), np.ones(self.place.size[:2], np.bool_)
 
     def content(self) -> tuple[Spec, memoryview]:
-        """Its spec and bytes. CheckpointError when the files did not make it up."""
+        """Return the spec and bytes of the piece. CheckpointError when the files lack a part of it."""
         values, missing = self.filled or self._empty()
         if lacking := int(missing.sum()):
             raise CheckpointError(f"pieces of {self.whole.name} are missing", f"{lacking} of its rows and columns are in no file")
@@ -191,7 +191,7 @@ class Taken:
 
 
 def take(path: Path, record: Record, taken: Mapping[str, Taken]) -> str:
-    """Copy what is needed out of one file, which is read once; what is wrong with it, "" when it is whole."""
+    """Copy the needed pieces from one file, read once. Return its problem, "" when it is whole."""
     content, problem = commit.read_checked(path, record)
     for name, stored in Tensors({} if problem else {path.name: memoryview(content)}).items():
         if name in taken:

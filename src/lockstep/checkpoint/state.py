@@ -63,7 +63,7 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
 def several(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
-    """The optimizers as a tuple: none, one or several."""
+    """Return the optimizers as a tuple."""
     return (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers or ())
 
 
@@ -155,7 +155,7 @@ def restore(
 
     optimizer  None: the weights alone (to evaluate, to translate)
     saved      as for `capture`: what it leaves out is not in `tensors`, and stays as it is
-    problems   found before: more reasons why the state does not fit
+    problems   further reasons why the state does not fit
     CheckpointError names what is missing, unexpected, or of another shape or dtype. Nothing is cast.
     """
     own = {name: tensor for name, tensor in named_tensors(model).items() if saved(name)}

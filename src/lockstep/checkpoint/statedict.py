@@ -75,7 +75,7 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def unpack(name: str, tensors: Mapping[str, Tensor], living: Mapping[str, Tensor] | None = None) -> Any:
-    """The state_dict again. Its tensors are copies, on the device and with the strides of the `living` tensor of that name."""
+    """Return the state_dict. Its tensors are copies with the device and strides of the `living` tensor of the same name."""
 
     def tensor(name: str) -> Tensor:
         saved, like = tensors[name], (living or {}).get(name)
@@ -115,7 +115,7 @@ def _leaves(value: Any, path: str, tensors: Mapping[str, Tensor]) -> Iterator[tu
 
 
 def differing_paths(name: str, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
-    """Paths at which two packed state_dicts differ."""
+    """Return the paths at which two packed state_dicts differ."""
     here, there = (dict(_leaves(json.loads(bytes(bytes_of(tensors[name + TEXT]))), name, tensors)) for tensors in (one, other))
     return sorted(path for path in here.keys() | there.keys() if here.get(path) != there.get(path))
 
@@ -137,7 +137,7 @@ def check_state(state: Mapping[str, Any]) -> None:
 
 
 def unnamed_schedulers(optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Any]) -> list[Any]:
-    """torch's schedulers of these optimizers that no value of Keeper(state=...) is or holds."""
+    """Return torch schedulers of these optimizers that Keeper(state=...) does not contain."""
     level, named = list(state.values()), set[int]()
     for _ in range(5):  # a user's class may hold a scheduler in a list, a SequentialLR holds several
         named |= set(map(id, level))
@@ -154,7 +154,7 @@ def _inside(value: Any) -> list[Any]:
 
 
 def groups_of(model: Model, optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any]]:
-    """Of each optimizer its class and its parameter groups, with the names of the parameters in place of these."""
+    """Return class and parameter groups of each optimizer; parameters are replaced by their names."""
     names = {id(tensor): name for name, tensor in named_tensors(model).items()}
 
     def values(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def capture_state(model: Model, optimizers: Sequence[torch.optim.Optimizer], sta
 def problems_of(
     model: Model, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Stateful], tensors: Mapping[str, Tensor]
 ) -> list[str]:
-    """What keeps captured tensors from being restored here, a line for each kind."""
+    """Return why captured tensors do not fit this state, one line per kind of problem."""
     texts = {name.removesuffix(TEXT) for name in tensors if name.endswith(TEXT)}
     wanted = {GROUPS, *(f"state.{name}" for name in state)}
     lines = []

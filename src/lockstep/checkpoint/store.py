@@ -328,6 +328,6 @@ class Store:
 
 
 def manifest_of(path: Path, step: int) -> tuple[dict[str, commit.Record], list[str]]:
-    """(the files of a checkpoint, what is wrong with its manifest), which names the facts too."""
+    """Return (the files of a checkpoint, problems of its manifest). A manifest without the facts file is a problem."""
     files, problems = commit.read_manifest(path, step)
     return files, problems or ([] if FACTS in files else [f"the manifest does not name {FACTS}"])

@@ -59,7 +59,7 @@ class Member:
 
     @staticmethod
     def from_json(value: Any) -> Member:
-        """The member in a JSON value from a file or another process. TypeError or ValueError when it cannot be one."""
+        """Parse a member from a file or another process. TypeError or ValueError when it is malformed."""
         member = Member(**value)
         kinds = {"id": str, "host": str, "slot": int, "pid": int, "address": str}
         if wrong := [name for name, kind in kinds.items() if type(getattr(member, name)) is not kind]:
@@ -161,7 +161,7 @@ class Arbiter:
         return self.read(newest) if newest > known else None
 
     def read(self, number: int) -> Record:
-        """The record of a number. OSError when it is missing; DamagedFileError, which is one, when it is not what was written."""
+        """Return the record of a generation. OSError when it is missing; DamagedFileError (an OSError) when it is damaged."""
         path = self._path(number)
         try:
             found = Record.from_json(checked(read_json(path)))
@@ -199,7 +199,7 @@ class Arbiter:
     def suspects(self) -> list[tuple[Path, dict[str, Any]]]:
         """Who differed from whom, and where that stands until it is known who was wrong; in the order of the generations.
 
-        A damaged file names nobody, and stays.
+        A damaged file is skipped and stays.
         """
         found = []
         for path in sorted(self.folder.glob("*.suspects.json")):

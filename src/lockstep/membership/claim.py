@@ -91,7 +91,7 @@ def hold(path: Path, folder: Path, host: str) -> Iterator[BinaryIO]:
 
 
 def read_lock(lock: BinaryIO) -> dict[str, Any]:
-    """What the newest agent has written into its lock; {} when there was none, or when it is damaged: nothing of it is trusted."""
+    """Return what the newest agent wrote into its lock; {} when it is empty or damaged."""
     lock.seek(0)
     try:
         return checked(json.loads(lock.read() or b"{}"))
@@ -163,7 +163,7 @@ def refuse_to_mix(sitting: Mapping[int, Sitter], folder: Path, slots: int, lives
 
 
 def read_command(state: Path) -> dict[str, str]:
-    """What the workers of this host were started with; {} when no agent has written it. DamagedFileError when it cannot be known."""
+    """Return the command of the workers on this host; {} when no agent wrote it. DamagedFileError when the file is damaged."""
     path = state / COMMAND
     try:
         return checked(read_json(path))

@@ -53,13 +53,13 @@ TICK_S = 0.1
 WISH_S = 1.0  # from one look for a signal to the next, while the main thread waits for a generation
 CONNECT_S = 1.0
 AGAIN_S = 0.01
-YOUNG_S = 0.05  # for which a new connection keeps its place though others wait: its peer needs a moment to prove itself
+YOUNG_S = 0.05  # for which a new connection is kept although others wait: its peer needs time to authenticate
 DYING_S = 1.0  # for which a member that lets connections fall counts as being taken apart
 SAY_S = 10.0  # from one line about refused connections of one peer, for one reason, to the next
 STUCK_S = 3.0  # after which a collective in a group whose connections are cut is given up: it should have ended within milliseconds
 LEAVE_S = 20.0  # that the main thread may take to get out of a broken group, once it has begun to: it should be milliseconds
 STUCK_FORMING_S = 12.0  # the same while the group forms, which gloo gives up by itself before that (world.FORM_S)
-SIGN_S = 10.0  # without a sign of life, after which a worker that cannot be asked counts as ended: a leader gives one each second
+SIGN_S = 10.0  # without a sign of life, after which an unreachable worker counts as dead; a leader writes one each second
 AGREED = (0, 75, 130)
 SAME = "start it with the command, the code and the versions of the others, on processors like theirs"
 
@@ -389,8 +389,8 @@ class Membership:
     # -- links --------------------------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        """Take the connections that wait. Peers that have proved nothing have an eighth of the descriptors: when these are used up, the
-        oldest such connection is closed for the next one, unless it has only just come."""
+        """Accept waiting connections. Unauthenticated peers may use an eighth of the descriptors. At the limit the oldest such connection
+        is closed for the next one, unless it is younger than YOUNG_S."""
         most = most_strangers()
         while True:
             strangers = [link for link in self._links.values() if not link.ours and not link.id]
@@ -414,7 +414,7 @@ class Membership:
                 return
 
     def _leave_listener(self) -> None:
-        """Do not look at the listener before the next turn."""
+        """Ignore the listener until the next turn."""
         if not self._crowded:
             self._crowded = True
             self._selector.unregister(self._listener)
@@ -440,7 +440,7 @@ class Membership:
         self._add(Link(connection, self.token, self.me.id, vars(self.me), True, began_s, expected=member.id, member=vars(member)))
 
     def _wait_for_sign(self, member: Member) -> None:
-        """A loopback address of another host cannot be asked: its worker counts as ended when it shows nothing in the run folder."""
+        """Watch a member whose loopback address belongs to another host: it counts as dead without a sign in the run folder for SIGN_S."""
         now_s = time.monotonic()
         if not self._unreachable_since_s:
             log.info("%s has a loopback address of another host: waiting %g s for a sign of life in the run folder", member.id, SIGN_S)
@@ -448,7 +448,7 @@ class Membership:
         self._do(self.protocol.connect_failed(member.id, now_s - since_s > SIGN_S, now_s))
 
     def _refuse_second_training(self, member: Member) -> Sequence[Effect]:
-        """This start is not for the hosts that train: it ends."""
+        """End this start: another host trains in this folder."""
         self.protocol.phase = "gone"
         self._leave(
             UsageError(
@@ -653,7 +653,7 @@ def hangs(run: Path, verdict: hang.Verdict) -> None:
 
 
 def most_strangers() -> int:
-    """Connections of peers that have not proved to know the token which this process keeps open at once."""
+    """Return how many connections of unauthenticated peers may be open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(16, min(256, soft // 8)) if soft != resource.RLIM_INFINITY else 256
 

@@ -111,13 +111,13 @@ def state_folder(run: Path, host: str) -> Path:
 
 @functools.cache
 def loopback_network() -> str:
-    """The network in which this process's 127.0.0.1 is known: one start of one machine's kernel, and a network namespace of it."""
+    """Return an id of the network that 127.0.0.1 belongs to: the boot of this machine and the network namespace of this process."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/net')}"
 
 
 def within_reach(loopback: str) -> bool:
-    """Whether a member with this `loopback` can be asked from here; otherwise a refused connection says nothing about it."""
+    """Whether a member with this `loopback` is reachable from here. If not, a refused connection proves nothing."""
     return loopback in ("", loopback_network())
 
 
@@ -188,7 +188,7 @@ def sitters(state: Path) -> dict[int, Sitter]:
 
 
 def by_its_board(path: Path) -> Sitter | None:
-    """The living process that writes to the board at `path`; None when none does. A process that has the file mapped is no other's."""
+    """Return the living process that has the board at `path` mapped, and so writes to it; None when none does."""
     try:
         pid = board.look(path).pid
         same = any(line.split(maxsplit=5)[5:] == [str(path.resolve())] for line in Path(f"/proc/{pid}/maps").read_text().splitlines())

@@ -50,8 +50,8 @@ def make_token(run: Path) -> None:
 
 
 def read_token(run: Path) -> bytes:
-    """The run's token. OSError when it is not there; DamagedFileError, which is one, when it is no token: an empty one is known to
-    every stranger; UsageError when others than its owner could read it."""
+    """Return the run's token. OSError when it is missing; DamagedFileError (an OSError) when it is malformed, since everybody knows an
+    empty token; UsageError when users other than its owner can read it."""
     path = run / "token"
     with open(path, "rb", opener=regular) as file:
         if os.fstat(file.fileno()).st_mode & 0o077:
@@ -67,7 +67,7 @@ def read_token(run: Path) -> bytes:
 
 
 def proof(token: bytes, *words: Any) -> str:
-    """What only those who know the token can say of these words."""
+    """Return the HMAC of these words under the token."""
     return hmac.new(token, json.dumps(words, sort_keys=True).encode(), hashlib.sha256).hexdigest()
 
 
@@ -178,7 +178,7 @@ class Link:
 
     @property
     def _most(self) -> int:
-        """Bytes that a frame may have."""
+        """Maximum size of a frame in bytes."""
         return LARGEST if self.id else LARGEST_INTRODUCTION
 
     @staticmethod

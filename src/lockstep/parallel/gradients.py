@@ -1,4 +1,4 @@
-"""Refuse what would give a wrong sum of gradients, by the names of the parameters.
+"""Refuse wrong sums of gradients, with the names of the parameters.
 
 `GradientWatch` compares the `.grad` of every trained parameter before and after each backward pass: every parameter must get a gradient in
 every micro-batch, from one `team.backward`, and nothing else may change it before the step's gradient is whole.
@@ -17,7 +17,7 @@ Mark = tuple[Tensor | None, int]  # a gradient, and how often it had been change
 
 
 def refuse_unsupported(model: nn.Module) -> None:
-    """UsageError for parameters that cannot be summed or saved."""
+    """Raise a UsageError for parameters that cannot be summed or saved."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
         raise UsageError("the model has no parameter to train", type(model).__name__, "set requires_grad_(True) on what is to be trained")
@@ -45,7 +45,7 @@ def is_trained(module: nn.Module) -> bool:
 
 
 class GradientWatch:
-    """What changes the gradients of `parameters` within the micro-batch loop.
+    """Detect changes to the gradients of `parameters` within the micro-batch loop.
 
     A change shows as another tensor in .grad, or as a new version of the same one; what is changed through `.data` does not show. Costs
     about 0.3 us a parameter and look, three looks a micro-batch.
@@ -58,12 +58,12 @@ class GradientWatch:
         self._seen: list[Mark] = []
 
     def begin(self, step: int, k: int) -> None:
-        """The loop is given micro-batch `k`."""
+        """Start micro-batch `k`."""
         self.where, self._backwards = f"micro-batch {k} of step {step}", 0
         self._seen = self._look()
 
     def backward(self, loss: Tensor) -> None:
-        """The one backward pass of the micro-batch. UsageError when it is not the first, a gradient was changed, or one does not arrive."""
+        """Run the backward pass of the micro-batch. UsageError when it is the second, or a gradient was changed or is missing after it."""
         if not self.where:
             raise UsageError(
                 "team.backward was called outside of the micro-batch loop",
@@ -100,7 +100,7 @@ class GradientWatch:
             raise UsageError(f"sparse gradients are not supported: {shown(sparse)}", self.where, "use sparse=False")
 
     def end(self) -> None:
-        """The loop asks for the next micro-batch. UsageError when it did no backward pass, or changed a gradient after it."""
+        """End the micro-batch. UsageError when it had no backward pass, or a gradient was changed after it."""
         if not self._backwards:
             raise UsageError(
                 f"no gradient arrived for the {len(self.names)} parameters in {self.where}: team.backward was not called",

@@ -129,7 +129,7 @@ class Replica:
             self._courier.start()
 
     def _take_parameters(self) -> None:
-        """Train what has requires_grad now. UsageError where it cannot be summed or saved."""
+        """Take the parameters with requires_grad. UsageError for those that cannot be summed or saved."""
         refuse_unsupported(self.model)
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.parameters = list(trained.values())
@@ -137,7 +137,7 @@ class Replica:
         self._watch = GradientWatch(list(trained), self.parameters)
 
     def _wrap_what_is_trained(self) -> nn.parallel.DistributedDataParallel:
-        """Collective where there is a new group, or what is trained has changed (a layer was frozen or unfrozen). The wrapped model.
+        """Return the wrapped model. Collective when the group is new or layers were frozen or unfrozen.
 
         UsageError when not all replicas train the same parameters.
         """

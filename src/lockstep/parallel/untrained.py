@@ -1,4 +1,4 @@
-"""What a replica holds besides its trained weights: frozen weights and buffers, equal on all replicas and left alone by a forward pass."""
+"""Frozen weights and buffers: equal on all replicas, not changed by a forward pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALL_BYTES = 2**20
 
 
 class Buffer(NamedTuple):
-    """A buffer as it was at a moment.
+    """Snapshot of a buffer.
 
     version  torch's counter of changes in place, which the statistics of batch_norm do not advance
     value    a copy, for small buffers in the first step
@@ -85,7 +85,7 @@ class Untrained:
 
 
 def is_changed(before: Buffer, now: Buffer) -> bool:
-    """Whether the forward passes between have changed this buffer."""
+    """Whether a buffer changed between two snapshots."""
     if now.tensor is not before.tensor:
         return now.persistent
     return now.version != before.version or (before.value is not None and not torch.equal(as_bytes(before.value), as_bytes(now.tensor)))
