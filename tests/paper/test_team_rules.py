@@ -67,6 +67,33 @@ def test_a_keeper_of_another_module_is_refused(world: World, tmp_path: Path) -> 
         Team(world, layers(), keeper, micro_batches=1)
 
 
+def test_weights_whose_memory_was_exchanged_are_in_the_digest(world: World) -> None:
+    """As an average of weights does that is put in their place for a while: p.data = average."""
+    model = layers()
+    with Team(world, model, micro_batches=1) as team:
+        before = team.replica.digest()
+        model[0].weight.data = model[0].weight.data.clone().mul_(2.0)
+        assert team.replica.digest() != before
+        model[0].weight.data.mul_(0.5)
+        assert team.replica.digest() == before
+
+
+def test_a_buffer_that_begins_within_a_word_is_hashed(world: World) -> None:
+    class Shifted(nn.Module):
+        table: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 1)
+            self.register_buffer("table", torch.arange(5.0)[1:3])
+
+    model = Shifted()
+    with Team(world, model, micro_batches=1) as team:
+        before = team.untrained.digest()
+        model.table[0] = 7.0
+        assert team.untrained.digest() != before
+
+
 class Warmup:
     """A user's own class around a scheduler."""
 
@@ -223,33 +250,3 @@ def test_a_layer_that_is_frozen_otherwise_after_a_resume_is_a_warning(
                 one_step(team, start, optimizer)
             keeper.save(start + 1)
         assert ("other layers frozen: 0.bias, 0.weight changed since" in caplog.text) is warned, caplog.text
-
-
-# Digests.
-
-
-def test_weights_whose_memory_was_exchanged_are_in_the_digest(world: World) -> None:
-    """As an average of weights does that is put in their place for a while: p.data = average."""
-    model = layers()
-    with Team(world, model, micro_batches=1) as team:
-        before = team.replica.digest()
-        model[0].weight.data = model[0].weight.data.clone().mul_(2.0)
-        assert team.replica.digest() != before
-        model[0].weight.data.mul_(0.5)
-        assert team.replica.digest() == before
-
-
-def test_a_buffer_that_begins_within_a_word_is_hashed(world: World) -> None:
-    class Shifted(nn.Module):
-        table: torch.Tensor
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(3, 1)
-            self.register_buffer("table", torch.arange(5.0)[1:3])
-
-    model = Shifted()
-    with Team(world, model, micro_batches=1) as team:
-        before = team.untrained.digest()
-        model.table[0] = 7.0
-        assert team.untrained.digest() != before
