@@ -350,12 +350,12 @@ class Keeper:
         waits    for the save before, however long it takes; otherwise this one is left out when that takes longer than PATIENCE_S
                  (replicas of several workers wait)
         """
+        if taken := sorted({*self.stamp, "trained"} & (facts or {}).keys()):
+            raise UsageError(f"facts of the names {', '.join(taken)} are Lockstep's own", "Keeper.save(facts=...)", "use other names")
         if step == self._saved_step:
             return
-        stamp = self.stamp if self.state is None else {**self.stamp, "trained": self._trained()}
-        if taken := sorted(stamp.keys() & (facts or {}).keys()):
-            raise UsageError(f"facts of the names {', '.join(taken)} are Lockstep's own", "Keeper.save(facts=...)", "use other names")
-        self._saved_step, self._asked = step, Wanted(step, {**stamp, **(facts or {})}, first, protect)
+        trained = {} if self.state is None else {"trained": self._trained()}
+        self._saved_step, self._asked = step, Wanted(step, {**self.stamp, **trained, **(facts or {})}, first, protect)
         if self.alike and not self.alike(step):
             self._doubted = self.world.generation
             return
