@@ -541,6 +541,7 @@ KINDS = {
     "pretrain": ("stdlib", "text", "huggingface"),
     "sft": ("chat", "drills"),
 }
+NOT_READ = {"translate": ("llama.", "lora.", "batch.length"), "pretrain": ("model.",), "sft": ("model.",)}
 WITH_FILES = {
     "files": '["train.en.gz", "train.de.gz"]',
     "text": '["texts/**/*.txt", "more.jsonl.gz"]',
@@ -552,6 +553,8 @@ LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down")
 def contradictions(run: Run) -> Iterator[tuple[str, str, str]]:
     """(what is wrong between values, their keys, what to try): all that can be known before a process starts."""
     data, batch, kinds = run.data, run.batch, KINDS[run.task]
+    if ignored := [key for key, _, _ in changed_bits(Run(), run) if key.startswith(NOT_READ[run.task])]:
+        yield f"task {run.task} does not read {', '.join(ignored)}", " ".join(["task", *ignored]), "leave these out, or set another task"
     if run.model.width % run.model.heads:
         near = [heads for heads in range(1, run.model.width + 1) if run.model.width % heads == 0]
         best = min(near, key=lambda heads: abs(heads - run.model.heads))

@@ -284,3 +284,13 @@ def test_the_first_rooms_do_not_import_torch() -> None:
         "import sys, lockstep.cli, lockstep.config, lockstep.launch, lockstep.place, lockstep.data.order; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("task", "key", "text"), [("translate", "lora.rank", "8"), ("translate", "llama.shape", "1M"), ("pretrain", "model.width", "64")]
+)
+def test_a_value_that_the_task_does_not_read_is_refused(task: str, key: str, text: str) -> None:
+    kind = "cldr" if task == "translate" else "stdlib"
+    with pytest.raises(ConfigError, match=f"task {task} does not read {key}") as caught:
+        resolve(None, {"task": task, "data.kind": kind, key: text})
+    assert f"{key} from command line" in caught.value.where
