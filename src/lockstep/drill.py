@@ -88,10 +88,10 @@ class Run:
     patience_s  without progress, or 20 median steps where these are longer, after which `wait_for` gives up
     """
 
-    def __init__(
-        self, words: Sequence[str], folder: Path, workers: int, host: str, *, least: int = 1, patience_s: float = PATIENCE_S
-    ) -> None:
-        self.folder, self.host, self.patience_s = folder, host, patience_s
+    patience_s = PATIENCE_S
+
+    def __init__(self, words: Sequence[str], folder: Path, workers: int, host: str, *, least: int = 1) -> None:
+        self.folder, self.host = folder, host
         counts = ["--workers", str(workers), "--min", str(least)]
         self.command = [sys.executable, "-m", "lockstep", "launch", *words, "--out", str(folder), *counts]
         self.arbiter = Arbiter(folder / "generations")

@@ -149,7 +149,7 @@ class Team:
         self.squares: torch.Tensor | None = None
         self.replica.board = world.board
         if world.membership:
-            self.replica.broken = world.broken
+            self.replica.waits.broken = world.broken
         self.stops = signals is None and world.membership is not None
         self.signals = Signals().__enter__() if self.stops else signals  # until the process ends
         self.verdict = Verdict(0.0)

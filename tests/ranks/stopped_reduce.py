@@ -29,7 +29,7 @@ def work(rank: int, port: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=40))
     over = [""]
     with Replica(nn.Linear(4, 4), micro_batches=2, reduce="fast") as replica:
-        replica.broken = lambda: over[0]
+        replica.waits.broken = lambda: over[0]
         take_step(replica, 0)  # the first one also compares what is trained
         dist.barrier()
         if rank == 0:

@@ -17,7 +17,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
@@ -104,7 +104,7 @@ class Replica:
         self.unit = 1  # workers of a replica
         self._take_parameters()
         self.device = self.parameters[0].device
-        self._waits = Waits()
+        self.waits = Waits()  # `broken` is asked before each micro-batch, and while buckets are in flight
         self.board = Board(None)
         self.failure: Exception | None = None
         self._buckets = 0  # of a step; 0 until one is done
@@ -173,25 +173,12 @@ class Replica:
         if self._alone is None and dist.get_world_size() > 1:
             self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         ddp = nn.parallel.DistributedDataParallel(
-            self.model,
-            process_group=self._alone,
-            bucket_cap_mb=self.bucket_bytes / 2**20,
-            gradient_as_bucket_view=True,
-            **LEAVE_BUFFERS,
+            self.model, process_group=self._alone, bucket_cap_mb=self.bucket_bytes / 2**20, gradient_as_bucket_view=True, **LEAVE_BUFFERS
         )
         hook = self._on_cuda if self.device.type == "cuda" else self._on_cpu
         ddp.register_comm_hook(None, lambda _, bucket: hook(bucket))  # DDP refuses annotations that are still text
         self.ddp, self._same_trained = ddp, False
         return ddp
-
-    @property
-    def broken(self) -> Callable[[], str]:
-        """Why this step cannot end well; asked before each micro-batch, and while something is on its way."""
-        return self._waits.broken
-
-    @broken.setter
-    def broken(self, broken: Callable[[], str]) -> None:
-        self._waits.broken = broken
 
     def forget(self) -> None:
         """Let go of the group, which is broken or left; the next step wraps the model for the new one. The gradients stay."""
@@ -224,7 +211,7 @@ class Replica:
         for p in self.parameters:
             p.grad = None
         for k in self.mine:
-            if why := self.broken():
+            if why := self.waits.broken():
                 raise PeersLostError(why, "Replica.micro_batches")
             leaf = Span(k, 1)
             if self._held and self.ordered and not self._held.sibling_of(leaf):
@@ -307,7 +294,7 @@ class Replica:
             if parcel.buffer.is_cuda:
                 work.wait()  # the stream waits, not this thread
             else:
-                self._waits.finish([work], self.group)
+                self.waits.finish([work], self.group)
             return
         assert self._held is not None
         span, earlier = self._held, list(self._earlier.stack)
@@ -316,7 +303,7 @@ class Replica:
             torch._foreach_add_(parcel.gradients, [sums.tensors[i] for i in parcel.places])
             span = Span(left.first, 2 * left.leaves)
         rows = [(left, parcel.flat([sums.tensors[i] for i in parcel.places])) for left, sums in earlier]
-        exchange([*rows, (span, parcel.buffer)], self.leaves, self.group, parcel.buffer, self._waits)
+        exchange([*rows, (span, parcel.buffer)], self.leaves, self.group, parcel.buffer, self.waits)
 
     def _parcel(self, bucket: GradBucket, arrived: torch.futures.Future[torch.Tensor]) -> Parcel:
         self._clock.sent()

@@ -19,7 +19,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -40,6 +40,7 @@ from lockstep.parallel.ordered import Part, Span, Tree, exchange, runs, share
 from lockstep.parallel.pipeline import Flow, Stage, travelling
 from lockstep.parallel.replicate import digest_of
 from lockstep.parallel.wires import Arrival, everybody_sends, exchange_rows
+from lockstep.waits import Waits
 
 PARCELS = 2  # units whose gradients are on their way at once; a whole unit's worth of memory each
 
@@ -142,13 +143,8 @@ class ShardedReplica:
         self.wires.board = board
 
     @property
-    def broken(self) -> Callable[[], str]:
-        """Why this step cannot end well."""
-        return self.wires.waits.broken
-
-    @broken.setter
-    def broken(self, broken: Callable[[], str]) -> None:
-        self.wires.waits.broken = broken
+    def waits(self) -> Waits:
+        return self.wires.waits
 
     def forget(self) -> None:
         """Let go of the groups, which are broken or left; the next step makes new ones."""
@@ -201,7 +197,7 @@ class ShardedReplica:
         self._losses, self.wires.waited_s, self._sent_s, self._waiting = [], 0.0, 0.0, []
         passes = passes_of(block, spot.shard, layout.shard, together=self.together)
         for self._turn in passes:
-            if why := self.broken():
+            if why := self.waits.broken():
                 raise PeersLostError(why, "ShardedReplica.micro_batches")
             for p in self._sharded:
                 p.grad = None
