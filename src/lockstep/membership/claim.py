@@ -179,13 +179,8 @@ def read_command(state: Path) -> dict[str, str]:
 
 def refuse_another_command(sitting: Mapping[int, Sitter], folder: Path, before: Mapping[str, str], now: Mapping[str, str]) -> None:
     """UsageError when the workers that are at work were started with another command: they would not obey this one, and others would."""
-    names = [*before, *[name for name in now if name not in before]] if before else []
-    differ = [
-        f"{name} is {before.get(name) or 'not set'} for them and {now.get(name) or 'not set'} here"
-        for name in names
-        if before.get(name) != now.get(name)
-    ]
-    if differ:
+    names = [name for name in dict.fromkeys([*before, *now]) if before and before.get(name) != now.get(name)]
+    if differ := [f"{name} is {before.get(name) or 'not set'} for them and {now.get(name) or 'not set'} here" for name in names]:
         raise UsageError(
             f"workers that were started with another command train in {folder}: {'; '.join(differ)}",
             f"pid {', '.join(str(one.pid) for one in sitting.values())}; their agent was killed, and they trained on",

@@ -40,10 +40,7 @@ def roles(standings: Sequence[Mapping[str, Any]]) -> tuple[int, list[int], list[
 
 
 def hand_over(
-    world: World,
-    capture: Callable[[], Mapping[str, Tensor]] | None = None,
-    unit: int = 1,
-    digest_here: Callable[[], int] | None = None,
+    world: World, capture: Callable[[], Mapping[str, Tensor]] | None = None, unit: int = 1, digest_here: Callable[[], int] | None = None
 ) -> dict[str, Tensor] | None:
     """Collective. The state, on the ranks that need it; None on the others.
 
