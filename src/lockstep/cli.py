@@ -203,9 +203,8 @@ def refuse_half_characters(words: Sequence[str]) -> None:
     """UsageError for words that are not UTF-8: neither a checkpoint's JSON nor a tokenizer nor another host could be given them."""
     for word in words:
         if any("\ud800" <= letter <= "\udfff" for letter in word):
-            raise UsageError(
-                f"{word!r} is not valid UTF-8", "command line", "rename the file, or convert the text: iconv -f latin1 -t utf-8"
-            )
+            what = f"{word!r} is not valid UTF-8"
+            raise UsageError(what, "command line", "rename the file, or convert the text: iconv -f latin1 -t utf-8")
 
 
 def take_values(words: list[str], options: Container[str]) -> tuple[list[str], list[str]]:
@@ -425,17 +424,11 @@ def refuse_bounds(args: argparse.Namespace, run: Run | None, workers: int) -> in
     refuse_layout(run, min(workers, room_for), str(args.hosts or "--workers"))  # who is more than that stands by
     most: int = args.max if args.max is not None else room_for
     if not 1 <= args.min <= most <= room_for:
-        raise UsageError(
-            f"at least {args.min} and at most {most} workers, where a step has work for {room_for}",
-            "--min, --max; batch.micro_batches",
-            f"give 1 <= --min <= --max <= {room_for}",
-        )
+        what = f"at least {args.min} and at most {most} workers, where a step has work for {room_for}"
+        raise UsageError(what, "--min, --max; batch.micro_batches", f"give 1 <= --min <= --max <= {room_for}")
     if args.min > workers:
-        raise UsageError(
-            f"training begins with {args.min} workers, and there will be {workers}",
-            f"--min; {args.hosts or '--workers'}",
-            f"give --min {workers} or less, or more workers",
-        )
+        what = f"training begins with {args.min} workers, and there will be {workers}"
+        raise UsageError(what, f"--min; {args.hosts or '--workers'}", f"give --min {workers} or less, or more workers")
     return most
 
 
@@ -457,11 +450,8 @@ def refuse_layout(run: Run | None, workers: int, where: str) -> None:
     asked = Layout(run.layout.replicate, run.layout.shard, run.layout.tensor, run.layout.pipeline)
     if asked.unit == 1 and not 1 <= workers <= run.batch.micro_batches:
         most = run.batch.micro_batches
-        raise UsageError(
-            f"{workers} workers for a step of {most} micro-batches",
-            f"{where}; batch.micro_batches",
-            f"give 1 to {most} workers, or more micro-batches",
-        )
+        what = f"{workers} workers for a step of {most} micro-batches"
+        raise UsageError(what, f"{where}; batch.micro_batches", f"give 1 to {most} workers, or more micro-batches")
     choose(asked, workers, bounds(run), f"{where}; [layout] of the run")
 
 
@@ -659,9 +649,8 @@ def own_function(spelled: str, folder: Path, flags: dict[str, str]) -> int:
     try:
         hints = {"out": Path} | get_type_hints(function, include_extras=True)
     except NameError as error:
-        raise UsageError(
-            f"an annotation of {spelled} cannot be read: {error}", "command line", "import it outside of TYPE_CHECKING"
-        ) from None
+        what = f"an annotation of {spelled} cannot be read: {error}"
+        raise UsageError(what, "command line", "import it outside of TYPE_CHECKING") from None
     named: dict[str, object] = {}
     for name, text in (({"out": str(folder)} if "out" in takes else {}) | flags).items():
         try:

@@ -363,9 +363,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         hint = f"there are {', '.join(near)}" if near else "give the path of a TOML file, or none for the embedded default"
         raise ConfigError(f"there is no run file {path}", "given on the command line", hint) from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{path} is not TOML: {error}", "the run file", "mend that place; tables are [section], strings are in quotes"
-        ) from None
+        what = f"{path} is not TOML: {error}"
+        raise ConfigError(what, "the run file", "mend that place; tables are [section], strings are in quotes") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", str(path), "give a file that this user can read") from None
 
@@ -407,11 +406,9 @@ def refuse_unknown_variables(environ: Mapping[str, str]) -> None:
     if unknown:
         key = unknown[0].removeprefix("LOCKSTEP_").lower().replace("_", ".", 1)
         near = difflib.get_close_matches(unknown[0], VARIABLES, n=1, cutoff=0.85) or [variable(one) for one in nearest(key, keys)]
-        raise ConfigError(
-            f"unknown variable {', '.join(unknown)}",
-            "environment",
-            f"write {' or '.join(near)}" if near else "unset it; lockstep train --help lists the values of a run",
-        )
+        what = f"unknown variable {', '.join(unknown)}"
+        hint = f"write {' or '.join(near)}" if near else "unset it; lockstep train --help lists the values of a run"
+        raise ConfigError(what, "environment", hint)
 
 
 def refuse_missing_packages(resolved: Resolved, *, prepared: bool) -> None:
@@ -427,9 +424,8 @@ def refuse_missing_packages(resolved: Resolved, *, prepared: bool) -> None:
     }
     for key, (package, extra, needed) in asked.items():
         if needed and find_spec(package) is None:
-            raise ConfigError(
-                f"the package {package} is not installed", f"{key} from {resolved.origin[key]}", f'pip install "lockstep-train[{extra}]"'
-            )
+            what = f"the package {package} is not installed"
+            raise ConfigError(what, f"{key} from {resolved.origin[key]}", f'pip install "lockstep-train[{extra}]"')
 
 
 def check(one: Field, raw: Any) -> Any:
@@ -697,9 +693,8 @@ def read_run(folder: Path) -> Resolved | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be read: {error.strerror}", "the run's values", "give a folder that this user can read and write"
-        ) from None
+        what = f"{path} cannot be read: {error.strerror}"
+        raise ConfigError(what, "the run's values", "give a folder that this user can read and write") from None
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path} is damaged or was edited: {error}",

@@ -29,11 +29,8 @@ def load_function(spelled: str) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if not callable(function) or inspect.isbuiltin(function):
         there = [key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
-        raise UsageError(
-            f"{where} has no function {name!r}" if function is None else f"{name!r} in {where} is no Python function",
-            f"command line: {spelled}",
-            nearest(name, there, "it has"),
-        )
+        what = f"{where} has no function {name!r}" if function is None else f"{name!r} in {where} is no Python function"
+        raise UsageError(what, f"command line: {spelled}", nearest(name, there, "it has"))
     if not sources.own:
         sources.note_own(module)
     loaded: Callable[..., Any] = function
@@ -49,11 +46,8 @@ def load_file(path: Path) -> ModuleType:
     name, file = path.stem, path.resolve()
     known = sys.modules.get(name)
     if known is not None and Path(getattr(known, "__file__", None) or "").resolve() != file:
-        raise UsageError(
-            f"{path} is called like the module {name!r}, which is loaded already",
-            f"that one is {getattr(known, '__file__', None) or 'part of Python'}",
-            "give the file another name",
-        )
+        what = f"{path} is called like the module {name!r}, which is loaded already"
+        raise UsageError(what, f"that one is {getattr(known, '__file__', None) or 'part of Python'}", "give the file another name")
     if known is not None:
         return known
     if str(file.parent) not in sys.path:

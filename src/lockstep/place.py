@@ -109,11 +109,9 @@ def find_ours(environ: Mapping[str, str]) -> Place | None:
         return None
     other = {name: environ[name] for name in TORCHRUN if name in environ}
     if any(environ[mine] != other.get(name, environ[mine]) for mine, name in zip(OURS, TORCHRUN, strict=True)):
-        raise UsageError(
-            "two starters disagree about this process",
-            show(environ, OURS + TORCHRUN),
-            "a torchrun inside a worker of ours: start it with env -u for each LOCKSTEP_ variable",
-        )
+        what = "two starters disagree about this process"
+        hint = "a torchrun inside a worker of ours: start it with env -u for each LOCKSTEP_ variable"
+        raise UsageError(what, show(environ, OURS + TORCHRUN), hint)
     listen_fd = environ.get("LOCKSTEP_LISTEN_FD")
     return Place(
         *numbers,
@@ -151,11 +149,8 @@ def find_pet(environ: Mapping[str, str]) -> Place | None:
         return None
     require(environ, PET)
     if environ["PET_NPROC_PER_NODE"] != "1" or not environ["PET_NNODES"].isdecimal():
-        raise UsageError(
-            "these are options for torchrun, for more than one fixed process a machine",
-            show(environ, PET),
-            "start with torchrun, which reads them: torchrun -m lockstep train ...",
-        )
+        what = "these are options for torchrun, for more than one fixed process a machine"
+        raise UsageError(what, show(environ, PET), "start with torchrun, which reads them: torchrun -m lockstep train ...")
     rank, size = read_number(environ, "PET_NODE_RANK"), read_number(environ, "PET_NNODES")
     return Place(rank, size, 0, 1, *read_master(environ, "PET_MASTER_ADDR", "PET_MASTER_PORT"), starter="PET_*")
 
@@ -171,11 +166,9 @@ def find_slurm(environ: Mapping[str, str]) -> Place | None:
     step_size = environ.get("SLURM_STEP_NUM_TASKS", "1")
     if step_size == "1":
         if environ.get("SLURM_NTASKS", "1") != "1":
-            raise UsageError(
-                f"this is one process, and the Slurm job has {environ['SLURM_NTASKS']} tasks",
-                show(environ, ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")),
-                "start the tasks with srun: srun lockstep train ...; or ask Slurm for one task that starts its own workers",
-            )
+            what = f"this is one process, and the Slurm job has {environ['SLURM_NTASKS']} tasks"
+            hint = "start the tasks with srun: srun lockstep train ...; or ask Slurm for one task that starts its own workers"
+            raise UsageError(what, show(environ, ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")), hint)
         return None
     names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID")
     require(environ, names)
@@ -252,11 +245,9 @@ def require(environ: Mapping[str, str], names: tuple[str, ...]) -> None:
     """UsageError when some of `names` are set and others are not."""
     missing = [name for name in names if not environ.get(name)]
     if missing:
-        raise UsageError(
-            f"the environment names a worker by halves: no {', '.join(missing)}",
-            show(environ, names),
-            "torchrun sets all of them; set the rest by hand (one worker a machine: LOCAL_RANK=0 LOCAL_WORLD_SIZE=1), or unset these",
-        )
+        what = f"the environment names a worker by halves: no {', '.join(missing)}"
+        hint = "torchrun sets all of them; set the rest by hand (one worker a machine: LOCAL_RANK=0 LOCAL_WORLD_SIZE=1), or unset these"
+        raise UsageError(what, show(environ, names), hint)
 
 
 def check(place: Place, environ: Mapping[str, str]) -> None:
@@ -269,11 +260,8 @@ def check(place: Place, environ: Mapping[str, str]) -> None:
     )
     if not sound:
         names = tuple(name for name in environ if name in OURS + TORCHRUN + PET or name.startswith(("SLURM_PROC", "SLURM_STEP", "MASTER_")))
-        raise UsageError(
-            f"the environment contradicts itself: {describe(place)}",
-            show(environ, names),
-            "ranks count from 0 and stay below their size; a fresh shell and one starter help",
-        )
+        what = f"the environment contradicts itself: {describe(place)}"
+        raise UsageError(what, show(environ, names), "ranks count from 0 and stay below their size; a fresh shell and one starter help")
 
 
 def show(environ: Mapping[str, str], names: tuple[str, ...]) -> str:

@@ -47,11 +47,8 @@ def read_catalogues(places: Sequence[str], source: str, target: str) -> tuple[Pa
     sides = [None if language == "en" else collect(roots, language, left_out) for language in (source, target)]
     keys = sorted(set.intersection(*(set(side) for side in sides if side is not None)))
     if all(sides) and any(root.is_file() for root in roots):
-        raise DataError(
-            f"a .mo file does not say which of {source!r} and {target!r} it is",
-            f"data.train={','.join(places)}",
-            "name folders that hold LANGUAGE/LC_MESSAGES/*.mo",
-        )
+        what = f"a .mo file does not say which of {source!r} and {target!r} it is"
+        raise DataError(what, f"data.train={','.join(places)}", "name folders that hold LANGUAGE/LC_MESSAGES/*.mo")
     pairs: Pairs = []
     seen: set[str] = set()
     for key in keys:
@@ -84,11 +81,9 @@ def find(roots: Sequence[Path], language: str) -> list[Path]:
         there = sorted({path.parent.parent.name for root in roots for path in root.glob("*/LC_MESSAGES/*.mo")})
         near = difflib.get_close_matches(language, there, n=3, cutoff=0.5)
         listed = f"nearest: {', '.join(near)}" if near else f"{len(there)} other languages are there" if there else "no language is there"
-        raise DataError(
-            f"no gettext catalogue for {language!r}",
-            f"{', '.join(map(str, roots))}: {listed}",
-            "install the language's translations (on Debian: localepurge removes them), or name other places in data.train",
-        )
+        what = f"no gettext catalogue for {language!r}"
+        hint = "install the language's translations (on Debian: localepurge removes them), or name other places in data.train"
+        raise DataError(what, f"{', '.join(map(str, roots))}: {listed}", hint)
     return found
 
 

@@ -100,9 +100,8 @@ def template_in(folder: Path, said: Mapping[str, Any]) -> str:
     if isinstance(found, list):
         found = {str(one.get("name")): one.get("template") for one in found if isinstance(one, dict)}.get("default") or ""
     if not isinstance(found, str):
-        raise DataError(
-            f"chat_template is {json.dumps(found)[:80]}", str(folder / "tokenizer_config.json"), "write the template as a string"
-        )
+        what = f"chat_template is {json.dumps(found)[:80]}"
+        raise DataError(what, str(folder / "tokenizer_config.json"), "write the template as a string")
     return found
 
 

@@ -148,27 +148,20 @@ def encode(tokenizer: ChatTokenizer, chat: Chat) -> tuple[list[int], list[bool]]
         prompt = tokenizer.render(chat.messages[:number], now=lambda: CHATTED, tools=chat.tools)
         until = tokenizer.render(chat.messages[: number + 1], answer=False, now=lambda: CHATTED, tools=chat.tools)
         if not until.startswith(prompt) or not whole.startswith(until):
-            raise DataError(
-                f"the chat template does not write answer {number + 1} behind what was said before it",
-                f"{chat.where}; {tokenizer.folder}",
-                "use a template that leaves earlier turns as they are",
-            )
+            what = f"the chat template does not write answer {number + 1} behind what was said before it"
+            raise DataError(what, f"{chat.where}; {tokenizer.folder}", "use a template that leaves earlier turns as they are")
         before = inner.encode(prompt, add_special_tokens=False).ids
         if ids[: len(before)] != before:
             near = whole[max(0, len(prompt) - 10) : len(prompt) + 10]
-            raise SplitToken(
-                f"answer {number + 1} begins inside a token: {near!r}",
-                f"{chat.where}; {tokenizer.folder}",
-                "begin the answer with other characters, or use a template that ends its prompt with a special token or a line break",
-            )
+            what = f"answer {number + 1} begins inside a token: {near!r}"
+            hint = "begin the answer with other characters, or use a template that ends its prompt with a special token or a line break"
+            raise SplitToken(what, f"{chat.where}; {tokenizer.folder}", hint)
         inside = (place for place in range(len(before), len(ids)) if encoding.offsets[place][0] < len(until))
         end = next((place for place in inside if ids[place] in tokenizer.ends), None)
         if end is None:
-            raise DataError(
-                "the chat template ends an answer with no token that ends a turn",
-                f"{chat.where}; {tokenizer.folder}",
-                "name that token in eos_token_id of generation_config.json, beside the tokenizer",
-            )
+            what = "the chat template ends an answer with no token that ends a turn"
+            hint = "name that token in eos_token_id of generation_config.json, beside the tokenizer"
+            raise DataError(what, f"{chat.where}; {tokenizer.folder}", hint)
         counts[len(before) : end + 1] = [True] * (end + 1 - len(before))
     return ids, counts
 

@@ -369,11 +369,9 @@ def pairs(source: str, target: str, *, limit: int, held_out: int) -> Made:
         for split, new in zip((train, validation, test), more, strict=True):
             split += new
     if len(train) < min(limit, 1000) or (held_out and not (validation and test)):
-        raise DataError(
-            f"CLDR has too little in {source!r} and {target!r}: {len(train)} training and {len(validation)} held-out pairs",
-            f"babel {babel.__version__}, data.source, data.target",
-            "take languages that CLDR covers well, or a larger data.pairs",
-        )
+        what = f"CLDR has too little in {source!r} and {target!r}: {len(train)} training and {len(validation)} held-out pairs"
+        hint = "take languages that CLDR covers well, or a larger data.pairs"
+        raise DataError(what, f"babel {babel.__version__}, data.source, data.target", hint)
     mixed = {name: shuffled(Random(name), split) for name, split in (("train", train), ("validation", validation), ("test", test))}
     return Made(**mixed, left_out={reason: n for reason, n in sorted(collector.left_out.items()) if n})
 

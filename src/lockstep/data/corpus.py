@@ -95,9 +95,8 @@ def read_splits(data: config.Data) -> tuple[dict[str, Pairs], dict[str, int]]:
         found, left_out = catalogues.read_catalogues(data.train, data.source, data.target)
         return {"train": found}, left_out
     if not data.dataset:
-        raise ConfigError(
-            "data.kind=huggingface needs a dataset", place(data), "for example data.dataset=Helsinki-NLP/opus_books data.subset=en-it"
-        )
+        what = "data.kind=huggingface needs a dataset"
+        raise ConfigError(what, place(data), "for example data.dataset=Helsinki-NLP/opus_books data.subset=en-it")
     several = [split for split, names in named.items() if len(names) > 1]
     if several:
         raise ConfigError(f"data.{several[0]} names several splits", place(data), "name one, or none")
@@ -123,11 +122,8 @@ def hold_out(pairs: Pairs, size: int, *, parts: int, where: str) -> tuple[Pairs,
     a part stays in training. DataError when the parts would take more than half of the pairs.
     """
     if 2 * parts * size > len(pairs):
-        raise DataError(
-            f"{len(pairs):,} pairs are too few to hold out {parts} times {size:,}",
-            where,
-            f"set data.held_out to {max(1, len(pairs) // (8 * parts)):,}, or name validation and test texts",
-        )
+        what = f"{len(pairs):,} pairs are too few to hold out {parts} times {size:,}"
+        raise DataError(what, where, f"set data.held_out to {max(1, len(pairs) // (8 * parts)):,}, or name validation and test texts")
     groups = Counter(source for source, _ in pairs)
     taken: dict[str, int] = {}
     room = [size] * parts

@@ -55,9 +55,8 @@ class EncodedPairs:
                 try:
                     found.append(np.load(path, mmap_mode="r"))
                 except (OSError, ValueError) as error:
-                    raise DataError(
-                        f"{path} cannot be opened: {error}", "a file of the prepared corpus", "remove its folder to prepare it again"
-                    ) from None
+                    what = f"{path} cannot be opened: {error}"
+                    raise DataError(what, "a file of the prepared corpus", "remove its folder to prepare it again") from None
         offsets = [np.asarray(o, dtype=np.int64) for o in arrays["offsets"]]
         if len({len(o) for o in offsets}) > 1 or any(o[-1] != len(i) for o, i in zip(offsets, arrays["ids"], strict=True)):
             raise DataError(f"the arrays of {split} do not fit together", str(folder), "remove the folder to prepare the corpus again")

@@ -31,9 +31,8 @@ def read_dataset(name: str, subset: str, source: str, target: str, splits: dict[
         split = found[wanted]
         texts = {column: split[column][:] for column in split.column_names if column in ("translation", source, target, "source", "target")}
         if not texts:
-            raise DataError(
-                f"no column for {source!r} and {target!r}, but {', '.join(split.column_names)}", where, "set data.source, data.target"
-            )
+            what = f"no column for {source!r} and {target!r}, but {', '.join(split.column_names)}"
+            raise DataError(what, where, "set data.source, data.target")
         rows = (dict(zip(texts, values, strict=True)) for values in zip(*texts.values(), strict=True))
         pairs[ours] = [sides_of(row, source, target, f"{where}, split {wanted}, row {i}") for i, row in enumerate(rows)]
     return pairs
@@ -90,8 +89,6 @@ def load(name: str, subset: str, where: str) -> datasets.DatasetDict:
         return datasets.DatasetDict({"train": found}) if isinstance(found, datasets.Dataset) else found
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = " ".join(str(error).split())
-        raise DataError(
-            f"the dataset cannot be loaded: {reason[:300]}",
-            where,
-            "is the name right, and the network there? a folder that `save_to_disk` wrote, or one with parquet files, needs none",
-        ) from error
+        what = f"the dataset cannot be loaded: {reason[:300]}"
+        hint = "is the name right, and the network there? a folder that `save_to_disk` wrote, or one with parquet files, needs none"
+        raise DataError(what, where, hint) from error

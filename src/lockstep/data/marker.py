@@ -24,9 +24,8 @@ def read_marker(folder: Path) -> dict[str, Any]:
             return found
         raise ValueError("it lacks what a preparation writes")
     except FileNotFoundError:
-        raise DataError(
-            f"no data was prepared in {folder}", f"{MARKER} is missing", "start the training once, it prepares the data"
-        ) from None
+        what = f"no data was prepared in {folder}"
+        raise DataError(what, f"{MARKER} is missing", "start the training once, it prepares the data") from None
     except ValueError as error:
         raise DataError(f"{folder / MARKER} is damaged: {error}", "", "remove the folder to prepare the data again") from None
 
@@ -47,8 +46,5 @@ def compare(expected: Mapping[Path, str], folder: Path) -> None:
     for path, digest in expected.items():
         found = sha256_file(path) if path.exists() else "missing"
         if found != digest:
-            raise DataError(
-                f"{path} is {'missing' if found == 'missing' else 'damaged'}",
-                f"sha256 {found}\nwas    {digest}",
-                f"remove {folder} to prepare the data again",
-            )
+            what = f"{path} is {'missing' if found == 'missing' else 'damaged'}"
+            raise DataError(what, f"sha256 {found}\nwas    {digest}", f"remove {folder} to prepare the data again")

@@ -87,9 +87,8 @@ def prepare(data: config.Data, tokens: config.Tokens, folder: Path) -> None:
             kept = {**report.kept, "train": report.kept["train"] - count}
             report = replace(report, kept=kept, left_out={**report.left_out, reason: count})
     if not report.kept["train"]:
-        raise DataError(
-            f"no training pair has at most {data.max_tokens} tokens", "data.max_tokens", "raise it, or cut the text into sentences"
-        )
+        what = f"no training pair has at most {data.max_tokens} tokens"
+        raise DataError(what, "data.max_tokens", "raise it, or cut the text into sentences")
     log.info("tokenizer: %d entries (%s, %d asked for)", tokenizer.size, tokens.kind, tokens.vocabulary)
     write_json(
         folder / MARKER,

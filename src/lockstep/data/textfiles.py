@@ -34,11 +34,9 @@ def read_pairs(paths: Sequence[str], source: str, target: str, split: str) -> Pa
         return pairs_of_tsv(Path(paths[0]), source, target)
     if kind in ("jsonl", "json"):
         return pairs_of_jsonl(Path(paths[0]), source, target)
-    raise DataError(
-        f"data.{split} names {len(paths)} {'file' if len(paths) == 1 else 'files'}: {', '.join(paths) or 'none'}",
-        "of data.kind=files",
-        "give two text files (source, then target), or one .tsv, or one .jsonl; each may end in .gz",
-    )
+    what = f"data.{split} names {len(paths)} {'file' if len(paths) == 1 else 'files'}: {', '.join(paths) or 'none'}"
+    hint = "give two text files (source, then target), or one .tsv, or one .jsonl; each may end in .gz"
+    raise DataError(what, "of data.kind=files", hint)
 
 
 def read_lines(path: Path) -> list[str]:
@@ -78,11 +76,9 @@ def text_in(content: bytes, name: str) -> str:
         return content.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise DataError(
-            f"{name} is not UTF-8: byte 0x{content[error.start]:02x} at offset {error.start:,}",
-            f"line {line:,}: {content[max(0, error.start - 20) : error.start + 20]!r}",
-            "convert it first, for example: iconv -f latin1 -t utf-8",
-        ) from None
+        what = f"{name} is not UTF-8: byte 0x{content[error.start]:02x} at offset {error.start:,}"
+        hint = "convert it first, for example: iconv -f latin1 -t utf-8"
+        raise DataError(what, f"line {line:,}: {content[max(0, error.start - 20) : error.start + 20]!r}", hint) from None
 
 
 def json_in(line: str | bytes, where: str) -> Any:
@@ -97,11 +93,8 @@ def pair_lines(source: Path, target: Path) -> Pairs:
     """Line n of `source` with line n of `target`."""
     a, b = read_lines(source), read_lines(target)
     if len(a) != len(b):
-        raise DataError(
-            f"the two sides have {len(a):,} and {len(b):,} lines",
-            f"{source}\n{target}",
-            "line n of one must translate line n of the other; which lines have no partner?",
-        )
+        what = f"the two sides have {len(a):,} and {len(b):,} lines"
+        raise DataError(what, f"{source}\n{target}", "line n of one must translate line n of the other; which lines have no partner?")
     return list(zip(a, b, strict=True))
 
 
@@ -112,17 +105,13 @@ def pairs_of_tsv(path: Path, source: str, target: str) -> Pairs:
     if rows and {source, target} <= set(rows[0]):
         left, right, first = rows[0].index(source), rows[0].index(target), 1
     elif rows and len(rows[0]) != 2:
-        raise DataError(
-            f"{path} has {len(rows[0])} columns and no heading with {source!r} and {target!r}",
-            f"line 1: {show(rows[0])}",
-            "give two columns, or a first line with the columns' names",
-        )
+        what = f"{path} has {len(rows[0])} columns and no heading with {source!r} and {target!r}"
+        raise DataError(what, f"line 1: {show(rows[0])}", "give two columns, or a first line with the columns' names")
     columns = len(rows[0]) if rows else 2
     for number, row in enumerate(rows, start=1):
         if len(row) != columns:
-            raise DataError(
-                f"{path} has {len(row)} columns in line {number:,}, {columns} in line 1", show(row), "is a tab missing or too many?"
-            )
+            what = f"{path} has {len(row)} columns in line {number:,}, {columns} in line 1"
+            raise DataError(what, show(row), "is a tab missing or too many?")
     return [(row[left], row[right]) for row in rows[first:]]
 
 
@@ -148,9 +137,8 @@ def sides_of(found: Any, source: str, target: str, where: str) -> tuple[str, str
                 return a or "", b or ""
             raise DataError(f"the texts are {type(a).__name__} and {type(b).__name__}", where, "both sides must be strings")
     columns = ", ".join(map(str, inner)) if isinstance(inner, dict) and inner else show(found)
-    raise DataError(
-        f"no columns {source!r} and {target!r}, but {columns}", where, "set data.source and data.target to columns that are there"
-    )
+    what = f"no columns {source!r} and {target!r}, but {columns}"
+    raise DataError(what, where, "set data.source and data.target to columns that are there")
 
 
 def show(value: object) -> str:

@@ -142,16 +142,11 @@ def locale(code: str) -> Locale:
         english = {word.lower(): key for key, word in Locale.parse("en").languages.items() if key.lower() in known}
         near = difflib.get_close_matches(code.lower(), [*known, *english], n=4, cutoff=0.6)
         codes = list(dict.fromkeys(known.get(word) or english[word] for word in near))
-        raise DataError(
-            f"CLDR knows no language {code!r}",
-            f"babel {babel.__version__}, data.source, data.target",
-            f"did you mean {', '.join(codes)}?" if codes else "languages are codes such as en, it, de, pt_BR, zh_Hant",
-        )
+        what = f"CLDR knows no language {code!r}"
+        hint = f"did you mean {', '.join(codes)}?" if codes else "languages are codes such as en, it, de, pt_BR, zh_Hant"
+        raise DataError(what, f"babel {babel.__version__}, data.source, data.target", hint)
     found = Locale.parse(name)
     if found.months["format"]["wide"][1] == "M01":  # what CLDR's root says where a language has nothing of its own
-        raise DataError(
-            f"CLDR has no month names in {code!r}, so no sentences can be made",
-            f"babel {babel.__version__}, data.source, data.target",
-            "take a language that CLDR covers well",
-        )
+        what = f"CLDR has no month names in {code!r}, so no sentences can be made"
+        raise DataError(what, f"babel {babel.__version__}, data.source, data.target", "take a language that CLDR covers well")
     return found

@@ -48,11 +48,8 @@ def with_template(tokenizer: ChatTokenizer, folder: Path) -> ChatTokenizer:
         return tokenizer
     known = {token: tokenizer.inner.token_to_id(token) for token in CHAT_SPECIALS}
     if missing := [token for token, number in known.items() if number is None]:
-        raise DataError(
-            f"the tokenizer has no chat template, and not {', '.join(missing)}, which Llama 3's needs",
-            str(tokenizer.folder),
-            "put a chat_template.jinja beside it that uses its own tokens",
-        )
+        what = f"the tokenizer has no chat template, and not {', '.join(missing)}, which Llama 3's needs"
+        raise DataError(what, str(tokenizer.folder), "put a chat_template.jinja beside it that uses its own tokens")
     ends = [*sorted(tokenizer.ends), known[CHAT_SPECIALS[-1]]]
     write_json(folder / "generation_config.json", optional_json(folder / "generation_config.json") | {"eos_token_id": ends})
     write_atomic(folder / "chat_template.jinja", CHAT_TEMPLATE)

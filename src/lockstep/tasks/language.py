@@ -45,9 +45,8 @@ class Language:
         refuse_mixed_start(world, fingerprints)
         rows = rows_of(prepared)
         if not len(rows):
-            raise DataError(
-                f"the training text does not fill one row of {run.batch.length} tokens", f"{folder / 'data'}; batch.length", "lower it"
-            )
+            what = f"the training text does not fill one row of {run.batch.length} tokens"
+            raise DataError(what, f"{folder / 'data'}; batch.length", "lower it")
         k = run.batch.micro_batches
         order = UniformOrder(len(rows), k * (run.batch.tokens // run.batch.length), k, run.seed)
         return cls(beginning, RowLoader(rows, order, world.device), fingerprints)
@@ -113,9 +112,7 @@ def tokenizer_of(run: Run, folder: Path, texts: Iterable[str]) -> ChatTokenizer:
     found = ChatTokenizer.load(folder / TOKENIZER, start.config if start else {})
     most = max(found.inner.get_vocab(with_added_tokens=True).values())
     if start and most >= start.shape.vocabulary:
-        raise DataError(
-            f"the tokenizer has ids up to {most:,}, the embedding of the model {start.shape.vocabulary:,} rows",
-            f"{start.folder}; llama.start",
-            "resize it with transformers (model.resize_token_embeddings, save_pretrained), or remove the added tokens",
-        )
+        what = f"the tokenizer has ids up to {most:,}, the embedding of the model {start.shape.vocabulary:,} rows"
+        hint = "resize it with transformers (model.resize_token_embeddings, save_pretrained), or remove the added tokens"
+        raise DataError(what, f"{start.folder}; llama.start", hint)
     return found

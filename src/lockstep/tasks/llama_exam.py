@@ -50,11 +50,8 @@ class LlamaExam:
 
     def load(self, step: int, asked: Question, device: torch.device) -> Pretrained:
         if asked.average or asked.beams != 1:
-            raise UsageError(
-                f"a Llama is scored as it is at one step, greedy, not with average={asked.average}, beams={asked.beams}",
-                "command line, evaluate.beams",
-                "leave both out",
-            )
+            what = f"a Llama is scored as it is at one step, greedy, not with average={asked.average}, beams={asked.beams}"
+            raise UsageError(what, "command line, evaluate.beams", "leave both out")
         return load(self.folder, step, device=device)
 
     def steps(self, loaded: Pretrained) -> Sequence[int]:
