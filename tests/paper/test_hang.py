@@ -62,6 +62,20 @@ def test_the_paragraph_reads_like_a_persons() -> None:
     )
 
 
+def test_data_may_be_prepared_for_hours_but_not_by_a_stopped_process() -> None:
+    hours = [replace(one, doing=replace(doing("joining", 7200.0), pid=one.doing.pid)) for one in four()]
+    hours[0] = replace(hours[0], doing=replace(hours[0].doing, phase="preparing"))
+    assert judge(hours) is None and judge(hours[:1]) is None
+    hours[0] = replace(hours[0], state="T", silent_s=11.0)
+    verdict = judge(hours)
+    assert (
+        culprit_ranks(hours, verdict) == [0]
+        and verdict
+        and "is stopped" in verdict.paragraph
+        and "preparing the run's data" in verdict.paragraph
+    )
+
+
 HANGS: dict[str, tuple[list[Seen], list[int], str, list[str]]] = {
     "sleep": (
         with_rank(2, doing=doing("backward", 12, collective=39), stack=MODEL),

@@ -32,6 +32,7 @@ Phase = Literal[
     "starting",
     "waiting for others",  # until enough are there
     "joining",  # a generation: forming its group, sending or receiving the state
+    "preparing",  # the run's data, while the others wait
     "compiling",
     "data",
     "forward",

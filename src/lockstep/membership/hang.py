@@ -12,6 +12,7 @@ collective that the loop calls by itself stands on no board, but in the stack of
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import threading
@@ -26,7 +27,14 @@ from lockstep.units import show_bytes, show_seconds
 
 WAITING: tuple[Phase, ...] = ("waiting for others", "joining", "reducing", "voting")  # for each other
 
-ALLOWANCES_S: dict[Phase, float] = {"starting": 120.0, "joining": 120.0, "compiling": 600.0, "saving": 600.0, "evaluating": 1800.0}
+ALLOWANCES_S: dict[Phase, float] = {
+    "starting": 120.0,
+    "joining": 120.0,
+    "preparing": math.inf,  # as long as the corpus takes; a process that is stopped or has exited is reported all the same
+    "compiling": 600.0,
+    "saving": 600.0,
+    "evaluating": 1800.0,
+}
 
 Action = Literal["evict", "regroup", "end", "tell"]
 
@@ -200,6 +208,7 @@ AT: dict[Phase, str] = {
     "starting": "starting",
     "waiting for others": "waiting for more members",
     "joining": "joining generation {generation}",
+    "preparing": "preparing the run's data",
     "compiling": "compiling in step {step}",
     "data": "fetching the data of step {step}",
     "forward": "in the forward pass of step {step}",

@@ -25,7 +25,7 @@ from lockstep.world import World
 
 def open_tuning(run: Run, folder: Path, world: World) -> Language:
     """Collective. The task of a run with `task = "sft"`; its data is prepared by rank 0 the first time."""
-    lead(world, lambda: prepare(run, folder))
+    lead(world, lambda: world.board.during("preparing")(prepare)(run, folder))
     tokenizer = ChatTokenizer.load(folder / TOKENIZER, {})
     return Language.over(run, folder, world, tokenizer, lambda found: PackedRows(found.train, run.batch.length, seed=run.seed))
 

@@ -83,7 +83,7 @@ class Language:
 
 def open_pretraining(run: Run, folder: Path, world: World) -> Language:
     """Collective. The task of a run with `task = "pretrain"`; its data is prepared by rank 0 the first time."""
-    lead(world, lambda: prepare(run, folder))
+    lead(world, lambda: world.board.during("preparing")(prepare)(run, folder))
     tokenizer = ChatTokenizer.load(folder / TOKENIZER, {})
     return Language.over(run, folder, world, tokenizer, lambda found: CutRows(found.train, run.batch.length))
 

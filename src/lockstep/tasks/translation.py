@@ -34,7 +34,7 @@ class Translation:
     @classmethod
     def open(cls, run: Run, folder: Path, world: World) -> Translation:
         """Collective. The task with its corpus, which rank 0 prepares the first time."""
-        lead(world, lambda: prepare(run.data, run.tokens, folder / "data"))
+        lead(world, lambda: world.board.during("preparing")(prepare)(run.data, run.tokens, folder / "data"))
         corpus = open_prepared(folder / "data")
         refuse_mixed_start(world, corpus.fingerprints)
         order = deal(run, corpus)
