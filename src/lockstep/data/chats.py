@@ -34,7 +34,7 @@ CHATTED = datetime(2024, 7, 26)  # the day that a template which tells the day i
 
 @dataclass(frozen=True)
 class Chat:
-    """Its messages up to the last answer that is learnt, where it comes from, for people, and the tools that the model is told of."""
+    """The messages up to the last answer that is trained on, the source for messages to users, and the tools that the prompt lists."""
 
     messages: list[Message]
     where: str

@@ -132,7 +132,7 @@ def read(data: config.Data, split: Split, named: str) -> Iterator[Document]:
 
 
 def source_of(data: config.Data) -> dict[str, Any]:
-    """What the documents are read from, without reading it: it is compared when a prepared run goes on. DataError when a file is gone.
+    """What the documents are read from, without reading it: it is compared when a prepared run resumes. DataError when a file is gone.
 
     Of files their names, their sizes and a hash of both ends, in order; not the folders in which they lie.
     """
@@ -197,7 +197,7 @@ def read_file(path: Path, column: str) -> Iterator[Document]:
 
 
 def records_of(path: Path) -> Iterator[tuple[str, bytes]]:
-    """(where it stands, for people; the line) of each line of a file with something on it."""
+    """(file and line number for messages, the line) of each line of a file that is not empty."""
     for number, line in enumerate(lines_of(path), start=1):
         if line := line.removeprefix(b"\xef\xbb\xbf").strip():
             yield f"{path}, line {number:,}", line

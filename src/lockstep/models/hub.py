@@ -65,7 +65,7 @@ def hub_name(name: str) -> str:
 
 
 def sizes_of(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """Our name of each parameter -> its size, in the model's order. Nothing is allocated, and one layer stands for all."""
+    """Our name of each parameter -> its size, in the model's order. Nothing is allocated; one layer is built for all of them."""
     with torch.device("meta"):
         one = {name: tuple(parameter.shape) for name, parameter in Llama(replace(shape, layers=1)).named_parameters()}
     inside = {name.removeprefix("layers.0."): size for name, size in one.items() if name.startswith("layers.0.")}
@@ -214,7 +214,7 @@ def number(
 
 
 def spell(value: Any) -> str:
-    """The value as it stands in JSON, cut short."""
+    """The value as JSON, cut to 80 characters."""
     return json.dumps(value)[:80]
 
 
@@ -335,7 +335,7 @@ def read_header(text: bytes) -> tuple[list[Spec], list[tuple[int, int]]]:
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(found := dict(pairs)) < len(pairs):
-            raise ValueError("a name stands in it twice")
+            raise ValueError("it has a name twice")
         return found
 
     def naturals(value: Any, name: str) -> tuple[int, ...]:

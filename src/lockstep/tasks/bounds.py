@@ -1,4 +1,4 @@
-"""Into what the model of a run can be cut, and how large it is at least, told from the run alone, before anything is prepared or built."""
+"""Divisors and minimum size of a run's model, computed from the run alone, before data is prepared or the model is built."""
 
 from __future__ import annotations
 
