@@ -196,7 +196,7 @@ def hold_model(run: Run, task: Task, world: World, facts: Mapping[str, str]) -> 
         log.info("%s: %s", layout, "each replica is several workers" if layout.replicate > 1 else "one replica")
     else:
         layout = replace(asked, replicate=world.size or 1)
-    held = hold(
+    held = world.board.during("preparing")(hold)(  # reads the weights of llama.start, for minutes where they are many
         model,
         layout,
         layout.spot(max(0, world.rank)),

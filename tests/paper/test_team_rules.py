@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
 from lockstep.checkpoint.keeper import Keeper
+from lockstep.checkpoint.store import Store
 from lockstep.errors import DivergedError, UsageError
 from lockstep.parallel import untrained
 from lockstep.team import Team
@@ -250,3 +251,18 @@ def test_a_layer_that_is_frozen_otherwise_after_a_resume_is_a_warning(
                 one_step(team, start, optimizer)
             keeper.save(start + 1)
         assert ("other layers frozen: 0.bias, 0.weight changed since" in caplog.text) is warned, caplog.text
+
+
+def test_a_checkpoint_is_loaded_in_a_phase_without_a_limit(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Keeper(tmp_path / "checkpoints", world, model, optimizer) as keeper:
+        keeper.resume()
+        keeper.save(1)
+    phases = []
+    load = Store.load_newest
+    monkeypatch.setattr(Store, "load_newest", lambda store: phases.append(world.board.phase) or load(store))
+    before = world.board.phase
+    with Keeper(tmp_path / "checkpoints", world, model, optimizer) as keeper:
+        assert keeper.resume() == 1 and world.board.phase == before
+    assert phases == ["preparing"]

@@ -222,13 +222,15 @@ class Keeper:
             log.info(reason if there == step else f"resuming from step {there}")
             return there
 
-        step = lead(self.world, chosen)
+        loading = self.world.board.during("preparing")  # takes as long as the disk and the size of the state make it
+        step = lead(self.world, loading(chosen))
         self.store.made = True
         if step is not None and self.held and not how.isdecimal():
             step = self._newest_whole()
         if step is not None:
             there, pieces = step, self.held.pieces if self.held else None
-            found = every(self.world, lambda: found or (self.store.load(there) if pieces is None else self.store.pieces(there, pieces)))
+            load = partial(self.store.load, there) if pieces is None else partial(self.store.pieces, there, pieces)
+            found = every(self.world, loading(lambda: found or load()))
         known = str(found.facts.get("run_id") or "") if found else ""
         self.stamp["run_id"] = lead(self.world, lambda: make_run_id(run, known))
         if found:
@@ -268,9 +270,9 @@ class Keeper:
     def _newest_whole(self) -> int | None:
         """Collective. The step of the newest whole checkpoint, every byte verified, by each process its share of the files."""
         damaged: dict[int, list[str]] = {}
-        share, whole = (self.world.rank, self.world.size), None
+        share, whole, verified = (self.world.rank, self.world.size), None, self.world.board.during("preparing")
         for step in reversed(lead(self.world, self.store.steps)):
-            problems = [one for some in answers(self.world, partial(self.store.verify, step, share)) for one in some]
+            problems = [one for some in answers(self.world, verified(partial(self.store.verify, step, share))) for one in some]
             if not problems:
                 whole = step
                 break

@@ -41,7 +41,9 @@ class Language:
         """Collective. The task over the rows of prepared data."""
         prepared = data.open_prepared(folder / "data", tokenizer)
         beginning = Beginning.of(run, tokenizer.inner.get_vocab_size(with_added_tokens=True))
-        fingerprints = prepared.fingerprints | {"start": lead(world, lambda: write_model(beginning, folder))}
+        fingerprints = prepared.fingerprints | {
+            "start": lead(world, lambda: world.board.during("preparing")(write_model)(beginning, folder))
+        }
         refuse_mixed_start(world, fingerprints)
         rows = rows_of(prepared)
         if not len(rows):
