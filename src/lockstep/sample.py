@@ -25,7 +25,6 @@ from lockstep.models.decode import Cache, Decoder
 from lockstep.models.llama import Llama
 
 log = logging.getLogger("lockstep")
-
 Step = Callable[[Tensor, Cache, int], Tensor]
 PLACES = 64  # of the cache more are looked at whenever this many are full; a compiled step looks at all
 UNFINISHED = "\ufffd"  # how a decoder shows a character whose last bytes are still to come
@@ -198,7 +197,7 @@ def generate(
     chat     each text is what a user says; its continuation is the answer
     compile  torch.compile the step: a minute or more first, for long continuations or many
     group    the processes that `tensor_plan` has cut the model over; all of them call this, and all get the same
-    UsageError: a number is out of its range, or a text has no token at all.
+    UsageError: a number is out of its range, a text has no token at all, or the model has no position for the last token.
     """
     check(tokens, sampling)
     if torn := [number for number, text in enumerate(texts) if any("\ud800" <= letter <= "\udfff" for letter in text)]:
@@ -210,7 +209,8 @@ def generate(
         what = f"the prompt has the token {most}, and the model has {model.shape.vocabulary:,}"
         raise UsageError(what, str(tokenizer.folder), "use the tokenizer that the model was trained with")
     if (longest := max(map(len, prompts), default=0) + tokens) > model.shape.context:
-        log.warning("%d tokens with the prompt; the model is made for %d", longest, model.shape.context)
+        what = f"{longest:,} tokens with the prompt, and the model has {model.shape.context:,} positions"
+        raise UsageError(what, f"the longest prompt, and {tokens:,} new tokens", "shorten the prompt, or ask for fewer tokens")
     rows = min(len(prompts), ROWS)
     decoder = Decoder(model, rows=rows, layout="plain" if compile else None, group=group, release=True)
     step, capacity = (compiled(decoder), longest) if compile else (None, 0)

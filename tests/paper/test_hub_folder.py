@@ -236,6 +236,11 @@ def test_options_may_stand_before_and_between_texts(folder: Path, capsys: pytest
     assert "unknown option '--token'" in capsys.readouterr().err
 
 
+def test_more_tokens_than_the_model_has_positions_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(folder), "a cat", "--tokens", "100000"]) == UsageError.exit_code
+    assert "tokens with the prompt, and the model has" in capsys.readouterr().err
+
+
 def test_a_tokenizer_with_more_tokens_than_the_model_is_said_to_be_one(folder: Path, tmp_path: Path) -> None:
     larger = with_config(folder, tmp_path / "larger", json.loads((folder / hub.CONFIG).read_text()))
     inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
