@@ -189,8 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(refused, file=sys.stderr)
         return refused.exit_code
     except (RuntimeError, MemoryError) as error:
-        from lockstep.failures import plainly
-        from lockstep.parallel.memory import is_out_of_memory
+        from lockstep.failures import is_out_of_memory, plainly
 
         if not is_out_of_memory(error):
             raise

@@ -26,6 +26,10 @@ GONE = re.compile(
 )
 
 
+# What torch, oneDNN and Python say when there is no memory. A thread needs addresses for its stack.
+NO_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc", "could not create a primitive", "can't start new thread")
+
+
 @dataclass(frozen=True)
 class Account:
     """What a worker says of its own end, at CLOCK_MONOTONIC's `at_s`.
@@ -94,6 +98,11 @@ def peers_lost(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there was no memory: Python's, torch's on a GPU, or its allocator's on a CPU."""
+    return isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY)
 
 
 def plainly(error: BaseException) -> str:

@@ -35,7 +35,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore  
 from lockstep import numerics, sources
 from lockstep.errors import FencedError, PeersLostError, UsageError
 from lockstep.events import note
-from lockstep.failures import peers_lost, plainly
+from lockstep.failures import is_out_of_memory, peers_lost, plainly
 from lockstep.membership.arbiter import Arbiter, End, Record
 from lockstep.membership.board import Board
 from lockstep.membership.fault import DRILL, FaultyBoard
@@ -246,6 +246,8 @@ class World:
                 self.standings = gather_json(self.size, self.standing | {"fresh": self.fresh, "time": spent})
                 break
             except RuntimeError as error:
+                if is_out_of_memory(error):
+                    raise
                 why = plainly(error)
                 error.__traceback__ = None  # it holds the group
             self.leave_group(why)
@@ -269,10 +271,12 @@ class World:
         self.membership.left(Report(self.generation, int(self.standing["step"]), leaving, why))
 
     def lost(self, error: BaseException) -> bool:
-        """Whether an error means that the next generation is to be formed."""
-        if self.membership is None or isinstance(error, FencedError) or not isinstance(error, RuntimeError | PeersLostError):
+        """Whether an error means that the next generation is to be formed. Not a lack of memory, which would be the same there."""
+        if self.membership is None or isinstance(error, FencedError):
             return False
-        return isinstance(error, PeersLostError) or peers_lost(error) or bool(self.broken())
+        if not isinstance(error, RuntimeError) or is_out_of_memory(error):
+            return isinstance(error, PeersLostError)
+        return peers_lost(error) or bool(self.broken())
 
     def redo(self, function: Callable[[], T]) -> T:
         """Collective. What `function` gives, called again from its beginning with the members of the next generation whenever one is lost.
@@ -409,7 +413,8 @@ class World:
                     self._conclude(self.membership, End(self.code if error is None else int(str(error))))
                 self.leave()
                 return
-            self.abandon()
+            with suppress(RuntimeError):  # no memory for a thread: the end of the process closes the group
+                self.abandon()
         finally:
             if self.membership:
                 self.membership.close()

@@ -251,3 +251,24 @@ def test_who_could_not_compare_itself_with_the_others_saves_nothing_in_that_gene
 
 def alone() -> World:
     return World(0, 1, 0, 1, "here", torch.device("cpu"))
+
+
+WITHOUT_THREADS = """
+import sys
+from pathlib import Path
+import torch
+from lockstep.checkpoint.background import BackgroundSaver
+from lockstep.checkpoint.store import Store
+from tests.support.loop_habits import refuse_threads
+
+with BackgroundSaver(Store(Path(sys.argv[1]))) as saver:
+    refuse_threads()
+    saver.save(1, {"weight": torch.ones(3)}, {})
+"""
+
+
+def test_a_save_for_which_there_is_no_memory_is_an_error_and_no_endless_wait(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WITHOUT_THREADS, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, cwd=Path(__file__).parents[2])
+    assert ended.returncode == 1 and "can't start new thread" in ended.stderr, ended.stderr
+    assert Store(tmp_path).steps() == []

@@ -25,7 +25,7 @@ WIDE = {
     "evaluate.at_end": 0,
     "heal.hang_s": 120,
 }
-ROOM = 2_400_000_000  # beside what Python and torch take
+ROOM = 2_900_000_000  # beside what Python and torch take
 
 
 def taken_by_torch() -> int:

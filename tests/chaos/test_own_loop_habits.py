@@ -42,6 +42,14 @@ def test_replicas_that_differ_again_from_the_same_state_end_the_run_with_the_nam
     assert not list((tmp_path / "run" / "generations").glob("*.suspects.json"))
 
 
+def test_a_worker_without_memory_for_a_thread_ends_instead_of_waiting_for_ever(tmp_path: Path) -> None:
+    ended = trained(tmp_path / "run", "no memory is left for a thread", 2)
+    assert ended.returncode == 1, ended.stderr
+    assert "an error of rank 0" in ended.stderr
+    events = (tmp_path / "run" / "events.jsonl").read_text()
+    assert "can't start new thread" in events, events
+
+
 def test_unseeded_data_and_weights_are_the_same_for_1_and_2_workers(tmp_path: Path) -> None:
     digests = []
     for workers in (1, 2):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import resource
+import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -10,6 +14,15 @@ from torch import nn
 from lockstep.checkpoint.keeper import Keeper
 from lockstep.team import Team
 from lockstep.world import World
+
+
+def refuse_threads() -> None:
+    """Limit the addresses of this process to those that it has and 4 MiB more: the stack of a thread takes 8."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 4 * 2**20,) * 2)
+    with suppress(RuntimeError):
+        while True:  # stacks of threads that have ended are used again
+            threading.Thread(target=threading.Event().wait, daemon=True).start()
 
 
 def train(habit: str, steps: int = 6, out: Path = Path("run")) -> None:
@@ -28,6 +41,11 @@ def train(habit: str, steps: int = 6, out: Path = Path("run")) -> None:
                         loss.backward()
                     else:
                         team.backward(loss)
+                if habit == "no memory is left for a thread" and step == 2:
+                    if world.leader:
+                        raise ValueError("an error of rank 0")
+                    refuse_threads()
+                    time.sleep(1.0)  # until this worker knows that rank 0 is gone
                 alone = habit == "noise on the last rank" and world.rank == 3
                 if habit == "noise from a generator of each rank" or alone:
                     with torch.no_grad():

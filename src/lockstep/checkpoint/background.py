@@ -61,8 +61,9 @@ class BackgroundSaver:
         events = self._copy(tensors)
         arguments = (step, dict(self._buffers), copied, protect, first, events)
         self._done.clear()
-        self._thread = threading.Thread(target=self._write, args=arguments, name=f"save step {step}")
-        self._thread.start()
+        thread = threading.Thread(target=self._write, args=arguments, name=f"save step {step}")
+        thread.start()  # may fail for lack of memory: then nothing is under way that could be waited for
+        self._thread = thread
 
     def _copy(self, tensors: Mapping[str, Tensor]) -> list[torch.cuda.Event]:
         """Begin to copy into the host buffers; the events that mark the end of the copies on each device.

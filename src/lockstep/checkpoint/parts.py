@@ -30,6 +30,7 @@ from lockstep.checkpoint import commit, tensorfile
 from lockstep.checkpoint.commit import Attempt, Record
 from lockstep.checkpoint.tensorfile import Spec
 from lockstep.errors import CheckpointError, DamagedFileError
+from lockstep.failures import plainly
 from lockstep.files import fsync_folder, read_json, write_json
 from lockstep.parallel.pieces import Piece
 
@@ -74,8 +75,9 @@ class Part:
             records = {name: vars(commit.write_file(path / name, chunks)) for name, chunks in files}
             fsync_folder(path)
             write_json(path / PART, {"files": records})
-        except OSError as error:
-            write_json(path / PART, {"error": f"{error.strerror or error} ({path.name})"})
+        except Exception as error:
+            why = error.strerror if isinstance(error, OSError) else None
+            write_json(path / PART, {"error": f"{why or plainly(error)} ({path.name})"})
             raise
 
     def adopt(self, attempt: Attempt, folder: Path, step: int) -> None:

@@ -19,14 +19,14 @@ from torch import nn
 
 from lockstep.config import Memory
 from lockstep.errors import ConfigError, OutOfMemoryError
+from lockstep.failures import is_out_of_memory
 from lockstep.layout import Bounds, Layout, flags
 from lockstep.parallel.plans import plan_of
 from lockstep.units import show_bytes, show_count
 
 TRAINED, SAVED, WEIGHT = 16, 12, 4  # bytes of a parameter
 WHOLE = 6  # times the largest unit: one computes, one is ahead; gradients of three, and rows that come in for one
-SPARE = 2
-WORDS = ("can't allocate memory", "bad_alloc", "could not create a primitive", "can't start new thread")  # of torch, oneDNN, Python
+SPARE = 3  # times what the state takes: activations, and the stacks and arenas of about 20 threads where addresses are limited
 CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -96,11 +96,6 @@ def fitting(size: Size, free_bytes: int, bounds: Bounds, most: int = 64) -> Layo
         if not bounds.why_not(layout) and SPARE * size.bytes(layout) <= free_bytes:
             return layout
     return None
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there was no memory: Python's, torch's on a GPU, or its allocator's on a CPU."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(word in str(error) for word in WORDS)
 
 
 @contextmanager
