@@ -13,12 +13,12 @@ import torch.distributed as dist
 from task import Stopwatch, Task, read_task
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.data.loader import Loader
-from lockstep.data.prepare import open_prepared
+from lockstep.data.pairs.loader import Loader
+from lockstep.data.pairs.prepare import open_prepared
 from lockstep.models.build import build
-from lockstep.optim import adamw, learning_rate, set_learning_rate
-from lockstep.parallel.ordered import share
+from lockstep.parallel.ordered_sum import share
 from lockstep.tasks.translation import deal
+from lockstep.training.optim import adamw, learning_rate, set_learning_rate
 
 
 def train(task: Task) -> Stopwatch:

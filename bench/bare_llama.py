@@ -17,13 +17,13 @@ from pathlib import Path
 
 import torch
 
-from lockstep.config import from_json
-from lockstep.data.chat import ChatTokenizer
-from lockstep.data.llama import open_prepared
+from lockstep.config.schema import from_json
 from lockstep.data.order import UniformOrder
-from lockstep.data.rows import CutRows, RowLoader
+from lockstep.data.text.chat_tokenizer import ChatTokenizer
+from lockstep.data.text.packing import CutRows, RowLoader
+from lockstep.data.text.prepare import open_prepared
 from lockstep.models.llama import build
-from lockstep.models.pretrained import read_model
+from lockstep.models.llama_io import read_model
 
 
 def rate_at(update: int, peak: float, warmup: int, last: int) -> float:

@@ -13,8 +13,8 @@ import lzma
 import sys
 from pathlib import Path
 
-from lockstep.metrics import read
-from lockstep.tasks.exam import Split
+from lockstep.record.metrics import read
+from lockstep.tasks.evaluator import Split
 
 SPLITS: tuple[Split, ...] = ("validation", "test")
 

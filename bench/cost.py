@@ -37,9 +37,9 @@ from failover_subjects import TINY
 from group import as_flags
 from run import keep, machine
 
-from lockstep.config import Resolved, resolve
-from lockstep.data.prepare import prepare
-from lockstep.launch import KEEP_MEMORY
+from lockstep.config.schema import Resolved, resolve
+from lockstep.data.pairs.prepare import prepare
+from lockstep.runtime.subprocesses import KEEP_MEMORY
 
 WORKERS = 2
 WAYS = ("with", "without")

@@ -26,11 +26,11 @@ import transformers
 from run import keep, kept_folder, machine
 from torch import Tensor
 
-from lockstep.models.decode import Decoder, Matrix, choose_layout
+from lockstep.generation.decoder import Decoder, Matrix, choose_layout
+from lockstep.generation.sampling import compiled, tokens_after
 from lockstep.models.hub import write_hub
 from lockstep.models.llama import SHAPES, build
-from lockstep.models.pretrained import load
-from lockstep.sample import compiled, tokens_after
+from lockstep.models.llama_io import load
 
 PROMPT = 32
 CPU = torch.device("cpu")

@@ -26,10 +26,10 @@ from pathlib import Path
 from statistics import median
 
 from failover_subjects import AFTER, Lockstep, Subject, Torchft, Torchrun, tiny
-from hosts import why_no_hosts
 from run import kept_folder, machine
+from support.hosts import why_no_hosts
 
-from lockstep.data.prepare import prepare
+from lockstep.data.pairs.prepare import prepare
 
 POLL_S = 0.002
 READY_S = 120.0

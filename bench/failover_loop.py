@@ -16,12 +16,12 @@ from contextlib import nullcontext
 import torch
 from task import Task
 
-from lockstep.data.loader import Loader
-from lockstep.data.prepare import open_prepared
+from lockstep.data.pairs.loader import Loader
+from lockstep.data.pairs.prepare import open_prepared
 from lockstep.models.build import build
-from lockstep.optim import adamw
-from lockstep.parallel.ordered import share
+from lockstep.parallel.ordered_sum import share
 from lockstep.tasks.translation import deal
+from lockstep.training.optim import adamw
 
 
 class Trained:

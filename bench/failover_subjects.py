@@ -15,12 +15,12 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from lockstep.config import Resolved, resolve, to_json
+from lockstep.config.schema import Resolved, resolve, to_json
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE.parent / "tests" / "chaos"))
-from hosts import HERE as THIS_HOST  # noqa: E402
-from hosts import TINY, Host, Network, Training, living  # noqa: E402
+sys.path.append(str(HERE.parent / "tests"))
+from support.hosts import HERE as THIS_HOST  # noqa: E402
+from support.hosts import TINY, Host, Network, Training, living  # noqa: E402
 
 WORKERS = 3
 AFTER = 20  # steps, before a fault

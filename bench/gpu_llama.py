@@ -18,13 +18,14 @@ from statistics import median
 import torch
 from run import keep, machine
 
-from lockstep.config import Memory, Optim
+from lockstep.config.schema import Memory, Optim
 from lockstep.layout import Layout, Spot
-from lockstep.meter import flops_per_token, peak_resident_bytes
 from lockstep.models.llama import SHAPES, Llama, first_value
-from lockstep.optim import adamw, divide_and_clip
-from lockstep.parallel.apply import hold
-from lockstep.profile import product_flops
+from lockstep.parallel.grad_norm import divide_and_clip
+from lockstep.parallel.parallelize import hold
+from lockstep.record.step_timer import flops_per_token, peak_resident_bytes
+from lockstep.training.optim import adamw
+from lockstep.training.profiler import product_flops
 
 
 def main() -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from contests import HERE, LOCKSTEP, Contestant
 
-from lockstep.config import Resolved, to_json
-from lockstep.data.prepare import open_prepared
+from lockstep.config.schema import Resolved, to_json
+from lockstep.data.pairs.prepare import open_prepared
 from lockstep.tasks.translation import deal
 
 WORKERS = 2

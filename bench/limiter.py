@@ -18,9 +18,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "chaos"))
-from hosts import Host, Network
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from run import keep, machine
+from support.hosts import Host, Network
 
 SETTINGS = {
     "nothing ahead": ["--shard.units_ahead", "0"],

@@ -81,13 +81,14 @@ class Watch:
 
 
 def ours(shape: str, steps: int, each: int, shard: int = 1, together: bool = False, weights: str = "fp32") -> Iterator[None]:
-    from lockstep.config import Memory, Optim
+    from lockstep.config.schema import Memory, Optim
+    from lockstep.elastic.world import World
     from lockstep.layout import Layout
     from lockstep.models.llama import SHAPES, Llama, first_value
-    from lockstep.optim import adamw, divide_and_clip
-    from lockstep.parallel.apply import hold
-    from lockstep.team import Team
-    from lockstep.world import World
+    from lockstep.parallel.grad_norm import divide_and_clip
+    from lockstep.parallel.parallelize import hold
+    from lockstep.training.optim import adamw
+    from lockstep.training.replica_group import Team
 
     with World.join() as world:
         with torch.device("meta"):

@@ -20,12 +20,12 @@ from itertools import product
 import torch
 from run import keep, machine
 
-from lockstep.checkpoint.state import capture
-from lockstep.config import Memory, Optim
+from lockstep.checkpoint.state_dict import capture
+from lockstep.config.schema import Memory, Optim
 from lockstep.models.llama import SHAPES, build
-from lockstep.optim import adamw
-from lockstep.parallel.recompute import recompute
-from lockstep.testing import Living
+from lockstep.parallel.activation_checkpoint import recompute
+from lockstep.testing.ranks import Living
+from lockstep.training.optim import adamw
 
 Row = dict[str, object]
 CPU = torch.device("cpu")

@@ -29,8 +29,8 @@ import torch
 from contests import HERE, SMALL, Claim, Contestant, Race, races
 from group import WORKERS, Answer, start
 
-from lockstep.config import Resolved, resolve
-from lockstep.data.prepare import prepare
+from lockstep.config.schema import Resolved, resolve
+from lockstep.data.pairs.prepare import prepare
 
 LIMIT_S = 1200.0
 

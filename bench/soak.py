@@ -26,11 +26,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "chaos"))
-from hosts import Host, Network, Training, undisturbed
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from run import keep, machine
+from support.hosts import Host, Network, Training, undisturbed
 
-from lockstep.membership.arbiter import Record
+from lockstep.elastic.generation_log import Record
 
 FAULTS = {"worker": 8, "leader": 4, "flip": 3, "agent": 3, "stop": 1, "host": 1, "cable": 1}  # how often, in parts
 CABLE_S = 4.0

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lockstep.config import Run, from_json
+from lockstep.config.schema import Run, from_json
 
 
 @dataclass(frozen=True)

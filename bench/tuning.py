@@ -18,10 +18,10 @@ import sys
 from pathlib import Path
 
 from lockstep.checkpoint.store import Store
-from lockstep.data.chats import drills
-from lockstep.data.documents import choose_split
-from lockstep.metrics import read
-from lockstep.models.pretrained import open_weights
+from lockstep.data.text.chat_samples import drills
+from lockstep.data.text.documents import choose_split
+from lockstep.models.llama_io import open_weights
+from lockstep.record.metrics import read
 
 CHATS = 30_000
 SMALL = [

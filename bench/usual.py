@@ -13,8 +13,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, Sampler
 
-from lockstep.data.encoded import EncodedPairs
-from lockstep.data.tokens import PAD
+from lockstep.data.pairs.encoded import EncodedPairs
+from lockstep.data.tokenizer import PAD
 
 AT_ONCE = 1000
 Row = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

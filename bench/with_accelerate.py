@@ -10,10 +10,10 @@ from task import Stopwatch, Task, read_task
 from torch.utils.data import DataLoader
 from usual import LikeLengths, Translations, pad
 
-from lockstep.data.prepare import open_prepared
-from lockstep.data.tokens import PAD
+from lockstep.data.pairs.prepare import open_prepared
+from lockstep.data.tokenizer import PAD
 from lockstep.models.build import build
-from lockstep.optim import learning_rate
+from lockstep.training.optim import learning_rate
 
 
 def train(task: Task) -> Stopwatch:

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from lockstep.checkpoint.keeper import Keeper
 from lockstep.data.order import UniformOrder
-from lockstep.team import Team
-from lockstep.track import Tracker
-from lockstep.world import World
+from lockstep.elastic.world import World
+from lockstep.record.tracker import Tracker
+from lockstep.training.checkpointer import Keeper
+from lockstep.training.replica_group import Team
 
 
 class Houses(Dataset[tuple[torch.Tensor, torch.Tensor]]):

@@ -21,33 +21,35 @@ from typing import Any
 
 import torch
 
-from lockstep import config, events
-from lockstep.agree import Verdict, lead
-from lockstep.checkpoint.keeper import Keeper
-from lockstep.checkpoint.seal import committed_steps
-from lockstep.config import DATA_PATHS, Resolved, Run, bits_as_text, read_run, shared_values, to_json, with_precision, write_run
+from lockstep.checkpoint.folder import committed_steps
+from lockstep.config import schema as config
+from lockstep.config.schema import DATA_PATHS, Resolved, Run, bits_as_text, read_run, shared_values, to_json, with_precision, write_run
+from lockstep.elastic.consensus import Verdict, lead
+from lockstep.elastic.world import World
 from lockstep.errors import CheckpointError, DivergedError, UsageError
-from lockstep.evaluate import BEST, LINES, best_of
 from lockstep.files import read_json, try_lock
 from lockstep.layout import Layout, choose
-from lockstep.membership.goodput import Ledger
-from lockstep.meter import Meter, peak_flops, peak_resident_bytes
-from lockstep.metrics import stream
-from lockstep.numerics import choose_precision, make_deterministic
-from lockstep.optim import adamw, divide_and_clip, learning_rate, set_learning_rate
-from lockstep.parallel.apply import Held, hold
-from lockstep.parallel.memory import refuse_too_large, told_what_fits
+from lockstep.parallel.activation_checkpoint import recompute
+from lockstep.parallel.grad_norm import divide_and_clip
+from lockstep.parallel.memory_estimate import refuse_too_large, told_what_fits
+from lockstep.parallel.parallelize import Held, hold
 from lockstep.parallel.plans import plan_of
-from lockstep.parallel.recompute import recompute
-from lockstep.profile import Steps, graphs_made, product_flops, profiling
-from lockstep.progress import Progress
-from lockstep.signals import Signals
-from lockstep.tasks.bounds import least_parameters
+from lockstep.record import events
+from lockstep.record.goodput import Ledger
+from lockstep.record.metrics import stream
+from lockstep.record.progress import Progress
+from lockstep.record.step_timer import Meter, peak_flops, peak_resident_bytes
+from lockstep.record.tracker import BackgroundTracker, Tracker
+from lockstep.runtime.numerics import choose_precision, make_deterministic
+from lockstep.runtime.signals import Signals
+from lockstep.tasks.evaluate import BEST, LINES, best_of
+from lockstep.tasks.layout_limits import least_parameters
 from lockstep.tasks.open import open_task
 from lockstep.tasks.task import Task
-from lockstep.team import Team
-from lockstep.track import BackgroundTracker, Tracker
-from lockstep.world import World
+from lockstep.training.checkpointer import Keeper
+from lockstep.training.optim import adamw, learning_rate, set_learning_rate
+from lockstep.training.profiler import Steps, graphs_made, product_flops, profiling
+from lockstep.training.replica_group import Team
 
 log = logging.getLogger("lockstep")
 

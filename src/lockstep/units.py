@@ -12,6 +12,8 @@ BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 SECONDS = {"MS": 1e-3, "S": 1.0, "MIN": 60.0, "H": 3600.0, "D": 86400.0}
 
+NAMES_SHOWN = 5
+
 
 def parse(text: object, units: dict[str, float], example: str) -> float:
     """The number that `text` stands for, in the base unit of `units`. ValueError when it is no such quantity."""
@@ -73,3 +75,9 @@ def show_count(count: float) -> str:
         if abs(count) >= size:
             return f"{count / size:.1f} {prefix}"
     return f"{count:.0f}" if float(count).is_integer() else f"{count:.1f}"
+
+
+def shown(names: list[str]) -> str:
+    """The first few, and how many more."""
+    more = len(names) - NAMES_SHOWN
+    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

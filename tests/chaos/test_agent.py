@@ -19,11 +19,11 @@ from typing import Any
 
 import pytest
 
-from lockstep.membership.arbiter import Arbiter, End, Member, Out, Record, new_token
-from lockstep.membership.journal import Journal
-from lockstep.membership.nursery import Nursery
-from lockstep.membership.seat import Seat, state_folder
-from lockstep.membership.zygote import Work
+from lockstep.agent.event_log import Journal
+from lockstep.agent.forkserver import Work
+from lockstep.agent.worker_pool import Nursery
+from lockstep.elastic.generation_log import Arbiter, End, Member, Out, Record, new_token
+from lockstep.runtime.worker_env import Seat, state_folder
 
 SRC = Path(__file__).parents[2] / "src"
 AGENT = """
@@ -31,9 +31,9 @@ import json, os, sys
 from pathlib import Path
 from lockstep import log
 from lockstep.errors import LockstepError
-from lockstep.membership.agent import Limits, run_agent
-from lockstep.membership.restart import Rules
-from lockstep.membership.zygote import Work
+from lockstep.agent.agent import Limits, run_agent
+from lockstep.agent.restart_policy import Rules
+from lockstep.agent.forkserver import Work
 told = json.loads(sys.argv[1])
 assert "torch" not in sys.modules
 log.set_up()
@@ -51,9 +51,9 @@ HEAD = """
 import os, signal, subprocess, sys, threading, time
 from pathlib import Path
 from lockstep.errors import *
-from lockstep.launch import worker_main
-from lockstep.membership.seat import find_seat
-from lockstep.signals import Signals, exit_code
+from lockstep.runtime.subprocesses import worker_main
+from lockstep.runtime.worker_env import find_seat
+from lockstep.runtime.signals import Signals, exit_code
 
 about = {}
 
@@ -358,7 +358,7 @@ def test_where_no_zygote_can_be_workers_start_as_new_programs(
 
 def test_the_real_zygote_has_one_thread_and_everything_that_a_worker_needs(start: Callable[..., Started]) -> None:
     body = """
-    from lockstep.membership.zygote import WARM
+    from lockstep.agent.forkserver import WARM
     known = set(sys.modules)
     def work():
         missing = set(WARM) - known
@@ -370,7 +370,7 @@ def test_the_real_zygote_has_one_thread_and_everything_that_a_worker_needs(start
         optimizer.step()
         return polite()
     """
-    one = start(body, warm=["torch", "torch._dynamo", "lockstep.cli", "lockstep.train", "work"])
+    one = start(body, warm=["torch", "torch._dynamo", "lockstep.cli.main", "lockstep.train", "work"])
     pids = one.ready()
     assert len(list(Path(f"/proc/{one.zygote()}/task").iterdir())) == 1
     os.kill(pids[1], signal.SIGKILL)
@@ -403,7 +403,7 @@ def test_an_error_of_its_own_at_the_same_step_three_times_ends_the_run_with_its_
 
 
 ENDS_ITSELF = """
-from lockstep.membership.board import Board
+from lockstep.runtime.status_board import Board
 def work():
     if not slot:
         return polite()

@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.checkpoint.background import BackgroundSaver
-from lockstep.checkpoint.keeper import Keeper
-from lockstep.checkpoint.state import capture, digest
+from lockstep.checkpoint.async_save import BackgroundSaver
+from lockstep.checkpoint.state_dict import capture, digest
 from lockstep.checkpoint.store import Store
+from lockstep.elastic.world import World
 from lockstep.errors import CheckpointError
-from lockstep.team import Team
-from lockstep.world import World
+from lockstep.training.checkpointer import Keeper
+from lockstep.training.replica_group import Team
 
 
 class Gate:
@@ -131,7 +131,7 @@ def test_facts_that_json_cannot_hold_are_an_error_at_the_call(tmp_path: Path) ->
 def test_a_program_that_ends_without_closing_still_finishes_its_save(tmp_path: Path) -> None:
     code = (
         "import sys, torch; from pathlib import Path\n"
-        "from lockstep.checkpoint.store import Store; from lockstep.checkpoint.background import BackgroundSaver\n"
+        "from lockstep.checkpoint.store import Store; from lockstep.checkpoint.async_save import BackgroundSaver\n"
         "BackgroundSaver(Store(Path(sys.argv[1]))).save(5, {'model.x': torch.ones(10**6)}, {})\n"
         "raise RuntimeError('the loop broke')"
     )
@@ -257,7 +257,7 @@ WITHOUT_THREADS = """
 import sys
 from pathlib import Path
 import torch
-from lockstep.checkpoint.background import BackgroundSaver
+from lockstep.checkpoint.async_save import BackgroundSaver
 from lockstep.checkpoint.store import Store
 from tests.support.loop_habits import refuse_threads
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import commands, seal
-from lockstep.checkpoint.state import digest
+from lockstep.checkpoint import commands
+from lockstep.checkpoint import folder as seal
+from lockstep.checkpoint.state_dict import digest
 from lockstep.checkpoint.store import Store
 from lockstep.errors import CheckpointError
 

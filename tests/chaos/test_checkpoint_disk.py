@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.state import digest
+from lockstep.checkpoint.state_dict import digest
 from lockstep.checkpoint.store import Store
 from lockstep.errors import CheckpointError
 

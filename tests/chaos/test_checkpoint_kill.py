@@ -23,8 +23,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import seal
-from lockstep.checkpoint.state import digest
+from lockstep.checkpoint import folder as seal
+from lockstep.checkpoint.state_dict import digest
 from lockstep.checkpoint.store import Store
 
 KEEP = 2

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.checkpoint import commands, tensorfile
-from lockstep.checkpoint.state import capture, digest, restore
+from lockstep.checkpoint import commands
+from lockstep.checkpoint import safetensors_io as tensorfile
+from lockstep.checkpoint.state_dict import capture, digest, restore
 from lockstep.checkpoint.store import Store
 from lockstep.errors import CheckpointError
 

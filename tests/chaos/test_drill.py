@@ -11,13 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
-from hosts import living
+from support.hosts import living
 
-from lockstep import events
-from lockstep.checkpoint.seal import committed_steps
-from lockstep.drill import FAULTS, Run, plan
+from lockstep.checkpoint.folder import committed_steps
+from lockstep.cli.drill import FAULTS, Run, plan
+from lockstep.elastic.generation_log import Arbiter
 from lockstep.errors import LockstepError
-from lockstep.membership.arbiter import Arbiter
+from lockstep.record import events
 
 LOOPS = Path(__file__).parents[1] / "support" / "loops"
 OWN_LOOP = Path(__file__).parents[2] / "examples" / "own_loop.py"

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts import HERE, Host, Network, Training, Truth, undisturbed, why_no_hosts
+from support.hosts import HERE, Host, Network, Training, Truth, undisturbed, why_no_hosts
 
 from lockstep.checkpoint.commands import digest_line
 
@@ -380,10 +380,10 @@ def test_37_a_bit_that_flips_at_a_bad_moment_is_in_nobody_in_the_end(start: Star
 
 LATE = """
 import time
-import lockstep.team
+import lockstep.training.replica_group
 from lockstep.errors import PeersLostError
 
-agree = lockstep.team.agree
+agree = lockstep.training.replica_group.agree
 
 
 def late(world, vote, **named):
@@ -395,15 +395,15 @@ def late(world, vote, **named):
     return verdict
 
 
-lockstep.team.agree = late
+lockstep.training.replica_group.agree = late
 """
 
 
 GIVEN = """
-import lockstep.team
-from lockstep.membership.handover import roles
+import lockstep.training.replica_group
+from lockstep.training.state_transfer import roles
 
-give, bare_model, which = lockstep.team.hand_over, make_model, Path("which")
+give, bare_model, which = lockstep.training.replica_group.hand_over, make_model, Path("which")
 
 
 def make_model():
@@ -422,7 +422,7 @@ def flipped(world, capture, *rest):
     return give(world, capture, *rest)
 
 
-lockstep.team.hand_over = flipped
+lockstep.training.replica_group.hand_over = flipped
 """
 
 
@@ -920,7 +920,7 @@ def test_36_who_stood_by_from_the_start_is_looked_at_before_it_is_let_in(start: 
 
 @long
 def test_36_a_loop_of_ones_own_that_was_started_with_other_flags_is_refused(start: Start) -> None:
-    hosts, script = [Host("a"), Host("b")], f"{Path(__file__).with_name('hanging_loop.py')}:train"
+    hosts, script = [Host("a"), Host("b")], f"{Path(__file__).parents[1] / 'support' / 'hanging_loop.py'}:train"
     one = start(hosts, workers=1, steps=5000, script=script)
     one.wait_for_step(20)
     before = one.newest

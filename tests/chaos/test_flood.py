@@ -12,17 +12,17 @@ import time
 from pathlib import Path
 
 import pytest
-from hosts import Host, Training
+from support.hosts import Host, Training
 from test_wire import door, member
 
-from lockstep.membership.arbiter import Member
-from lockstep.membership.member import Membership, most_strangers
-from lockstep.membership.protocol import Connect, Cut
-from lockstep.membership.wire import ask, read_token
+from lockstep.elastic.generation_log import Member
+from lockstep.elastic.link import ask, read_token
+from lockstep.elastic.membership import Membership, most_strangers
+from lockstep.elastic.protocol import Connect, Cut
 
 __all__ = ["member"]
 LIMITED = Host(enter=("prlimit", "--nofile=192:192"))
-FLOOD = Path(__file__).with_name("flood.py")
+FLOOD = Path(__file__).parents[1] / "support" / "flood.py"
 
 
 def test_the_oldest_of_too_many_strangers_is_dropped_and_members_are_still_answered(member: Membership) -> None:

@@ -1,7 +1,7 @@
 """The fuzzer on the real commands: odd bytes in the files of real trainings, odd words on command lines, odd variables.
 
 Of the files a sample is tried here, all of them with LOCKSTEP_CHAOS=1 (`LOCKSTEP_CHAOS=1 pytest -rP tests/chaos/test_fuzz_commands.py`
-prints the counts). What each value of a run and each file is read as is tried in tests/paper/test_fuzz.py.
+prints the counts). What each value of a run and each file is read as is tried in tests/unit/test_fuzz.py.
 """
 
 from __future__ import annotations

@@ -19,12 +19,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hanging_loop import EVALUATE_S, HANG_S, SAVE_EVERY
-from hosts import Training, read_steps
+from support.hanging_loop import EVALUATE_S, HANG_S, SAVE_EVERY
+from support.hosts import Training, read_steps
 
 from lockstep.checkpoint.commands import digest_line
 
-LOOP = f"{Path(__file__).with_name('hanging_loop.py')}:train"
+LOOP = f"{Path(__file__).parents[1] / 'support' / 'hanging_loop.py'}:train"
 VERDICT_S = 15.0
 STOPPED_S = 8.0  # far longer than heal.silent_s and `heal.hang_s`
 long = pytest.mark.skipif(os.environ.get("LOCKSTEP_CHAOS") != "1", reason="the long part of the hangs: LOCKSTEP_CHAOS=1")

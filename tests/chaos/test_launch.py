@@ -28,7 +28,7 @@ PARENT = """
 import json, os, sys
 from pathlib import Path
 from lockstep.errors import LockstepError
-from lockstep.launch import Limits, launch
+from lockstep.runtime.subprocesses import Limits, launch
 told = json.loads(sys.argv[1])
 assert "torch" not in sys.modules
 exec(told["first"])
@@ -44,7 +44,7 @@ HEAD = """
 import os, signal, sys, time
 from pathlib import Path
 from lockstep.errors import *
-from lockstep.launch import worker_main
+from lockstep.runtime.subprocesses import worker_main
 rank = int(os.environ["RANK"])
 
 def until(done):
@@ -302,7 +302,7 @@ def test_a_given_port_is_the_one_on_which_the_workers_meet(start: Callable[..., 
 # Signals.
 
 POLITE = """
-from lockstep.signals import Signals, exit_code
+from lockstep.runtime.signals import Signals, exit_code
 with Signals() as signals:
     ready()
     until(lambda: signals.received)
@@ -311,7 +311,7 @@ sys.exit(worker_main(lambda: exit_code(signals.received)))
 """
 
 DEAF = """
-from lockstep.signals import Signals
+from lockstep.runtime.signals import Signals
 with Signals() as signals:
     ready()
     until(lambda: signals.received)
@@ -381,7 +381,7 @@ def test_the_parent_killed_while_it_starts_leaves_no_orphan(start: Callable[...,
 def test_the_parent_killed_between_fork_and_prctl_leaves_no_orphan(start: Callable[..., Started]) -> None:
     """The worker kills its parent itself, in the place of prctl, and asks the kernel for its tie too late."""
     first = """
-import ctypes, signal, time, lockstep.launch
+import ctypes, signal, time, lockstep.runtime.subprocesses
 real, parent = ctypes.CDLL(None), os.getpid()
 class Late:
     def prctl(self, *words):
@@ -390,7 +390,7 @@ class Late:
             time.sleep(0.01)
         real.prctl(*words)
         open("tied", "w").close()
-lockstep.launch.ctypes = type("Ctypes", (), {"CDLL": lambda name: Late()})
+lockstep.runtime.subprocesses.ctypes = type("Ctypes", (), {"CDLL": lambda name: Late()})
 """
     one = start("Path('began').touch(); time.sleep(60)", first=first)
     assert one.ended()[0] == -signal.SIGKILL
@@ -413,7 +413,7 @@ def test_a_second_interrupt_ends_even_a_process_that_hangs_in_compiled_code(tmp_
     """A mutex that this thread holds already: no Python handler runs any more, as in a collective that waits."""
     body = """
     import ctypes
-    from lockstep.signals import Signals
+    from lockstep.runtime.signals import Signals
     libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
     libc.pthread_mutex_lock(mutex)
     with Signals():
@@ -432,7 +432,7 @@ def test_a_second_interrupt_ends_even_a_process_that_hangs_in_compiled_code(tmp_
 def test_signals_put_everything_back_and_forked_children_can_be_ended(tmp_path: Path) -> None:
     body = """
     import threading
-    from lockstep.signals import Signals
+    from lockstep.runtime.signals import Signals
     before = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
     descriptors = len(os.listdir("/proc/self/fd"))
     with Signals() as signals:
@@ -461,7 +461,7 @@ def test_signals_put_everything_back_and_forked_children_can_be_ended(tmp_path: 
 JOIN = """
 import logging, threading
 import torch, torch.distributed as dist
-from lockstep.world import World
+from lockstep.elastic.world import World
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 """
 
@@ -499,7 +499,7 @@ def test_a_failure_ends_peers_that_hang_in_gloo_and_one_that_is_stopped(start: C
     one = start(
         JOIN
         + textwrap.dedent("""
-        from lockstep.signals import Signals
+        from lockstep.runtime.signals import Signals
         def work():
             with World.join(threads=1, timeout_s=600) as world, Signals():
                 if rank == 0:
@@ -569,7 +569,7 @@ def test_inside_torchrun_a_worker_takes_its_place_from_the_environment(tmp_path:
 
 
 def place(rank: int, size: int, port: int, **changed: Any) -> Any:
-    from lockstep.place import Place
+    from lockstep.runtime.environment import Place
 
     return Place(
         **(
@@ -595,7 +595,7 @@ def free_port() -> int:
 
 def meet_together(*places: Any, timeout_s: float) -> list[BaseException | None]:
     """The error of each of these workers as they meet, None where there is none."""
-    from lockstep.world import meet
+    from lockstep.elastic.world import meet
 
     errors: list[BaseException | None] = [None] * len(places)
     stores: list[Any] = [None] * len(places)  # rank 0 holds its own until all have met, as a process does
@@ -659,8 +659,8 @@ def test_a_descriptor_that_is_no_listening_socket_is_told() -> None:
 
 
 def test_gloo_takes_the_interface_of_the_route_and_never_a_loopback_between_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep.elastic.world import choose_interface
     from lockstep.errors import UsageError
-    from lockstep.world import choose_interface
 
     assert choose_interface({}, place(0, 2, 1, local_size=2, master_addr="anywhere"))[0] == "lo"
     assert choose_interface({"GLOO_SOCKET_IFNAME": "eth7"}, place(0, 2, 1)) == ("", "GLOO_SOCKET_IFNAME")
@@ -670,7 +670,7 @@ def test_gloo_takes_the_interface_of_the_route_and_never_a_loopback_between_mach
 
 @pytest.mark.parametrize(("address", "bound"), [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("192.0.2.1", "::")])
 def test_the_store_listens_on_the_masters_address_where_this_machine_has_it(address: str, bound: str) -> None:
-    from lockstep.world import listen
+    from lockstep.elastic.world import listen
 
     with socket.socket(fileno=listen(place(0, 2, free_port(), master_addr=address))) as listening:
         found = listening.getsockname()[0]

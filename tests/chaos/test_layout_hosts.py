@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hosts import Network, Training, Truth, undisturbed, why_no_hosts
+from support.hosts import Network, Training, Truth, undisturbed, why_no_hosts
 
-from lockstep.membership.arbiter import Record
+from lockstep.elastic.generation_log import Record
 
 STEPS = 150
 SOON_S = 20.0  # far below the 600 s of a collective, far above what it takes

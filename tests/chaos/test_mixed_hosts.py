@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts import Host, Network, Training, living, why_no_hosts
+from support.hosts import Host, Network, Training, living, why_no_hosts
 
-from lockstep.membership.arbiter import Arbiter
+from lockstep.elastic.generation_log import Arbiter
 
 LOOP = Path(__file__).parents[1] / "support" / "small_loop.py"
 EDITED = LOOP.read_text().replace("SCALE = 1.0\n", "SCALE = 1.001\n")

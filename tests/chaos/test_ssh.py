@@ -18,12 +18,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from hosts import Network, Training, Truth, flags, living, read_steps, undisturbed, why_no_hosts
+from support.hosts import Network, Training, Truth, flags, living, read_steps, undisturbed, why_no_hosts
 
 from lockstep.checkpoint.commands import digest_line
 
 STEPS = 60
-SERVER = Path(__file__).with_name("ssh_server.py")
+SERVER = Path(__file__).parents[1] / "support" / "ssh_server.py"
 
 
 @pytest.fixture(scope="module")

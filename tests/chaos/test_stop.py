@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import psutil
 import pytest
-from hosts import Host, Training, living
+from support.hosts import Host, Training, living
 
-from lockstep.checkpoint.seal import committed_steps
+from lockstep.checkpoint.folder import committed_steps
 
 long = pytest.mark.skipif(os.environ.get("LOCKSTEP_CHAOS") != "1", reason="the long part of stopping: LOCKSTEP_CHAOS=1")
 A, B, C = (Host(name) for name in "abc")  # all on this machine

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import metrics
 from lockstep.checkpoint.commands import digest_line
-from lockstep.config import leaves
+from lockstep.config.schema import leaves
+from lockstep.record import metrics
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--data.pairs", "1500", "--data.held_out", "40", "--batch.tokens", "128", "--batch.shapes", "3", "--evaluate.at_end", "0"]
@@ -230,7 +230,7 @@ def test_when_the_disk_is_full_training_goes_on_or_stops_and_the_older_checkpoin
 
 
 def test_help_answers_with_every_value_and_without_torch() -> None:
-    code = "import sys, lockstep.cli as c; sys.argv = ['lockstep', 'train', '--help']; c.main(); sys.exit('torch' in sys.modules)"
+    code = "import sys, lockstep.cli.main as c; sys.argv = ['lockstep', 'train', '--help']; c.main(); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and all(f"--{key}" in done.stdout for key in leaves())
     assert run("--help").returncode == 0 and run("train", "--show").stdout.count("default") >= len(leaves()) - 1

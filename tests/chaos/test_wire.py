@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.elastic import waiting_room as waiting
+from lockstep.elastic.generation_log import Arbiter, Member, Record, new_token
+from lockstep.elastic.link import HEAD, LARGEST, Link, Stranger, ask, frame, make_token, read_token
+from lockstep.elastic.membership import Membership
+from lockstep.elastic.protocol import Limits
+from lockstep.elastic.run_folder import make, trouble
 from lockstep.errors import UsageError
-from lockstep.membership import waiting
-from lockstep.membership.arbiter import Arbiter, Member, Record, new_token
-from lockstep.membership.folder import make, trouble
-from lockstep.membership.member import Membership
-from lockstep.membership.protocol import Limits
-from lockstep.membership.seat import Seat
-from lockstep.membership.wire import HEAD, LARGEST, Link, Stranger, ask, frame, make_token, read_token
+from lockstep.runtime.worker_env import Seat
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep import numerics
+from lockstep.runtime import numerics
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from lockstep.testing import PRELOAD
+from lockstep.testing.ranks import PRELOAD
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Ended:
 def run_loop(script: Path, folder: Path, workers: int, *, steps: int, timeout_s: float = 120.0) -> Ended:
     """Train SCRIPT:train in `folder` to `steps` on so many workers. The failure that is told is one that is not the loss of a peer."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, "lockstep.cli"])
+    context.set_forkserver_preload([*PRELOAD, "lockstep.cli.main"])
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     pipes = [context.Pipe(duplex=False) for _ in range(workers)]
@@ -53,8 +53,8 @@ def receive(reader: Connection, timeout_s: float) -> Ended:
 
 def be_worker(script: Path, folder: Path, steps: int, rank: int, size: int, port: int, end: Connection) -> None:
     """A worker as torchrun would start it."""
-    from lockstep.cli import own_function
-    from lockstep.launch import live
+    from lockstep.cli.main import own_function
+    from lockstep.runtime.subprocesses import live
 
     names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}

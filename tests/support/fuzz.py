@@ -172,7 +172,7 @@ class Commands:
 
 def serve() -> None:
     """Fork for each line of standard input; answer with [exit code, what was shown, CPU seconds]."""
-    import lockstep.cli  # what a command needs, so that its fork has it
+    import lockstep.cli.main  # what a command needs, so that its fork has it
     import lockstep.train  # noqa: F401
 
     for number, line in enumerate(sys.stdin):
@@ -194,7 +194,7 @@ def serve() -> None:
 
 def live(argv: list[str], environ: dict[str, str], stdin: str, shown: Path) -> None:
     """The life of a command, as `lockstep` has it; never returns."""
-    from lockstep.cli import main
+    from lockstep.cli.main import main
 
     code = 1
     try:

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lockstep.checkpoint.keeper import Keeper
-from lockstep.team import Team
-from lockstep.world import World
+from lockstep.elastic.world import World
+from lockstep.training.checkpointer import Keeper
+from lockstep.training.replica_group import Team
 
 
 def refuse_threads() -> None:

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from lockstep.checkpoint.keeper import Keeper
 from lockstep.data.order import UniformOrder
-from lockstep.team import Team
-from lockstep.track import Tracker
-from lockstep.world import World
+from lockstep.elastic.world import World
+from lockstep.record.tracker import Tracker
+from lockstep.training.checkpointer import Keeper
+from lockstep.training.replica_group import Team
 
 
 def train(steps: int = 60, out: Path = Path("run")) -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lockstep.checkpoint.keeper import Keeper
 from lockstep.data.order import UniformOrder
-from lockstep.membership.protocol import Limits
-from lockstep.team import Team
-from lockstep.track import Tracker
-from lockstep.world import World
+from lockstep.elastic.protocol import Limits
+from lockstep.elastic.world import World
+from lockstep.record.tracker import Tracker
+from lockstep.training.checkpointer import Keeper
+from lockstep.training.replica_group import Team
 
 SCALE = 1.0
 PAUSE_S = 0.02

@@ -8,8 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lockstep.checkpoint import commit, parts, seal, tensorfile
-from lockstep.checkpoint.choose import show_steps
+from lockstep.checkpoint import commit
+from lockstep.checkpoint import folder as seal
+from lockstep.checkpoint import safetensors_io as tensorfile
+from lockstep.checkpoint import shards as parts
+from lockstep.checkpoint.policy import show_steps
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.files import write_atomic
 from lockstep.units import show_bytes

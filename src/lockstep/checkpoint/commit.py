@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lockstep.checkpoint.seal import (
+from lockstep.checkpoint.folder import (
     COMMITTED,
     REMOVING,
     WRITING,

@@ -27,15 +27,18 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.checkpoint import commit, seal, tensorfile
-from lockstep.checkpoint.choose import expendable, show_steps
+from lockstep.checkpoint import commit
+from lockstep.checkpoint import folder as seal
+from lockstep.checkpoint import safetensors_io as tensorfile
 from lockstep.checkpoint.commit import FACTS
-from lockstep.checkpoint.parts import FILES_A_WRITER, Part, Taken, Tensors, parameter_of, place_of, take, tensors_at
-from lockstep.checkpoint.state import bytes_of, fingerprints, shown, spec_of, tensor_of
-from lockstep.checkpoint.tensorfile import Spec
+from lockstep.checkpoint.policy import expendable, show_steps
+from lockstep.checkpoint.safetensors_io import Spec
+from lockstep.checkpoint.shards import FILES_A_WRITER, Part, Taken, Tensors, parameter_of, place_of, take, tensors_at
+from lockstep.checkpoint.state_dict import fingerprints, spec_of, tensor_of
 from lockstep.errors import CheckpointError
-from lockstep.parallel.pieces import Piece
-from lockstep.units import show_bytes, show_seconds
+from lockstep.runtime.tensor_bytes import bytes_of
+from lockstep.tensor_slice import Piece
+from lockstep.units import show_bytes, show_seconds, shown
 
 log = logging.getLogger("lockstep")
 

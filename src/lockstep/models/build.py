@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from lockstep import config
+from lockstep.config import schema as config
 from lockstep.models.kernels import Choice
 from lockstep.models.translator import Translator, first_value
 

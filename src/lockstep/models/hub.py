@@ -24,12 +24,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import commit, tensorfile
-from lockstep.checkpoint.state import DTYPES, TORCH_DTYPES, bytes_of, shown, tensor_of
-from lockstep.checkpoint.tensorfile import ITEM_BYTES, Spec
+from lockstep.checkpoint import commit
+from lockstep.checkpoint import safetensors_io as tensorfile
+from lockstep.checkpoint.safetensors_io import ITEM_BYTES, Spec
+from lockstep.checkpoint.state_dict import tensor_of
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.files import fsync_folder, read_json, write_json
 from lockstep.models.llama import Llama, Scaling, Shape
+from lockstep.runtime.tensor_bytes import DTYPES, TORCH_DTYPES, bytes_of
+from lockstep.units import shown
 
 ARCHITECTURE = "LlamaForCausalLM"
 CONFIG, INDEX, WHOLE = "config.json", "model.safetensors.index.json", "model.safetensors"

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from lockstep.models.llama import IGNORED, Llama, Rotation, places_in, visible_in
 from lockstep.models.loss import output_cross_entropy
 from lockstep.models.translator import Memory, Translator, hidden_score
-from lockstep.parallel.wires import Wires
+from lockstep.parallel.groups import Wires
 
 
 class Action(NamedTuple):

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lockstep.config import Run
-from lockstep.data import llama as llama_data
-from lockstep.data import prepare
-from lockstep.data.chat import ChatTokenizer
-from lockstep.models.pretrained import TOKENIZER, read_model
-from lockstep.tasks.chat import open_tuning
-from lockstep.tasks.exam import Exam
-from lockstep.tasks.language import open_pretraining
-from lockstep.tasks.llama_exam import LlamaExam
+from lockstep.config.schema import Run
+from lockstep.data.pairs import prepare
+from lockstep.data.text import prepare as llama_data
+from lockstep.data.text.chat_tokenizer import ChatTokenizer
+from lockstep.elastic.world import World
+from lockstep.models.llama_io import TOKENIZER, read_model
+from lockstep.tasks.evaluator import Exam
+from lockstep.tasks.finetuning import open_tuning
+from lockstep.tasks.pretraining import open_pretraining
 from lockstep.tasks.task import Task
+from lockstep.tasks.text_evaluator import LlamaExam
 from lockstep.tasks.translation import Translation
-from lockstep.tasks.translation_exam import TranslationExam
-from lockstep.world import World
+from lockstep.tasks.translation_evaluator import TranslationExam
 
 
 def open_task(run: Run, folder: Path, world: World) -> Task:

@@ -10,15 +10,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lockstep.agree import lead, refuse_mixed_start
-from lockstep.config import Run
-from lockstep.data.loader import Loader, MicroBatch
+from lockstep.config.schema import Run
 from lockstep.data.order import BucketOrder, choose_shapes
-from lockstep.data.prepare import Prepared, open_prepared, prepare
-from lockstep.meter import flops_per_token
+from lockstep.data.pairs.loader import Loader, MicroBatch
+from lockstep.data.pairs.prepare import Prepared, open_prepared, prepare
+from lockstep.elastic.consensus import lead, refuse_mixed_start
+from lockstep.elastic.world import World
 from lockstep.models.build import on_meta, shape
 from lockstep.models.translator import Translator, first_value
-from lockstep.world import World
+from lockstep.record.step_timer import flops_per_token
 
 log = logging.getLogger("lockstep")
 

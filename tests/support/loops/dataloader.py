@@ -10,9 +10,9 @@ import torch
 from tiny import MICRO_BATCHES, loss_of, make_model, make_points
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep.checkpoint.keeper import Keeper
-from lockstep.team import Team
-from lockstep.world import World
+from lockstep.elastic.world import World
+from lockstep.training.checkpointer import Keeper
+from lockstep.training.replica_group import Team
 
 
 def endless(loader: DataLoader[Any]) -> Iterator[Any]:

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from tiny import MICRO_BATCHES, ORDER, loss_of, make_model, make_points
 
-from lockstep.checkpoint.keeper import Keeper
-from lockstep.team import Team
-from lockstep.world import World
+from lockstep.elastic.world import World
+from lockstep.training.checkpointer import Keeper
+from lockstep.training.replica_group import Team
 
 
 def train(steps: int = 6, out: Path = Path("run")) -> None:

@@ -8,9 +8,9 @@ import torch
 from tiny import MICRO_BATCHES, ORDER, loss_of, make_model, make_points
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from lockstep.checkpoint.keeper import Keeper
-from lockstep.team import Team
-from lockstep.world import World
+from lockstep.elastic.world import World
+from lockstep.training.checkpointer import Keeper
+from lockstep.training.replica_group import Team
 
 
 def train(steps: int = 6, out: Path = Path("run")) -> None:

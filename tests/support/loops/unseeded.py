@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from tiny import MICRO_BATCHES, ORDER, loss_of, make_model
 
-from lockstep.checkpoint.keeper import Keeper
-from lockstep.team import Team
-from lockstep.world import World
+from lockstep.elastic.world import World
+from lockstep.training.checkpointer import Keeper
+from lockstep.training.replica_group import Team
 
 
 def train(steps: int = 6, out: Path = Path("run")) -> None:

@@ -1,0 +1,220 @@
+"""The training state besides tensors by parameter: optimizer groups, schedulers, EMA, GradScaler. Without pickle.
+
+A state_dict is stored as one JSON text (a uint8 tensor, so that it is saved, hashed and sent like any other) and the tensors it refers to:
+
+    groups:json                  for each optimizer its class and the values of its parameter groups (lr, betas, initial_lr, ...)
+    state.ema:json               {"dict": [["decay", 0.99], ["shadow", {"dict": [["weight", {"tensor": "state.ema.shadow.weight"}]]}]]}
+    state.ema.shadow.weight      the tensor
+
+JSON has neither tuples nor keys other than strings, so containers carry their type. The decimals of a float give the same bits again.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from lockstep.checkpoint import safetensors_io as tensorfile
+from lockstep.checkpoint.state_dict import Model, named_tensors, spec_of
+from lockstep.errors import CheckpointError, UsageError
+from lockstep.runtime.tensor_bytes import bytes_of
+from lockstep.units import shown
+
+TEXT = ":json"
+GROUPS = "groups"
+MAPPINGS: dict[str, type[dict[Any, Any]]] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
+
+
+class Stateful(Protocol):
+    """A scheduler, an EMA, a GradScaler, ..."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+# -- one state_dict ---------------------------------------------------------------------------------------------------
+
+
+def pack(name: str, tree: Any) -> dict[str, Tensor]:
+    """The JSON text and the tensors of a state_dict by name. UsageError with the path of a value that does not fit."""
+    tensors: dict[str, Tensor] = {}
+    text = json.dumps(_encode(tree, name, tensors)).encode()
+    return {name + TEXT: torch.frombuffer(bytearray(text), dtype=torch.uint8), **tensors}
+
+
+def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if isinstance(value, Tensor):
+        name = path
+        while name in tensors or name.endswith(TEXT):
+            name += "'"
+        spec_of(path, value)  # refuses kinds of tensors that no file can hold
+        tensors[name] = value.detach()
+        return {"tensor": name}
+    if kind is list:
+        return [_encode(item, f"{path}.{i}", tensors) for i, item in enumerate(value)]
+    if kind is tuple:
+        return {"tuple": _encode(list(value), path, tensors)}
+    if MAPPINGS.get(kind.__name__) is kind:
+        items = [[_encode(key, f"{path} (a key)", tensors), _encode(item, f"{path}.{key}", tensors)] for key, item in value.items()]
+        return {kind.__name__: items}
+    raise UsageError(
+        f"{path} is a {kind.__name__}, which a checkpoint cannot hold",
+        "a state_dict named in Keeper(state=...), or a value of an optimizer's parameter groups",
+        "return tensors, numbers, strings, bools, None, and lists, tuples and dicts of them from state_dict()",
+    )
+
+
+def unpack(name: str, tensors: Mapping[str, Tensor], living: Mapping[str, Tensor] | None = None) -> Any:
+    """Return the state_dict. Its tensors are copies with the device and strides of the `living` tensor of the same name."""
+
+    def tensor(name: str) -> Tensor:
+        saved, like = tensors[name], (living or {}).get(name)
+        if like is None or like.shape != saved.shape:
+            return saved.to("cpu" if like is None else like.device, copy=True)
+        return torch.empty_like(like, dtype=saved.dtype, requires_grad=False).copy_(saved)
+
+    return _decode(json.loads(bytes(bytes_of(tensors[name + TEXT]))), tensor)
+
+
+def _decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    [(tag, inner)] = value.items()
+    if tag == "tensor":
+        return tensor(inner)
+    if tag == "tuple":
+        return tuple(_decode(inner, tensor))
+    return MAPPINGS[tag]({_decode(key, tensor): _decode(item, tensor) for key, item in inner})
+
+
+def _leaves(value: Any, path: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+    """(path, value as text) of each number, string and tensor of an encoded state_dict; the order of a dict does not show."""
+    if isinstance(value, dict):
+        [(tag, inner)] = value.items()
+        if tag == "tensor":
+            yield path, tensorfile.fingerprint(spec_of("", tensors[inner]), bytes_of(tensors[inner]))
+        for key, item in inner if tag in MAPPINGS else [[tag, inner]] if tag == "tuple" else []:
+            yield from _leaves(item, f"{path}.{key}", tensors)
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            yield from _leaves(item, f"{path}.{i}", tensors)
+    else:
+        yield path, json.dumps(value)
+
+
+def differing_paths(name: str, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
+    """Return the paths at which two packed state_dicts differ."""
+    here, there = (dict(_leaves(json.loads(bytes(bytes_of(tensors[name + TEXT]))), name, tensors)) for tensors in (one, other))
+    return sorted(path for path in here.keys() | there.keys() if here.get(path) != there.get(path))
+
+
+# -- all of a run -----------------------------------------------------------------------------------------------------
+
+
+def check_state(state: Mapping[str, Any]) -> None:
+    """UsageError when a value of Keeper(state=...) cannot be saved as state."""
+    for name, value in state.items():
+        if not re.fullmatch(r"[\w-]+", name):
+            raise UsageError(f"{name!r} is no name of a state", "Keeper(state=...)", "use letters, digits, _ and -")
+        if isinstance(value, torch.optim.Optimizer):
+            hint = "pass all optimizers as the fourth argument: Keeper(folder, world, model, [first, second])"
+            raise UsageError(f"state {name!r} is an optimizer ({type(value).__name__})", "Keeper(state=...)", hint)
+        if not (callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))):
+            what = f"state {name!r} is a {type(value).__name__}, which has no state_dict and load_state_dict"
+            raise UsageError(what, "Keeper(state=...)", "pass the object itself, or a class of yours with these two methods")
+
+
+def unnamed_schedulers(optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Any]) -> list[Any]:
+    """Return torch schedulers of these optimizers that Keeper(state=...) does not contain."""
+    level, named = list(state.values()), set[int]()
+    for _ in range(5):  # a user's class may hold a scheduler in a list, a SequentialLR holds several
+        named |= set(map(id, level))
+        level = [inner for value in level for inner in _inside(value)]
+    ours = set(map(id, optimizers))
+    found = [one for one in gc.get_objects() if issubclass(type(one), LRScheduler)]  # isinstance would ask proxies
+    return [one for one in found if id(getattr(one, "optimizer", None)) in ours and id(one) not in named]
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, list | tuple):
+        return list(value)
+    return list(value.values() if isinstance(value, dict) else getattr(value, "__dict__", {}).values())
+
+
+def groups_of(model: Model, optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any]]:
+    """Return class and parameter groups of each optimizer; parameters are replaced by their names."""
+    names = {id(tensor): name for name, tensor in named_tensors(model).items()}
+
+    def values(group: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: [names[id(p)] for p in value] if key == "params" else value for key, value in group.items()}
+
+    return [{"class": type(one).__name__, "groups": [values(group) for group in one.param_groups]} for one in optimizers]
+
+
+def capture_state(model: Model, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Stateful]) -> dict[str, Tensor]:
+    """Parameter groups and named state by name. The tensors are the living ones where state_dict() gives those."""
+    tensors = pack(GROUPS, groups_of(model, optimizers))
+    for name, value in state.items():
+        tensors |= pack(f"state.{name}", value.state_dict())
+    return tensors
+
+
+def problems_of(
+    model: Model, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Stateful], tensors: Mapping[str, Tensor]
+) -> list[str]:
+    """Return why captured tensors do not fit this state, one line per kind of problem."""
+    texts = {name.removesuffix(TEXT) for name in tensors if name.endswith(TEXT)}
+    wanted = {GROUPS, *(f"state.{name}" for name in state)}
+    lines = []
+    if missing := sorted(wanted - texts):
+        lines.append(f"missing in the checkpoint: {shown(missing)}")
+    if unexpected := sorted(texts - wanted):
+        lines.append(f"in the checkpoint, but not in Keeper(state=...): {shown(unexpected)}")
+    if GROUPS not in texts:
+        return lines
+    saved, here = unpack(GROUPS, tensors), groups_of(model, optimizers)
+    classes, own_classes = ([one["class"] for one in some] for some in (saved, here))
+    if classes != own_classes:
+        lines.append(f"the checkpoint's optimizers are {', '.join(classes)}, this run's {', '.join(own_classes)}")
+    elif [[group["params"] for group in one["groups"]] for one in saved] != [[group["params"] for group in one["groups"]] for one in here]:
+        lines.append(f"the parameter groups of {', '.join(classes)} hold other parameters than in the checkpoint")
+    return lines
+
+
+def restore_state(
+    model: Model, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Stateful], tensors: Mapping[str, Tensor]
+) -> None:
+    """Set parameter groups and named state from captured tensors that have no `problems_of`.
+
+    CheckpointError when an object is not what was saved after its load_state_dict.
+    """
+    for optimizer, saved in zip(optimizers, unpack(GROUPS, tensors), strict=True):
+        for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
+            for key, value in values.items():
+                if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
+                    group[key].copy_(value)
+                elif key != "params":
+                    group[key] = value
+    for name, value in state.items():
+        path = f"state.{name}"
+        value.load_state_dict(unpack(path, tensors, pack(path, value.state_dict())))
+        if wrong := differing_paths(path, pack(path, value.state_dict()), tensors):
+            raise CheckpointError(
+                f"{path} ({type(value).__name__}) is not what was saved after load_state_dict: {shown(wrong)}",
+                f"Keeper(state=...), {type(value).__name__}.load_state_dict",
+                "let load_state_dict restore everything that state_dict returns",
+            )

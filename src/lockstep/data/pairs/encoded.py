@@ -1,0 +1,97 @@
+"""Token ids of one split in memory-mapped arrays: any pair in a few microseconds, whatever the size of the corpus.
+
+For each side, `ids` holds the ids of all sentences end to end, without special ones, and `offsets` (sentences + 1) where each begins.
+Processes of one machine share the pages; nothing is read but what is asked for.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.data.tokenizer import BEGIN, END, PAD
+from lockstep.errors import DataError
+
+Ints = npt.NDArray[np.int64]
+SIDES = ("source", "target")
+
+
+def write_side(folder: Path, split: str, side: str, rows: Iterable[list[int]], vocabulary: int) -> list[Path]:
+    """Write one side of a split; returns the files, flushed to the disk. 16-bit ids where the vocabulary allows it."""
+    ids, ends = array("H" if vocabulary <= 1 << 16 else "I"), array("q", [0])
+    for row in rows:
+        ids.extend(row)
+        ends.append(len(ids))
+    paths = []
+    for name, values in (("ids", ids), ("offsets", ends)):
+        path = folder / f"{split}.{side}.{name}.npy"
+        with open(path, "wb") as file:
+            np.save(file, np.asarray(values))
+            file.flush()
+            os.fsync(file.fileno())
+        paths.append(path)
+    return paths
+
+
+class EncodedPairs:
+    """The pairs of a split as token ids. `lengths` (n, 2) int32: source and target tokens, END included."""
+
+    def __init__(self, ids: list[npt.NDArray[np.unsignedinteger]], offsets: list[Ints]) -> None:
+        self._ids, self._offsets = ids, offsets
+        self.lengths: npt.NDArray[np.int32] = np.stack([np.diff(o) + 1 for o in offsets], axis=1).astype(np.int32)
+
+    @classmethod
+    def open(cls, folder: Path, split: str) -> EncodedPairs:
+        """The split that `write_side` wrote under `folder`. DataError when a file is missing or its arrays do not fit together."""
+        arrays: dict[str, list[npt.NDArray[np.unsignedinteger]]] = {"ids": [], "offsets": []}
+        for name, found in arrays.items():
+            for side in SIDES:
+                path = folder / f"{split}.{side}.{name}.npy"
+                try:
+                    found.append(np.load(path, mmap_mode="r"))
+                except (OSError, ValueError) as error:
+                    what = f"{path} cannot be opened: {error}"
+                    raise DataError(what, "a file of the prepared corpus", "remove its folder to prepare it again") from None
+        offsets = [np.asarray(o, dtype=np.int64) for o in arrays["offsets"]]
+        if len({len(o) for o in offsets}) > 1 or any(o[-1] != len(i) for o, i in zip(offsets, arrays["ids"], strict=True)):
+            raise DataError(f"the arrays of {split} do not fit together", str(folder), "remove the folder to prepare the corpus again")
+        return cls(arrays["ids"], offsets)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def gather(self, ids: Ints, rows: int, source_length: int, target_length: int) -> tuple[Ints, Ints, Ints]:
+        """(source (rows, S), target (rows, T), labels (rows, T)) int64 of the pairs `ids`, filled up with PAD.
+
+        source = sentence, END; target = BEGIN, sentence; labels = sentence, END. Rows beyond len(ids) are PAD throughout.
+        ValueError when there are more ids than rows, or a pair is longer than its side.
+        """
+        if len(ids) > rows:
+            raise ValueError(f"{len(ids)} pairs do not fit into {rows} rows")
+        source = self._ended(0, ids, rows, source_length)
+        labels = self._ended(1, ids, rows, target_length)
+        target = np.zeros_like(labels)
+        target[: len(ids), 0] = BEGIN
+        target[:, 1:] = np.where(labels[:, :-1] == END, PAD, labels[:, :-1])
+        return source, target, labels
+
+    def _ended(self, side: int, ids: Ints, rows: int, length: int) -> Ints:
+        """(rows, length): each sentence, END, PAD."""
+        out = np.full((rows, length), PAD, dtype=np.int64)
+        if not len(ids):
+            return out
+        begin = self._offsets[side][ids][:, None]
+        tokens = self.lengths[ids, side].astype(np.int64)[:, None] - 1
+        if tokens.max() >= length:
+            worst = int(tokens.argmax())
+            raise ValueError(f"{SIDES[side]} of pair {ids[worst]} has {tokens[worst, 0] + 1} tokens, the shape holds {length}")
+        column = np.arange(length)[None, :]
+        inside = column < tokens
+        out[: len(ids)][inside] = self._ids[side][(begin + column)[inside]]
+        out[: len(ids)][column == tokens] = END
+        return out

@@ -1,0 +1,70 @@
+"""The benchmarks' own arithmetic: what a race concludes, and that the others are dealt fair batches. No race is run here."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+
+from contests import Claim, races
+from group import Answer, as_flags
+from run import judge
+from usual import LikeLengths, Translations, pad
+
+from lockstep.config.schema import read_flags, resolve
+from lockstep.data.pairs.encoded import EncodedPairs, write_side
+from lockstep.data.tokenizer import BEGIN, END, PAD
+
+RACE = {race.name: race for race in races(full=False, precision="fp32")}
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> EncodedPairs:
+    """500 pairs of 2 to 40 tokens, source and target of unlike lengths; every token of pair i is 4 + i."""
+    draw = np.random.default_rng(0)
+    for side in ("source", "target"):
+        write_side(tmp_path, "train", side, [[4 + i] * n for i, n in enumerate(draw.integers(1, 40, 500).tolist())], 1000)
+    return EncodedPairs.open(tmp_path, "train")
+
+
+def test_a_rate_leaves_out_the_warm_up_and_a_step_time_compares_step_with_step() -> None:
+    others, bare = RACE["others-default"], RACE["bare-default-1"]
+    slow = Answer([9.0] * 3 + [2.0, 4.0], [0] * 3 + [30, 30], [0] * 5)
+    fast = Answer([9.0] * 3 + [1.0, 2.0], [0] * 3 + [30, 30], [0] * 5)
+    result = judge(others, others.claims[0], {"lockstep": [fast, slow], "accelerate": [slow, slow]})
+    assert result.ratios == [2.0, 1.0] and result.ratio == 1.5 and (result.ours, result.theirs) == (15.0, 10.0)
+    result = judge(bare, bare.claims[0], {"lockstep fast": [slow], "bare DDP": [fast]})
+    assert result.ratios == [2.0]
+
+
+def test_a_rate_must_reach_its_bound_and_a_step_time_must_not_pass_it() -> None:
+    rate, time = Claim("a", "b", "pairs a second", 100), Claim("a", "b", "step time", 1.03)
+    assert rate.met(100) and not rate.met(99.9) and time.met(1.03) and not time.met(1.031)
+
+
+def test_lockstep_is_started_with_the_very_values_of_the_race() -> None:
+    for race in RACE.values():
+        resolved = resolve(race.file, race.flags)
+        assert resolve(None, read_flags(as_flags(resolved))).run == resolved.run
+
+
+def test_the_others_get_each_pair_once_within_the_budget_and_equally_many_batches(pairs: EncodedPairs) -> None:
+    ranks = [list(LikeLengths(pairs, tokens=200, multiple=4, seed=1, rank=rank, size=2)) for rank in range(2)]
+    assert len(ranks[0]) == len(ranks[1]) and len(ranks[0]) % 2 == 0
+    seen = [i for batches in ranks for batch in batches for i in batch]
+    assert len(seen) == len(set(seen)) and len(seen) > 450
+    longer = pairs.lengths.max(axis=1)
+    assert all(len(batch) * longer[batch].max() <= 200 for batches in ranks for batch in batches)
+
+
+def test_the_others_rows_are_those_of_the_corpus(pairs: EncodedPairs) -> None:
+    rows = Translations(pairs)
+    source, target, labels = pad([rows[7], rows[8]])
+    n, t = pairs.lengths[7].tolist()
+    assert source[0].tolist()[:n] == [11] * (n - 1) + [END] and set(source[0].tolist()[n:]) <= {PAD}
+    assert target[0].tolist()[:t] == [BEGIN] + [11] * (t - 1) and labels[0].tolist()[:t] == [11] * (t - 1) + [END]
+    assert source.shape[1] == pairs.lengths[[7, 8], 0].max() and target.shape == labels.shape

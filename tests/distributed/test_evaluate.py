@@ -1,0 +1,317 @@
+"""Scoring checkpoints: exact for any number of processes, each once, through kills and damage."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lockstep.checkpoint.state_dict import capture
+from lockstep.checkpoint.store import Store
+from lockstep.config.schema import Run, resolve, write_run
+from lockstep.data.pairs.prepare import open_prepared, prepare
+from lockstep.data.tokenizer import BEGIN, END
+from lockstep.elastic.world import World
+from lockstep.errors import CheckpointError, UsageError
+from lockstep.models.build import build
+from lockstep.models.load_translator import load_for_use, newest_up_to
+from lockstep.record.metrics import read
+from lockstep.tasks.evaluate import best_of, evaluate, finish, next_move, note, read_run
+from lockstep.tasks.scores import score
+from lockstep.testing.ranks import run_ranks
+
+LAST = 3
+ALONE = World(0, 1, 0, 1, "here", torch.device("cpu"))
+CHECKED = ["loss", "perplexity", "tokens", "pairs", "bleu", "chrf", "cer", "wer", "exact_match", "averaged", "bleu_signature"]
+
+
+def say(number: int) -> tuple[str, str]:
+    """A pair of sentences of its own length."""
+    digits = [int(d) for d in str(number)]
+    few = number % 5 + 1
+    return " ".join(f"a{d}" for d in digits * few), " ".join(f"b{d}" for d in digits * few)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with a corpus and no checkpoint."""
+    folder = tmp_path_factory.mktemp("run")
+    rng = random.Random(0)
+    numbers = rng.sample(range(1000), 150)
+    files = {"train": numbers[:90], "validation": numbers[90:137], "test": numbers[137:]}
+    for name, chosen in files.items():
+        (folder / f"{name}.tsv").write_text("".join("\t".join(say(n)) + "\n" for n in chosen))
+    flags = {"data.kind": "files", "steps": LAST, "evaluate.at_end": 5, "tokens.kind": "word", "tokens.min_frequency": 1}
+    flags |= {"model.width": 16, "model.heads": 2, "model.encoder_layers": 1, "model.decoder_layers": 1, "model.feed_forward": 16}
+    resolved = resolve(None, flags | {f"data.{name}": [str(folder / f"{name}.tsv")] for name in files})
+    write_run(folder, resolved)
+    prepare(resolved.run.data, resolved.run.tokens, folder / "data")
+    return folder
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    """A run folder of this test's own."""
+    torch.set_num_threads(1)
+    (tmp_path / "data").symlink_to(original / "data")
+    (tmp_path / "run.json").write_text((original / "run.json").read_text())
+    return tmp_path
+
+
+def save(folder: Path, step: int) -> None:
+    """Commit a checkpoint whose weights follow from its step."""
+    run = read_run(folder)
+    size = open_prepared(folder / "data").tokenizer.size
+    model = build(run.model, vocabulary=size, device=torch.device("cpu"), seed=step)
+    Store(folder / "checkpoints", keep=0).save(step, capture(model), {})
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return read(folder / "evaluations.jsonl")
+
+
+def steps(folder: Path) -> list[int]:
+    return [line["step"] for line in lines(folder)]
+
+
+def evaluate_here(world: World, folder: Path, options: dict[str, Any]) -> str:
+    return evaluate(folder, world, **options)
+
+
+def in_process(folder: Path, **options: Any) -> multiprocessing.process.BaseProcess:
+    """An evaluator in a process of its own; its exit code is 7 when a signal ended it in good order."""
+    process = multiprocessing.get_context("forkserver").Process(target=be_evaluator, args=(folder, options), daemon=True)
+    process.start()
+    return process
+
+
+def be_evaluator(folder: Path, options: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    os._exit(7 if evaluate(folder, ALONE, **options) else 0)
+
+
+def until(condition: Any, process: multiprocessing.process.BaseProcess | None = None) -> None:
+    """Wait for a file to say something; fail after 60 s, or when the process that should write it has ended."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        assert process is None or process.is_alive() or condition(), f"the evaluator ended with {process.exitcode}"
+        time.sleep(0.01)
+
+
+# -- exact ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_loss_is_that_of_every_sentence_alone(folder: Path) -> None:
+    save(folder, 1)
+    assert evaluate(folder, ALONE) == ""
+    [line] = lines(folder)
+    loaded = load_for_use(folder)
+    total, tokens = 0.0, 0
+    pairs = open_prepared(folder / "data").text("validation")
+    ids = [loaded.tokenizer.encode(list(pair)) for pair in pairs]
+    for source, target in ids:
+        logits = loaded.model(torch.tensor([[*source, END]]), torch.tensor([[BEGIN, *target]]))[0]
+        total += float(F.cross_entropy(logits.double(), torch.tensor([*target, END]), reduction="sum"))
+        tokens += len(target) + 1
+    assert line["tokens"] == tokens
+    assert line["pairs"] == len(pairs) == 47
+    assert line["loss"] == pytest.approx(total / tokens, rel=1e-6)
+    assert line["perplexity"] == pytest.approx(math.exp(total / tokens), rel=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"beams": 3, "average": 2, "split": "test"}])
+def test_any_number_of_processes_gives_the_same_answer(folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    save(folder, 1)
+    save(folder, 2)
+    answers = []
+    for size in (1, 3):
+        (folder / "evaluations.jsonl").unlink(missing_ok=True)
+        run_ranks(evaluate_here, size, folder, options)
+        [line] = lines(folder)
+        answers.append({key: line[key] for key in CHECKED})
+    assert answers[0] == answers[1]
+    assert answers[0]["averaged"] == ([1, 2] if options else [2])
+
+
+def test_the_mean_of_checkpoints_is_made_in_float64(folder: Path) -> None:
+    for step in (1, 2, 3):
+        save(folder, step)
+    store = Store(folder / "checkpoints")
+    last_two = [store.load(step).tensors for step in (2, 3)]
+    model = load_for_use(folder, average=2).model
+    for name, parameter in model.named_parameters():
+        right = ((last_two[0]["model." + name].double() + last_two[1]["model." + name].double()) / 2).float()
+        assert torch.equal(parameter, right)
+    assert newest_up_to([1, 2, 3, 4], 3, 2) == (2, 3)
+    assert newest_up_to([1, 2, 3], 3, 9) == (1, 2, 3)
+    assert newest_up_to([1, 2, 3], 3, 0) == newest_up_to([1, 2, 3], 3, 1) == (3,)
+
+
+def test_scores_of_texts_worked_out_by_hand() -> None:
+    right = ["the cat sat", "a dog"]
+    perfect = score(right, right, language="en")
+    assert (perfect["exact_match"], perfect["cer"], perfect["wer"], perfect["chrf"]) == (1.0, 0.0, 0.0, 100.0)
+    found = score(["the cat sit down", "A dog"], right, language="en")
+    assert found["exact_match"] == 0.0
+    assert found["wer"] == (2 + 1) / 5  # sat -> sit, + down; a -> A
+    assert found["cer"] == (1 + 5 + 1) / 16
+    lower = score(["the cat sit down", "A dog"], right, language="en", lowercase=True)
+    assert (lower["exact_match"], lower["wer"]) == (0.5, 2 / 5)
+    assert "case:lc" in str(lower["bleu_signature"]) and "case:mixed" in str(found["bleu_signature"])
+    assert "tok:zh" in str(score(["我们"], ["我们"], language="zh")["bleu_signature"])
+    with pytest.raises(ValueError, match="1 translations for 2"):
+        score(["one"], right, language="en")
+
+
+# -- once -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_scored_step_is_not_scored_again_and_another_question_is(folder: Path) -> None:
+    save(folder, 2)
+    for options in ({}, {}, {"beams": 2}, {"split": "test"}, {"average": 2}, {"beams": 2}, {"lowercase": True}):
+        evaluate(folder, ALONE, **options)  # type: ignore[arg-type]
+    asked = [(line["split"], line["beams"], line["average"], line["lowercase"]) for line in lines(folder)]
+    assert asked == [
+        ("validation", 1, 0, False),
+        ("validation", 2, 0, False),
+        ("test", 1, 0, False),
+        ("validation", 1, 2, False),
+        ("validation", 1, 0, True),
+    ]
+
+
+def test_a_torn_line_is_cut_away(folder: Path) -> None:
+    save(folder, 1)
+    evaluate(folder, ALONE)
+    whole = (folder / "evaluations.jsonl").read_bytes()
+    (folder / "evaluations.jsonl").write_bytes(whole + whole[: len(whole) // 2])
+    save(folder, 2)
+    evaluate(folder, ALONE)
+    content = (folder / "evaluations.jsonl").read_text()
+    assert content.endswith("\n")
+    assert [json.loads(line)["step"] for line in content.splitlines()] == [1, 2]
+
+
+def test_the_best_is_named_by_bleu_then_loss(folder: Path) -> None:
+    record = {"split": "validation", "beams": 1, "average": 0, "lowercase": False}
+    for step, bleu, loss in [(1, 10.0, 3.0), (2, 30.0, 2.0), (3, 30.0, 1.5), (4, 29.0, 1.0)]:
+        assert note(folder, record | {"step": step, "bleu": bleu, "loss": loss})
+        assert not note(folder, record | {"step": step, "bleu": 100.0, "loss": 0.0}), "a second line"
+    assert note(folder, record | {"step": 5, "bleu": 99.0, "loss": 0.0, "split": "test"}), "test is never chosen by"
+    assert json.loads((folder / "best.json").read_text())["step"] == 3
+    assert best_of([]) is None
+
+
+# -- following --------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_follower_does_next() -> None:
+    assert next_move([], [], [], 9, 0).do == "wait"
+    assert next_move([3, 6], [], [], 9, 0).step == 3, "the oldest first: retention deletes it first"
+    assert next_move([3, 6], [3], [], 9, 0).step == 6
+    assert next_move([3, 6], [3], [6], 9, 0).do == "wait"
+    assert next_move([6, 9], [3, 6, 9], [], 9, 0).do == "end"
+    assert next_move([6, 9], [3, 6], [9], 9, 0).do == "end", "the last one cannot be read, and no other will come"
+    assert next_move([6], [6], [], 9, 9).do == "end", "the last checkpoint could not be written"
+    assert next_move([6, 9], [6, 9], [], 12, 9).do == "wait", "the run was made longer"
+
+
+@pytest.fixture
+def late(folder: Path) -> Iterator[Path]:
+    """A folder into which checkpoints come while somebody follows: the first at once, each other one when the one before is scored."""
+
+    def train() -> None:
+        for step in range(1, LAST + 1):
+            if step > 1:
+                until(lambda step=step: step - 1 in steps(folder))  # type: ignore[misc]
+            save(folder, step)
+
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    yield folder
+    thread.join()
+
+
+def test_following_scores_every_step_once_and_ends_with_the_run(late: Path) -> None:
+    assert evaluate(late, ALONE, follow=True) == ""
+    assert steps(late) == [1, 2, 3]
+    assert json.loads((late / "best.json").read_text())["step"] in (1, 2, 3)
+
+
+def test_a_follower_that_is_killed_and_started_again_leaves_each_line_once(folder: Path) -> None:
+    for step in range(1, LAST + 1):
+        save(folder, step)
+    rng = random.Random(1)
+    kills = 0
+    while len(steps(folder)) < LAST and kills < 6:
+        before = len(steps(folder))
+        process = in_process(folder, follow=True)
+        until(lambda before=before: len(steps(folder)) > before, process)  # type: ignore[misc]
+        time.sleep(rng.random() * 0.1)
+        if process.is_alive():
+            process.kill()
+        process.join()
+        kills += 1
+    assert evaluate(folder, ALONE, follow=True) == ""
+    assert steps(folder) == [1, 2, 3]
+    assert kills >= 2
+
+
+def test_sigterm_ends_a_follower_that_waits(folder: Path) -> None:
+    save(folder, 1)
+    process = in_process(folder, follow=True)
+    until(lambda: steps(folder) == [1], process)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(timeout=20)
+    assert process.exitcode == 7
+    assert steps(folder) == [1]
+
+
+def test_a_damaged_checkpoint_is_left_out_by_followers_and_an_error_otherwise(folder: Path) -> None:
+    for step in range(1, LAST + 1):
+        save(folder, step)
+    file = next((folder / "checkpoints").glob("step-*2/*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.chmod(0o644)
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="damaged"):
+        evaluate(folder, ALONE, step=2)
+    assert evaluate(folder, ALONE, follow=True) == ""
+    assert steps(folder) == [1, 3]
+
+
+def test_errors_say_what_is_there(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint yet"):
+        evaluate(folder, ALONE)
+    save(folder, 1)
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 5[\s\S]*checkpoints: 1"):
+        evaluate(folder, ALONE, step=5)
+    with pytest.raises(UsageError, match=r"there is no run in"):
+        evaluate(tmp_path_factory.mktemp("empty"), ALONE)
+
+
+def test_a_training_ends_with_scores_and_translations(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(folder, LAST)
+    run: Run = read_run(folder)
+    finish(folder, run, ALONE)
+    shown = capsys.readouterr().out
+    assert "test, 5 pairs" in shown and "exact" in shown and "lockstep translate" in shown
+    assert shown.count("\n  en  ") == 5
+    assert not (folder / "evaluations.jsonl").exists(), "a part of the split is no evaluation"
+    assert json.loads((folder / "finished.json").read_text()) == {"step": LAST}

@@ -1,0 +1,378 @@
+"""Ordinary habits of PyTorch loops: each gives the exact sum of the gradients, or an error that names the parameters."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lockstep.elastic.world import World
+from lockstep.errors import UsageError
+from lockstep.parallel.replica import Replica
+from lockstep.testing.ranks import run_ranks
+from lockstep.training.replica_group import Team
+
+
+class Transposed(nn.Module):
+    """A convolution in channels_last, a transposed parameter, a parameter with gaps in memory, and a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.convolution = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        self.across = nn.Parameter(torch.randn(8, 6).t())
+        self.gaps = nn.Parameter(torch.randn(4, 12)[:, ::2])
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        features = self.convolution(images).mean((2, 3)) @ self.across.t() @ self.gaps.t()
+        return (features * self.scale).square().sum()
+
+
+def images(step: int, k: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(100 * step + k)).to(dtype)
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def digest(tensors: dict[str, torch.Tensor]) -> str:
+    return hashlib.sha256(b"".join(one.detach().contiguous().numpy().tobytes() for one in tensors.values())).hexdigest()
+
+
+def column_major(world: World, leaves: int, bucket_bytes: int) -> tuple[str, float]:
+    """(digest, largest error relative to plain accumulation in float64) of the gradients of two steps."""
+    model, error, seen = Transposed(), 0.0, ""
+    with Replica(model, micro_batches=leaves, bucket_bytes=bucket_bytes) as replica:
+        for step in range(2):
+            for k in replica.micro_batches(step):
+                replica.backward(replica(images(step, k, torch.float32)))
+            plain = Transposed().double()
+            for k in range(leaves):
+                plain(images(step, k, torch.float64)).backward()
+            right = gradients_of(plain)
+            for name, got in gradients_of(model).items():
+                error = max(error, float((got - right[name]).abs().max() / right[name].abs().max()))
+            seen += digest(gradients_of(model))
+    return seen, error
+
+
+def all_column_major(world: World) -> list[tuple[str, float]]:
+    return [column_major(world, leaves, bucket) for leaves in (3, 4, 7) for bucket in (100, 25_000_000)]
+
+
+def test_gradients_in_any_memory_order_are_summed_to_the_same_bits_on_1_to_3_workers() -> None:
+    found = [answer for size in (1, 2, 3) for answer in run_ranks(all_column_major, size)]
+    assert max(error for answer in found for _, error in answer) < 1e-5
+    assert {str([bits for bits, _ in answer]) for answer in found} == {str([bits for bits, _ in found[0]])}
+
+
+# What a loop may do to its gradients.
+
+
+class Branches(nn.Module):
+    """`late` is used first, so that its gradient comes last and its bucket is the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.late, self.side, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, *, side: bool = True) -> torch.Tensor:
+        x = self.late(x)
+        x = x + self.side(x) if side else x
+        return self.head(x).square().mean()
+
+
+Habit = Callable[[Team, torch.optim.Optimizer, Branches, int, torch.Tensor], None]
+
+
+def clears_before(team: Team, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    team.backward(team(x))
+
+
+def zeroes_before(team: Team, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
+    optimizer.zero_grad(set_to_none=False)
+    team.backward(team(x))
+
+
+def clears_after(team: Team, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
+    team.backward(team(x))
+    optimizer.zero_grad()
+
+
+def zeroes_after(team: Team, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
+    team.backward(team(x))
+    optimizer.zero_grad(set_to_none=False)
+
+
+def clips(team: Team, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
+    team.backward(team(x))
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def two_backwards(team: Team, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
+    team.backward(team(x))
+    team.backward(team(x))
+
+
+def no_backward(team: Team, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
+    team(x)
+
+
+def plain_backward(team: Team, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
+    team(x).backward()
+
+
+def both_backwards(team: Team, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
+    team(x).backward()
+    team.backward(team(x))
+
+
+def plain_after(team: Team, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
+    team.backward(team(x))
+    model(x).backward()
+
+
+def past_the_team(team: Team, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
+    team.backward(model(x))
+
+
+CHANGED = "the gradients of 6 of 6 parameters were changed in micro-batch {k} of step 0"
+HABITS: dict[Habit, str] = {
+    clears_before: CHANGED + ", before team.backward: late.weight",
+    zeroes_before: CHANGED + ", before team.backward: late.weight",
+    clears_after: CHANGED + ", after team.backward: late.weight",
+    zeroes_after: CHANGED + ", after team.backward: late.weight",
+    clips: CHANGED + ", after team.backward: late.weight",
+    two_backwards: "team.backward was called twice in micro-batch {k} of step 0",
+    no_backward: "no gradient arrived for the 6 parameters in micro-batch {k} of step 0: team.backward was not called",
+    plain_backward: "no gradient arrived for the 6 parameters in micro-batch {k} of step 0: team.backward was not called",
+    both_backwards: CHANGED + ", before team.backward: late.weight",
+    plain_after: CHANGED + ", after team.backward: late.weight",
+    past_the_team: "the gradients of step 0 were not summed over the workers",
+}
+
+
+def said(world: World, habit: Habit, leaves: int) -> str:
+    """What the first step of a loop with the habit is refused with; buckets of one layer each."""
+    model = Branches()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        with Team(world, model, micro_batches=leaves, bucket_bytes=20) as team:
+            for k in team.micro_batches(0):
+                habit(team, optimizer, model, k, torch.randn(3, 4))
+    except UsageError as error:
+        return str(error)
+    return "accepted"
+
+
+def all_said(world: World, leaves: int) -> list[str]:
+    return [said(world, habit, leaves) for habit in HABITS]
+
+
+@pytest.mark.parametrize("leaves", [1, 2, 4])
+def test_each_habit_that_changes_the_sum_is_refused_at_any_number_of_micro_batches(leaves: int) -> None:
+    """On one worker: a refusal on several ranks is not a collective."""
+    texts = run_ranks(all_said, 1, leaves)[0]
+    for (habit, right), text in zip(HABITS.items(), texts, strict=True):
+        assert any(right.format(k=k) in text for k in range(leaves)), f"{habit.__name__}: {text}"
+
+
+def leaves_one_out(world: World, at: int) -> str:
+    """In micro-batch `at` of step 2, when DDP has cut a bucket for each layer: `side` and, behind it, `late` would not be summed."""
+    model = Branches()
+    try:
+        with Team(world, model, micro_batches=4, bucket_bytes=20) as team:
+            for step in range(3):
+                for k in team.micro_batches(step):
+                    team.backward(team(torch.ones(3, 4), side=(step, k) != (2, at)))
+    except UsageError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_parameter_without_a_gradient_in_any_micro_batch_is_refused_by_name(at: int) -> None:
+    text = run_ranks(leaves_one_out, 1, at)[0]
+    assert f"no gradient arrived for 2 of 6 parameters in micro-batch {at} of step 2: side.weight, side.bias" in text
+
+
+def leaves_early(world: World, how: str) -> tuple[bool, str]:
+    """(whether the update was left out, the error of the next step, or of the end)."""
+    model = Branches()
+    before = digest(dict(model.named_parameters()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        with Team(world, model, micro_batches=4, rehearse=how != "break") as team:
+            for _, x in zip(team.micro_batches(0), torch.ones(4, 3, 4), strict=False):
+                team.backward(team(x))
+                if how == "break":
+                    break
+            optimizer.step()
+            untouched = digest(dict(model.named_parameters())) == before
+            if how == "the next step":
+                next(team.micro_batches(1))
+    except UsageError as error:
+        return untouched, str(error)
+    return untouched, "accepted"
+
+
+@pytest.mark.parametrize("how", ["break", "the next step"])
+def test_a_loop_that_is_left_early_changes_no_weights_and_is_refused(how: str) -> None:
+    untouched, text = run_ranks(leaves_early, 1, how)[0]
+    assert untouched and "the micro-batch loop of step 0 was left before its end" in text
+
+
+# What is trained may change between steps.
+
+
+def unfreezes(world: World, at: int) -> list[str]:
+    """Digest of the weights after each step; `side` is trained from step `at` on, and `late` no longer from the step after."""
+    model, seen = Branches(), []
+    model.side.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with Team(world, model, micro_batches=4) as team:
+        for step in range(5):
+            model.side.requires_grad_(step >= at)
+            model.late.requires_grad_(step <= at)
+            for _ in team.micro_batches(step):
+                team.backward(team(torch.randn(3, 4)))
+            optimizer.step()
+            seen.append(digest(dict(model.named_parameters())))
+            assert team.replica.digest() == Replica.digest(team.replica) and len(team.replica.parameters) == (4 if step != at else 6)
+    return seen
+
+
+def test_a_layer_may_be_frozen_and_unfrozen_between_steps() -> None:
+    found = [run_ranks(unfreezes, size, 2) for size in (1, 2, 3)]
+    assert all(rank == found[0][0] for ranks in found for rank in ranks)
+    assert all(before != after for before, after in pairwise(found[0][0]))
+
+
+def frozen_on_rank_1(world: World) -> str:
+    model = Branches()
+    model.side.bias.requires_grad_(world.rank != 1)
+    try:
+        with Team(world, model, micro_batches=4) as team:
+            next(team.micro_batches(0))
+    except UsageError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_workers_that_train_different_parameters_are_refused() -> None:
+    for text in run_ranks(frozen_on_rank_1, 2):
+        assert "not all workers train the same parameters: side.bias" in text
+
+
+# What cannot be summed or saved.
+
+
+class Odd(nn.Module):
+    def __init__(self, **parts: Any) -> None:
+        super().__init__()
+        self.head = nn.Linear(2, 2)
+        for name, part in parts.items():
+            if isinstance(part, nn.Module | nn.Parameter):
+                setattr(self, name, part)
+            else:
+                self.register_buffer(name, part)
+
+
+ODD = {
+    "not real floating-point numbers: phase (torch.complex64)": lambda: Odd(phase=nn.Parameter(torch.ones(2, dtype=torch.complex64))),
+    "sparse gradients are not supported: table": lambda: Odd(table=nn.Embedding(5, 2, sparse=True)),
+    "cannot hold these parameters or buffers: turns (torch.complex128)": lambda: Odd(turns=torch.ones(2, dtype=torch.complex128)),
+    "the model has no parameter to train": lambda: Odd().requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("right", ODD)
+def test_parameters_that_cannot_be_summed_or_saved_are_refused_by_name(right: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(right)):
+        Replica(ODD[right](), micro_batches=2)
+
+
+# Data and random numbers.
+
+
+def noisy(world: World) -> list[str]:
+    """Digest of the weights after steps with noise from each global generator, drawn within the loop and after it."""
+    model, seen = Branches(), []
+    with Team(world, model, micro_batches=5) as team:
+        for step in range(4):
+            for _ in team.micro_batches(step):
+                x = torch.randn(3, 4) + torch.from_numpy(np.random.randn(3, 4)).float() + random.random()
+                team.backward(team(x))
+            with torch.no_grad():
+                for p in model.parameters():
+                    assert p.grad is not None
+                    p -= 0.1 * p.grad + 0.01 * torch.randn(p.shape) + 0.01 * float(np.random.rand()) + 0.01 * random.random()
+            seen.append(digest(dict(model.named_parameters())))
+    return seen
+
+
+def test_noise_on_data_and_gradients_has_the_same_bits_on_1_to_3_workers() -> None:
+    found = [rank for size in (1, 2, 3) for rank in run_ranks(noisy, size)]
+    assert all(rank == found[0] for rank in found) and len(set(found[0])) == 4
+
+
+def unkeyed(world: World, habit: str) -> str:
+    """What the first step of a loop is refused with whose data do not follow from the step and the micro-batch."""
+    points = torch.arange(64.0).view(16, 4)
+    if habit == "an unseeded data set":
+        points = torch.rand(16, 4, generator=torch.Generator().manual_seed(world.rank))
+    batches = iter(DataLoader(points, batch_size=2))  # type: ignore[arg-type]
+    ahead = next(batches)
+    try:
+        with Team(world, Branches(), micro_batches=4) as team:
+            for k in team.micro_batches(0):
+                if habit == "a DataLoader":
+                    x = next(batches)
+                elif habit == "a prefetched batch":
+                    x, ahead = ahead, next(batches)
+                elif habit == "a generator of the rank":
+                    x = torch.rand(2, 4, generator=torch.Generator().manual_seed(10 * world.rank + k))
+                else:
+                    x = points[2 * k : 2 * k + 2]
+                team.backward(team(x))
+    except (UsageError, RuntimeError) as error:
+        return str(error)
+    return "accepted"
+
+
+def all_unkeyed(world: World, habits: list[str]) -> list[str]:
+    return [unkeyed(world, habit) for habit in habits]
+
+
+def test_data_that_do_not_follow_from_the_micro_batch_are_refused() -> None:
+    for habit in ("a DataLoader", "a prefetched batch"):
+        assert "the loss of micro-batch 0 of step 0 is 0." in run_ranks(unkeyed, 1, habit)[0]
+    for texts in run_ranks(all_unkeyed, 2, ["a generator of the rank", "an unseeded data set"]):
+        assert all("is not the same on all workers: " in text and " on rank 1" in text for text in texts), texts
+    assert run_ranks(unkeyed, 2, "none") == ["accepted"] * 2
+
+
+def counts_in_a_buffer(world: World) -> int:
+    """How many micro-batches of one step a buffer has counted."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with Team(world, model, micro_batches=2, local_buffers=True) as team:
+        for k in team.micro_batches(0):
+            team.backward(team(torch.ones(3, 4) * k).sum())
+    return int(model[1].num_batches_tracked)  # type: ignore[arg-type]
+
+
+def test_the_rehearsal_of_a_micro_batch_leaves_no_trace_in_buffers() -> None:
+    assert run_ranks(counts_in_a_buffer, 1) == [2]

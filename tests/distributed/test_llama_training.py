@@ -1,0 +1,399 @@
+"""Training of Llamas: pre-training, chats, adapters. The same bits on 1, 2, 3 workers, and in and out of `transformers`."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.checkpoint.commands import digest_line
+from lockstep.checkpoint.store import Store
+from lockstep.cli.main import main
+from lockstep.cli.run_options import open_run
+from lockstep.config import schema as config
+from lockstep.config.schema import Run, resolve
+from lockstep.data.text.chat_samples import Chat, chat_samples, drills, encode
+from lockstep.data.text.chat_tokenizer import ChatTokenizer
+from lockstep.data.text.packing import IGNORED, CutRows, PackedRows, batch_of, pack
+from lockstep.data.text.prepare import open_prepared
+from lockstep.data.text.token_stream import Stream, Writer
+from lockstep.elastic.world import World
+from lockstep.errors import CheckpointError, DataError, UsageError
+from lockstep.models import lora
+from lockstep.models.build import materialise
+from lockstep.models.initial_weights import Beginning
+from lockstep.models.llama import SHAPES, Llama
+from lockstep.models.llama_io import load, open_weights
+from lockstep.models.lora import Lora, Merged
+from lockstep.record.metrics import read
+from lockstep.tasks.evaluate import evaluate, finish
+from lockstep.tasks.pretraining import prepare as prepare_language
+from lockstep.tasks.text_evaluator import windows
+from lockstep.testing.ranks import run_ranks
+from lockstep.train import claim, train
+
+CPU = torch.device("cpu")
+STEPS = 3
+TEXT = {
+    "task": "pretrain",
+    "data.kind": "text",
+    "data.held_out_share": "0.1",
+    "tokens.vocabulary": "330",
+    "llama.shape": "1M",
+    "batch.micro_batches": "3",
+    "batch.tokens": "64",
+    "batch.length": "32",
+    "compute.precision": "bf16",
+    "optim.warmup_steps": "0",
+    "optim.decay": "constant",
+    "save.every_steps": "0",
+}
+CHATS = {**TEXT, "task": "sft", "data.kind": "drills", "data.pairs": "300", "batch.tokens": "128", "batch.length": "64"}
+ADAPTERS = {"lora.rank": "4", "lora.alpha": "64"}
+
+
+def trained(world: World, folder: str, flags: dict[str, str], steps: int) -> str:
+    """Train in `folder` to `steps`; the digest of the state."""
+    path = Path(folder)
+    resolved = open_run(path, None, {**flags, "steps": str(steps)}, {})
+    if world.leader:
+        with claim(path, resolved):
+            pass
+    train(resolved, path, world)
+    return digest_line(path) if world.leader else ""
+
+
+def evaluated(world: World, folder: str, split: Any) -> str:
+    return evaluate(Path(folder), world, split=split)
+
+
+def losses(folder: Path) -> list[tuple[float, float]]:
+    return [(line["loss"], line["norm"]) for line in read(folder / "metrics.jsonl")]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """150 documents of made sentences, 10 to 60 words each."""
+    path = tmp_path_factory.mktemp("corpus") / "text.jsonl"
+    draw = random.Random(1)
+    words = ["the", "cat", "dog", "saw", "Häuser", "42", "ran,", "over\n", "def", "return"]
+    lines = [json.dumps({"text": " ".join(draw.choices(words, k=draw.randint(10, 60)))}) for _ in range(150)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def base(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder pre-trained by one process."""
+    folder = tmp_path_factory.mktemp("base") / "run"
+    run_ranks(trained, 1, str(folder), {**TEXT, "data.train": str(corpus)}, STEPS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapted(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with adapters over `base`, trained on chats by one process."""
+    folder = tmp_path_factory.mktemp("adapted") / "run"
+    run_ranks(trained, 1, str(folder), {**CHATS, **ADAPTERS, "llama.start": str(base)}, STEPS)
+    return folder
+
+
+def test_the_loss_line_is_that_of_a_bare_loop(corpus: Path, tmp_path: Path) -> None:
+    schedule = {"optim.decay": "linear", "optim.decay_steps": "20", "optim.warmup_steps": "4", "optim.learning_rate": "3e-3"}
+    run_ranks(trained, 2, str(tmp_path), {**TEXT, **schedule, "data.train": str(corpus), "compute.precision": "fp32"}, 20)
+    bare = Path(__file__).parents[2] / "bench" / "bare_llama.py"
+    shown = subprocess.run(
+        [sys.executable, bare, tmp_path, "--steps", "20"], check=True, capture_output=True, text=True
+    ).stdout.splitlines()
+    assert sum("run" in line.split() for line in shown[:-1]) == 20 and "over 20 steps" in shown[-1], shown
+    line = [loss for loss, _ in losses(tmp_path)]
+    assert line[-1] < line[0] - 1 and float(shown[-1].split()[-1]) < 2e-5, shown
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def stream_of(folder: Path, documents: list[list[int]], counts: list[list[bool]] | None = None) -> Stream:
+    writer = Writer(folder, "train", 100, counted=counts is not None, shard_tokens=16)
+    for number, ids in enumerate(documents):
+        writer.add(ids, counts[number] if counts else None)
+    writer.close()
+    return Stream.open(folder, "train")
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Stream:
+    return stream_of(tmp_path, [[1, *range(10, 10 + n), 2] for n in (3, 0, 20, 1, 9)])
+
+
+def test_cut_rows_predict_every_token_but_first_ones(documents: Stream) -> None:
+    rows = CutRows(documents, 6)
+    flat, owner = documents.read(0, documents.tokens), documents.documents_at(0, documents.tokens)
+    for i in range(len(rows)):
+        tokens, labels, inside = rows.row(i)
+        for at in range(6):
+            place = 6 * i + at
+            assert tokens[at] == flat[place] and inside[at] == owner[place]
+            assert labels[at] == (flat[place + 1] if owner[place + 1] == owner[place] else IGNORED)
+        assert rows.counts(np.array([i])).tolist() == [int((labels != IGNORED).sum())]
+    batch = batch_of([rows.row(0), rows.row(2)], CPU)
+    assert batch.documents is not None and batch_of([rows.row(2)], CPU).documents is None
+
+
+def test_windows_score_every_token_once_with_what_is_before_it(documents: Stream) -> None:
+    scored: Counter[int] = Counter()
+    begin = 0
+    for number, (tokens, labels, _) in enumerate(windows(documents, 8)):
+        begin = 4 * number
+        assert tokens.tolist() == documents.read(begin, begin + len(tokens)).tolist()
+        places = begin + np.flatnonzero(labels != IGNORED)
+        scored.update((places + 1).tolist())
+        assert number == 0 or all(place >= begin + 4 for place in places)
+    first_ones = set(documents.offsets[:-1].tolist())
+    assert scored == {place: 1 for place in range(documents.tokens) if place not in first_ones}
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 20), max_size=60), st.integers(0, 5))
+def test_packing_loses_nothing_and_overfills_nothing(sizes: list[int], seed: int) -> None:
+    rows = pack(np.array(sizes, dtype=np.int64), 20, seed)
+    assert sorted(i for row in rows for i in row) == list(range(len(sizes)))
+    assert all(sum(sizes[i] for i in row) <= 20 for row in rows)
+    spare = sorted(20 - sum(sizes[i] for i in row) for row in rows)
+    assert len(spare) < 2 or sum(spare[:-1]) < 20 * max(1, len(rows)) / 2, "most rows are at least half full"
+
+
+def test_packed_rows_give_what_each_chat_gives_alone(tmp_path: Path) -> None:
+    draw = random.Random(2)
+    chats = [[draw.randrange(1, 90) for _ in range(draw.randint(2, 12))] for _ in range(9)]
+    counts = [[draw.random() < 0.5 for _ in ids] for ids in chats]
+    rows = PackedRows(stream_of(tmp_path, chats, counts), 16, seed=1)
+    model = Beginning.of(run_of(TEXT | {"data.train": "x"}), 100).meta()
+    model = materialise(model, CPU, lambda name, size: torch.randn(size, generator=torch.Generator().manual_seed(len(name))) / 8).double()
+    batch = batch_of([rows.row(i) for i in range(len(rows))], CPU)
+    alone, labels = 0.0, 0
+    for ids, learnt in zip(chats, counts, strict=True):
+        logits = model(torch.tensor([ids[:-1]]))[0]
+        target = torch.tensor([one if counted else IGNORED for one, counted in zip(ids[1:], learnt[1:], strict=True)])
+        alone += float(F.cross_entropy(logits, target, reduction="sum", ignore_index=IGNORED).detach())
+        labels += sum(learnt[1:])
+    assert float(model(batch.tokens, batch.labels, batch.documents).detach()) == pytest.approx(alone, rel=1e-9)
+    assert int(rows.counts(np.arange(len(rows))).sum()) == int((batch.labels != IGNORED).sum()) == labels
+
+
+def run_of(flags: dict[str, str]) -> Run:
+    return resolve(None, flags).run
+
+
+# -- chats ------------------------------------------------------------------------------------------------------------
+
+
+def test_answers_are_learnt_from_where_they_begin_to_their_end_mark(adapted: Path) -> None:
+    tokenizer = ChatTokenizer.load(adapted / "tokenizer", {})
+    talk = [("system", "Be brief."), ("user", "1 + 1?"), ("assistant", " two "), ("user", "<b>?"), ("assistant", ""), ("user", "so")]
+    chat = Chat([{"role": role, "content": content} for role, content in talk], "here")
+    ids, counts = encode(tokenizer, chat)
+    answers = [list(run) for run in runs(ids, counts)]
+    eot = tokenizer.inner.token_to_id("<|eot_id|>")
+    assert [tokenizer.decode(answer) for answer in answers] == ["two", ""] and all(answer[-1] == eot for answer in answers)
+    first = counts.index(True)
+    assert ids[:first] == tokenizer.encode_chat(chat.messages[:2]), "an answer begins where it would when it is generated"
+    second = ids[: len(ids) - len(answers[-1])]
+    assert second == tokenizer.encode_chat(chat.messages[:4]) and ids[-1] == eot
+
+
+def runs(ids: list[int], counts: list[bool]) -> Any:
+    """The stretches of ids that count."""
+    held: list[int] = []
+    for one, counted in zip(ids, counts, strict=True):
+        if counted:
+            held.append(one)
+        elif held:
+            yield held
+            held = []
+    if held:
+        yield held
+
+
+def test_templates_that_cannot_be_learnt_from_are_refused(adapted: Path) -> None:
+    right = ChatTokenizer.load(adapted / "tokenizer", {})
+    chat = next(iter(drills(1)))
+    no_end = ChatTokenizer(right.inner, "{% for m in messages %}{{ m.content }}{% endfor %}", {}, right.ends, right.folder)
+    with pytest.raises(DataError, match="no token that ends a turn"):
+        encode(no_end, chat)
+    rewrites = ChatTokenizer(right.inner, "{{ messages | length }}{{ messages[-1].content }}", {}, right.ends, right.folder)
+    with pytest.raises(DataError, match="does not write answer"):
+        encode(rewrites, chat)
+
+
+def test_what_is_too_long_is_left_out_and_counted(adapted: Path) -> None:
+    tokenizer = ChatTokenizer.load(adapted / "tokenizer", {})
+    data = run_of({"task": "sft", "data.kind": "drills", "data.pairs": "200"}).data
+    longest = max(len(sample.ids) for sample in chat_samples(tokenizer, data, 1000, Counter()))
+    for length, fits in ((longest - 1, True), (longest - 2, False)):  # the last token of a chat is only predicted
+        left_out: Counter[str] = Counter()
+        lengths = [len(sample.ids) for sample in chat_samples(tokenizer, data, length, left_out)]
+        reasons = {} if fits else {f"longer than a row of {length} tokens": 200 - len(lengths)}
+        assert (max(lengths) == longest) == fits and left_out == reasons
+
+
+# -- pre-training -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_pretraining_has_the_same_bits_on_any_number_of_workers(base: Path, corpus: Path, tmp_path: Path, size: int) -> None:
+    run_ranks(trained, size, str(tmp_path), {**TEXT, "data.train": str(corpus)}, STEPS)
+    assert digest_line(tmp_path) == digest_line(base) and losses(tmp_path) == losses(base)
+
+
+def test_the_held_out_loss_is_that_of_every_window_on_any_number_of_processes(base: Path) -> None:
+    run_ranks(evaluated, 2, str(base), "test")
+    run_ranks(evaluated, 1, str(base), "validation")
+    found = {line["split"]: line for line in read(base / "evaluations.jsonl")}
+    loaded = load(base)
+    data = open_prepared(base / "data", ChatTokenizer.load(base / "tokenizer", {}))
+    for split, line in found.items():
+        nats, tokens = 0.0, 0
+        for row, labels, inside in windows(getattr(data, split), 32):
+            logits = loaded.model(torch.tensor(row)[None], documents=torch.tensor(inside)[None])[0]
+            nats += float(F.cross_entropy(logits.double(), torch.tensor(labels), reduction="sum", ignore_index=IGNORED))
+            tokens += int((labels != IGNORED).sum())
+        size = sum(len(record["text"].encode()) for record in data.records(split))
+        assert (line["tokens"], line["bytes"]) == (tokens, size)
+        assert line["loss"] == pytest.approx(nats / tokens, rel=1e-6)
+        assert line["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-6)
+
+
+def test_a_trained_run_is_a_model_for_generate_and_transformers(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(base), "the cat", "--tokens", "12"]) == 0
+    said = capsys.readouterr().out
+    assert main(["checkpoint", "export", str(base), "--out", str(tmp_path / "hub")]) == 0
+    assert greedy_of_transformers(tmp_path / "hub", "the cat", 12) == said.rstrip("\n")
+
+
+def greedy_of_transformers(folder: Path, prompt: str, tokens: int, chat: bool = False) -> str:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: answers are compared with its own")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    text = (
+        tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True) if chat else prompt
+    )
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=not chat, return_token_type_ids=False)
+    ours = ChatTokenizer.load(folder, {})
+    made = model.generate(**ids, max_new_tokens=tokens, do_sample=False, eos_token_id=sorted(ours.ends), pad_token_id=0)
+    answer: str = tokenizer.decode(made[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+    return answer
+
+
+def test_one_file_is_enough_and_so_is_none_to_hold_out(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "\n".join(json.loads(line)["text"] for line in corpus.read_text().splitlines())
+    (tmp_path / "one.txt").write_text(text)
+    flags = {**TEXT, "data.train": str(tmp_path / "one.txt")}
+    prepare_language(run_of(flags), tmp_path / "inside")
+    found = open_prepared(tmp_path / "inside/data", ChatTokenizer.load(tmp_path / "inside/tokenizer", {}))
+    assert len(found.train) == len(found.validation) == len(found.test) == 1 and found.train.tokens > 6 * found.test.tokens > 0
+    folder = tmp_path / "all"
+    run_ranks(trained, 1, str(folder), {**flags, "data.held_out_share": "0"}, 1)
+    found = open_prepared(folder / "data", ChatTokenizer.load(folder / "tokenizer", {}))
+    assert len(found.train) == 1 and len(found.validation) == len(found.test) == found.test.tokens == 0
+    with World.join(threads=1) as world:
+        with pytest.raises(UsageError, match="nothing is held out for validation"):
+            evaluate(folder, world)
+        assert evaluate(folder, world, follow=True) == ""
+        finish(folder, run_of({**flags, "steps": "1"}), world)
+    assert "next: lockstep generate" in capsys.readouterr().out
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused_before_data_is_prepared(base: Path, corpus: Path, tmp_path: Path) -> None:
+    assert main(["checkpoint", "export", str(base), "--out", str(tmp_path / "hub")]) == 0
+    tokenizer = ChatTokenizer.load(tmp_path / "hub", {})
+    tokenizer.inner.add_tokens(["<extra>"])
+    tokenizer.inner.save(str(tmp_path / "hub/tokenizer.json"))
+    with pytest.raises(DataError, match=r"the tokenizer has ids up to 300, the embedding of the model 300 rows"):
+        prepare_language(run_of({**TEXT, "data.train": str(corpus), "llama.start": str(tmp_path / "hub")}), tmp_path / "run")
+    assert not (tmp_path / "run/data").exists()
+
+
+def test_every_shape_can_be_asked_for() -> None:
+    assert get_args(get_type_hints(config.Llama)["shape"]) == tuple(SHAPES)
+
+
+# -- adapters ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_adapters_have_the_same_bits_on_any_number_of_workers(base: Path, adapted: Path, tmp_path: Path, size: int) -> None:
+    run_ranks(trained, size, str(tmp_path), {**CHATS, **ADAPTERS, "llama.start": str(base)}, STEPS - 1)
+    run_ranks(trained, 1, str(tmp_path), {**CHATS, **ADAPTERS, "llama.start": str(base)}, STEPS)
+    assert digest_line(tmp_path) == digest_line(adapted) and losses(tmp_path) == losses(adapted)
+
+
+def test_a_checkpoint_holds_adapters_alone_and_less_than_a_twentieth(base: Path, adapted: Path) -> None:
+    found = Store(adapted / "checkpoints").load(STEPS)
+    names = [name.removeprefix("model.") for name in found.tensors if name.startswith("model.")]
+    assert len(names) == 2 * 7 * SHAPES["1M"].layers and all(lora.is_adapter(name) for name in names)
+    kept = sum(found.tensors[f"model.{name}"].numel() for name in names)
+    whole = sum(tensor.numel() for tensor in open_weights(base).tensors.values())
+    assert kept < 0.08 * whole and any(found.tensors[f"model.{name}"].abs().sum() for name in names if name.endswith(lora.UP))
+
+
+def test_adapters_begin_as_nothing_and_are_merged_as_what_they_add() -> None:
+    with torch.device("meta"):
+        model = lora.adapt(Llama(SHAPES["1M"]), Lora(4, 8.0, ("query", "down")))
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert len(names) == 2 * 2 * SHAPES["1M"].layers and all(lora.is_adapter(name) for name in names)
+    draw = torch.Generator().manual_seed(1)
+    materialise(model, CPU, lambda name, size: torch.randn(size, generator=draw) * 0.05)
+    tokens = torch.arange(12)[None]
+    values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    with torch.device("meta"):
+        plain = Llama(SHAPES["1M"])
+    merged = Merged({}, values, Lora(4, 8.0, ("query", "down")))
+    assert list(merged) == [name for name in values if not lora.is_adapter(name)] and len(merged) == len(list(merged))
+    materialise(plain, CPU, lambda name, size: merged[name])
+    torch.testing.assert_close(plain(tokens), model(tokens), rtol=1e-4, atol=1e-4)
+    for name in names:
+        if name.endswith(lora.UP):
+            values[name].zero_()
+    frozen = {name: values[name] for name in merged}
+    with torch.device("meta"):
+        before = Llama(SHAPES["1M"])
+    materialise(before, CPU, lambda name, size: frozen[name])
+    assert torch.equal(before(tokens), model(tokens))
+
+
+def test_merged_adapters_answer_in_transformers_as_here(
+    base: Path, adapted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = "Which is larger, 10 or 90?"
+    assert main(["generate", str(adapted), asked, "--chat", "--tokens", "12"]) == 0
+    ours = capsys.readouterr().out.rstrip("\n")
+    assert main(["generate", str(base), asked, "--chat", "--tokens", "12"]) == 0
+    assert capsys.readouterr().out.rstrip("\n") != ours, "the adapters make a difference"
+    assert main(["checkpoint", "export", str(adapted), "--out", str(tmp_path / "hub")]) == 0
+    assert greedy_of_transformers(tmp_path / "hub", asked, 12, chat=True) == ours
+
+
+def test_adapters_over_other_weights_are_refused(base: Path, adapted: Path, corpus: Path, tmp_path: Path) -> None:
+    about = json.loads((adapted / "model.json").read_text())
+    (tmp_path / "model.json").write_text(json.dumps(about | {"start_sha256": "0" * 64}))
+    (tmp_path / "checkpoints").symlink_to(adapted / "checkpoints")
+    with pytest.raises(CheckpointError, match="are not those that the run"):
+        load(tmp_path)

@@ -1,0 +1,178 @@
+"""The ordered sum: the right gradient, and the same bits on any number of processes."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lockstep.elastic.world import World
+from lockstep.errors import UsageError
+from lockstep.parallel import replica as replicate
+from lockstep.parallel.ordered_sum import Span, Tree, exchange, runs, share
+from lockstep.parallel.replica import Replica, digest_of
+from lockstep.runtime.work import Waits
+from lockstep.testing.ranks import run_ranks
+
+
+@given(st.integers(1, 40), st.integers(1, 40))
+@settings(max_examples=200, deadline=None)
+def test_shares_are_contiguous_and_cover_all_leaves(size: int, leaves: int) -> None:
+    blocks = [share(rank, size, leaves) for rank in range(size)]
+    assert [k for block in blocks for k in block] == list(range(leaves))
+    assert max(map(len, blocks)) - min(map(len, blocks)) <= 1
+    for block in blocks:
+        assert [k for span in runs(block) for k in range(span.first, span.first + span.leaves)] == list(block)
+
+
+@given(st.integers(1, 20), st.data())
+@settings(max_examples=200, deadline=None)
+def test_the_tree_adds_in_one_order_whoever_holds_the_leaves(leaves: int, data: st.DataObject) -> None:
+    """Sums as text, so that another order of additions is another value."""
+
+    class Text(str):
+        def __add__(self, other: str) -> Text:
+            return Text(f"({self}+{other})")
+
+    def by(size: int) -> str:
+        whole: Tree[Text] = Tree()
+        for rank in range(size):
+            own: Tree[Text] = Tree()
+            for k in share(rank, size, leaves):
+                own.add(Span(k, 1), Text(k))
+            assert [span for span, _ in own.stack] == runs(share(rank, size, leaves))
+            for span, value in own.stack:
+                whole.add(span, value)
+        return whole.total()
+
+    assert by(data.draw(st.integers(1, leaves))) == by(1)
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest()[:16]
+
+
+def exchanged(world: World, leaves: int, length: int) -> str:
+    values = torch.randn(leaves, length, generator=torch.Generator().manual_seed(leaves))
+    tree: Tree[torch.Tensor] = Tree()
+    for k in share(world.rank, world.size, leaves):
+        tree.add(Span(k, 1), values[k])
+    out = torch.empty(length)
+    assert dist.group.WORLD is not None
+    right = values.sum(0)  # the sums that go in are used up
+    exchange(tree.stack, leaves, dist.group.WORLD, out, Waits())
+    torch.testing.assert_close(out, right, atol=1e-4, rtol=1e-4)
+    return digest(out)
+
+
+def exchange_all(world: World) -> list[str]:
+    return [exchanged(world, leaves, length) for leaves in (4, 6, 7, 8) for length in (1, 2, 5, 64, 1001)]
+
+
+def test_exchange_gives_one_hash_for_1_to_4_processes_and_every_length() -> None:
+    found = [run_ranks(exchange_all, size) for size in (1, 2, 3, 4)]
+    assert {str(answer) for answers in found for answer in answers} == {str(found[0][0])}
+    assert len(set(found[0][0])) == len(found[0][0])
+
+
+def tiny(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Embedding(50, 16), nn.Dropout(0.1), nn.Linear(16, 33), nn.GELU(), nn.Linear(33, 50)).to(dtype)
+
+
+def ragged(k: int, step: int, leaves: int) -> torch.Tensor:
+    """Micro-batches of unlike sizes."""
+    rows = 1 + (3 * k + step) % 5
+    return torch.randint(0, 50, (rows, 3 + k % 3), generator=torch.Generator().manual_seed(100 * step + k + leaves))
+
+
+def gradient(world: World, leaves: int, reduce: str, dtype: torch.dtype, bucket_bytes: int, dropout: bool) -> tuple[str, float]:
+    """(digest of three steps' summed gradients, largest error relative to one big batch)."""
+    model = tiny(dtype).train(dropout)
+    error, seen = 0.0, []
+    with Replica(model, micro_batches=leaves, reduce=reduce, bucket_bytes=bucket_bytes) as replica:  # type: ignore[arg-type]
+        for step in range(3):
+            for k in replica.micro_batches(step):
+                ids = ragged(k, step, leaves)
+                replica.backward(nn.functional.cross_entropy(replica(ids).flatten(0, 1), ids.flatten(), reduction="sum"))
+            got = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+            seen.append(digest(got))
+            if not dropout:
+                alone = tiny(dtype).eval()
+                torch.stack(
+                    [
+                        nn.functional.cross_entropy(alone(ids).flatten(0, 1), ids.flatten(), reduction="sum")
+                        for ids in (ragged(k, step, leaves) for k in range(leaves))
+                    ]
+                ).sum().backward()
+                right = torch.cat([p.grad.flatten() for p in alone.parameters() if p.grad is not None])
+                error = max(error, float((got - right).abs().max() / right.abs().max()))
+    return ",".join(seen), error
+
+
+def gradients(world: World, dtype: str, dropout: bool) -> list[tuple[str, float]]:
+    cases = [(leaves, reduce, bucket) for leaves in (4, 5, 8) for reduce in ("ordered", "fast") for bucket in (500, 25_000_000)]
+    return [gradient(world, leaves, reduce, getattr(torch, dtype), bucket, dropout) for leaves, reduce, bucket in cases]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_the_gradient_is_that_of_one_big_batch(size: int) -> None:
+    for answers in run_ranks(gradients, size, "float64", False):
+        assert max(error for _, error in answers) < 1e-6
+
+
+def test_the_gradient_has_the_same_bits_on_1_to_4_processes_with_dropout() -> None:
+    found = [[d for d, _ in answers] for size in (1, 2, 3, 4) for answers in run_ranks(gradients, size, "float32", True)]
+    ordered = [[row[i] for i in (0, 1, 4, 5, 8, 9)] for row in found]
+    assert all(row == ordered[0] for row in ordered)
+    assert ordered[0][0] == ordered[0][1], "the size of a bucket must not change bits"
+
+
+def forgets_backward(world: World) -> str:
+    model = tiny(torch.float32)
+    try:
+        with Replica(model, micro_batches=2) as replica:
+            for _ in replica.micro_batches(0):
+                pass
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_a_step_without_a_backward_pass_is_refused() -> None:
+    assert "no gradient arrived" in run_ranks(forgets_backward, 1)[0]
+
+
+def too_many(world: World) -> str:
+    try:
+        Replica(tiny(torch.float32), micro_batches=1)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_more_processes_than_micro_batches_are_refused_on_every_rank() -> None:
+    assert all("2 processes are running, a step has 1 micro-batches" in text for text in run_ranks(too_many, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("by", ["words", "hash"])
+def test_every_flipped_bit_shows_in_a_digest(dtype: torch.dtype, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`hash` is what tensors on an accelerator get."""
+    tensors = [-torch.ones(3, dtype=dtype), torch.zeros(0, dtype=dtype), torch.full((), 5, dtype=dtype)]
+    if by == "hash":
+        monkeypatch.setattr(replicate, "words_of", lambda tensor: None)
+    whole = digest_of(tensors)
+    assert 0 <= whole < 2**64
+    for tensor in (tensors[0], tensors[2]):
+        raw = tensor.view(-1).view(torch.uint8)
+        for bit in range(8 * len(raw)):
+            raw[bit // 8] ^= 1 << bit % 8
+            assert digest_of(tensors) != whole
+            raw[bit // 8] ^= 1 << bit % 8
+    assert digest_of(tensors) == whole

@@ -1,0 +1,91 @@
+"""What several workers of a Team find together: a bit that flips in a frozen weight, a buffer, an EMA; a joiner's state. Over gloo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from lockstep.elastic.fault_injection import flip_bit
+from lockstep.elastic.world import World
+from lockstep.errors import LockstepError
+from lockstep.parallel import frozen_state as untrained
+from lockstep.testing.ranks import run_ranks
+from lockstep.training.checkpointer import Keeper
+from lockstep.training.replica_group import Team
+
+SLICE_BYTES, FLIP_AT = 256, 3
+
+
+class Adapted(nn.Module):
+    """A frozen matrix beside a trained one, and a persistent buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.frozen, self.trained = nn.Linear(16, 16, bias=False).requires_grad_(False), nn.Linear(16, 16)
+        self.register_buffer("scale", torch.rand(8))
+
+    def forward(self, rows: torch.Tensor) -> Any:
+        return (self.frozen(rows) + self.trained(rows)) * self.scale.mean()
+
+
+def train(world: World, folder: str, flipped: str) -> tuple[int, str]:
+    """Train 12 steps and save; rank 1 has one bit of `flipped` wrong after FLIP_AT steps. (steps committed, what was found)."""
+    untrained.SLICE_BYTES = SLICE_BYTES
+    model, step = Adapted(), 0
+    optimizer, ema = torch.optim.SGD(model.trained.parameters(), lr=1e-3), AveragedModel(model.trained)
+    tensors = {"frozen": model.frozen.weight, "buffer": model.scale, "ema": ema.module.weight}
+    try:
+        with (
+            Keeper(Path(folder), world, model, optimizer, state={"ema": ema}) as keeper,
+            Team(world, model, keeper, micro_batches=6) as team,
+        ):
+            while step < 12:
+                if step == FLIP_AT and world.rank == 1 and flipped:
+                    flip_bit([tensors[flipped]])
+                for k in team.micro_batches(step):
+                    team.backward(team(torch.full((2, 16), k / 6)).square().sum())
+                optimizer.step()
+                step += 1
+            keeper.save(step)
+    except LockstepError as error:
+        return step, error.what
+    return step, ""
+
+
+# With 1,024 bytes of frozen weights and 32 of the buffer, in slices of 256, all of them are compared every 5 steps.
+@pytest.mark.parametrize(
+    ("flipped", "last", "what"),
+    [
+        ("", 12, ""),
+        ("frozen", FLIP_AT + 5, "the weights of rank 1 differ"),
+        ("buffer", FLIP_AT + 5, "the weights of rank 1 differ"),
+        ("ema", 12, "the weights or optimizer state of rank 1 differ before step 13"),
+    ],
+)
+def test_a_bit_that_flips_besides_the_trained_weights_is_found(tmp_path: Path, flipped: str, last: int, what: str) -> None:
+    found = run_ranks(train, 3, str(tmp_path), flipped)
+    assert all(what in text and bool(text) == bool(what) for _, text in found), found
+    assert len(set(found)) == 1 and (found[0][0] <= last if what else found[0][0] == 12)
+    assert bool(list(tmp_path.glob("step-*"))) == (not what)
+
+
+def normalized(world: World) -> str:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    try:
+        with Team(world, model, micro_batches=6) as team:
+            for _ in team.micro_batches(0):
+                team.backward(team(torch.rand(3, 4)).sum())
+    except LockstepError as error:
+        return error.what
+    return ""
+
+
+def test_every_worker_refuses_buffers_that_change(tmp_path: Path) -> None:
+    found = run_ranks(normalized, 2)
+    assert len(set(found)) == 1 and found[0].startswith("buffers changed in the forward passes of step 1: 1.running_mean")

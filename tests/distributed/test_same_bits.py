@@ -1,0 +1,116 @@
+"""One sha256 of the trained state, whatever number of processes trained it and whatever happened on the way.
+
+The default model with dropout, bf16 autocast and clipping, K = 8, on a small part of the embedded corpus. A rank is ended by a real
+SIGKILL; what every rank was fed is written down by the ranks themselves (the ledger).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lockstep.checkpoint.commands import digest_line
+from lockstep.cli.run_options import open_run
+from lockstep.data.pairs.encoded import EncodedPairs
+from lockstep.elastic.world import World
+from lockstep.record.metrics import read
+from lockstep.testing.ranks import run_ranks
+from lockstep.train import claim, train
+
+FLAGS = {
+    "data.pairs": "1500",
+    "data.held_out": "50",
+    "batch.micro_batches": "8",
+    "batch.tokens": "128",
+    "batch.shapes": "3",
+    "compute.precision": "bf16",
+    "optim.clip_norm": "0.5",
+    "save.every_steps": "3",
+    "save.keep": "0",
+}
+STEPS = 6
+
+
+def trained(world: World, folder: str, steps: int, kill: tuple[int, int] | None) -> str:
+    """Train in `folder` to `steps`; rank kill[0] is ended by SIGKILL once step kill[1] stands in the metrics."""
+    path = Path(folder)
+    resolved = open_run(path, None, {**FLAGS, "steps": str(steps)}, {})
+    if world.leader:
+        with claim(path, resolved):
+            pass
+    if kill and world.rank == kill[0]:
+        threading.Thread(target=die_after, args=(path / "metrics.jsonl", kill[1]), daemon=True).start()
+    keep_ledger(path / f"ledger-{world.rank}.jsonl")
+    train(resolved, path, world)
+    return digest_line(path) if world.leader else ""
+
+
+def die_after(metrics: Path, step: int) -> None:
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < step:
+        time.sleep(0.002)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def keep_ledger(path: Path) -> None:
+    """Write down every set of samples that this rank turns into tensors."""
+    gather = EncodedPairs.gather
+
+    def noted(self: EncodedPairs, ids: np.ndarray, rows: int, *lengths: int) -> object:
+        with path.open("a") as file:
+            file.write(json.dumps([int(i) for i in ids]) + "\n")
+        return gather(self, ids, rows, *lengths)
+
+    EncodedPairs.gather = noted  # type: ignore[method-assign, assignment]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One process, straight through."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run_ranks(trained, 1, str(folder), STEPS, None)
+    return folder
+
+
+def begun(undisturbed: Path, folder: Path) -> Path:
+    """A new folder with the corpus already tokenised, as making it takes seconds."""
+    shutil.copytree(undisturbed / "data", folder / "data")
+    return folder
+
+
+def losses(folder: Path) -> list[tuple[int, float, float, int]]:
+    return [(line["step"], line["loss"], line["norm"], line["tokens"]) for line in read(folder / "metrics.jsonl")]
+
+
+def fed(folder: Path) -> list[str]:
+    return sorted(line for path in folder.glob("ledger-*.jsonl") for line in path.read_text().splitlines())
+
+
+@pytest.mark.parametrize(("size", "then"), [(1, 3), (2, 2), (3, 4), (4, 1)])
+def test_stopped_in_the_middle_and_resumed_on_another_number_of_processes(undisturbed: Path, tmp_path: Path, size: int, then: int) -> None:
+    folder = begun(undisturbed, tmp_path / "run")
+    run_ranks(trained, size, str(folder), STEPS // 2, None)
+    run_ranks(trained, then, str(folder), STEPS, None)
+    assert digest_line(folder) == digest_line(undisturbed)
+    assert losses(folder) == losses(undisturbed) and [step for step, *_ in losses(folder)] == list(range(1, STEPS + 1))
+    assert fed(folder) == fed(undisturbed)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_killed_in_the_middle_and_resumed(undisturbed: Path, tmp_path: Path, victim: int) -> None:
+    folder = begun(undisturbed, tmp_path / "run")
+    with pytest.raises(AssertionError, match="rank"):
+        run_ranks(trained, 2, str(folder), STEPS, (victim, 4))
+    before = losses(folder)
+    assert 3 < len(before) < STEPS + 1
+    run_ranks(trained, 3, str(folder), STEPS, None)
+    assert digest_line(folder) == digest_line(undisturbed)
+    assert losses(folder) == losses(undisturbed)
+    assert before == losses(undisturbed)[: len(before)], "steps done again must have been the same the first time"

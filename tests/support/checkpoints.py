@@ -1,0 +1,23 @@
+"""Small committed checkpoints for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from lockstep.checkpoint import commit
+from lockstep.checkpoint import folder as seal
+from lockstep.checkpoint import safetensors_io as tensorfile
+from lockstep.checkpoint.safetensors_io import Spec
+
+
+def save(folder: Path, step: int, files: Iterable[str] = ("tensors-00000.safetensors",)) -> Path:
+    """A committed checkpoint with one tensor of 64 bytes in each file."""
+    folder.mkdir(exist_ok=True)
+    with commit.Attempt(folder, step) as attempt:
+        attempt.put("facts.json", [b"{}\n"])
+        for name in files:
+            spec = Spec(f"model.{name[8:13]}", "F32", (16,))
+            attempt.put(name, tensorfile.chunks([spec], lambda _: memoryview(bytes([step % 256]) * 64)))
+        assert attempt.commit()
+    return folder / seal.folder_name(step)

@@ -1,0 +1,418 @@
+"""Every way text comes in, and every way it is bad: kept or counted or refused, never dropped silently."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import random
+import struct
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from babel.messages.catalog import Catalog
+from babel.messages.mofile import write_mo
+
+from lockstep.config import schema as config
+from lockstep.config.schema import Data
+from lockstep.data.pairs import catalogues, corpus
+from lockstep.data.pairs.corpus import read
+from lockstep.data.pairs.textfiles import Pairs
+from lockstep.errors import ConfigError, DataError
+
+MULTI30K = Path(__file__).parents[4].parent / "shared/data/multi30k"
+ENGLISH = [f"The cat number {i} sleeps." for i in range(40)]
+ITALIAN = [f"Il gatto numero {i} dorme." for i in range(40)]
+
+
+def write(path: Path, lines: Sequence[str], end: str = "\n") -> str:
+    content = (end.join(lines) + end).encode()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return str(path)
+
+
+def two_files(folder: Path, suffix: str = "", name: str = "train") -> tuple[str, str]:
+    return write(folder / f"{name}.en{suffix}", ENGLISH), write(folder / f"{name}.it{suffix}", ITALIAN)
+
+
+def files(*train: str, held_out: int = 4, **more: object) -> Data:
+    return replace(Data(kind="files", train=train, held_out=held_out), **more)  # type: ignore[arg-type]
+
+
+def all_pairs(found: corpus.Corpus) -> Pairs:
+    return sorted(found.train + found.validation + found.test)
+
+
+# Files that are good.
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_two_texts_plain_or_gz(tmp_path: Path, suffix: str) -> None:
+    found = read(files(*two_files(tmp_path, suffix)))
+    assert all_pairs(found) == sorted(zip(ENGLISH, ITALIAN, strict=True))
+    assert [len(found.train), len(found.validation), len(found.test)] == [32, 4, 4]
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize("heading", [[], ["en\tit"], ["it\tnote\ten"]])
+def test_tsv_with_and_without_a_heading(tmp_path: Path, suffix: str, heading: list[str]) -> None:
+    order = {"": "{en}\t{it}", "en\tit": "{en}\t{it}", "it\tnote\ten": "{it}\tx\t{en}"}["".join(heading)]
+    rows = [order.format(en=en, it=it) for en, it in zip(ENGLISH, ITALIAN, strict=True)]
+    assert all_pairs(read(files(write(tmp_path / f"a.tsv{suffix}", heading + rows)))) == sorted(zip(ENGLISH, ITALIAN, strict=True))
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize(
+    "shape", ['{"translation": {"en": %s, "it": %s}}', '{"en": %s, "it": %s, "id": 3}', '{"source": %s, "target": %s}']
+)
+def test_jsonl_in_three_shapes(tmp_path: Path, suffix: str, shape: str) -> None:
+    rows = [shape % (json.dumps(en), json.dumps(it)) for en, it in zip(ENGLISH, ITALIAN, strict=True)]
+    assert all_pairs(read(files(write(tmp_path / f"a.jsonl{suffix}", rows)))) == sorted(zip(ENGLISH, ITALIAN, strict=True))
+
+
+def test_splits_that_are_given_are_taken_and_only_the_others_held_out(tmp_path: Path) -> None:
+    train, validation = two_files(tmp_path), two_files(tmp_path, name="validation")
+    found = read(files(*train, validation=validation))
+    assert (len(found.train), len(found.validation), len(found.test)) == (36, 40, 4)
+    assert found.report.kept == {"train": 36, "validation": 40, "test": 4}
+
+
+def test_lines_end_at_line_feeds_alone(tmp_path: Path) -> None:
+    """str.splitlines would cut at each of these and shift one side against the other."""
+    odd = ["one\u2028line", "two\x0blines\x0c", "three\x85", "four\x1c"] * 10
+    en = write(tmp_path / "a.en", odd, end="\r\n")
+    (tmp_path / "a.it").write_bytes("\ufeff".encode() + "\n".join(ITALIAN).encode())  # a byte order mark, and no feed at the end
+    found = read(files(en, str(tmp_path / "a.it")))
+    assert all_pairs(found) == sorted((a.strip(), b) for a, b in zip(odd, ITALIAN, strict=True))
+
+
+def test_empty_lines_are_left_out_and_counted(tmp_path: Path) -> None:
+    en = write(tmp_path / "a.en", ["", " ", "only English", *ENGLISH])
+    it = write(tmp_path / "a.it", ["", "solo italiano", "\t", *ITALIAN])
+    report = read(files(en, it)).report
+    assert report.left_out == {"empty on one side": 2, "empty on both sides": 1}
+    assert report.read == sum(report.kept.values()) + sum(report.left_out.values()) == 43
+    assert report.line() == "43 pairs read: 32 train, 4 validation, 4 test; left out: 2 empty on one side; 1 empty on both sides"
+
+
+# Files that are bad.
+
+
+def refused(data: Data, *words: str, kind: type[DataError | ConfigError] = DataError) -> None:
+    """Reading `data` fails with a message of three parts that has all of `words`."""
+    with pytest.raises(kind) as error:
+        read(data)
+    assert error.value.what and error.value.where and error.value.hint
+    for word in words:
+        assert word in str(error.value), str(error.value)
+
+
+def test_sides_of_different_length_are_refused(tmp_path: Path) -> None:
+    en, it = two_files(tmp_path)
+    refused(files(en, write(Path(it), ITALIAN[:-1])), "40 and 39 lines", en, it)
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_broken_utf8_is_refused_with_line_and_byte(tmp_path: Path, suffix: str) -> None:
+    en, _ = two_files(tmp_path)
+    content = "\n".join(["più"] * 39).encode() + "\ncittà".encode("latin1") + b"\n"
+    path = tmp_path / f"bad.it{suffix}"
+    path.write_bytes(gzip.compress(content) if suffix else content)
+    refused(files(en, str(path)), str(path), "0xe0", f"offset {39 * 5 + 4}", "line 40", "iconv")
+
+
+def test_a_torn_gzip_file_is_refused(tmp_path: Path) -> None:
+    en, it = two_files(tmp_path, ".gz")
+    Path(it).write_bytes(Path(it).read_bytes()[:-12])
+    refused(files(en, it), it, "gzip")
+    Path(it).write_bytes(b"no gzip at all")
+    refused(files(en, it), it, "gzip")
+
+
+def test_missing_files_and_wrong_numbers_of_files_are_refused(tmp_path: Path) -> None:
+    en, it = two_files(tmp_path)
+    refused(files(en, f"{it}x"), f"{it}x", "No such file")
+    refused(files(en, str(tmp_path)), str(tmp_path), "Is a directory")
+    refused(files(), "data.train names 0 files")
+    refused(files(en), "data.train names 1 file", ".tsv")
+    refused(files(en, it, en), "data.train names 3 files")
+    refused(files(en, it, test=(en,)), "data.test names 1 file")
+
+
+@pytest.mark.parametrize(("lines", "words"), [(["", "  ", ""], "none has text"), ([], "nothing was read")])
+def test_an_empty_corpus_is_refused(tmp_path: Path, lines: list[str], words: str) -> None:
+    paths = tmp_path / "a.en", tmp_path / "a.it"
+    for path in paths:
+        path.write_text("".join(f"{line}\n" for line in lines))
+    refused(files(*map(str, paths)), "training text is empty", words)
+
+
+def test_an_empty_validation_text_is_refused(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.tsv"
+    empty.write_text("")
+    refused(files(*two_files(tmp_path), validation=(str(empty),)), "the validation text is empty")
+
+
+def test_too_small_a_corpus_to_hold_out_is_refused_with_a_number_that_works(tmp_path: Path) -> None:
+    paths = two_files(tmp_path)
+    refused(files(*paths, held_out=11), "40 pairs are too few", "data.held_out to 2")
+    assert len(read(files(*paths, held_out=2)).test) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"en": "x", "de": "y"}', "no columns 'en' and 'it', but en, de"),
+        ('{"translation": {"en": "x"}}', "no columns 'en' and 'it', but en"),
+        ('{"en": 3, "it": "y"}', "int and str"),
+        ('["x", "y"]', "no columns"),
+        ('{"en": "x"', "no JSON"),
+    ],
+)
+def test_bad_jsonl_is_refused_with_its_line(tmp_path: Path, line: str, words: str) -> None:
+    path = write(tmp_path / "a.jsonl", ['{"en": "x", "it": "y"}', line])
+    refused(files(path), words, "line 2", path)
+
+
+def test_bad_tsv_is_refused_with_its_line(tmp_path: Path) -> None:
+    refused(files(write(tmp_path / "a.tsv", ["a\tb", "c\td\te"])), "3 columns in line 2")
+    refused(files(write(tmp_path / "a.tsv", ["id\ten\tde", "1\tc\td"])), "no heading with 'en' and 'it'")
+
+
+def test_a_field_that_the_kind_does_not_use_is_refused(tmp_path: Path) -> None:
+    refused(Data(train=two_files(tmp_path)), "data.kind=cldr", "data.train", "files", kind=ConfigError)
+    refused(files(*two_files(tmp_path), dataset="x"), "data.dataset", "huggingface", kind=ConfigError)
+
+
+# Held-out pairs.
+
+
+def test_held_out_pairs_are_chosen_by_their_source_text_alone() -> None:
+    pairs = list(zip(ENGLISH, ITALIAN, strict=True))
+    train, validation, test = corpus.hold_out(pairs, 5, parts=2, where="")
+    again = random.Random(1).sample(pairs, len(pairs))
+    for part, other in zip((train, validation, test), corpus.hold_out(again, 5, parts=2, where=""), strict=True):
+        assert set(part) == set(other)
+    assert len(set(train) | set(validation) | set(test)) == 40
+    assert [len(train), len(validation), len(test)] == [30, 5, 5]
+    assert validation == [pair for pair in pairs if pair in validation]  # in the corpus's order
+
+
+def test_equal_sources_never_straddle_the_splits() -> None:
+    draw = random.Random(3)
+    for _ in range(50):
+        pairs = [(f"s{draw.randrange(25)}", f"t{i}") for i in range(100)]
+        parts = corpus.hold_out(pairs, draw.randrange(1, 20), parts=2, where="")
+        sources = [{source for source, _ in part} for part in parts]
+        assert not (sources[0] & sources[1] or sources[0] & sources[2] or sources[1] & sources[2])
+        assert sorted(pair for part in parts for pair in part) == sorted(pairs)
+
+
+# Fingerprints.
+
+
+def test_the_fingerprint_follows_the_bytes_of_the_files(tmp_path: Path) -> None:
+    paths = two_files(tmp_path)
+    data = files(*paths)
+    before, text_before = corpus.fingerprint(data), read(data).fingerprint
+    assert corpus.fingerprint(data) == before
+    assert corpus.fingerprint(replace(data, held_out=5)) != before
+    write(Path(paths[1]), [*ITALIAN[:-1], "Altro."])
+    assert corpus.fingerprint(data) != before
+    assert read(data).fingerprint != text_before
+
+
+def test_the_fingerprint_does_not_care_where_the_files_lie(tmp_path: Path) -> None:
+    (tmp_path / "moved").mkdir()
+    assert corpus.fingerprint(files(*two_files(tmp_path))) == corpus.fingerprint(files(*two_files(tmp_path / "moved")))
+
+
+def test_cldr_by_way_of_the_corpus() -> None:
+    data = Data(pairs=2000, held_out=50)
+    found = read(data)
+    assert found.report.kept == {"train": 2000, "validation": 50, "test": 50}
+    assert found.report.read == 2100 + sum(found.report.left_out.values())
+    assert found.fingerprint == read(data).fingerprint
+    assert corpus.fingerprint(data) == corpus.fingerprint(data) != corpus.fingerprint(replace(data, target="de"))
+
+
+# Gettext catalogues.
+
+
+def compiled(path: Path, messages: dict[str, str | tuple[str, str]], language: str = "it") -> Path:
+    """A .mo file as babel's own compiler writes it: an independent writer for our reader."""
+    catalog = Catalog(locale=language)
+    for key, text in messages.items():
+        one, _, many = key.partition("|")
+        catalog.add((one, many) if many else one, text)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    out = io.BytesIO()
+    write_mo(out, catalog)
+    path.write_bytes(out.getvalue())
+    return path
+
+
+def gettext(*train: Path, target: str = "it", held_out: int = 1, source: str = "en") -> Data:
+    return Data(kind="gettext", source=source, target=target, train=tuple(map(str, train)), held_out=held_out)
+
+
+FIVE = {f"The file number {i} is not there": f"Il file numero {i} non è presente" for i in range(9)}
+
+
+def test_catalogues_are_read_where_they_lie(tmp_path: Path) -> None:
+    compiled(tmp_path / "it/LC_MESSAGES/one.mo", {**FIVE})
+    compiled(tmp_path / "de/LC_MESSAGES/one.mo", {key: f"Datei {i} ist nicht da" for i, key in enumerate(FIVE)})
+    assert all_pairs(read(gettext(tmp_path))) == sorted(FIVE.items())
+    assert all_pairs(read(gettext(tmp_path / "it/LC_MESSAGES/one.mo"))) == sorted(FIVE.items())
+    assert all_pairs(read(gettext(tmp_path, source="it", target="en"))) == sorted((b, a) for a, b in FIVE.items())
+    both = all_pairs(read(gettext(tmp_path, source="it", target="de")))
+    assert both == sorted((FIVE[key], f"Datei {i} ist nicht da") for i, key in enumerate(FIVE))
+
+
+def test_messages_that_are_no_sentences_are_left_out_and_counted(tmp_path: Path) -> None:
+    more: dict[str, str | tuple[str, str]] = {
+        "Open": "Apri",
+        "The %s file has %d lines in it": "Il file %s ha %s righe",
+        "Copy %1$s to the folder {name}": "Nella cartella {name} copia %1$s",
+        "A debug message of five words": "A debug message of five words",
+        "There is %d new message here|There are %d new messages here": ("C'è %d nuovo messaggio qui", "Ci sono %d nuovi messaggi qui"),
+        "A line\nthat is   broken in two": "Una riga\nche è spezzata in due",
+    }
+    compiled(tmp_path / "it/LC_MESSAGES/one.mo", {**FIVE, **more})
+    compiled(tmp_path / "it/LC_MESSAGES/two.mo", {"The file number 0 is not there": "Un'altra traduzione"})
+    found = read(gettext(tmp_path))
+    assert found.report.left_out == {"fewer than 5 words": 1, "other placeholders": 1, "not translated": 1, "the same source again": 1}
+    extra = set(all_pairs(found)) - set(FIVE.items())
+    assert extra == {
+        ("Copy %1$s to the folder {name}", "Nella cartella {name} copia %1$s"),
+        ("There is %d new message here", "C'è %d nuovo messaggio qui"),
+        ("There are %d new messages here", "Ci sono %d nuovi messaggi qui"),
+        ("A line that is broken in two", "Una riga che è spezzata in due"),
+    }
+
+
+def test_contexts_other_charsets_and_big_endian_catalogues_are_understood(tmp_path: Path) -> None:
+    messages = {"": "Content-Type: text/plain; charset=ISO-8859-1\n", "menu\x04Close the file at the end": "Chiudi il file perché è finito"}
+    raw = [(key.encode(), text.encode("latin1")) for key, text in sorted(messages.items())]
+    at, tables, body = 28 + 16 * len(raw), [b"", b""], b""
+    for side in (0, 1):
+        for pair in raw:
+            tables[side] += struct.pack(">II", len(pair[side]), at + len(body))
+            body += pair[side] + b"\0"
+    head = struct.pack(">7I", 0x950412DE, 0, len(raw), 28, 28 + 8 * len(raw), 0, 0)
+    path = tmp_path / "x.mo"
+    path.write_bytes(head + tables[0] + tables[1] + body)
+    pairs, _ = catalogues.read_catalogues([str(path)], "en", "it")
+    assert pairs == [("Close the file at the end", "Chiudi il file perché è finito")]
+
+
+def test_missing_and_damaged_catalogues_are_refused(tmp_path: Path) -> None:
+    path = compiled(tmp_path / "it/LC_MESSAGES/one.mo", {**FIVE})
+    refused(gettext(tmp_path, target="fr"), "no gettext catalogue for 'fr'", "1 other languages")
+    refused(gettext(tmp_path, target="it_IT"), "nearest: it")
+    refused(gettext(tmp_path, target="en"), "both 'en'")
+    refused(gettext(path, source="de"), "does not say which of 'de' and 'it'")
+    content = path.read_bytes()
+    for damaged in (b"", content[:4], content[:40], content[: len(content) // 2], b"\0" + content[1:]):
+        path.write_bytes(damaged)
+        refused(gettext(tmp_path), str(path), "no whole gettext catalogue")
+
+
+def test_real_catalogues_of_this_machine() -> None:
+    if not list(catalogues.LOCALES.glob("it/LC_MESSAGES/*.mo")):
+        pytest.skip(f"no Italian catalogues under {catalogues.LOCALES}")
+    pairs, left_out = catalogues.read_catalogues([], "en", "it")
+    assert len({source for source, _ in pairs}) == len(pairs) > 100
+    assert all(len(source.split()) >= catalogues.WORDS for source, _ in pairs)
+    assert left_out["fewer than 5 words"] > 0
+
+
+# The real corpus.
+
+
+def multi30k() -> Data:
+    if not MULTI30K.is_dir():
+        pytest.skip(f"the Multi30k corpus is not at {MULTI30K}")
+
+    def pair(name: str) -> tuple[str, str]:
+        return str(MULTI30K / f"{name}.en.gz"), str(MULTI30K / f"{name}.de.gz")
+
+    return Data(kind="files", target="de", train=pair("train"), validation=pair("val"), test=pair("test_2016_flickr"))
+
+
+def test_multi30k_is_read_whole() -> None:
+    found = read(multi30k())
+    assert found.report.kept == {"train": 29_000, "validation": 1014, "test": 1000}
+    assert found.report.left_out == {}
+    assert found.train[0][0].startswith("Two young, White males")
+    assert found.train[0][1].startswith("Zwei junge weiße Männer")
+
+
+# Hugging Face datasets: importing the library takes seconds, so these run in one process of their own.
+
+
+def test_the_library_is_imported_only_when_asked_for() -> None:
+    program = (
+        "import sys, lockstep.data.pairs.corpus, lockstep.data.pairs.prepare; sys.exit('datasets' in sys.modules or 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of the schema of Helsinki-NLP/opus_books: as save_to_disk and as parquet files."""
+    datasets = pytest.importorskip("datasets")
+    folder = tmp_path_factory.mktemp("hub")
+    rows = [{"id": str(i), "translation": {"en": a, "it": b}} for i, (a, b) in enumerate(zip(ENGLISH, ITALIAN, strict=True))]
+    rows[7]["translation"] = {"en": "No Italian.", "it": None}
+    books = datasets.Dataset.from_list(rows)
+    books.save_to_disk(str(folder / "alone"))
+    datasets.DatasetDict({"train": books, "validation": books.select(range(5))}).save_to_disk(str(folder / "splits"))
+    (folder / "parquet").mkdir()
+    books.to_parquet(str(folder / "parquet/train-00000-of-00001.parquet"))
+    flat = datasets.Dataset.from_list([{"en": a, "it": b, "score": 1.0} for a, b in zip(ENGLISH, ITALIAN, strict=True)])
+    flat.save_to_disk(str(folder / "flat"))
+    return folder
+
+
+def books(folder: Path, **more: object) -> Data:
+    return replace(Data(kind="huggingface", dataset=str(folder), held_out=3), **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["alone", "parquet"])
+def test_a_local_dataset_of_the_hubs_schema(hub: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+    found = read(books(hub / name))
+    assert set(all_pairs(found)) == set(zip(ENGLISH, ITALIAN, strict=True)) - {(ENGLISH[7], ITALIAN[7])}
+    assert found.report.left_out == {"empty on one side": 1}
+    assert (len(found.train), len(found.validation), len(found.test)) == (33, 3, 3)
+
+
+def test_a_datasets_own_splits_are_taken(hub: Path) -> None:
+    found = read(books(hub / "splits"))
+    assert (len(found.train), len(found.validation), len(found.test)) == (36, 5, 3)
+    assert read(books(hub / "splits", test=("validation",))).test == found.validation
+
+
+def test_columns_named_by_the_languages(hub: Path) -> None:
+    assert all_pairs(read(books(hub / "flat"))) == sorted(zip(ENGLISH, ITALIAN, strict=True))
+
+
+def test_a_local_dataset_has_the_fingerprint_of_its_files(hub: Path) -> None:
+    assert corpus.fingerprint(books(hub / "alone")) == corpus.fingerprint(books(hub / "alone"))
+    assert corpus.fingerprint(books(hub / "alone")) != corpus.fingerprint(books(hub / "flat"))
+
+
+def test_datasets_that_do_not_fit_are_refused(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+    refused(books(hub / "alone", target="de"), "no columns 'en' and 'de', but en, it", "row 0")
+    refused(books(hub / "flat", source="fr", target="de"), "no column for 'fr' and 'de', but en, it, score")
+    refused(books(hub / "splits", test=("dev",)), "no split 'dev', but train, validation", "data.test")
+    refused(books(tmp_path / "absent"), "cannot be loaded", "absent")
+    refused(books(tmp_path), "cannot be loaded")
+    refused(config.Data(kind="huggingface"), "needs a dataset", kind=ConfigError)
+    refused(books(hub / "splits", test=("a", "b")), "several splits", kind=ConfigError)

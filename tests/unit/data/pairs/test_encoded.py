@@ -1,0 +1,108 @@
+"""Token ids from memory-mapped arrays: the right ids in the right cells."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.data.pairs.encoded import EncodedPairs, write_side
+from lockstep.data.tokenizer import BEGIN, END, PAD
+from lockstep.errors import DataError
+
+Rows = list[list[int]]
+
+
+def written(folder: Path, source: Rows, target: Rows, vocabulary: int = 1000) -> EncodedPairs:
+    for side, rows in (("source", source), ("target", target)):
+        write_side(folder, "train", side, rows, vocabulary)
+    return EncodedPairs.open(folder, "train")
+
+
+def by_hand(rows: Rows, begin: bool, end: bool, height: int, width: int) -> Rows:
+    full = [[BEGIN] * begin + row + [END] * end for row in rows]
+    return [row + [PAD] * (width - len(row)) for row in full] + [[PAD] * width] * (height - len(rows))
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(4, 999), max_size=9), st.lists(st.integers(4, 999), max_size=9)), min_size=1, max_size=12),
+    st.data(),
+)
+@settings(deadline=None, max_examples=150)
+def test_gather_gives_what_a_loop_over_rows_would(
+    tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[list[int], list[int]]], data: st.DataObject
+) -> None:
+    source, target = [a for a, _ in pairs], [b for _, b in pairs]
+    encoded = written(tmp_path_factory.mktemp("e"), source, target)
+    ids = data.draw(st.lists(st.integers(0, len(pairs) - 1), max_size=8))
+    rows, width, height = len(ids) + data.draw(st.integers(0, 3)), data.draw(st.integers(10, 13)), data.draw(st.integers(10, 13))
+    found = encoded.gather(np.array(ids, dtype=np.int64), rows, width, height)
+    wanted = (
+        by_hand([source[i] for i in ids], False, True, rows, width),
+        by_hand([target[i] for i in ids], True, False, rows, height),
+        by_hand([target[i] for i in ids], False, True, rows, height),
+    )
+    for array, expected, shape in zip(found, wanted, ((rows, width), (rows, height), (rows, height)), strict=True):
+        assert array.dtype == np.int64
+        assert array.shape == shape
+        assert array.tolist() == expected
+
+
+def test_lengths_count_the_end_mark(tmp_path: Path) -> None:
+    encoded = written(tmp_path, [[5, 6], [], [7]], [[5], [6, 7, 8], [9]])
+    assert len(encoded) == 3
+    assert encoded.lengths.dtype == np.int32
+    assert encoded.lengths.tolist() == [[3, 2], [1, 4], [2, 2]]
+
+
+def test_a_pair_as_long_as_its_shape_fits_and_a_longer_one_is_refused(tmp_path: Path) -> None:
+    encoded = written(tmp_path, [[5, 6, 7]], [[8]])
+    assert encoded.gather(np.array([0]), 1, 4, 2)[0].tolist() == [[5, 6, 7, END]]
+    with pytest.raises(ValueError, match="source of pair 0 has 4 tokens, the shape holds 3"):
+        encoded.gather(np.array([0]), 1, 3, 2)
+    with pytest.raises(ValueError, match="target of pair 0 has 2 tokens"):
+        encoded.gather(np.array([0]), 1, 4, 1)
+    with pytest.raises(ValueError, match="2 pairs do not fit into 1 rows"):
+        encoded.gather(np.array([0, 0]), 1, 4, 2)
+
+
+@pytest.mark.parametrize(("vocabulary", "kind"), [(65_536, np.uint16), (65_537, np.uint32)])
+def test_ids_take_two_bytes_where_the_vocabulary_allows(tmp_path: Path, vocabulary: int, kind: type) -> None:
+    largest = vocabulary - 1
+    encoded = written(tmp_path, [[largest]], [[largest]], vocabulary)
+    assert np.load(tmp_path / "train.source.ids.npy").dtype == kind
+    assert encoded.gather(np.array([0]), 1, 2, 2)[2].tolist() == [[largest, END]]
+
+
+def test_no_pairs_at_all_is_a_split_too(tmp_path: Path) -> None:
+    encoded = written(tmp_path, [], [])
+    assert len(encoded) == 0
+    assert encoded.gather(np.zeros(0, dtype=np.int64), 2, 3, 3)[2].tolist() == [[PAD] * 3] * 2
+
+
+def test_missing_torn_or_mixed_arrays_are_data_errors(tmp_path: Path) -> None:
+    written(tmp_path, [[5, 6]], [[7]])
+    (tmp_path / "train.target.ids.npy").write_bytes(b"\x93NUMPY")
+    with pytest.raises(DataError, match=r"train\.target\.ids\.npy cannot be opened"):
+        EncodedPairs.open(tmp_path, "train")
+    (tmp_path / "train.target.ids.npy").unlink()
+    with pytest.raises(DataError, match="cannot be opened"):
+        EncodedPairs.open(tmp_path, "train")
+    write_side(tmp_path, "train", "target", [[7], [8]], 1000)
+    with pytest.raises(DataError, match="do not fit together"):
+        EncodedPairs.open(tmp_path, "train")
+
+
+def test_gathering_costs_far_less_than_a_step(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    rows = [draw.integers(4, 999, size=n).tolist() for n in draw.integers(4, 30, size=20_000)]
+    encoded = written(tmp_path, rows, rows)
+    ids = draw.integers(0, len(rows), size=64)
+    begin = time.process_time()
+    for _ in range(100):
+        encoded.gather(ids, 64, 32, 32)
+    assert (time.process_time() - begin) / 100 < 0.005  # 64 pairs take about 0.3 ms

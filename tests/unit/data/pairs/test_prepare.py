@@ -1,0 +1,232 @@
+"""A corpus is prepared once, whole, and is the one that was asked for; or an error says how it is not."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lockstep.config.schema import Data, Tokens
+from lockstep.data.pairs import prepare as module
+from lockstep.data.pairs.prepare import open_prepared, prepare
+from lockstep.data.tokenizer import END
+from lockstep.errors import DataError
+
+SMALL, TOKENS = Data(pairs=1500, held_out=40), Tokens(vocabulary=1000)
+MULTI30K = Path(__file__).parents[4].parent / "shared/data/multi30k"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "data"
+    prepare(SMALL, TOKENS, folder)
+    return folder
+
+
+@pytest.fixture
+def ready(whole: Path, tmp_path: Path) -> Path:
+    """A prepared folder that a test may spoil."""
+    return Path(shutil.copytree(whole, tmp_path / "data"))
+
+
+def texts(folder: Path, sentences: list[str]) -> Data:
+    for language in ("en", "it"):
+        (folder / f"t.{language}").write_text("".join(f"{sentence}\n" for sentence in sentences))
+    return Data(kind="files", train=(str(folder / "t.en"), str(folder / "t.it")), held_out=1)
+
+
+def test_what_is_opened_is_what_was_read(ready: Path) -> None:
+    found, text = open_prepared(ready), module.corpus.read(SMALL)
+    assert found.text("validation") == text.validation
+    assert found.text("test") == text.test
+    for split in ("train", "validation", "test"):
+        pairs, encoded = getattr(text, split), getattr(found, split)
+        assert len(pairs) == len(encoded)
+        _, _, labels = encoded.gather(np.arange(len(pairs)), len(pairs), 40, 40)
+        assert found.tokenizer.decode([row[: row.index(END)] for row in labels.tolist()]) == [target for _, target in pairs]
+    assert found.report == text.report
+    assert found.fingerprints["corpus"] == text.fingerprint
+    assert found.fingerprints["tokenizer"] == found.tokenizer.fingerprint
+
+
+def test_the_vocabulary_is_learned_from_training_text_alone(tmp_path: Path) -> None:
+    data = texts(tmp_path, [f"word{chr(97 + i) * 6} again" for i in range(8)])
+    prepare(data, Tokens(kind="word", min_frequency=1), tmp_path / "data")
+    found = open_prepared(tmp_path / "data")
+    held = {found.text(split)[0][0] for split in ("validation", "test")}
+    assert len(held) == 2
+    assert found.tokenizer.decode(found.tokenizer.encode(sorted(held))) == ["[UNKNOWN] again"] * 2
+
+
+def test_a_second_time_costs_nothing_and_changes_nothing(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in ready.iterdir()}
+    monkeypatch.setattr(module.corpus, "read", lambda data: pytest.fail("the text was read again"))
+    prepare(SMALL, TOKENS, ready)
+    assert {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in ready.iterdir()} == before
+
+
+def test_two_preparations_are_equal_byte_for_byte(ready: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from lockstep.config.schema import Data, Tokens; "
+        "from lockstep.data.pairs.prepare import prepare;"
+        "prepare(Data(pairs=1500, held_out=40), Tokens(vocabulary=1000), Path(sys.argv[1]))"
+    )
+    env = {**os.environ, "PYTHONHASHSEED": "7", "RAYON_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "other")], env=env, check=True)
+    one, other = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in (ready, tmp_path / "other"))
+    assert one == other
+
+
+@pytest.mark.parametrize(
+    ("data", "tokens", "words"),
+    [
+        (replace(SMALL, pairs=1600), TOKENS, "corpus differs"),
+        (SMALL, replace(TOKENS, vocabulary=900), "tokens.vocabulary: prepared with 1000, asked for 900"),
+        (replace(SMALL, max_tokens=64), replace(TOKENS, kind="word"), "max_tokens, tokens.kind differ"),
+    ],
+)
+def test_another_corpus_in_the_folder_is_refused_with_both(ready: Path, data: Data, tokens: Tokens, words: str) -> None:
+    with pytest.raises(DataError) as error:
+        prepare(data, tokens, ready)
+    assert words in str(error.value)
+    assert str(ready) in error.value.where
+
+
+def test_text_that_changed_is_refused_and_text_that_is_gone_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = texts(tmp_path, [f"sentence number {i}" for i in range(20)])
+    prepare(data, TOKENS, tmp_path / "data")
+    texts(tmp_path, [f"sentence number {i}" for i in range(21)])
+    with pytest.raises(DataError, match="corpus differs"):
+        prepare(data, TOKENS, tmp_path / "data")
+    (tmp_path / "t.en").unlink()
+    with caplog.at_level(logging.WARNING, "lockstep"):
+        prepare(data, TOKENS, tmp_path / "data")
+    assert "its text cannot be compared" in caplog.text
+    with pytest.raises(DataError, match=r"tokens\.kind differs"):
+        prepare(data, replace(TOKENS, kind="word"), tmp_path / "data")
+
+
+def test_too_long_pairs_leave_the_arrays_and_are_counted_but_held_out_text_keeps_them(tmp_path: Path) -> None:
+    short, long = "a b c", " ".join("abcdefghijklmnop")
+    train = [f"{short} {i}" for i in range(10)] + [f"{long} {i}" for i in range(5)]
+    data = replace(texts(tmp_path, train), max_tokens=12)
+    held = [f"{short} x", f"{long} y", f"{short} z"]
+    for language in ("en", "it"):
+        (tmp_path / f"v.{language}").write_text("\n".join(held))
+    data = replace(data, validation=(str(tmp_path / "v.en"), str(tmp_path / "v.it")), test=data.train)
+    prepare(data, TOKENS, tmp_path / "data")
+    found = open_prepared(tmp_path / "data")
+    assert (len(found.train), len(found.validation), len(found.test)) == (10, 2, 10)
+    assert found.train.lengths.max() <= 12
+    assert [source for source, _ in found.text("validation")] == held
+    assert len(found.text("test")) == 15
+    assert found.report.left_out == {"longer than 12 tokens": 5}
+    assert found.report.kept == {"train": 10, "validation": 3, "test": 15}
+    assert found.report.read == sum(found.report.kept.values()) + 5
+    assert json.loads((tmp_path / "data/prepared.json").read_text())["too_long"] == {"train": 5, "validation": 1, "test": 5}
+
+
+def test_the_longest_that_fits_has_max_tokens_with_its_end_mark(tmp_path: Path) -> None:
+    data = texts(tmp_path, ["1 2 3 4", "1 2 3", "1 2 5", "1 2 4", "1 2 6"] * 2)
+    prepare(replace(data, max_tokens=4), TOKENS, tmp_path / "data")
+    assert open_prepared(tmp_path / "data").train.lengths.max() == 4
+
+
+def test_a_corpus_of_nothing_but_long_pairs_is_refused(tmp_path: Path) -> None:
+    data = texts(tmp_path, [f"one two three four five six {i}" for i in range(9)])
+    with pytest.raises(DataError, match="no training pair has at most 4 tokens"):
+        prepare(replace(data, max_tokens=4), TOKENS, tmp_path / "data")
+    with pytest.raises(DataError, match="no data was prepared"):
+        open_prepared(tmp_path / "data")
+
+
+def test_a_flipped_bit_or_a_missing_file_is_found_on_opening(ready: Path) -> None:
+    names = sorted(path.name for path in ready.iterdir())
+    assert len(names) == 16
+    for name in names:
+        path, content = ready / name, (ready / name).read_bytes()
+        if name != "prepared.json":
+            for at in (0, len(content) // 2, len(content) - 1):
+                path.write_bytes(content[:at] + bytes([content[at] ^ 0x10]) + content[at + 1 :])
+                with pytest.raises(DataError) as error:
+                    open_prepared(ready)
+                assert name in error.value.what
+                assert "sha256" in error.value.where
+        path.unlink()
+        with pytest.raises(DataError, match=r"missing|no data was prepared"):
+            open_prepared(ready)
+        path.write_bytes(content)
+    open_prepared(ready)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
+def test_a_damaged_marker_is_a_data_error_for_both(ready: Path, content: str) -> None:
+    (ready / "prepared.json").write_text(content)
+    with pytest.raises(DataError, match="damaged"):
+        open_prepared(ready)
+    with pytest.raises(DataError, match="damaged"):
+        prepare(SMALL, TOKENS, ready)
+
+
+def test_a_preparation_killed_at_any_moment_is_done_again(whole: Path, tmp_path: Path) -> None:
+    """The marker comes last: whatever a killed process left is written over, never taken for a corpus."""
+    program = (
+        "import sys; from pathlib import Path; from lockstep.config.schema import Data, Tokens; "
+        "from lockstep.data.pairs.prepare import prepare;"
+        "print('go', flush=True); prepare(Data(pairs=1500, held_out=40), Tokens(vocabulary=1000), Path(sys.argv[1]))"
+    )
+    folder = tmp_path / "data"
+    for wait_s in (0.1, 0.3, 0.5):
+        with subprocess.Popen([sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE) as child:
+            assert child.stdout
+            child.stdout.readline()
+            time.sleep(wait_s)
+            child.send_signal(signal.SIGKILL)
+        if not (folder / "prepared.json").exists():
+            with pytest.raises(DataError, match="no data was prepared"):
+                open_prepared(folder)
+    prepare(SMALL, TOKENS, folder)
+    assert open_prepared(folder).fingerprints == open_prepared(whole).fingerprints
+    assert {path.name for path in whole.iterdir()} <= {path.name for path in folder.iterdir()}
+
+
+def test_lower_case_reaches_the_arrays(tmp_path: Path) -> None:
+    prepare(texts(tmp_path, [f"HELLO There {i}" for i in range(9)]), replace(TOKENS, lowercase=True), tmp_path / "data")
+    found = open_prepared(tmp_path / "data")
+    assert found.text("test")[0][0].startswith("HELLO There")
+    assert found.tokenizer.decode(found.tokenizer.encode(["HELLO There 3"])) == ["hello there 3"]
+
+
+def test_multi30k_is_prepared_whole(tmp_path: Path) -> None:
+    if not MULTI30K.is_dir():
+        pytest.skip(f"the Multi30k corpus is not at {MULTI30K}")
+
+    def pair(name: str) -> tuple[str, str]:
+        return str(MULTI30K / f"{name}.en.gz"), str(MULTI30K / f"{name}.de.gz")
+
+    data = Data(kind="files", target="de", train=pair("train"), validation=pair("val"), test=pair("test_2016_flickr"))
+    prepare(data, Tokens(vocabulary=8000, lowercase=True), tmp_path / "data")
+    found = open_prepared(tmp_path / "data")
+    assert (len(found.train), len(found.validation), len(found.test)) == (29_000, 1014, 1000)
+    assert found.tokenizer.size == 8000
+    assert 14 < found.train.lengths[:, 1].mean() < 17
+
+
+@pytest.mark.parametrize("kind", ["cldr", "files"])
+def test_nothing_need_be_held_out(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "pairs.tsv").write_text("".join(f"the cat {i}\tdie Katze {i}\n" for i in range(30)))
+    source = Data(kind="files", train=(str(tmp_path / "pairs.tsv"),), target="de") if kind == "files" else Data(pairs=300)
+    prepare(replace(source, held_out=0), Tokens(vocabulary=300), tmp_path / "data")
+    found = open_prepared(tmp_path / "data")
+    assert len(found.train) > 20 and len(found.validation) == len(found.test) == 0
+    assert not found.text("validation") and not found.text("test")

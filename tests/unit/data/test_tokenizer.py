@@ -1,0 +1,146 @@
+"""Text to ids and back; the same vocabulary in every process."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.data.pairs import cldr
+from lockstep.data.tokenizer import BEGIN, END, LONGEST_WORD, PAD, SPECIALS, UNKNOWN, WORDS_OF_DOCUMENTS, Tokenizer, with_short_words
+from lockstep.errors import DataError
+
+ALL = "[PAD] [BEGIN] [END] [UNKNOWN]"
+TEXTS = ["Wednesday, July 3, 2024", "mercoledì 3 luglio 2024", "12.50 US dollars", "Straße und 日本", f"who writes {ALL} here?"] * 3
+
+TRAIN_ELSEWHERE = """
+import sys
+from lockstep.data.pairs import cldr
+from lockstep.data.tokenizer import Tokenizer
+made = cldr.pairs("en", "it", limit=3000, held_out=50)
+texts = [side for pair in made.train for side in pair]
+print(Tokenizer.train(iter(texts), kind=sys.argv[1], vocabulary=2000, min_frequency=2, lowercase=False).fingerprint)
+"""
+
+
+def train(kind: str = "bpe", texts: list[str] = TEXTS, vocabulary: int = 400, lowercase: bool = False) -> Tokenizer:
+    return Tokenizer.train(texts, kind=kind, vocabulary=vocabulary, min_frequency=1, lowercase=lowercase)  # type: ignore[arg-type]
+
+
+BPE = train()
+
+
+def test_special_tokens_have_the_first_four_ids() -> None:
+    for kind in ("bpe", "word"):
+        tokenizer = train(kind)
+        assert [tokenizer._inner.id_to_token(i) for i in (PAD, BEGIN, END, UNKNOWN)] == SPECIALS == ALL.split()
+
+
+@given(st.text())
+@settings(deadline=None, max_examples=300)
+def test_bpe_gives_every_text_back_unchanged(text: str) -> None:
+    assert BPE.decode(BPE.encode([text])) == [text]
+
+
+@given(st.lists(st.sampled_from([*SPECIALS, " ", "a", "", "[", "PAD", "]"])))
+@settings(deadline=None, max_examples=200)
+def test_special_tokens_written_by_a_user_are_only_text(pieces: list[str]) -> None:
+    text = "".join(pieces)
+    (ids,) = BPE.encode([text])
+    assert not {PAD, BEGIN, END, UNKNOWN} & set(ids)
+    assert BPE.decode([ids]) == [text]
+
+
+def test_special_tokens_are_only_text_after_loading_and_for_words_too(tmp_path: Path) -> None:
+    for kind in ("bpe", "word"):
+        train(kind).save(tmp_path / "tokenizer.json")
+        (ids,) = Tokenizer.load(tmp_path / "tokenizer.json").encode([ALL])
+        assert ids
+        assert not {PAD, BEGIN, END, UNKNOWN} & set(ids)
+
+
+def test_digits_are_tokens_of_their_own_and_a_word_is_one_token_wherever_it_stands() -> None:
+    often = train(texts=["July 2024 July", "2024 2024 2024 12 12"] * 50)
+    tokens = [often._inner.id_to_token(i) for i in often.encode(["July 2024 July"])[0]]
+    assert tokens == ["ĠJuly", "Ġ2", "0", "2", "4", "ĠJuly"]
+
+
+def test_decoding_leaves_special_ids_out_but_shows_what_is_unknown() -> None:
+    word = train("word", ["the cat sat"])
+    (ids,) = word.encode(["the dog sat"])
+    assert ids.count(UNKNOWN) == 1
+    assert word.decode([[BEGIN, *ids, END, PAD, PAD]]) == ["the [UNKNOWN] sat"]
+    assert BPE.decode([[BEGIN, *BPE.encode(["3 luglio"])[0], END, PAD]]) == ["3 luglio"]
+
+
+def test_lower_case_is_part_of_the_tokenizer(tmp_path: Path) -> None:
+    train(lowercase=True).save(tmp_path / "tokenizer.json")
+    lower = Tokenizer.load(tmp_path / "tokenizer.json")
+    assert lower.decode(lower.encode(["JULY È"])) == ["july è"]
+    assert lower.fingerprint != BPE.fingerprint
+
+
+def test_a_saved_tokenizer_is_the_same_and_is_read_by_the_library_itself(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    BPE.save(path)
+    loaded = Tokenizer.load(path)
+    assert (loaded.fingerprint, loaded.size, loaded.encode(TEXTS)) == (BPE.fingerprint, BPE.size, BPE.encode(TEXTS))
+    assert set(json.loads(path.read_text())["model"]["vocab"]) >= set(SPECIALS)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "word"])
+def test_trained_alike_in_any_order_thread_count_and_process(kind: str) -> None:
+    made = cldr.pairs("en", "it", limit=3000, held_out=50)
+    texts = [side for pair in made.train for side in pair]
+    here = Tokenizer.train(texts, kind=kind, vocabulary=2000, min_frequency=2, lowercase=False).fingerprint  # type: ignore[arg-type]
+    random.Random(0).shuffle(texts)
+    assert Tokenizer.train(texts, kind=kind, vocabulary=2000, min_frequency=2, lowercase=False).fingerprint == here  # type: ignore[arg-type]
+    for threads, seed, parallel in (("1", "1", "true"), ("3", "2", "true"), ("2", "3", "false")):
+        env = {**os.environ, "RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": seed, "TOKENIZERS_PARALLELISM": parallel}
+        command = [sys.executable, "-c", TRAIN_ELSEWHERE, kind]
+        assert subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.strip() == here
+
+
+def test_the_fingerprint_changes_with_what_is_learned() -> None:
+    assert len({BPE.fingerprint, train("word").fingerprint, train(vocabulary=300).fingerprint, train(texts=TEXTS[:4]).fingerprint}) == 4
+
+
+def test_vocabulary_is_kept_to_its_size() -> None:
+    assert train(vocabulary=300).size == 300
+    assert train("word", vocabulary=8).size == 8
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"model": 1}', "\0\1"])
+def test_a_damaged_tokenizer_is_a_data_error(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(content)
+    with pytest.raises(DataError) as error:
+        Tokenizer.load(path)
+    assert str(path) in str(error.value)
+
+
+def test_a_missing_or_foreign_tokenizer_is_a_data_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="there is no tokenizer"):
+        Tokenizer.load(tmp_path / "tokenizer.json")
+    BPE.save(tmp_path / "tokenizer.json")
+    text = (tmp_path / "tokenizer.json").read_text().replace("[BEGIN]", "[CLS]")
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(DataError, match=r"\[CLS\]"):
+        Tokenizer.load(tmp_path / "tokenizer.json")
+
+
+def test_a_very_long_word_does_not_slow_the_training_of_a_tokenizer() -> None:
+    """Merges learned from the whole of these take minutes."""
+    words = "".join(random.Random(1).choices("abcdefghij", k=1_000_000))
+    texts = ["some text here\n" * 50, words, " " * 300_000, "short " * 10]
+    found = Tokenizer.train_on_documents(texts, vocabulary=2000, min_frequency=2)
+    assert found.decode(found.encode([words[:2000]])) == [words[:2000]]
+    texts = ["some text here\n" * 50, "x" * LONGEST_WORD, "=" * LONGEST_WORD + "\n" * LONGEST_WORD]
+    assert list(with_short_words(texts, WORDS_OF_DOCUMENTS)) == texts

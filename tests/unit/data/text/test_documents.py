@@ -1,0 +1,236 @@
+"""Documents and chats as they are read: held out by what they say, cut, refused with their line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lockstep.config.schema import Data, resolve
+from lockstep.data.text import documents as reader
+from lockstep.data.text.chat_samples import chats, drills
+from lockstep.data.text.documents import SPLITS, documents, source_of
+from lockstep.errors import ConfigError, DataError
+
+TEXT = Data(kind="text", held_out_share=0.2)
+
+
+def split_of(data: Data) -> dict[str, str]:
+    return {document.text: split for split, document in documents(data)}
+
+
+def test_the_standard_library_is_there_and_its_packages_are_not() -> None:
+    found = list(documents(Data(kind="stdlib")))
+    names = {document.name: split for split, document in found}
+    assert {"argparse.py", "json/decoder.py"} <= names.keys() and not any(name.startswith("site-packages") for name in names)
+    shares = {split: sum(one == split for one in names.values()) / len(names) for split in ("validation", "test")}
+    assert all(0.004 < share < 0.03 for share in shares.values()), shares
+
+
+def test_equal_texts_are_on_one_side_in_any_order(tmp_path: Path) -> None:
+    texts = [f"text {i % 60}\n" for i in range(120)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in texts[::-1]).encode()))
+    forwards, backwards = (split_of(replace(TEXT, train=(str(tmp_path / name),))) for name in ("a.jsonl", "b.jsonl.gz"))
+    assert forwards == backwards and len(forwards) == 60
+    assert Counter(forwards.values()).keys() == {"train", "validation", "test"}
+    both = list(documents(replace(TEXT, train=(str(tmp_path / "*.json*"),))))
+    assert len(both) == 240 and {document.text: split for split, document in both} == forwards
+
+
+def test_a_split_that_is_named_is_that_split_whole(tmp_path: Path) -> None:
+    for name in ("train", "held"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"body": f"{name} {i}"}) + "\n\n" for i in range(50)))
+    data = replace(TEXT, column="body", train=(f"{tmp_path}/train.jsonl",), validation=(f"{tmp_path}/held.jsonl",))
+    found = Counter((split, document.text.split()[0]) for split, document in documents(data))
+    assert found["validation", "held"] == 50 and ("validation", "train") not in found
+    assert found["train", "train"] + found["test", "train"] == 50 and found["test", "train"] > 0
+
+
+def test_a_long_file_is_cut_at_the_ends_of_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "PIECE_BYTES", 100)
+    lines = [f"line {i}: häuser\n" for i in range(40)]
+    (tmp_path / "long.txt").write_text("".join(lines) + "no end")
+    pieces = [document.text for _, document in documents(replace(TEXT, train=(str(tmp_path / "long.txt"),), held_out_share=0.0))]
+    assert "".join(pieces) == "".join(lines) + "no end"
+    assert len(pieces) > 5 and all(len(piece.encode()) <= 100 and piece.endswith(("\n", "no end")) for piece in pieces)
+
+
+def test_the_source_of_documents_is_the_same_from_every_folder_and_another_when_the_text_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("some text\n" * 20_000)
+    there = source_of(replace(TEXT, train=(str(tmp_path / "a.txt"),)))
+    assert there["train"][0][:2] == ["a.txt", 200_000]
+    monkeypatch.chdir(tmp_path)
+    assert source_of(replace(TEXT, train=("*.txt",))) == there
+    (tmp_path / "a.txt").write_text("some text\n" * 19_999 + "else text\n")
+    assert source_of(replace(TEXT, train=("a.txt",))) != there
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"good\n\xff\xfe", r"a\.txt is not UTF-8: byte 0xff"),
+        ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}\n', "no text in the column 'text', but txt"),
+        ("a.jsonl", b"[1]\n", "no text in the column 'text', but list"),
+        ("a.jsonl", b"{\n", "this is no JSON"),
+        ("a.txt.gz", b"\x1f\x8bgarbage", "cannot be read"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        list(documents(replace(TEXT, train=(str(tmp_path / name),))))
+    with pytest.raises(DataError, match="there is no file"):
+        list(documents(replace(TEXT, train=(str(tmp_path / "other*"),))))
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Datasets of text as the hub has them (one column `text`): written by save_to_disk, with its own splits, and as parquet files."""
+    datasets = pytest.importorskip("datasets")
+    folder = tmp_path_factory.mktemp("hub")
+    texts = [f"Document {i}: häuser.\n" for i in range(60)]
+    rows = datasets.Dataset.from_list([{"id": i, "text": text} for i, text in enumerate([*texts, "", None])])
+    datasets.DatasetDict({"train": rows, "validation": rows.select(range(5))}).save_to_disk(str(folder / "splits"))
+    (folder / "parquet").mkdir()
+    rows.to_parquet(str(folder / "parquet/train-00000-of-00001.parquet"))
+    return folder
+
+
+def test_a_column_of_a_dataset_is_read(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+    data = Data(kind="huggingface", held_out_share=0.1)
+    held = split_of(replace(data, dataset=str(hub / "parquet")))
+    assert sorted(held) == sorted(f"Document {i}: häuser.\n" for i in range(60)), "what is empty or none is left out"
+    assert Counter(held.values()).keys() == {"train", "validation", "test"}
+    own = Counter(split for split, _ in documents(replace(data, dataset=str(hub / "splits"), validation=("validation",))))
+    assert own["validation"] == 5 and own["train"] + own["test"] == 60
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"column": "body"}, "no column 'body', but id, text"),
+        ({"validation": ("dev",)}, "no split 'dev', but train, validation"),
+        ({"dataset": "absent"}, "cannot be loaded"),
+    ],
+)
+def test_a_dataset_without_what_is_asked_for_is_refused(hub: Path, tmp_path: Path, more: dict[str, object], message: str) -> None:
+    named = {name: str(tmp_path / "absent") if name == "dataset" else one for name, one in more.items()}
+    with pytest.raises(DataError, match=message):
+        list(documents(replace(Data(kind="huggingface", dataset=str(hub / "splits")), **named)))  # type: ignore[arg-type]
+
+
+def test_the_splits_of_a_dataset_are_taken_as_they_are(hub: Path, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    data = Data(kind="huggingface", held_out_share=0.1)
+    own = Counter(split for split, _ in documents(replace(data, dataset=str(hub / "splits"))))
+    assert own["validation"] == 5 and own["train"] + own["test"] == 60, "without being named"
+    rows = datasets.Dataset.from_list([{"text": f"Document {i}."} for i in range(60)])
+    rows.save_to_disk(str(tmp_path / "one"))
+    one = replace(data, dataset=str(tmp_path / "one"))
+    assert Counter(split for split, _ in documents(one)).keys() == {"train", "validation", "test"}
+    for named, says in (
+        ({"validation": ("validation",)}, "no split 'validation', but train"),
+        ({"validation": ("train",)}, "data.train and data.validation are one split, 'train'"),
+        ({"train": ("all",)}, "no split 'all', but train"),
+    ):
+        with pytest.raises(DataError, match=says):
+            list(documents(replace(one, **named)))  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"no split 'validaton'") as caught:
+        list(documents(replace(data, dataset=str(hub / "splits"), test=("validaton",))))
+    assert caught.value.hint == "try data.test=validation"
+
+
+@pytest.mark.parametrize(
+    ("asked", "right"),
+    [
+        ({}, {"train": "train", "validation": "validation", "test": "test"}),
+        ({"train": "validation"}, {"train": "validation", "test": "test"}),
+        ({"validation": "test", "test": "validation"}, {"train": "train", "validation": "test", "test": "validation"}),
+    ],
+)
+def test_a_split_that_another_one_takes_is_not_taken_twice(asked: dict[str, str], right: dict[str, str]) -> None:
+    reader = pytest.importorskip("lockstep.data.pairs.huggingface")
+    assert reader.choose_splits({"train": "", "validation": "", "test": "", **asked}, list(SPLITS), "here") == right
+
+
+def test_a_file_in_two_splits_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
+    data = replace(TEXT, train=(f"{tmp_path}/*.jsonl",), validation=(f"{tmp_path}/../{tmp_path.name}/a.jsonl",))
+    for read in (documents(data), chats(replace(data, kind="chat"), Counter())):
+        with pytest.raises(DataError, match=r"is in data\.train and in data\.validation"):
+            list(read)
+
+
+@pytest.mark.parametrize("text", ["".join(f"line {i}: häuser\n" for i in range(900)), " ".join(map(str, range(3000))), "x" * 3000])
+def test_a_few_documents_are_held_out_inside(tmp_path: Path, text: str) -> None:
+    paths = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for number in (1, 2):
+        for path in paths[:number]:
+            path.write_text(text)
+        data = replace(TEXT, train=tuple(map(str, paths[:number])), held_out_share=0.1)
+        found = list(documents(data))
+        assert [split for split, _ in found] == list(SPLITS) * number
+        assert "".join(document.text for _, document in found) == text * number
+        for split, document in found[:3]:
+            assert len(document.text) / len(text) == pytest.approx(0.8 if split == "train" else 0.1, abs=0.06)
+            assert document.text.endswith(("\n", " ")) or split == "test" or text[0] == "x"
+    (tmp_path / "held.txt").write_text("held out")
+    found = list(documents(replace(data, train=data.train[:1], validation=(str(tmp_path / "held.txt"),))))
+    assert [split for split, _ in found] == ["train", "test", "validation"]
+    assert [split for split, _ in documents(replace(data, held_out_share=0.0))] == ["train"] * 2
+
+
+def test_chats_end_with_an_answer(tmp_path: Path) -> None:
+    user, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+    lines = [{"messages": [user, answer, user]}, {"messages": [user]}, {"messages": [user, answer]}]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    left_out: Counter[str] = Counter()
+    found = [chat.messages for _, chat in chats(Data(kind="chat", train=(str(path),), held_out_share=0.0), left_out)]
+    assert found == [[user, answer], [user, answer]] and left_out == {"without an answer": 1}
+    path.write_text('{"messages": [{"role": "user"}]}\n')
+    with pytest.raises(DataError, match="this is no chat"):
+        list(chats(Data(kind="chat", train=(str(path),)), left_out))
+
+
+def test_drills_need_no_file_that_a_recipe_names() -> None:
+    data = Data(kind="drills", train=("chats.jsonl",), pairs=20, held_out_share=0.2)
+    assert source_of(data) == {} and sum(1 for _ in chats(data, Counter())) == 20
+
+
+def test_drills_are_right_and_always_the_same() -> None:
+    first, again = list(drills(300)), list(drills(300))
+    assert first == again
+    for chat in first:
+        question, answer = (message["content"] for message in chat.messages)
+        numbers = [int(word.strip("?,.")) for word in question.split() if word.strip("?,.").isdigit()]
+        right = {"Which": str(max(numbers)), "What": f"{numbers[0] + 1}.", "How": f"{numbers[0]} + {numbers[-1]} = {sum(numbers)}"}
+        assert answer == right[question.split()[0]]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"task": "pretrain"}, r"task pretrain does not read data\.kind=cldr"),
+        ({"data.kind": "stdlib"}, r"task translate does not read data\.kind=stdlib"),
+        ({"task": "sft", "data.kind": "chat"}, r"data\.train is empty"),
+        ({"task": "pretrain", "data.kind": "stdlib", "batch.tokens": "1000"}, r"do not consist of rows of batch\.length=512"),
+        ({"task": "pretrain", "data.kind": "stdlib", "llama.context": "128"}, r"llama\.context=128"),
+        ({"task": "pretrain", "data.kind": "stdlib", "tokens.lowercase": "true"}, "keeps every byte"),
+        ({"task": "sft", "data.kind": "drills", "lora.rank": "8"}, "adapters need a trained model"),
+        ({"task": "sft", "data.kind": "drills", "lora.rank": "8", "lora.targets": ""}, "lora.targets is empty"),
+        ({"task": "sft", "data.kind": "drills", "lora.targets": "query,other"}, "lora.targets names other"),
+        ({"task": "pretrain", "data.kind": "stdlib", "llama.shape": "7M"}, "llama.shape = '7M'"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(flags: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(None, flags)

@@ -1,0 +1,90 @@
+"""Streams of token ids: written as they come, read at any place; the same arithmetic at 10**9 tokens."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.data.order import UniformOrder
+from lockstep.data.text.token_stream import Stream, Writer
+from lockstep.errors import DataError
+from lockstep.files import write_json
+
+DOCUMENTS = [[1, 5, 6, 2], [1, 2], [1, *range(3, 30), 2], [1, 70_000 % 60_000, 2]]
+
+
+def written(folder: Path, vocabulary: int = 1 << 16, shard_tokens: int = 7) -> Stream:
+    writer = Writer(folder, "train", vocabulary, counted=True, shard_tokens=shard_tokens)
+    for ids in DOCUMENTS:
+        writer.add(ids, [i % 2 == 0 for i in ids])
+    assert all(path.exists() for path in writer.close())
+    return Stream.open(folder, "train")
+
+
+@pytest.mark.parametrize("vocabulary", [1 << 16, 1 << 17])
+def test_every_stretch_is_read_across_files_as_it_was_written(tmp_path: Path, vocabulary: int) -> None:
+    stream, flat = written(tmp_path, vocabulary), [i for ids in DOCUMENTS for i in ids]
+    owner = [number for number, ids in enumerate(DOCUMENTS) for _ in ids]
+    assert len(stream) == len(DOCUMENTS) and stream.tokens == len(flat) and len(stream.ids) == -(-len(flat) // 7)
+    for begin in range(len(flat)):
+        for end in range(begin + 1, len(flat) + 1):
+            assert stream.read(begin, end).tolist() == flat[begin:end]
+            assert stream.read_counts(begin, end).tolist() == [i % 2 == 0 for i in flat[begin:end]]
+            assert stream.documents_at(begin, end).tolist() == owner[begin:end]
+            ends = sum(int(o) in range(begin + 1, end + 1) for o in stream.offsets[1:])
+            assert stream.ends_in(np.array([begin]), np.array([end])).tolist() == [ends]
+
+
+def test_a_file_that_was_cut_off_is_refused(tmp_path: Path) -> None:
+    written(tmp_path)
+    path = tmp_path / "train.00001.ids"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DataError, match=r"train\.00001\.ids has 13 bytes, not 14"):
+        Stream.open(tmp_path, "train")
+
+
+@pytest.fixture(scope="module")
+def billion(tmp_path_factory: pytest.TempPathFactory) -> Stream:
+    """10**9 tokens in a million documents. The files have holes where ids are zero, so nothing is written but the offsets."""
+    folder, tokens, shard_tokens, documents = tmp_path_factory.mktemp("billion"), 10**9, 1 << 26, 10**6
+    for number, first in enumerate(range(0, tokens, shard_tokens)):
+        with open(folder / f"train.{number:05d}.ids", "wb") as file:
+            file.truncate(2 * min(shard_tokens, tokens - first))
+    for place, value in ((0, 7), (shard_tokens, 8), (tokens - 1, 9)):
+        ids = np.memmap(folder / f"train.{place // shard_tokens:05d}.ids", np.uint16, "r+")
+        ids[place % shard_tokens] = value
+    np.arange(0, tokens + 1, tokens // documents, dtype=np.int64).tofile(folder / "train.offsets")
+    write_json(
+        folder / "train.json", {"documents": documents, "tokens": tokens, "bits": 16, "counted": False, "shard_tokens": shard_tokens}
+    )
+    return Stream.open(folder, "train")
+
+
+def test_a_billion_tokens_are_sought_at_once(billion: Stream) -> None:
+    assert billion.read(0, 2).tolist() == [7, 0] and billion.read((1 << 26) - 1, (1 << 26) + 1).tolist() == [0, 8]
+    assert billion.read(10**9 - 1, 10**9).tolist() == [9]
+    assert billion.documents_at(999_999, 1_000_001).tolist() == [999, 1000]
+    assert billion.ends_in(np.array([10**9 - 1]), np.array([10**9])).tolist() == [1]
+    rows, length = (10**9 - 1) // 2048, 2048
+    order = UniformOrder(rows, 512, 8, seed=1)
+    began = time.process_time()
+    for step in range(10**6, 10**6 + 50):
+        for row in order.ids(step, 7)[:4]:
+            begin = int(row) * length
+            assert len(billion.read(begin, begin + length)) == len(billion.documents_at(begin, begin + length)) == length
+    assert time.process_time() - began < 2.0, "200 rows around step 1,000,000"
+
+
+@settings(deadline=None)
+@given(samples=st.integers(1, 50), rows=st.integers(1, 4), k=st.integers(1, 3))
+def test_each_epoch_has_every_row_once(samples: int, rows: int, k: int) -> None:
+    order = UniformOrder(samples, rows * k, k, seed=3)
+    steps = -(-2 * samples // (rows * k))
+    dealt = np.concatenate([order.ids(step, i) for step in range(steps) for i in range(k)])[: 2 * samples]
+    assert sorted(dealt[:samples]) == sorted(dealt[samples:]) == list(range(samples))
+    assert order.epoch(steps) >= 2.0

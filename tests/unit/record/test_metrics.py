@@ -1,0 +1,211 @@
+"""metrics.jsonl has every step once, whatever happened to the processes that wrote it and to the disk beneath them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.errors import DataError, LockstepError
+from lockstep.record.metrics import Metrics, offset_after, read
+
+
+def values(step: int) -> dict[str, Any]:
+    return {"loss": 1 / step, "tokens": 100 + step, "seconds": 0.25}
+
+
+def log_steps(path: Path, from_step: int, to_step: int) -> None:
+    metrics = Metrics(path, from_step)
+    for step in range(from_step + 1, to_step + 1):
+        metrics.log(step, values(step))
+    metrics.close()
+
+
+@pytest.fixture
+def undisturbed(tmp_path: Path) -> bytes:
+    log_steps(tmp_path / "undisturbed.jsonl", 0, 30)
+    return (tmp_path / "undisturbed.jsonl").read_bytes()
+
+
+def test_a_line_is_one_json_object_with_the_step_first(undisturbed: bytes) -> None:
+    assert json.loads(undisturbed.splitlines()[6]) == {"step": 7, "loss": 1 / 7, "tokens": 107, "seconds": 0.25}
+    assert undisturbed.startswith(b'{"step": 1, ')
+
+
+@settings(max_examples=60, deadline=None)
+@given(torn_at=st.integers(0, 10_000), checkpoint=st.integers(0, 30), last=st.integers(0, 30))
+def test_a_run_torn_at_any_byte_and_resumed_at_any_checkpoint_has_the_same_file(
+    torn_at: int, checkpoint: int, last: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
+    log_steps(path, 0, 30)
+    whole = path.read_bytes()
+    kept = offset_after(path, checkpoint)
+    os.truncate(path, min(len(whole), kept + torn_at % (len(whole) - kept + 1)))
+    log_steps(path, checkpoint, max(checkpoint, last))
+    log_steps(path, max(checkpoint, last), 30)
+    assert path.read_bytes() == whole
+
+
+def test_a_process_killed_while_it_writes_loses_and_doubles_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    writer = (
+        "import sys; from pathlib import Path; from lockstep.record.metrics import Metrics\n"
+        "metrics = Metrics(Path(sys.argv[1]), int(sys.argv[2]))\n"
+        "while True:\n"
+        "    metrics.log(metrics.last + 1, {'loss': 1 / (metrics.last + 1), 'seconds': 0.5})\n"
+        "    if metrics.last % 50 == 0: print(metrics.last, flush=True)\n"
+    )
+    checkpoint = 0
+    for _ in range(4):
+        command = [sys.executable, "-c", writer, str(path), str(checkpoint)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            seen = [int(process.stdout.readline()) for _ in range(3)]
+            process.send_signal(signal.SIGKILL)
+        checkpoint = seen[-1] - 20
+    Metrics(path, checkpoint).close()
+    assert [(line["step"], line["loss"]) for line in read(path)] == [(step, 1 / step) for step in range(1, checkpoint + 1)]
+    assert checkpoint > 300
+
+
+def test_steps_written_after_the_checkpoint_are_cut_away_at_once(tmp_path: Path, undisturbed: bytes) -> None:
+    path = tmp_path / "undisturbed.jsonl"
+    Metrics(path, 20).close()
+    assert [line["step"] for line in read(path)] == list(range(1, 21))
+    assert undisturbed.startswith(path.read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("lines", "from_step", "problem"),
+    [
+        ([1, 2, 4, 5], 5, "line 3 is step 4, after step 2"),
+        ([1, 2, 2, 3], 3, "line 3 is step 2, after step 2"),
+        ([1, 2, 3], 5, "the last line is step 3"),
+    ],
+)
+def test_a_missing_or_doubled_step_is_an_error_that_names_the_line(lines: list[int], from_step: int, problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}, "loss": 1}}\n' for step in lines))
+    before = path.read_bytes()
+    with pytest.raises(DataError, match=problem) as caught:
+        Metrics(path, from_step)
+    assert str(path) in caught.value.where
+    assert "move metrics.jsonl aside" in caught.value.hint
+    assert path.read_bytes() == before, "a file that is not understood is left as it was"
+
+
+def test_a_damaged_line_before_the_checkpoint_is_found(tmp_path: Path, undisturbed: bytes) -> None:
+    path = tmp_path / "undisturbed.jsonl"
+    path.write_bytes(undisturbed.replace(b'{"step": 9,', b'{"st\x00p": 9,'))
+    with pytest.raises(DataError, match="line 9 is torn"):
+        Metrics(path, 20)
+    Metrics(path, 8).close()
+    assert len(read(path)) == 8, "beyond the checkpoint it does not matter"
+
+
+def test_a_file_that_was_moved_aside_begins_where_the_run_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log_steps(path, 400, 410)
+    log_steps(path, 405, 410)
+    assert [line["step"] for line in read(path)] == list(range(401, 411))
+    Metrics(path, 300).close()
+    assert read(path) == []
+
+
+def test_a_step_logged_twice_or_left_out_is_refused(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path / "metrics.jsonl", 3)
+    metrics.log(4, {})
+    for step in (4, 6):
+        with pytest.raises(LockstepError, match=f"step {step} was logged after step 4"):
+            metrics.log(step, {})
+    metrics.close()
+
+
+def test_numbers_that_json_does_not_know_are_valid_json_and_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = Metrics(path, 0)
+    metrics.log(1, {"loss": math.nan, "norm": math.inf, "low": -math.inf, "deep": [math.nan], "name": "città"})
+    metrics.close()
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    raw = json.loads(path.read_text(), parse_constant=refuse)
+    assert raw == {"step": 1, "loss": "NaN", "norm": "Infinity", "low": "-Infinity", "deep": ["NaN"], "name": "città"}
+    line = read(path)[0]
+    assert math.isnan(line["loss"]) and line["norm"] == math.inf and line["low"] == -math.inf
+
+
+@given(loss=st.floats(allow_nan=False))
+@settings(max_examples=50, deadline=None)
+def test_every_float_comes_back_with_the_same_bits(loss: float, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
+    metrics = Metrics(path, 0)
+    metrics.log(1, {"loss": loss})
+    metrics.close()
+    assert math.copysign(1, read(path)[0]["loss"]) == math.copysign(1, loss) and read(path)[0]["loss"] == loss
+
+
+FULL_DISK = """
+import logging, resource, signal, sys
+from pathlib import Path
+from lockstep.record.metrics import Metrics, read
+logging.basicConfig(format="%(message)s", stream=sys.stdout)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+path = Path(sys.argv[1])
+metrics = Metrics(path, 0)
+def log(steps):
+    for step in steps:
+        metrics.log(step, {"loss": 1 / step})
+log(range(1, 11))
+limit = path.stat().st_size + 15  # the next line fits half: the kernel writes that half
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+log(range(11, 21))
+print("WHILE FULL", [line["step"] for line in read(path)], path.read_bytes().endswith(b"}\\n"))
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+log(range(21, 26))
+resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, resource.RLIM_INFINITY))
+log(range(26, 28))
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+metrics.close()
+print("AT LAST", [line["step"] for line in read(path)] == list(range(1, 28)))
+"""
+
+
+def test_a_full_disk_neither_stops_the_run_nor_leaves_a_gap(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FULL_DISK, str(tmp_path / "metrics.jsonl")]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert f"WHILE FULL {list(range(1, 11))} True" in said, "half a line is taken back, readers never see it"
+    assert said[-1] == "AT LAST True"
+    assert sum("cannot be written" in line for line in said) == 2, "each outage is said once, not once a step"
+    assert sum("can be written again" in line for line in said) == 2
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="metrics cannot be written"):
+        Metrics(tmp_path / "file" / "metrics.jsonl", 0)
+
+
+def test_a_long_file_is_opened_without_holding_it_in_memory(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with open(path, "w") as file:
+        file.writelines(f'{{"step": {step}, "loss": 0.123456789, "tokens": 2048, "seconds": 0.1}}\n' for step in range(1, 100_001))
+    tracemalloc.start()
+    metrics = Metrics(path, 99_990)
+    assert next(metrics.after(99_989))["step"] == 99_990
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    metrics.close()
+    assert peak_bytes < 1_000_000 < path.stat().st_size

@@ -1,0 +1,102 @@
+"""What is shown while a run runs: lines in a pipe, a bar on a terminal, nothing from the other processes of a node."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+
+from lockstep.record.progress import Progress, due
+
+RUN = """
+import sys
+from lockstep.record.progress import Progress
+total, start, log_every, leader = (int(word) for word in sys.argv[1:5])
+with Progress(total, start, lambda: bool(leader), log_every=log_every) as progress:
+    for step in range(start + 1, total + 1):
+        progress.step(step, {"loss": 1.5})
+        if "wait" in sys.argv and step == 20:
+            sys.stdin.readline()
+print("ended", file=sys.stderr)
+"""
+
+
+def run(*words: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", RUN, *map(str, words)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_pipe_gets_a_plain_line_every_so_many_steps_and_for_the_first_and_last() -> None:
+    out, err = run(50, 3, 20, 1).communicate()
+    assert out == "".join(f"step {step}  loss 1.500\n" for step in (4, 20, 40, 50))
+    assert err == "ended\n"
+
+
+def test_a_line_is_seen_while_the_run_goes_on() -> None:
+    with run(50, 0, 20, 1, "wait") as process:
+        assert process.stdout is not None and process.stdin is not None
+        assert process.stdout.readline() == "step 1  loss 1.500\n"
+        assert process.stdout.readline() == "step 20  loss 1.500\n", "flushed: the run waits for us before it goes on"
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "step 40  loss 1.500\n"
+
+
+def test_the_other_processes_of_a_node_show_nothing() -> None:
+    out, err = run(50, 0, 1, 0).communicate()
+    assert out == "" and err == "ended\n"
+
+
+def test_a_reader_that_goes_away_ends_the_lines_and_not_the_run() -> None:
+    with run(50, 0, 1, 1, "wait") as process:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        process.stdin.write("\n")
+        process.stdin.flush()
+        said = process.stderr.read()
+        assert process.wait() == 0
+    assert said.count("nothing is shown from here on") == 1 and said.endswith("ended\n")
+
+
+def test_a_terminal_gets_the_lines_above_a_bar_that_is_taken_away() -> None:
+    parent, child = pty.openpty()
+    command = [sys.executable, "-c", RUN, "50", "0", "20", "1"]
+    env = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
+    process = subprocess.Popen(command, stdin=child, stdout=child, stderr=subprocess.DEVNULL, env=env)
+    os.close(child)
+    seen = b""
+    while True:
+        try:
+            part = os.read(parent, 4096)
+        except OSError:  # Linux says EIO when the other side is closed
+            break
+        if not part:
+            break
+        seen += part
+    os.close(parent)
+    assert process.wait() == 0
+    text = seen.decode()
+    assert "\x1b[" in text and "/50" in text, "a bar was drawn"
+    for step in (1, 20, 40, 50):
+        assert f"step {step}  loss 1.500" in text
+    assert "step 10  loss" not in text
+
+
+def test_without_a_bar_no_control_character_is_written() -> None:
+    stream = io.StringIO()
+    with Progress(10, 0, lambda: True, log_every=5, stream=stream) as progress:
+        for step in range(1, 11):
+            progress.step(step, {"loss": 2.0})
+        progress.say("saved [step 10]")
+    assert stream.getvalue().splitlines() == [*(f"step {step}  loss 2.000" for step in (1, 5, 10)), "saved [step 10]"]
+    assert "\x1b" not in stream.getvalue()
+
+
+@pytest.mark.parametrize(("step", "shown"), [(101, True), (102, False), (120, True), (999, False), (1000, True), (1001, False)])
+def test_which_lines_are_due(step: int, shown: bool) -> None:
+    assert due(step, start=100, total=1000, log_every=20) is shown

@@ -1,0 +1,170 @@
+"""The meter on paper: a clock that is set by hand, rates worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import psutil
+import pytest
+
+from lockstep.record.step_timer import Meter, flops_per_token, peak_flops, peak_resident_bytes, step_line
+
+
+class Clock:
+    """Seconds since the test began, moved by hand."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def a_step(meter: Meter, clock: Clock, tokens: int = 1000) -> dict[str, float]:
+    with meter.timing("data"):
+        clock.sleep(0.25)
+    clock.sleep(1.0)
+    meter.add("communication", 0.5)
+    clock.sleep(0.5)
+    with meter.timing("saving"):
+        clock.sleep(0.125)
+    with meter.timing("overhead"):
+        clock.sleep(0.125)
+    return meter.step(tokens)
+
+
+def test_every_second_is_counted_once_and_parts_begin_anew_with_each_step() -> None:
+    clock = Clock()
+    meter = Meter(clock=clock, memory=lambda: 7)
+    for _ in range(3):
+        values = a_step(meter, clock)
+        assert values["seconds"] == 2.0
+        assert values["data_seconds"] == 0.25
+        assert values["communication_seconds"] == 0.5
+        assert values["saving_seconds"] == values["overhead_seconds"] == 0.125
+        assert values["tokens"] == 1000
+        assert values["tokens_per_second"] == 500
+        assert values["data_wait"] == 0.125 and values["exposed_communication"] == 0.25
+        assert values["memory_bytes"] == 7
+        assert "mfu" not in values, "no peak is known"
+
+
+def test_what_lies_between_two_steps_belongs_to_the_second() -> None:
+    clock = Clock()
+    meter = Meter(clock=clock)
+    a_step(meter, clock)
+    clock.sleep(3.0)
+    assert a_step(meter, clock)["seconds"] == 5.0
+
+
+def test_what_was_set_up_before_the_start_is_not_training_time() -> None:
+    clock = Clock()
+    meter = Meter(clock=clock)
+    with meter.timing("data"):
+        clock.sleep(60.0)
+    meter.start()
+    assert a_step(meter, clock)["seconds"] == 2.0
+
+
+def test_a_wait_is_counted_even_when_it_ends_in_an_error() -> None:
+    clock = Clock()
+    meter = Meter(clock=clock)
+    with pytest.raises(ConnectionError), meter.timing("communication"):
+        clock.sleep(1.5)
+        raise ConnectionError
+    assert meter.step(0)["communication_seconds"] == 1.5
+
+
+def test_the_first_step_leaves_the_rate_as_soon_as_there_is_another() -> None:
+    clock = Clock()
+    meter = Meter(clock=clock)
+    clock.sleep(100.0)
+    assert meter.step(1000)["tokens_per_second"] == 10
+    for _ in range(2):
+        clock.sleep(1.0)
+        values = meter.step(1000)
+    assert values["tokens_per_second"] == 1000
+
+
+def test_the_rate_follows_the_newest_steps_only() -> None:
+    clock = Clock()
+    meter = Meter(clock=clock, window_steps=4)
+    rates = []
+    for seconds in [1.0] * 6 + [2.0] * 5:
+        clock.sleep(seconds)
+        rates.append(meter.step(100)["tokens_per_second"])
+    assert rates[5] == 100 and rates[-1] == 50
+    assert rates[7] == pytest.approx(400 / 6), "two fast and two slow steps"
+
+
+def test_mfu_is_the_rate_times_the_work_over_the_peak_of_all_devices() -> None:
+    clock = Clock()
+    meter = Meter(clock=clock, flops_per_token=6e9, peak_flops=989e12)
+    clock.sleep(0.5)
+    values = meter.step(250_000, devices=8)
+    assert values["mfu"] == pytest.approx(500_000 * 6e9 / (8 * 989e12))
+    assert values["tokens_per_second_per_device"] == 500_000 / 8
+
+
+def test_a_clock_that_stands_still_divides_by_nothing() -> None:
+    assert math.isfinite(Meter(clock=lambda: 1.0).step(10)["tokens_per_second"])
+
+
+def test_work_per_token_is_six_a_parameter_and_twelve_a_position_looked_at() -> None:
+    # Forward: 2 a parameter, and scores and mixing at 2 * width each for every position and layer; backward: twice that.
+    forward = 2 * 1000 + 2 * (2 * 8 * 4 + 2 * 8 * 4)
+    assert flops_per_token(parameters=1000, layers=2, width=8, length=4) == forward + 2 * forward
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "fp32"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12, 19.5e12),
+        ("NVIDIA A100 80GB PCIe", 312e12, 19.5e12),
+        ("NVIDIA H100 80GB HBM3", 989e12, 67e12),
+        ("NVIDIA H100 PCIe", 756e12, 51e12),
+        ("NVIDIA H100 NVL", 835e12, 60e12),
+        ("NVIDIA H200", 989e12, 67e12),
+        ("NVIDIA H200 NVL", 835e12, 60e12),
+        ("NVIDIA L4", 121e12, 30.3e12),
+        ("Tesla T4", None, 8.1e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12, 82.6e12),
+        ("NVIDIA GeForce RTX 3090", 71e12, 35.6e12),
+        ("NVIDIA GeForce RTX 4090 D", None, None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),
+        ("NVIDIA GeForce RTX 3090 Ti", None, None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None, None),
+        ("NVIDIA L40S", None, None),
+        ("NVIDIA GH200 480GB", None, None),
+        ("NVIDIA T400", None, None),
+        ("AMD EPYC 7763 64-Core Processor", None, None),
+        ("cpu", None, None),
+    ],
+)
+def test_the_peak_is_that_of_this_very_device_or_unknown(name: str, bf16: float | None, fp32: float | None) -> None:
+    assert peak_flops(name, "bf16") == (None if bf16 is None else pytest.approx(bf16))
+    assert peak_flops(name, "fp32") == (None if fp32 is None else pytest.approx(fp32))
+
+
+def test_peak_memory_is_in_bytes_and_at_least_what_is_held_now() -> None:
+    now = psutil.Process().memory_info().rss
+    assert 0.9 * now < peak_resident_bytes() < psutil.virtual_memory().total
+
+
+def test_the_line_reads_as_the_docs_show_it() -> None:
+    values = {
+        "loss": 2.3141,
+        "norm": 0.8123,
+        "tokens_per_second": 41_234.0,
+        "mfu": 0.379,
+        "exposed_communication": 0.031,
+        "data_wait": 0.001,
+        "memory_bytes": 61 * 2**30,
+        "seconds": 0.1,
+    }
+    assert step_line(1200, values) == "step 1,200  loss 2.314  norm 0.81  tok/s 41.2 k  mfu 38%  exposed comm 3%  mem 61.0 GiB"
+    assert step_line(7, {"loss": math.nan, "data_wait": 0.2}) == "step 7  loss nan  data wait 20%"
+    assert step_line(7, {}) == "step 7"

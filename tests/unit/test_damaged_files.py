@@ -1,0 +1,420 @@
+"""Files of a run that are damaged, or are no files: each is refused by name or handled by its role, at once and without a traceback."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support.checkpoints import save
+
+from lockstep.agent import lock as claim
+from lockstep.checkpoint import commands, commit
+from lockstep.checkpoint import folder as seal
+from lockstep.checkpoint.shards import Part
+from lockstep.checkpoint.store import Store
+from lockstep.elastic import control
+from lockstep.elastic import waiting_room as waiting
+from lockstep.elastic.generation_log import Arbiter, Member, Record
+from lockstep.elastic.link import make_token, read_token
+from lockstep.elastic.run_folder import make, trouble
+from lockstep.errors import CheckpointError, DamagedFileError, LockstepError, UsageError
+from lockstep.files import append_line, checked, read_json, try_lock, with_checksum
+from lockstep.models.load_translator import read_run
+from lockstep.record import events, metrics
+from lockstep.runtime import status_board as board
+from lockstep.runtime import worker_env as seat
+from lockstep.runtime.subprocesses import open_output
+from lockstep.tasks.evaluate import finished_step
+from lockstep.tensor_slice import Piece
+from lockstep.train import best_steps
+
+ME = Member("here/0/a", "here", 0, os.getpid(), "127.0.0.1:4000")
+RECORD = Record(1, "token", (ME,), "127.0.0.1:4001", 0, "for the test")
+QUESTION = {"split": "validation", "beams": 1, "average": 0, "lowercase": False}
+
+
+@pytest.fixture(autouse=True)
+def within_five_seconds() -> Iterator[None]:
+    """A read that hangs fails the test."""
+
+    def give_up(*_: object) -> None:
+        raise TimeoutError("the file was waited for")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(5)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run folder with one of each file, and a state folder inside."""
+    folder = tmp_path / "run"
+    make(folder, "here")
+    Arbiter(folder / "generations").propose(RECORD)
+    save(folder / "checkpoints", 10)
+    for step in (1, 2):
+        append_line(folder / "metrics.jsonl", json.dumps({"step": step, "loss": 1.0}))
+    append_line(folder / "evaluations.jsonl", json.dumps({"step": 10, "loss": 1.0, **QUESTION}))
+    (folder / "best.json").write_text(json.dumps({"step": 10}))
+    (folder / "finished.json").write_text(json.dumps({"step": 10}))
+    events.note(folder, "began")
+    (folder / "state").mkdir()
+    return folder
+
+
+def place(kind: str, path: Path) -> None:
+    """Put something that is no regular file at `path`."""
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        here = os.getcwd()
+        os.chdir(path.parent)  # the name of a socket is short
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(path.name)
+        os.chdir(here)
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "run.json": read_run,
+    "metrics.jsonl": lambda run: metrics.Metrics(run / "metrics.jsonl", 2),
+    "events.jsonl": events.read,
+    "best.json": lambda run: read_json(run / "best.json"),
+    "evaluations.jsonl": lambda run: metrics.read(run / "evaluations.jsonl"),
+    "finished.json": finished_step,
+    "tracker.json": lambda run: read_json(run / "tracker.json"),
+    "tracker.lock": lambda run: try_lock(run / "tracker.lock"),
+    "token": read_token,
+    "generations/000001.json": control.newest,
+    "generations/000002.json": claim.newest_generation,
+    "logs/here-1.log": lambda run: open_output(run, 1, "here"),
+    "checkpoints/step-00000010/manifest.json": commands.digest_line,
+    "checkpoints/step-00000010/facts.json": commands.digest_line,
+    "checkpoints/step-00000010/tensors-00000.safetensors": lambda run: commands.export(run, None, run / "out"),
+    "state/agent.command": lambda run: claim.read_command(run / "state"),
+    "state/agent.lock": lambda run: try_lock(run / "state" / "agent.lock"),
+    "state/0.board": lambda run: board.look(run / "state" / "0.board"),
+}
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "socket"])
+def test_what_is_no_regular_file_is_refused_at_once_with_three_parts(run: Path, kind: str) -> None:
+    for name, read in READERS.items():
+        path = run / name
+        before = path.read_bytes() if path.is_file() else None
+        place(kind, path)
+        with pytest.raises(LockstepError) as error:
+            read(run)
+        said = str(error.value)
+        assert error.value.where or error.value.hint, name
+        assert "not a regular file" in said, (name, said)
+        path.rmdir() if kind == "folder" else path.unlink()
+        if before is not None:
+            path.write_bytes(before)
+            path.chmod(0o600)
+
+
+def test_a_pipe_in_the_place_of_the_marker_is_no_checkpoint(run: Path) -> None:
+    place("pipe", run / "checkpoints" / "step-00000010" / "COMMITTED")
+    assert seal.committed_steps(run / "checkpoints") == []
+    assert not commands.verify(run)[0]
+
+
+def test_a_file_that_cannot_be_read_costs_a_line_of_the_diary_or_a_sign_and_nothing_else(run: Path) -> None:
+    place("pipe", run / "events.jsonl")
+    place("pipe", run / "waiting" / "here-0-b.json")
+    place("pipe", run / "waiting" / "here-0-a.sign")
+    place("pipe", run / "evaluators" / "here.json")
+    assert not events.note(run, "began")
+    assert list(waiting.members(run)) == [] and waiting.signs(run, [ME]) == {}
+    with pytest.raises(OSError, match="not a regular file"):
+        waiting.sign(run, ME)
+    assert control.evaluators(run) == []
+
+
+# Names that lead out of a checkpoint.
+
+
+def sealed(folder: Path, step: int, files: dict[str, object]) -> Path:
+    """A committed checkpoint whose manifest, with a seal that fits, names these files."""
+    path = save(folder, step)
+    manifest = json.dumps({"format": 1, "step": step, "files": files}).encode()
+    (path / "manifest.json").write_bytes(manifest)
+    (path / "COMMITTED").write_bytes(commit.seal_content(step, manifest))
+    return path
+
+
+def record(content: bytes) -> dict[str, object]:
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+OUTSIDE = ["/etc/hostname", "../outside", "..", ".", "", "a/b", "manifest.json", "COMMITTED"]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_manifest_that_names_a_file_outside_is_damaged_for_every_reader(tmp_path: Path, name: str) -> None:
+    (tmp_path / "outside").write_bytes(b"secret")
+    folder = tmp_path / "checkpoints"
+    sealed(folder, 20, {"facts.json": record(b"{}\n"), name: record(b"secret")})
+    store = Store(folder)
+    says = "which is no file of this folder"
+    assert any(says in problem for problem in store.verify(20))
+    for read in (
+        lambda: store.load(20),
+        lambda: store.pieces(20, {}),
+        lambda: commands.digest_line(folder, 20),
+        lambda: commands.export(folder, 20, tmp_path / "out"),
+    ):
+        with pytest.raises(CheckpointError, match=says):
+            read()
+    save(folder, 10)
+    found = store.load_newest()
+    assert found and found.step == 10 and (folder / "step-00000020.damaged").is_dir()
+    assert (tmp_path / "outside").read_bytes() == b"secret"
+
+
+MANIFESTS = [b"[]", b"{}", b'{"format": 1, "files": []}', b'{"format": 1, "files": {"a": 1}}', b"[" * 99999, b"\xff"]
+
+
+@pytest.mark.parametrize("manifest", MANIFESTS, ids=len)
+def test_a_manifest_that_is_none_is_damaged_though_its_seal_fits(tmp_path: Path, manifest: bytes) -> None:
+    path = save(tmp_path, 20)
+    (path / "manifest.json").write_bytes(manifest)
+    (path / "COMMITTED").write_bytes(commit.seal_content(20, manifest))
+    assert any("is not one that Lockstep writes" in problem for problem in Store(tmp_path).verify(20))
+    with pytest.raises(CheckpointError, match="damaged"):
+        Store(tmp_path).load_newest()
+
+
+def test_a_checkpoint_without_facts_is_damaged(tmp_path: Path) -> None:
+    path = save(tmp_path, 20)
+    name = "tensors-00000.safetensors"
+    sealed(tmp_path / "again", 20, {name: record((path / name).read_bytes())})
+    for read in (lambda: Store(tmp_path / "again").load(20), lambda: Store(tmp_path / "again").pieces(20, {})):
+        with pytest.raises(CheckpointError, match=r"does not name facts.json"):
+            read()
+
+
+def test_a_link_in_a_checkpoint_is_not_followed(tmp_path: Path) -> None:
+    path = save(tmp_path / "checkpoints", 20) / "tensors-00000.safetensors"
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    says = f"{path.name} is a symbolic link, not a regular file"
+    assert Store(tmp_path / "checkpoints").verify(20) == [says]
+    with pytest.raises(CheckpointError, match=says):
+        Store(tmp_path / "checkpoints").load(20)
+
+
+PARTS = [
+    '{"files": {"../../outside": {"bytes": 6, "sha256": ""}}}',
+    '{"files": {"/tmp/x": {}}}',
+    "{",
+    "[]",
+    '{"files": [1]}',
+    '{"files": {"a": {}}}',
+]
+
+
+@pytest.mark.parametrize("said", PARTS)
+def test_a_part_that_names_a_file_outside_moves_nothing(tmp_path: Path, said: str) -> None:
+    (tmp_path / "outside").write_bytes(b"secret")
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    part = Part(0, 2, {}, lambda: 1, lambda: "")
+    path = part.folder(folder, 20, 1, 1)
+    path.mkdir()
+    (path / "part.json").write_text(said)
+    with commit.Attempt(folder, 20) as attempt, pytest.raises(CheckpointError, match=r"part of writer 1 of step 20 is damaged"):
+        part.adopt(attempt, folder, 20)
+    assert (tmp_path / "outside").read_bytes() == b"secret"
+
+
+def test_what_was_hashed_is_what_a_worker_takes_though_the_file_changes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path, 20) / "tensors-00000.safetensors"
+
+    def then_change(function: Callable[..., object]) -> Callable[..., object]:
+        """What `function` gives; the numbers in the file are others by then."""
+
+        def call(*args: object) -> object:
+            found = function(*args)
+            with open(path, "r+b") as opened:
+                opened.seek(-64, os.SEEK_END)
+                opened.write(bytes(64))
+            return found
+
+        return call
+
+    for name in ("read_checked", "check"):
+        monkeypatch.setattr(commit, name, then_change(getattr(commit, name)))
+    found = Store(tmp_path).pieces(20, {"00000": Piece.whole((16,))})
+    assert found.tensors["model.00000"].numpy().tobytes() == bytes([20]) * 64
+
+
+# The files of a run, by their roles.
+
+
+@pytest.mark.parametrize("content", ["", "{", "[" * 100_000, "[1]", '{"step": "x"}', '{"step": 1'], ids=len)
+def test_a_damaged_best_json_is_not_believed_and_the_best_step_stays(run: Path, content: str, caplog: pytest.LogCaptureFixture) -> None:
+    (run / "best.json").write_text(content)
+    assert best_steps(run) == [10]
+    assert "best.json cannot be read" in caplog.text and "step 10" in caplog.text
+    (run / "evaluations.jsonl").unlink()
+    save(run / "checkpoints", 20)
+    assert best_steps(run) == [10, 20]  # nobody knows which: both stay
+
+
+def test_the_best_step_is_that_of_the_evaluations_also_when_best_json_names_another_one(run: Path) -> None:
+    (run / "best.json").write_text('{"step": 11}')
+    append_line(run / "evaluations.jsonl", '{"step": 12, "split": "validation"}')  # damaged
+    assert best_steps(run) == [10, 11]
+    (run / "best.json").unlink()
+    assert best_steps(run) == [10]
+
+
+def test_a_damaged_finished_json_is_named(run: Path) -> None:
+    (run / "finished.json").write_text("{")
+    with pytest.raises(DamagedFileError, match=r"finished.json is damaged[\s\S]*remove it"):
+        finished_step(run)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "pipe"])
+def test_a_generation_whose_replicas_differ_is_never_trusted_because_its_file_is_damaged(run: Path, content: str) -> None:
+    log = Arbiter(run / "generations")
+    log.condemn(1, "the weights differ", {"step": 3, "what": "weights", "digests": {"a": "1"}})
+    path = run / "generations" / "000001.suspects.json"
+    assert log.condemned(1) == "the weights differ" and len(log.suspects()) == 1
+    place("pipe", path) if content == "pipe" else path.write_text(content)
+    assert "generation 1 differ" in log.condemned(1)
+    assert log.suspects() == []
+
+
+def test_every_flipped_bit_of_a_generation_is_found_and_named(run: Path) -> None:
+    path = run / "generations" / "000001.json"
+    whole = path.read_bytes()
+    log = Arbiter(run / "generations")
+    for bit in range(0, len(whole) * 8, 9):  # each of the eight in turn
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        try:
+            assert log.read(1) == RECORD  # a bit of the white space
+        except DamagedFileError:
+            continue
+    path.write_bytes(whole[:100])
+    says = r"000001.json, the record of generation 1, is damaged[\s\S]*stop the workers[\s\S]*generations aside"
+    for read in (claim.newest_generation, control.newest):
+        with pytest.raises(DamagedFileError, match=says):
+            read(run)
+    assert "record of generation 1, is damaged" in trouble(seat.Seat(str(run), "", "here", 0, 1, 1, 1, 1, "127.0.0.1"))
+
+
+def test_a_flipped_bit_of_a_suspects_file_is_found(run: Path) -> None:
+    log = Arbiter(run / "generations")
+    log.condemn(1, "the weights differ", {"step": 3, "what": "weights", "digests": {"a": "1"}})
+    path = run / "generations" / "000001.suspects.json"
+    path.write_text(path.read_text().replace('"step": 3', '"step": 2'))
+    assert log.suspects() == [] and "is damaged" in log.condemned(1)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"address": "127.0.0.1:400p"}, {"address": "127.0.0.1"}, {"slot": "0"}, {"port": 1}, {"address": "a:0"}]
+)
+def test_who_cannot_be_a_member_is_left_out_of_the_waiting_room(run: Path, changed: dict[str, object]) -> None:
+    waiting.show(run, ME)
+    (run / "waiting" / "here-1-b.json").write_text(json.dumps({**vars(ME), **changed}))
+    (run / "waiting" / "here-2-c.json").write_text("[")
+    assert list(waiting.members(run)) == [ME]
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"0" * 63, b"0" * 65, b"\xff" * 64, b"G" * 64])
+def test_a_token_that_is_no_token_is_refused_by_name(run: Path, content: bytes) -> None:
+    (run / "token").write_bytes(content)
+    with pytest.raises(DamagedFileError, match=r"the run's token is damaged[\s\S]*remove the file"):
+        read_token(run)
+    with pytest.raises(DamagedFileError):
+        make(run, "here")
+    assert "token is damaged" in trouble(seat.Seat(str(run), "", "here", 0, 1, 1, 1, 1, "127.0.0.1"))
+
+
+def test_a_new_token_is_on_the_disk_before_anybody_can_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for name in ("fsync", "link"):
+        called = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, called=called, name=name: (calls.append(name), called(*args))[1])
+    make_token(tmp_path)
+    assert calls == ["fsync", "link", "fsync"] and len(read_token(tmp_path)) == 64
+
+
+# The state folder of a host.
+
+
+def test_a_torn_worker_file_blocks_no_start_and_a_living_worker_is_found_by_its_board(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = run / "state"
+    for slot, content in enumerate(["", "{", "[1, 2]", '{"pid": 1}']):
+        (state / f"{slot}.json").write_text(content)
+    assert seat.sitters(state) == {}
+    assert "0.json is damaged" in caplog.text and "no worker is known to live there" in caplog.text
+    one = board.Board(state / "1.board")
+    assert one.pid and seat.sitters(state) == {1: seat.sitter(os.getpid())}
+    stranger = "import sys; from pathlib import Path; from lockstep.runtime.status_board import Board; Board(Path(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", stranger, str(state / "2.board")], check=True)
+    assert set(seat.sitters(state)) == {1}  # the worker of slot 2 has ended
+
+
+def test_a_board_of_a_process_that_does_not_write_to_it_is_no_sign_of_life(run: Path) -> None:
+    state = run / "state"
+    (state / "0.json").write_text("{")
+    one = board.Board(state / "0.board")
+    copied = (state / "0.board").read_bytes()
+    (state / "0.board").unlink()
+    (state / "0.board").write_bytes(copied)
+    assert isinstance(one._memory, mmap.mmap) and seat.sitters(state) == {}
+
+
+def test_a_damaged_lock_of_the_agent_is_not_believed(run: Path) -> None:
+    state = run / "state"
+    with claim.hold(state / "agent.lock", run, "here") as lock:
+        claim.write_lock(lock, {"pid": 1, "after": 12, "lives_on": True, "mark": ""})
+        assert claim.read_lock(lock)["after"] == 12
+        content = (state / "agent.lock").read_bytes()
+        for damaged in (content.replace(b"12", b"72"), content[:-3], b"[" * 100_000, b"[1]"):
+            (state / "agent.lock").write_bytes(damaged)
+            assert claim.read_lock(lock) == {}
+
+
+def test_a_damaged_command_is_not_taken_for_none(run: Path) -> None:
+    assert claim.read_command(run / "state") == {}
+    (run / "state" / "agent.command").write_text("{")
+    with pytest.raises(DamagedFileError, match=r"agent.command[\s\S]*is damaged[\s\S]*--stop"):
+        claim.read_command(run / "state")
+
+
+def test_a_checksum_finds_what_was_changed_and_is_not_part_of_the_value() -> None:
+    value = with_checksum({"a": [1, 2.5], "b": None})
+    assert checked(json.loads(json.dumps(value))) == {"a": [1, 2.5], "b": None}
+    assert checked({"a": 1}) == {"a": 1}
+    for changed in ({**value, "b": 0}, {**value, "sha256": hashlib.sha256().hexdigest()}, [value], "x"):
+        with pytest.raises(ValueError, match=r"checksum|no JSON object"):
+            checked(changed)
+
+
+def test_others_must_not_read_the_token(run: Path) -> None:
+    (run / "token").chmod(0o644)
+    with pytest.raises(UsageError, match="can be read by others"):
+        read_token(run)

@@ -1,0 +1,151 @@
+"""Odd values in every key of a run, and odd bytes in every file that a user gives: each works as it is written, or is refused by name."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fuzz import ODD_BYTES, ODD_TOML, ODD_WORDS, Tally, attempt
+
+from lockstep.agent.hosts import read_hosts
+from lockstep.cli.run_options import open_run
+from lockstep.config.schema import Data, Field, Words, flatten, from_json, leaves, resolve, to_json
+from lockstep.data.pairs.catalogues import read_mo
+from lockstep.data.pairs.textfiles import given_lines, read_pairs
+from lockstep.data.text.chat_samples import chats
+from lockstep.data.text.documents import documents
+
+KEYS = leaves()
+
+
+def meant(one: Field, text: str) -> Any:
+    """What a word means for a key, read without the code that is tested."""
+    if one.default is True or one.default is False:
+        return {"true": True, "1": True, "false": False, "0": False}[text]
+    if one.type is Words:
+        return tuple(text.split(",")) if text else ()
+    return text if isinstance(one.default, str) else float(text)
+
+
+def nonsense(key: str, wanted: Any) -> Callable[[Any], str]:
+    """What is wrong with an accepted value: it must read back as what was given, be finite, and come out of JSON as it went in."""
+
+    def why(resolved: Any) -> str:
+        found = flatten(asdict(resolved.run))[key]
+        if found != wanted or (isinstance(found, float) and not math.isfinite(found)):
+            return f"{wanted!r} became {found!r}"
+        text = json.dumps(to_json(resolved), ensure_ascii=False).encode()  # as run.json has it
+        return "" if from_json(json.loads(text)) == resolved else "lost in run.json"
+
+    return why
+
+
+def test_every_key_takes_odd_words_as_they_are_or_refuses_them_by_name() -> None:
+    tally = Tally()
+    for key in KEYS:
+        for word in ODD_WORDS:
+            for flags, environ in (({key: word}, {}), ({}, {"LOCKSTEP_" + key.upper().replace(".", "_"): word})):
+                outcome = attempt(lambda flags=flags, environ=environ: resolve(None, flags, environ))
+                tally.judge(f"{key}={word[:40]!r}", outcome, lambda found, key=key, word=word: nonsense(key, meant(KEYS[key], word))(found))
+                if outcome.code:
+                    assert key in outcome.text and len(outcome.text) < 2000, outcome.text
+    tally.check()
+
+
+def test_every_key_takes_odd_values_of_a_run_file_as_they_are_or_refuses_them_by_name(tmp_path: Path) -> None:
+    tally, path = Tally(), tmp_path / "run.toml"
+    for key in KEYS:
+        for text in ODD_TOML:
+            path.write_text(f"{key} = {text}\n")
+            outcome = attempt(lambda: resolve(path))
+            given = {
+                "true": True,
+                "0": 0,
+                "-1": -1,
+                "1.5": 1.5,
+                "99999999999999": 99999999999999,
+                '""': () if KEYS[key].type is Words else "",
+                "[]": (),
+            }.get(text)
+            tally.judge(f"{key} = {text[:40]}", outcome, lambda found, key=key, given=given: nonsense(key, given)(found))
+            if outcome.code:
+                assert key in outcome.text and len(outcome.text) < 2000, outcome.text
+    tally.check()
+
+
+def test_every_number_of_a_run_has_an_upper_bound_and_text_has_one() -> None:
+    for key, one in KEYS.items():
+        if isinstance(one.default, int | float) and not isinstance(one.default, bool):
+            beyond = one.below if one.below is not None else 2 * one.most
+            assert attempt(lambda key=key, beyond=beyond: resolve(None, {key: repr(beyond)})).code == 2, key
+        elif isinstance(one.default, str | tuple):
+            assert attempt(lambda key=key: resolve(None, {key: "x" * 5000})).code == 2, key
+
+
+def catalogue(content: bytes) -> bytes:
+    """A gettext catalogue with one message, whose translation this is."""
+    head, keys, texts = b"\xde\x12\x04\x95" + bytes(4), b"open", content
+    at = 28 + 16
+    table = [1, 28, 36, 0, 0, len(keys), at, len(texts), at + len(keys)]
+    return head + b"".join(n.to_bytes(4, "little") for n in table) + keys + texts
+
+
+def found(path: Path, kind: Any) -> Any:
+    """The documents of a file, all of them read."""
+    return list(documents(Data(kind=kind, train=(str(path),), held_out_share=0.0)))
+
+
+def lines(raw: bytes) -> list[str]:
+    """The lines of a text: a line feed ends one, with a carriage return before it or not, and nothing else does."""
+    return [line.rstrip("\n").removesuffix("\r") for line in io.StringIO(raw.decode().removeprefix("\ufeff"), newline="\n")]
+
+
+# name -> (what reads it, a good content, what it is read as by somebody else; None: nobody else can)
+READERS: dict[str, tuple[Callable[[Path], Any], bytes, Callable[[bytes], Any] | None]] = {
+    "run.toml": (lambda path: resolve(path).run and None, b"steps = 3\n", None),
+    "hosts.toml": (read_hosts, b'[[host]]\nname = "a"\nworkers = 1\n', None),
+    "run.json": (lambda path: open_run(path.parent, None, {}, {}).run and None, b"", None),
+    "pairs.txt": (lambda path: [a for a, _ in read_pairs([str(path), str(path)], "en", "it", "train")], b"a\n", lines),
+    "pairs.txt.gz": (lambda path: [a for a, _ in read_pairs([str(path), str(path)], "en", "it", "train")], b"a\n", None),
+    "pairs.tsv": (lambda path: read_pairs([str(path)], "en", "it", "train") and None, b"a\tb\n", None),
+    "pairs.jsonl": (lambda path: read_pairs([str(path)], "en", "it", "train") and None, b'{"en": "a", "it": "b"}\n', None),
+    "text.txt": (lambda path: "".join(d.text for _, d in found(path, "text")), b"a\n", lambda raw: raw.decode().removeprefix("\ufeff")),
+    "text.jsonl": (lambda path: [d.text for _, d in found(path, "text")] and None, b'{"text": "a"}\n', None),
+    "text.jsonl.gz": (lambda path: [d.text for _, d in found(path, "text")] and None, b'{"text": "a"}\n', None),
+    "chats.jsonl": (
+        lambda path: list(chats(Data(kind="chat", train=(str(path),)), Counter())) and None,
+        b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
+        None,
+    ),
+    "it.mo": (lambda path: read_mo(path) and None, catalogue(b"apri"), None),
+    "lines.txt": (given_lines, b"a\n", lines),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_every_file_of_a_user_is_read_as_it_stands_or_refused_by_name(tmp_path: Path, name: str) -> None:
+    read, good, other = READERS[name]
+    tally, path = Tally(), tmp_path / name
+    for number, odd in enumerate(ODD_BYTES):
+        for content in (odd, good + odd):
+            for packed in (content, gzip.compress(content)) if name.endswith(".gz") else (content,):
+                path.write_bytes(packed)
+                outcome = attempt(lambda: read(path))
+
+                def why(value: Any, content: bytes = content) -> str:
+                    if other is None or (not content.strip() and not value):
+                        return ""
+                    return "" if value == other(content) else f"{content[:60]!r} became {str(value)[:60]!r}"
+
+                tally.judge(f"{name}, odd bytes {number} {odd[:30]!r}", outcome, why)
+                if outcome.code:
+                    assert path.name in outcome.text and len(outcome.text) < 3000, outcome.text
+    tally.check()

@@ -1,0 +1,268 @@
+"""What a Team and its Keeper refuse when they are constructed, and at a step. One process, real groups and files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as schedulers
+
+from lockstep.checkpoint.store import Store
+from lockstep.elastic.world import World
+from lockstep.errors import DivergedError, UsageError
+from lockstep.parallel import frozen_state as untrained
+from lockstep.training.checkpointer import Keeper
+from lockstep.training.replica_group import Team
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with World.join() as world:
+        yield world
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+
+
+def one_step(team: Team, step: int, optimizer: torch.optim.Optimizer) -> None:
+    for k in team.micro_batches(step):
+        team.backward(team(torch.full((2, 3), float(step + k))).square().sum())
+    optimizer.step()
+
+
+# The state of an own loop.
+
+
+def test_trained_parameters_in_no_optimizer_are_refused_by_name_and_frozen_ones_are_not(world: World, tmp_path: Path) -> None:
+    model = layers()
+    keeper = Keeper(tmp_path, world, model, torch.optim.SGD(model[0].parameters(), lr=0.1))
+    with pytest.raises(UsageError, match=r"2 trained parameters are in no optimizer that the Keeper knows: 1\.weight, 1\.bias"):
+        Team(world, model, keeper, micro_batches=1)
+    model[1].requires_grad_(False)
+    with Team(world, model, keeper, micro_batches=1):
+        pass
+
+
+def test_a_second_team_or_keeper_is_refused_until_the_first_is_closed(world: World, tmp_path: Path) -> None:
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Keeper(tmp_path / "first", world, model, optimizer) as keeper, Team(world, model, keeper, micro_batches=1):
+        with pytest.raises(UsageError, match="a second Team on one World"):
+            Team(world, model, keeper, micro_batches=1)
+        with pytest.raises(UsageError, match="a second Keeper on one World"):
+            Keeper(tmp_path / "second", world, model, optimizer)
+    with Keeper(tmp_path / "second", world, model, optimizer) as keeper, Team(world, model, keeper, micro_batches=1):
+        pass
+
+
+def test_a_keeper_of_another_module_is_refused(world: World, tmp_path: Path) -> None:
+    model = layers()
+    keeper = Keeper(tmp_path, world, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(UsageError, match="the Team trains Sequential, the Keeper saves another Sequential"):
+        Team(world, layers(), keeper, micro_batches=1)
+
+
+def test_weights_whose_memory_was_exchanged_are_in_the_digest(world: World) -> None:
+    """As an average of weights does that is put in their place for a while: p.data = average."""
+    model = layers()
+    with Team(world, model, micro_batches=1) as team:
+        before = team.replica.digest()
+        model[0].weight.data = model[0].weight.data.clone().mul_(2.0)
+        assert team.replica.digest() != before
+        model[0].weight.data.mul_(0.5)
+        assert team.replica.digest() == before
+
+
+def test_a_buffer_that_begins_within_a_word_is_hashed(world: World) -> None:
+    class Shifted(nn.Module):
+        table: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 1)
+            self.register_buffer("table", torch.arange(5.0)[1:3])
+
+    model = Shifted()
+    with Team(world, model, micro_batches=1) as team:
+        before = team.untrained.digest()
+        model.table[0] = 7.0
+        assert team.untrained.digest() != before
+
+
+class Warmup:
+    """A user's own class around a scheduler."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.inner = [scheduler]
+
+    def state_dict(self) -> Any:
+        return self.inner[0].state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.inner[0].load_state_dict(state)
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "StepLR": lambda o: schedulers.StepLR(o, 1),
+    "ReduceLROnPlateau": schedulers.ReduceLROnPlateau,
+    "SequentialLR": lambda o: schedulers.SequentialLR(o, [schedulers.ConstantLR(o), schedulers.ConstantLR(o)], [2]),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_that_the_keeper_does_not_know_is_refused(world: World, tmp_path: Path, name: str) -> None:
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = SCHEDULERS[name](optimizer)
+    with Keeper(tmp_path, world, model, optimizer) as keeper, pytest.raises(UsageError, match="sets the learning rate of SGD"):
+        Team(world, model, keeper, micro_batches=1)
+    for known in (scheduler, Warmup(scheduler)):
+        with Keeper(tmp_path, world, model, optimizer, state={"any": known}) as keeper, Team(world, model, keeper, micro_batches=1):
+            pass
+
+
+# Losses, gradients and weights that are not finite.
+
+
+LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "loss nan in step 2": lambda out: out.sum() * float("nan"),
+    "loss 0.0 in step 2, gradient not finite: 0.weight": lambda out: (out.sum() * 0).sqrt(),
+}
+
+
+@pytest.mark.parametrize("what", LOSSES)
+def test_a_loss_or_gradient_that_is_not_finite_ends_the_run_before_the_update(world: World, tmp_path: Path, what: str) -> None:
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    refused = pytest.raises(DivergedError, match=what)
+    with refused as found, Keeper(tmp_path, world, model, optimizer) as keeper, Team(world, model, keeper, micro_batches=1) as team:
+        one_step(team, 0, optimizer)
+        before = [p.detach().clone() for p in model.parameters()]
+        for _ in team.micro_batches(1):
+            team.backward(LOSSES[what](team(torch.ones(2, 3))))
+    assert found.value.exit_code == 4
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_gradients_that_are_not_finite_can_be_left_to_a_scaler(world: World, tmp_path: Path) -> None:
+    model = layers()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-3), torch.amp.GradScaler("cpu", init_scale=2.0**120)
+    with (
+        Keeper(tmp_path, world, model, optimizer, state={"scaler": scaler}) as keeper,
+        Team(world, model, keeper, micro_batches=1, on_nonfinite="ignore") as team,
+    ):
+        for step in range(3):
+            for _ in team.micro_batches(step):
+                team.backward(scaler.scale(team(torch.full((2, 3), 1e4)).square().sum()))
+            scaler.step(optimizer)
+            scaler.update()
+        keeper.save(3)
+    assert scaler.get_scale() < 2.0**120 and all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+def test_a_state_that_is_not_finite_is_not_saved_and_the_last_finite_checkpoint_stays(world: World, tmp_path: Path) -> None:
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    model.register_buffer("mask", torch.full((3,), float("-inf")))
+    refused = pytest.raises(DivergedError, match=r"not finite after step 2: optim\.0\.weight\.momentum_buffer\n.*checkpoints: 1")
+    with refused, Keeper(tmp_path, world, model, optimizer, keep=1) as keeper:
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        keeper.save(1)
+        assert keeper.saver and keeper.saver.wait()
+        optimizer.state[model[0].weight]["momentum_buffer"][0, 0] = float("inf")
+        keeper.save(2)
+    assert keeper.store.steps() == [1]
+
+
+# Buffers and frozen weights.
+
+
+class Counting(nn.Module):
+    """A buffer that is replaced in each forward pass: persistent, or a cache."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 1)
+        self.register_buffer("seen", torch.zeros(1), persistent=persistent)
+
+    def forward(self, rows: torch.Tensor) -> Any:
+        self.seen = self.seen + 1
+        return self.inner(rows)
+
+
+def test_buffers_that_the_forward_pass_changes_are_refused_by_name_before_the_update(world: World) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model[0].weight.detach().clone()
+    names = r"1\.running_mean, 1\.running_var, 1\.num_batches_tracked \(BatchNorm1d\)"
+    assert isinstance(model[1], nn.BatchNorm1d)
+    with pytest.raises(UsageError, match=f"passes of step 1: {names}"), Team(world, model, micro_batches=2) as team:
+        one_step(team, 0, optimizer)
+    assert torch.equal(before, model[0].weight)
+    with Team(world, model, micro_batches=2, local_buffers=True) as team:
+        one_step(team, 0, optimizer)
+    model[1].eval()
+    with Team(world, model, micro_batches=2) as team:
+        one_step(team, 0, optimizer)
+    with pytest.raises(UsageError, match=r": seen \(Counting\)"), Team(world, persistent := Counting(True), micro_batches=2) as team:
+        one_step(team, 0, torch.optim.SGD(persistent.parameters()))
+    with Team(world, cache := Counting(False), micro_batches=2) as team:
+        one_step(team, 0, torch.optim.SGD(cache.parameters()))
+
+
+def test_every_byte_of_frozen_weights_and_buffers_is_hashed_within_as_many_steps_as_there_are_slices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(untrained, "SLICE_BYTES", 64)
+    frozen = [torch.zeros(9, dtype=torch.bfloat16), torch.zeros(50), torch.zeros(0), torch.zeros(3, 5).t(), torch.tensor(1.0)]
+    module = nn.BatchNorm1d(4)
+    rest = untrained.Untrained(module, frozen)
+    count = len(rest.slices)
+    assert count == 7
+    before, whole = [rest.digest(number) for number in range(count)], rest.digest()
+    for tensor in (*frozen, module.running_mean, module.num_batches_tracked):
+        assert tensor is not None
+        for place in range(tensor.numel()):
+            kept = tensor.detach().clone()
+            torch.as_strided(tensor, (tensor.numel(),), (1,))[place] += 1
+            assert sum(rest.digest(number) != one for number, one in enumerate(before)) == 1 and rest.digest() != whole
+            tensor.copy_(kept)
+    assert [rest.digest(number + count) for number in range(count)] == before and rest.digest() == whole
+
+
+def test_a_layer_that_is_frozen_otherwise_after_a_resume_is_a_warning(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for start, frozen, warned in ((0, False, False), (1, False, False), (2, True, True)):
+        model = layers()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model[0].requires_grad_(not frozen)
+        caplog.clear()
+        with Keeper(tmp_path / "checkpoints", world, model, optimizer) as keeper:
+            assert keeper.resume() == start
+            with Team(world, model, keeper, micro_batches=1) as team:
+                one_step(team, start, optimizer)
+            keeper.save(start + 1)
+        assert ("other layers frozen: 0.bias, 0.weight changed since" in caplog.text) is warned, caplog.text
+
+
+def test_a_checkpoint_is_loaded_in_a_phase_without_a_limit(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Keeper(tmp_path / "checkpoints", world, model, optimizer) as keeper:
+        keeper.resume()
+        keeper.save(1)
+    phases = []
+    load = Store.load_newest
+    monkeypatch.setattr(Store, "load_newest", lambda store: phases.append(world.board.phase) or load(store))
+    before = world.board.phase
+    with Keeper(tmp_path / "checkpoints", world, model, optimizer) as keeper:
+        assert keeper.resume() == 1 and world.board.phase == before
+    assert phases == ["preparing"]
