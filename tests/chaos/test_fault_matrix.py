@@ -178,7 +178,8 @@ def test_7_all_workers_but_one_are_killed_at_once(start: Start, truth: Callable[
     back_s = one.wait_until_back(before)
     tell(back=back_s, whole=back_s + one.wait_until_whole(before))
     after = one.log.read(before.number + 1)
-    assert after.step >= step and len(after.members) == 1 and back_s < SOON_S
+    # One step less when the leader had written its line of the metrics and died before the vote reached the survivor, which retries the step.
+    assert after.step >= step - 1 and len(after.members) == 1 and back_s < SOON_S
     one.judge(truth())
 
 
