@@ -1,38 +1,54 @@
-# make setup | train | test | check | bench | docs
+# make setup | train | test-fast | test | test-chaos | check | docs | bench | wheel
 # TORCH chooses another build, for example: make setup TORCH="torch==2.13.0 --index-url URL-OF-YOUR-WHEELS"
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= $(shell grep '^torch==' constraints.txt)
 BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup train test check bench docs
+.PHONY: setup train test-fast test test-chaos check bench docs wheel
 setup: $(VENV)/.set-up
 
-# torch goes in first and alone: a resolver that sees it beside loose ranges may fetch another build, of several gigabytes.
+# torch is installed first and alone: with loose ranges beside it, pip may choose another build of several gigabytes.
 $(VENV)/.set-up: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
 	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e ".[dev]"
+	$(PIP) -e ".[dev]"
 	touch $@
 
 train: setup
 	$(BIN)/lockstep train --out runs/default
 
+# The unit tests without those marked slow: under a minute on two cores.
+test-fast: setup
+	$(PYTEST) -m "not slow" tests/unit
+
+# Everything except the long part of the chaos tests.
 test: setup
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	$(PYTEST)
+
+# All chaos tests, the long part included; those with several hosts need root.
+test-chaos: setup
+	LOCKSTEP_CHAOS=1 $(PYTEST) tests/chaos
 
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m lockstep.testing.packages
+	$(BIN)/python tools/prose.py -q
 
 bench: setup
-	$(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e ".[bench]"
+	$(PIP) -e ".[bench]"
 	$(BIN)/python bench/run.py
 
 docs: setup
-	$(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e ".[docs]"
+	$(PIP) -e ".[docs]"
 	$(BIN)/mkdocs build --strict
+
+wheel: setup
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .

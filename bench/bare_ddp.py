@@ -13,11 +13,11 @@ import torch.distributed as dist
 from task import Stopwatch, Task, read_task
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.data.pairs.loader import Loader
+from lockstep.data.pairs.loader import PairLoader
 from lockstep.data.pairs.prepare import open_prepared
-from lockstep.models.build import build
-from lockstep.parallel.ordered_sum import share
-from lockstep.tasks.translation import deal
+from lockstep.models.build import build_translator
+from lockstep.parallel.ordered_sum import leaves_of_rank
+from lockstep.tasks.translation import make_order
 from lockstep.training.optim import adamw, learning_rate, set_learning_rate
 
 
@@ -25,15 +25,17 @@ def train(task: Task) -> Stopwatch:
     """Train the steps of the run."""
     run, device = task.run, torch.device("cpu")
     corpus = open_prepared(task.data)
-    order = deal(run, corpus)
-    loader = Loader(corpus.train, order, device)
-    model = build(run.model, vocabulary=corpus.tokenizer.size, device=device, seed=run.seed, length=order.shapes[-1].length)
+    order = make_order(run, corpus)
+    loader = PairLoader(corpus.train, order, device)
+    model = build_translator(
+        run.model, vocab_size=corpus.tokenizer.vocab_size, device=device, seed=run.seed, length=order.shapes[-1].length
+    )
     optimizer = adamw(model, run.optim)
     ddp = DistributedDataParallel(model, bucket_cap_mb=run.parallel.bucket_bytes / 2**20, gradient_as_bucket_view=True)
-    mine = share(task.rank, task.size, run.batch.micro_batches)
+    mine = leaves_of_rank(task.rank, task.size, run.batch.micro_batches)
     watch = Stopwatch()
     for step in range(run.steps):
-        tokens = loader.tokens(step)
+        tokens = loader.tokens_in_step(step)
         for k in mine:
             batch = loader.micro_batch(step, k)
             with nullcontext() if k == mine[-1] else ddp.no_sync():

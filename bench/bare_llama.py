@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch
 
-from lockstep.config.schema import from_json
+from lockstep.config.saved_run import from_json
 from lockstep.data.order import UniformOrder
 from lockstep.data.text.chat_tokenizer import ChatTokenizer
 from lockstep.data.text.packing import CutRows, RowLoader
 from lockstep.data.text.prepare import open_prepared
-from lockstep.models.llama import build
+from lockstep.models.llama import build_llama
 from lockstep.models.llama_io import read_model
 
 
@@ -35,12 +35,12 @@ def main(folder: Path, steps: int, answer: Path | None) -> None:
     """Train and print `step loss norm` beside what the run's metrics say."""
     torch.set_num_threads(1)
     run = from_json(json.loads((folder / "run.json").read_text())).run
-    assert run.task == "pretrain" and run.optim.decay == "linear" and not run.llama.start, "the recipe llama-pretrain.toml"
+    assert run.task == "pretrain" and run.optim.schedule == "linear" and not run.llama.init_from, "the recipe llama-pretrain.toml"
     shape, _ = read_model(folder)
-    model = build(shape, device=torch.device("cpu"), seed=run.seed)
+    model = build_llama(shape, device=torch.device("cpu"), seed=run.seed)
     data = open_prepared(folder / "data", ChatTokenizer.load(folder / "tokenizer", {}))
-    rows, k_all = CutRows(data.train, run.batch.length), run.batch.micro_batches
-    order = UniformOrder(len(rows), k_all * (run.batch.tokens // run.batch.length), k_all, run.seed)
+    rows, k_all = CutRows(data.train, run.batch.seq_len), run.batch.micro_batches
+    order = UniformOrder(len(rows), k_all * (run.batch.tokens // run.batch.seq_len), k_all, run.seed)
     loader = RowLoader(rows, order, torch.device("cpu"))
     o = run.optim
     groups = [
@@ -53,7 +53,7 @@ def main(folder: Path, steps: int, answer: Path | None) -> None:
     for step in range(steps):
         began = time.perf_counter()
         optimizer.zero_grad()
-        tokens, total = loader.tokens(step), 0.0
+        tokens, total = loader.tokens_in_step(step), 0.0
         for k in range(k_all):
             batch = loader.micro_batch(step, k)
             with torch.autocast("cpu", torch.bfloat16, enabled=run.compute.precision == "bf16"):

@@ -13,7 +13,7 @@ import lzma
 import sys
 from pathlib import Path
 
-from lockstep.record.metrics import read
+from lockstep.record.metrics import read_metrics
 from lockstep.tasks.evaluator import Split
 
 SPLITS: tuple[Split, ...] = ("validation", "test")
@@ -27,7 +27,7 @@ def xz_bits(texts: list[bytes]) -> float:
 
 def main(folder: Path) -> None:
     """Print a line for each split."""
-    lines = read(folder / "evaluations.jsonl") if (folder / "evaluations.jsonl").exists() else []
+    lines = read_metrics(folder / "evaluations.jsonl") if (folder / "evaluations.jsonl").exists() else []
     for split in SPLITS:
         with open(folder / "data" / f"{split}.jsonl", encoding="utf-8") as file:
             texts = [json.loads(line)["text"].encode() for line in file]

@@ -68,7 +68,7 @@ def real_text() -> Flags:
 # the loops are compared; elsewhere each contestant has what its own launcher gives it.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "2000000000", "MALLOC_TRIM_THRESHOLD_": "4000000000"}
 SPLITS = {"train": "train", "validation": "val", "test": "test_2016_flickr"}
-BASE = {"model.width": "512", "model.heads": "8", "model.feed_forward": "2048"}  # 3 + 3 layers: 26 M parameters
+BASE = {"model.dim": "512", "model.n_heads": "8", "model.ffn_dim": "2048"}  # 3 + 3 layers: 26 M parameters
 
 
 def races(*, full: bool, precision: str) -> list[Race]:
@@ -76,7 +76,7 @@ def races(*, full: bool, precision: str) -> list[Race]:
 
     precision  of Lockstep, the bare loop, Accelerate and Fabric alike; the tutorial's is fp32 by its nature
     """
-    common = {"compute.precision": precision, "save.every_steps": "0", "evaluate.at_end": "0", "data.pairs": "30000"}
+    common = {"compute.precision": precision, "checkpoint.every_steps": "0", "evaluate.at_end": "0", "data.pairs": "30000"}
     found = [tutorial(full, common)]
     for size, model in (("default", {}), ("base", BASE)):
         for each in (1, 4):
@@ -127,7 +127,7 @@ def against_bare(name: str, flags: Flags, full: bool) -> Race:
 
 def against_others(name: str, flags: Flags, full: bool) -> Race:
     """(iii) `lockstep train` against Accelerate and Fabric: same model, token budget, optimizer and precision."""
-    like = {"optim.fused": "true", "batch.shapes": "24", "batch.micro_batches": "4"}
+    like = {"optim.fused": "true", "batch.buckets": "24", "batch.micro_batches": "4"}
     return Race(
         name,
         flags | real_text() | like | ({} if full else {"batch.tokens": "1024"}),

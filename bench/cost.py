@@ -4,9 +4,9 @@
     python bench/cost.py --size small --starts 2
     python bench/cost.py --keep cost                 kept under bench/DATE-cost
 
-with      `lockstep train`: an agent, a zygote, a member thread that beats, the log, the board, all weights compared at every step
-without   the same workers started by torchrun, `heal.verify_every = 0`: none of that; the vote of a step stays, which carries its loss.
-          With the allocator settings that the zygote gives its workers, which are worth more than what is looked for
+with      `lockstep train`: an agent, a forkserver, a member thread that beats, the log, the board, all weights compared at every step
+without   the same workers started by torchrun, `elastic.verify_every = 0`: none of that; the vote of a step stays, which carries its loss.
+          With the allocator settings that the forkserver gives its workers, which are worth more than what is looked for
 
 On a shared machine one run differs by 10% from the same run a minute later, so both live at the same time and take turns: all processes
 of one are stopped (SIGSTOP) while the other has both cores for a slice of about a second, in the order 1 2 2 1. What the machine does
@@ -37,19 +37,20 @@ from failover_subjects import TINY
 from group import as_flags
 from run import keep, machine
 
-from lockstep.config.schema import Resolved, resolve
+from lockstep.config.resolve import resolve
+from lockstep.config.schema import ResolvedRun
 from lockstep.data.pairs.prepare import prepare
-from lockstep.runtime.subprocesses import KEEP_MEMORY
+from lockstep.runtime.subprocesses import MALLOC_SETTINGS
 
 WORKERS = 2
 WAYS = ("with", "without")
 BOUND = 1.02
 LIMIT_S = 300.0  # for the first steps
-SLICE_S = 1.0  # less than heal.silent_s: nobody is missed meanwhile
+SLICE_S = 1.0  # less than elastic.heartbeat_timeout_s: nobody is missed meanwhile
 STEPS = 1_000_000  # more than any is watched for
 SIZES: dict[str, tuple[int, dict[str, object]]] = {  # steps before the first that counts, and values
-    "default": (4, {"evaluate.at_end": 0, "save.every_steps": 0}),
-    "small": (20, {**TINY, "save.every_steps": 0}),
+    "default": (4, {"evaluate.at_end": 0, "checkpoint.every_steps": 0}),
+    "small": (20, {**TINY, "checkpoint.every_steps": 0}),
 }
 
 
@@ -119,8 +120,8 @@ def training(size: str, way: str, folder: Path, data: Path) -> Iterator[Training
     (out / "data").symlink_to(data)
     words = ["-m", "lockstep", "train", "--out", str(out), *as_flags(resolved_for(size))]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS)]
-    command = [*words, "--workers", str(WORKERS)] if way == "with" else [*torchrun, *words, "--heal.verify_every", "0"]
-    environ = {**os.environ, **KEEP_MEMORY, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1] / "src")}
+    command = [*words, "--workers", str(WORKERS)] if way == "with" else [*torchrun, *words, "--elastic.verify_every", "0"]
+    environ = {**os.environ, **MALLOC_SETTINGS, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1] / "src")}
     with open(folder / "log", "w") as log:
         # in a session of its own: the kernel hangs up on a stopped process whose shell ends
         process = subprocess.Popen([sys.executable, *command], stdout=log, stderr=log, env=environ, start_new_session=True)
@@ -133,7 +134,7 @@ def training(size: str, way: str, folder: Path, data: Path) -> Iterator[Training
         process.wait()
 
 
-def resolved_for(size: str) -> Resolved:
+def resolved_for(size: str) -> ResolvedRun:
     """The run of a size."""
     return resolve(None, {"steps": str(STEPS), **{key: str(value) for key, value in SIZES[size][1].items()}})
 
@@ -197,7 +198,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="lockstep-cost-") as home:
         for size in [args.size] if args.size else SIZES:
             run, data = resolved_for(size).run, Path(home) / size / "data"
-            prepare(run.data, run.tokens, data)
+            prepare(run.data, run.tokenizer, data)
             for number in range(args.starts):
                 for one in one_start(size, number, args.seconds, Path(home) / size, data):
                     counts.append(one)

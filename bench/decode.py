@@ -27,10 +27,10 @@ from run import keep, kept_folder, machine
 from torch import Tensor
 
 from lockstep.generation.decoder import Decoder, Matrix, choose_layout
-from lockstep.generation.sampling import compiled, tokens_after
+from lockstep.generation.sampling import compile_step, sample_tokens
 from lockstep.models.hub import write_hub
-from lockstep.models.llama import SHAPES, build
-from lockstep.models.llama_io import load
+from lockstep.models.llama import LLAMA_CONFIGS, build_llama
+from lockstep.models.llama_io import load_llama
 
 PROMPT = 32
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ def main() -> int:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=list(SHAPES), default="25M")
+    parser.add_argument("--shape", choices=list(LLAMA_CONFIGS), default="25M")
     parser.add_argument("--precisions", nargs="+", choices=list(PRECISIONS), default=list(PRECISIONS))
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--tokens", type=int, default=64)
@@ -79,17 +79,17 @@ def arguments() -> argparse.Namespace:
 
 def race(folder: Path, args: argparse.Namespace, precision: str, rows: int) -> list[dict[str, Any]]:
     """A line of raw numbers for each subject and repetition."""
-    shape, dtype = SHAPES[args.shape], PRECISIONS[precision]
+    shape, dtype = LLAMA_CONFIGS[args.shape], PRECISIONS[precision]
     if not folder.exists():
-        model = build(shape, device=CPU, seed=1, dtype=dtype)
+        model = build_llama(shape, device=CPU, seed=1, dtype=dtype)
         write_hub(folder, shape, {name: parameter.detach() for name, parameter in model.named_parameters()})
-    ours = load(folder, device=CPU).model
+    ours = load_llama(folder, device=CPU).model
     theirs = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    prompt = torch.randint(shape.vocabulary, (rows, PROMPT), generator=torch.Generator().manual_seed(rows))
+    prompt = torch.randint(shape.vocab_size, (rows, PROMPT), generator=torch.Generator().manual_seed(rows))
     capacity = PROMPT + args.tokens + 1
 
     def written(decoder: Decoder, tokens: int, step: Any = None) -> Tensor:
-        return torch.tensor(list(tokens_after(decoder, prompt.tolist(), tokens=tokens, step=step, capacity=capacity))).T
+        return torch.tensor(list(sample_tokens(decoder, prompt.tolist(), tokens=tokens, step=step, capacity=capacity))).T
 
     def generated(tokens: int, **other: Any) -> Tensor:
         seen, how = torch.ones_like(prompt), {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -104,7 +104,7 @@ def race(folder: Path, args: argparse.Namespace, precision: str, rows: int) -> l
     }
     if args.compile:
         plain = Decoder(ours, layout="plain")
-        step = compiled(plain)
+        step = compile_step(plain)
         subjects["ours, compiled"] = lambda tokens: written(plain, tokens, step)
     lines: list[dict[str, Any]] = []
     right: Tensor | None = None

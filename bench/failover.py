@@ -83,7 +83,7 @@ def main() -> int:
         asked = [kind for kind in asked if "hosts" not in kind.fault]
     load_before, raw = os.getloadavg(), list[Try]()
     folder = Path(tempfile.mkdtemp(prefix="lockstep-failover-"))
-    prepare(tiny().run.data, tiny().run.tokens, folder / "data")
+    prepare(tiny().run.data, tiny().run.tokenizer, folder / "data")
     for number in range(args.tries):
         for place, kind in enumerate(asked):
             home = folder / f"{kind.system}-{place}-{number}"

@@ -16,11 +16,11 @@ from contextlib import nullcontext
 import torch
 from task import Task
 
-from lockstep.data.pairs.loader import Loader
+from lockstep.data.pairs.loader import PairLoader
 from lockstep.data.pairs.prepare import open_prepared
-from lockstep.models.build import build
-from lockstep.parallel.ordered_sum import share
-from lockstep.tasks.translation import deal
+from lockstep.models.build import build_translator
+from lockstep.parallel.ordered_sum import leaves_of_rank
+from lockstep.tasks.translation import make_order
 from lockstep.training.optim import adamw
 
 
@@ -31,18 +31,18 @@ class Trained:
         torch.set_num_threads(1)
         run = task.run
         corpus = open_prepared(task.data)
-        order = deal(run, corpus)
+        order = make_order(run, corpus)
         self.task = task
-        self.loader = Loader(corpus.train, order, torch.device("cpu"))
-        self.model = build(
-            run.model, vocabulary=corpus.tokenizer.size, device=torch.device("cpu"), seed=run.seed, length=order.shapes[-1].length
+        self.loader = PairLoader(corpus.train, order, torch.device("cpu"))
+        self.model = build_translator(
+            run.model, vocab_size=corpus.tokenizer.vocab_size, device=torch.device("cpu"), seed=run.seed, length=order.shapes[-1].length
         )
         self.optimizer = adamw(self.model, run.optim)
-        self.mine = share(task.rank, task.size, run.batch.micro_batches)
+        self.mine = leaves_of_rank(task.rank, task.size, run.batch.micro_batches)
 
     def backward(self, model: torch.nn.Module, step: int) -> None:
         """Gradients of a step; a `model` that reduces them by itself does so in the last micro-batch."""
-        run, tokens = self.task.run, self.loader.tokens(step)
+        run, tokens = self.task.run, self.loader.tokens_in_step(step)
         for k in self.mine:
             batch = self.loader.micro_batch(step, k)
             with nullcontext() if k == self.mine[-1] else getattr(model, "no_sync", nullcontext)():

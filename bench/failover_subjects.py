@@ -15,7 +15,9 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from lockstep.config.schema import Resolved, resolve, to_json
+from lockstep.config.resolve import resolve
+from lockstep.config.saved_run import to_json
+from lockstep.config.schema import ResolvedRun
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent / "tests"))
@@ -28,7 +30,7 @@ STEPS = 100_000  # more than any try sees
 SHARED = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent / "src")}  # the environment of the others
 
 
-def tiny() -> Resolved:
+def tiny() -> ResolvedRun:
     """The run of all of them."""
     return resolve(None, {key: str(value) for key, value in TINY.items()})
 
@@ -97,7 +99,7 @@ class Lockstep(Subject):
         elif self.fault == "host":
             training.kill_host(self.host)
         elif self.fault == "silence":
-            self.network.cut(self.host)  # type: ignore[union-attr]
+            self.network.disconnect(self.host)  # type: ignore[union-attr]
         else:
             training.kill(met, number=signal.SIGSTOP if self.fault == "stop" else signal.SIGKILL)
         return {"met": met.id.rpartition("/")[0], "led": met == leader, "at_step": steps[-1]["step"]}
@@ -111,7 +113,7 @@ class Lockstep(Subject):
         if self.fault == "host":
             self.training.start_agent(self.host)
         elif self.fault == "silence":
-            self.network.mend(self.host)  # type: ignore[union-attr]
+            self.network.reconnect(self.host)  # type: ignore[union-attr]
 
     def whole(self) -> bool:
         newest = self.training.newest

@@ -18,14 +18,14 @@ from statistics import median
 import torch
 from run import keep, machine
 
-from lockstep.config.schema import Memory, Optim
-from lockstep.layout import Layout, Spot
-from lockstep.models.llama import SHAPES, Llama, first_value
+from lockstep.config.schema import MemoryOptions, OptimOptions
+from lockstep.layout import Coordinates, Layout
+from lockstep.models.llama import LLAMA_CONFIGS, Llama, init_param
 from lockstep.parallel.grad_norm import divide_and_clip
-from lockstep.parallel.parallelize import hold
+from lockstep.parallel.parallelize import parallelize
 from lockstep.record.step_timer import flops_per_token, peak_resident_bytes
 from lockstep.training.optim import adamw
-from lockstep.training.profiler import product_flops
+from lockstep.training.profiler import measure_matmul_flops
 
 
 def main() -> None:
@@ -43,8 +43,8 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    shape = SHAPES[args.shape]
-    ceiling = product_flops(device, "bf16")
+    shape = LLAMA_CONFIGS[args.shape]
+    ceiling = measure_matmul_flops(device, "bf16")
     with torch.device("meta"):
         model = Llama(shape).bfloat16()
 
@@ -52,13 +52,13 @@ def main() -> None:
         for block in blocks:
             block.compile(dynamic=False)
 
-    value = lambda name, size: first_value(name, size, shape.layers, 1)  # noqa: E731
-    held = hold(model, Layout(), Spot(0, 0, 0, 0), value, device, inside=None if args.no_compile else compiled)
-    optimizer = adamw(held, Optim(learning_rate=3e-4), Memory(weights="bf16"))
+    value = lambda name, size: init_param(name, size, shape.n_layers, 1)  # noqa: E731
+    held = parallelize(model, Layout(), Coordinates(0, 0, 0, 0), value, device, prepare_blocks=None if args.no_compile else compiled)
+    optimizer = adamw(held, OptimOptions(learning_rate=3e-4), MemoryOptions(weights="bf16"))
     chance = torch.Generator(device).manual_seed(1)
     seconds = []
     for _ in range(args.warm + args.steps):
-        tokens = torch.randint(0, shape.vocabulary, (args.rows, args.length + 1), generator=chance, device=device)
+        tokens = torch.randint(0, shape.vocab_size, (args.rows, args.length + 1), generator=chance, device=device)
         began_s = now_s(device)
         held.module(tokens[:, :-1], tokens[:, 1:].contiguous()).backward()
         divide_and_clip(held.parameters(), divisor=args.rows * args.length, clip_norm=1.0)
@@ -66,7 +66,7 @@ def main() -> None:
         optimizer.zero_grad(set_to_none=True)
         seconds.append(now_s(device) - began_s)
     step_s, count = median(seconds[args.warm :]), args.rows * args.length
-    flops = flops_per_token(shape.parameters, shape.layers, shape.heads * shape.head_width, args.length)
+    flops = flops_per_token(shape.num_parameters, shape.n_layers, shape.n_heads * shape.head_dim, args.length)
     memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else peak_resident_bytes()
     name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "CPU, one thread"
     line = {

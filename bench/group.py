@@ -11,9 +11,10 @@ from pathlib import Path
 
 from contests import HERE, LOCKSTEP, Contestant
 
-from lockstep.config.schema import Resolved, to_json
+from lockstep.config.saved_run import to_json
+from lockstep.config.schema import ResolvedRun
 from lockstep.data.pairs.prepare import open_prepared
-from lockstep.tasks.translation import deal
+from lockstep.tasks.translation import make_order
 
 WORKERS = 2
 
@@ -34,7 +35,7 @@ class Answer:
         return asdict(self)
 
 
-def start(contestant: Contestant, resolved: Resolved, data: Path, folder: Path, environ: dict[str, str], limit_s: float) -> Answer:
+def start(contestant: Contestant, resolved: ResolvedRun, data: Path, folder: Path, environ: dict[str, str], limit_s: float) -> Answer:
     """Run the contestant to its end in an empty `folder` over the prepared corpus in `data`. Failed with what it printed."""
     folder.mkdir()
     (folder / "run.json").write_text(json.dumps(to_json(resolved)))
@@ -71,7 +72,7 @@ def run(command: list[str], folder: Path, environ: dict[str, str], limit_s: floa
         raise Failed(f"{' '.join(command)}\nended with {code}:\n{(folder / 'log').read_text()[-8000:]}")
 
 
-def as_flags(resolved: Resolved) -> list[str]:
+def as_flags(resolved: ResolvedRun) -> list[str]:
     """Every value that does not stand at its default, as the command line of `lockstep train` takes it."""
     words = []
     values = flat(to_json(resolved)["values"])
@@ -89,9 +90,9 @@ def flat(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
     return found
 
 
-def read_metrics(out: Path, resolved: Resolved) -> Answer:
+def read_metrics(out: Path, resolved: ResolvedRun) -> Answer:
     """The answer that `lockstep train` leaves in metrics.jsonl; pairs, which it does not count, follow from its order."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    order = deal(resolved.run, open_prepared(out / "data"))
+    order = make_order(resolved.run, open_prepared(out / "data"))
     pairs = [sum(len(order.ids(step, k)) for k in range(order.micro_batches)) for step in range(len(lines))]
     return Answer([line["seconds"] for line in lines], [line["tokens"] for line in lines], pairs)

@@ -2,7 +2,7 @@
 
     .venv/bin/python bench/limiter.py --keep limiter
 
-A Llama cut into two shards, one on each host. For each setting of shard.units_ahead and shard.free_after_forward: the step, what of it
+A Llama cut into two shards, one on each host. For each setting of fsdp.prefetch_units and fsdp.reshard_after_forward: the step, what of it
 waited for the wire, and the most memory that a worker had; the settings in turn, several times.
 """
 
@@ -23,11 +23,11 @@ from run import keep, machine
 from support.hosts import Host, Network
 
 SETTINGS = {
-    "nothing ahead": ["--shard.units_ahead", "0"],
-    "one block ahead": ["--shard.units_ahead", "1"],
-    "two blocks ahead": ["--shard.units_ahead", "2"],
-    "all blocks ahead": ["--shard.units_ahead", "100"],
-    "one ahead, kept until the backward pass": ["--shard.units_ahead", "1", "--shard.free_after_forward", "false"],
+    "nothing ahead": ["--fsdp.prefetch_units", "0"],
+    "one block ahead": ["--fsdp.prefetch_units", "1"],
+    "two blocks ahead": ["--fsdp.prefetch_units", "2"],
+    "all blocks ahead": ["--fsdp.prefetch_units", "100"],
+    "one ahead, kept until the backward pass": ["--fsdp.prefetch_units", "1", "--fsdp.reshard_after_forward", "false"],
 }
 WARM = 2
 RECIPE = Path(__file__).parents[1] / "recipes" / "llama-pretrain.toml"
@@ -37,15 +37,15 @@ SOURCE = Path(__file__).parents[1] / "src" / "lockstep"
 def flags(shape: str, steps: int) -> list[str]:
     values = {
         "steps": steps,
-        "llama.shape": shape,
+        "llama.size": shape,
         "data.kind": "text",
         "data.train": f"{SOURCE}/*/*.py",
         "data.held_out_share": 0.2,
-        "tokens.vocabulary": 1000,
+        "tokenizer.vocab_size": 1000,
         "batch.micro_batches": 2,
         "batch.tokens": 2048,
-        "batch.length": 512,
-        "save.every_steps": 0,
+        "batch.seq_len": 512,
+        "checkpoint.every_steps": 0,
         "layout.shard": 2,
         "evaluate.at_end": 0,
     }
@@ -54,7 +54,7 @@ def flags(shape: str, steps: int) -> list[str]:
 
 def shape_cable(network: Network, host: Host, rate: str) -> None:
     """Let `rate` through, each way; bursts of a millisecond."""
-    network.shape(host, rate)
+    network.limit_rate(host, rate)
     for pid in (network.switch, host.keeper):
         name = f"to{network.hosts.index(host) + 1}" if pid == network.switch else "eth0"
         change = f"tc qdisc change dev {name} root tbf rate {rate} burst 256kb latency 50ms"

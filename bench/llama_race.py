@@ -4,7 +4,7 @@
 
     replicas   ours (ordered), bare DistributedDataParallel, Accelerate, Lightning Fabric
     shards     ours (layout.shard 2) and bare fully_shard (FSDP2), which reduce after each micro-batch;
-               ours (shard.reduce = together) and Accelerate's FSDP2, which reduce after the last one
+               ours (fsdp.reduce = per_step) and Accelerate's FSDP2, which reduce after the last one
                the same two with memory.weights = bf16 for ours, which is what Accelerate's policy does: parameters are gathered and
                gradients sent in bf16, the optimizer has float32 ones. On CPU processes Accelerate passes over its FSDP plugin
                without a word and takes DistributedDataParallel; here it is told, and asked whether the model is sharded
@@ -51,9 +51,9 @@ def data(step: int, k: int, vocabulary: int) -> tuple[Tensor, Tensor]:
 
 
 def built(shape_name: str) -> nn.Module:
-    from lockstep.models.llama import SHAPES, build
+    from lockstep.models.llama import LLAMA_CONFIGS, build_llama
 
-    return build(SHAPES[shape_name], device=torch.device("cpu"), seed=1)
+    return build_llama(LLAMA_CONFIGS[shape_name], device=torch.device("cpu"), seed=1)
 
 
 def adamw_of(parameters: Any) -> torch.optim.Optimizer:
@@ -81,32 +81,38 @@ class Watch:
 
 
 def ours(shape: str, steps: int, each: int, shard: int = 1, together: bool = False, weights: str = "fp32") -> Iterator[None]:
-    from lockstep.config.schema import Memory, Optim
+    from lockstep.config.schema import MemoryOptions, OptimOptions
     from lockstep.elastic.world import World
     from lockstep.layout import Layout
-    from lockstep.models.llama import SHAPES, Llama, first_value
+    from lockstep.models.llama import LLAMA_CONFIGS, Llama, init_param
     from lockstep.parallel.grad_norm import divide_and_clip
-    from lockstep.parallel.parallelize import hold
+    from lockstep.parallel.parallelize import parallelize
     from lockstep.training.optim import adamw
-    from lockstep.training.replica_group import Team
+    from lockstep.training.replica_group import ReplicaGroup
 
     with World.join() as world:
         with torch.device("meta"):
-            model = Llama(SHAPES[shape])
+            model = Llama(LLAMA_CONFIGS[shape])
         if weights == "bf16":
             model.bfloat16()
         layout = Layout(WORKERS // shard, shard)
-        value = lambda name, size: first_value(name, size, SHAPES[shape].layers, 1)  # noqa: E731
-        held = hold(model, layout, layout.spot(world.rank), value, world.device)
-        optimizer = adamw_of(held.parameters()) if weights == "fp32" else adamw(held, Optim(learning_rate=1e-3), Memory(weights="bf16"))
-        with Team(world, held, micro_batches=each * WORKERS, together=together) as team:
+        value = lambda name, size: init_param(name, size, LLAMA_CONFIGS[shape].n_layers, 1)  # noqa: E731
+        held = parallelize(model, layout, layout.coordinates(world.rank), value, world.device)
+        optimizer = (
+            adamw_of(held.parameters())
+            if weights == "fp32"
+            else adamw(held, OptimOptions(learning_rate=1e-3), MemoryOptions(weights="bf16"))
+        )
+        with ReplicaGroup(world, held, micro_batches=each * WORKERS, reduce_once_per_step=together) as team:
             for step in range(steps):
                 for k in team.micro_batches(step):
-                    tokens, labels = data(step, k, SHAPES[shape].vocabulary)
+                    tokens, labels = data(step, k, LLAMA_CONFIGS[shape].vocab_size)
                     with narrow():
                         loss = team(tokens, labels)
                     team.backward(loss)
-                divide_and_clip(held.parameters(), divisor=each * WORKERS * ROWS * LENGTH, clip_norm=1.0, squares=team.squares)
+                divide_and_clip(
+                    held.parameters(), divisor=each * WORKERS * ROWS * LENGTH, clip_norm=1.0, grad_norm_squared=team.grad_norm_squared
+                )
                 optimizer.step()
                 yield
 
@@ -118,7 +124,7 @@ def bare(shape: str, steps: int, each: int) -> Iterator[None]:
     optimizer = adamw_of(model.parameters())
     for step in range(steps):
         for turn in range(each):
-            tokens, labels = data(step, dist.get_rank() * each + turn, model.shape.vocabulary)  # type: ignore[arg-type, union-attr]
+            tokens, labels = data(step, dist.get_rank() * each + turn, model.config.vocab_size)  # type: ignore[arg-type, union-attr]
             with nullcontext() if turn == each - 1 else ddp.no_sync():
                 with narrow():
                     loss = ddp(tokens, labels)
@@ -140,7 +146,7 @@ def bare_fsdp2(shape: str, steps: int, each: int) -> Iterator[None]:
     optimizer = adamw_of(model.parameters())
     for step in range(steps):
         for turn in range(each):
-            tokens, labels = data(step, dist.get_rank() * each + turn, model.shape.vocabulary)
+            tokens, labels = data(step, dist.get_rank() * each + turn, model.config.vocab_size)
             with narrow():
                 loss = model(tokens, labels)
             (loss / (each * ROWS * LENGTH)).backward()  # it reduces every micro-batch, as we do: whole gradients would not fit
@@ -167,7 +173,7 @@ def accelerate(shape: str, steps: int, each: int, fsdp: bool = False) -> Iterato
         accelerator.state.fsdp_plugin = plugin
         AcceleratorState._shared_state["distributed_type"] = DistributedType.FSDP
     model: Any = built(shape)
-    vocabulary = model.shape.vocabulary
+    vocabulary = model.config.vocab_size
     optimizer = adamw_of(model.parameters())
     model, optimizer = accelerator.prepare(model, optimizer)
     assert isinstance(model, FSDPModule) == fsdp, type(model)
@@ -192,7 +198,7 @@ def fabric(shape: str, steps: int, each: int) -> Iterator[None]:
     lightning = Fabric(accelerator="cpu", devices=WORKERS, strategy="ddp", precision="bf16-mixed")
     lightning.launch()
     model: Any = built(shape)
-    vocabulary = model.shape.vocabulary
+    vocabulary = model.config.vocab_size
     model, optimizer = lightning.setup(model, adamw_of(model.parameters()))
     for step in range(steps):
         for turn in range(each):

@@ -4,7 +4,7 @@ OMP_NUM_THREADS=1 python bench/memory.py                              a Llama of
 OMP_NUM_THREADS=1 python bench/memory.py --keep memory                write bench/DATE-memory/{command,machine,raw.jsonl,README.md} besides
 
 One process, one thread; seconds are the thread's CPU time, the best of several. Bytes are those of the tensors that live at
-once beside weights and gradients (`testing.Living`), and for the loss the growth of the process.
+once beside weights and gradients (`testing.ranks.TensorMemory`), and for the loss the growth of the process.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from itertools import product
 import torch
 from run import keep, machine
 
-from lockstep.checkpoint.state_dict import capture
-from lockstep.config.schema import Memory, Optim
-from lockstep.models.llama import SHAPES, build
-from lockstep.parallel.activation_checkpoint import recompute
-from lockstep.testing.ranks import Living
+from lockstep.checkpoint.state_dict import get_state_dict
+from lockstep.config.schema import MemoryOptions, OptimOptions
+from lockstep.models.llama import LLAMA_CONFIGS, build_llama
+from lockstep.parallel.activation_checkpoint import checkpoint_activations
+from lockstep.testing.ranks import TensorMemory
 from lockstep.training.optim import adamw
 
 Row = dict[str, object]
 CPU = torch.device("cpu")
-SHAPE, ROWS, LENGTH = SHAPES["5M"], 2, 512
+SHAPE, ROWS, LENGTH = LLAMA_CONFIGS["5M"], 2, 512
 LOSS = """
 import resource, sys, time, torch
 from lockstep.models.loss import output_cross_entropy
@@ -38,7 +38,7 @@ states, weight = torch.randn(1024, 256, requires_grad=True), torch.randn(128256,
 labels, peak = torch.arange(1024), lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 before, began = peak(), time.thread_time()
 if sys.argv[1] == "ours":
-    loss = output_cross_entropy(states, weight, labels, smoothing=0.0, pad=-100)
+    loss = output_cross_entropy(states, weight, labels, smoothing=0.0, ignore_index=-100)
 else:
     loss = torch.nn.functional.cross_entropy(states @ weight.T, labels, reduction="sum")
 loss.backward()
@@ -80,10 +80,10 @@ def best_s(work: Callable[[], None], repetitions: int) -> float:
 
 def recomputing(repetitions: int) -> Iterator[Row]:
     """The blocks of a model, the activations of its forward pass at their peak."""
-    tokens = torch.randint(SHAPE.vocabulary, (ROWS, LENGTH))
+    tokens = torch.randint(SHAPE.vocab_size, (ROWS, LENGTH))
     for mode in ("none", "selective", "full"):
-        model = build(SHAPE, device=CPU, seed=1)
-        recompute(model.layers, mode)
+        model = build_llama(SHAPE, device=CPU, seed=1)
+        checkpoint_activations(model.layers, mode)
 
         def both(model: torch.nn.Module = model) -> None:
             model.zero_grad(set_to_none=True)
@@ -91,7 +91,7 @@ def recomputing(repetitions: int) -> Iterator[Row]:
                 loss = model(tokens, tokens)
             loss.backward()
 
-        with Living() as living:
+        with TensorMemory() as living:
             both()
         peak = living.peak - sum(parameter.nbytes for parameter in model.parameters())
         yield {"recompute": mode, "activations, MB": round(peak / 1e6), "forward and backward, s": round(best_s(both, repetitions), 2)}
@@ -100,23 +100,23 @@ def recomputing(repetitions: int) -> Iterator[Row]:
 def updating(repetitions: int) -> Iterator[Row]:
     """Weights and optimizer state of a model, in bytes a parameter, and an update."""
     for weights, state, offload in product(("fp32", "bf16"), ("fp32", "bf16"), ("none", "optimizer")):
-        model = build(SHAPE, device=CPU, seed=1, dtype=torch.bfloat16 if weights == "bf16" else torch.float32)
-        optimizer = adamw(model, Optim(), Memory(weights=weights, optimizer_state=state, offload=offload))
+        model = build_llama(SHAPE, device=CPU, seed=1, dtype=torch.bfloat16 if weights == "bf16" else torch.float32)
+        optimizer = adamw(model, OptimOptions(), MemoryOptions(weights=weights, optimizer_state=state, offload=offload))
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
         took_s = best_s(optimizer.step, repetitions)
-        held = sum(tensor.nbytes for name, tensor in capture(model, optimizer).items() if not name.endswith("step"))
+        held = sum(tensor.nbytes for name, tensor in get_state_dict(model, optimizer).items() if not name.endswith("step"))
         how = {"weights": weights, "optimizer_state": state, "offload": offload}
-        yield {**how, "bytes a parameter": round(held / SHAPE.parameters, 1), "update, ms": round(took_s * 1e3)}
+        yield {**how, "bytes a parameter": round(held / SHAPE.num_parameters, 1), "update, ms": round(took_s * 1e3)}
 
 
 def walking(repetitions: int) -> Iterator[Row]:
     """torch's AdamW in its three ways to go over the parameters of a larger model."""
-    model = build(SHAPES["25M"], device=CPU, seed=1)
+    model = build_llama(LLAMA_CONFIGS["25M"], device=CPU, seed=1)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
-    what = f"torch's AdamW, {SHAPES['25M'].parameters / 1e6:.0f} M parameters, fp32"
+    what = f"torch's AdamW, {LLAMA_CONFIGS['25M'].num_parameters / 1e6:.0f} M parameters, fp32"
     for name, words in (("foreach", {"foreach": True}), ("one after another", {"foreach": False}), ("fused", {"fused": True})):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **words)
         optimizer.step()

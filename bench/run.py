@@ -29,7 +29,8 @@ import torch
 from contests import HERE, SMALL, Claim, Contestant, Race, races
 from group import WORKERS, Answer, start
 
-from lockstep.config.schema import Resolved, resolve
+from lockstep.config.resolve import resolve
+from lockstep.config.schema import ResolvedRun
 from lockstep.data.pairs.prepare import prepare
 
 LIMIT_S = 1200.0
@@ -132,10 +133,10 @@ def line(race: Race, one: Contestant, repetition: int, answer: Answer, all_s: fl
     return f"{name} {rate:>8.0f} tokens/s  step {median(seconds):.3f} s  {len(seconds)} steps  ({all_s:.0f} s in all)"
 
 
-def prepared(resolved: Resolved, folder: Path) -> Path:
+def prepared(resolved: ResolvedRun, folder: Path) -> Path:
     """The corpus of the run, prepared once for all who race over it."""
-    key = f"data-{abs(hash((resolved.run.data, resolved.run.tokens)))}"
-    prepare(resolved.run.data, resolved.run.tokens, folder / key)
+    key = f"data-{abs(hash((resolved.run.data, resolved.run.tokenizer)))}"
+    prepare(resolved.run.data, resolved.run.tokenizer, folder / key)
     return folder / key
 
 

@@ -30,7 +30,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from run import keep, machine
 from support.hosts import Host, Network, Training, undisturbed
 
-from lockstep.elastic.generation_log import Record
+from lockstep.elastic.generation_log import Generation
 
 FAULTS = {"worker": 8, "leader": 4, "flip": 3, "agent": 3, "stop": 1, "host": 1, "cable": 1}  # how often, in parts
 CABLE_S = 4.0
@@ -38,7 +38,7 @@ PAUSE_S = 0.5  # at most
 HEALED_S = 90.0  # far above what it takes, far below the 600 s of a collective
 FOR_EVER = 1_000_000  # steps
 # The weights must go on changing, or a wrong gradient would leave no trace: by default the learning rate is 0 after 300 steps.
-VALUES = {"optim__decay": "constant", "optim__learning_rate": 5e-4, "heal__gather_s": 2.0}
+VALUES = {"optim__schedule": "constant", "optim__learning_rate": 5e-4, "elastic__rendezvous_timeout_s": 2.0}
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Fault:
     back_s: float
 
 
-def strike(training: Training, network: Network, before: Record, what: str, chance: random.Random) -> str:
+def strike(training: Training, network: Network, before: Generation, what: str, chance: random.Random) -> str:
     """Let one fault happen, and what a person or systemd does after it. Whom it met."""
     victim = before.members[0] if what == "leader" else chance.choice(before.members)
     host = next(one for one in network.hosts if one.name == victim.host)
@@ -68,18 +68,18 @@ def strike(training: Training, network: Network, before: Record, what: str, chan
     elif what == "stop":
         training.kill(victim, number=signal.SIGSTOP)
     elif what == "flip":
-        training.order(victim.slot, "flip", host, at="forward")
+        training.request_fault(victim.slot, "flip", host, at="forward")
     elif what == "cable":
-        network.cut(host)
+        network.disconnect(host)
         time.sleep(CABLE_S)
-        network.mend(host)
+        network.reconnect(host)
     else:
         training.kill_host(host) if what == "host" else training.kill_agent(host)
         training.start_agent(host)
     return f"{victim.host}/{victim.slot}"
 
 
-def wait_for(training: Training, workers: int) -> Record:
+def wait_for(training: Training, workers: int) -> Generation:
     """Wait for a generation of so many workers that has done a step; which one."""
 
     def ready() -> bool:
@@ -126,7 +126,7 @@ def soak(folder: Path, hosts: Sequence[Host], network: Network, faults: int, see
         print(f"stopped at step {steps:,}; one worker now trains to there, undisturbed", flush=True)
         (folder / "undisturbed").mkdir()
         truth = undisturbed(folder / "undisturbed", steps, **VALUES)
-        training.judge(truth, code=75)
+        training.assert_same_bits(truth, code=75)
     finally:
         training.close()
     facts: dict[str, object] = {"steps": steps, "generations": training.newest.number, "seconds": round(disturbed_s)}
@@ -160,7 +160,7 @@ def main() -> None:
         f"{facts['steps']:,} steps; {facts['generations']} generations, {facts['goodput']:.0%} of the time in training. Each step stands "
         f"once in the metrics, with the loss and the norm of the run that nothing happened to. Both end with\n\n"
         f"    {facts['digest']}\n\n{table(felt)}\n\nA cable is out for {CABLE_S:g} s, and the step is looked for when it is in again; "
-        "`stop` and `cable` wait for `heal.silent_s`, 2.5 s, and twice as long where of two the leader fell silent.\n"
+        "`stop` and `cable` wait for `elastic.heartbeat_timeout_s`, 2.5 s, and twice as long where of two the leader fell silent.\n"
     )
     print(text)
     if args.keep:

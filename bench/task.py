@@ -15,12 +15,13 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lockstep.config.schema import Run, from_json
+from lockstep.config.saved_run import from_json
+from lockstep.config.schema import RunConfig
 
 
 @dataclass(frozen=True)
 class Task:
-    run: Run
+    run: RunConfig
     data: Path
     answer: Path
     rank: int

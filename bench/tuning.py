@@ -17,11 +17,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lockstep.checkpoint.store import Store
+from lockstep.checkpoint.store import CheckpointStore
 from lockstep.data.text.chat_samples import drills
 from lockstep.data.text.documents import choose_split
 from lockstep.models.llama_io import open_weights
-from lockstep.record.metrics import read
+from lockstep.record.metrics import read_metrics
 
 CHATS = 30_000
 SMALL = [
@@ -29,9 +29,9 @@ SMALL = [
     "4",
     "--batch.tokens",
     "2048",
-    "--batch.length",
+    "--batch.seq_len",
     "128",
-    "--save.every_steps",
+    "--checkpoint.every_steps",
     "0",
     "--evaluate.at_end",
     "2000",
@@ -60,7 +60,7 @@ def train(folder: Path, *words: str) -> None:
 
 def trained_share(run: Path, base: Path) -> float:
     """Numbers in the optimizer of a run over those of the whole model."""
-    store = Store(run / "checkpoints")
+    store = CheckpointStore(run / "checkpoints")
     found = store.load_newest()
     assert found is not None
     in_optimizer = sum(tensor.numel() for name, tensor in found.tensors.items() if name.endswith(".exp_avg"))
@@ -104,14 +104,14 @@ def main(folder: Path) -> None:
     chats = [word for split in ("train", "validation", "test") for word in (f"--data.{split}", f"{folder / split}.jsonl")]
     rate = ["--optim.learning_rate", "4e-3", "--optim.warmup_steps", "30", "--optim.weight_decay", "0.1"]
     text = ["--task", "pretrain", "--data.kind", "text", "--data.train", f"{folder}/text.jsonl"]
-    new = ["--llama.shape", "1M", "--tokens.vocabulary", "400", "--steps", "250", "--optim.decay_steps", "250"]
+    new = ["--llama.size", "1M", "--tokenizer.vocab_size", "400", "--steps", "250", "--optim.decay_steps", "250"]
     train(base, *text, *new, *rate)
-    tuned = ["--task", "sft", "--data.kind", "chat", *chats, "--llama.start", str(base), "--steps", "120", "--optim.decay_steps", "120"]
+    tuned = ["--task", "sft", "--data.kind", "chat", *chats, "--llama.init_from", str(base), "--steps", "120", "--optim.decay_steps", "120"]
     train(full, *tuned, *rate[2:], "--optim.learning_rate", "1e-3")
     adapters = ["--lora.rank", "4", "--lora.alpha", "16"]
     train(lora, *tuned, *rate[2:4], "--optim.learning_rate", "1e-2", "--optim.weight_decay", "0", *adapters)
     for run in (full, lora):
-        line = [line for line in read(run / "evaluations.jsonl") if line["split"] == "test"][-1]
+        line = [line for line in read_metrics(run / "evaluations.jsonl") if line["split"] == "test"][-1]
         print(f"{run.name}: {line['exact_match']:.1%} of {line['chats']} held-out answers right, loss {line['loss']:.4f}, ", end="")
         print(f"{trained_share(run, base):.2%} of the parameters in the optimizer")
     print(right_in_transformers(lora, folder))

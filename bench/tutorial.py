@@ -151,7 +151,7 @@ class Transformer(nn.Module):
 
 def train(task: Task) -> Stopwatch:
     """Train the steps of the run; of all its other values only the corpus counts."""
-    pairs = corpus.read(task.run.data).train
+    pairs = corpus.read_corpus(task.run.data).train
     source, target = (word_tokenizer([pair[side] for pair in pairs]) for side in (0, 1))
     data = Bilingual(pairs, source, target)
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ from usual import LikeLengths, Translations, pad
 
 from lockstep.data.pairs.prepare import open_prepared
 from lockstep.data.tokenizer import PAD
-from lockstep.models.build import build
+from lockstep.models.build import build_translator
 from lockstep.training.optim import learning_rate
 
 
@@ -27,7 +27,7 @@ def train(task: Task) -> Stopwatch:
         dataloader_config=DataLoaderConfiguration(even_batches=False),  # batches of varying size
     )
     torch.manual_seed(run.seed)
-    model = build(run.model, vocabulary=corpus.tokenizer.size, device=accelerator.device, seed=run.seed)
+    model = build_translator(run.model, vocab_size=corpus.tokenizer.vocab_size, device=accelerator.device, seed=run.seed)
     batches = LikeLengths(corpus.train, tokens=run.batch.tokens, multiple=k, seed=run.seed)
     loader = DataLoader(Translations(corpus.train), batch_sampler=batches, collate_fn=pad)
     optimizer = torch.optim.AdamW(

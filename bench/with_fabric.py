@@ -13,7 +13,7 @@ from usual import LikeLengths, Translations, pad
 
 from lockstep.data.pairs.prepare import open_prepared
 from lockstep.data.tokenizer import PAD
-from lockstep.models.build import build
+from lockstep.models.build import build_translator
 from lockstep.training.optim import learning_rate
 
 
@@ -29,7 +29,7 @@ def train(task: Task) -> Stopwatch:
     )
     fabric.launch()
     fabric.seed_everything(run.seed, verbose=False)
-    model = build(run.model, vocabulary=corpus.tokenizer.size, device=fabric.device, seed=run.seed)
+    model = build_translator(run.model, vocab_size=corpus.tokenizer.vocab_size, device=fabric.device, seed=run.seed)
     batches = LikeLengths(
         corpus.train,
         tokens=run.batch.tokens,

@@ -1,27 +1,20 @@
-"""Your own loop, before and after: a plain PyTorch loop in one process, and the same loop with Lockstep.
+"""A PyTorch training loop before and after: `plain` runs in one process, `train` is the same loop with lockstep.Session.
 
-    python examples/own_loop.py                                                    the plain loop
-    lockstep train examples/own_loop.py:train --out runs/own --workers 2           the same on two processes
-    torchrun --nproc-per-node 2 examples/own_loop.py                               the same under torchrun
+    python examples/own_loop.py                          two workers on this machine
+    lockstep run examples/own_loop.py --workers 4        four; --out runs/own --steps 300 are the arguments of train
+    torchrun --nproc-per-node 2 examples/own_loop.py     the workers of torchrun
 
-What the lines that differ buy: any number of processes with the same bits, exact resume after a kill, verified checkpoints, tracking.
-The model, the data set, the loss and the optimizer are yours and stay as they are.
+The changed lines buy: the same bits on any number of workers, exact resume after a kill, workers replaced while the others keep training,
+verified checkpoints, metrics, and the device. Model, data set, loss and optimizer stay as they are.
 """
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
-from lockstep.data.order import UniformOrder
-from lockstep.elastic.world import World
-from lockstep.record.tracker import Tracker
-from lockstep.training.checkpointer import Keeper
-from lockstep.training.replica_group import Team
+import lockstep
 
 
 class Houses(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -46,9 +39,9 @@ def make_model() -> nn.Module:
 
 def plain(steps: int = 200) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, houses = make_model().to(device), Houses()
+    dataset, model = Houses(), make_model().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loader, step = DataLoader(houses, batch_size=64, shuffle=True, drop_last=True), 0
+    loader, step = DataLoader(dataset, batch_size=64, shuffle=True, drop_last=True), 0
     while step < steps:
         for sizes, prices in loader:
             loss = nn.functional.mse_loss(model(sizes.to(device)), prices.to(device))
@@ -59,26 +52,18 @@ def plain(steps: int = 200) -> None:
             print(f"step {step}  loss {loss.item():.5f}")
 
 
-def train(steps: int = 200, out: Path = Path("runs/own")) -> None:
-    with World.join() as world:
-        device = world.device
-        model, houses = make_model().to(device), Houses()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        order = UniformOrder(len(houses), batch=64, micro_batches=8)
-        with Keeper(out / "checkpoints", world, model, optimizer, every_steps=50) as keeper:
-            step = keeper.resume()
-            with Team(world, model, keeper, micro_batches=8) as team, Tracker(out, leader=world.leads, from_step=step) as tracker:
-                while step < steps:
-                    for k in team.micro_batches(step):
-                        sizes, prices = default_collate([houses[i] for i in order.ids(step, k)])
-                        loss = nn.functional.mse_loss(team(sizes.to(device)), prices.to(device)) / 8
-                        team.backward(loss)
-                    optimizer.step()
-                    step += 1
-                    tracker.step(step, {"loss": team.loss})
-                    keeper.save_if_due(step)
-                keeper.save(step)
+def train(out: str = "runs/own", steps: int = 200) -> None:
+    dataset, model = Houses(), make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with lockstep.Session(out, micro_batches=8, save_every=50) as session:
+        model, optimizer = session.prepare(model, optimizer)
+        loader = session.loader(dataset, batch_size=64)
+        for step in session.steps(steps):
+            for sizes, prices in loader(step):
+                session.backward(nn.functional.mse_loss(model(sizes), prices))
+            optimizer.step()
+            session.log(step, loss=session.loss)
 
 
 if __name__ == "__main__":
-    train() if "RANK" in os.environ else plain()
+    lockstep.launch(train, workers=2)

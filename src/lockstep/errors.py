@@ -1,21 +1,21 @@
-"""Every way in which Lockstep fails, on one page.
+"""The exception tree of Lockstep and the exit code of each class.
 
 A message has three parts: what happened with the values, where they came from, what to try.
 
     LockstepError              exit code 1   training failed
-      UsageError                         2   the command's words do not fit
-        ConfigError                      2   the run's values do not fit
+      UsageError                         2   invalid command line or environment
+        ConfigError                      2   invalid configuration values
       DataError                          3   text, tokens or prepared files are damaged or missing
-        DamagedFileError                 3   a file of a run is not what was written, or is no file at all
+        DamagedFileError                 3   a file of a run is damaged, or not a regular file
       CheckpointError                    3   a checkpoint is damaged, missing or cannot be written
-        SaveFailedError                  3   one could not be written, and save.on_error is "stop"
+        SaveFailedError                  3   not saved, and checkpoint.on_error is "stop"
       DivergedError                      4   the loss or the gradient is no longer finite
-      OutOfMemoryError                   1   what a worker was to hold did not fit
-      PeersLostError                    76   other processes of this run are gone
-        FencedError                     77   the run goes on without this worker; its agent starts it anew
-          FolderAwayError               77   the run folder cannot be used: the next worker waits for it
+      OutOfMemoryError                   1   the model or a batch does not fit into memory
+      PeersLostError                    76   other workers of this run exited or do not answer
+        FencedError                     77   evicted from the run; its agent restarts it
+          RunFolderUnavailableError     77   run folder unusable: the next worker waits
 
-Codes that are no error: 0 done, 75 saved and wants to be started again, 128 + n ended by signal n.
+Exit codes without an error: 0 done, 75 saved and to be restarted, 128 + n killed by signal n.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import errno
 
 
 class LockstepError(Exception):
-    """`what` happened (with the values), `where` they came from, `hint`: what to try. The last two may be empty."""
+    """`what` happened, `where` its values came from, `hint`: what to try. The last two may be ""."""
 
     exit_code = 1
 
@@ -50,7 +50,7 @@ class DataError(LockstepError):
 
 
 class DamagedFileError(DataError, OSError):
-    """An OSError too, so that code which expects an unreadable file handles it like one."""
+    """Also an OSError: code that handles unreadable files handles this error too."""
 
     def __init__(self, what: str, where: str = "", hint: str = "") -> None:
         super().__init__(what, where, hint)
@@ -81,22 +81,14 @@ class FencedError(PeersLostError):
     exit_code = 77
 
 
-class FolderAwayError(FencedError):
+class RunFolderUnavailableError(FencedError):
     pass
 
 
-BY_NAME: dict[str, type[LockstepError]] = {
-    cls.__name__: cls
-    for cls in (
-        LockstepError,
-        UsageError,
-        ConfigError,
-        DataError,
-        DamagedFileError,
-        CheckpointError,
-        SaveFailedError,
-        DivergedError,
-        PeersLostError,
-        FolderAwayError,
+ERRORS_BY_NAME: dict[str, type[LockstepError]] = {
+    error.__name__: error
+    for error in (
+        *(LockstepError, UsageError, ConfigError, DataError, DamagedFileError, CheckpointError, SaveFailedError),
+        *(DivergedError, PeersLostError, RunFolderUnavailableError),
     )
 }

@@ -1,14 +1,15 @@
-"""Which worker holds what: a layout is the size of each axis, `replicate x pipeline x shard x tensor`.
+"""Device layout: the size of each axis of `replicate x pipeline x shard x tensor`.
 
-A *replica* is one whole copy of the model on `unit` = pipeline * shard * tensor workers. It is whole or dead: it heals from another one.
-Ranks are counted with tensor fastest, then shard, then pipeline, then replicate, since those that talk most shall be neighbours:
+A *replica* is one full copy of the model on pipeline * shard * tensor workers. It lives or fails as
+a unit, and recovers from another replica. Ranks are numbered with tensor as the fastest axis, then
+shard, pipeline and replicate, so that the ranks that communicate most are neighbors:
 
-    tensor     every layer, in the middle of it: activations of the whole micro-batch
-    shard      every unit, beside the computation: parameters and gradients
-    pipeline   every micro-batch: activations between two layers
-    replicate  once a step: gradients
+    tensor     within every layer: activations of the whole micro-batch
+    shard      for every unit, overlapped with computation: parameters and gradients
+    pipeline   for every micro-batch: activations between two layers
+    replicate  once per step: gradients
 
-Everything here is arithmetic on whole numbers; nothing imports torch.
+This module is integer arithmetic only and does not import torch.
 """
 
 from __future__ import annotations
@@ -31,43 +32,40 @@ class Layout:
     pipeline: int = 1
 
     @property
-    def unit(self) -> int:
-        """Workers of one replica."""
+    def workers_per_replica(self) -> int:
         return self.shard * self.tensor * self.pipeline
 
     @property
     def workers(self) -> int:
-        return self.replicate * self.unit
+        return self.replicate * self.workers_per_replica
 
     @property
-    def loaders(self) -> int:
-        """How many workers are given micro-batches of their own."""
+    def data_parallel_size(self) -> int:
+        """The number of workers with micro-batches of their own."""
         return self.replicate * self.shard
 
-    def spot(self, rank: int) -> Spot:
-        """Where `rank` stands."""
+    def coordinates(self, rank: int) -> Coordinates:
         rest, tensor = divmod(rank, self.tensor)
         rest, shard = divmod(rest, self.shard)
         replica, stage = divmod(rest, self.pipeline)
-        return Spot(replica, shard, tensor, stage)
+        return Coordinates(replica, shard, tensor, stage)
 
-    def rank(self, spot: Spot) -> int:
-        """Who stands there."""
-        return ((spot.replica * self.pipeline + spot.stage) * self.shard + spot.shard) * self.tensor + spot.tensor
+    def rank(self, at: Coordinates) -> int:
+        return ((at.replica * self.pipeline + at.stage) * self.shard + at.shard) * self.tensor + at.tensor
 
-    def along(self, rank: int, axis: str) -> list[int]:
-        """The ranks that differ from `rank` in one axis alone, in its order, `rank` among them."""
-        here = self.spot(rank)
+    def ranks_along(self, rank: int, axis: str) -> list[int]:
+        """Return the ranks that differ from `rank` only in `axis`, including `rank`, in order."""
+        coordinates = self.coordinates(rank)
         name = {"replicate": "replica", "pipeline": "stage"}.get(axis, axis)
-        return [self.rank(replace(here, **{name: place})) for place in range(getattr(self, axis))]
+        return [self.rank(replace(coordinates, **{name: index})) for index in range(getattr(self, axis))]
 
     def __str__(self) -> str:
         return " x ".join(f"{axis} {size}" for axis, size in zip(AXES, astuple(self), strict=True) if size > 1) or "one worker"
 
 
 @dataclass(frozen=True)
-class Spot:
-    """A place in the layout; each number counts from 0."""
+class Coordinates:
+    """The position of a rank along each axis, from 0 (DeviceMesh: coordinate)."""
 
     replica: int
     shard: int
@@ -76,62 +74,64 @@ class Spot:
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """What a model and a run can be cut into.
+class LayoutLimits:
+    """Upper bounds on a layout, from a model and a run.
 
-    micro_batches    of a step: each replica's shard needs one
-    tensor           numbers that the tensor axis must divide: heads, key-value heads, inner width; empty: it cannot be cut so
-    stages           layers that can be dealt to stages; 0: it cannot be cut so
+    micro_batches    per step: each shard of each replica needs at least one
+    tensor           sizes that the tensor axis must divide (heads, key-value heads, inner width);
+                     empty: the model does not support tensor parallelism
+    stages           layers that can be split over stages; 0: the model does not support pipelining
     """
 
     micro_batches: int
     tensor: tuple[int, ...] = ()
     stages: int = 0
 
-    def why_not(self, layout: Layout) -> str:
-        """What forbids the layout; "" when it works."""
-        if layout.loaders > self.micro_batches:
-            return f"{layout.loaders} shards of all replicas share {self.micro_batches} micro-batches a step"
+    def problem_with(self, layout: Layout) -> str:
+        """Return why the layout does not work; "" when it does."""
+        if layout.data_parallel_size > self.micro_batches:
+            return f"{layout.data_parallel_size} shards of all replicas share {self.micro_batches} micro-batches a step"
         if layout.tensor > 1 and not self.tensor:
-            return "this model has no tensor plan"
+            return "this model does not support tensor parallelism"
         if uneven := [size for size in self.tensor if size % layout.tensor]:
             return f"tensor {layout.tensor} does not divide {', '.join(map(str, uneven))} (heads, key-value heads, inner width)"
+        if layout.pipeline > 1 and not self.stages:
+            return "this model does not support pipeline parallelism"
         if layout.pipeline > 1 and layout.pipeline > self.stages:
-            return (
-                f"pipeline {layout.pipeline} needs as many layers, the model has {self.stages}" if self.stages else "this model has no cuts"
-            )
+            return f"pipeline {layout.pipeline} needs as many layers, the model has {self.stages}"
         return ""
 
 
-def choose(asked: Layout, workers: int, bounds: Bounds, where: str) -> Layout:
-    """The layout that `workers` processes make. `asked.replicate` 0: as many replicas as there are.
+def choose_layout(asked: Layout, workers: int, bounds: LayoutLimits, where: str) -> Layout:
+    """Return `asked` as a layout of `workers` processes. `asked.replicate` 0: as many as fit.
 
-    UsageError, with the nearest layouts that work, when it does not come out.
+    where  source of `asked`, for the message
+    UsageError with the nearest layouts that work when `asked` does not fit.
     """
-    layout = asked if asked.replicate else replace(asked, replicate=max(1, workers // asked.unit))
-    why = bounds.why_not(layout)
+    layout = asked if asked.replicate else replace(asked, replicate=max(1, workers // asked.workers_per_replica))
+    why = bounds.problem_with(layout)
     if not why and layout.workers != workers:
-        why = f"it takes {layout.workers} workers, and there are {workers}"
+        why = f"it needs {layout.workers} workers, {workers} are running"
     if why:
-        near = nearest(layout, workers, bounds)
-        hint = "these work: " + "; ".join(flags(one) for one in near) if near else f"give {layout.workers} workers"
+        nearest = nearest_layouts(layout, workers, bounds)
+        hint = "these work: " + "; ".join(map(layout_flags, nearest)) if nearest else f"give {layout.workers} workers"
         raise UsageError(f"the layout {layout} does not work: {why}", where, hint)
     return layout
 
 
-def nearest(wrong: Layout, workers: int, bounds: Bounds, most: int = 3) -> list[Layout]:
-    """The layouts of `workers` processes that work, those first that differ least in their axes."""
+def nearest_layouts(wrong: Layout, workers: int, bounds: LayoutLimits, most: int = 3) -> list[Layout]:
+    """Return up to `most` valid layouts of `workers` processes, the closest to `wrong` first."""
     sizes = [size for size in range(1, workers + 1) if workers % size == 0]
-    every = (Layout(*some) for some in product(sizes, repeat=4))
-    works = [one for one in every if one.workers == workers and not bounds.why_not(one)]
+    candidates = (Layout(*axes) for axes in product(sizes, repeat=4))
+    valid = [layout for layout in candidates if layout.workers == workers and not bounds.problem_with(layout)]
 
-    def distance(one: Layout) -> tuple[int, int]:
-        differing = [a != b for a, b in zip(astuple(one), astuple(wrong), strict=True)]
-        return sum(differing), sum(abs(a - b) for a, b in zip(astuple(one), astuple(wrong), strict=True))
+    def distance(layout: Layout) -> tuple[int, int]:
+        pairs = list(zip(astuple(layout), astuple(wrong), strict=True))
+        return sum(a != b for a, b in pairs), sum(abs(a - b) for a, b in pairs)
 
-    return sorted(works, key=distance)[:most]
+    return sorted(valid, key=distance)[:most]
 
 
-def flags(layout: Layout) -> str:
-    """As it is given on the command line."""
+def layout_flags(layout: Layout) -> str:
+    """Return the command-line flags of `layout`."""
     return " ".join(f"--layout.{axis} {size}" for axis, size in zip(AXES, astuple(layout), strict=True) if size > 1) or "one replica"

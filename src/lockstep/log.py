@@ -1,7 +1,7 @@
-"""One logger, `lockstep`: warnings of every rank on its stderr, everything in the rank's own log file.
+"""Configure the logger `lockstep`: rank 0 logs to stderr, every rank to a log file of its own.
 
-Rooms write `logging.getLogger("lockstep")`; only the two entry points (the command and a worker) call `set_up`. The log file lies on the
-disk of the run, which may not answer for minutes: it is written in a thread, and nobody who logs waits for it.
+Modules use `logging.getLogger("lockstep")`; only the command and the workers call `set_up_logging`.
+A thread writes the log file, so a run disk that does not answer for minutes blocks no log call.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import threading
 from logging.handlers import QueueHandler
 from pathlib import Path
 
-LET_OUT_S = 1.0
+FLUSH_TIMEOUT_S = 1.0
 
 
-def set_up(*, rank: int = 0, file: Path | None = None, show: int = logging.INFO) -> None:
-    """Send records of level `show` and above to stderr (ranks above 0: to nowhere but their file), all of them to `file`."""
+def set_up_logging(*, rank: int = 0, file: Path | None = None, level: int = logging.INFO) -> None:
+    """Send records from `level` on to stderr (rank 0 only), and all records to `file`."""
     log = logging.getLogger("lockstep")
     log.setLevel(logging.DEBUG)
     log.propagate = False
@@ -26,47 +26,47 @@ def set_up(*, rank: int = 0, file: Path | None = None, show: int = logging.INFO)
         handler.close()
     if rank == 0:
         terminal = logging.StreamHandler(sys.stderr)
-        terminal.setLevel(show)
+        terminal.setLevel(level)
         terminal.setFormatter(logging.Formatter("%(message)s"))
         log.addHandler(terminal)
     if file is not None:
         lines = logging.FileHandler(file, encoding="utf-8")
         lines.setFormatter(logging.Formatter(f"%(asctime)s %(levelname).1s rank {rank}: %(message)s"))
-        log.addHandler(InBackground(lines))
+        log.addHandler(BackgroundHandler(lines))
 
 
-def let_out() -> None:
-    """Return when the log file has what was said so far, or after a second: for who ends this process at once."""
+def flush_log() -> None:
+    """Wait until all records are in the log file, FLUSH_TIMEOUT_S at most: before os._exit."""
     for handler in logging.getLogger("lockstep").handlers:
         handler.flush()
 
 
-class InBackground(QueueHandler):
-    """Hands each record, as it reads now, to `handler` in a thread."""
+class BackgroundHandler(QueueHandler):
+    """Formats each record at once and passes it to `handler` in a thread."""
 
     def __init__(self, handler: logging.Handler) -> None:
-        self.said: queue.SimpleQueue[logging.LogRecord | threading.Event | None] = queue.SimpleQueue()
-        super().__init__(self.said)
+        self.records: queue.SimpleQueue[logging.LogRecord | threading.Event | None] = queue.SimpleQueue()
+        super().__init__(self.records)
         self.handler = handler
         self.thread = threading.Thread(target=self._write, name="log", daemon=True)
         self.thread.start()
 
     def _write(self) -> None:
-        while (one := self.said.get()) is not None:
-            if isinstance(one, threading.Event):
-                one.set()
+        while (record := self.records.get()) is not None:
+            if isinstance(record, threading.Event):
+                record.set()
             else:
-                self.handler.handle(one)
+                self.handler.handle(record)
 
     def flush(self) -> None:
-        """Return when the thread has come to here, or after LET_OUT_S."""
-        here = threading.Event()
-        self.said.put(here)
-        here.wait(LET_OUT_S)
+        """Wait until the thread has written all records so far, FLUSH_TIMEOUT_S at most."""
+        written = threading.Event()
+        self.records.put(written)
+        written.wait(FLUSH_TIMEOUT_S)
 
     def close(self) -> None:
-        """Write what is left. Waits for the disk."""
-        self.said.put(None)
+        """Write all remaining records. Waits for the disk."""
+        self.records.put(None)
         self.thread.join()
         self.handler.close()
         super().close()

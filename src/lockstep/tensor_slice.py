@@ -1,11 +1,12 @@
-"""What one worker holds of a tensor: some of its rows, and some of its columns.
+"""The slice of a tensor that one worker holds: some of its rows and some of its columns.
 
-    whole    (4096, 1024)        as the model, its first values and its checkpoints know it
-    tensor   rows 0-2047         what the tensor axis leaves (or columns: a product whose results are added)
-    shard    rows 1024-2047      and of those what the shard axis leaves
+    whole    (4096, 1024)        the tensor as in the model, its initial weights and its checkpoints
+    tensor   rows 0-2047         the chunk of this tensor rank (columns in a row-parallel layer)
+    shard    rows 1024-2047      the chunk of that for this shard
 
-Rows may be several ranges: where a matrix packs query, key and value, the tensor axis takes a part of each. So every layout is a set of
-pieces of the same whole tensors, and one layout is turned into another by putting the pieces together and cutting anew.
+Rows may be several ranges: where a matrix packs query, key and value, the tensor axis takes a part
+of each. So every layout is a set of slices of the same whole tensors, and a checkpoint of one
+layout is loaded in another by copying between overlapping slices.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-Array = TypeVar("Array", bound=Any)  # of numpy or torch: this file imports neither, as commands that only read bytes want no torch
+Array = TypeVar("Array", bound=Any)  # of numpy or torch; this module imports neither: commands that only read bytes do not need torch
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A part of a tensor of `shape`.
+class TensorSlice:
+    """A slice of a tensor of (global) `shape`.
 
-    rows     ranges [start, stop) of its first dimension, in the order in which they are held
-    columns  range of its second dimension; None: all
+    rows     ranges [start, stop) of the first dimension, in the order of the local tensor
+    columns  range [start, stop) of the second dimension; None: all
     """
 
     shape: tuple[int, ...]
@@ -31,13 +32,11 @@ class Piece:
     columns: tuple[int, int] | None = None
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> Piece:
-        """All of it."""
+    def whole(cls, shape: Sequence[int]) -> TensorSlice:
         return cls(tuple(shape), ((0, shape[0] if shape else 1),))
 
     @property
-    def size(self) -> tuple[int, ...]:
-        """The shape of the part."""
+    def local_shape(self) -> tuple[int, ...]:
         if not self.shape:
             return ()
         rest = self.shape[1:] if self.columns is None else (self.columns[1] - self.columns[0], *self.shape[2:])
@@ -45,44 +44,43 @@ class Piece:
 
     @property
     def is_whole(self) -> bool:
-        return self.size == self.shape
+        return self.local_shape == self.shape
 
-    def cut_rows(self, part: int, parts: int, groups: int = 1) -> Piece:
-        """Part `part` of `parts`, as torch.chunk cuts: equal ones, the last ones shorter or empty.
+    def split_rows(self, part: int, parts: int, groups: int = 1) -> TensorSlice:
+        """Return row chunk `part` of `parts`, as torch.chunk: the last ones may be shorter or empty.
 
-        groups  equal blocks of rows, of each of which a part is taken
+        groups  equal blocks of rows (packed matrices); the result has a chunk of each block
         """
-        total = self.size[0]
+        total = self.local_shape[0]
         block = total // groups
         length = -(-block // parts)
-        taken = [(g * block + min(block, part * length), g * block + min(block, (part + 1) * length)) for g in range(groups)]
-        rows = [piece for start, stop in taken for piece in self._among_rows(start, stop)]
-        return Piece(self.shape, tuple(rows), self.columns)
+        chunks = [(g * block + min(block, part * length), g * block + min(block, (part + 1) * length)) for g in range(groups)]
+        rows = [rows for start, stop in chunks for rows in self._global_rows(start, stop)]
+        return TensorSlice(self.shape, tuple(rows), self.columns)
 
-    def _among_rows(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Rows [start, stop) of those that are held, as ranges of the whole."""
-        found, passed = [], 0
+    def _global_rows(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return the local rows [start, stop) as ranges of global rows."""
+        ranges, passed = [], 0
         for first, last in self.rows:
             low, high = max(start, passed), min(stop, passed + last - first)
             if low < high:
-                found.append((first + low - passed, first + high - passed))
+                ranges.append((first + low - passed, first + high - passed))
             passed += last - first
-        return found
+        return ranges
 
-    def cut_columns(self, part: int, parts: int) -> Piece:
-        """Part `part` of `parts` equal ones."""
+    def split_columns(self, part: int, parts: int) -> TensorSlice:
+        """Return chunk `part` of `parts` equal ones along the columns."""
         assert self.columns is None and self.shape[1] % parts == 0
         length = self.shape[1] // parts
-        return Piece(self.shape, self.rows, (part * length, (part + 1) * length))
+        return TensorSlice(self.shape, self.rows, (part * length, (part + 1) * length))
 
-    def meets(self, other: Piece) -> bool:
-        """Whether some numbers are in both."""
+    def overlaps(self, other: TensorSlice) -> bool:
         (left, right), (first, last) = self.columns or (0, math.inf), other.columns or (0, math.inf)
         rows = any(start < end and begin < stop for start, stop in self.rows for begin, end in other.rows)
         return rows and left < last and first < right
 
     def of(self, whole: Array) -> Array:
-        """This part of `whole`: a view where it is one range, else a copy."""
+        """Return this slice of `whole`: a view if it is one range of rows, else a copy."""
         assert tuple(whole.shape) == self.shape, (whole.shape, self.shape)
         if not self.shape:
             return whole
@@ -94,8 +92,8 @@ class Piece:
             rows = rows[:, self.columns[0] : self.columns[1]]
         return rows
 
-    def copy_to(self, other: Piece, part: Array, target: Array) -> None:
-        """Copy what both pieces have from `part`, the values of this one, into `target`, those of the other piece of the same tensor."""
+    def copy_to(self, other: TensorSlice, part: Array, target: Array) -> None:
+        """Copy common elements from `part` (values of this slice) to `target` (of slice `other`)."""
         if not self.shape:
             target[...] = part
             return
@@ -110,17 +108,17 @@ class Piece:
             for first_row, last_row in other.rows:
                 low, high = max(start, first_row), min(stop, last_row)
                 if low < high:
-                    here = slice(passed + low - start, passed + high - start), *columns[0]
-                    there = slice(filled + low - first_row, filled + high - first_row), *columns[1]
-                    target[there] = part[here]
+                    source = slice(passed + low - start, passed + high - start), *columns[0]
+                    destination = slice(filled + low - first_row, filled + high - first_row), *columns[1]
+                    target[destination] = part[source]
                 filled += last_row - first_row
             passed += stop - start
 
     def to_json(self) -> dict[str, Any]:
-        return {"shape": list(self.shape), "rows": [list(one) for one in self.rows], "columns": self.columns and list(self.columns)}
+        return {"shape": list(self.shape), "rows": [list(rows) for rows in self.rows], "columns": self.columns and list(self.columns)}
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Piece:
+    def from_json(cls, value: dict[str, Any]) -> TensorSlice:
         columns = value["columns"]
         rows = tuple((int(start), int(stop)) for start, stop in value["rows"])
         return cls(tuple(value["shape"]), rows, (int(columns[0]), int(columns[1])) if columns else None)

@@ -1,6 +1,6 @@
-"""Quantities as people write them: "25 MB", "90 s", "41.2 k".
+"""Parse and format quantities: "25 MB", "90 s", "41.2 k".
 
-Bytes are decimal with MB and binary with MiB, as the SI and IEC say; a bare number means the base unit (bytes, seconds).
+MB is decimal and MiB binary (SI, IEC). A bare number is in the base unit (bytes, seconds).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 SECONDS = {"MS": 1e-3, "S": 1.0, "MIN": 60.0, "H": 3600.0, "D": 86400.0}
 
-NAMES_SHOWN = 5
+MAX_NAMES = 5
 
 
-def parse(text: object, units: dict[str, float], example: str) -> float:
-    """The number that `text` stands for, in the base unit of `units`. ValueError when it is no such quantity."""
+def parse_quantity(text: object, units: dict[str, float], example: str) -> float:
+    """Return `text` as a number in the base unit. ValueError when it is not a quantity."""
     if isinstance(text, (int, float)) and not isinstance(text, bool):
         return finite(text)
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
@@ -24,12 +24,12 @@ def parse(text: object, units: dict[str, float], example: str) -> float:
         raise ValueError(f"{str(text)[:40]!r} is not a quantity such as {example!r}")
     number, unit = match.groups()
     if unit and unit.upper() not in units:
-        raise ValueError(f"{str(text)[:40]!r} has the unknown unit {unit[:20]!r}; there are {', '.join(units)}, for example {example!r}")
+        raise ValueError(f"{str(text)[:40]!r} has the unknown unit {unit[:20]!r}; use one of {', '.join(units)}, for example {example!r}")
     return finite(float(number) * (units[unit.upper()] if unit else 1.0))
 
 
 def finite(number: float) -> float:
-    """`number`. ValueError when it is infinite, not a number, or an int beyond every float."""
+    """Return `number` as a float. ValueError for infinity, NaN, and an int that is too large."""
     try:
         if math.isfinite(number):
             return float(number)
@@ -39,20 +39,20 @@ def finite(number: float) -> float:
 
 
 def parse_bytes(text: object) -> int:
-    """Bytes in "25 MB", "1 GiB" or 4096; what is left of a kilobyte is rounded down."""
-    count = parse(text, {k: float(v) for k, v in BYTES.items()}, "25 MB")
+    """Return the bytes in "25 MB", "1 GiB" or 4096; from 1000 bytes on, round down."""
+    count = parse_quantity(text, {k: float(v) for k, v in BYTES.items()}, "25 MB")
     if count < 1000 and not count.is_integer():
-        raise ValueError(f"{count:g} is no whole number of bytes")
+        raise ValueError(f"{count:g} is not a whole number of bytes")
     return int(count)
 
 
 def parse_seconds(text: object) -> float:
-    """Seconds in "90 s", "5 min" or 0.5."""
-    return parse(text, SECONDS, "90 s")
+    """Return the seconds in "90 s", "5 min" or 0.5."""
+    return parse_quantity(text, SECONDS, "90 s")
 
 
-def show_bytes(count: float) -> str:
-    """`count` bytes in the largest binary unit that keeps it above one: 61.0 GiB."""
+def format_bytes(count: float) -> str:
+    """Return `count` bytes in the largest binary unit with a value of at least 1: 61.0 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
@@ -60,8 +60,8 @@ def show_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def show_seconds(seconds: float) -> str:
-    """`seconds` as a person says it: 0.02 s, 90 s, 12 min, 3.5 h."""
+def format_duration(seconds: float) -> str:
+    """Return `seconds` in a readable unit: 0.02 s, 90 s, 12 min, 3.5 h."""
     if seconds < 10:
         return f"{seconds:.2f} s"
     if seconds < 120:
@@ -69,15 +69,15 @@ def show_seconds(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def show_count(count: float) -> str:
-    """`count` with a decimal prefix and a space: 41.2 k, 2.6 M."""
+def format_count(count: float) -> str:
+    """Return `count` with a decimal prefix: 41.2 k, 2.6 M."""
     for size, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(count) >= size:
             return f"{count / size:.1f} {prefix}"
     return f"{count:.0f}" if float(count).is_integer() else f"{count:.1f}"
 
 
-def shown(names: list[str]) -> str:
-    """The first few, and how many more."""
-    more = len(names) - NAMES_SHOWN
-    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+def join_names(names: list[str]) -> str:
+    """Return the first MAX_NAMES names, comma-separated, and how many more there are."""
+    more = len(names) - MAX_NAMES
+    return ", ".join(names[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -1,4 +1,4 @@
-"""A changed, shortened or lost file is found, whichever it is; what is whole is used; nothing is overwritten or lost."""
+"""Changed, shortened and missing files are detected; whole checkpoints are used; nothing is overwritten or lost."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint import commands
-from lockstep.checkpoint import folder as seal
+from lockstep.checkpoint.folder import pinned
 from lockstep.checkpoint.state_dict import digest
-from lockstep.checkpoint.store import Store
+from lockstep.checkpoint.store import CheckpointStore
 from lockstep.errors import CheckpointError
 
 
 def state(step: int) -> dict[str, Tensor]:
-    """60 KB that depend on the step alone."""
+    """60 KB that depend on the step only."""
     generator = torch.Generator().manual_seed(step)
     shapes = {"model.a": (100, 100), "model.b": (7,), "optim.a.exp_avg": (50, 100), "optim.a.step": ()}
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def filled(folder: Path, steps: list[int], keep: int = 0) -> Store:
-    store = Store(folder, keep=keep, file_bytes=25_000)
+def filled(folder: Path, steps: list[int], keep: int = 0) -> CheckpointStore:
+    store = CheckpointStore(folder, keep=keep, file_bytes=25_000)
     for step in steps:
         store.save(step, state(step), {"step": step})
     return store
@@ -41,7 +41,7 @@ def flip(path: Path, bit: int) -> None:
         file.write(bytes([byte ^ 1 << bit % 8]))
 
 
-def test_sixty_of_sixty_flipped_bits_are_found_in_any_file(tmp_path: Path) -> None:
+def test_any_flipped_bit_in_any_file_is_detected(tmp_path: Path) -> None:
     filled(tmp_path, [10])
     path = tmp_path / "step-00000010"
     files = sorted(path.iterdir())
@@ -56,14 +56,14 @@ def test_sixty_of_sixty_flipped_bits_are_found_in_any_file(tmp_path: Path) -> No
         flip(file, bit)
         found_by_verify += not commands.verify(tmp_path)[0]
         with pytest.raises(CheckpointError, match="damaged: the checkpoint of step 10"):
-            Store(tmp_path).load(10)
+            CheckpointStore(tmp_path).load(10)
         found_by_load += 1
         flip(file, bit)
         assert commands.verify(tmp_path)[0]
     assert (found_by_verify, found_by_load) == (60, 60)
 
 
-def test_every_bit_of_manifest_and_marker_counts(tmp_path: Path) -> None:
+def test_any_flipped_bit_of_manifest_and_marker_is_detected(tmp_path: Path) -> None:
     store = filled(tmp_path, [10])
     for name in ("COMMITTED", "manifest.json"):
         file = tmp_path / "step-00000010" / name
@@ -74,7 +74,7 @@ def test_every_bit_of_manifest_and_marker_counts(tmp_path: Path) -> None:
     assert store.verify(10) == []
 
 
-def test_short_long_lost_and_unreadable_files_are_named(tmp_path: Path) -> None:
+def test_short_long_missing_and_unreadable_files_are_named(tmp_path: Path) -> None:
     store = filled(tmp_path, [10])
     path = tmp_path / "step-00000010"
     data = path / "tensors-00000.safetensors"
@@ -86,40 +86,40 @@ def test_short_long_lost_and_unreadable_files_are_named(tmp_path: Path) -> None:
         store.load(10)
     data.unlink()
     assert store.verify(10) == [f"{data.name} is missing"]
-    with pytest.raises(CheckpointError, match=rf"{data.name} is missing\n  there is no other one; nothing was deleted"):
+    with pytest.raises(CheckpointError, match=rf"{data.name} is missing\n  there is no other checkpoint; nothing was deleted"):
         store.load(10)
     (path / "manifest.json").unlink()
     assert store.verify(10) == ["manifest.json is missing"]
 
 
-def test_a_stray_file_is_a_finding_but_costs_no_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unlisted_file_is_reported_but_does_not_stop_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = filled(tmp_path, [10])
     (tmp_path / "step-00000010" / "notes.txt").write_text("mine")
-    assert store.verify(10) == ["notes.txt does not belong here: the manifest does not name it"]
+    assert store.verify(10) == ["notes.txt does not belong here: the manifest does not list it"]
     found = store.load_newest()
     assert found and digest(found.tensors) == digest(state(10))
     assert "holds files that are not part of it: notes.txt" in caplog.text
 
 
-def test_a_missing_step_says_which_there_are(tmp_path: Path) -> None:
+def test_error_for_a_missing_step_lists_the_available_ones(tmp_path: Path) -> None:
     store = filled(tmp_path, [10, 20])
     for call in (store.load, store.verify):
         with pytest.raises(CheckpointError, match=r"no checkpoint of step 15\n.*checkpoints: 10, 20"):
             call(15)
-    assert Store(tmp_path / "new").load_newest() is None
+    assert CheckpointStore(tmp_path / "new").load_newest() is None
 
 
-def test_a_damaged_newest_is_set_aside_with_one_line_and_the_one_before_is_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_newest_checkpoint_is_set_aside_and_the_previous_one_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     filled(tmp_path, [10, 20, 30])
     flip(tmp_path / "step-00000030" / "tensors-00001.safetensors", 12_345)
     flip(tmp_path / "step-00000020" / "facts.json", 3)
     caplog.set_level(logging.INFO)
-    store = Store(tmp_path)
+    store = CheckpointStore(tmp_path)
     found = store.load_newest()
     assert found and found.step == 10 and found.facts == {"step": 10} and digest(found.tensors) == digest(state(10))
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2
-    assert "step-00000030 is damaged (tensors-00001.safetensors is not what was written" in lines[0]
+    assert "step-00000030 is damaged (tensors-00001.safetensors has changed" in lines[0]
     assert "set aside as step-00000030.damaged; step 10 is used instead" in lines[0]
     assert store.steps() == [10]
     for step in (20, 30):  # the run comes by again
@@ -131,28 +131,28 @@ def test_a_damaged_newest_is_set_aside_with_one_line_and_the_one_before_is_used(
     ]  # fmt: skip
 
 
-def test_when_all_are_damaged_it_is_an_error_each_time_and_nothing_is_touched(tmp_path: Path) -> None:
+def test_all_checkpoints_damaged_is_an_error_and_changes_nothing(tmp_path: Path) -> None:
     filled(tmp_path, [10, 20])
     for step in (10, 20):
         flip(tmp_path / f"step-000000{step}" / "facts.json", 3)
     before = sorted(tmp_path.rglob("*"))
     for _ in range(2):
         with pytest.raises(CheckpointError, match="damaged: the checkpoint of step 10, 20") as error:
-            Store(tmp_path).load_newest()
+            CheckpointStore(tmp_path).load_newest()
         assert error.value.exit_code == 3
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_step_that_is_there_with_equal_content_is_left_alone(tmp_path: Path) -> None:
+def test_saving_equal_content_again_changes_nothing(tmp_path: Path) -> None:
     store = filled(tmp_path, [10])
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
-    other_cut = Store(tmp_path, file_bytes=10**9)
+    other_cut = CheckpointStore(tmp_path, file_bytes=10**9)
     assert other_cut.save(10, state(10), {"host": "another"}) == tmp_path / "step-00000010"
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
     assert store.load(10).facts == {"step": 10}
 
 
-def test_a_step_that_is_there_with_other_content_is_an_alarm_and_not_overwritten(tmp_path: Path) -> None:
+def test_saving_other_content_for_a_step_is_refused(tmp_path: Path) -> None:
     store = filled(tmp_path, [10])
     other = state(10) | {"model.b": state(11)["model.b"]}
     with pytest.raises(CheckpointError) as error:
@@ -164,7 +164,7 @@ def test_a_step_that_is_there_with_other_content_is_an_alarm_and_not_overwritten
     assert os.listdir(tmp_path) == ["step-00000010"]
 
 
-def test_a_step_that_is_there_but_damaged_is_set_aside_and_saved_anew(tmp_path: Path) -> None:
+def test_saving_over_a_damaged_checkpoint_sets_it_aside(tmp_path: Path) -> None:
     store = filled(tmp_path, [10])
     flip(tmp_path / "step-00000010" / "tensors-00000.safetensors", 9_999)
     store.save(10, state(10), {})
@@ -172,15 +172,15 @@ def test_a_step_that_is_there_but_damaged_is_set_aside_and_saved_anew(tmp_path: 
     assert (tmp_path / "step-00000010.damaged").is_dir()
 
 
-def test_another_committer_between_our_check_and_our_commit_is_compared_too(tmp_path: Path) -> None:
+def test_commit_by_another_process_during_the_save_is_compared(tmp_path: Path) -> None:
     for content in (10, 11):
         folder = tmp_path / str(content)
 
         def overtaken(place: str, folder: Path = folder, content: int = content) -> None:
             if place == "sealed":
-                Store(folder).save(10, state(content), {"by": "the other"})
+                CheckpointStore(folder).save(10, state(content), {"by": "the other"})
 
-        store = Store(folder, at=overtaken)
+        store = CheckpointStore(folder, fail_point=overtaken)
         if content == 10:
             store.save(10, state(10), {"by": "me"})
         else:
@@ -190,12 +190,12 @@ def test_another_committer_between_our_check_and_our_commit_is_compared_too(tmp_
         assert os.listdir(folder) == ["step-00000010"]
 
 
-def test_retention_leaves_what_is_read_protected_or_the_last_known_whole(tmp_path: Path) -> None:
-    store = Store(tmp_path, keep=2)
+def test_retention_keeps_read_protected_and_last_verified_checkpoints(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
     for step in (10, 20, 30):
         store.save(step, state(step), {}, protect={10})
     assert store.steps() == [10, 20, 30]
-    with seal.pinned(tmp_path, 20) as path, seal.pinned(tmp_path, 20):
+    with pinned(tmp_path, 20) as path, pinned(tmp_path, 20):
         assert path == tmp_path / "step-00000020"
         store.save(40, state(40), {})
         assert store.steps() == [20, 30, 40]  # 10 is no longer protected, 20 is being read
@@ -204,7 +204,7 @@ def test_retention_leaves_what_is_read_protected_or_the_last_known_whole(tmp_pat
     assert store.steps() == [40, 50]
     for step in (40, 50):
         flip(tmp_path / f"step-000000{step}" / "facts.json", 3)
-    back = Store(tmp_path, keep=2)  # resumed from before 40, with damage ahead that nobody has noticed
+    back = CheckpointStore(tmp_path, keep=2)  # resumed from before 40, with damage ahead that nobody has noticed
     back.save(35, state(35), {})
     assert back.steps() == [35, 40, 50]
     assert back.load(35).step == 35
@@ -215,13 +215,13 @@ def test_keep_zero_keeps_all(tmp_path: Path) -> None:
     assert filled(tmp_path, [1, 2, 3, 4, 5], keep=0).steps() == [1, 2, 3, 4, 5]
 
 
-def test_a_copied_checkpoint_folder_is_as_good_as_the_first(tmp_path: Path) -> None:
+def test_copied_checkpoint_folder_is_whole(tmp_path: Path) -> None:
     filled(tmp_path / "a", [10])
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    assert digest(Store(tmp_path / "b").load(10).tensors) == digest(state(10))
+    assert digest(CheckpointStore(tmp_path / "b").load(10).tensors) == digest(state(10))
 
 
-def test_loaded_tensors_can_be_written_to(tmp_path: Path) -> None:
+def test_loaded_tensors_are_writable(tmp_path: Path) -> None:
     tensors = filled(tmp_path, [10]).load(10).tensors
     tensors["model.b"].add_(1)
     assert torch.equal(tensors["model.b"], state(10)["model.b"] + 1)

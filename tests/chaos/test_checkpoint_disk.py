@@ -1,4 +1,4 @@
-"""A full, read-only or failing disk: an error in three parts, older checkpoints whole, nothing left over, a retry that works."""
+"""A full, read-only or failing disk: a three-part error, older checkpoints whole, no leftovers, a retry that works."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.state_dict import digest
-from lockstep.checkpoint.store import Store
+from lockstep.checkpoint.store import CheckpointStore
 from lockstep.errors import CheckpointError
 
 MIB = 2**20
@@ -29,8 +29,8 @@ def state(step: int, mib: int = 1) -> dict[str, Tensor]:
 
 
 def assert_whole(folder: Path, steps: list[int]) -> None:
-    """These checkpoints and nothing else, each with its own content."""
-    store = Store(folder)
+    """Assert that the folder holds exactly these checkpoints, each with its own content."""
+    store = CheckpointStore(folder)
     assert store.steps() == steps
     for step in steps:
         assert digest(store.load(step).tensors) == digest(state(step))
@@ -39,7 +39,7 @@ def assert_whole(folder: Path, steps: list[int]) -> None:
 
 @contextmanager
 def mounted(folder: Path, options: str) -> Iterator[Callable[[str], None]]:
-    """A tmpfs of its own; yields a function that mounts it again with other options. Skips where mounting is not allowed."""
+    """A tmpfs; yields a function that remounts it with other options. Skips where mounting is not allowed."""
     folder.mkdir()
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -50,10 +50,10 @@ def mounted(folder: Path, options: str) -> Iterator[Callable[[str], None]]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_disk_that_will_not_hold_it_is_told_before_it_is_filled(tmp_path: Path) -> None:
+def test_too_little_disk_space_is_reported_before_writing(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "size=4m") as _:
         folder = tmp_path / "disk" / "checkpoints"
-        store = Store(folder, keep=0)
+        store = CheckpointStore(folder, keep=0)
         places: list[str] = []
         for step in (1, 2, 3):
             store.save(step, state(step), {})
@@ -71,7 +71,7 @@ def test_a_disk_that_will_not_hold_it_is_told_before_it_is_filled(tmp_path: Path
 
 
 @pytest.mark.parametrize("place", ["begun", "in facts.json", "after facts.json", "in tensors-00000.safetensors"])
-def test_a_disk_that_fills_up_meanwhile_leaves_older_ones_whole_and_a_retry_works(tmp_path: Path, place: str) -> None:
+def test_disk_that_fills_up_during_a_save_leaves_older_checkpoints_whole(tmp_path: Path, place: str) -> None:
     with mounted(tmp_path / "disk", "size=8m") as _:
         folder = tmp_path / "disk" / "checkpoints"
         hog = tmp_path / "disk" / "hog"
@@ -82,30 +82,30 @@ def test_a_disk_that_fills_up_meanwhile_leaves_older_ones_whole_and_a_retry_work
                     while file.write(b"\0" * 4096):
                         pass
 
-        Store(folder, keep=0).save(1, state(1), {})
+        CheckpointStore(folder, keep=0).save(1, state(1), {})
         with pytest.raises(CheckpointError, match=r"step 2 was not saved: No space left on device\n  1.0 MiB needed, [0-9.]+ B free"):
-            Store(folder, keep=0, at=fill, file_bytes=MIB // 2).save(2, state(2), {})
+            CheckpointStore(folder, keep=0, fail_point=fill, file_bytes=MIB // 2).save(2, state(2), {})
         assert_whole(folder, [1])
         hog.unlink()
-        Store(folder, keep=0).save(2, state(2), {})
+        CheckpointStore(folder, keep=0).save(2, state(2), {})
         assert_whole(folder, [1, 2])
 
 
-def test_a_disk_without_room_for_names_is_called_so(tmp_path: Path) -> None:
+def test_error_names_missing_inodes(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "size=8m,nr_inodes=9") as _:
         folder = tmp_path / "disk" / "checkpoints"
-        Store(folder, keep=0).save(1, state(1), {})
+        CheckpointStore(folder, keep=0).save(1, state(1), {})
         with pytest.raises(CheckpointError, match=r"No space left on device\n.*but no room for another file name \(inodes\)"):
-            Store(folder, keep=0).save(2, state(2), {})
+            CheckpointStore(folder, keep=0).save(2, state(2), {})
         assert_whole(folder, [1])
 
 
-def test_a_read_only_disk_is_told_before_training_and_still_read(tmp_path: Path) -> None:
+def test_read_only_disk_is_refused_before_training_and_still_read(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "size=8m") as remount:
         folder = tmp_path / "disk" / "checkpoints"
-        Store(folder).save(1, state(1), {})
+        CheckpointStore(folder).save(1, state(1), {})
         remount("ro")
-        store = Store(folder)
+        store = CheckpointStore(folder)
         with pytest.raises(CheckpointError, match=r"cannot be saved here: Read-only file system[\s\S]*mounted read-only"):
             store.preflight()
         with pytest.raises(CheckpointError, match="step 2 was not saved: Read-only file system"):
@@ -114,7 +114,7 @@ def test_a_read_only_disk_is_told_before_training_and_still_read(tmp_path: Path)
         assert found and digest(found.tensors) == digest(state(1))
         remount("rw")
         (folder / "step-00000001" / "facts.json").write_text("{ }")
-        Store(folder).save(2, state(2), {})
+        CheckpointStore(folder).save(2, state(2), {})
         with open(folder / "step-00000002" / "facts.json", "a") as file:
             file.write("!")
         remount("ro")
@@ -122,57 +122,57 @@ def test_a_read_only_disk_is_told_before_training_and_still_read(tmp_path: Path)
             store.load_newest()
 
 
-def test_a_damaged_newest_on_a_read_only_disk_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_newest_checkpoint_on_a_read_only_disk_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with mounted(tmp_path / "disk", "size=8m") as remount:
         folder = tmp_path / "disk" / "checkpoints"
-        Store(folder).save(1, state(1), {})
-        Store(folder).save(2, state(2), {})
+        CheckpointStore(folder).save(1, state(1), {})
+        CheckpointStore(folder).save(2, state(2), {})
         (folder / "step-00000002" / "facts.json").unlink()
         remount("ro")
-        found = Store(folder).load_newest()
+        found = CheckpointStore(folder).load_newest()
         assert found and found.step == 1
         assert "could not be renamed (Read-only file system); step 1 is used instead" in caplog.text
 
 
-def test_a_folder_without_permission_is_told_before_training(tmp_path: Path) -> None:
+def test_folder_without_permission_is_refused_before_training(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     user = os.geteuid()
     if user == 0:
         os.seteuid(65534)  # permissions do not hold root back
     try:
         with pytest.raises(CheckpointError, match=r"saved here: Permission denied[\s\S]*this user may not write there"):
-            Store(tmp_path / "checkpoints").preflight()
+            CheckpointStore(tmp_path / "checkpoints").preflight()
     finally:
         os.seteuid(user)
 
 
-def test_a_file_in_the_way_of_the_folder_is_told_before_training(tmp_path: Path) -> None:
+def test_file_in_place_of_the_folder_is_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file")
     with pytest.raises(CheckpointError, match=r"checkpoints cannot be saved here: File exists[\s\S]*checkpoints"):
-        Store(tmp_path / "checkpoints").preflight()
+        CheckpointStore(tmp_path / "checkpoints").preflight()
 
 
-def test_preflight_leaves_nothing_behind(tmp_path: Path) -> None:
-    Store(tmp_path / "a" / "checkpoints").preflight(needed_bytes=MIB)
+def test_preflight_leaves_no_files(tmp_path: Path) -> None:
+    CheckpointStore(tmp_path / "a" / "checkpoints").preflight(needed_bytes=MIB)
     assert os.listdir(tmp_path / "a" / "checkpoints") == []
 
 
-def test_too_few_open_files_is_told_before_training(tmp_path: Path) -> None:
+def test_too_few_open_files_is_refused_before_training(tmp_path: Path) -> None:
     old = resource.getrlimit(resource.RLIMIT_NOFILE)
     probe = os.open(tmp_path, os.O_RDONLY)
     os.close(probe)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (probe, old[1]))
         with pytest.raises(CheckpointError, match=r"cannot be saved here: Too many open files[\s\S]*ulimit -n"):
-            Store(tmp_path).preflight()
+            CheckpointStore(tmp_path).preflight()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, old)
     assert os.listdir(tmp_path) == []
 
 
-def test_a_disk_error_at_any_place_of_a_save_leaves_nothing_half_done(tmp_path: Path) -> None:
+def test_disk_error_at_any_point_of_a_save_leaves_nothing_partial(tmp_path: Path) -> None:
     places: list[str] = []
-    Store(tmp_path / "rehearsal", file_bytes=MIB // 2, at=places.append).save(2, state(2), {})
+    CheckpointStore(tmp_path / "rehearsal", file_bytes=MIB // 2, fail_point=places.append).save(2, state(2), {})
     assert {"begun", "after manifest.json", "sealed", "renamed", "marked"} <= set(places)
     for number in range(len(places)):
         folder = tmp_path / str(number)
@@ -184,31 +184,31 @@ def test_a_disk_error_at_any_place_of_a_save_leaves_nothing_half_done(tmp_path: 
             # What is being removed is no checkpoint any more.
             assert place != "removing" or not list(folder.glob("*step-00000002*/COMMITTED"))
 
-        Store(folder, keep=0).save(1, state(1), {})
+        CheckpointStore(folder, keep=0).save(1, state(1), {})
         with pytest.raises(CheckpointError, match=r"step 2 was not saved: Input/output error\n.*MiB needed[\s\S]*dmesg"):
-            Store(folder, keep=0, file_bytes=MIB // 2, at=fail).save(2, state(2), {})
+            CheckpointStore(folder, keep=0, file_bytes=MIB // 2, fail_point=fail).save(2, state(2), {})
         assert_whole(folder, [1])
-        Store(folder, keep=0).save(2, state(2), {})
+        CheckpointStore(folder, keep=0).save(2, state(2), {})
         assert_whole(folder, [1, 2])
 
 
-def test_a_disk_error_in_retention_does_not_fail_the_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_disk_error_in_retention_does_not_fail_the_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def fail(place: str) -> None:
         if place == "unmarked":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    Store(tmp_path).save(1, state(1), {})
-    Store(tmp_path, keep=1, at=fail).save(2, state(2), {})
+    CheckpointStore(tmp_path).save(1, state(1), {})
+    CheckpointStore(tmp_path, keep=1, fail_point=fail).save(2, state(2), {})
     assert "the old checkpoint of step 1 could not be deleted" in caplog.text
-    assert Store(tmp_path).steps() == [2]
-    Store(tmp_path).save(3, state(3), {})
+    assert CheckpointStore(tmp_path).steps() == [2]
+    CheckpointStore(tmp_path).save(3, state(3), {})
     assert_whole(tmp_path, [2, 3])
 
 
 @pytest.mark.parametrize("instead", ["nothing", "an empty folder"])
-def test_a_folder_that_is_gone_is_not_made_anew_and_a_retry_works_when_it_is_back(tmp_path: Path, instead: str) -> None:
+def test_missing_folder_is_not_created_again_and_a_retry_works(tmp_path: Path, instead: str) -> None:
     run, folder = tmp_path / "run", tmp_path / "run" / "checkpoints"
-    store = Store(folder, keep=0)
+    store = CheckpointStore(folder, keep=0)
     store.preflight()
     store.save(1, state(1), {})
     run.rename(tmp_path / "away")
@@ -216,7 +216,7 @@ def test_a_folder_that_is_gone_is_not_made_anew_and_a_retry_works_when_it_is_bac
         run.mkdir()
     with pytest.raises(CheckpointError, match="step 2 was not saved: No such file or directory") as error:
         store.save(2, state(2), {})
-    assert "the folder is gone: is its disk mounted?" in str(error.value)
+    assert "the folder is missing and is not created again" in str(error.value)
     assert not folder.exists() and run.exists() == (instead != "nothing")
     if run.exists():
         run.rmdir()

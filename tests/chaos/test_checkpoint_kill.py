@@ -1,7 +1,7 @@
-"""SIGKILL at every place of a save and at random moments: the next start finds a whole checkpoint with the right content.
+"""SIGKILL at every point of a save and at random moments: the next start finds a whole checkpoint with the right content.
 
-Processes are forked from one that has torch already, so that fifty deaths take seconds. This file is that process too,
-when it is run as a script: it prints one JSON object for each death.
+Processes are forked from one that has imported torch, so that fifty kills take seconds. Run as a script, this file is that process:
+it prints one JSON object for each kill.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import folder as seal
+from lockstep.checkpoint.folder import HIDDEN_FOLDER, STEP_FOLDER, no_fail_point, pinned
 from lockstep.checkpoint.state_dict import digest
-from lockstep.checkpoint.store import Store
+from lockstep.checkpoint.store import CheckpointStore
 
 KEEP = 2
 
 
 def state(step: int) -> dict[str, Tensor]:
-    """300 KB in three files that depend on the step alone."""
+    """300 KB in three files that depend on the step only."""
     generator = torch.Generator().manual_seed(step)
     return {f"model.{name}": torch.randn(25_000, generator=generator) for name in "abc"}
 
 
-def store_in(folder: Path, at: Callable[[str], None] = seal.no_seam) -> Store:
-    return Store(folder, keep=KEEP, file_bytes=100_000, at=at)
+def store_in(folder: Path, fail_point: Callable[[str], None] = no_fail_point) -> CheckpointStore:
+    return CheckpointStore(folder, keep=KEEP, file_bytes=100_000, fail_point=fail_point)
 
 
 def child(work: Callable[[], None]) -> int:
-    """The pid of a forked process that does `work` and ends with 0, or with 1 when it raises."""
+    """Fork a process that runs `work` and exits with 0, or with 1 when it raises; return its pid."""
     pid = os.fork()
     if pid:
         return pid
@@ -58,7 +58,7 @@ def tell(scene: str, **values: Any) -> None:
 
 
 def inspect(folder: Path) -> dict[str, Any]:
-    """What the next start would find, and what lies about."""
+    """Return what the next start would load, and which other files there are."""
     found = store_in(folder).load_newest()
     step = found.step if found else 0
     names = sorted(os.listdir(folder))
@@ -67,17 +67,17 @@ def inspect(folder: Path) -> dict[str, Any]:
         "right": found is None or digest(found.tensors) == digest(state(step)),
         "facts": found.facts if found else {"step": 0},
         "hidden": [name for name in names if name.startswith(".")],
-        "odd": [name for name in names if not seal.STEP.fullmatch(name) and not seal.HIDDEN.fullmatch(name)],
+        "odd": [name for name in names if not STEP_FOLDER.fullmatch(name) and not HIDDEN_FOLDER.fullmatch(name)],
     }
 
 
 def die_everywhere(folder: Path) -> None:
-    """Die at the first place of a save, at the second and so on; after each, look, save again and look again."""
+    """Die at the first point of a save, at the second and so on; after each, inspect, save again and inspect again."""
     places: list[str] = []
-    store_in(folder, at=places.append).save(1, state(1), {"step": 1})
-    store_in(folder, at=places.append).save(2, state(2), {"step": 2})
+    store_in(folder, fail_point=places.append).save(1, state(1), {"step": 1})
+    store_in(folder, fail_point=places.append).save(2, state(2), {"step": 2})
     places.clear()
-    store_in(folder, at=places.append).save(3, state(3), {"step": 3})  # this one retires step 1
+    store_in(folder, fail_point=places.append).save(3, state(3), {"step": 3})  # this one retires step 1
     for number, place in enumerate(places):
         step = 4 + number
         left = iter(range(number, -1, -1))
@@ -98,7 +98,7 @@ def die_everywhere(folder: Path) -> None:
 
 
 def die_at_random(folder: Path, deaths: int) -> None:
-    """Save step after step in a child until it is killed, some time within two saves; look; go on from what is found."""
+    """Save step after step in a child that is killed within two saves; inspect; continue from the loaded step."""
     shared = mmap(-1, 8)  # the last step whose save returned: outlives the child
     draw = random.Random(1)
     from_child, to_parent = os.pipe()
@@ -107,7 +107,7 @@ def die_at_random(folder: Path, deaths: int) -> None:
         store_in(folder).save(step, state(step), {"step": step})
         save_s = time.monotonic() - began
     for _ in range(deaths):
-        begin = store_in(folder).newest() or 0
+        begin = max(store_in(folder).steps(), default=0)
         shared[:] = struct.pack("q", begin)
 
         def work(begin: int = begin) -> None:
@@ -129,24 +129,24 @@ def die_at_random(folder: Path, deaths: int) -> None:
 
 def die_while_reading(folder: Path) -> None:
     """A reader in another process pins step 1; retention runs; the reader dies; retention runs again."""
-    store = Store(folder, keep=1)
+    store = CheckpointStore(folder, keep=1)
     store.save(1, state(1), {"step": 1})
     from_child, to_parent = os.pipe()
 
     def work() -> None:
-        with seal.pinned(folder, 1):
+        with pinned(folder, 1):
             os.write(to_parent, b"x")
             time.sleep(600)
 
     pid = child(work)
     os.read(from_child, 1)
     store.save(2, state(2), {})
-    pinned = store.steps()
+    steps_while_read = store.steps()
     whole = store.verify(1) == []
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     store.save(3, state(3), {})
-    tell("reading", pinned=pinned, whole=whole, then=store.steps())
+    tell("reading", steps=steps_while_read, whole=whole, then=store.steps())
 
 
 SCENES = {"everywhere": die_everywhere, "random": lambda folder: die_at_random(folder, 50), "reading": die_while_reading}
@@ -154,7 +154,7 @@ SCENES = {"everywhere": die_everywhere, "random": lambda folder: die_at_random(f
 
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What each scene printed: this file, run as a script."""
+    """The output of each scene of this file, run as a script."""
     folder = tmp_path_factory.mktemp("scenes")
     done = subprocess.run(
         [sys.executable, __file__, str(folder)],
@@ -170,7 +170,7 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str,
     return {scene: [line for line in lines if line["scene"] == scene] for scene in SCENES}
 
 
-def test_death_at_every_place_of_a_save_leaves_the_old_or_the_new_whole(scenes: dict[str, list[dict[str, Any]]]) -> None:
+def test_kill_at_every_point_of_a_save_leaves_a_whole_checkpoint(scenes: dict[str, list[dict[str, Any]]]) -> None:
     lines = scenes["everywhere"]
     places = [line["place"] for line in lines]
     assert len(places) > 15
@@ -186,7 +186,7 @@ def test_death_at_every_place_of_a_save_leaves_the_old_or_the_new_whole(scenes: 
     assert any(line["after"]["hidden"] for line in lines)  # there was something to clean up
 
 
-def test_fifty_deaths_at_random_moments_of_a_save(scenes: dict[str, list[dict[str, Any]]]) -> None:
+def test_fifty_kills_at_random_moments_of_a_save(scenes: dict[str, list[dict[str, Any]]]) -> None:
     *deaths, last = scenes["random"]
     assert len(deaths) == 50
     for line in deaths:
@@ -200,8 +200,8 @@ def test_fifty_deaths_at_random_moments_of_a_save(scenes: dict[str, list[dict[st
     assert last["right"] and last["hidden"] == [] and len(last["names"]) == KEEP
 
 
-def test_what_another_process_reads_is_not_deleted_until_it_ends(scenes: dict[str, list[dict[str, Any]]]) -> None:
-    assert scenes["reading"] == [{"scene": "reading", "pinned": [1, 2], "whole": True, "then": [3]}]
+def test_checkpoint_read_by_another_process_is_not_deleted(scenes: dict[str, list[dict[str, Any]]]) -> None:
+    assert scenes["reading"] == [{"scene": "reading", "steps": [1, 2], "whole": True, "then": [3]}]
 
 
 if __name__ == "__main__":

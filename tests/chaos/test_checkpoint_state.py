@@ -1,4 +1,4 @@
-"""Model and optimizer out of a checkpoint go on with the same bits; what does not fit is named; bytes are safetensors'."""
+"""Restored models and optimizers continue with the same bits; misfits are named; files are safetensors files."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.checkpoint import commands
-from lockstep.checkpoint import safetensors_io as tensorfile
-from lockstep.checkpoint.state_dict import capture, digest, restore
-from lockstep.checkpoint.store import Store
+from lockstep.checkpoint import commands, safetensors_io
+from lockstep.checkpoint.state_dict import digest, get_state_dict, set_state_dict
+from lockstep.checkpoint.store import CheckpointStore
 from lockstep.errors import CheckpointError
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -59,61 +58,61 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_restored_run_goes_on_with_the_same_bits(name: str, tmp_path: Path) -> None:
+def test_restored_run_continues_with_the_same_bits(name: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = Tied()
     optimizer = OPTIMIZERS[name](model.parameters())
     train(model, optimizer, range(3))
-    Store(tmp_path).save(3, capture(model, optimizer), {})
+    CheckpointStore(tmp_path).save(3, get_state_dict(model, optimizer), {})
     train(model, optimizer, range(3, 6))
 
     torch.manual_seed(2)
     second = Tied()
     again = OPTIMIZERS[name](second.parameters())
-    checkpoint = Store(tmp_path).load(3)
-    restore(second, again, checkpoint.tensors)
-    assert digest(capture(second, again)) == digest(checkpoint.tensors)
+    checkpoint = CheckpointStore(tmp_path).load(3)
+    set_state_dict(second, again, checkpoint.tensors)
+    assert digest(get_state_dict(second, again)) == digest(checkpoint.tensors)
     train(second, again, range(3, 6))
-    assert digest(capture(second, again)) == digest(capture(model, optimizer))
+    assert digest(get_state_dict(second, again)) == digest(get_state_dict(model, optimizer))
     assert second.out.weight is second.embed.weight
 
-    restore(second, again, checkpoint.tensors)  # and back, over a state that is there already
+    set_state_dict(second, again, checkpoint.tensors)  # and back, over a state that is there already
     train(second, again, range(3, 6))
-    assert digest(capture(second, again)) == digest(capture(model, optimizer))
+    assert digest(get_state_dict(second, again)) == digest(get_state_dict(model, optimizer))
 
 
-def test_names_are_the_bare_models_and_tied_weights_are_saved_once() -> None:
+def test_names_are_those_of_the_unwrapped_model_and_tied_weights_are_saved_once() -> None:
     model = Tied()
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer, range(1))
-    names = set(capture(model, optimizer))
+    names = set(get_state_dict(model, optimizer))
     assert {n for n in names if n.startswith("model.")} == {
         "model.embed.weight", "model.norm.weight", "model.norm.bias", "model.norm.running_mean", "model.norm.running_var",
         "model.norm.num_batches_tracked", "model.unused.weight", "model.unused.bias",
     }  # fmt: skip
     keys = ("exp_avg", "exp_avg_sq", "step")
-    assert names - set(capture(model)) == {f"optim.{n}.{k}" for n in ("embed.weight", "norm.weight", "norm.bias") for k in keys}
+    assert names - set(get_state_dict(model)) == {f"optim.{n}.{k}" for n in ("embed.weight", "norm.weight", "norm.bias") for k in keys}
     compiled = torch.compile(model)
     assert isinstance(compiled, nn.Module)
-    assert set(capture(compiled, optimizer)) == names
+    assert set(get_state_dict(compiled, optimizer)) == names
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         wrapped = nn.parallel.DistributedDataParallel(compiled)
-        assert set(capture(wrapped, optimizer)) == names
-        restore(wrapped, optimizer, capture(model, optimizer))
+        assert set(get_state_dict(wrapped, optimizer)) == names
+        set_state_dict(wrapped, optimizer, get_state_dict(model, optimizer))
     finally:
         dist.destroy_process_group()
     model.norm = torch.compile(model.norm)  # type: ignore[assignment]
-    assert set(capture(model, optimizer)) == names
+    assert set(get_state_dict(model, optimizer)) == names
 
 
-def test_a_user_module_called_module_keeps_its_name() -> None:
+def test_user_module_named_module_keeps_its_name() -> None:
     model = nn.ModuleDict({"module": nn.Linear(2, 2)})
-    assert set(capture(model)) == {"model.module.weight", "model.module.bias"}
+    assert set(get_state_dict(model)) == {"model.module.weight", "model.module.bias"}
 
 
 class Odd(torch.optim.Optimizer):
-    """State of every kind of Python number."""
+    """An optimizer with state of every type of Python number."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
@@ -124,19 +123,19 @@ class Odd(torch.optim.Optimizer):
                 self.state[p] |= {"calls": 2**40, "scale": 0.1, "warm": True, "tensor": torch.tensor(3), "none": None}
 
 
-def test_numbers_of_an_optimizer_come_back_as_what_they_were(tmp_path: Path) -> None:
+def test_numbers_of_an_optimizer_keep_their_types(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = Odd(model.parameters())
     optimizer.step()
-    Store(tmp_path).save(1, capture(model, optimizer), {})
+    CheckpointStore(tmp_path).save(1, get_state_dict(model, optimizer), {})
     again = Odd(model.parameters())
-    restore(model, again, Store(tmp_path).load(1).tensors)
+    set_state_dict(model, again, CheckpointStore(tmp_path).load(1).tensors)
     state = again.state[model.weight]
     assert state == {"calls": 2**40, "scale": 0.1, "warm": True, "tensor": torch.tensor(3)}
     assert {key: type(value) for key, value in state.items()} == {"calls": int, "scale": float, "warm": bool, "tensor": Tensor}
 
 
-def test_what_a_checkpoint_cannot_hold_is_refused_by_name() -> None:
+def test_unsupported_state_is_refused_by_name() -> None:
     model = nn.Linear(2, 2)
     lbfgs = torch.optim.LBFGS(model.parameters())
 
@@ -148,28 +147,28 @@ def test_what_a_checkpoint_cannot_hold_is_refused_by_name() -> None:
 
     lbfgs.step(closure)
     with pytest.raises(CheckpointError, match=r"LBFGS keeps '.*' as a list, which a checkpoint cannot hold\n  state of weight"):
-        capture(model, lbfgs)
+        get_state_dict(model, lbfgs)
 
     class Extra(nn.Linear):
         def get_extra_state(self) -> int:
             return 1
 
     with pytest.raises(CheckpointError, match=r"Extra keeps extra state[\s\S]*module 1,"):
-        capture(nn.Sequential(nn.Linear(1, 1), Extra(1, 1)))
+        get_state_dict(nn.Sequential(nn.Linear(1, 1), Extra(1, 1)))
     other = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(7))])
     with pytest.raises(CheckpointError, match=r"1 of the optimizer's parameters are not in the model: shape \(7,\)"):
-        capture(model, other)
+        get_state_dict(model, other)
     with pytest.raises(CheckpointError, match=r"cannot hold a tensor of torch.complex128[\s\S]*model.x"):
         digest({"model.x": torch.ones(1, dtype=torch.complex128)})
 
 
-def test_what_does_not_fit_is_named_and_nothing_is_changed() -> None:
+def test_state_that_does_not_fit_is_named_and_nothing_changes() -> None:
     model = Tied()
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer, range(2))
-    saved = {name: tensor.clone() for name, tensor in capture(model, optimizer).items()}
+    saved = {name: tensor.clone() for name, tensor in get_state_dict(model, optimizer).items()}
     train(model, optimizer, range(2))
-    before = digest(capture(model, optimizer))
+    before = digest(get_state_dict(model, optimizer))
     saved["model.extra"] = torch.ones(1)
     saved["optim.nobody.exp_avg"] = torch.ones(1)
     del saved["model.unused.bias"]
@@ -178,7 +177,7 @@ def test_what_does_not_fit_is_named_and_nothing_is_changed() -> None:
     saved["optim.norm.weight.exp_avg"] = torch.ones(9)
     del saved["optim.norm.bias.exp_avg"]
     with pytest.raises(CheckpointError) as error:
-        restore(model, optimizer, saved)
+        set_state_dict(model, optimizer, saved)
     for line in (
         "does not fit Tied and AdamW",
         "missing in the checkpoint: unused.bias",
@@ -189,15 +188,15 @@ def test_what_does_not_fit_is_named_and_nothing_is_changed() -> None:
         "wrong: optim.norm.weight.exp_avg is float32 (9,)",
     ):
         assert line in str(error.value)
-    assert digest(capture(model, optimizer)) == before
+    assert digest(get_state_dict(model, optimizer)) == before
 
 
-def test_weights_alone_can_be_restored() -> None:
+def test_weights_can_be_loaded_without_optimizer() -> None:
     model, other = Tied(), Tied()
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer, range(1))
-    restore(other, None, capture(model, optimizer))
-    assert digest(capture(other)) == digest(capture(model))
+    set_state_dict(other, None, get_state_dict(model, optimizer))
+    assert digest(get_state_dict(other)) == digest(get_state_dict(model))
 
 
 EVERY_DTYPE = {
@@ -209,7 +208,7 @@ EVERY_DTYPE = {
 } | {"zero": torch.tensor(1.5), "empty": torch.empty(0, 3), "an ünusual\nname": torch.ones(1)}  # fmt: skip
 
 
-def test_the_digest_sees_names_dtypes_shapes_and_bytes_and_nothing_else() -> None:
+def test_digest_depends_on_names_dtypes_shapes_and_bytes_only() -> None:
     a = {"x": torch.arange(6.0).reshape(2, 3), "y": torch.ones(2, dtype=torch.bfloat16)}
     equal = {"y": a["y"].clone(), "x": torch.stack([a["x"]] * 2, dim=-1)[..., 0]}
     assert not equal["x"].is_contiguous()
@@ -226,8 +225,8 @@ def test_the_digest_sees_names_dtypes_shapes_and_bytes_and_nothing_else() -> Non
 
 
 @pytest.mark.parametrize("file_bytes", [1, 100, 10**9])
-def test_every_dtype_comes_back_and_the_digest_is_that_of_the_command(tmp_path: Path, file_bytes: int) -> None:
-    store = Store(tmp_path, file_bytes=file_bytes)
+def test_every_dtype_is_restored_and_the_digest_is_that_of_the_command(tmp_path: Path, file_bytes: int) -> None:
+    store = CheckpointStore(tmp_path, file_bytes=file_bytes)
     facts = {"run": {"seed": 1}, "text": "è", "none": None}
     path = store.save(7, EVERY_DTYPE, facts)
     assert len(list(path.glob("*.safetensors"))) == {1: 19, 100: 12, 10**9: 1}[file_bytes]
@@ -241,23 +240,27 @@ def test_every_dtype_comes_back_and_the_digest_is_that_of_the_command(tmp_path: 
     assert commands.digest_line(tmp_path) == f"step 7 sha256 {digest(EVERY_DTYPE)}"
 
 
-def test_the_files_are_those_of_the_safetensors_library(tmp_path: Path) -> None:
-    path = Store(tmp_path).save(1, EVERY_DTYPE, {})
+def test_files_are_compatible_with_the_safetensors_library(tmp_path: Path) -> None:
+    path = CheckpointStore(tmp_path).save(1, EVERY_DTYPE, {})
     theirs = safetensors.torch.load_file(path / "tensors-00000.safetensors")
     assert digest(theirs) == digest(EVERY_DTYPE)
     safetensors.torch.save_file(EVERY_DTYPE, tmp_path / "theirs.safetensors", metadata={"a": "b"})
-    found = {spec.name: (spec, data) for spec, data in tensorfile.tensors_in(tensorfile.mapped(tmp_path / "theirs.safetensors"))}
+    found = {
+        spec.name: (spec, data) for spec, data in safetensors_io.parse_tensors(safetensors_io.map_file(tmp_path / "theirs.safetensors"))
+    }
     assert found.keys() == EVERY_DTYPE.keys()
-    assert tensorfile.digest({name: tensorfile.fingerprint(*pair) for name, pair in found.items()}) == digest(EVERY_DTYPE)
+    assert safetensors_io.digest_of_fingerprints(
+        {name: safetensors_io.tensor_fingerprint(*pair) for name, pair in found.items()}
+    ) == digest(EVERY_DTYPE)
 
 
-def test_exported_weights_are_read_by_the_safetensors_library(tmp_path: Path) -> None:
+def test_safetensors_library_reads_exported_weights(tmp_path: Path) -> None:
     model = Tied()
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer, range(1))
-    Store(tmp_path, file_bytes=100).save(1, capture(model, optimizer), {})
+    CheckpointStore(tmp_path, file_bytes=100).save(1, get_state_dict(model, optimizer), {})
     commands.export(tmp_path, None, tmp_path / "weights.safetensors")
     theirs = safetensors.torch.load_file(tmp_path / "weights.safetensors")
-    assert digest({f"model.{name}": tensor for name, tensor in theirs.items()}) == digest(capture(model))
+    assert digest({f"model.{name}": tensor for name, tensor in theirs.items()}) == digest(get_state_dict(model))
     with safetensors.safe_open(tmp_path / "weights.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "step": "1"}

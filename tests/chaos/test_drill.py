@@ -15,16 +15,16 @@ from support.hosts import living
 
 from lockstep.checkpoint.folder import committed_steps
 from lockstep.cli.drill import FAULTS, Run, plan
-from lockstep.elastic.generation_log import Arbiter
+from lockstep.elastic.generation_log import GenerationLog
 from lockstep.errors import LockstepError
 from lockstep.record import events
 
 LOOPS = Path(__file__).parents[1] / "support" / "loops"
 OWN_LOOP = Path(__file__).parents[2] / "examples" / "own_loop.py"
 
-TINY = ["--data.pairs", "3000", "--data.held_out", "50", "--tokens.vocabulary", "500", "--batch.tokens", "256", "--evaluate.at_end", "0"]
-TINY += ["--model.width", "32", "--model.encoder_layers", "1", "--model.decoder_layers", "1", "--model.feed_forward", "64"]
-TINY += ["--save.every_steps", "10"]
+TINY = ["--data.pairs", "3000", "--data.held_out", "50", "--tokenizer.vocab_size", "500", "--batch.tokens", "256", "--evaluate.at_end", "0"]
+TINY += ["--model.dim", "32", "--model.encoder_layers", "1", "--model.decoder_layers", "1", "--model.ffn_dim", "64"]
+TINY += ["--checkpoint.every_steps", "10"]
 
 
 def test_a_drill_ends_with_the_same_bits(tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_a_drill_ends_with_the_same_bits(tmp_path: Path) -> None:
     rows = [line.split()[0] for line in done.stdout.splitlines() if line.split()[:1] and line.split()[0] in FAULTS]
     assert sorted(rows) == sorted(fault for _, fault in plan(4, 5, 60, 3, 10)) and "the same bits" in done.stdout
     assert {"stop", "flip", "checkpoint"} < set(rows) and "is damaged" in log.read_text()
-    newest = Arbiter(tmp_path / "drill" / "disturbed" / "generations").newest()
+    newest = GenerationLog(tmp_path / "drill" / "disturbed" / "generations").newest()
     assert newest is not None and newest.end is not None and newest.end.code == 0 and newest.number > 2
 
 
@@ -91,7 +91,7 @@ def test_a_self_check_of_an_own_loop_loses_a_worker_resumes_with_another_number_
     assert done.returncode == 0 and done.stdout.endswith("\nthe same bits\n"), done.stdout + done.stderr
     rows = [line.partition(" step ")[2] for line in done.stdout.splitlines() if "sha256" in line]
     assert len(rows) == 4 and len({row.rpartition("step ")[2] for row in rows}) == 1 and "21 sha256" in rows[0]
-    killed, resumed = (events.read(tmp_path / "drill" / name) for name in ("killed", "resumed"))
+    killed, resumed = (events.read_events(tmp_path / "drill" / name) for name in ("killed", "resumed"))
     assert any(event["event"] == "regrouped" and event["joined"] for event in killed), "the replacement was given the state"
     began = [(event["step"], len(event["workers"])) for event in resumed if event["event"] == "began"]
     assert began == [(0, 2), (10, 1)]
@@ -100,7 +100,7 @@ def test_a_self_check_of_an_own_loop_loses_a_worker_resumes_with_another_number_
 def test_a_self_check_shows_the_refusal_of_a_run_and_has_its_exit_code(tmp_path: Path) -> None:
     done = drill(f"{OWN_LOOP}:train", "--stepz", "21", "--out", tmp_path / "drill")
     assert done.returncode == 2 and "1 worker ended with exit code 2" in done.stderr, done.stderr
-    assert "UsageError: " in done.stderr and "takes no --stepz" in done.stderr and "it takes --steps, --out" in done.stderr
+    assert "UsageError: " in done.stderr and "takes no --stepz" in done.stderr and "it takes --out, --steps" in done.stderr
 
 
 def test_faults_need_metrics_and_a_loop_without_them_is_told_so(tmp_path: Path) -> None:
@@ -133,5 +133,5 @@ def test_replicas_of_two_shards_heal_as_whole_ones(tmp_path: Path) -> None:
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-m", "lockstep", *words], capture_output=True, text=True, timeout=280, env=environ, check=False)
     assert done.returncode == 0 and "the same bits" in done.stdout, done.stdout + done.stderr
-    records = [Arbiter(tmp_path / "drill" / "disturbed" / "generations").read(number) for number in range(1, 4)]
+    records = [GenerationLog(tmp_path / "drill" / "disturbed" / "generations").read(number) for number in range(1, 4)]
     assert all(len(record.members) % 2 == 0 for record in records)

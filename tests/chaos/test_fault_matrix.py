@@ -136,13 +136,13 @@ def test_a_worker_killed_inside_a_step_costs_at_most_this_step(start: Start, tru
     one = start()
     one.wait_for_step(8)
     before = one.newest
-    one.strike(1, "kill", step=12, **at)
+    one.inject_fault(1, "kill", step=12, **at)
     back_s = one.wait_for_step(13)
     whole_s = one.wait_until_whole(before)
     tell(back=back_s, whole=back_s + whole_s)
     after = one.log.read(before.number + 1)
     assert len(after.members) == 2 and after.step in (11, 12) and back_s < SOON_S
-    one.judge(truth())
+    one.assert_same_bits(truth())
 
 
 def test_5_the_worker_that_leads_and_holds_the_store_is_killed(start: Start, truth: Callable[..., Truth]) -> None:
@@ -153,7 +153,7 @@ def test_5_the_worker_that_leads_and_holds_the_store_is_killed(start: Start, tru
     back_s = one.wait_until_back(before)
     tell(back=back_s, whole=back_s + one.wait_until_whole(before))
     assert one.log.read(before.number + 1).step >= step and back_s < SOON_S
-    one.judge(truth())
+    one.assert_same_bits(truth())
 
 
 @pytest.mark.parametrize("after", [pytest.param(0, id="6-left the old group", marks=long), pytest.param(1, id="6-forming the new group")])
@@ -161,12 +161,12 @@ def test_the_worker_that_leads_is_killed_while_a_group_forms(start: Start, truth
     one = start()
     one.wait_for_step(8)
     before = one.newest
-    one.order(one.leader.slot, "kill", at="joining", after=after)
-    one.strike(2, "kill", at="backward", step=12)
+    one.request_fault(one.leader.slot, "kill", at="joining", after=after)
+    one.inject_fault(2, "kill", at="backward", step=12)
     back_s = one.wait_for_step(13)
     tell(back=back_s, whole=back_s + one.wait_until_whole(before))
     assert back_s < SOON_S
-    one.judge(truth())
+    one.assert_same_bits(truth())
 
 
 @long
@@ -178,9 +178,9 @@ def test_7_all_workers_but_one_are_killed_at_once(start: Start, truth: Callable[
     back_s = one.wait_until_back(before)
     tell(back=back_s, whole=back_s + one.wait_until_whole(before))
     after = one.log.read(before.number + 1)
-    # One step less when the leader had written its line of the metrics and died before the vote reached the survivor, which retries the step.
+    # One step less when the leader wrote its line of metrics and died before the vote reached the survivor, which retries the step.
     assert after.step >= step - 1 and len(after.members) == 1 and back_s < SOON_S
-    one.judge(truth())
+    one.assert_same_bits(truth())
 
 
 def test_8_all_workers_are_killed_at_once(start: Start, truth: Callable[..., Truth]) -> None:
@@ -192,7 +192,7 @@ def test_8_all_workers_are_killed_at_once(start: Start, truth: Callable[..., Tru
     again = one.step
     tell(back=back_s)
     assert again >= 10 and back_s < SOON_S
-    one.judge(truth())
+    one.assert_same_bits(truth())
     (first, then), saved = one.events("began"), {event["step"] for event in one.events("saved")}
     assert (first["generation"], first["step"]) == (1, 0) and then["generation"] > 1 and then["step"] in saved
 
@@ -209,21 +209,21 @@ def test_killed_while_the_state_is_handed_over(start: Start, truth: Callable[...
     one = start()
     one.wait_for_step(12)
     before = one.newest
-    one.order(slot, "kill", at="hand-over")
+    one.request_fault(slot, "kill", at="hand-over")
     one.kill(one.member(1))
-    struck_s = one.wait(lambda: one.obeyed(slot), what="the hand-over")
+    struck_s = one.wait(lambda: one.fault_taken(slot), what="the hand-over")
     step = one.step
     back_s = one.wait_for_step(step + 1)
     tell(handed_over_after=struck_s, back=back_s, whole=back_s + one.wait_until_whole(before))
     assert back_s < SOON_S and one.newest.step >= 12
-    one.judge(truth())
+    one.assert_same_bits(truth())
 
 
-# An agent or a zygote dies.
+# An agent or a forkserver dies.
 
 
 def test_12_the_agent_is_killed_and_the_next_one_adopts_its_workers(start: Start, truth: Callable[..., Truth]) -> None:
-    one = start(steps=60, words=("--min", "3"))  # the run may be over before the new agent's zygote has imported everything
+    one = start(steps=60, words=("--min", "3"))  # the run may be over before the new agent's forkserver has imported everything
     one.wait_for_step(8)
     before, step = one.newest, one.step
     one.kill_agent()
@@ -234,7 +234,7 @@ def test_12_the_agent_is_killed_and_the_next_one_adopts_its_workers(start: Start
     assert one.newest == before and adopted_s < SOON_S
     one.kill(one.member(1))
     tell(adopted=adopted_s, whole=one.wait_until_whole(before))
-    one.judge(truth(60))
+    one.assert_same_bits(truth(60))
 
 
 @pytest.mark.parametrize(
@@ -253,10 +253,10 @@ def test_the_agent_is_killed_and_the_next_one_is_given_another_command(
     one.kill_agent()
     one.agents.clear()
     refused = another_command(one, HERE, **changed)
-    assert refused.wait(60) == 2 and one.says(says) and len(one.sitting()) == 3 and one.newest == before
+    assert refused.wait(60) == 2 and one.says(says) and len(one.processes()) == 3 and one.newest == before
     one.start_agent()
     one.wait(lambda: len(one.events("worker taken over")) == 3, what="the adoption")
-    one.judge(truth(120))
+    one.assert_same_bits(truth(120))
 
 
 @pytest.mark.parametrize("host", [pytest.param(0, id="13-of the host that leads"), pytest.param(None, id="14-all")])
@@ -273,20 +273,20 @@ def test_agents_of_several_hosts_are_killed(start: Start, truth: Callable[..., T
         one.start_agent(dead)
     one.wait(lambda: len(one.events("worker taken over")) == len(hosts), what="the adoption")
     assert one.newest == before
-    one.judge(truth(60))
+    one.assert_same_bits(truth(60))
 
 
 @long
-def test_18_the_zygote_is_killed_and_a_worker_at_once(start: Start, truth: Callable[..., Truth]) -> None:
+def test_18_the_forkserver_is_killed_and_a_worker_at_once(start: Start, truth: Callable[..., Truth]) -> None:
     one = start(steps=100)
     one.wait_for_step(8)
     before = one.newest
-    os.kill(one.zygote(), signal.SIGKILL)
+    os.kill(one.forkserver(), signal.SIGKILL)
     one.kill(one.member(1))
     whole_s = one.wait_until_whole(before)
     tell(whole=whole_s)
     assert whole_s < SOON_S
-    one.judge(truth(100))
+    one.assert_same_bits(truth(100))
 
 
 @long
@@ -300,7 +300,7 @@ def test_20_an_agent_is_stopped_and_goes_on(start: Start, truth: Callable[..., T
     assert len(one.newest.members) == 2
     one.kill_agent(number=signal.SIGCONT)
     tell(whole=one.wait_until_whole(before))
-    one.judge(truth(120))
+    one.assert_same_bits(truth(120))
 
 
 # A worker is there, and does not do what it should.
@@ -318,16 +318,16 @@ def test_20_an_agent_is_stopped_and_goes_on(start: Start, truth: Callable[..., T
     ],
 )
 def test_a_worker_that_fails_is_left_out_and_replaced(start: Start, truth: Callable[..., Truth], what: Any) -> None:
-    one = start(steps=60, values={"heal__hang_s": 4.0})
+    one = start(steps=60, values={"elastic__hang_timeout_s": 4.0})
     one.wait_for_step(8)
     before, pid = one.newest, one.member(1).pid
-    one.strike(1, what, at="backward", step=12)
+    one.inject_fault(1, what, at="backward", step=12)
     back_s = one.wait_for_step(13)
     tell(back=back_s, whole=back_s + one.wait_until_whole(before))
     after = one.log.read(before.number + 1)
     assert pid not in {member.pid for member in one.newest.members} and after.step >= 11 and back_s < SOON_S
     assert "/1" in after.reason
-    one.judge(truth(60))
+    one.assert_same_bits(truth(60))
 
 
 @pytest.mark.parametrize("step", [pytest.param(20, id="37-on the way", marks=long), pytest.param(30, id="37-in the end")])
@@ -336,8 +336,8 @@ def test_a_bit_that_flips_on_the_leader_before_it_saves_is_in_no_checkpoint(
 ) -> None:
     one = start(steps=30)
     one.wait_for_step(4)
-    one.strike(one.leader.slot, "flip", at="saving", step=step)
-    one.judge(truth(30))
+    one.inject_fault(one.leader.slot, "flip", at="saving", step=step)
+    one.assert_same_bits(truth(30))
     assert one.says(rf"the weights or optimizer state of rank 0 .* differ before step {step + 1}")
     (tmp_path / "undisturbed").mkdir()
     undisturbed(tmp_path / "undisturbed", 30)
@@ -348,10 +348,10 @@ def test_a_bit_that_flips_on_the_leader_before_it_saves_is_in_no_checkpoint(
 @pytest.mark.parametrize("workers", [2, 3])
 @long
 def test_37_where_not_every_step_is_compared_all_go_back_to_one_that_was(start: Start, truth: Callable[..., Truth], workers: int) -> None:
-    one = start(steps=60, workers=workers, values={"heal__verify_every": 10, "save__every_steps": 5})
+    one = start(steps=60, workers=workers, values={"elastic__verify_every": 10, "checkpoint__every_steps": 5})
     one.wait_for_step(8)
-    one.strike(1, "flip", at="forward", step=32)
-    one.judge(truth(60))
+    one.inject_fault(1, "flip", at="forward", step=32)
+    one.assert_same_bits(truth(60))
     assert one.says("differ before step 3[5-9]")
 
 
@@ -365,15 +365,15 @@ def test_37_a_bit_that_flips_at_a_bad_moment_is_in_nobody_in_the_end(start: Star
     one = start(steps=100, workers={"told too late": 2, "four workers": 4}.get(what, 3), script="own.py:train")
     one.wait_for_step(8)
     if what == "told too late":
-        one.strike(one.leader.slot, "flip", at="forward", step=70)
+        one.inject_fault(one.leader.slot, "flip", at="forward", step=70)
     else:
-        one.strike(0, "kill", at="forward", step=55)
-    assert one.end() == {"here": 0}, one.story()
+        one.inject_fault(0, "kill", at="forward", step=55)
+    assert one.end() == {"here": 0}, one.report()
     if what == "four workers":
         assert one.says("here/2: its weights or optimizer state differ before step [5-9]")
     else:
         assert one.says("none is in the majority") and one.says(r"the weights.* of here/[02]/\w+ were wrong")
-    assert one.says("goes on at step 50") == (what != "four workers")
+    assert one.says("resumes from step 50") == (what != "four workers")
     command = [sys.executable, "-m", "lockstep", "train", "own.py:train", "--workers", "1", "--out", "alone", "--steps", "100"]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
     assert digest_line(one.run, 100) == digest_line(tmp_path / "alone", 100)
@@ -384,27 +384,28 @@ import time
 import lockstep.training.replica_group
 from lockstep.errors import PeersLostError
 
-agree = lockstep.training.replica_group.agree
+agree = lockstep.training.replica_group.vote_on_step
 
 
 def late(world, vote, **named):
     verdict = agree(world, vote, **named)
-    while verdict.differ and world.leader:
-        if world.broken():
+    while verdict.divergent_ranks and world.leader:
+        if world.generation_error():
             raise PeersLostError("the leader read no answers", "", "")
         time.sleep(0.01)
     return verdict
 
 
-lockstep.training.replica_group.agree = late
+lockstep.training.replica_group.vote_on_step = late
 """
 
 
 GIVEN = """
+from pathlib import Path
 import lockstep.training.replica_group
-from lockstep.training.state_transfer import roles
+from lockstep.training.state_transfer import transfer_roles
 
-give, bare_model, which = lockstep.training.replica_group.hand_over, make_model, Path("which")
+give, bare_model, which = lockstep.training.replica_group.transfer_state, make_model, Path("which")
 
 
 def make_model():
@@ -415,7 +416,7 @@ def make_model():
 
 
 def flipped(world, capture, *rest):
-    if roles(world.standings)[2] and world.membership.seat.slot == 2 and which.exists():
+    if transfer_roles(world.standings)[2] and world.membership.worker_env.slot == 2 and which.exists():
         for name, tensor in capture().items():
             if which.read_text() in name:
                 tensor.view(torch.int32).view(-1)[0] ^= 1
@@ -423,7 +424,7 @@ def flipped(world, capture, *rest):
     return give(world, capture, *rest)
 
 
-lockstep.training.replica_group.hand_over = flipped
+lockstep.training.replica_group.transfer_state = flipped
 """
 
 
@@ -434,16 +435,16 @@ def test_22_an_error_that_comes_again_and_again_ends_the_run_with_its_traceback(
 
     def poisoned() -> bool:
         for slot in range(3):
-            if one.obeyed(slot):
-                one.order(slot, "raise", at="backward", step=12)
+            if one.fault_taken(slot):
+                one.request_fault(slot, "raise", at="backward", step=12)
         return all(agent.poll() is not None for agent in one.agents.values())
 
     tell(ended_after=one.wait(poisoned, what="the end"))
     for slot in range(3):
-        one.withdraw(slot)
+        one.withdraw_fault(slot)
     assert set(one.end().values()) == {1} and one.step <= 12
-    assert one.says("ValueError: an error on order") and one.says("in a row to end at step 1[12] by an error of its own")
-    one.leaves_nothing()
+    assert one.says("ValueError: injected error") and one.says("in a row to fail at step 1[12] with an error of its own")
+    one.assert_nothing_left()
 
 
 @long
@@ -455,7 +456,7 @@ def test_52_the_kernel_ends_a_worker_that_wants_too_much_memory(start: Start, tr
         back_s = one.wait(lambda: one.newest.number > before.number and one.step > step, what="the next generation")
         tell(back=back_s, whole=back_s + one.wait_until_whole(before))
     assert one.newest.step >= step
-    one.judge(truth(60))
+    one.assert_same_bits(truth(60))
 
 
 @long
@@ -470,13 +471,13 @@ def test_an_own_loop_heals_in_place_of_one_fault_after_the_other(start: Start, t
             one.wait_for_step(step + 50)
             continue
         if what in ("flip", "stop"):
-            one.strike(1, what, at="forward", step=step + 20)
+            one.inject_fault(1, what, at="forward", step=step + 20)
         else:
             one.kill(one.leader if what == "leader" else one.member(1) if one.member(1) != one.leader else one.member(2))
         tell(**{what: one.wait_until_whole(before)})
     one.stop()
-    assert set(one.end().values()) == {75}, one.story()
-    assert not [record.reason for record in one.generations if "nobody of generation" in record.reason]
+    assert set(one.end().values()) == {75}, one.report()
+    assert not [record.reason for record in one.generations if "no member of generation" in record.reason]
     command = [sys.executable, "-m", "lockstep", "train", OWN_LOOP, "--workers", "1", "--out", "alone", "--steps", str(one.step)]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
     saved = one.step // 50 * 50
@@ -498,9 +499,9 @@ def test_a_polite_stop_saves_and_the_same_command_goes_on(start: Start, truth: C
     assert set(one.end().values()) == {75}
     step = one.step
     assert 12 <= step < STEPS
-    one.leaves_nothing()
+    one.assert_nothing_left()
     one.start_agent()
-    one.judge(truth())
+    one.assert_same_bits(truth())
     assert one.says(rf"(goes on|continues|starts|resumed) .*step {step}")
 
 
@@ -517,7 +518,7 @@ def test_the_shared_disk_is_away_for_a_while(start: Start, truth: Callable[..., 
         time.sleep(10)
         assert one.shown >= shown + 20
     assert one.newest == before
-    one.judge(truth(200))
+    one.assert_same_bits(truth(200))
 
 
 @pytest.mark.parametrize(
@@ -527,7 +528,7 @@ def test_the_shared_disk_is_away_for_a_while(start: Start, truth: Callable[..., 
 def test_the_shared_disk_does_not_answer_for_a_while(
     start: Start, truth: Callable[..., Truth], tmp_path: Path, disk: Path, dies: Sequence[int]
 ) -> None:
-    one = start(steps=300, values={"heal__hang_s": 3.0})
+    one = start(steps=300, values={"elastic__hang_timeout_s": 3.0})
     one.wait_for_step(12)
     before, shown = one.newest, one.shown
     with frozen(disk):
@@ -538,8 +539,8 @@ def test_the_shared_disk_does_not_answer_for_a_while(
         one.wait_until_whole(before)
     else:
         assert one.newest == before
-    one.judge(truth(300))
-    assert one.says(r"the save of step \d+ is left out: the one before is still being written")
+    one.assert_same_bits(truth(300))
+    assert one.says(r"the save of step \d+ is skipped: the previous one is still being written")
     assert not one.events("hang") and not one.says("cannot be written")
 
 
@@ -569,11 +570,9 @@ def test_a_worker_is_killed_while_the_shared_disk_is_away(
     tell(whole=whole_s)
     assert [record.number for record in one.generations] == list(range(1, one.newest.number + 1))
     assert stay < {member.id for member in one.newest.members} and one.log.read(before.number).token == before.token
-    one.judge(truth(120))
-    assert one.says(r"the run folder cannot be used \(.*\); the new worker of here/\d waits for it") and one.says(
-        "the run folder is there again"
-    )
-    assert one.says(r"the checkpoint of step \d+ was not saved: (Read-only|No such file)") and not one.says("in a row to end")
+    one.assert_same_bits(truth(120))
+    assert one.says(r"the run folder cannot be used \(.*\); worker here/\d waits for it") and one.says("the run folder is usable again")
+    assert one.says(r"the checkpoint of step \d+ was not saved: (Read-only|No such file)") and not one.says("in a row to fail")
 
 
 @long
@@ -584,10 +583,10 @@ def test_57_the_agent_starts_anew_while_the_shared_disk_is_away(start: Start, tr
     one.kill_agent()
     with away(tmp_path / "run", writable=True):
         one.start_agent()
-        assert one.end() == {"here": 2} and one.says("run is not the folder in which the workers of here train: no token is there")
+        assert one.end() == {"here": 2} and one.says("run is not the folder that the workers of here train in: it has no token")
         assert not list((tmp_path / "run").iterdir())
     one.start_agent()
-    one.judge(truth(120))
+    one.assert_same_bits(truth(120))
     assert one.newest.members == before.members or one.newest.end
 
 
@@ -596,16 +595,16 @@ def test_57_the_agent_starts_anew_while_the_shared_disk_is_away(start: Start, tr
 def test_the_run_comes_to_its_end_while_the_shared_disk_is_away(
     start: Start, truth: Callable[..., Truth], tmp_path: Path, on_error: str
 ) -> None:
-    one = start(values={"save__on_error": on_error})
+    one = start(values={"checkpoint__on_error": on_error})
     one.wait_for_step(22)
     with away(tmp_path / "run", writable=True):
         if on_error == "stop":
             assert one.end() == {"here": 3} and one.says(r"SaveFailedError: the checkpoint of step \d+ was not saved")
             assert not (tmp_path / "run" / "generations").exists()
             return
-        one.wait(lambda: one.says("the new worker of here/0 waits for it"), what="the end of all workers")
+        one.wait(lambda: one.says("worker here/0 waits for it"), what="the end of all workers")
         assert not (tmp_path / "run" / "generations").exists()
-    one.judge(truth())
+    one.assert_same_bits(truth())
 
 
 @long
@@ -613,8 +612,8 @@ def test_58_an_os_error_of_its_own_loop_is_its_own(start: Start, tmp_path: Path)
     (tmp_path / "own.py").write_text("def train(steps: int = 0) -> None:\n    open('no such folder/file')\n")
     one = start(script="own.py:train")
     assert one.end() == {"here": 1}
-    assert one.says("FileNotFoundError: .*no such folder/file") and one.says("number 3 in a row to end before its first step")
-    one.leaves_nothing()
+    assert one.says("FileNotFoundError: .*no such folder/file") and one.says("number 3 in a row to fail before its first step")
+    one.assert_nothing_left()
 
 
 @long
@@ -623,9 +622,9 @@ def test_33_two_starts_of_one_run_are_refused(start: Start, truth: Callable[...,
     one.wait_for_step(5)
     first = one.agents.pop("here")
     one.start_agent()
-    assert one.end() == {"here": 2} and one.says("another training is at work in run")
+    assert one.end() == {"here": 2} and one.says("another training is already running in run")
     one.agents["here"] = first
-    one.judge(truth(60))
+    one.assert_same_bits(truth(60))
 
 
 @long
@@ -638,7 +637,7 @@ def test_34_what_a_dead_run_has_left_is_ignored(start: Start, truth: Callable[..
     back_s = one.wait_until_whole(before)
     tell(back=back_s)
     assert one.step >= 10 and back_s < SOON_S
-    one.judge(truth())
+    one.assert_same_bits(truth())
 
 
 @long
@@ -651,7 +650,7 @@ def test_53_the_metrics_cannot_be_written_for_a_while(start: Start, truth: Calla
     until(lambda: one.shown >= shown + 20)
     (tmp_path / "run" / "metrics.jsonl").rmdir()
     (tmp_path / "run" / "elsewhere.jsonl").rename(tmp_path / "run" / "metrics.jsonl")
-    one.judge(truth(60))
+    one.assert_same_bits(truth(60))
 
 
 @long
@@ -659,11 +658,11 @@ def test_41_the_committer_is_killed_while_it_saves(start: Start, truth: Callable
     one = start()
     one.wait_for_step(8)
     before = one.newest
-    one.strike(one.leader.slot, "kill", at="saving", step=10)
+    one.inject_fault(one.leader.slot, "kill", at="saving", step=10)
     back_s = one.wait_for_step(13)
     tell(back=back_s, whole=back_s + one.wait_until_whole(before))
     assert back_s < SOON_S
-    one.judge(truth())
+    one.assert_same_bits(truth())
 
 
 # Several hosts.
@@ -683,17 +682,17 @@ def test_a_host_loses_its_power(start: Start, truth: Callable[..., Truth], netwo
     one.wait_for_step(8)
     lost, before, step = network.hosts[number], one.newest, one.step
     survivors = {member.pid for member in before.members if member.host != lost.name}
-    network.cut(lost)  # first, so that its kernel says goodbye to nobody
+    network.disconnect(lost)  # first, so that its kernel says goodbye to nobody
     one.kill_host(lost)
     back_s = one.wait_until_back(before)
     assert one.newest.step >= step and back_s < SOON_S
-    network.mend(lost)
+    network.reconnect(lost)
     time.sleep(away_s)
     alone = one.newest
     one.start_agent(lost)
     tell(back=back_s, joined=one.wait_until_whole(alone))
     assert survivors < {member.pid for member in one.newest.members}
-    one.judge(truth(steps))
+    one.assert_same_bits(truth(steps))
 
 
 @pytest.mark.parametrize("seconds", [pytest.param(1.0, id="25-1 s"), pytest.param(5.0, id="25-5 s", marks=long)])
@@ -702,15 +701,15 @@ def test_a_cable_is_out_for_a_moment(start: Start, truth: Callable[..., Truth], 
     one = start(network.hosts, workers=1, steps=120)
     one.wait_for_step(8)
     before = one.newest
-    network.cut(network.hosts[1])
+    network.disconnect(network.hosts[1])
     time.sleep(seconds)
-    network.mend(network.hosts[1])
+    network.reconnect(network.hosts[1])
     if seconds > 2:
         tell(whole=one.wait_until_whole(before))
     else:
         tell(back=one.wait_for_step(one.step + 2))
         assert one.newest == before
-    one.judge(truth(120))
+    one.assert_same_bits(truth(120))
 
 
 @pytest.mark.parametrize("who", [pytest.param(0, id="26-the leader"), pytest.param(1, id="26-another", marks=long)])
@@ -718,14 +717,14 @@ def test_a_host_is_cut_off_for_good(start: Start, truth: Callable[..., Truth], n
     one = start(network.hosts, workers=1, steps=60)
     one.wait_for_step(8)
     before, step, lost = one.newest, one.step, network.hosts[who]
-    network.cut(lost)
+    network.disconnect(lost)
     back_s = one.wait_until_back(before)
     tell(back=back_s)
     after = one.log.read(before.number + 1)
     assert after.step >= step and back_s < SOON_S
     side = {member.host for member in after.members}
     assert side == {host.name for host in network.hosts} - {lost.name}, "the larger side, and nobody of the other"
-    one.judge(truth(60))
+    one.assert_same_bits(truth(60))
 
 
 @long
@@ -734,11 +733,11 @@ def test_26_two_hosts_are_cut_apart_and_exactly_one_goes_on(start: Start, truth:
     one = start(hosts, workers=1, steps=700)
     one.wait_for_step(8)
     before = one.newest
-    network.cut(hosts[1])
+    network.disconnect(hosts[1])
     back_s = one.wait_until_back(before)
     tell(back=back_s)
     assert back_s < SOON_S
-    one.judge(truth(700))
+    one.assert_same_bits(truth(700))
     apart = [record for record in one.generations[before.number :] if not record.end]
     assert [len(record.members) for record in apart] == [1], "one generation, of one"
 
@@ -748,27 +747,27 @@ def test_27_what_one_host_sends_to_the_leader_is_lost(start: Start, truth: Calla
     one = start(network.hosts, workers=1, steps=120)
     one.wait_for_step(8)
     before, step, (a, b, _) = one.newest, one.step, network.hosts
-    network.drop(b, a)
+    network.drop_packets(b, a)
     back_s = one.wait_until_back(before)
     tell(back=back_s)
     assert back_s < SOON_S and one.newest.step >= step
-    network.deliver(b, a)
-    one.judge(truth(120))
+    network.restore_packets(b, a)
+    one.assert_same_bits(truth(120))
 
 
 @long
 def test_28_two_workers_do_not_reach_each_other_and_a_third_reaches_both(
     start: Start, truth: Callable[..., Truth], network: Network
 ) -> None:
-    one = start(network.hosts, workers=1, steps=60, values={"heal__hang_s": 4.0})
+    one = start(network.hosts, workers=1, steps=60, values={"elastic__hang_timeout_s": 4.0})
     one.wait_for_step(8)
     before, step, (_, b, c) = one.newest, one.step, network.hosts
-    network.drop(b, c)
-    network.drop(c, b)
+    network.drop_packets(b, c)
+    network.drop_packets(c, b)
     back_s = one.wait_until_back(before, 2)
     tell(back=back_s)
     assert one.newest.step >= step and back_s < SOON_S
-    one.judge(truth(60))
+    one.assert_same_bits(truth(60))
 
 
 @long
@@ -776,14 +775,14 @@ def test_29_a_cut_off_host_comes_back_after_the_others_went_on(start: Start, tru
     one = start(network.hosts, workers=1, steps=200)
     one.wait_for_step(8)
     before = one.newest
-    network.cut(network.hosts[0])
+    network.disconnect(network.hosts[0])
     back_s = one.wait_until_back(before)
     time.sleep(3.0)
     between = one.newest
-    network.mend(network.hosts[0])
+    network.reconnect(network.hosts[0])
     tell(back=back_s, whole=one.wait_until_whole(between))
     assert before.members[0].id not in {member.id for member in one.newest.members}
-    one.judge(truth(200))
+    one.assert_same_bits(truth(200))
 
 
 @long
@@ -792,10 +791,10 @@ def test_30_a_slow_network_is_no_death(start: Start, truth: Callable[..., Truth]
     one.wait_for_step(3)
     before = one.newest
     for host in network.hosts:
-        network.shape(host, "1mbit")
+        network.limit_rate(host, "1mbit")
     tell(step=one.wait_for_step(8, timeout_s=200) / 5)
     assert one.newest == before
-    one.judge(truth(15), timeout_s=200)
+    one.assert_same_bits(truth(15), timeout_s=200)
 
 
 @long
@@ -807,7 +806,7 @@ def test_a_worker_is_killed_while_a_bucket_crawls_over_a_slow_network(
     one.wait_for_step(3)
     before, victim = one.newest, one.newest.members[slot]
     for host in network.hosts:
-        network.shape(host, "1mbit")
+        network.limit_rate(host, "1mbit")
     one.wait_for_step(5, timeout_s=200)
     time.sleep(1)  # a step takes some
     one.kill(victim)
@@ -815,8 +814,8 @@ def test_a_worker_is_killed_while_a_bucket_crawls_over_a_slow_network(
     tell(back=back_s)
     assert back_s < 2 * SOON_S
     for host in network.hosts:
-        network.shape(host, "1gbit")
-    one.judge(truth(15), timeout_s=200)
+        network.limit_rate(host, "1gbit")
+    one.assert_same_bits(truth(15), timeout_s=200)
 
 
 @long
@@ -830,13 +829,13 @@ def test_the_clock_of_a_host_is_an_hour_off(start: Start, truth: Callable[..., T
     one.kill(before.members[0])
     tell(whole=one.wait_until_whole(before))
     assert one.log.read(before.number + 1).step >= 12
-    one.judge(truth())
+    one.assert_same_bits(truth())
 
 
 @long
 def test_35_one_worker_then_four_then_one(start: Start, truth: Callable[..., Truth]) -> None:
     hosts, began_s = [Host(name) for name in "abcd"], time.monotonic()
-    one = start(hosts, workers=1, steps=400, start=hosts[:1], values={"heal__gather_s": 0.1})
+    one = start(hosts, workers=1, steps=400, start=hosts[:1], values={"elastic__rendezvous_timeout_s": 0.1})
     one.wait_for_step(5)
     for size, host in enumerate(hosts[1:], 2):
         before = one.newest
@@ -850,20 +849,20 @@ def test_35_one_worker_then_four_then_one(start: Start, truth: Callable[..., Tru
     assert sizes == [1, 2, 3, 4, 3, 2, 1] and [record.step for record in one.generations] == sorted(
         one.log.read(n).step for n in range(1, 8)
     )
-    one.judge(truth(400))
+    one.assert_same_bits(truth(400))
     took_s, told = time.monotonic() - began_s, one.events("goodput")[-1]
     assert 0.5 * took_s < told["wall_s"] < took_s, "the last one to join tells of the whole run"
     assert sum(seconds for name, seconds in told.items() if name.endswith("_s") and name != "wall_s") == pytest.approx(told["wall_s"])
 
 
 def test_every_second_of_a_run_is_counted_also_of_what_was_lost_with_all_workers(start: Start, truth: Callable[..., Truth]) -> None:
-    one = start(steps=60, values={"save__every_steps": 20})
+    one = start(steps=60, values={"checkpoint__every_steps": 20})
     for step in (10, 30):  # before the first checkpoint, and behind it
         one.wait_for_step(step)
         before = one.newest
         one.kill(*before.members)
         one.wait(lambda before=before: one.newest.number > before.number, what="the next generation")  # type: ignore[misc]
-    one.judge(truth(60))
+    one.assert_same_bits(truth(60))
     first, told = one.events("worker started")[0], one.events("goodput")[-1]
     took_s = (datetime.fromisoformat(told["time"]) - datetime.fromisoformat(first["time"])).total_seconds()
     assert told["wall_s"] == pytest.approx(took_s, rel=0.01)
@@ -874,14 +873,14 @@ def test_every_second_of_a_run_is_counted_also_of_what_was_lost_with_all_workers
 @long
 def test_36_a_host_whose_numbers_would_have_other_bits_is_refused(start: Start, truth: Callable[..., Truth]) -> None:
     hosts = [Host("a"), Host("b", enter=("env", "ATEN_CPU_CAPABILITY=default"))]
-    one = start(hosts, workers=1, steps=120, start=hosts[:1], values={"heal__gather_s": 0.1})
+    one = start(hosts, workers=1, steps=120, start=hosts[:1], values={"elastic__rendezvous_timeout_s": 0.1})
     one.wait_for_step(5)
     before = one.newest
     one.start_agent(hosts[1])
     refused = one.agents.pop("b")
     one.wait(lambda: refused.poll() is not None, what="the refusal")
-    assert refused.returncode == 2 and one.says("would have other bits") and one.newest == before
-    one.judge(truth(120))
+    assert refused.returncode == 2 and one.says("would compute different bits") and one.newest == before
+    one.assert_same_bits(truth(120))
 
 
 def another_command(one: Training, host: Host, **changed: Any) -> subprocess.Popen[bytes]:
@@ -898,13 +897,13 @@ def another_command(one: Training, host: Host, **changed: Any) -> subprocess.Pop
 @long
 def test_36_a_host_that_was_started_with_another_run_is_refused(start: Start, truth: Callable[..., Truth]) -> None:
     hosts = [Host("a"), Host("b")]
-    one = start(hosts, workers=1, steps=120, start=hosts[:1], values={"heal__gather_s": 0.1})
+    one = start(hosts, workers=1, steps=120, start=hosts[:1], values={"elastic__rendezvous_timeout_s": 0.1})
     one.wait_for_step(5)
     before = one.newest
     refused = another_command(one, hosts[1], steps=60)
     one.wait(lambda: refused.poll() is not None, what="the refusal")
     assert refused.returncode == 2 and one.says("run steps is '60' there and '120' here") and one.newest == before
-    one.judge(truth(120))
+    one.assert_same_bits(truth(120))
 
 
 def test_36_who_stood_by_from_the_start_is_looked_at_before_it_is_let_in(start: Start, truth: Callable[..., Truth]) -> None:
@@ -915,8 +914,8 @@ def test_36_who_stood_by_from_the_start_is_looked_at_before_it_is_let_in(start: 
     before, refused = one.newest, one.agents["c"]
     one.wait(lambda: refused.poll() is not None, what="the refusal")
     one.agents.pop("c")
-    assert refused.returncode == 2 and one.says("would have other bits") and one.newest == before
-    one.judge(truth(120))
+    assert refused.returncode == 2 and one.says("would compute different bits") and one.newest == before
+    one.assert_same_bits(truth(120))
 
 
 @long
@@ -933,7 +932,7 @@ def test_36_a_loop_of_ones_own_that_was_started_with_other_flags_is_refused(star
     one.agents.pop("b", None)
     one.stop()
     assert set(one.end().values()) == {75}
-    one.leaves_nothing()
+    one.assert_nothing_left()
 
 
 @long
@@ -945,7 +944,7 @@ def test_35_who_stood_by_from_the_start_has_its_model_when_it_is_let_in(start: S
     one.kill(before.members[1])
     tell(back=one.wait_until_back(before, 2))
     assert {member.host for member in one.newest.members} == {"a", "c"}
-    one.judge(truth(120))
+    one.assert_same_bits(truth(120))
 
 
 # All of it.
@@ -953,16 +952,16 @@ def test_35_who_stood_by_from_the_start_has_its_model_when_it_is_let_in(start: S
 
 @long
 def test_11_kills_without_a_pause(start: Start, truth: Callable[..., Truth]) -> None:
-    one = start(steps=400, values={"save__every_steps": 5})
+    one = start(steps=400, values={"checkpoint__every_steps": 5})
     one.wait_for_step(8)
     chance, kills, end_s, progress = random.Random(1), 0, time.monotonic() + 60, one.step
     while time.monotonic() < end_s and one.step < 380:
-        one.kill(chance.choice(list(one.sitting().values()) or [one.leader]))
+        one.kill(chance.choice(list(one.processes().values()) or [one.leader]))
         kills += 1
         time.sleep(0.5)
     print(f"{kills} kills, {one.step - progress} steps meanwhile, {one.newest.number} generations")
     assert kills >= 50 and one.step > progress
-    one.judge(truth(400))
+    one.assert_same_bits(truth(400))
 
 
 PLACES: list[dict[str, Any]] = [
@@ -981,22 +980,22 @@ def test_54_every_place_of_every_step(start: Start, truth: Callable[..., Truth])
     With --min 3 those who are left wait until all three are there, and do the step again, in which the next one dies at the next place.
     After the vote the step is not done again: there one dies in the update, and another one while it saves.
     """
-    one = start(steps=6, words=("--min", "3"), values={"save__every_steps": 1})
+    one = start(steps=6, words=("--min", "3"), values={"checkpoint__every_steps": 1})
     began_s = time.monotonic()
     for step in range(1, 7):
         slots = [(step + turn) % 3 for turn in range(8)]
         for slot, following, place in zip(slots, slots[1:], PLACES, strict=False):
-            one.strike(slot, "kill", step=step, **place)
-            one.wait_until_it_waits(following)
-        one.order(slots[5], "kill", at="updating", step=step)
-        one.strike(slots[6], "kill", at="saving", step=step)
-        one.wait(lambda slot=slots[5]: one.obeyed(slot), what=f"the update of {step}")  # type: ignore[misc]
+            one.inject_fault(slot, "kill", step=step, **place)
+            one.wait_until_joining(following)
+        one.request_fault(slots[5], "kill", at="updating", step=step)
+        one.inject_fault(slots[6], "kill", at="saving", step=step)
+        one.wait(lambda slot=slots[5]: one.fault_taken(slot), what=f"the update of {step}")  # type: ignore[misc]
         if step < 6:
-            one.wait_until_it_waits(slots[7])
+            one.wait_until_joining(slots[7])
     tell(each=(time.monotonic() - began_s) / 42)
-    one.judge(truth(6))
+    one.assert_same_bits(truth(6))
     expected = [(place["at"], step) for step in range(1, 7) for place in (*PLACES, {"at": "updating"}, {"at": "saving"})]
-    assert sorted(one.orders_obeyed()) == sorted(expected)
+    assert sorted(one.injected_faults()) == sorted(expected)
 
 
 @contextmanager

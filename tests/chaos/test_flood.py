@@ -1,4 +1,4 @@
-"""A flood of connections that prove nothing, at members that may open few files."""
+"""A flood of unauthenticated connections, to members with few file descriptors."""
 
 from __future__ import annotations
 
@@ -16,54 +16,54 @@ from support.hosts import Host, Training
 from test_wire import door, member
 
 from lockstep.elastic.generation_log import Member
-from lockstep.elastic.link import ask, read_token
-from lockstep.elastic.membership import Membership, most_strangers
-from lockstep.elastic.protocol import Connect, Cut
+from lockstep.elastic.link import read_token, send_control_message
+from lockstep.elastic.membership import Membership, max_unauthenticated
+from lockstep.elastic.protocol.effects import AbortGroup, Connect
 
 __all__ = ["member"]
 LIMITED = Host(enter=("prlimit", "--nofile=192:192"))
 FLOOD = Path(__file__).parents[1] / "support" / "flood.py"
 
 
-def test_the_oldest_of_too_many_strangers_is_dropped_and_members_are_still_answered(member: Membership) -> None:
-    most = most_strangers()
-    flood = [door(member) for _ in range(most)]
-    time.sleep(0.3)  # none of them is young
+def test_the_oldest_of_too_many_unauthenticated_connections_is_dropped_and_requests_are_answered(member: Membership) -> None:
+    limit = max_unauthenticated()
+    flood = [door(member) for _ in range(limit)]
+    time.sleep(0.3)  # none of them is new any more
     flood += [door(member) for _ in range(5)]
-    assert ask(member.me.address, read_token(member.folder), {"kind": "status"})["kind"] == "status"
-    assert len(member._links) <= most
-    for one in flood[:5]:
-        while one.recv(65536):
+    assert send_control_message(member.me.address, read_token(member.folder), {"kind": "status"})["kind"] == "status"
+    assert len(member._links) <= limit
+    for connection in flood[:5]:
+        while connection.recv(65536):
             pass
-    for one in flood:
-        one.close()
+    for connection in flood:
+        connection.close()
 
 
-def test_a_flood_and_a_killed_worker_at_once_do_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flood_and_a_killed_worker_do_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_TMP", str(tmp_path))
-    one = Training(tmp_path, [LIMITED], steps=80)
+    training = Training(tmp_path, [LIMITED], steps=80)
     try:
-        one.wait_for_step(5)
-        before = one.newest
+        training.wait_for_step(5)
+        before = training.newest
         addresses = [member.address for member in before.members]
         flood = subprocess.Popen([sys.executable, str(FLOOD), "400", *addresses], stdout=subprocess.PIPE)
         try:
             assert flood.stdout and flood.stdout.readline() == b"flooding\n"
-            one.wait_for_step(one.step + 3)
-            one.kill(one.leader)
-            after_s = one.wait_until_whole(before)
-            print(f"whole after {after_s:.2f} s; {len(os.listdir(f'/proc/{one.leader.pid}/fd'))} descriptors")
-            stayed = {member.id for member in one.newest.members} & {member.id for member in before.members[1:]}
-            assert len(stayed) == 2, one.story()
+            training.wait_for_step(training.step + 3)
+            training.kill(training.leader)
+            after_s = training.wait_until_whole(before)
+            print(f"whole after {after_s:.2f} s; {len(os.listdir(f'/proc/{training.leader.pid}/fd'))} descriptors")
+            stayed = {member.id for member in training.newest.members} & {member.id for member in before.members[1:]}
+            assert len(stayed) == 2, training.report()
         finally:
             flood.kill()
             flood.communicate()
-        assert not one.says("Too many open files")
+        assert not training.says("Too many open files")
     finally:
-        one.close()
+        training.close()
 
 
-def test_a_member_without_a_free_descriptor_goes_on_when_there_are_some_again(member: Membership) -> None:
+def test_a_member_out_of_descriptors_recovers(member: Membership) -> None:
     host, _, port = member.me.address.rpartition(":")
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with socket.socket() as early, socket.socket() as free:
@@ -71,22 +71,22 @@ def test_a_member_without_a_free_descriptor_goes_on_when_there_are_some_again(me
         try:
             early.connect((host, int(port)))
             member._call(lambda: [Connect(Member("there/0/a", "there", 0, 1, member.me.address))])
-            member._call(lambda: [Cut("for the test")])
+            member._call(lambda: [AbortGroup("for the test")])
             time.sleep(0.5)
             assert member._threads[0].is_alive() and member._threads[1].is_alive()
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        assert ask(member.me.address, read_token(member.folder), {"kind": "status"})["kind"] == "status"
+        assert send_control_message(member.me.address, read_token(member.folder), {"kind": "status"})["kind"] == "status"
 
 
-def test_cutting_a_group_is_tried_again_when_there_was_no_descriptor_for_it(member: Membership) -> None:
+def test_aborting_a_group_is_retried_if_no_descriptor_was_free(member: Membership) -> None:
     calls: list[int] = []
 
     def cut() -> None:
         calls.append(1)
         raise OSError(errno.EMFILE, "Too many open files")
 
-    member.on_cut = cut
-    member._call(lambda: [Cut("for the test")])
-    assert ask(member.me.address, read_token(member.folder), {"kind": "status"})["kind"] == "status"
+    member.on_abort = cut
+    member._call(lambda: [AbortGroup("for the test")])
+    assert send_control_message(member.me.address, read_token(member.folder), {"kind": "status"})["kind"] == "status"
     assert calls and member._threads[0].is_alive()

@@ -18,20 +18,20 @@ from support.fuzz import ODD_BYTES, Commands, Tally
 
 LONG = os.environ.get("LOCKSTEP_CHAOS") == "1"
 SMALL = [
-    "--model.width",
+    "--model.dim",
     "8",
-    "--model.heads",
+    "--model.n_heads",
     "1",
-    "--model.feed_forward",
+    "--model.ffn_dim",
     "8",
     "--model.encoder_layers",
     "1",
     "--model.decoder_layers",
     "1",
 ]
-SMALL += ["--tokens.vocabulary", "300", "--batch.tokens", "128", "--batch.micro_batches", "1", "--steps", "1", "--evaluate.at_end", "1"]
+SMALL += ["--tokenizer.vocab_size", "300", "--batch.tokens", "128", "--batch.micro_batches", "1", "--steps", "1", "--evaluate.at_end", "1"]
 PAIRS = [*SMALL, "--data.kind", "files", "--data.held_out", "2"]
-LLAMA = ["--steps", "1", "--llama.shape", "1M", "--tokens.vocabulary", "400", "--batch.length", "32", "--batch.tokens", "32"]
+LLAMA = ["--steps", "1", "--llama.size", "1M", "--tokenizer.vocab_size", "400", "--batch.seq_len", "32", "--batch.tokens", "32"]
 LLAMA += ["--batch.micro_batches", "1", "--evaluate.at_end", "1", "--data.held_out_share", "0.2"]
 TEXT, CHAT = ["--task", "pretrain", "--data.kind", "text", *LLAMA], ["--task", "sft", "--data.kind", "chat", *LLAMA]
 
@@ -48,7 +48,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
 
 
 def good(name: str) -> bytes:
-    """Enough of a file for a training."""
+    """Return valid content, enough for a training run."""
     line = {
         "pairs.txt": b"a word and number %d\n",
         "pairs.tsv": b"a word and number %d\tun numero %d\n",
@@ -76,8 +76,8 @@ FILES = {
 
 
 @pytest.mark.timeout(3000)
-def test_a_training_on_odd_bytes_works_or_is_refused_by_name(commands: Commands) -> None:
-    """Odd bytes alone and behind enough good lines; the short part takes a few of them, others for each file."""
+def test_training_on_unusual_bytes_works_or_is_refused(commands: Commands) -> None:
+    """Unusual bytes alone and after valid lines. The short version tests a sample, another one for each file."""
     tally, folder = Tally(), commands.folder
     (folder / "more.txt").write_bytes(b"".join(b"line %d\n" % n * 200 for n in range(30)))
     for place, (name, argv) in enumerate(FILES.items()):
@@ -114,13 +114,13 @@ WORDS = (
     *(["checkpoint", "verify", "/dev/null"], ["checkpoint", "import", "/dev/null", "--out", "imported"]),
     *(["checkpoint", "digest", "pairs", "7"], ["translate", "pairs", "a", "--step", "7"], ["train", "--out", "taken", *SMALL]),
     *(
-        [*RUN, "--model.width", "1048576"],
-        [*RUN, "--model.encoder_layers", "1024", "--model.width", "65536"],
+        [*RUN, "--model.dim", "1048576"],
+        [*RUN, "--model.encoder_layers", "1024", "--model.dim", "65536"],
     ),
     *(
-        [*TEXT, "--llama.shape", "7M"],
-        [*TEXT, "--llama.shape", "405B"],
-        [*TEXT, "--llama.start", "/dev/null"],
+        [*TEXT, "--llama.size", "7M"],
+        [*TEXT, "--llama.size", "405B"],
+        [*TEXT, "--llama.init_from", "/dev/null"],
         [*TEXT, "--data.train", "**/*"],
     ),
     *([*RUN, "--data.source", "../../etc"], [*RUN, "--data.train", "/proc/self/mem"], [*RUN, "--data.kind", "files", "--data.train", ","]),
@@ -137,11 +137,11 @@ VARIABLES = (
 )
 
 
-def test_odd_words_and_variables_are_refused_by_name(commands: Commands) -> None:
+def test_unusual_words_and_variables_are_refused(commands: Commands) -> None:
     tally, special = Tally(), commands.folder / "special"
     (commands.folder / "taken").mkdir()
     (commands.folder / "taken/data").touch()
-    os.mkfifo(special)  # a rename over it would replace it, as it would /dev/null
+    os.mkfifo(special)  # a rename would replace it, as it would /dev/null
     for number, words in enumerate(WORDS):
         argv = words if words[0] != "--task" else ["train", "--out", f"words-{number}", "--data.train", "text.jsonl", *words]
         outcome = commands.run(argv)
@@ -168,8 +168,8 @@ def needs(steps: int): ...
 """
 
 
-def test_what_a_users_function_raises_is_shown_once(tmp_path: Path) -> None:
-    """Through the agent and two workers, each of which raises it three times."""
+def test_an_exception_of_a_user_function_is_printed_once(tmp_path: Path) -> None:
+    """With an agent and two workers, each of which raises three times."""
     (tmp_path / "own.py").write_text(OWN)
     environ = os.environ | {"LOCKSTEP_TMP": str(tmp_path), "LOCKSTEP_DEVICE": "cpu"}
     command = [sys.executable, "-m", "lockstep", "train", "own.py:fails", "--workers", "2", "--out", "run"]
@@ -179,7 +179,7 @@ def test_what_a_users_function_raises_is_shown_once(tmp_path: Path) -> None:
     assert done.stderr.count("a mistake of the user's own") == 3  # the warning, the line of the source, the error
 
 
-def test_a_users_function_is_called_with_what_its_annotations_say(commands: Commands) -> None:
+def test_a_user_function_gets_arguments_by_its_annotations(commands: Commands) -> None:
     (commands.folder / "own.py").write_text(OWN)
     tally = Tally()
     cases = {"trains --steps 3": 0, "trains --steps x": 2, "trains --step 3": 2, "needs": 2, "nothing": 2}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from support.hosts import Network, Training, Truth, undisturbed, why_no_hosts
 
-from lockstep.elastic.generation_log import Record
+from lockstep.elastic.generation_log import Generation
 
 STEPS = 150
 SOON_S = 20.0  # far below the 600 s of a collective, far above what it takes
@@ -47,7 +47,7 @@ OWN = pytest.mark.parametrize("training", [pytest.param((3, 2), id="a replica a 
 ACROSS = pytest.mark.parametrize("training", [pytest.param((4, 1), id="a replica over two hosts")], indirect=True)
 
 
-def goes_on(one: Training, before: Record) -> Record:
+def goes_on(one: Training, before: Generation) -> Generation:
     """The generation after `before`, as soon as it has done a step."""
     back_s = one.wait_until_back(before)
     print(f"back {back_s:.2f} s")
@@ -60,7 +60,7 @@ def comes_again(one: Training, mend: Callable[[], None], truth: Truth) -> None:
     now = one.newest
     mend()
     one.wait_until_whole(now)
-    one.judge(truth)
+    one.assert_same_bits(truth)
 
 
 @OWN
@@ -74,7 +74,7 @@ def test_one_of_two_shards_is_killed(training: tuple[Network, Training], truth: 
     print(f"whole {one.wait_until_whole(before):.2f} s later")
     assert after.step >= step
     assert survivor not in after.members and len(after.members) == 4, "what is left of a replica cannot train: it comes again"
-    one.judge(truth)
+    one.assert_same_bits(truth)
 
 
 @OWN
@@ -93,11 +93,11 @@ def test_a_replica_loses_its_power(training: tuple[Network, Training], truth: Tr
 def test_a_replica_is_cut_off_and_comes_back(training: tuple[Network, Training], truth: Truth) -> None:
     network, one = training
     before = one.newest
-    network.cut(network.hosts[1])
+    network.disconnect(network.hosts[1])
     goes_on(one, before)
     assert {member.host for member in one.newest.members} == {"a", "c"}
     time.sleep(1)
-    comes_again(one, lambda: network.mend(network.hosts[1]), truth)
+    comes_again(one, lambda: network.reconnect(network.hosts[1]), truth)
 
 
 @ACROSS

@@ -1,4 +1,4 @@
-"""A model that is too large for a worker: replicas fail and say which layout would fit; in that layout it trains."""
+"""A model too large for a worker: replicas fail and name a layout that fits; in that layout it trains."""
 
 from __future__ import annotations
 
@@ -17,47 +17,47 @@ WIDE = {
     "data.pairs": 3000,
     "data.held_out": 50,
     "data.max_tokens": 64,
-    "tokens.vocabulary": 500,
-    "model.width": 1024,
-    "model.feed_forward": 4096,
+    "tokenizer.vocab_size": 500,
+    "model.dim": 1024,
+    "model.ffn_dim": 4096,
     "batch.tokens": 64,
     "batch.micro_batches": 4,
     "evaluate.at_end": 0,
-    "heal.hang_s": 120,
+    "elastic.hang_timeout_s": 120,
 }
-ROOM = 2_900_000_000  # beside what Python and torch take
+ROOM = 2_900_000_000  # beyond Python and torch
 
 
 def taken_by_torch() -> int:
-    """Addresses that a worker has before it makes a model."""
+    """Address space of a worker before it builds a model."""
     code = "import torch, lockstep.train; print(open('/proc/self/statm').read().split()[0])"
-    pages = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=calm()).stdout
+    pages = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=one_thread()).stdout
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-def calm() -> dict[str, str]:
+def one_thread() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def train(folder: Path, limit: int, *words: str) -> subprocess.CompletedProcess[str]:
-    """Train with so many bytes of addresses a process."""
+    """Train with this address space limit per process."""
     flags = [word for key, value in WIDE.items() for word in (f"--{key}", str(value))]
     command = [sys.executable, "-m", "lockstep", "train", "--out", str(folder), *flags, *words]
 
     def bound() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
-    return subprocess.run(command, capture_output=True, text=True, env=calm(), timeout=150, preexec_fn=bound, check=False)
+    return subprocess.run(command, capture_output=True, text=True, env=one_thread(), timeout=150, preexec_fn=bound, check=False)
 
 
 def test_what_does_not_fit_says_what_would_and_that_trains(tmp_path: Path) -> None:
     limit = taken_by_torch() + ROOM
     failed = train(tmp_path / "whole", limit, "--workers", "1")
     assert failed.returncode == 1, failed.stdout + failed.stderr
-    told = re.search(
-        r"OutOfMemoryError: no memory left.*\n.*allowed by RLIMIT_AS.*\n.*try ((?:--layout\.\w+ \d+ ?)+)", failed.stdout + failed.stderr
+    hint = re.search(
+        r"OutOfMemoryError: out of memory.*\n.*the limit is .*RLIMIT_AS.*\n.*try ((?:--layout\.\w+ \d+ ?)+)", failed.stdout + failed.stderr
     )
-    assert told, failed.stdout + failed.stderr
-    done = train(tmp_path / "shards", limit, *told[1].split())
+    assert hint, failed.stdout + failed.stderr
+    done = train(tmp_path / "shards", limit, *hint[1].split())
     assert done.returncode == 0, done.stdout + done.stderr
     assert digest_line(tmp_path / "shards").startswith("step 2 sha256")

@@ -30,7 +30,7 @@ def test_an_error_of_one_worker_is_the_first_failure_and_the_code_of_the_run(tmp
     ended = trained(tmp_path / "run", "rank 1 calls loss.backward", 2, steps=1_000_000)
     assert ended.returncode == 2, ended.stderr
     last = ended.stderr[ended.stderr.index("UsageError") :]
-    assert last.startswith("UsageError: no gradient arrived for the 4 parameters in micro-batch 2 of step 2: team.backward was not called")
+    assert last.startswith("UsageError: no gradient arrived for the 4 parameters in micro-batch 2 of step 2: backward() was not called")
     assert "lost" not in last and "Traceback" not in ended.stderr
 
 

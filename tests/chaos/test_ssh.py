@@ -1,6 +1,7 @@
-"""One command starts all hosts by ssh, a real client and real servers in network namespaces: signals and exit codes come through.
+"""One command starts all hosts by ssh, with a real client and real servers in network namespaces:
+signals and exit codes.
 
-The other way, the same command on each host, is what all other tests of several hosts use.
+All other tests with several hosts run the same command on each host.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ SERVER = Path(__file__).parents[1] / "support" / "ssh_server.py"
 
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
-    """What the run comes to undisturbed, on one worker."""
+    """The result of an undisturbed run on one worker."""
     return undisturbed(tmp_path_factory.mktemp("undisturbed"), STEPS)
 
 
 @pytest.fixture
-def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Training]:
-    """A run on two hosts, each with an ssh server; nothing is started yet."""
+def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Training]:
+    """A run on two hosts, each with an ssh server; not started yet."""
     asyncssh = pytest.importorskip("asyncssh")
     client = shutil.which("ssh")
     if why_not := ("" if client else "no ssh client") or why_no_hosts():
@@ -54,27 +55,27 @@ def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Training]:
         "LogLevel": "ERROR",
     }
     options = " ".join(f"-o {name}={value}" for name, value in settings.items())
-    (keys / "ssh").write_text(f'#!/bin/sh\nexec {client} -F none {options} "$@"\n')  # nothing of the person who tests
+    (keys / "ssh").write_text(f'#!/bin/sh\nexec {client} -F none {options} "$@"\n')  # nothing from the user's own configuration
     (keys / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{keys}:{os.environ['PATH']}")
     monkeypatch.setenv("LOCKSTEP_TMP", str(tmp_path / "training"))
-    with Network(2) as network, ExitStack() as held:
+    with Network(2) as network, ExitStack() as stack:
         for host in network.hosts:
             command = [*host.enter, sys.executable, str(SERVER), str(keys), host.address]
-            server = held.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
-            held.callback(server.kill)
+            server = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
+            stack.callback(server.kill)
             assert server.stdout and server.stdout.readline() == b"listening\n"
-        training = Training(tmp_path / "training", network.hosts, workers=1, steps=STEPS, start=())
-        hosts = training.folder / "hosts.toml"
+        created = Training(tmp_path / "training", network.hosts, workers=1, steps=STEPS, start=())
+        hosts = created.folder / "hosts.toml"
         hosts.write_text(f"ssh = true\n{hosts.read_text()}")
-        held.callback(training.close)
-        yield training
+        stack.callback(created.close)
+        yield created
 
 
-def launch(one: Training, *words: str) -> subprocess.Popen[bytes]:
-    """Start all hosts from the first."""
+def launch(training: Training, *words: str) -> subprocess.Popen[bytes]:
+    """Start all hosts from the first one."""
     command = [
-        *one.hosts[0].enter,
+        *training.hosts[0].enter,
         sys.executable,
         "-m",
         "lockstep",
@@ -86,40 +87,40 @@ def launch(one: Training, *words: str) -> subprocess.Popen[bytes]:
         *words,
         *flags(STEPS),
     ]
-    with open(one.folder / "ssh.out", "ab") as output:
-        one.agents["ssh"] = subprocess.Popen(command, cwd=one.folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-    return one.agents["ssh"]
+    with open(training.folder / "ssh.out", "ab") as output:
+        training.agents["ssh"] = subprocess.Popen(command, cwd=training.folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+    return training.agents["ssh"]
 
 
-def test_a_run_that_is_started_by_ssh_is_stopped_healed_and_ends_with_its_bits(one: Training, truth: Truth) -> None:
-    launcher = launch(one)
-    one.wait_for_step(8)
+def test_a_run_started_by_ssh_stops_resumes_recovers_and_has_the_same_bits(training: Training, truth: Truth) -> None:
+    launcher = launch(training)
+    training.wait_for_step(8)
     launcher.send_signal(signal.SIGTERM)
-    assert launcher.wait(60) == 75, one.story()
-    saved = one.step
-    launch(one, "--with-evaluator")
-    one.wait_for_step(saved + 4)
-    before = one.newest
-    one.kill(one.member(0, one.hosts[1]))
-    one.wait_until_whole(before)
-    one.judge(truth)
-    shown = re.findall(r"^step (\d+)  loss", (one.folder / "ssh.out").read_text(), re.MULTILINE)
-    assert len(shown) == len(set(shown)) > STEPS // 10, "one screen shows a step once"
-    assert len(one.events("evaluator started")) == 1, one.events("evaluator started")
+    assert launcher.wait(60) == 75, training.report()
+    saved = training.step
+    launch(training, "--with-evaluator")
+    training.wait_for_step(saved + 4)
+    before = training.newest
+    training.kill(training.member(0, training.hosts[1]))
+    training.wait_until_whole(before)
+    training.assert_same_bits(truth)
+    shown = re.findall(r"^step (\d+)  loss", (training.folder / "ssh.out").read_text(), re.MULTILINE)
+    assert len(shown) == len(set(shown)) > STEPS // 10, "the shared terminal shows each step once"
+    assert len(training.events("evaluator started")) == 1, training.events("evaluator started")
 
 
 @pytest.mark.skipif(os.environ.get("LOCKSTEP_CHAOS") != "1", reason="the long part: LOCKSTEP_CHAOS=1")
-def test_a_launcher_that_is_killed_leaves_the_run_to_itself(one: Training, truth: Truth) -> None:
-    launcher = launch(one)
-    one.wait_for_step(8)
-    before = one.newest
+def test_the_run_continues_after_its_launcher_is_killed(training: Training, truth: Truth) -> None:
+    launcher = launch(training)
+    training.wait_for_step(8)
+    before = training.newest
     for process in (*psutil.Process(launcher.pid).children(), launcher):
         process.kill()
     until_s = time.monotonic() + 60
-    while living(one.folder):
-        assert time.monotonic() < until_s, one.story()
+    while living(training.folder):
+        assert time.monotonic() < until_s, training.report()
         time.sleep(0.05)
-    end = one.newest
-    assert end.number == before.number + 1 and end.end and end.end.code == 0, one.story()
-    assert read_steps(one.run) == truth.steps and digest_line(one.run, None) == truth.digest
-    one.leaves_nothing()
+    end = training.newest
+    assert end.number == before.number + 1 and end.end and end.end.code == 0, training.report()
+    assert read_steps(training.run) == truth.steps and digest_line(training.run, None) == truth.digest
+    training.assert_nothing_left()

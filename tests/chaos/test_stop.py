@@ -49,8 +49,8 @@ def lockstep(one: Training, *words: str) -> subprocess.CompletedProcess[str]:
 def saved_and_stopped(one: Training, *hosts: Host) -> None:
     """The agents of these hosts end with 75, the newest checkpoint has all steps, and nothing is left."""
     for host in hosts:
-        assert one.agents[host.name].wait(60) == 75, one.story()
-    assert one.newest.end and one.newest.end.code == 75, one.story()
+        assert one.agents[host.name].wait(60) == 75, one.report()
+    assert one.newest.end and one.newest.end.code == 75, one.report()
     assert committed_steps(one.run / "checkpoints")[-1] == one.step > 0
     assert not list((one.run / "waiting").glob("*")) and not living(one.folder)
 
@@ -63,7 +63,7 @@ def test_a_run_that_waits_for_workers_saves_and_stops(start: Start, how: str) ->
     one = start(A, B, words=("--min", "2"))
     one.wait_for_step(3)
     one.kill_host(B)
-    one.wait(lambda: one.says("1 workers are there, training waits for 2"), what="the wait for workers")
+    one.wait(lambda: one.says("too few workers: 1 available, at least 2 required"), what="the wait for workers")
     began_s, stood = time.monotonic(), one.step
     if how == "--stop":
         one.stop()
@@ -80,7 +80,7 @@ def test_a_signal_to_a_host_that_does_not_lead_stops_a_run_that_waits_for_worker
     one = start(A, B, C, words=("--min", "3"))
     one.wait_for_step(3)
     one.kill_host(C)
-    one.wait(lambda: one.says("2 workers are there, training waits for 3"), what="the wait for workers")
+    one.wait(lambda: one.says("too few workers: 2 available, at least 3 required"), what="the wait for workers")
     one.kill_agent(B, signal.SIGTERM)
     saved_and_stopped(one, A, B)
 
@@ -90,10 +90,10 @@ def test_a_signal_to_a_host_that_does_not_lead_stops_a_run_that_waits_for_worker
 
 @pytest.mark.parametrize("place", ["standing by", pytest.param("starting", marks=long)])
 def test_a_signal_to_a_host_that_has_no_vote_stops_the_run(start: Start, place: str) -> None:
-    one = start(A, B, words=("--max", "1"), start=(A,), values={"heal__gather_s": 0.1})
+    one = start(A, B, words=("--max", "1"), start=(A,), values={"elastic__rendezvous_timeout_s": 0.1})
     one.wait_for_step(3)
     one.start_agent(B)
-    there = (lambda: any((one.run / "waiting").glob("b-0-*.json"))) if place == "standing by" else (lambda: bool(one.sitting(B)))
+    there = (lambda: any((one.run / "waiting").glob("b-0-*.json"))) if place == "standing by" else (lambda: bool(one.processes(B)))
     one.wait(there, what="host b")
     one.kill_agent(B, signal.SIGTERM)
     saved_and_stopped(one, A, B)
@@ -105,7 +105,7 @@ def test_a_host_that_only_stands_by_leaves_when_it_is_taken_away(start: Start) -
     waits, trains = (B, A) if one.leader.host == "a" else (A, B)
     one.wait(lambda: any((one.run / "waiting").glob(f"{waits.name}-0-*.json")), what="a worker that stands by")
     one.kill_agent(waits, signal.SIGUSR1)
-    assert one.agents[waits.name].wait(30) == 0, one.story()
+    assert one.agents[waits.name].wait(30) == 0, one.report()
     assert not list((one.run / "waiting").glob(f"{waits.name}-*"))
     one.wait_for_step(one.step + 5)
     one.kill_agent(trains, signal.SIGTERM)
@@ -118,19 +118,19 @@ def test_a_host_that_only_stands_by_leaves_when_it_is_taken_away(start: Start) -
 @pytest.mark.parametrize("how", [pytest.param("SIGTERM", marks=long), "--stop"])
 def test_a_run_that_waits_to_begin_says_so_and_can_be_stopped(start: Start, how: str) -> None:
     one = start(A, B, words=("--min", "2"), start=(A,))
-    one.wait(lambda: one.says(r"1 worker is there \(a/0\); training begins with 2"), what="what it waits for")
+    one.wait(lambda: one.says(r"1 available \(a/0\), at least 2 required"), what="what it waits for")
     shown = lockstep(one, "status", "run")
     assert (
-        shown.returncode == 0 and shown.stdout.startswith("run: its workers wait to begin\n") and "waiting" in shown.stdout.splitlines()[-1]
+        shown.returncode == 0 and shown.stdout.startswith("run: its workers wait to start\n") and "waiting" in shown.stdout.splitlines()[-1]
     )
     (worker,) = json.loads(lockstep(one, "status", "run", "--json").stdout)["waiting"]
-    assert (worker["host"], worker["pid"]) == ("a", one.sitting(A)[0].pid)
+    assert (worker["host"], worker["pid"]) == ("a", one.processes(A)[0].pid)
     if how == "SIGTERM":
         one.kill_agent(A, signal.SIGTERM)
     else:
         asked = lockstep(one, "launch", "--stop", "run")
-        assert (asked.returncode, asked.stdout) == (0, "a/0 passes it on: nobody trains, so all who wait end\n")
-    assert one.agents["a"].wait(30) == 75, one.story()
+        assert (asked.returncode, asked.stdout) == (0, "a/0 accepted the stop request: no worker is training, all waiting workers exit\n")
+    assert one.agents["a"].wait(30) == 75, one.report()
     assert one.newest.number == 1 and one.newest.end and not living(one.folder)
 
 
@@ -159,7 +159,7 @@ def test_a_host_that_is_taken_away_ends_its_evaluator_at_once(start: Start) -> N
     one.start_agent(B)
     one.wait(lambda: len(one.events("evaluator started")) == 2, what="another evaluator")
     one.kill_agent(B, signal.SIGUSR1)
-    assert one.agents["b"].wait(30) == 0, one.story()
+    assert one.agents["b"].wait(30) == 0, one.report()
     assert not psutil.pid_exists(one.events("evaluator started")[-1]["pid"])
     one.kill_agent(A, signal.SIGTERM)
     saved_and_stopped(one, A)
@@ -170,10 +170,10 @@ def test_the_last_scoring_of_a_run_is_waited_for_until_a_signal_comes(start: Sta
     one = start(A, steps=60, words=("--with-evaluator",))
     process = evaluator(one, A)
     os.kill(process.pid, signal.SIGSTOP)
-    one.wait(lambda: one.newest.end is not None and not one.sitting(A), what="the end of the run")
+    one.wait(lambda: one.newest.end is not None and not one.processes(A), what="the end of the run")
     time.sleep(1.0)
     assert one.agents["a"].poll() is None, "the agent waits for the last score"
     began_s = time.monotonic()
     one.kill_agent(A, signal.SIGTERM)
-    assert one.agents["a"].wait(30) == 0, one.story()
+    assert one.agents["a"].wait(30) == 0, one.report()
     assert time.monotonic() - began_s < 10 and not living(one.folder)

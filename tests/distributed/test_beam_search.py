@@ -6,21 +6,21 @@ import pytest
 import torch
 
 from lockstep.data.tokenizer import BEGIN, END, PAD, Tokenizer
-from lockstep.generation.beam_search import batches_by_length, beam, greedy, limits, pad_rows, translate
-from lockstep.models.translator import Translator, initialise
+from lockstep.generation.beam_search import batches_by_length, beam_search, greedy_search, max_lengths, pad_rows, translate
+from lockstep.models.translator import Translator, init_params
 
 VOCABULARY = 60
 
 
 @pytest.fixture(scope="module")
 def model() -> Translator:
-    """A model that has learnt to reverse its input, with END where it belongs: its translations have many lengths."""
+    """A model trained to reverse its input, with END: its translations have many lengths."""
     torch.set_num_threads(1)
     torch.manual_seed(3)
     net = Translator(
-        vocabulary=VOCABULARY, width=32, heads=4, encoder_layers=1, decoder_layers=2, feed_forward=64, dropout=0.0, attention="plain"
+        vocab_size=VOCABULARY, dim=32, n_heads=4, encoder_layers=1, decoder_layers=2, ffn_dim=64, dropout=0.0, attention="plain"
     )
-    initialise(net, 5)
+    init_params(net, 5)
     optimizer = torch.optim.AdamW(net.parameters(), lr=4e-3)
     for _ in range(60):
         sentences = [torch.randint(4, VOCABULARY, (int(n),)).tolist() for n in torch.randint(1, 9, (64,))]
@@ -40,9 +40,9 @@ def sentences(count: int, seed: int, longest: int = 14) -> list[list[int]]:
 
 
 def uncached(model: Translator, source: torch.Tensor, max_tokens: int) -> list[list[int]]:
-    """Greedy decoding that computes everything anew for each token, one sentence at a time."""
+    """Greedy decoding without a cache, one sentence at a time."""
     found = []
-    for row, limit in zip(source, limits(source, max_tokens).tolist(), strict=True):
+    for row, limit in zip(source, max_lengths(source, max_tokens).tolist(), strict=True):
         ids = [BEGIN]
         while len(ids) <= limit:
             token = int(model(row[None], torch.tensor([ids]))[0, -1].argmax())
@@ -54,7 +54,7 @@ def uncached(model: Translator, source: torch.Tensor, max_tokens: int) -> list[l
 
 
 def score(model: Translator, source: list[int], ids: list[int], length_penalty: float) -> float:
-    """Normalised log-probability of a translation that ends."""
+    """Normalized log-probability of a finished translation."""
     log_p = model(pad_rows([source], torch.device("cpu")), torch.tensor([[BEGIN, *ids]])).log_softmax(-1)[0]
     labels = torch.tensor([*ids, END])
     return float(log_p.gather(1, labels[:, None]).sum()) / float(len(labels) ** length_penalty)
@@ -63,7 +63,7 @@ def score(model: Translator, source: list[int], ids: list[int], length_penalty: 
 @torch.inference_mode()
 def test_cached_greedy_decoding_is_the_uncached_argmax(model: Translator) -> None:
     source = pad_rows(sentences(24, seed=1), torch.device("cpu"))
-    found = greedy(model, source, max_tokens=44)
+    found = greedy_search(model, source, max_tokens=44)
     assert found == uncached(model, source, 44)
     assert len(set(map(len, found))) > 4, "the test is worth little when all translations are equally long"
 
@@ -73,7 +73,7 @@ def test_a_cache_that_grows_gives_what_a_large_one_gives(model: Translator) -> N
     """With END forbidden, decoding runs far beyond the first capacity."""
     source = pad_rows(sentences(3, seed=2), torch.device("cpu"))
     tokens = torch.full((3, 1), BEGIN)
-    small, large = (model.start(model.encode(source), beams=1, capacity=c) for c in (4, 64))
+    small, large = (model.new_cache(model.encode(source), beams=1, capacity=c) for c in (4, 64))
     for position in range(40):
         if position == small.capacity:
             small.grow()
@@ -85,15 +85,15 @@ def test_a_cache_that_grows_gives_what_a_large_one_gives(model: Translator) -> N
 
 def test_one_beam_is_greedy(model: Translator) -> None:
     source = pad_rows(sentences(40, seed=3), torch.device("cpu"))
-    assert beam(model, source, beams=1, max_tokens=40) == greedy(model, source, max_tokens=40)
+    assert beam_search(model, source, beams=1, max_tokens=40) == greedy_search(model, source, max_tokens=40)
 
 
 @torch.inference_mode()
 def test_beam_search_finds_what_is_at_least_as_probable_as_greedy(model: Translator) -> None:
-    """Over a corpus, and for nearly every sentence: a beam may drop the greedy path half-way, so for each one nothing is certain."""
+    """On average, and for nearly every sentence: a beam may drop the greedy path half-way."""
     rows = sentences(40, seed=4, longest=9)
     source = pad_rows(rows, torch.device("cpu"))
-    found = list(zip(greedy(model, source), beam(model, source, beams=5, length_penalty=0.0), strict=True))
+    found = list(zip(greedy_search(model, source), beam_search(model, source, beams=5, length_penalty=0.0), strict=True))
     gains = [score(model, row, other, 0.0) - score(model, row, one, 0.0) for row, (one, other) in zip(rows, found, strict=True)]
     assert sum(gains) > 0.1, "a wider search finds something better"
     assert sum(gain < -1e-4 for gain in gains) <= 2
@@ -101,10 +101,10 @@ def test_beam_search_finds_what_is_at_least_as_probable_as_greedy(model: Transla
 
 @torch.inference_mode()
 def test_beams_attend_to_their_own_past(model: Translator) -> None:
-    """The probability that the search holds for a beam is that of its words, computed without any cache."""
+    """A beam's probability equals that of its words computed without a cache."""
     rows = sentences(6, seed=5, longest=8)
     source = pad_rows(rows, torch.device("cpu"))
-    cache = model.start(model.encode(source), beams=3, capacity=16)
+    cache = model.new_cache(model.encode(source), beams=3, capacity=16)
     tokens, written = torch.full((6, 3), BEGIN), torch.full((6, 3, 1), BEGIN)
     generator = torch.Generator().manual_seed(0)
     for _ in range(7):
@@ -113,7 +113,7 @@ def test_beams_attend_to_their_own_past(model: Translator) -> None:
             torch.testing.assert_close(logits[:, k], model(source, written[:, k])[:, -1], rtol=1e-4, atol=1e-4)
         parents = torch.randint(0, 3, (6, 3), generator=generator)
         tokens = torch.randint(4, VOCABULARY, (6, 3), generator=generator)
-        cache.choose(parents)
+        cache.reorder(parents)
         written = torch.cat((written.gather(1, parents[..., None].expand_as(written)), tokens[..., None]), dim=-1)
 
 
@@ -121,10 +121,10 @@ def test_beams_attend_to_their_own_past(model: Translator) -> None:
 def test_a_translation_does_not_depend_on_its_batch(model: Translator, beams: int) -> None:
     rows = sentences(21, seed=6)
     together = pad_rows(rows, torch.device("cpu"))
-    found = beam(model, together, beams=beams) if beams > 1 else greedy(model, together)
+    found = beam_search(model, together, beams=beams) if beams > 1 else greedy_search(model, together)
     for row, ids in zip(rows, found, strict=True):
         alone = pad_rows([row], torch.device("cpu"))
-        assert (beam(model, alone, beams=beams) if beams > 1 else greedy(model, alone)) == [ids]
+        assert (beam_search(model, alone, beams=beams) if beams > 1 else greedy_search(model, alone)) == [ids]
 
 
 def test_batches_hold_every_row_once_within_the_budget() -> None:
@@ -138,8 +138,8 @@ def test_batches_hold_every_row_once_within_the_budget() -> None:
 
 def test_translations_come_in_the_order_of_the_texts_and_empty_texts_stay_empty(model: Translator) -> None:
     words = [f"w{i}" for i in range(80)]
-    tokenizer = Tokenizer.train([" ".join(words)] * 2, kind="word", vocabulary=VOCABULARY, min_frequency=1, lowercase=False)
-    assert tokenizer.size == VOCABULARY
+    tokenizer = Tokenizer.train([" ".join(words)] * 2, kind="word", vocab_size=VOCABULARY, min_frequency=1, lowercase=False)
+    assert tokenizer.vocab_size == VOCABULARY
     known = tokenizer.decode([[i] for i in range(4, VOCABULARY)])
     texts = [" ".join(known[i : i + n]) for i, n in enumerate((3, 1, 6, 2, 5, 1, 4))]
     texts.insert(2, "")

@@ -1,4 +1,4 @@
-"""The benchmarks' own arithmetic: what a race concludes, and that the others are dealt fair batches. No race is run here."""
+"""Arithmetic of the benchmarks: verdicts of a race, and fair batches for other libraries. Runs no race."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from group import Answer, as_flags
 from run import judge
 from usual import LikeLengths, Translations, pad
 
-from lockstep.config.schema import read_flags, resolve
+from lockstep.config.resolve import parse_flags, resolve
 from lockstep.data.pairs.encoded import EncodedPairs, write_side
 from lockstep.data.tokenizer import BEGIN, END, PAD
 
@@ -49,7 +49,7 @@ def test_a_rate_must_reach_its_bound_and_a_step_time_must_not_pass_it() -> None:
 def test_lockstep_is_started_with_the_very_values_of_the_race() -> None:
     for race in RACE.values():
         resolved = resolve(race.file, race.flags)
-        assert resolve(None, read_flags(as_flags(resolved))).run == resolved.run
+        assert resolve(None, parse_flags(as_flags(resolved))).run == resolved.run
 
 
 def test_the_others_get_each_pair_once_within_the_budget_and_equally_many_batches(pairs: EncodedPairs) -> None:

@@ -1,4 +1,4 @@
-"""Scoring checkpoints: exact for any number of processes, each once, through kills and damage."""
+"""`lockstep evaluate`: exact on any number of ranks, each checkpoint once, through kills and damage."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lockstep.checkpoint.state_dict import capture
-from lockstep.checkpoint.store import Store
-from lockstep.config.schema import Run, resolve, write_run
+from lockstep.checkpoint.state_dict import get_state_dict
+from lockstep.checkpoint.store import CheckpointStore
+from lockstep.config.resolve import resolve
+from lockstep.config.saved_run import write_run
+from lockstep.config.schema import RunConfig
 from lockstep.data.pairs.prepare import open_prepared, prepare
 from lockstep.data.tokenizer import BEGIN, END
 from lockstep.elastic.world import World
 from lockstep.errors import CheckpointError, UsageError
-from lockstep.models.build import build
-from lockstep.models.load_translator import load_for_use, newest_up_to
-from lockstep.record.metrics import read
-from lockstep.tasks.evaluate import best_of, evaluate, finish, next_move, note, read_run
+from lockstep.models.build import build_translator
+from lockstep.models.load_translator import load_translator, newest_steps
+from lockstep.record.metrics import read_metrics
+from lockstep.tasks.evaluate import append_record, best_of, evaluate, evaluate_at_end, next_action, read_run
 from lockstep.tasks.scores import score
 from lockstep.testing.ranks import run_ranks
 
@@ -38,7 +40,7 @@ CHECKED = ["loss", "perplexity", "tokens", "pairs", "bleu", "chrf", "cer", "wer"
 
 
 def say(number: int) -> tuple[str, str]:
-    """A pair of sentences of its own length."""
+    """Return a pair of sentences whose length depends on `number`."""
     digits = [int(d) for d in str(number)]
     few = number % 5 + 1
     return " ".join(f"a{d}" for d in digits * few), " ".join(f"b{d}" for d in digits * few)
@@ -53,17 +55,17 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files = {"train": numbers[:90], "validation": numbers[90:137], "test": numbers[137:]}
     for name, chosen in files.items():
         (folder / f"{name}.tsv").write_text("".join("\t".join(say(n)) + "\n" for n in chosen))
-    flags = {"data.kind": "files", "steps": LAST, "evaluate.at_end": 5, "tokens.kind": "word", "tokens.min_frequency": 1}
-    flags |= {"model.width": 16, "model.heads": 2, "model.encoder_layers": 1, "model.decoder_layers": 1, "model.feed_forward": 16}
+    flags = {"data.kind": "files", "steps": LAST, "evaluate.at_end": 5, "tokenizer.kind": "word", "tokenizer.min_frequency": 1}
+    flags |= {"model.dim": 16, "model.n_heads": 2, "model.encoder_layers": 1, "model.decoder_layers": 1, "model.ffn_dim": 16}
     resolved = resolve(None, flags | {f"data.{name}": [str(folder / f"{name}.tsv")] for name in files})
     write_run(folder, resolved)
-    prepare(resolved.run.data, resolved.run.tokens, folder / "data")
+    prepare(resolved.run.data, resolved.run.tokenizer, folder / "data")
     return folder
 
 
 @pytest.fixture
 def folder(original: Path, tmp_path: Path) -> Path:
-    """A run folder of this test's own."""
+    """A copy of the run folder for one test."""
     torch.set_num_threads(1)
     (tmp_path / "data").symlink_to(original / "data")
     (tmp_path / "run.json").write_text((original / "run.json").read_text())
@@ -71,15 +73,15 @@ def folder(original: Path, tmp_path: Path) -> Path:
 
 
 def save(folder: Path, step: int) -> None:
-    """Commit a checkpoint whose weights follow from its step."""
+    """Commit a checkpoint with weights that depend on its step."""
     run = read_run(folder)
-    size = open_prepared(folder / "data").tokenizer.size
-    model = build(run.model, vocabulary=size, device=torch.device("cpu"), seed=step)
-    Store(folder / "checkpoints", keep=0).save(step, capture(model), {})
+    size = open_prepared(folder / "data").tokenizer.vocab_size
+    model = build_translator(run.model, vocab_size=size, device=torch.device("cpu"), seed=step)
+    CheckpointStore(folder / "checkpoints", keep=0).save(step, get_state_dict(model), {})
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    return read(folder / "evaluations.jsonl")
+    return read_metrics(folder / "evaluations.jsonl")
 
 
 def steps(folder: Path) -> list[int]:
@@ -91,7 +93,7 @@ def evaluate_here(world: World, folder: Path, options: dict[str, Any]) -> str:
 
 
 def in_process(folder: Path, **options: Any) -> multiprocessing.process.BaseProcess:
-    """An evaluator in a process of its own; its exit code is 7 when a signal ended it in good order."""
+    """Start an evaluator process. Its exit code is 7 if a signal stopped it."""
     process = multiprocessing.get_context("forkserver").Process(target=be_evaluator, args=(folder, options), daemon=True)
     process.start()
     return process
@@ -103,7 +105,7 @@ def be_evaluator(folder: Path, options: dict[str, Any]) -> None:
 
 
 def until(condition: Any, process: multiprocessing.process.BaseProcess | None = None) -> None:
-    """Wait for a file to say something; fail after 60 s, or when the process that should write it has ended."""
+    """Wait for a condition; fail after 60 s, or when `process` has exited."""
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, "not in time"
@@ -114,11 +116,11 @@ def until(condition: Any, process: multiprocessing.process.BaseProcess | None = 
 # -- exact ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_loss_is_that_of_every_sentence_alone(folder: Path) -> None:
+def test_the_loss_is_the_sum_over_single_sentences(folder: Path) -> None:
     save(folder, 1)
     assert evaluate(folder, ALONE) == ""
     [line] = lines(folder)
-    loaded = load_for_use(folder)
+    loaded = load_translator(folder)
     total, tokens = 0.0, 0
     pairs = open_prepared(folder / "data").text("validation")
     ids = [loaded.tokenizer.encode(list(pair)) for pair in pairs]
@@ -133,7 +135,7 @@ def test_the_loss_is_that_of_every_sentence_alone(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"beams": 3, "average": 2, "split": "test"}])
-def test_any_number_of_processes_gives_the_same_answer(folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_number_of_ranks_gives_the_same_scores(folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     save(folder, 1)
     save(folder, 2)
@@ -147,21 +149,21 @@ def test_any_number_of_processes_gives_the_same_answer(folder: Path, options: di
     assert answers[0]["averaged"] == ([1, 2] if options else [2])
 
 
-def test_the_mean_of_checkpoints_is_made_in_float64(folder: Path) -> None:
+def test_checkpoints_are_averaged_in_float64(folder: Path) -> None:
     for step in (1, 2, 3):
         save(folder, step)
-    store = Store(folder / "checkpoints")
+    store = CheckpointStore(folder / "checkpoints")
     last_two = [store.load(step).tensors for step in (2, 3)]
-    model = load_for_use(folder, average=2).model
+    model = load_translator(folder, average=2).model
     for name, parameter in model.named_parameters():
         right = ((last_two[0]["model." + name].double() + last_two[1]["model." + name].double()) / 2).float()
         assert torch.equal(parameter, right)
-    assert newest_up_to([1, 2, 3, 4], 3, 2) == (2, 3)
-    assert newest_up_to([1, 2, 3], 3, 9) == (1, 2, 3)
-    assert newest_up_to([1, 2, 3], 3, 0) == newest_up_to([1, 2, 3], 3, 1) == (3,)
+    assert newest_steps([1, 2, 3, 4], 3, 2) == (2, 3)
+    assert newest_steps([1, 2, 3], 3, 9) == (1, 2, 3)
+    assert newest_steps([1, 2, 3], 3, 0) == newest_steps([1, 2, 3], 3, 1) == (3,)
 
 
-def test_scores_of_texts_worked_out_by_hand() -> None:
+def test_scores_equal_hand_computed_values() -> None:
     right = ["the cat sat", "a dog"]
     perfect = score(right, right, language="en")
     assert (perfect["exact_match"], perfect["cer"], perfect["wer"], perfect["chrf"]) == (1.0, 0.0, 0.0, 100.0)
@@ -180,7 +182,7 @@ def test_scores_of_texts_worked_out_by_hand() -> None:
 # -- once -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_scored_step_is_not_scored_again_and_another_question_is(folder: Path) -> None:
+def test_a_step_is_scored_once_per_spec(folder: Path) -> None:
     save(folder, 2)
     for options in ({}, {}, {"beams": 2}, {"split": "test"}, {"average": 2}, {"beams": 2}, {"lowercase": True}):
         evaluate(folder, ALONE, **options)  # type: ignore[arg-type]
@@ -194,7 +196,7 @@ def test_a_scored_step_is_not_scored_again_and_another_question_is(folder: Path)
     ]
 
 
-def test_a_torn_line_is_cut_away(folder: Path) -> None:
+def test_a_partial_line_is_truncated(folder: Path) -> None:
     save(folder, 1)
     evaluate(folder, ALONE)
     whole = (folder / "evaluations.jsonl").read_bytes()
@@ -206,12 +208,12 @@ def test_a_torn_line_is_cut_away(folder: Path) -> None:
     assert [json.loads(line)["step"] for line in content.splitlines()] == [1, 2]
 
 
-def test_the_best_is_named_by_bleu_then_loss(folder: Path) -> None:
+def test_the_best_has_the_highest_bleu_then_the_lowest_loss(folder: Path) -> None:
     record = {"split": "validation", "beams": 1, "average": 0, "lowercase": False}
     for step, bleu, loss in [(1, 10.0, 3.0), (2, 30.0, 2.0), (3, 30.0, 1.5), (4, 29.0, 1.0)]:
-        assert note(folder, record | {"step": step, "bleu": bleu, "loss": loss})
-        assert not note(folder, record | {"step": step, "bleu": 100.0, "loss": 0.0}), "a second line"
-    assert note(folder, record | {"step": 5, "bleu": 99.0, "loss": 0.0, "split": "test"}), "test is never chosen by"
+        assert append_record(folder, record | {"step": step, "bleu": bleu, "loss": loss})
+        assert not append_record(folder, record | {"step": step, "bleu": 100.0, "loss": 0.0}), "a second line"
+    assert append_record(folder, record | {"step": 5, "bleu": 99.0, "loss": 0.0, "split": "test"}), "test never selects the best"
     assert json.loads((folder / "best.json").read_text())["step"] == 3
     assert best_of([]) is None
 
@@ -219,20 +221,20 @@ def test_the_best_is_named_by_bleu_then_loss(folder: Path) -> None:
 # -- following --------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_follower_does_next() -> None:
-    assert next_move([], [], [], 9, 0).do == "wait"
-    assert next_move([3, 6], [], [], 9, 0).step == 3, "the oldest first: retention deletes it first"
-    assert next_move([3, 6], [3], [], 9, 0).step == 6
-    assert next_move([3, 6], [3], [6], 9, 0).do == "wait"
-    assert next_move([6, 9], [3, 6, 9], [], 9, 0).do == "end"
-    assert next_move([6, 9], [3, 6], [9], 9, 0).do == "end", "the last one cannot be read, and no other will come"
-    assert next_move([6], [6], [], 9, 9).do == "end", "the last checkpoint could not be written"
-    assert next_move([6, 9], [6, 9], [], 12, 9).do == "wait", "the run was made longer"
+def test_next_action() -> None:
+    assert next_action([], [], [], 9, 0).kind == "wait"
+    assert next_action([3, 6], [], [], 9, 0).step == 3, "the oldest first: retention deletes it first"
+    assert next_action([3, 6], [3], [], 9, 0).step == 6
+    assert next_action([3, 6], [3], [6], 9, 0).kind == "wait"
+    assert next_action([6, 9], [3, 6, 9], [], 9, 0).kind == "end"
+    assert next_action([6, 9], [3, 6], [9], 9, 0).kind == "end", "the last checkpoint is unreadable"
+    assert next_action([6], [6], [], 9, 9).kind == "end", "the last checkpoint could not be written"
+    assert next_action([6, 9], [6, 9], [], 12, 9).kind == "wait", "the run was extended"
 
 
 @pytest.fixture
 def late(folder: Path) -> Iterator[Path]:
-    """A folder into which checkpoints come while somebody follows: the first at once, each other one when the one before is scored."""
+    """A run folder that gets its first checkpoint at once, and each other one when the previous one is scored."""
 
     def train() -> None:
         for step in range(1, LAST + 1):
@@ -246,13 +248,13 @@ def late(folder: Path) -> Iterator[Path]:
     thread.join()
 
 
-def test_following_scores_every_step_once_and_ends_with_the_run(late: Path) -> None:
+def test_follow_scores_every_step_once_and_exits_with_the_run(late: Path) -> None:
     assert evaluate(late, ALONE, follow=True) == ""
     assert steps(late) == [1, 2, 3]
     assert json.loads((late / "best.json").read_text())["step"] in (1, 2, 3)
 
 
-def test_a_follower_that_is_killed_and_started_again_leaves_each_line_once(folder: Path) -> None:
+def test_a_killed_and_restarted_evaluator_writes_each_line_once(folder: Path) -> None:
     for step in range(1, LAST + 1):
         save(folder, step)
     rng = random.Random(1)
@@ -271,7 +273,7 @@ def test_a_follower_that_is_killed_and_started_again_leaves_each_line_once(folde
     assert kills >= 2
 
 
-def test_sigterm_ends_a_follower_that_waits(folder: Path) -> None:
+def test_sigterm_stops_a_waiting_evaluator(folder: Path) -> None:
     save(folder, 1)
     process = in_process(folder, follow=True)
     until(lambda: steps(folder) == [1], process)
@@ -282,7 +284,7 @@ def test_sigterm_ends_a_follower_that_waits(folder: Path) -> None:
     assert steps(folder) == [1]
 
 
-def test_a_damaged_checkpoint_is_left_out_by_followers_and_an_error_otherwise(folder: Path) -> None:
+def test_a_damaged_checkpoint_is_skipped_by_follow_and_an_error_otherwise(folder: Path) -> None:
     for step in range(1, LAST + 1):
         save(folder, step)
     file = next((folder / "checkpoints").glob("step-*2/*.safetensors"))
@@ -296,7 +298,7 @@ def test_a_damaged_checkpoint_is_left_out_by_followers_and_an_error_otherwise(fo
     assert steps(folder) == [1, 3]
 
 
-def test_errors_say_what_is_there(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_errors_list_the_available_steps(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint yet"):
         evaluate(folder, ALONE)
     save(folder, 1)
@@ -306,12 +308,12 @@ def test_errors_say_what_is_there(folder: Path, tmp_path_factory: pytest.TempPat
         evaluate(tmp_path_factory.mktemp("empty"), ALONE)
 
 
-def test_a_training_ends_with_scores_and_translations(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_training_run_prints_scores_and_translations_at_its_end(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(folder, LAST)
-    run: Run = read_run(folder)
-    finish(folder, run, ALONE)
+    run: RunConfig = read_run(folder)
+    evaluate_at_end(folder, run, ALONE)
     shown = capsys.readouterr().out
     assert "test, 5 pairs" in shown and "exact" in shown and "lockstep translate" in shown
     assert shown.count("\n  en  ") == 5
-    assert not (folder / "evaluations.jsonl").exists(), "a part of the split is no evaluation"
+    assert not (folder / "evaluations.jsonl").exists(), "a part of the split is not recorded"
     assert json.loads((folder / "finished.json").read_text()) == {"step": LAST}

@@ -1,4 +1,4 @@
-"""Ordinary habits of PyTorch loops: each gives the exact sum of the gradients, or an error that names the parameters."""
+"""Common habits of PyTorch loops: each gives the exact sum of the gradients, or an error that names the parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lockstep.elastic.world import World
 from lockstep.errors import UsageError
 from lockstep.parallel.replica import Replica
 from lockstep.testing.ranks import run_ranks
-from lockstep.training.replica_group import Team
+from lockstep.training.replica_group import ReplicaGroup
 
 
 class Transposed(nn.Module):
@@ -51,7 +51,7 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def column_major(world: World, leaves: int, bucket_bytes: int) -> tuple[str, float]:
-    """(digest, largest error relative to plain accumulation in float64) of the gradients of two steps."""
+    """Return (digest, largest error relative to accumulation in float64) of the gradients of two steps."""
     model, error, seen = Transposed(), 0.0, ""
     with Replica(model, micro_batches=leaves, bucket_bytes=bucket_bytes) as replica:
         for step in range(2):
@@ -94,85 +94,85 @@ class Branches(nn.Module):
         return self.head(x).square().mean()
 
 
-Habit = Callable[[Team, torch.optim.Optimizer, Branches, int, torch.Tensor], None]
+Habit = Callable[[ReplicaGroup, torch.optim.Optimizer, Branches, int, torch.Tensor], None]
 
 
-def clears_before(team: Team, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
+def clears_before(replicas: ReplicaGroup, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
     optimizer.zero_grad()
-    team.backward(team(x))
+    replicas.backward(replicas(x))
 
 
-def zeroes_before(team: Team, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
+def zeroes_before(replicas: ReplicaGroup, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
     optimizer.zero_grad(set_to_none=False)
-    team.backward(team(x))
+    replicas.backward(replicas(x))
 
 
-def clears_after(team: Team, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
-    team.backward(team(x))
+def clears_after(replicas: ReplicaGroup, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
+    replicas.backward(replicas(x))
     optimizer.zero_grad()
 
 
-def zeroes_after(team: Team, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
-    team.backward(team(x))
+def zeroes_after(replicas: ReplicaGroup, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
+    replicas.backward(replicas(x))
     optimizer.zero_grad(set_to_none=False)
 
 
-def clips(team: Team, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
-    team.backward(team(x))
+def clips(replicas: ReplicaGroup, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
+    replicas.backward(replicas(x))
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
 
 
-def two_backwards(team: Team, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
-    team.backward(team(x))
-    team.backward(team(x))
+def two_backwards(replicas: ReplicaGroup, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
+    replicas.backward(replicas(x))
+    replicas.backward(replicas(x))
 
 
-def no_backward(team: Team, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
-    team(x)
+def no_backward(replicas: ReplicaGroup, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
+    replicas(x)
 
 
-def plain_backward(team: Team, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
-    team(x).backward()
+def plain_backward(replicas: ReplicaGroup, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
+    replicas(x).backward()
 
 
-def both_backwards(team: Team, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
-    team(x).backward()
-    team.backward(team(x))
+def both_backwards(replicas: ReplicaGroup, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
+    replicas(x).backward()
+    replicas.backward(replicas(x))
 
 
-def plain_after(team: Team, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
-    team.backward(team(x))
+def plain_after(replicas: ReplicaGroup, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
+    replicas.backward(replicas(x))
     model(x).backward()
 
 
-def past_the_team(team: Team, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
-    team.backward(model(x))
+def past_the_team(replicas: ReplicaGroup, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
+    replicas.backward(model(x))
 
 
 CHANGED = "the gradients of 6 of 6 parameters were changed in micro-batch {k} of step 0"
 HABITS: dict[Habit, str] = {
-    clears_before: CHANGED + ", before team.backward: late.weight",
-    zeroes_before: CHANGED + ", before team.backward: late.weight",
-    clears_after: CHANGED + ", after team.backward: late.weight",
-    zeroes_after: CHANGED + ", after team.backward: late.weight",
-    clips: CHANGED + ", after team.backward: late.weight",
-    two_backwards: "team.backward was called twice in micro-batch {k} of step 0",
-    no_backward: "no gradient arrived for the 6 parameters in micro-batch {k} of step 0: team.backward was not called",
-    plain_backward: "no gradient arrived for the 6 parameters in micro-batch {k} of step 0: team.backward was not called",
-    both_backwards: CHANGED + ", before team.backward: late.weight",
-    plain_after: CHANGED + ", after team.backward: late.weight",
+    clears_before: CHANGED + ", before backward(): late.weight",
+    zeroes_before: CHANGED + ", before backward(): late.weight",
+    clears_after: CHANGED + ", after backward(): late.weight",
+    zeroes_after: CHANGED + ", after backward(): late.weight",
+    clips: CHANGED + ", after backward(): late.weight",
+    two_backwards: "backward() was called twice in micro-batch {k} of step 0",
+    no_backward: "no gradient arrived for the 6 parameters in micro-batch {k} of step 0: backward() was not called",
+    plain_backward: "no gradient arrived for the 6 parameters in micro-batch {k} of step 0: backward() was not called",
+    both_backwards: CHANGED + ", before backward(): late.weight",
+    plain_after: CHANGED + ", after backward(): late.weight",
     past_the_team: "the gradients of step 0 were not summed over the workers",
 }
 
 
 def said(world: World, habit: Habit, leaves: int) -> str:
-    """What the first step of a loop with the habit is refused with; buckets of one layer each."""
+    """Return the error of the first step of a loop with the habit; one bucket per layer."""
     model = Branches()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
-        with Team(world, model, micro_batches=leaves, bucket_bytes=20) as team:
-            for k in team.micro_batches(0):
-                habit(team, optimizer, model, k, torch.randn(3, 4))
+        with ReplicaGroup(world, model, micro_batches=leaves, bucket_bytes=20) as replicas:
+            for k in replicas.micro_batches(0):
+                habit(replicas, optimizer, model, k, torch.randn(3, 4))
     except UsageError as error:
         return str(error)
     return "accepted"
@@ -183,7 +183,7 @@ def all_said(world: World, leaves: int) -> list[str]:
 
 
 @pytest.mark.parametrize("leaves", [1, 2, 4])
-def test_each_habit_that_changes_the_sum_is_refused_at_any_number_of_micro_batches(leaves: int) -> None:
+def test_habits_that_change_the_sum_are_refused(leaves: int) -> None:
     """On one worker: a refusal on several ranks is not a collective."""
     texts = run_ranks(all_said, 1, leaves)[0]
     for (habit, right), text in zip(HABITS.items(), texts, strict=True):
@@ -191,46 +191,46 @@ def test_each_habit_that_changes_the_sum_is_refused_at_any_number_of_micro_batch
 
 
 def leaves_one_out(world: World, at: int) -> str:
-    """In micro-batch `at` of step 2, when DDP has cut a bucket for each layer: `side` and, behind it, `late` would not be summed."""
+    """In micro-batch `at` of step 2, when DDP has a bucket for each layer, `side` and after it `late` would not be summed."""
     model = Branches()
     try:
-        with Team(world, model, micro_batches=4, bucket_bytes=20) as team:
+        with ReplicaGroup(world, model, micro_batches=4, bucket_bytes=20) as replicas:
             for step in range(3):
-                for k in team.micro_batches(step):
-                    team.backward(team(torch.ones(3, 4), side=(step, k) != (2, at)))
+                for k in replicas.micro_batches(step):
+                    replicas.backward(replicas(torch.ones(3, 4), side=(step, k) != (2, at)))
     except UsageError as error:
         return str(error)
     return "accepted"
 
 
 @pytest.mark.parametrize("at", [1, 3])
-def test_a_parameter_without_a_gradient_in_any_micro_batch_is_refused_by_name(at: int) -> None:
+def test_parameter_without_a_gradient_is_refused_by_name(at: int) -> None:
     text = run_ranks(leaves_one_out, 1, at)[0]
     assert f"no gradient arrived for 2 of 6 parameters in micro-batch {at} of step 2: side.weight, side.bias" in text
 
 
 def leaves_early(world: World, how: str) -> tuple[bool, str]:
-    """(whether the update was left out, the error of the next step, or of the end)."""
+    """Return (True when the update was skipped, the error of the next step or of the end)."""
     model = Branches()
     before = digest(dict(model.named_parameters()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
-        with Team(world, model, micro_batches=4, rehearse=how != "break") as team:
-            for _, x in zip(team.micro_batches(0), torch.ones(4, 3, 4), strict=False):
-                team.backward(team(x))
+        with ReplicaGroup(world, model, micro_batches=4, rehearse=how != "break") as replicas:
+            for _, x in zip(replicas.micro_batches(0), torch.ones(4, 3, 4), strict=False):
+                replicas.backward(replicas(x))
                 if how == "break":
                     break
             optimizer.step()
             untouched = digest(dict(model.named_parameters())) == before
             if how == "the next step":
-                next(team.micro_batches(1))
+                next(replicas.micro_batches(1))
     except UsageError as error:
         return untouched, str(error)
     return untouched, "accepted"
 
 
 @pytest.mark.parametrize("how", ["break", "the next step"])
-def test_a_loop_that_is_left_early_changes_no_weights_and_is_refused(how: str) -> None:
+def test_loop_that_ends_early_changes_no_weights_and_is_refused(how: str) -> None:
     untouched, text = run_ranks(leaves_early, 1, how)[0]
     assert untouched and "the micro-batch loop of step 0 was left before its end" in text
 
@@ -239,23 +239,25 @@ def test_a_loop_that_is_left_early_changes_no_weights_and_is_refused(how: str) -
 
 
 def unfreezes(world: World, at: int) -> list[str]:
-    """Digest of the weights after each step; `side` is trained from step `at` on, and `late` no longer from the step after."""
+    """Return the digest of the weights after each step; `side` is trained from step `at`, `late` until step `at`."""
     model, seen = Branches(), []
     model.side.requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    with Team(world, model, micro_batches=4) as team:
+    with ReplicaGroup(world, model, micro_batches=4) as replicas:
         for step in range(5):
             model.side.requires_grad_(step >= at)
             model.late.requires_grad_(step <= at)
-            for _ in team.micro_batches(step):
-                team.backward(team(torch.randn(3, 4)))
+            for _ in replicas.micro_batches(step):
+                replicas.backward(replicas(torch.randn(3, 4)))
             optimizer.step()
             seen.append(digest(dict(model.named_parameters())))
-            assert team.replica.digest() == Replica.digest(team.replica) and len(team.replica.parameters) == (4 if step != at else 6)
+            assert replicas.replica.digest() == Replica.digest(replicas.replica) and len(replicas.replica.parameters) == (
+                4 if step != at else 6
+            )
     return seen
 
 
-def test_a_layer_may_be_frozen_and_unfrozen_between_steps() -> None:
+def test_layers_can_be_frozen_and_unfrozen_between_steps() -> None:
     found = [run_ranks(unfreezes, size, 2) for size in (1, 2, 3)]
     assert all(rank == found[0][0] for ranks in found for rank in ranks)
     assert all(before != after for before, after in pairwise(found[0][0]))
@@ -265,8 +267,8 @@ def frozen_on_rank_1(world: World) -> str:
     model = Branches()
     model.side.bias.requires_grad_(world.rank != 1)
     try:
-        with Team(world, model, micro_batches=4) as team:
-            next(team.micro_batches(0))
+        with ReplicaGroup(world, model, micro_batches=4) as replicas:
+            next(replicas.micro_batches(0))
     except UsageError as error:
         return str(error)
     return "accepted"
@@ -309,13 +311,13 @@ def test_parameters_that_cannot_be_summed_or_saved_are_refused_by_name(right: st
 
 
 def noisy(world: World) -> list[str]:
-    """Digest of the weights after steps with noise from each global generator, drawn within the loop and after it."""
+    """Return the digest of the weights after steps with noise from each global generator, drawn in the loop and after it."""
     model, seen = Branches(), []
-    with Team(world, model, micro_batches=5) as team:
+    with ReplicaGroup(world, model, micro_batches=5) as replicas:
         for step in range(4):
-            for _ in team.micro_batches(step):
+            for _ in replicas.micro_batches(step):
                 x = torch.randn(3, 4) + torch.from_numpy(np.random.randn(3, 4)).float() + random.random()
-                team.backward(team(x))
+                replicas.backward(replicas(x))
             with torch.no_grad():
                 for p in model.parameters():
                     assert p.grad is not None
@@ -330,15 +332,15 @@ def test_noise_on_data_and_gradients_has_the_same_bits_on_1_to_3_workers() -> No
 
 
 def unkeyed(world: World, habit: str) -> str:
-    """What the first step of a loop is refused with whose data do not follow from the step and the micro-batch."""
+    """Return the error of the first step of a loop whose data is not a function of the step and the micro-batch."""
     points = torch.arange(64.0).view(16, 4)
     if habit == "an unseeded data set":
         points = torch.rand(16, 4, generator=torch.Generator().manual_seed(world.rank))
     batches = iter(DataLoader(points, batch_size=2))  # type: ignore[arg-type]
     ahead = next(batches)
     try:
-        with Team(world, Branches(), micro_batches=4) as team:
-            for k in team.micro_batches(0):
+        with ReplicaGroup(world, Branches(), micro_batches=4) as replicas:
+            for k in replicas.micro_batches(0):
                 if habit == "a DataLoader":
                     x = next(batches)
                 elif habit == "a prefetched batch":
@@ -347,7 +349,7 @@ def unkeyed(world: World, habit: str) -> str:
                     x = torch.rand(2, 4, generator=torch.Generator().manual_seed(10 * world.rank + k))
                 else:
                     x = points[2 * k : 2 * k + 2]
-                team.backward(team(x))
+                replicas.backward(replicas(x))
     except (UsageError, RuntimeError) as error:
         return str(error)
     return "accepted"
@@ -357,7 +359,7 @@ def all_unkeyed(world: World, habits: list[str]) -> list[str]:
     return [unkeyed(world, habit) for habit in habits]
 
 
-def test_data_that_do_not_follow_from_the_micro_batch_are_refused() -> None:
+def test_data_that_is_not_a_function_of_the_micro_batch_is_refused() -> None:
     for habit in ("a DataLoader", "a prefetched batch"):
         assert "the loss of micro-batch 0 of step 0 is 0." in run_ranks(unkeyed, 1, habit)[0]
     for texts in run_ranks(all_unkeyed, 2, ["a generator of the rank", "an unseeded data set"]):
@@ -366,13 +368,13 @@ def test_data_that_do_not_follow_from_the_micro_batch_are_refused() -> None:
 
 
 def counts_in_a_buffer(world: World) -> int:
-    """How many micro-batches of one step a buffer has counted."""
+    """Return how many micro-batches of one step a buffer has counted."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    with Team(world, model, micro_batches=2, local_buffers=True) as team:
-        for k in team.micro_batches(0):
-            team.backward(team(torch.ones(3, 4) * k).sum())
+    with ReplicaGroup(world, model, micro_batches=2, local_buffers=True) as replicas:
+        for k in replicas.micro_batches(0):
+            replicas.backward(replicas(torch.ones(3, 4) * k).sum())
     return int(model[1].num_batches_tracked)  # type: ignore[arg-type]
 
 
-def test_the_rehearsal_of_a_micro_batch_leaves_no_trace_in_buffers() -> None:
+def test_rehearsal_leaves_buffers_unchanged() -> None:
     assert run_ranks(counts_in_a_buffer, 1) == [2]

@@ -81,7 +81,7 @@ def test_the_example_prints_the_numbers_of_the_docs() -> None:
 
 
 def two_processes(rank: int, port: int, out: Path) -> None:
-    """Each process has both houses as micro-batches, in another order, and writes down what .grad was on the way."""
+    """Each process has both houses as micro-batches, in different order, and records .grad after each."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", rank=rank, world_size=2)
     model = nn.Linear(2, 1).double()

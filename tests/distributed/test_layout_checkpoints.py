@@ -1,4 +1,4 @@
-"""A checkpoint of any layout is resumed in any other one; the training goes on as if nothing had been."""
+"""A checkpoint of any layout can be resumed in any other layout with the same bits."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch.distributed as dist
 from test_layouts import held_by, model_named, one_step, replica_of
 
 from lockstep.checkpoint import commands
-from lockstep.config.schema import Optim
+from lockstep.config.schema import OptimOptions
 from lockstep.elastic.world import World
 from lockstep.errors import CheckpointError
 from lockstep.layout import Layout
-from lockstep.models.llama_io import saved_in_run
+from lockstep.models.llama_io import checkpoint_tensors
 from lockstep.parallel.grad_norm import divide_and_clip
 from lockstep.testing.ranks import run_ranks
-from lockstep.training.checkpointer import Keeper
+from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.optim import adamw
 
 FIRST, LAST = 3, 6
@@ -43,14 +43,14 @@ def go_on(world: World, layout: Layout, folder: str, steps: int, wild: bool = Fa
     """
     model = model_named("translator", dropout=0.1 if wild else 0.0)
     held = held_by(world, model, layout, torch.float32)
-    optimizer = adamw(held, Optim(learning_rate=3e-3))
+    optimizer = adamw(held, OptimOptions(learning_rate=3e-3))
     losses = []
-    with Keeper(Path(folder), world, held, optimizer) as keeper, replica_of(held, 4) as replica:
-        for step in range(keeper.resume(), steps):
+    with Checkpointer(Path(folder), world, held, optimizer) as checkpointer, replica_of(held, 4) as replica:
+        for step in range(checkpointer.resume(), steps):
             losses.append(everybodys(one_step(held, replica, model, step, narrow=wild)))
-            divide_and_clip(held.parameters(), divisor=72, clip_norm=1.0, squares=replica.squares())
+            divide_and_clip(held.parameters(), divisor=72, clip_norm=1.0, grad_norm_squared=replica.grad_norm_squared())
             optimizer.step()
-        keeper.save(steps)
+        checkpointer.save(steps)
     return losses
 
 
@@ -61,7 +61,7 @@ def everybodys(own: list[float]) -> list[float]:
 
 
 @pytest.mark.parametrize("begun", FROM, ids=str)
-def test_a_run_goes_on_in_another_layout(begun: Layout, tmp_path: Path) -> None:
+def test_run_resumes_in_another_layout(begun: Layout, tmp_path: Path) -> None:
     undisturbed = run_ranks(go_on, 1, Layout(), str(tmp_path / "undisturbed" / "checkpoints"), LAST)[0]
     right = commands.digest_line(tmp_path / "undisturbed")
     ledger = np.array(undisturbed)
@@ -78,7 +78,7 @@ def test_a_run_goes_on_in_another_layout(begun: Layout, tmp_path: Path) -> None:
             assert commands.digest_line(tmp_path / str(layout)) == right, layout
 
 
-def test_a_run_that_changes_its_layout_twice_has_the_same_bits(tmp_path: Path) -> None:
+def test_two_layout_changes_keep_the_bits(tmp_path: Path) -> None:
     undisturbed = run_ranks(go_on, 1, Layout(), str(tmp_path / "undisturbed" / "checkpoints"), LAST, True)[0]
     there, losses = str(tmp_path / "changed" / "checkpoints"), []
     for steps, layout in ((2, Layout(2)), (4, Layout(1, 2)), (LAST, Layout(2, 2))):
@@ -87,7 +87,7 @@ def test_a_run_that_changes_its_layout_twice_has_the_same_bits(tmp_path: Path) -
     assert commands.digest_line(tmp_path / "changed") == commands.digest_line(tmp_path / "undisturbed")
 
 
-def test_a_damaged_part_is_found_and_the_checkpoint_before_serves(tmp_path: Path) -> None:
+def test_damaged_shard_is_detected_and_the_previous_checkpoint_loaded(tmp_path: Path) -> None:
     there = tmp_path / "checkpoints"
     for steps in (2, FIRST):
         run_ranks(go_on, 2, Layout(1, 2), str(there), steps)
@@ -102,21 +102,21 @@ def test_a_damaged_part_is_found_and_the_checkpoint_before_serves(tmp_path: Path
 
 
 def resumed(world: World, layout: Layout, folder: str, how: str) -> tuple[bool, str]:
-    """Whether this worker's own pieces can be read, and what became of the resume of all."""
+    """Return (True when this worker can read its slices, the outcome of the collective resume)."""
     held = held_by(world, model_named("translator"), layout, torch.float32)
-    keeper = Keeper(Path(folder), world, held, adamw(held, Optim()))
+    checkpointer = Checkpointer(Path(folder), world, held, adamw(held, OptimOptions()))
     try:
-        keeper.store.pieces(FIRST, held.pieces)
+        checkpointer.store.load_slices(FIRST, held.slices)
         readable = True
     except CheckpointError:
         readable = False
     try:
-        return readable, f"step {keeper.resume(how)}"
+        return readable, f"step {checkpointer.resume(how)}"
     except CheckpointError as error:
         return readable, error.what
 
 
-def test_each_reads_its_own_part_and_all_go_on_or_none(tmp_path: Path) -> None:
+def test_each_worker_reads_its_own_files_and_all_resume_or_none(tmp_path: Path) -> None:
     there = tmp_path / "checkpoints"
     run_ranks(go_on, 2, Layout(1, 2), str(there), FIRST)
     assert run_ranks(resumed, 2, Layout(1, 2), str(there), str(FIRST)) == [(True, f"step {FIRST}")] * 2
@@ -130,10 +130,10 @@ def test_each_reads_its_own_part_and_all_go_on_or_none(tmp_path: Path) -> None:
         assert [readable for readable, _ in found] == [place != 12, False]
 
 
-def test_what_leaves_a_run_is_whole_however_it_was_saved(tmp_path: Path) -> None:
+def test_export_is_whole_for_every_layout(tmp_path: Path) -> None:
     for name, layout in (("whole", Layout()), ("pieces", Layout(2, 2))):
         run_ranks(go_on, layout.workers, layout, str(tmp_path / name / "checkpoints"), 2)
         assert "step 2" in commands.export(tmp_path / name, None, tmp_path / f"{name}.safetensors")
     assert (tmp_path / "whole.safetensors").read_bytes() == (tmp_path / "pieces.safetensors").read_bytes()
-    whole, pieces = (saved_in_run(tmp_path / name, 2) for name in ("whole", "pieces"))
+    whole, pieces = (checkpoint_tensors(tmp_path / name, 2) for name in ("whole", "pieces"))
     assert set(whole) == set(pieces) and all(torch.equal(whole[name], pieces[name]) for name in whole)

@@ -1,4 +1,4 @@
-"""Llama: against `transformers`, with and without cache, packed, in and out of Hugging Face folders, through the command."""
+"""Llama: against `transformers`, with and without cache, packed, imported and exported, by the command line."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,21 +18,20 @@ import torch.nn.functional as F
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
-from lockstep.checkpoint.state_dict import capture, digest
+from lockstep.checkpoint.state_dict import digest, get_state_dict
 from lockstep.cli.main import main
 from lockstep.data.text.chat_tokenizer import ChatTokenizer
 from lockstep.elastic.world import World
 from lockstep.errors import CheckpointError, DataError, LockstepError, UsageError
 from lockstep.generation.decoder import Decoder, choose_layout
-from lockstep.generation.sampling import Sampling, Text, choose, continuations, tokens_after
-from lockstep.generation.tensor_parallel import cut_by_tensor, refuse_tensor
-from lockstep.models import hub
-from lockstep.models import llama_io as pretrained
-from lockstep.models.llama import IGNORED, SHAPES, Llama, Scaling, Shape, build
+from lockstep.generation.sampling import SamplingParams, TextStream, sample_next, sample_tokens, stream_continuations
+from lockstep.generation.tensor_parallel import apply_tensor_parallel, refuse_indivisible
+from lockstep.models import hub, llama_io
+from lockstep.models.llama import IGNORE_INDEX, LLAMA_CONFIGS, Llama, LlamaConfig, RopeScaling, build_llama
 from lockstep.testing.ranks import run_ranks
 
 V = 300
-SMALL = Shape(V, 48, 3, 6, 2, 8, 80, context=256, rope_base=10_000.0)
+SMALL = LlamaConfig(V, 48, 3, 6, 2, 8, 80, max_seq_len=256, rope_theta=10_000.0)
 CPU = torch.device("cpu")
 LLAMA_3 = {
     "rope_type": "llama3",
@@ -77,7 +77,7 @@ def theirs(**other: Any) -> Any:
 
 @pytest.fixture
 def small() -> Llama:
-    return build(SMALL, device=CPU, seed=1).double().eval()
+    return build_llama(SMALL, device=CPU, seed=1).double().eval()
 
 
 @pytest.fixture(scope="module")
@@ -97,15 +97,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     inner.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
     names = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "additional_special_tokens": ["<|role|>"]}
     transformers.PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=TEMPLATE, **names).save_pretrained(path)
-    assert (path / hub.INDEX).exists()
+    assert (path / hub.INDEX_FILE).exists()
     return path
 
 
 def changed(folder: Path, to: Path, **config: Any) -> Path:
     """A copy of the folder with other values in its config.json."""
     shutil.copytree(folder, to)
-    value = json.loads((to / hub.CONFIG).read_text())
-    (to / hub.CONFIG).write_text(json.dumps(value | config))
+    value = json.loads((to / hub.CONFIG_FILE).read_text())
+    (to / hub.CONFIG_FILE).write_text(json.dumps(value | config))
     return to
 
 
@@ -118,34 +118,34 @@ def test_logits_and_greedy_continuations_are_those_of_transformers(variant: str,
     """At 200 positions, more than the original context of the scaled one."""
     right = theirs(**VARIANTS[variant])
     right.save_pretrained(tmp_path / "hub")
-    ours = pretrained.load(tmp_path / "hub", device=CPU).model
+    ours = llama_io.load_llama(tmp_path / "hub", device=CPU).model
     tokens = torch.randint(V, (3, 200))
     torch.testing.assert_close(ours(tokens), right(tokens).logits, rtol=0, atol=1e-4)
     continued = right.generate(tokens[:, :40], max_new_tokens=60, do_sample=False, eos_token_id=None, pad_token_id=0)[:, 40:]
-    found = list(tokens_after(Decoder(ours, rows=3), tokens[:, :40].tolist(), tokens=60))
+    found = list(sample_tokens(Decoder(ours, rows=3), tokens[:, :40].tolist(), tokens=60))
     assert torch.tensor(found).T.tolist() == continued.tolist()
 
 
 def test_scaled_positions_are_others() -> None:
-    """So that the test above would see it if they were not scaled."""
-    plain = build(SMALL, device=CPU, seed=1)
-    scaled = build(Shape(**{**vars(SMALL), "rope_scaling": Scaling(8.0, 1.0, 4.0, 64)}), device=CPU, seed=1)
+    """The test above would notice if they were not scaled."""
+    plain = build_llama(SMALL, device=CPU, seed=1)
+    scaled = build_llama(LlamaConfig(**{**vars(SMALL), "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 64)}), device=CPU, seed=1)
     tokens = torch.randint(V, (1, 100))
     assert not torch.allclose(plain(tokens), scaled(tokens), atol=1e-3)
 
 
 @torch.no_grad()
 def test_decoding_with_a_cache_is_the_whole_forward_pass(small: Llama) -> None:
-    """Rows of different lengths, each against itself alone and computed anew for every token."""
+    """Rows of different lengths, each against itself alone and recomputed for every token."""
     tokens, lengths = torch.randint(V, (4, 30)), [3, 11, 7, 1]
     decoder = Decoder(small, rows=4)
-    cache = decoder.start(4, capacity=20)
+    cache = decoder.new_cache(4, capacity=20)
     logits = decoder.prefill(tokens[:, :11], torch.tensor(lengths), cache)
     for further in range(9):
         for row, length in enumerate(lengths):
             written = torch.cat((tokens[row, :length], tokens[row, 20 : 20 + further]))
             torch.testing.assert_close(logits[row], small(written[None])[0, -1], rtol=1e-10, atol=1e-10)
-        logits = decoder.step(tokens[:, 20 + further], cache, places=12 + further if further % 2 else 20)
+        logits = decoder.step(tokens[:, 20 + further], cache, window=12 + further if further % 2 else 20)
 
 
 @torch.no_grad()
@@ -154,11 +154,11 @@ def test_every_layout_of_the_matrices_writes_the_same(dtype: torch.dtype, bound:
     assert [choose_layout("cpu", torch.float32, rows)[0] for rows in (1, 2)] == ["columns", "packed"]
     assert choose_layout("cpu", torch.bfloat16, 1)[0] == "packed"
     assert choose_layout("cpu", torch.float64, 1)[0] == choose_layout("cuda", torch.bfloat16, 8)[0] == "plain"
-    model = build(SMALL, device=CPU, seed=1).to(dtype).eval()
+    model = build_llama(SMALL, device=CPU, seed=1).to(dtype).eval()
     tokens, found = torch.randint(V, (3, 9)), {}
     for layout in ("plain", "columns", "packed"):
         decoder = Decoder(model, layout=layout)
-        cache = decoder.start(3, 16)
+        cache = decoder.new_cache(3, 16)
         first = decoder.prefill(tokens, torch.tensor([9, 2, 5]), cache)
         found[layout] = torch.stack([first, *(decoder.step(tokens[:, place], cache, 16) for place in range(5))])
     for layout in ("columns", "packed"):
@@ -166,9 +166,9 @@ def test_every_layout_of_the_matrices_writes_the_same(dtype: torch.dtype, bound:
 
 
 def test_a_decoder_may_take_the_weights_over(small: Llama) -> None:
-    right = list(tokens_after(Decoder(small), [[5, 6, 7]], tokens=10))
+    right = list(sample_tokens(Decoder(small), [[5, 6, 7]], tokens=10))
     taken = Decoder(small, release=True)
-    assert list(tokens_after(taken, [[5, 6, 7]], tokens=10)) == right
+    assert list(sample_tokens(taken, [[5, 6, 7]], tokens=10)) == right
     assert not any(parameter.dim() == 2 for name, parameter in small.named_parameters() if name != "embedding.weight")
 
 
@@ -176,60 +176,64 @@ def test_packed_documents_are_separate_rows(small: Llama) -> None:
     pieces = [torch.randint(V, (n,)) for n in (5, 1, 8, 2)]
     documents = torch.tensor([number for number, piece in enumerate(pieces) for _ in piece])
     packed = small(torch.cat(pieces)[None], documents=documents[None])[0].split([len(piece) for piece in pieces])
-    for mine, piece in zip(packed, pieces, strict=True):
-        torch.testing.assert_close(mine, small(piece[None])[0], rtol=1e-10, atol=1e-10)
+    for own, piece in zip(packed, pieces, strict=True):
+        torch.testing.assert_close(own, small(piece[None])[0], rtol=1e-10, atol=1e-10)
     assert not torch.allclose(small(torch.cat(pieces)[None])[0, -1], packed[-1][-1])
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_loss_is_the_cross_entropy_of_the_logits(tied: bool) -> None:
-    """700 tokens, more than go through at a time; some count nothing."""
-    model = build(Shape(**{**vars(SMALL), "tied": tied}), device=CPU, seed=1).double()
+    """700 tokens, more than a chunk; some are ignored."""
+    model = build_llama(LlamaConfig(**{**vars(SMALL), "tie_embeddings": tied}), device=CPU, seed=1).double()
     tokens, labels = torch.randint(V, (7, 100)), torch.randint(V, (7, 100))
-    labels[torch.rand(7, 100) < 0.3] = IGNORED
+    labels[torch.rand(7, 100) < 0.3] = IGNORE_INDEX
     documents = torch.arange(100).expand(7, 100) // 30
-    right = F.cross_entropy(model(tokens, documents=documents).flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    right = F.cross_entropy(model(tokens, documents=documents).flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
     found = model(tokens, labels, documents)
     torch.testing.assert_close(found, right, rtol=1e-12, atol=0)
-    slopes = torch.autograd.grad(right, list(model.parameters()))
-    for mine, slope in zip(torch.autograd.grad(found, list(model.parameters())), slopes, strict=True):
-        torch.testing.assert_close(mine, slope, rtol=1e-9, atol=1e-11)
-    assert float(model(tokens, torch.full_like(labels, IGNORED)).detach()) == 0.0
+    grads = torch.autograd.grad(right, list(model.parameters()))
+    for own, grad in zip(torch.autograd.grad(found, list(model.parameters())), grads, strict=True):
+        torch.testing.assert_close(own, grad, rtol=1e-9, atol=1e-11)
+    assert float(model(tokens, torch.full_like(labels, IGNORE_INDEX)).detach()) == 0.0
 
 
 def test_a_negative_label_counts_nothing_on_every_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU all rows are computed, also those that count nothing; here as if this were one."""
+    """A GPU computes all rows, also ignored ones; here a CPU does the same."""
     states, weight = torch.randn(9, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)
-    labels = torch.tensor([0, 1, IGNORED, 3, 0, IGNORED, 6, 5, 5])
+    labels = torch.tensor([0, 1, IGNORE_INDEX, 3, 0, IGNORE_INDEX, 6, 5, 5])
     from lockstep.models import loss
 
-    right = F.cross_entropy(states @ weight.T, labels, ignore_index=IGNORED, reduction="sum")
-    slopes = torch.autograd.grad(right, [states, weight])
+    right = F.cross_entropy(states @ weight.T, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    grads = torch.autograd.grad(right, [states, weight])
     for all_rows in (False, True):
         if all_rows:
-            monkeypatch.setattr(loss, "counted_places", lambda labels, pad: slice(None))
+            monkeypatch.setattr(loss, "counted_rows", lambda labels, ignore_index: slice(None))
         for found in (
-            loss.output_cross_entropy(states, weight, labels, smoothing=0.0, pad=IGNORED),
-            loss.cross_entropy(states @ weight.T, labels, smoothing=0.0, pad=IGNORED),
+            loss.output_cross_entropy(states, weight, labels, smoothing=0.0, ignore_index=IGNORE_INDEX),
+            loss.cross_entropy(states @ weight.T, labels, smoothing=0.0, ignore_index=IGNORE_INDEX),
         ):
             torch.testing.assert_close(found, right)
-            for mine, slope in zip(torch.autograd.grad(found, [states, weight]), slopes, strict=True):
-                torch.testing.assert_close(mine, slope)
+            for own, grad in zip(torch.autograd.grad(found, [states, weight]), grads, strict=True):
+                torch.testing.assert_close(own, grad)
 
 
 def test_the_big_shapes_have_as_many_parameters_as_published() -> None:
     published = {"1B": 1_235_814_400, "3B": 3_212_749_824, "8B": 8_030_261_248, "70B": 70_553_706_496, "405B": 405_853_388_800}
-    for name, shape in SHAPES.items():
+    for name, config in LLAMA_CONFIGS.items():
         with torch.device("meta"):
-            model = Llama(shape)
-        assert sum(parameter.numel() for parameter in model.parameters()) == shape.parameters == published.get(name, shape.parameters)
-        assert shape.parameters == pytest.approx(float(name[:-1]) * {"M": 1e6, "B": 1e9}[name[-1]], rel=0.25)
+            model = Llama(config)
+        assert (
+            sum(parameter.numel() for parameter in model.parameters())
+            == config.num_parameters
+            == published.get(name, config.num_parameters)
+        )
+        assert config.num_parameters == pytest.approx(float(name[:-1]) * {"M": 1e6, "B": 1e9}[name[-1]], rel=0.25)
         assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
 
 
 def test_first_weights_follow_from_seed_and_name_alone() -> None:
-    first, again, other = (build(SMALL, device=CPU, seed=seed) for seed in (1, 1, 2))
-    assert digest(capture(first)) == digest(capture(again)) != digest(capture(other))
+    first, again, other = (build_llama(SMALL, device=CPU, seed=seed) for seed in (1, 1, 2))
+    assert digest(get_state_dict(first)) == digest(get_state_dict(again)) != digest(get_state_dict(other))
     layer = first.get_submodule("layers.1")
     assert layer.get_submodule("attention.query").weight.std().item() == pytest.approx(48**-0.5, rel=0.1)  # type: ignore[union-attr, operator]
     assert layer.get_submodule("feed_forward.out").weight.std().item() == pytest.approx((80 * 6) ** -0.5, rel=0.1)  # type: ignore[union-attr, operator]
@@ -260,10 +264,10 @@ def test_a_round_trip_changes_no_bit(folder: Path, tmp_path: Path, dtype: torch.
     before, after = states_of(source), states_of(back)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) and before[name].dtype == dtype for name in before)
-    assert json.loads((source / hub.CONFIG).read_text()) == json.loads((back / hub.CONFIG).read_text())
-    for path in [path for path in source.iterdir() if path.name in hub.CARRIED]:
+    assert json.loads((source / hub.CONFIG_FILE).read_text()) == json.loads((back / hub.CONFIG_FILE).read_text())
+    for path in [path for path in source.iterdir() if path.name in hub.COMPANION_FILES]:
         assert (back / path.name).read_bytes() == path.read_bytes()
-    index = json.loads((back / hub.INDEX).read_text())
+    index = json.loads((back / hub.INDEX_FILE).read_text())
     assert index["weight_map"].keys() == before.keys()
     assert len(list(back.glob("*.safetensors"))) > 5
     assert main(["checkpoint", "export", str(run), "--out", str(back)]) == 2, "nothing is overwritten"
@@ -272,32 +276,34 @@ def test_a_round_trip_changes_no_bit(folder: Path, tmp_path: Path, dtype: torch.
 @torch.no_grad()
 def test_transformers_reads_what_we_made(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    shape = Shape(V, 48, 2, 6, 2, 8, 80, context=128, rope_base=20_000.0, rope_scaling=Scaling(4.0, 1.0, 4.0, 64), tied=True)
-    model = build(shape, device=CPU, seed=3).eval()
-    hub.write_hub(tmp_path / "made", shape, dict(model.named_parameters()))
-    assert hub.open_hub(tmp_path / "made").shape == shape
+    config = LlamaConfig(
+        V, 48, 2, 6, 2, 8, 80, max_seq_len=128, rope_theta=20_000.0, rope_scaling=RopeScaling(4.0, 1.0, 4.0, 64), tie_embeddings=True
+    )
+    model = build_llama(config, device=CPU, seed=3).eval()
+    hub.write_hub(tmp_path / "made", config, dict(model.named_parameters()))
+    assert hub.open_hub(tmp_path / "made").config == config
     right = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "made")
     tokens = torch.randint(V, (2, 100))
     torch.testing.assert_close(model(tokens), right(tokens).logits, rtol=0, atol=1e-4)
     hub.write_hub(
-        tmp_path / "again", shape, dict(model.named_parameters()), config=json.loads((tmp_path / "made" / hub.CONFIG).read_text())
+        tmp_path / "again", config, dict(model.named_parameters()), hf_config=json.loads((tmp_path / "made" / hub.CONFIG_FILE).read_text())
     )
     for stale in ({"vocab_size": 1}, {"rope_theta": 1.0}):
-        config = hub.config_of(shape) | stale
-        assert hub.config_to_write(shape, config, "F32") == hub.config_of(shape) | {"torch_dtype": "float32"}
+        old = hub.config_to_hf(config) | stale
+        assert hub.config_to_write(config, old, "F32") == hub.config_to_hf(config) | {"torch_dtype": "float32"}
 
 
 def test_the_words_of_transformers_4_and_5_say_the_same_shape() -> None:
-    four = hub.config_of(Shape(**{**vars(SMALL), "rope_scaling": Scaling(8.0, 1.0, 4.0, 64)}))
+    four = hub.config_to_hf(LlamaConfig(**{**vars(SMALL), "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 64)}))
     five = {key: value for key, value in four.items() if not key.startswith("rope_")} | {"rope_parameters": LLAMA_3}
-    assert hub.shape_of(four, "") == hub.shape_of(five, "")
-    assert hub.shape_from_json(json.loads(json.dumps(hub.shape_to_json(hub.shape_of(four, ""))))) == hub.shape_of(four, "")
+    assert hub.config_from_hf(four, "") == hub.config_from_hf(five, "")
+    assert hub.config_from_json(json.loads(json.dumps(asdict(hub.config_from_hf(four, ""))))) == hub.config_from_hf(four, "")
 
 
 def test_memory_is_that_of_one_tensor(tmp_path: Path) -> None:
-    """240 MB of weights go in and out again in a process that may grow by 80 MB."""
-    shape = Shape(10_000, 512, 16, 8, 8, 64, 1536)
-    hub.write_hub(tmp_path / "hub", shape, {name: torch.rand(size) for name, size in hub.sizes_of(shape).items()})
+    """Import and export 240 MB of weights in a process that may grow by 80 MB."""
+    config = LlamaConfig(10_000, 512, 16, 8, 8, 64, 1536)
+    hub.write_hub(tmp_path / "hub", config, {name: torch.rand(shape) for name, shape in hub.parameter_shapes(config).items()})
     script = (
         "import resource, sys; from pathlib import Path; from lockstep.models.llama_io import export_run, import_hub\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
@@ -330,18 +336,18 @@ def bend(folder: Path, to: Path, how: str) -> Path:
     elif how == "no header":
         shards(to)[1].write_bytes(b"\x10" + bytes(7) + b"this is not json" * 4)
     elif how == "no index, no file":
-        (to / hub.INDEX).unlink()
+        (to / hub.INDEX_FILE).unlink()
     elif how == "pickled":
-        (to / hub.INDEX).unlink()
+        (to / hub.INDEX_FILE).unlink()
         (to / "pytorch_model.bin").touch()
     elif how == "missing tensor":
-        index = json.loads((to / hub.INDEX).read_text())
+        index = json.loads((to / hub.INDEX_FILE).read_text())
         del index["weight_map"]["model.layers.1.mlp.up_proj.weight"]
-        (to / hub.INDEX).write_text(json.dumps(index))
+        (to / hub.INDEX_FILE).write_text(json.dumps(index))
     elif how == "outside":
-        (to / hub.INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": "../secret"}}))
+        (to / hub.INDEX_FILE).write_text(json.dumps({"weight_map": {"lm_head.weight": "../secret"}}))
     elif how == "torn config":
-        (to / hub.CONFIG).write_text('{"architectures": ["Lla')
+        (to / hub.CONFIG_FILE).write_text('{"architectures": ["Lla')
     return to
 
 
@@ -354,9 +360,9 @@ def bend(folder: Path, to: Path, how: str) -> Path:
         ("num_hidden_layers", "unexpected: model.layers.2"),
         ("missing shard", "shards are missing: model-00001"),
         ("missing tensor", "missing: model.layers.1.mlp.up_proj.weight"),
-        ("cut off", "is cut off"),
-        ("cut off in the header", "is cut off"),
-        ("no header", "no header of safetensors"),
+        ("cut off", "is truncated"),
+        ("cut off in the header", "is truncated"),
+        ("no header", "no valid safetensors header"),
         ("no index, no file", "model.safetensors is missing"),
         ("pickled", "pickled weights"),
         ("outside", "outside the folder"),
@@ -365,7 +371,7 @@ def bend(folder: Path, to: Path, how: str) -> Path:
 )
 def test_a_bad_folder_is_refused_in_three_parts(folder: Path, tmp_path: Path, how: str, says: str) -> None:
     with pytest.raises(CheckpointError) as caught:
-        pretrained.import_hub(bend(folder, tmp_path / "bad", how), tmp_path / "run")
+        llama_io.import_hub(bend(folder, tmp_path / "bad", how), tmp_path / "run")
     error = caught.value
     assert says in str(error)
     assert error.what and str(tmp_path) in error.where and error.hint
@@ -382,14 +388,14 @@ def test_what_is_no_folder_of_a_model_and_what_is_another_run_is_refused(folder:
     ]
     for kind, words in cases:
         assert main(words) == kind.exit_code, words
-    pretrained.import_hub(folder, tmp_path / "run")
+    llama_io.import_hub(folder, tmp_path / "run")
     other = changed(folder, tmp_path / "other", rms_norm_eps=1e-3)
     with pytest.raises(UsageError, match="another run"):
-        pretrained.import_hub(other, tmp_path / "run")
+        llama_io.import_hub(other, tmp_path / "run")
     (tmp_path / "translator").mkdir()
     (tmp_path / "translator" / "run.json").write_text("{}")
     with pytest.raises(UsageError, match="translator"):
-        pretrained.load(tmp_path / "translator")
+        llama_io.load_llama(tmp_path / "translator")
 
 
 # -- continuations ----------------------------------------------------------------------------------------------------
@@ -400,7 +406,7 @@ def test_a_draw_follows_its_probability() -> None:
     draws = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
 
     def drawn(**how: Any) -> list[float]:
-        return (choose(logits, draws, Sampling(**how)).bincount(minlength=4) / 4000).tolist()
+        return (sample_next(logits, draws, SamplingParams(**how)).bincount(minlength=4) / 4000).tolist()
 
     assert drawn() == [1, 0, 0, 0]
     assert drawn(temperature=1.0) == pytest.approx([0.5, 0.1, 0.25, 0.15], abs=1e-3)
@@ -411,18 +417,18 @@ def test_a_draw_follows_its_probability() -> None:
     squares = torch.tensor([0.5, 0.1, 0.25, 0.15]) ** 2
     assert drawn(temperature=0.5) == pytest.approx((squares / squares.sum()).tolist(), abs=1e-3)
     last = torch.tensor([1 - 2**-53], dtype=torch.float64)
-    assert int(choose(torch.zeros(1, 5), last, Sampling(1.0, top_k=3))[0]) == 2
+    assert int(sample_next(torch.zeros(1, 5), last, SamplingParams(1.0, top_k=3))[0]) == 2
 
 
 def test_a_row_does_not_depend_on_its_batch_and_its_draws_follow_from_the_seed(small: Llama) -> None:
     prompts = [[5, 6, 7], [9], [10, 11, 12, 13, 14, 15]]
-    sampling = Sampling(temperature=1.3, seed=4)
+    sampling = SamplingParams(temperature=1.3, seed=4)
     decoder = Decoder(small)
-    together = list(zip(*tokens_after(decoder, prompts, tokens=12, sampling=sampling), strict=True))
+    together = list(zip(*sample_tokens(decoder, prompts, tokens=12, sampling=sampling), strict=True))
     for row, prompt in enumerate(prompts):
-        alone = zip(*tokens_after(decoder, [prompt], tokens=12, sampling=sampling, first=row), strict=True)
+        alone = zip(*sample_tokens(decoder, [prompt], tokens=12, sampling=sampling, first=row), strict=True)
         assert [together[row]] == list(alone)
-    others = zip(*tokens_after(decoder, prompts, tokens=12, sampling=Sampling(temperature=1.3, seed=5)), strict=True)
+    others = zip(*sample_tokens(decoder, prompts, tokens=12, sampling=SamplingParams(temperature=1.3, seed=5)), strict=True)
     assert together != list(others)
 
 
@@ -430,17 +436,17 @@ def test_text_is_told_whole_characters_at_a_time_and_ends_before_its_stop(folder
     tokenizer = ChatTokenizer.load(folder, {})
     ids = tokenizer.encode("süße Äpfel: END of it")[1:]
 
-    def told(stops: list[str], ids: list[int]) -> list[str]:
-        row = Text(tokenizer, [0], stops)
+    def emitted(stops: list[str], ids: list[int]) -> list[str]:
+        row = TextStream(tokenizer, [0], stops)
         return [*(row.add(token) for token in ids), row.close()]
 
-    assert "".join(told([], ids)) == "süße Äpfel: END of it"
-    assert not any("\ufffd" in part for part in told([], ids))
-    assert "".join(told(["END"], ids)) == "süße Äpfel: "
-    assert "".join(told(["ENDING", "of them"], ids)) == "süße Äpfel: END of it", "what only began like a stop is told after all"
-    assert "".join(told([], [*ids[:5], 1, *ids[5:]])) == tokenizer.decode(ids[:5]), "<|end|> ends it"
+    assert "".join(emitted([], ids)) == "süße Äpfel: END of it"
+    assert not any("\ufffd" in part for part in emitted([], ids))
+    assert "".join(emitted(["END"], ids)) == "süße Äpfel: "
+    assert "".join(emitted(["ENDING", "of them"], ids)) == "süße Äpfel: END of it", "a false start of a stop text is emitted later"
+    assert "".join(emitted([], [*ids[:5], 1, *ids[5:]])) == tokenizer.decode(ids[:5]), "<|end|> ends it"
     torn = tokenizer.encode("ß")[1:2]
-    assert "".join(told([], torn)) == tokenizer.decode(torn), "half a character is told when no more comes"
+    assert "".join(emitted([], torn)) == tokenizer.decode(torn), "half a character is emitted at the end"
 
 
 def test_chats_are_written_as_transformers_writes_them(folder: Path, tmp_path: Path) -> None:
@@ -450,7 +456,7 @@ def test_chats_are_written_as_transformers_writes_them(folder: Path, tmp_path: P
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " Hello <b>&</b>\n"}]
     assert tokenizer.encode_chat(messages) == right.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     assert tokenizer.encode("Hello there") == right("Hello there")["input_ids"]
-    assert tokenizer.ends == {1}
+    assert tokenizer.eos_ids == {1}
     for template, says in (
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ messages.append(1) }}", "unsafe"),
@@ -458,17 +464,17 @@ def test_chats_are_written_as_transformers_writes_them(folder: Path, tmp_path: P
         ("{{ open('/etc/passwd') }}", "undefined"),
         ("{% for %}", "xpected"),
     ):
-        bad = ChatTokenizer(tokenizer.inner, template, tokenizer.specials, tokenizer.ends, tmp_path)
+        bad = ChatTokenizer(tokenizer.inner, template, tokenizer.special_tokens, tokenizer.eos_ids, tmp_path)
         with pytest.raises(DataError, match=says):
             bad.render(messages)
-    dated = ChatTokenizer(tokenizer.inner, "{{ strftime_now('%d %b %Y') }}{{ messages | tojson }}", {}, tokenizer.ends, tmp_path)
+    dated = ChatTokenizer(tokenizer.inner, "{{ strftime_now('%d %b %Y') }}{{ messages | tojson }}", {}, tokenizer.eos_ids, tmp_path)
     assert dated.render(messages[:1], now=lambda: datetime(2024, 7, 26)) == '26 Jul 2024[{"role": "system", "content": "Be brief."}]'
     with pytest.raises(DataError, match="no chat template"):
-        ChatTokenizer(tokenizer.inner, "", {}, tokenizer.ends, tmp_path).render(messages)
+        ChatTokenizer(tokenizer.inner, "", {}, tokenizer.eos_ids, tmp_path).render(messages)
 
 
 def test_the_command_prints_the_continuation_alone(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """From the folder, from its import, and as `transformers` continues it."""
+    """From the folder and from its import, as `transformers` continues it."""
     transformers = pytest.importorskip("transformers")
     words = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.LlamaForCausalLM.from_pretrained(folder)
@@ -495,34 +501,34 @@ def test_the_command_prints_the_continuation_alone(folder: Path, tmp_path: Path,
 
 
 def test_the_compiled_step_continues_alike(small: Llama, folder: Path) -> None:
-    """Without a graph break, traced once for all tokens; the code generator is left out, which takes half a minute."""
+    """No graph break, one trace for all tokens; with the eager backend, since code generation takes half a minute."""
     decoder = Decoder(small)
     step = torch.compile(decoder.step, dynamic=False, backend="eager", fullgraph=True)
     prompts = [[5, 6, 7], [9]]
-    assert list(tokens_after(decoder, prompts, tokens=15, step=step)) == list(tokens_after(decoder, prompts, tokens=15))
-    assert list(continuations(decoder, ChatTokenizer.load(folder, {}), prompts, tokens=3))
+    assert list(sample_tokens(decoder, prompts, tokens=15, step=step)) == list(sample_tokens(decoder, prompts, tokens=15))
+    assert list(stream_continuations(decoder, ChatTokenizer.load(folder, {}), prompts, tokens=3))
 
 
-def cut(world: World, folder: Path, prompts: list[list[int]]) -> tuple[list[list[int]], int]:
-    """(what a model cut over the world writes, how many numbers this process holds for it)."""
+def generate_split(world: World, folder: Path, prompts: list[list[int]]) -> tuple[list[list[int]], int]:
+    """Return (tokens of a model split over the world, number of elements in this process)."""
     torch.set_grad_enabled(False)
-    model = pretrained.load(folder, device=CPU).model
-    group = cut_by_tensor(model, world, "--tensor")
+    model = llama_io.load_llama(folder, device=CPU).model
+    group = apply_tensor_parallel(model, world, "--tensor")
     decoder = Decoder(model, rows=len(prompts), layout="plain", group=group)
-    return list(tokens_after(decoder, prompts, tokens=20)), sum(buffer.numel() for buffer in decoder.buffers())
+    return list(sample_tokens(decoder, prompts, tokens=20)), sum(buffer.numel() for buffer in decoder.buffers())
 
 
 def test_a_model_cut_over_two_processes_writes_what_the_whole_one_writes(folder: Path) -> None:
     prompts = [[5, 6, 7], [9], [20, 30, 40, 50]]
-    model = pretrained.load(folder, device=CPU).model
+    model = llama_io.load_llama(folder, device=CPU).model
     decoder = Decoder(model, rows=3, layout="plain")
-    right, numbers = list(tokens_after(decoder, prompts, tokens=20)), sum(buffer.numel() for buffer in decoder.buffers())
-    found = run_ranks(cut, 2, folder, prompts)
+    right, numbers = list(sample_tokens(decoder, prompts, tokens=20)), sum(buffer.numel() for buffer in decoder.buffers())
+    found = run_ranks(generate_split, 2, folder, prompts)
     cut_numbers = sum(parameter.numel() for parameter in model.layers.parameters() if parameter.dim() == 2)
     assert [tokens for tokens, _ in found] == [right, right]
     assert [held for _, held in found] == [numbers - cut_numbers // 2] * 2
-    with pytest.raises(UsageError, match="4 heads and 2 key-value heads and 112 inner width cannot be cut over 3"):
-        refuse_tensor(model.shape, 3, "--tensor")
+    with pytest.raises(UsageError, match="4 heads and 2 key-value heads and 112 inner width cannot be split over 3"):
+        refuse_indivisible(model.config, 3, "--tensor")
 
 
 def test_the_command_cuts_a_model_and_reads_lines(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Training of Llamas: pre-training, chats, adapters. The same bits on 1, 2, 3 workers, and in and out of `transformers`."""
+"""Llama training: pre-training, chats, adapters. Same bits on 1, 2, 3 workers; interoperability with transformers."""
 
 from __future__ import annotations
 
@@ -19,30 +19,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.checkpoint.commands import digest_line
-from lockstep.checkpoint.store import Store
+from lockstep.checkpoint.store import CheckpointStore
 from lockstep.cli.main import main
 from lockstep.cli.run_options import open_run
 from lockstep.config import schema as config
-from lockstep.config.schema import Run, resolve
+from lockstep.config.resolve import resolve
+from lockstep.config.schema import RunConfig
 from lockstep.data.text.chat_samples import Chat, chat_samples, drills, encode
 from lockstep.data.text.chat_tokenizer import ChatTokenizer
-from lockstep.data.text.packing import IGNORED, CutRows, PackedRows, batch_of, pack
+from lockstep.data.text.packing import IGNORE_INDEX, CutRows, PackedRows, batch_of, pack
 from lockstep.data.text.prepare import open_prepared
-from lockstep.data.text.token_stream import Stream, Writer
+from lockstep.data.text.token_stream import TokenStream, TokenStreamWriter
 from lockstep.elastic.world import World
 from lockstep.errors import CheckpointError, DataError, UsageError
 from lockstep.models import lora
-from lockstep.models.build import materialise
-from lockstep.models.initial_weights import Beginning
-from lockstep.models.llama import SHAPES, Llama
-from lockstep.models.llama_io import load, open_weights
-from lockstep.models.lora import Lora, Merged
-from lockstep.record.metrics import read
-from lockstep.tasks.evaluate import evaluate, finish
+from lockstep.models.build import materialize
+from lockstep.models.initial_weights import InitialWeights
+from lockstep.models.llama import LLAMA_CONFIGS, Llama
+from lockstep.models.llama_io import load_llama, open_weights
+from lockstep.models.lora import LoRAConfig, MergedWeights
+from lockstep.record.metrics import read_metrics
+from lockstep.tasks.evaluate import evaluate, evaluate_at_end
 from lockstep.tasks.pretraining import prepare as prepare_language
 from lockstep.tasks.text_evaluator import windows
 from lockstep.testing.ranks import run_ranks
-from lockstep.train import claim, train
+from lockstep.train import train
+from lockstep.training.setup import lock_run_folder
 
 CPU = torch.device("cpu")
 STEPS = 3
@@ -50,26 +52,26 @@ TEXT = {
     "task": "pretrain",
     "data.kind": "text",
     "data.held_out_share": "0.1",
-    "tokens.vocabulary": "330",
-    "llama.shape": "1M",
+    "tokenizer.vocab_size": "330",
+    "llama.size": "1M",
     "batch.micro_batches": "3",
     "batch.tokens": "64",
-    "batch.length": "32",
+    "batch.seq_len": "32",
     "compute.precision": "bf16",
     "optim.warmup_steps": "0",
-    "optim.decay": "constant",
-    "save.every_steps": "0",
+    "optim.schedule": "constant",
+    "checkpoint.every_steps": "0",
 }
-CHATS = {**TEXT, "task": "sft", "data.kind": "drills", "data.pairs": "300", "batch.tokens": "128", "batch.length": "64"}
+CHATS = {**TEXT, "task": "sft", "data.kind": "drills", "data.pairs": "300", "batch.tokens": "128", "batch.seq_len": "64"}
 ADAPTERS = {"lora.rank": "4", "lora.alpha": "64"}
 
 
 def trained(world: World, folder: str, flags: dict[str, str], steps: int) -> str:
-    """Train in `folder` to `steps`; the digest of the state."""
+    """Train in `folder` up to step `steps`; return the digest of the state."""
     path = Path(folder)
     resolved = open_run(path, None, {**flags, "steps": str(steps)}, {})
     if world.leader:
-        with claim(path, resolved):
+        with lock_run_folder(path, resolved):
             pass
     train(resolved, path, world)
     return digest_line(path) if world.leader else ""
@@ -80,7 +82,7 @@ def evaluated(world: World, folder: str, split: Any) -> str:
 
 
 def losses(folder: Path) -> list[tuple[float, float]]:
-    return [(line["loss"], line["norm"]) for line in read(folder / "metrics.jsonl")]
+    return [(line["loss"], line["norm"]) for line in read_metrics(folder / "metrics.jsonl")]
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +92,7 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """150 documents of made sentences, 10 to 60 words each."""
+    """150 documents of generated sentences, 10 to 60 words each."""
     path = tmp_path_factory.mktemp("corpus") / "text.jsonl"
     draw = random.Random(1)
     words = ["the", "cat", "dog", "saw", "Häuser", "42", "ran,", "over\n", "def", "return"]
@@ -111,12 +113,12 @@ def base(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def adapted(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder with adapters over `base`, trained on chats by one process."""
     folder = tmp_path_factory.mktemp("adapted") / "run"
-    run_ranks(trained, 1, str(folder), {**CHATS, **ADAPTERS, "llama.start": str(base)}, STEPS)
+    run_ranks(trained, 1, str(folder), {**CHATS, **ADAPTERS, "llama.init_from": str(base)}, STEPS)
     return folder
 
 
-def test_the_loss_line_is_that_of_a_bare_loop(corpus: Path, tmp_path: Path) -> None:
-    schedule = {"optim.decay": "linear", "optim.decay_steps": "20", "optim.warmup_steps": "4", "optim.learning_rate": "3e-3"}
+def test_the_logged_loss_equals_that_of_a_plain_loop(corpus: Path, tmp_path: Path) -> None:
+    schedule = {"optim.schedule": "linear", "optim.decay_steps": "20", "optim.warmup_steps": "4", "optim.learning_rate": "3e-3"}
     run_ranks(trained, 2, str(tmp_path), {**TEXT, **schedule, "data.train": str(corpus), "compute.precision": "fp32"}, 20)
     bare = Path(__file__).parents[2] / "bench" / "bare_llama.py"
     shown = subprocess.run(
@@ -130,20 +132,20 @@ def test_the_loss_line_is_that_of_a_bare_loop(corpus: Path, tmp_path: Path) -> N
 # -- rows -------------------------------------------------------------------------------------------------------------
 
 
-def stream_of(folder: Path, documents: list[list[int]], counts: list[list[bool]] | None = None) -> Stream:
-    writer = Writer(folder, "train", 100, counted=counts is not None, shard_tokens=16)
+def stream_of(folder: Path, documents: list[list[int]], counts: list[list[bool]] | None = None) -> TokenStream:
+    writer = TokenStreamWriter(folder, "train", 100, has_loss_mask=counts is not None, shard_tokens=16)
     for number, ids in enumerate(documents):
         writer.add(ids, counts[number] if counts else None)
     writer.close()
-    return Stream.open(folder, "train")
+    return TokenStream.open(folder, "train")
 
 
 @pytest.fixture
-def documents(tmp_path: Path) -> Stream:
+def documents(tmp_path: Path) -> TokenStream:
     return stream_of(tmp_path, [[1, *range(10, 10 + n), 2] for n in (3, 0, 20, 1, 9)])
 
 
-def test_cut_rows_predict_every_token_but_first_ones(documents: Stream) -> None:
+def test_cut_rows_predict_every_token_except_the_first_of_a_document(documents: TokenStream) -> None:
     rows = CutRows(documents, 6)
     flat, owner = documents.read(0, documents.tokens), documents.documents_at(0, documents.tokens)
     for i in range(len(rows)):
@@ -151,19 +153,19 @@ def test_cut_rows_predict_every_token_but_first_ones(documents: Stream) -> None:
         for at in range(6):
             place = 6 * i + at
             assert tokens[at] == flat[place] and inside[at] == owner[place]
-            assert labels[at] == (flat[place + 1] if owner[place + 1] == owner[place] else IGNORED)
-        assert rows.counts(np.array([i])).tolist() == [int((labels != IGNORED).sum())]
+            assert labels[at] == (flat[place + 1] if owner[place + 1] == owner[place] else IGNORE_INDEX)
+        assert rows.label_counts(np.array([i])).tolist() == [int((labels != IGNORE_INDEX).sum())]
     batch = batch_of([rows.row(0), rows.row(2)], CPU)
     assert batch.documents is not None and batch_of([rows.row(2)], CPU).documents is None
 
 
-def test_windows_score_every_token_once_with_what_is_before_it(documents: Stream) -> None:
+def test_windows_score_every_token_once_with_context(documents: TokenStream) -> None:
     scored: Counter[int] = Counter()
     begin = 0
     for number, (tokens, labels, _) in enumerate(windows(documents, 8)):
         begin = 4 * number
         assert tokens.tolist() == documents.read(begin, begin + len(tokens)).tolist()
-        places = begin + np.flatnonzero(labels != IGNORED)
+        places = begin + np.flatnonzero(labels != IGNORE_INDEX)
         scored.update((places + 1).tolist())
         assert number == 0 or all(place >= begin + 4 for place in places)
     first_ones = set(documents.offsets[:-1].tolist())
@@ -172,7 +174,7 @@ def test_windows_score_every_token_once_with_what_is_before_it(documents: Stream
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 20), max_size=60), st.integers(0, 5))
-def test_packing_loses_nothing_and_overfills_nothing(sizes: list[int], seed: int) -> None:
+def test_packing_keeps_every_document_and_overfills_no_row(sizes: list[int], seed: int) -> None:
     rows = pack(np.array(sizes, dtype=np.int64), 20, seed)
     assert sorted(i for row in rows for i in row) == list(range(len(sizes)))
     assert all(sum(sizes[i] for i in row) <= 20 for row in rows)
@@ -180,32 +182,32 @@ def test_packing_loses_nothing_and_overfills_nothing(sizes: list[int], seed: int
     assert len(spare) < 2 or sum(spare[:-1]) < 20 * max(1, len(rows)) / 2, "most rows are at least half full"
 
 
-def test_packed_rows_give_what_each_chat_gives_alone(tmp_path: Path) -> None:
+def test_packed_rows_have_the_loss_of_single_chats(tmp_path: Path) -> None:
     draw = random.Random(2)
     chats = [[draw.randrange(1, 90) for _ in range(draw.randint(2, 12))] for _ in range(9)]
     counts = [[draw.random() < 0.5 for _ in ids] for ids in chats]
     rows = PackedRows(stream_of(tmp_path, chats, counts), 16, seed=1)
-    model = Beginning.of(run_of(TEXT | {"data.train": "x"}), 100).meta()
-    model = materialise(model, CPU, lambda name, size: torch.randn(size, generator=torch.Generator().manual_seed(len(name))) / 8).double()
+    model = InitialWeights.of(run_of(TEXT | {"data.train": "x"}), 100).meta_model()
+    model = materialize(model, CPU, lambda name, size: torch.randn(size, generator=torch.Generator().manual_seed(len(name))) / 8).double()
     batch = batch_of([rows.row(i) for i in range(len(rows))], CPU)
     alone, labels = 0.0, 0
     for ids, learnt in zip(chats, counts, strict=True):
         logits = model(torch.tensor([ids[:-1]]))[0]
-        target = torch.tensor([one if counted else IGNORED for one, counted in zip(ids[1:], learnt[1:], strict=True)])
-        alone += float(F.cross_entropy(logits, target, reduction="sum", ignore_index=IGNORED).detach())
+        target = torch.tensor([one if counted else IGNORE_INDEX for one, counted in zip(ids[1:], learnt[1:], strict=True)])
+        alone += float(F.cross_entropy(logits, target, reduction="sum", ignore_index=IGNORE_INDEX).detach())
         labels += sum(learnt[1:])
     assert float(model(batch.tokens, batch.labels, batch.documents).detach()) == pytest.approx(alone, rel=1e-9)
-    assert int(rows.counts(np.arange(len(rows))).sum()) == int((batch.labels != IGNORED).sum()) == labels
+    assert int(rows.label_counts(np.arange(len(rows))).sum()) == int((batch.labels != IGNORE_INDEX).sum()) == labels
 
 
-def run_of(flags: dict[str, str]) -> Run:
+def run_of(flags: dict[str, str]) -> RunConfig:
     return resolve(None, flags).run
 
 
 # -- chats ------------------------------------------------------------------------------------------------------------
 
 
-def test_answers_are_learnt_from_where_they_begin_to_their_end_mark(adapted: Path) -> None:
+def test_the_loss_mask_covers_answers_including_their_eos_token(adapted: Path) -> None:
     tokenizer = ChatTokenizer.load(adapted / "tokenizer", {})
     talk = [("system", "Be brief."), ("user", "1 + 1?"), ("assistant", " two "), ("user", "<b>?"), ("assistant", ""), ("user", "so")]
     chat = Chat([{"role": role, "content": content} for role, content in talk], "here")
@@ -214,13 +216,13 @@ def test_answers_are_learnt_from_where_they_begin_to_their_end_mark(adapted: Pat
     eot = tokenizer.inner.token_to_id("<|eot_id|>")
     assert [tokenizer.decode(answer) for answer in answers] == ["two", ""] and all(answer[-1] == eot for answer in answers)
     first = counts.index(True)
-    assert ids[:first] == tokenizer.encode_chat(chat.messages[:2]), "an answer begins where it would when it is generated"
+    assert ids[:first] == tokenizer.encode_chat(chat.messages[:2]), "the ids before an answer are those of its prompt"
     second = ids[: len(ids) - len(answers[-1])]
     assert second == tokenizer.encode_chat(chat.messages[:4]) and ids[-1] == eot
 
 
 def runs(ids: list[int], counts: list[bool]) -> Any:
-    """The stretches of ids that count."""
+    """Yield the spans of ids with a loss."""
     held: list[int] = []
     for one, counted in zip(ids, counts, strict=True):
         if counted:
@@ -232,18 +234,18 @@ def runs(ids: list[int], counts: list[bool]) -> Any:
         yield held
 
 
-def test_templates_that_cannot_be_learnt_from_are_refused(adapted: Path) -> None:
+def test_unusable_templates_are_refused(adapted: Path) -> None:
     right = ChatTokenizer.load(adapted / "tokenizer", {})
     chat = next(iter(drills(1)))
-    no_end = ChatTokenizer(right.inner, "{% for m in messages %}{{ m.content }}{% endfor %}", {}, right.ends, right.folder)
-    with pytest.raises(DataError, match="no token that ends a turn"):
+    no_end = ChatTokenizer(right.inner, "{% for m in messages %}{{ m.content }}{% endfor %}", {}, right.eos_ids, right.folder)
+    with pytest.raises(DataError, match="does not end an answer with an eos token"):
         encode(no_end, chat)
-    rewrites = ChatTokenizer(right.inner, "{{ messages | length }}{{ messages[-1].content }}", {}, right.ends, right.folder)
-    with pytest.raises(DataError, match="does not write answer"):
+    rewrites = ChatTokenizer(right.inner, "{{ messages | length }}{{ messages[-1].content }}", {}, right.eos_ids, right.folder)
+    with pytest.raises(DataError, match="does not append answer"):
         encode(rewrites, chat)
 
 
-def test_what_is_too_long_is_left_out_and_counted(adapted: Path) -> None:
+def test_too_long_chats_are_dropped_and_counted(adapted: Path) -> None:
     tokenizer = ChatTokenizer.load(adapted / "tokenizer", {})
     data = run_of({"task": "sft", "data.kind": "drills", "data.pairs": "200"}).data
     longest = max(len(sample.ids) for sample in chat_samples(tokenizer, data, 1000, Counter()))
@@ -263,25 +265,25 @@ def test_pretraining_has_the_same_bits_on_any_number_of_workers(base: Path, corp
     assert digest_line(tmp_path) == digest_line(base) and losses(tmp_path) == losses(base)
 
 
-def test_the_held_out_loss_is_that_of_every_window_on_any_number_of_processes(base: Path) -> None:
+def test_the_held_out_loss_is_the_same_on_any_number_of_ranks(base: Path) -> None:
     run_ranks(evaluated, 2, str(base), "test")
     run_ranks(evaluated, 1, str(base), "validation")
-    found = {line["split"]: line for line in read(base / "evaluations.jsonl")}
-    loaded = load(base)
+    found = {line["split"]: line for line in read_metrics(base / "evaluations.jsonl")}
+    loaded = load_llama(base)
     data = open_prepared(base / "data", ChatTokenizer.load(base / "tokenizer", {}))
     for split, line in found.items():
         nats, tokens = 0.0, 0
         for row, labels, inside in windows(getattr(data, split), 32):
             logits = loaded.model(torch.tensor(row)[None], documents=torch.tensor(inside)[None])[0]
-            nats += float(F.cross_entropy(logits.double(), torch.tensor(labels), reduction="sum", ignore_index=IGNORED))
-            tokens += int((labels != IGNORED).sum())
+            nats += float(F.cross_entropy(logits.double(), torch.tensor(labels), reduction="sum", ignore_index=IGNORE_INDEX))
+            tokens += int((labels != IGNORE_INDEX).sum())
         size = sum(len(record["text"].encode()) for record in data.records(split))
         assert (line["tokens"], line["bytes"]) == (tokens, size)
         assert line["loss"] == pytest.approx(nats / tokens, rel=1e-6)
         assert line["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-6)
 
 
-def test_a_trained_run_is_a_model_for_generate_and_transformers(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trained_run_works_with_generate_and_transformers(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(base), "the cat", "--tokens", "12"]) == 0
     said = capsys.readouterr().out
     assert main(["checkpoint", "export", str(base), "--out", str(tmp_path / "hub")]) == 0
@@ -297,12 +299,12 @@ def greedy_of_transformers(folder: Path, prompt: str, tokens: int, chat: bool = 
     )
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=not chat, return_token_type_ids=False)
     ours = ChatTokenizer.load(folder, {})
-    made = model.generate(**ids, max_new_tokens=tokens, do_sample=False, eos_token_id=sorted(ours.ends), pad_token_id=0)
+    made = model.generate(**ids, max_new_tokens=tokens, do_sample=False, eos_token_id=sorted(ours.eos_ids), pad_token_id=0)
     answer: str = tokenizer.decode(made[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
     return answer
 
 
-def test_one_file_is_enough_and_so_is_none_to_hold_out(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_file_is_enough_and_holding_out_is_optional(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = "\n".join(json.loads(line)["text"] for line in corpus.read_text().splitlines())
     (tmp_path / "one.txt").write_text(text)
     flags = {**TEXT, "data.train": str(tmp_path / "one.txt")}
@@ -314,10 +316,10 @@ def test_one_file_is_enough_and_so_is_none_to_hold_out(corpus: Path, tmp_path: P
     found = open_prepared(folder / "data", ChatTokenizer.load(folder / "tokenizer", {}))
     assert len(found.train) == 1 and len(found.validation) == len(found.test) == found.test.tokens == 0
     with World.join(threads=1) as world:
-        with pytest.raises(UsageError, match="nothing is held out for validation"):
+        with pytest.raises(UsageError, match="the run has no validation split"):
             evaluate(folder, world)
         assert evaluate(folder, world, follow=True) == ""
-        finish(folder, run_of({**flags, "steps": "1"}), world)
+        evaluate_at_end(folder, run_of({**flags, "steps": "1"}), world)
     assert "next: lockstep generate" in capsys.readouterr().out
 
 
@@ -327,12 +329,12 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused_before_data_is_prepare
     tokenizer.inner.add_tokens(["<extra>"])
     tokenizer.inner.save(str(tmp_path / "hub/tokenizer.json"))
     with pytest.raises(DataError, match=r"the tokenizer has ids up to 300, the embedding of the model 300 rows"):
-        prepare_language(run_of({**TEXT, "data.train": str(corpus), "llama.start": str(tmp_path / "hub")}), tmp_path / "run")
+        prepare_language(run_of({**TEXT, "data.train": str(corpus), "llama.init_from": str(tmp_path / "hub")}), tmp_path / "run")
     assert not (tmp_path / "run/data").exists()
 
 
-def test_every_shape_can_be_asked_for() -> None:
-    assert get_args(get_type_hints(config.Llama)["shape"]) == tuple(SHAPES)
+def test_every_size_can_be_configured() -> None:
+    assert get_args(get_type_hints(config.LlamaOptions)["size"]) == tuple(LLAMA_CONFIGS)
 
 
 # -- adapters ---------------------------------------------------------------------------------------------------------
@@ -340,46 +342,46 @@ def test_every_shape_can_be_asked_for() -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_adapters_have_the_same_bits_on_any_number_of_workers(base: Path, adapted: Path, tmp_path: Path, size: int) -> None:
-    run_ranks(trained, size, str(tmp_path), {**CHATS, **ADAPTERS, "llama.start": str(base)}, STEPS - 1)
-    run_ranks(trained, 1, str(tmp_path), {**CHATS, **ADAPTERS, "llama.start": str(base)}, STEPS)
+    run_ranks(trained, size, str(tmp_path), {**CHATS, **ADAPTERS, "llama.init_from": str(base)}, STEPS - 1)
+    run_ranks(trained, 1, str(tmp_path), {**CHATS, **ADAPTERS, "llama.init_from": str(base)}, STEPS)
     assert digest_line(tmp_path) == digest_line(adapted) and losses(tmp_path) == losses(adapted)
 
 
-def test_a_checkpoint_holds_adapters_alone_and_less_than_a_twentieth(base: Path, adapted: Path) -> None:
-    found = Store(adapted / "checkpoints").load(STEPS)
+def test_a_checkpoint_contains_only_adapters_and_is_small(base: Path, adapted: Path) -> None:
+    found = CheckpointStore(adapted / "checkpoints").load(STEPS)
     names = [name.removeprefix("model.") for name in found.tensors if name.startswith("model.")]
-    assert len(names) == 2 * 7 * SHAPES["1M"].layers and all(lora.is_adapter(name) for name in names)
+    assert len(names) == 2 * 7 * LLAMA_CONFIGS["1M"].n_layers and all(lora.is_adapter(name) for name in names)
     kept = sum(found.tensors[f"model.{name}"].numel() for name in names)
     whole = sum(tensor.numel() for tensor in open_weights(base).tensors.values())
     assert kept < 0.08 * whole and any(found.tensors[f"model.{name}"].abs().sum() for name in names if name.endswith(lora.UP))
 
 
-def test_adapters_begin_as_nothing_and_are_merged_as_what_they_add() -> None:
+def test_adapters_start_at_zero_and_merge_exactly() -> None:
     with torch.device("meta"):
-        model = lora.adapt(Llama(SHAPES["1M"]), Lora(4, 8.0, ("query", "down")))
+        model = lora.add_adapters(Llama(LLAMA_CONFIGS["1M"]), LoRAConfig(4, 8.0, ("query", "down")))
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    assert len(names) == 2 * 2 * SHAPES["1M"].layers and all(lora.is_adapter(name) for name in names)
+    assert len(names) == 2 * 2 * LLAMA_CONFIGS["1M"].n_layers and all(lora.is_adapter(name) for name in names)
     draw = torch.Generator().manual_seed(1)
-    materialise(model, CPU, lambda name, size: torch.randn(size, generator=draw) * 0.05)
+    materialize(model, CPU, lambda name, size: torch.randn(size, generator=draw) * 0.05)
     tokens = torch.arange(12)[None]
     values = {name: parameter.detach() for name, parameter in model.named_parameters()}
     with torch.device("meta"):
-        plain = Llama(SHAPES["1M"])
-    merged = Merged({}, values, Lora(4, 8.0, ("query", "down")))
+        plain = Llama(LLAMA_CONFIGS["1M"])
+    merged = MergedWeights({}, values, LoRAConfig(4, 8.0, ("query", "down")))
     assert list(merged) == [name for name in values if not lora.is_adapter(name)] and len(merged) == len(list(merged))
-    materialise(plain, CPU, lambda name, size: merged[name])
+    materialize(plain, CPU, lambda name, size: merged[name])
     torch.testing.assert_close(plain(tokens), model(tokens), rtol=1e-4, atol=1e-4)
     for name in names:
         if name.endswith(lora.UP):
             values[name].zero_()
     frozen = {name: values[name] for name in merged}
     with torch.device("meta"):
-        before = Llama(SHAPES["1M"])
-    materialise(before, CPU, lambda name, size: frozen[name])
+        before = Llama(LLAMA_CONFIGS["1M"])
+    materialize(before, CPU, lambda name, size: frozen[name])
     assert torch.equal(before(tokens), model(tokens))
 
 
-def test_merged_adapters_answer_in_transformers_as_here(
+def test_merged_adapters_generate_the_same_in_transformers(
     base: Path, adapted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = "Which is larger, 10 or 90?"
@@ -396,4 +398,4 @@ def test_adapters_over_other_weights_are_refused(base: Path, adapted: Path, corp
     (tmp_path / "model.json").write_text(json.dumps(about | {"start_sha256": "0" * 64}))
     (tmp_path / "checkpoints").symlink_to(adapted / "checkpoints")
     with pytest.raises(CheckpointError, match="are not those that the run"):
-        load(tmp_path)
+        load_llama(tmp_path)

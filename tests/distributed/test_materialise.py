@@ -1,11 +1,11 @@
-"""From the meta device to memory and first values: one tensor at a time, each once, tied ones tied."""
+"""Materialize a model from the meta device: one tensor at a time, each once, tied ones stay tied."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.models.build import materialise
+from lockstep.models.build import materialize
 
 
 class Tied(nn.Module):
@@ -24,11 +24,11 @@ def test_every_tensor_is_asked_for_once_and_stays_what_it_was() -> None:
         model = Tied()
     asked: list[str] = []
 
-    def first_value(name: str, shape: torch.Size) -> Tensor:
+    def init_param(name: str, shape: torch.Size) -> Tensor:
         asked.append(name)
         return torch.full(shape, float(len(asked)))
 
-    assert materialise(model, torch.device("cpu"), first_value) is model
+    assert materialize(model, torch.device("cpu"), init_param) is model
     assert asked == ["frozen", "seen", "embedding.weight"]
     assert model.output.weight is model.embedding.weight and torch.equal(model.embedding.weight, torch.full((5, 3), 3.0))
     assert isinstance(model.frozen, nn.Parameter) and not model.frozen.requires_grad and model.embedding.weight.requires_grad

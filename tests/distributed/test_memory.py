@@ -1,4 +1,4 @@
-"""What saves memory changes no bit, or as little as it says; and it saves memory, measured."""
+"""Memory options change no bits, or as few as documented, and reduce measured memory."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
-from lockstep.checkpoint.state_dict import capture, digest, restore
-from lockstep.config.schema import Memory, Optim, resolve
+from lockstep.checkpoint.state_dict import digest, get_state_dict, set_state_dict
+from lockstep.config.resolve import resolve
+from lockstep.config.schema import MemoryOptions, OptimOptions
 from lockstep.errors import ConfigError
 from lockstep.layout import Layout
-from lockstep.models.build import build as build_translator
-from lockstep.models.llama import SHAPES, Llama, Shape, build
+from lockstep.models.build import build_translator
+from lockstep.models.llama import LLAMA_CONFIGS, Llama, LlamaConfig, build_llama
 from lockstep.models.translator import Translator
-from lockstep.parallel.activation_checkpoint import Mode, recompute
-from lockstep.parallel.memory_estimate import limit_bytes, refuse_too_large
+from lockstep.parallel.activation_checkpoint import Mode, checkpoint_activations
+from lockstep.parallel.memory_estimate import memory_limit, refuse_too_large
 from lockstep.parallel.plans import plan_of
-from lockstep.tasks.layout_limits import least_parameters
-from lockstep.testing.ranks import Living
-from lockstep.training.optim import LeanAdamW, adamw, round_fairly
+from lockstep.tasks.layout_limits import min_parameters
+from lockstep.testing.ranks import TensorMemory
+from lockstep.training.optim import LeanAdamW, adamw, stochastic_round
 
-SHAPE = Shape(300, 64, 4, 4, 2, 16, 192, context=256)
+CONFIG = LlamaConfig(300, 64, 4, 4, 2, 16, 192, max_seq_len=256)
 CPU = torch.device("cpu")
 MODES: list[Mode] = ["none", "selective", "full"]
 
@@ -57,47 +58,45 @@ def translator_loss(model: nn.Module) -> Tensor:
 
 
 def translator() -> Translator:
-    return Translator(
-        vocabulary=100, width=32, heads=4, encoder_layers=2, decoder_layers=2, feed_forward=64, dropout=0.1, attention="plain"
-    )
+    return Translator(vocab_size=100, dim=32, n_heads=4, encoder_layers=2, decoder_layers=2, ffn_dim=64, dropout=0.1, attention="plain")
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("make, loss_of", [(lambda: build(SHAPE, device=CPU, seed=1), llama_loss), (translator, translator_loss)])
+@pytest.mark.parametrize("make, loss_of", [(lambda: build_llama(CONFIG, device=CPU, seed=1), llama_loss), (translator, translator_loss)])
 def test_what_is_recomputed_has_the_same_bits(make: Callable[[], nn.Module], loss_of: Callable[[nn.Module], Tensor], bf16: bool) -> None:
     """Dropout included."""
     plain, found = make(), []
     for mode in MODES:
         model = copy.deepcopy(plain)
-        recompute(blocks_of(model), mode)
-        assert digest(capture(model)) == digest(capture(plain)), "no name has changed"
+        checkpoint_activations(blocks_of(model), mode)
+        assert digest(get_state_dict(model)) == digest(get_state_dict(plain)), "no name has changed"
         torch.manual_seed(7)
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             loss = loss_of(model)
         loss.backward()
-        slopes = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-        found.append((float(loss.detach()), digest(slopes), len(slopes)))
+        grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+        found.append((float(loss.detach()), digest(grads), len(grads)))
     assert found[0] == found[1] == found[2] and found[0][2] == len(list(plain.parameters()))
 
 
 def test_recomputing_lowers_the_peak_of_activations() -> None:
     peaks = []
     for mode in MODES:
-        model = build(Shape(300, 64, 8, 4, 2, 16, 192), device=CPU, seed=1)
-        recompute(blocks_of(model), mode)
-        with Living() as living:
+        model = build_llama(LlamaConfig(300, 64, 8, 4, 2, 16, 192), device=CPU, seed=1)
+        checkpoint_activations(blocks_of(model), mode)
+        with TensorMemory() as living:
             llama_loss(model).backward()
         peaks.append(living.peak - sum(parameter.nbytes for parameter in model.parameters()))
     print("bytes beside the gradients, by mode:", dict(zip(MODES, peaks, strict=True)))
     assert peaks[1] < 0.7 * peaks[0] and peaks[2] < 0.4 * peaks[0]
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # the compiler asks for it
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch.compile reads it
 @pytest.mark.parametrize("mode", MODES)
 def test_one_graph_serves_all_blocks(mode: Mode) -> None:
-    plain = build(SHAPE, device=CPU, seed=1)
+    plain = build_llama(CONFIG, device=CPU, seed=1)
     model = copy.deepcopy(plain)
-    recompute(blocks_of(model), mode)
+    checkpoint_activations(blocks_of(model), mode)
     counter = CompileCounter()
     for block in blocks_of(model):
         block.compile(dynamic=False, backend=counter, fullgraph=True)
@@ -110,16 +109,16 @@ def test_one_graph_serves_all_blocks(mode: Mode) -> None:
 # -- the optimizer ----------------------------------------------------------------------------------------------------
 
 
-def trained(memory: Memory, steps: int = 12) -> tuple[Llama, torch.optim.Optimizer]:
-    model = build(SHAPE, device=CPU, seed=1)
+def trained(memory: MemoryOptions, steps: int = 12) -> tuple[Llama, torch.optim.Optimizer]:
+    model = build_llama(CONFIG, device=CPU, seed=1)
     if memory.weights == "bf16":
         model.bfloat16()
-    optimizer = adamw(model, Optim(learning_rate=1e-2), memory)
-    go_on(model, optimizer, steps)
+    optimizer = adamw(model, OptimOptions(learning_rate=1e-2), memory)
+    train_further(model, optimizer, steps)
     return model, optimizer
 
 
-def go_on(model: Llama, optimizer: torch.optim.Optimizer, steps: int) -> None:
+def train_further(model: Llama, optimizer: torch.optim.Optimizer, steps: int) -> None:
     for _ in range(steps):
         optimizer.zero_grad()
         (llama_loss(model) / 512).backward()
@@ -127,29 +126,31 @@ def go_on(model: Llama, optimizer: torch.optim.Optimizer, steps: int) -> None:
 
 
 def test_offloaded_on_a_cpu_it_is_torchs_adamw_bit_by_bit() -> None:
-    right, lean = trained(Memory()), trained(Memory(offload="optimizer"))
+    right, lean = trained(MemoryOptions()), trained(MemoryOptions(offload="optimizer"))
     assert isinstance(right[1], torch.optim.AdamW) and isinstance(lean[1], LeanAdamW)
-    assert digest(capture(*right)) == digest(capture(*lean))
+    assert digest(get_state_dict(*right)) == digest(get_state_dict(*lean))
 
 
-@pytest.mark.parametrize("memory", [Memory(optimizer_state="bf16"), Memory(weights="bf16"), Memory(optimizer_state="bf16", weights="bf16")])
-def test_narrow_types_learn_as_well_in_less_memory_and_resume_bit_by_bit(memory: Memory) -> None:
-    right, _ = trained(Memory())
+@pytest.mark.parametrize(
+    "memory", [MemoryOptions(optimizer_state="bf16"), MemoryOptions(weights="bf16"), MemoryOptions(optimizer_state="bf16", weights="bf16")]
+)
+def test_narrow_types_learn_as_well_in_less_memory_and_resume_bit_by_bit(memory: MemoryOptions) -> None:
+    right, _ = trained(MemoryOptions())
     model, optimizer = trained(memory)
-    before = float(llama_loss(build(SHAPE, device=CPU, seed=1)).detach())
+    before = float(llama_loss(build_llama(CONFIG, device=CPU, seed=1)).detach())
     losses = [float(llama_loss(one).detach()) for one in (right, model)]
     assert losses[0] < 0.7 * before and losses[1] == pytest.approx(losses[0], rel=0.05)
-    numbers = SHAPE.parameters
-    held = sum(t.nbytes for name, t in capture(model, optimizer).items() if not name.endswith("step"))
+    numbers = CONFIG.num_parameters
+    held = sum(t.nbytes for name, t in get_state_dict(model, optimizer).items() if not name.endswith("step"))
     each = (2 if memory.weights == "bf16" else 4) + (4 if memory.weights == "bf16" else 0) + (4 if memory.optimizer_state == "bf16" else 8)
     assert held == numbers * each
-    saved = {name: tensor.clone() for name, tensor in capture(model, optimizer).items()}
-    again = build(SHAPE, device=CPU, seed=2).to(next(model.parameters()).dtype)
-    other = adamw(again, Optim(learning_rate=1e-2), memory)
-    restore(again, other, saved)
-    go_on(model, optimizer, 2)
-    go_on(again, other, 2)
-    assert digest(capture(model, optimizer)) == digest(capture(again, other))
+    saved = {name: tensor.clone() for name, tensor in get_state_dict(model, optimizer).items()}
+    again = build_llama(CONFIG, device=CPU, seed=2).to(next(model.parameters()).dtype)
+    other = adamw(again, OptimOptions(learning_rate=1e-2), memory)
+    set_state_dict(again, other, saved)
+    train_further(model, optimizer, 2)
+    train_further(again, other, 2)
+    assert digest(get_state_dict(model, optimizer)) == digest(get_state_dict(again, other))
 
 
 def test_the_update_does_not_depend_on_how_tensors_are_cut() -> None:
@@ -159,8 +160,8 @@ def test_the_update_does_not_depend_on_how_tensors_are_cut() -> None:
     optimizers = LeanAdamW([whole], **options), LeanAdamW(cuts, **options)
     for _ in range(5):
         whole.grad = torch.randn(64, 24).bfloat16()
-        for part, slope in zip(cuts, whole.grad.split((13, 51)), strict=True):
-            part.grad = slope.clone()
+        for part, grad in zip(cuts, whole.grad.split((13, 51)), strict=True):
+            part.grad = grad.clone()
         for optimizer in optimizers:
             optimizer.step()
     assert torch.equal(whole, torch.cat([part.detach() for part in cuts]))
@@ -168,12 +169,12 @@ def test_the_update_does_not_depend_on_how_tensors_are_cut() -> None:
 
 def test_rounding_by_chance_is_right_on_average() -> None:
     wide = torch.full((100_000,), 1 + 1 / 1024)  # an eighth of the way from 1 to the next number
-    found = round_fairly(wide, torch.randn(100_000), 5).float()
+    found = stochastic_round(wide, torch.randn(100_000), 5).float()
     assert set(found.tolist()) == {1.0, 1.0078125}
     assert float(found.mean()) == pytest.approx(1 + 1 / 1024, abs=5e-5)
     fading = torch.ones(2000).bfloat16()
     for step in range(1000):
-        fading = round_fairly(fading.float() * 0.999, torch.randn(2000) * 1e-6, step)
+        fading = stochastic_round(fading.float() * 0.999, torch.randn(2000) * 1e-6, step)
     assert float(fading.float().mean()) == pytest.approx(0.999**1000, rel=0.02), "to the nearest it would stay at 1"
 
 
@@ -185,7 +186,7 @@ def test_the_logits_of_a_large_vocabulary_never_exist_at_once() -> None:
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
         "states, weight = torch.randn(1536, 8, requires_grad=True), torch.randn(128256, 8, requires_grad=True)\n"
         "before = peak()\n"
-        "output_cross_entropy(states, weight, torch.arange(1536), smoothing=0.0, pad=-100).backward()\n"
+        "output_cross_entropy(states, weight, torch.arange(1536), smoothing=0.0, ignore_index=-100).backward()\n"
         "print(peak() - before)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -193,18 +194,22 @@ def test_the_logits_of_a_large_vocabulary_never_exist_at_once() -> None:
 
 
 def test_a_model_that_no_layout_of_this_machine_holds_is_refused_before_its_text_is_prepared() -> None:
-    run = resolve(None, {"model.width": "24", "model.heads": "3", "model.encoder_layers": "2", "model.decoder_layers": "5"}).run
-    translator = build_translator(run.model, vocabulary=100, device=torch.device("meta"), seed=1)
-    assert least_parameters(run) == sum(one.numel() for one in translator.parameters()) - 100 * 24
-    for shape in ("1M", "405B"):
-        run = resolve(None, {"task": "pretrain", "data.kind": "stdlib", "llama.shape": shape}).run
-        assert least_parameters(run) == replace(SHAPES[shape], vocabulary=0).parameters
+    run = resolve(None, {"model.dim": "24", "model.n_heads": "3", "model.encoder_layers": "2", "model.decoder_layers": "5"}).run
+    translator = build_translator(run.model, vocab_size=100, device=torch.device("meta"), seed=1)
+    assert min_parameters(run) == sum(one.numel() for one in translator.parameters()) - 100 * 24
+    for size in ("1M", "405B"):
+        run = resolve(None, {"task": "pretrain", "data.kind": "stdlib", "llama.size": size}).run
+        assert min_parameters(run) == replace(LLAMA_CONFIGS[size], vocab_size=0).num_parameters
 
-    limit, _ = limit_bytes(CPU)
-    refuse_too_large(limit // 16, False, Memory(), Layout(1), CPU)
-    refuse_too_large(limit // 4, True, Memory(), Layout(1), CPU)
-    refuse_too_large(limit // 4, False, Memory(), Layout(1, shard=4), CPU)
-    for memory, each in ((Memory(), 16), (Memory(optimizer_state="bf16"), 12), (Memory(weights="bf16", optimizer_state="bf16"), 12)):
+    limit, _ = memory_limit(CPU)
+    refuse_too_large(limit // 16, False, MemoryOptions(), Layout(1), CPU)
+    refuse_too_large(limit // 4, True, MemoryOptions(), Layout(1), CPU)
+    refuse_too_large(limit // 4, False, MemoryOptions(), Layout(1, shard=4), CPU)
+    for memory, each in (
+        (MemoryOptions(), 16),
+        (MemoryOptions(optimizer_state="bf16"), 12),
+        (MemoryOptions(weights="bf16", optimizer_state="bf16"), 12),
+    ):
         with pytest.raises(ConfigError, match="parameters takes") as caught:
             refuse_too_large(limit // each + 1000, False, memory, Layout(1), CPU)
-        assert "between 2 workers or more" in caught.value.hint
+        assert "over at least 2 workers" in caught.value.hint

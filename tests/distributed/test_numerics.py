@@ -1,4 +1,4 @@
-"""The fingerprint of numerics: whatever changes the result of a product on this machine changes it."""
+"""Numerics fingerprint: every setting that changes the result of a product changes it."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import torch
 from lockstep.runtime import numerics
 
 
-def test_a_setting_that_changes_a_product_changes_the_fingerprint() -> None:
+def test_setting_that_changes_products_changes_the_fingerprint() -> None:
     program = """
 import torch
 from lockstep.runtime import numerics
 torch.set_num_threads(1)
 left, right = (torch.rand(size, generator=torch.Generator().manual_seed(1)) for size in ((96, 700), (700, 48)))
-found = [left @ right, left.bfloat16() @ right.bfloat16(), torch.nn.functional.gelu(left), left.log_softmax(-1)]
-print(numerics.sha256_of(found), sorted(numerics.probe_results("cpu", 1).items()))
+results = [left @ right, left.bfloat16() @ right.bfloat16(), torch.nn.functional.gelu(left), left.log_softmax(-1)]
+print(numerics.sha256_of(results), sorted(numerics.probe_results("cpu", 1).items()))
 """
     settings = ["ONEDNN_MAX_CPU_ISA=AVX2", "MKL_CBWR=AVX2", "MKL_CBWR=COMPATIBLE", "ATEN_CPU_CAPABILITY=default"]
-    commands = [[*words, sys.executable, "-c", program] for words in ([], *(["env", one] for one in settings))]
-    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
-    (products, probes), *others = [one.communicate(timeout=120)[0].split(" ", 1) for one in started]
+    commands = [[*prefix, sys.executable, "-c", program] for prefix in ([], *(["env", setting] for setting in settings))]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
+    (products, probes), *others = [process.communicate(timeout=120)[0].split(" ", 1) for process in processes]
     for setting, (other_products, other_probes) in zip(settings, others, strict=True):
-        assert (products == other_products) or (probes != other_probes), f"{setting} changes products, and no probe shows it"
+        assert (products == other_products) or (probes != other_probes), f"{setting} changes products, but no probe shows it"
     assert any(products != other for other, _ in others), "none of the settings changes anything here"
 
 
-def test_the_probes_give_one_result_disturb_no_generator_and_cost_little() -> None:
+def test_probes_are_reproducible_leave_generators_alone_and_are_fast() -> None:
     before, state = torch.get_num_threads(), torch.get_rng_state()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""The ordered sum: the right gradient, and the same bits on any number of processes."""
+"""The ordered sum: the correct gradient, with the same bits on any number of processes."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch import nn
 
 from lockstep.elastic.world import World
 from lockstep.errors import UsageError
-from lockstep.parallel import replica as replicate
-from lockstep.parallel.ordered_sum import Span, Tree, exchange, runs, share
+from lockstep.parallel import replica
+from lockstep.parallel.ordered_sum import Subtree, SumTree, leaves_of_rank, subtrees, tree_all_reduce
 from lockstep.parallel.replica import Replica, digest_of
-from lockstep.runtime.work import Waits
+from lockstep.runtime.work import WorkWaiter
 from lockstep.testing.ranks import run_ranks
 
 
 @given(st.integers(1, 40), st.integers(1, 40))
 @settings(max_examples=200, deadline=None)
 def test_shares_are_contiguous_and_cover_all_leaves(size: int, leaves: int) -> None:
-    blocks = [share(rank, size, leaves) for rank in range(size)]
+    blocks = [leaves_of_rank(rank, size, leaves) for rank in range(size)]
     assert [k for block in blocks for k in block] == list(range(leaves))
     assert max(map(len, blocks)) - min(map(len, blocks)) <= 1
     for block in blocks:
-        assert [k for span in runs(block) for k in range(span.first, span.first + span.leaves)] == list(block)
+        assert [k for span in subtrees(block) for k in range(span.first, span.first + span.leaves)] == list(block)
 
 
 @given(st.integers(1, 20), st.data())
@@ -40,12 +40,12 @@ def test_the_tree_adds_in_one_order_whoever_holds_the_leaves(leaves: int, data: 
             return Text(f"({self}+{other})")
 
     def by(size: int) -> str:
-        whole: Tree[Text] = Tree()
+        whole: SumTree[Text] = SumTree()
         for rank in range(size):
-            own: Tree[Text] = Tree()
-            for k in share(rank, size, leaves):
-                own.add(Span(k, 1), Text(k))
-            assert [span for span, _ in own.stack] == runs(share(rank, size, leaves))
+            own: SumTree[Text] = SumTree()
+            for k in leaves_of_rank(rank, size, leaves):
+                own.add(Subtree(k, 1), Text(k))
+            assert [span for span, _ in own.stack] == subtrees(leaves_of_rank(rank, size, leaves))
             for span, value in own.stack:
                 whole.add(span, value)
         return whole.total()
@@ -57,25 +57,25 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest()[:16]
 
 
-def exchanged(world: World, leaves: int, length: int) -> str:
+def reduced(world: World, leaves: int, length: int) -> str:
     values = torch.randn(leaves, length, generator=torch.Generator().manual_seed(leaves))
-    tree: Tree[torch.Tensor] = Tree()
-    for k in share(world.rank, world.size, leaves):
-        tree.add(Span(k, 1), values[k])
+    tree: SumTree[torch.Tensor] = SumTree()
+    for k in leaves_of_rank(world.rank, world.size, leaves):
+        tree.add(Subtree(k, 1), values[k])
     out = torch.empty(length)
     assert dist.group.WORLD is not None
-    right = values.sum(0)  # the sums that go in are used up
-    exchange(tree.stack, leaves, dist.group.WORLD, out, Waits())
+    right = values.sum(0)  # the partial sums are overwritten
+    tree_all_reduce(tree.stack, leaves, dist.group.WORLD, out, WorkWaiter())
     torch.testing.assert_close(out, right, atol=1e-4, rtol=1e-4)
     return digest(out)
 
 
-def exchange_all(world: World) -> list[str]:
-    return [exchanged(world, leaves, length) for leaves in (4, 6, 7, 8) for length in (1, 2, 5, 64, 1001)]
+def reduce_all(world: World) -> list[str]:
+    return [reduced(world, leaves, length) for leaves in (4, 6, 7, 8) for length in (1, 2, 5, 64, 1001)]
 
 
 def test_exchange_gives_one_hash_for_1_to_4_processes_and_every_length() -> None:
-    found = [run_ranks(exchange_all, size) for size in (1, 2, 3, 4)]
+    found = [run_ranks(reduce_all, size) for size in (1, 2, 3, 4)]
     assert {str(answer) for answers in found for answer in answers} == {str(found[0][0])}
     assert len(set(found[0][0])) == len(found[0][0])
 
@@ -86,7 +86,7 @@ def tiny(dtype: torch.dtype) -> nn.Module:
 
 
 def ragged(k: int, step: int, leaves: int) -> torch.Tensor:
-    """Micro-batches of unlike sizes."""
+    """Micro-batches of different sizes."""
     rows = 1 + (3 * k + step) % 5
     return torch.randint(0, 50, (rows, 3 + k % 3), generator=torch.Generator().manual_seed(100 * step + k + leaves))
 
@@ -163,10 +163,10 @@ def test_more_processes_than_micro_batches_are_refused_on_every_rank() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("by", ["words", "hash"])
 def test_every_flipped_bit_shows_in_a_digest(dtype: torch.dtype, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`hash` is what tensors on an accelerator get."""
+    """`hash` is the path of tensors on an accelerator."""
     tensors = [-torch.ones(3, dtype=dtype), torch.zeros(0, dtype=dtype), torch.full((), 5, dtype=dtype)]
     if by == "hash":
-        monkeypatch.setattr(replicate, "words_of", lambda tensor: None)
+        monkeypatch.setattr(replica, "words_of", lambda tensor: None)
     whole = digest_of(tensors)
     assert 0 <= whole < 2**64
     for tensor in (tensors[0], tensors[2]):

@@ -1,4 +1,4 @@
-"""What several workers of a Team find together: a bit that flips in a frozen weight, a buffer, an EMA; a joiner's state. Over gloo."""
+"""Flipped bits that several workers of a ReplicaGroup detect: in a frozen weight, a buffer, an EMA. Real processes over gloo."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.optim.swa_utils import AveragedModel
 from lockstep.elastic.fault_injection import flip_bit
 from lockstep.elastic.world import World
 from lockstep.errors import LockstepError
-from lockstep.parallel import frozen_state as untrained
+from lockstep.parallel import frozen_state
 from lockstep.testing.ranks import run_ranks
-from lockstep.training.checkpointer import Keeper
-from lockstep.training.replica_group import Team
+from lockstep.training.checkpointer import Checkpointer
+from lockstep.training.replica_group import ReplicaGroup
 
 SLICE_BYTES, FLIP_AT = 256, 3
 
@@ -35,24 +35,24 @@ class Adapted(nn.Module):
 
 
 def train(world: World, folder: str, flipped: str) -> tuple[int, str]:
-    """Train 12 steps and save; rank 1 has one bit of `flipped` wrong after FLIP_AT steps. (steps committed, what was found)."""
-    untrained.SLICE_BYTES = SLICE_BYTES
+    """Train 12 steps and save; rank 1 has one bit of `flipped` wrong after FLIP_AT steps. Return (committed steps, the error)."""
+    frozen_state.SLICE_BYTES = SLICE_BYTES
     model, step = Adapted(), 0
     optimizer, ema = torch.optim.SGD(model.trained.parameters(), lr=1e-3), AveragedModel(model.trained)
     tensors = {"frozen": model.frozen.weight, "buffer": model.scale, "ema": ema.module.weight}
     try:
         with (
-            Keeper(Path(folder), world, model, optimizer, state={"ema": ema}) as keeper,
-            Team(world, model, keeper, micro_batches=6) as team,
+            Checkpointer(Path(folder), world, model, optimizer, state={"ema": ema}) as checkpointer,
+            ReplicaGroup(world, model, checkpointer, micro_batches=6) as replicas,
         ):
             while step < 12:
                 if step == FLIP_AT and world.rank == 1 and flipped:
                     flip_bit([tensors[flipped]])
-                for k in team.micro_batches(step):
-                    team.backward(team(torch.full((2, 16), k / 6)).square().sum())
+                for k in replicas.micro_batches(step):
+                    replicas.backward(replicas(torch.full((2, 16), k / 6)).square().sum())
                 optimizer.step()
                 step += 1
-            keeper.save(step)
+            checkpointer.save(step)
     except LockstepError as error:
         return step, error.what
     return step, ""
@@ -68,7 +68,7 @@ def train(world: World, folder: str, flipped: str) -> tuple[int, str]:
         ("ema", 12, "the weights or optimizer state of rank 1 differ before step 13"),
     ],
 )
-def test_a_bit_that_flips_besides_the_trained_weights_is_found(tmp_path: Path, flipped: str, last: int, what: str) -> None:
+def test_flipped_bit_outside_the_trained_weights_is_detected(tmp_path: Path, flipped: str, last: int, what: str) -> None:
     found = run_ranks(train, 3, str(tmp_path), flipped)
     assert all(what in text and bool(text) == bool(what) for _, text in found), found
     assert len(set(found)) == 1 and (found[0][0] <= last if what else found[0][0] == 12)
@@ -78,14 +78,14 @@ def test_a_bit_that_flips_besides_the_trained_weights_is_found(tmp_path: Path, f
 def normalized(world: World) -> str:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     try:
-        with Team(world, model, micro_batches=6) as team:
-            for _ in team.micro_batches(0):
-                team.backward(team(torch.rand(3, 4)).sum())
+        with ReplicaGroup(world, model, micro_batches=6) as replicas:
+            for _ in replicas.micro_batches(0):
+                replicas.backward(replicas(torch.rand(3, 4)).sum())
     except LockstepError as error:
         return error.what
     return ""
 
 
-def test_every_worker_refuses_buffers_that_change(tmp_path: Path) -> None:
+def test_every_worker_refuses_changing_buffers(tmp_path: Path) -> None:
     found = run_ranks(normalized, 2)
     assert len(set(found)) == 1 and found[0].startswith("buffers changed in the forward passes of step 1: 1.running_mean")

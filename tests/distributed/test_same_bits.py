@@ -1,7 +1,7 @@
-"""One sha256 of the trained state, whatever number of processes trained it and whatever happened on the way.
+"""One sha256 of the trained state for every number of processes, through stops and kills.
 
-The default model with dropout, bf16 autocast and clipping, K = 8, on a small part of the embedded corpus. A rank is ended by a real
-SIGKILL; what every rank was fed is written down by the ranks themselves (the ledger).
+The default model with dropout, bf16 autocast and clipping, K = 8, on a small part of the embedded corpus. A rank is killed by a real
+SIGKILL. Each rank records its samples in a ledger file.
 """
 
 from __future__ import annotations
@@ -21,30 +21,31 @@ from lockstep.checkpoint.commands import digest_line
 from lockstep.cli.run_options import open_run
 from lockstep.data.pairs.encoded import EncodedPairs
 from lockstep.elastic.world import World
-from lockstep.record.metrics import read
+from lockstep.record.metrics import read_metrics
 from lockstep.testing.ranks import run_ranks
-from lockstep.train import claim, train
+from lockstep.train import train
+from lockstep.training.setup import lock_run_folder
 
 FLAGS = {
     "data.pairs": "1500",
     "data.held_out": "50",
     "batch.micro_batches": "8",
     "batch.tokens": "128",
-    "batch.shapes": "3",
+    "batch.buckets": "3",
     "compute.precision": "bf16",
     "optim.clip_norm": "0.5",
-    "save.every_steps": "3",
-    "save.keep": "0",
+    "checkpoint.every_steps": "3",
+    "checkpoint.keep": "0",
 }
 STEPS = 6
 
 
 def trained(world: World, folder: str, steps: int, kill: tuple[int, int] | None) -> str:
-    """Train in `folder` to `steps`; rank kill[0] is ended by SIGKILL once step kill[1] stands in the metrics."""
+    """Train in `folder` to `steps`; rank kill[0] kills itself with SIGKILL once the metrics hold step kill[1]."""
     path = Path(folder)
     resolved = open_run(path, None, {**FLAGS, "steps": str(steps)}, {})
     if world.leader:
-        with claim(path, resolved):
+        with lock_run_folder(path, resolved):
             pass
     if kill and world.rank == kill[0]:
         threading.Thread(target=die_after, args=(path / "metrics.jsonl", kill[1]), daemon=True).start()
@@ -60,7 +61,7 @@ def die_after(metrics: Path, step: int) -> None:
 
 
 def keep_ledger(path: Path) -> None:
-    """Write down every set of samples that this rank turns into tensors."""
+    """Record every set of samples that this rank turns into tensors."""
     gather = EncodedPairs.gather
 
     def noted(self: EncodedPairs, ids: np.ndarray, rows: int, *lengths: int) -> object:
@@ -73,20 +74,20 @@ def keep_ledger(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One process, straight through."""
+    """The folder of a run that one process trained without interruption."""
     folder = tmp_path_factory.mktemp("undisturbed")
     run_ranks(trained, 1, str(folder), STEPS, None)
     return folder
 
 
 def begun(undisturbed: Path, folder: Path) -> Path:
-    """A new folder with the corpus already tokenised, as making it takes seconds."""
+    """Return a new folder with the tokenized corpus, which takes seconds to make."""
     shutil.copytree(undisturbed / "data", folder / "data")
     return folder
 
 
 def losses(folder: Path) -> list[tuple[int, float, float, int]]:
-    return [(line["step"], line["loss"], line["norm"], line["tokens"]) for line in read(folder / "metrics.jsonl")]
+    return [(line["step"], line["loss"], line["norm"], line["tokens"]) for line in read_metrics(folder / "metrics.jsonl")]
 
 
 def fed(folder: Path) -> list[str]:

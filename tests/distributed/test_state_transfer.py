@@ -1,4 +1,4 @@
-"""The state for a joiner, from several that have it, one of which has it otherwise. Real processes over gloo."""
+"""State transfer to a joiner from several sources, one of which differs. Real processes over gloo."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import pytest
 import torch
 
 from lockstep.checkpoint.state_dict import digest
-from lockstep.elastic.consensus import differing
+from lockstep.elastic.consensus import find_divergent_ranks
 from lockstep.elastic.world import World
 from lockstep.errors import PeersLostError
 from lockstep.parallel.replica import digest_of
 from lockstep.runtime.process_group import gather_json
 from lockstep.testing.ranks import run_ranks
-from lockstep.training.state_transfer import StatesDiffer, hand_over
+from lockstep.training.state_transfer import StateMismatchError, transfer_state
 
 STEPS = [7, 7, 6, 7, -1]  # rank 2 has not heard that step 7 is committed; rank 4 joins
 
 
 def state(rank: int, other: str) -> dict[str, torch.Tensor]:
-    """What a rank holds. Rank 1 has a weight or a buffer of its own, as `other` says."""
+    """Return the state of a rank. `other` names what differs on rank 1: a weight, a buffer, a length, or nothing."""
     tensors = {f"model.{name}": torch.full((3,), float(STEPS[rank])) for name in ("a", "seen", "b", "c", "d", "e")}
     for name, tensor in tensors.items():
         if rank == 1 and (name == "model.seen" if other == "buffer" else other == "weight"):
@@ -31,7 +31,7 @@ def state(rank: int, other: str) -> dict[str, torch.Tensor]:
 
 
 def tries(world: World, other: str) -> list[Any]:
-    """What comes of handing over until it succeeds, three times at most."""
+    """Return the outcome of each transfer attempt until one succeeds, three at most."""
     world.standing, found = {"at": "step", "step": STEPS[world.rank]}, list[Any]()
     mine = state(world.rank, other)
     weights = [tensor for name, tensor in mine.items() if name != "model.seen"]
@@ -39,22 +39,22 @@ def tries(world: World, other: str) -> list[Any]:
         world.standings = gather_json(world.size, world.standing)
         try:
             if world.rank == 4:
-                taken = hand_over(world)
+                taken = transfer_state(world)
                 assert taken is not None
                 found.append(digest(taken))
             else:
-                assert hand_over(world, lambda: mine, 1, lambda: digest_of(weights)) is None
+                assert transfer_state(world, lambda: mine, 1, lambda: digest_of(weights)) is None
                 found.append(digest(mine))
             break
-        except StatesDiffer as error:
-            found.append(("differ", differing(error.digests, 1), [one is None for one in error.digests]))
+        except StateMismatchError as error:
+            found.append(("differ", find_divergent_ranks(error.digests, 1), [one is None for one in error.digests]))
         except PeersLostError as error:
             found.append(error.what)
     return found
 
 
 @pytest.mark.parametrize("other", ["nothing", "weight", "buffer", "length"])
-def test_a_joiner_gets_the_state_of_one_worker_or_it_is_said_who_differs(other: str) -> None:
+def test_joiner_receives_the_state_of_one_worker_or_divergent_ranks_are_named(other: str) -> None:
     found = run_ranks(tries, 5, other)
     right = digest(state(0, "nothing"))
     if other == "nothing":
@@ -62,4 +62,4 @@ def test_a_joiner_gets_the_state_of_one_worker_or_it_is_said_who_differs(other: 
     elif other in ("weight", "length"):
         assert found == [[("differ", (1,), [False, False, True, False, True])] * 3] * 5
     else:  # then the next try has one source
-        assert found[4] == found[0] == ["what came to rank 4 is not the state of one worker", right]
+        assert found[4] == found[0] == ["rank 4 received something other than the state of one worker", right]

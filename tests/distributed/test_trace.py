@@ -1,4 +1,4 @@
-"""A trace of real steps: the file opens, its line says what there was, and steps outside are not looked at."""
+"""A trace of real steps: the file can be read, its log line is complete, other steps are not profiled."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ import torch
 from lockstep.elastic.world import World
 from lockstep.parallel.replica import Replica
 from lockstep.testing.ranks import run_ranks
-from lockstep.training.profiler import Steps, product_flops, profiling
+from lockstep.training.profiler import ProfiledSteps, measure_matmul_flops, profiling
 
 
 def profiled(world: World, folder: Path) -> None:
     replica = Replica(torch.nn.Linear(256, 256), micro_batches=2)
-    with replica, profiling(Steps(2, 3), folder, world) as profiler:
+    with replica, profiling(ProfiledSteps(2, 3), folder, world) as profiler:
         for step in range(4):
             for _ in replica.micro_batches(step):
                 replica.backward(replica(torch.ones(64, 256)).sum())
             profiler.step(step + 1)
 
 
-def test_two_ranks_write_a_trace_of_the_steps_that_were_asked_for(tmp_path: Path) -> None:
+def test_two_ranks_write_a_trace_of_the_requested_steps(tmp_path: Path) -> None:
     run_ranks(profiled, 2, tmp_path)
     for rank in range(2):
         with gzip.open(tmp_path / "profile" / f"rank-{rank}.trace.json.gz", "rt") as file:
             names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
         assert names.count("aten::linear") == 2, "one micro-batch of a rank in each of two steps"
-        assert any(name.startswith("gloo:") for name in names), "the courier thread is in it"
+        assert any(name.startswith("gloo:") for name in names), "the reducer thread is in it"
 
 
-def test_a_run_that_ends_meanwhile_leaves_its_trace(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_run_that_ends_early_writes_its_trace(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     world = World(0, 1, 0, 1, "here", torch.device("cpu"))
-    with caplog.at_level(logging.INFO, "lockstep"), profiling(Steps(1, 9), tmp_path, world) as profiler:
+    with caplog.at_level(logging.INFO, "lockstep"), profiling(ProfiledSteps(1, 9), tmp_path, world) as profiler:
         torch.ones(200, 200) @ torch.ones(200, 200)
         profiler.step(1)
     assert "steps 1..1: compute" in caplog.text and "peak memory" in caplog.text
     assert (tmp_path / "profile" / "rank-0.trace.json.gz").exists()
 
 
-def test_the_ceiling_of_products_is_that_of_no_slower_product() -> None:
+def test_measured_flops_are_those_of_the_fastest_product() -> None:
     torch.set_num_threads(1)
-    assert 1e8 < product_flops(torch.device("cpu"), "fp32", seconds=0.1) < 1e13
+    assert 1e8 < measure_matmul_flops(torch.device("cpu"), "fp32", seconds=0.1) < 1e13

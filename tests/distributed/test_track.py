@@ -1,4 +1,4 @@
-"""The record of a run, read back with the trackers' own readers after starts, kills, full disks and dead services."""
+"""Tracker output, read with the backends' own readers after restarts, kills, full disks and outages."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from wandb.proto import wandb_internal_pb2
 
 from lockstep.errors import ConfigError, DataError, LockstepError, UsageError
 from lockstep.record import events
-from lockstep.record.backends import records, without_secrets
-from lockstep.record.metrics import read
+from lockstep.record.backends import wandb_records, without_secrets
+from lockstep.record.metrics import read_metrics
 from lockstep.record.tracker import BackgroundTracker, Tracker
 
-# Plays a list of actions on a Tracker, so that a test can say what a process did before it died.
+# Performs a list of actions on a Tracker in a process that a test can kill.
 PLAY = """
 import json, os, resource, signal, sys
 from pathlib import Path
@@ -38,13 +38,13 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 folder = Path(sys.argv[1])
 options, actions = json.loads(sys.stdin.readline())
 tracker = Tracker(folder, leader=True, **options)
-for action, *words in actions:
+for action, *arguments in actions:
     if action == "steps":
-        for step in range(words[0], words[1] + 1):
+        for step in range(arguments[0], arguments[1] + 1):
             tracker.step(step, {"loss": 1 / step, "tokens": 10 * step, "seconds": 0.5})
     elif action == "evaluate":
         with open(folder / "evaluations.jsonl", "a") as file:
-            file.write(json.dumps({"step": words[0], "bleu": words[0] / 2, "signature": "nrefs:1"}) + "\\n")
+            file.write(json.dumps({"step": arguments[0], "bleu": arguments[0] / 2, "signature": "nrefs:1"}) + "\\n")
         tracker.forward_evaluations()
     elif action == "sync":
         tracker.sync()
@@ -55,7 +55,7 @@ for action, *words in actions:
             child.kill()
             child.wait()
     elif action == "limit":
-        size = words[0] if words else resource.RLIM_INFINITY
+        size = arguments[0] if arguments else resource.RLIM_INFINITY
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
     elif action == "wait":
         print("ready", flush=True)
@@ -68,16 +68,16 @@ Actions = list[list[Any]]
 
 
 def play(folder: Path, actions: Actions, env: Mapping[str, str] | None = None, **options: Any) -> tuple[int, str]:
-    """Exit code and output of a process that does `actions` with a tracker made with `options`."""
+    """Return exit code and output of a process that performs `actions` on a Tracker with `options`."""
     with begin(folder, actions, env, **options) as process:
-        said, _ = process.communicate()
-    return process.returncode, said
+        output, _ = process.communicate()
+    return process.returncode, output
 
 
 def begin(folder: Path, actions: Actions, env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
-    words = [sys.executable, "-c", PLAY, str(folder)]
-    process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=os.environ | dict(env or {}))
+    command = [sys.executable, "-c", PLAY, str(folder)]
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=os.environ | dict(env or {}))
     assert process.stdin is not None
     process.stdin.write(json.dumps([options, actions]) + "\n")
     process.stdin.flush()
@@ -90,10 +90,10 @@ def steps(tracker: Tracker, first: int, last: int) -> None:
 
 
 def tensorboard(folder: Path, tag: str) -> list[tuple[int, float]]:
-    """The points of a tag, as TensorBoard itself would show them."""
-    shown = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
-    shown.Reload()
-    return [(event.step, event.value) for event in shown.Scalars(tag)]
+    """Return the points of a tag as TensorBoard shows them."""
+    accumulator = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
+    accumulator.Reload()
+    return [(event.step, event.value) for event in accumulator.Scalars(tag)]
 
 
 def losses(first: int, last: int) -> list[tuple[int, Any]]:
@@ -101,22 +101,22 @@ def losses(first: int, last: int) -> list[tuple[int, Any]]:
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """Every row in the offline files of Weights & Biases, in the order in which they would be uploaded."""
-    found: list[dict[str, Any]] = []
+    """Return all rows in the offline files of Weights & Biases, in upload order."""
+    rows: list[dict[str, Any]] = []
     for message in wandb_messages(folder):
         if message.WhichOneof("record_type") == "history":
             items = message.history.item
-            found.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
-    return found
+            rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+    return rows
 
 
 def wandb_messages(folder: Path) -> Iterator[Any]:
     for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
-        for record in records(path, path.stat().st_size):
+        for record in wandb_records(path, path.stat().st_size):
             yield wandb_internal_pb2.Record.FromString(record)
 
 
-def test_a_rank_that_does_not_lead_leaves_no_trace(tmp_path: Path) -> None:
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     with Tracker(tmp_path / "run", leader=False, from_step=0, tensorboard=True, wandb="offline") as tracker:
         tracker.step(1, {"loss": 1.0})
         tracker.step(7, {"loss": 1.0})
@@ -127,12 +127,12 @@ def test_a_rank_that_does_not_lead_leaves_no_trace(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_tracker_asks_for_no_package_that_is_not_wanted() -> None:
+def test_disabled_packages_are_not_imported() -> None:
     code = "import sys, lockstep.record.tracker, lockstep.record.progress\nassert not {'torch', 'wandb', 'tensorboard'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_diary_has_every_start_and_reads_over_a_torn_line(tmp_path: Path) -> None:
+def test_event_log_has_every_start_and_skips_torn_lines(tmp_path: Path) -> None:
     for start in (1, 2):
         with Tracker(tmp_path, leader=True, from_step=0) as tracker:
             tracker.event("start", workers=start, loss=float("nan"))
@@ -140,28 +140,28 @@ def test_the_diary_has_every_start_and_reads_over_a_torn_line(tmp_path: Path) ->
             file.write('{"time": "2026-')
     with Tracker(tmp_path, leader=True, from_step=0) as tracker:
         tracker.event("end")
-    lines = events.read(tmp_path)
+    lines = events.read_events(tmp_path)
     assert [line["event"] for line in lines] == ["start", "start", "end"]
     assert [line.get("workers") for line in lines] == [1, 2, None]
     assert math.isnan(lines[0]["loss"]) and lines[0]["time"].endswith("+00:00")
 
 
-def test_a_run_has_one_keeper_and_a_killed_one_lets_go_at_once(tmp_path: Path) -> None:
+def test_run_has_one_tracker_and_a_kill_releases_the_lock(tmp_path: Path) -> None:
     with begin(tmp_path, [["steps", 1, 9], ["wait"]], from_step=0) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        with pytest.raises(UsageError, match="another process keeps the record") as caught:
+        with pytest.raises(UsageError, match="another process is recording this run") as caught:
             Tracker(tmp_path, leader=True, from_step=3, patience_s=0)
         assert str(tmp_path) in caught.value.where and caught.value.hint
-        assert len(read(tmp_path / "metrics.jsonl")) == 9, "the second one changed nothing"
+        assert len(read_metrics(tmp_path / "metrics.jsonl")) == 9, "the second tracker changed nothing"
         process.kill()
         process.wait()
     with Tracker(tmp_path, leader=True, from_step=3) as tracker:
         steps(tracker, 4, 5)
-    assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
 
 
-def test_a_damaged_note_is_an_error_with_a_way_out(tmp_path: Path) -> None:
+def test_damaged_tracker_json_is_an_error_with_a_hint(tmp_path: Path) -> None:
     (tmp_path / "tracker.json").write_text("{")
     with pytest.raises(DataError, match="is damaged") as caught:
         Tracker(tmp_path, leader=True, from_step=0)
@@ -170,27 +170,27 @@ def test_a_damaged_note_is_an_error_with_a_way_out(tmp_path: Path) -> None:
     Tracker(tmp_path, leader=True, from_step=0).close()
 
 
-@pytest.mark.parametrize("sink", [{"tensorboard": True}, {"wandb": "offline"}])
-def test_an_absent_package_is_an_error_that_says_what_to_install(
-    sink: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("backend", [{"tensorboard": True}, {"wandb": "offline"}])
+def test_missing_package_is_an_error_with_the_package_to_install(
+    backend: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = next(iter(sink))
+    name = next(iter(backend))
     for module in ("wandb", "wandb.proto.wandb_internal_pb2", "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=f"{name} is not installed") as caught:
-        Tracker(tmp_path, leader=True, from_step=0, **sink)
+        Tracker(tmp_path, leader=True, from_step=0, **backend)
     assert f"track.{name}" in caught.value.where and caught.value.hint == 'pip install "lockstep-train[track]"'
     Tracker(tmp_path, leader=True, from_step=0).close()
 
 
-def test_tensorboard_shows_each_step_once_after_a_kill(tmp_path: Path) -> None:
-    # Noted up to 3, resumed at 6, killed at 10: 4 to 6 may never have reached the disk, 7 to 10 are done again.
+def test_tensorboard_has_each_step_once_after_a_kill(tmp_path: Path) -> None:
+    # Flushed up to 3, killed at 10, resumed at 6: steps 4 to 6 may not be on the disk, 7 to 10 are repeated.
     actions: Actions = [["steps", 1, 3], ["evaluate", 3], ["sync"], ["steps", 4, 6], ["evaluate", 6], ["steps", 7, 10], ["kill"]]
     code, _ = play(tmp_path, actions, from_step=0, tensorboard=True)
     assert code == -signal.SIGKILL
     (events,) = (tmp_path / "tensorboard").iterdir()
     with open(events, "ab") as file:
-        file.write(b"\x40\x00\x00\x00\x00\x00\x00\x00torn")  # a record of 64 bytes, killed at its fourth
+        file.write(b"\x40\x00\x00\x00\x00\x00\x00\x00torn")  # a record of 64 bytes, torn at its fourth
     with Tracker(tmp_path, leader=True, from_step=6, tensorboard=True) as tracker:
         steps(tracker, 7, 12)
     assert tensorboard(tmp_path, "train/loss") == losses(1, 12)
@@ -215,18 +215,18 @@ def tensorboard_after_flush(tracker: Tracker) -> list[tuple[int, float]]:
     return tensorboard(tracker.folder, "train/loss")
 
 
-def test_tensorboard_reads_starts_in_their_order_whatever_the_clocks_say(tmp_path: Path) -> None:
+def test_tensorboard_reads_starts_in_order_despite_wrong_clocks(tmp_path: Path) -> None:
     for first in range(1, 12, 2):
         with Tracker(tmp_path, leader=True, from_step=first - 1, tensorboard=True) as tracker:
             steps(tracker, first, first + 3)
         newest = max((tmp_path / "tensorboard").iterdir(), key=lambda path: path.stat().st_mtime_ns)
         ahead = newest.name.split(".")
-        ahead[3] = str(int(ahead[3]) + 3600)  # as if made by a machine whose clock is an hour ahead
+        ahead[3] = str(int(ahead[3]) + 3600)  # as from a machine whose clock is an hour ahead
         newest.rename(newest.with_name(".".join(ahead)))
     assert tensorboard(tmp_path, "train/loss") == losses(1, 14)
 
 
-def test_a_sink_that_is_asked_for_later_gets_the_whole_history(tmp_path: Path) -> None:
+def test_backend_enabled_later_gets_the_whole_history(tmp_path: Path) -> None:
     with Tracker(tmp_path, leader=True, from_step=0) as tracker:
         steps(tracker, 1, 10)
         tracker.validation(5, {"bleu": 20.5})
@@ -236,16 +236,16 @@ def test_a_sink_that_is_asked_for_later_gets_the_whole_history(tmp_path: Path) -
     assert tensorboard(tmp_path, "validation/bleu") == [(5, 20.5)]
 
 
-def test_a_full_disk_costs_tensorboard_nothing_and_the_run_no_step(tmp_path: Path) -> None:
+def test_full_disk_loses_no_point_and_no_step(tmp_path: Path) -> None:
     actions: Actions = [["steps", 1, 50], ["sync"], ["limit", 12_000], ["steps", 51, 400], ["sync"], ["steps", 401, 402]]
-    code, said = play(tmp_path, [*actions, ["limit"], ["sync"], ["steps", 403, 404]], from_step=0, tensorboard=True)
-    assert code == 0, said
-    assert said.count("tensorboard failed") == 1, said
-    assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == list(range(1, 405))
+    code, output = play(tmp_path, [*actions, ["limit"], ["sync"], ["steps", 403, 404]], from_step=0, tensorboard=True)
+    assert code == 0, output
+    assert output.count("tensorboard failed") == 1, output
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, 405))
     assert tensorboard(tmp_path, "train/loss") == losses(1, 404)
 
 
-def test_evaluations_of_another_process_come_once_and_at_their_own_step(tmp_path: Path) -> None:
+def test_evaluations_of_another_process_are_sent_once_at_their_step(tmp_path: Path) -> None:
     evaluations = tmp_path / "evaluations.jsonl"
     with Tracker(tmp_path, leader=True, from_step=0, tensorboard=True) as tracker:
         steps(tracker, 1, 20)
@@ -263,7 +263,7 @@ def test_evaluations_of_another_process_come_once_and_at_their_own_step(tmp_path
         tensorboard(tmp_path, "validation/best")
 
 
-def test_the_evaluator_passes_its_lines_on_when_the_trainer_has_ended(tmp_path: Path) -> None:
+def test_evaluator_forwards_its_lines_after_the_training(tmp_path: Path) -> None:
     with Tracker(tmp_path, leader=True, from_step=0, tensorboard=True) as tracker:
         steps(tracker, 1, 5)
     before = (tmp_path / "metrics.jsonl").read_bytes()
@@ -275,19 +275,19 @@ def test_the_evaluator_passes_its_lines_on_when_the_trainer_has_ended(tmp_path: 
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_training_waits_for_an_evaluator_that_passes_its_lines_on(tmp_path: Path) -> None:
+def test_training_waits_for_an_evaluator_that_forwards_its_lines(tmp_path: Path) -> None:
     evaluator = Tracker(tmp_path, leader=True, from_step=None)
     end = threading.Timer(0.3, evaluator.close)
     end.start()
     with Tracker(tmp_path, leader=True, from_step=0) as tracker:
-        assert evaluator.lock is None, "it had let go"
+        assert evaluator.lock is None, "it released the lock"
         steps(tracker, 1, 1)
-        with pytest.raises(UsageError, match="another process keeps the record"):
+        with pytest.raises(UsageError, match="another process is recording this run"):
             Tracker(tmp_path, leader=True, from_step=None)
     end.join()
 
 
-def test_an_own_evaluation_that_is_done_again_stands_once(tmp_path: Path) -> None:
+def test_repeated_evaluation_is_recorded_once(tmp_path: Path) -> None:
     evaluations = tmp_path / "evaluations.jsonl"
     with Tracker(tmp_path, leader=True, from_step=0) as tracker:
         steps(tracker, 1, 6)
@@ -301,26 +301,26 @@ def test_an_own_evaluation_that_is_done_again_stands_once(tmp_path: Path) -> Non
     assert evaluations.read_text().splitlines() == ['{"step": 5, "loss": 0.5}', '{"step": 6, "lo', '{"step": 6, "loss": 0.25}']
 
 
-def once(folder: Path, last: int) -> None:
-    """Every step and evaluation stands once in what would be uploaded, with rising row numbers, under one run id."""
-    found = rows(folder)
-    train = [row for row in found if "train/step" in row]
+def assert_uploaded_once(folder: Path, last: int) -> None:
+    """Assert that the upload has each step once, with rising row numbers and one run id."""
+    uploaded = rows(folder)
+    train = [row for row in uploaded if "train/step" in row]
     assert [row["train/step"] for row in train] == list(range(1, last + 1))
     assert [row["train/loss"] for row in train] == [1 / step for step in range(1, last + 1)]
-    numbers = [row["_step"] for row in found]
+    numbers = [row["_step"] for row in uploaded]
     assert numbers == sorted(set(numbers)), "a server drops a row whose number it has seen"
     ids = {message.run.run_id for message in wandb_messages(folder) if message.WhichOneof("record_type") == "run"}
     assert ids == {json.loads((folder / "tracker.json").read_text())["wandb_id"]}
 
 
-def test_wandb_has_one_run_with_each_step_once_and_validation_on_its_own_axis(tmp_path: Path) -> None:
+def test_wandb_has_one_run_with_each_step_once_and_a_validation_axis(tmp_path: Path) -> None:
     run = {"optim": {"learning_rate": 0.5}, "service": {"api_key": "s3cr3t-1", "url": "https://me:s3cr3t-2@host/x"}}
     options: dict[str, Any] = {"wandb": "offline", "project": "p", "run": run}
     env = {"WANDB_API_KEY": "s3cr3t-" + "3" * 33}
     first: Actions = [["steps", 1, 10], ["evaluate", 5], ["steps", 11, 12]]
     assert play(tmp_path, first, env, from_step=0, **options) == (0, "closed\n")
     assert play(tmp_path, [["steps", 9, 14], ["evaluate", 10]], env, from_step=8, **options) == (0, "closed\n")
-    once(tmp_path, 14)
+    assert_uploaded_once(tmp_path, 14)
     assert [(row["validation/step"], row["validation/bleu"]) for row in rows(tmp_path) if "validation/step" in row] == [(5, 2.5), (10, 5)]
     axes = {(m.metric.name or m.metric.glob_name): m.metric for m in wandb_messages(tmp_path) if m.WhichOneof("record_type") == "metric"}
     assert axes["train/*"].step_metric == "train/step" and axes["validation/*"].step_metric == "validation/step"
@@ -328,31 +328,31 @@ def test_wandb_has_one_run_with_each_step_once_and_validation_on_its_own_axis(tm
     starts = [message.run for message in wandb_messages(tmp_path) if message.WhichOneof("record_type") == "run"]
     config = {item.key: json.loads(item.value_json) for item in starts[0].config.update}
     assert config["optim"] == {"learning_rate": 0.5} and config["service"] == {"api_key": "(hidden)", "url": "https://host/x"}
-    kept = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(kept) > 8 and not [path for path in kept if b"s3cr3t" in path.read_bytes()]
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > 8 and not [path for path in files if b"s3cr3t" in path.read_bytes()]
 
 
-def test_wandb_gets_what_a_kill_kept_from_it(tmp_path: Path) -> None:
-    # wandb's own process keeps seconds of rows to itself: after this kill its file has none, whatever the tracker sent.
+def test_wandb_gets_the_rows_that_a_kill_lost(tmp_path: Path) -> None:
+    # wandb's process buffers rows for seconds: after this kill its file has none of the rows that were sent.
     actions: Actions = [["steps", 1, 10], ["evaluate", 5], ["sync"], ["kill"]]
     code, _ = play(tmp_path, actions, from_step=0, wandb="offline")
     assert code == -signal.SIGKILL
     assert play(tmp_path, [["steps", 9, 14], ["evaluate", 10]], from_step=8, wandb="offline") == (0, "closed\n")
-    once(tmp_path, 14)
+    assert_uploaded_once(tmp_path, 14)
     assert [row["validation/step"] for row in rows(tmp_path) if "validation/step" in row] == [5, 10]
 
 
-def test_a_dead_wandb_does_not_stop_the_run_and_is_caught_up_later(tmp_path: Path) -> None:
+def test_killed_wandb_does_not_stop_the_run_and_catches_up_later(tmp_path: Path) -> None:
     actions: Actions = [["steps", 1, 5], ["kill wandb"], ["steps", 6, 10], ["sync"], ["steps", 11, 12]]
-    code, said = play(tmp_path, actions, from_step=0, wandb="offline")
-    assert code == 0 and said.count("wandb failed") == 1, said
-    assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == list(range(1, 13))
+    code, output = play(tmp_path, actions, from_step=0, wandb="offline")
+    assert code == 0 and output.count("wandb failed") == 1, output
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, 13))
     assert play(tmp_path, [["steps", 11, 14]], from_step=10, wandb="offline") == (0, "closed\n")
-    once(tmp_path, 14)
+    assert_uploaded_once(tmp_path, 14)
 
 
 class Server:
-    """Stands in for wandb in online mode, with a server that knows the summary of an earlier start."""
+    """A fake wandb module in online mode, with the server's summary of an earlier start."""
 
     Settings = dict
     errors = SimpleNamespace(UsageError=KeyError)
@@ -360,10 +360,10 @@ class Server:
     def __init__(self, summary: dict[str, Any], step: int) -> None:
         self.summary, self.step, self.url = summary, step, "https://host/run"
         self.rows: list[tuple[int, dict[str, Any]]] = []
-        self.asked: dict[str, Any] = {}
+        self.init_options: dict[str, Any] = {}
 
-    def init(self, **asked: Any) -> Server:
-        self.asked = asked
+    def init(self, **options: Any) -> Server:
+        self.init_options = options
         return self
 
     def define_metric(self, *names: str, **options: Any) -> None: ...
@@ -374,54 +374,54 @@ class Server:
         self.rows.append((step, row))
 
 
-def test_online_the_server_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_online_cursor_comes_from_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = ['{"step": 2, "bleu": 1.0}\n', '{"step": 4, "bleu": 2.0}\n']
     with Tracker(tmp_path, leader=True, from_step=0) as tracker:
         steps(tracker, 1, 6)
     (tmp_path / "evaluations.jsonl").write_text("".join(lines))
-    # Killed while it was online: the tracker had sent all six steps, the server saw four of them and one evaluation.
+    # Killed while online: the tracker had sent six steps, the server has four of them and one evaluation.
     (tmp_path / "tracker.json").write_text('{"wandb_id": "abc", "wandb": {"step": 6, "evaluations_bytes": 50, "rows": 8}}')
     server = Server({"lockstep/step": 4, "lockstep/evaluations": len(lines[0])}, step=5)
     monkeypatch.setitem(sys.modules, "wandb", server)
     with Tracker(tmp_path, leader=True, from_step=5, wandb="online") as tracker:
         steps(tracker, 6, 7)
-    assert server.asked["id"] == "abc" and server.asked["resume"] == "allow"
+    assert server.init_options["id"] == "abc" and server.init_options["resume"] == "allow"
     assert [row.get("train/step", row.get("validation/step")) for _, row in server.rows] == [5, 4, 6, 7]
-    assert [step for step, _ in server.rows] == [6, 7, 8, 9], "above every row that the server has"
+    assert [step for step, _ in server.rows] == [6, 7, 8, 9], "above all row numbers of the server"
     assert server.rows[1][1]["validation/bleu"] == 2.0
 
 
 @pytest.fixture
-def nobody() -> Iterator[str]:
-    """The address of a server that refuses every connection."""
+def closed_server() -> Iterator[str]:
+    """The address of a server that refuses all connections."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{bound.getsockname()[1]}"
 
 
-def test_a_wandb_server_that_is_down_does_not_stop_the_run(tmp_path: Path, nobody: str) -> None:
-    env = {"WANDB_BASE_URL": nobody, "WANDB_API_KEY": "k" * 40, "WANDB_INIT_TIMEOUT": "1"}
-    code, said = play(tmp_path, [["steps", 1, 3]], env, from_step=0, wandb="online")
-    assert code == 0 and said.count("wandb cannot be opened") == 1 and "k" * 40 not in said, said
-    assert len(read(tmp_path / "metrics.jsonl")) == 3
+def test_wandb_server_that_is_down_does_not_stop_the_run(tmp_path: Path, closed_server: str) -> None:
+    env = {"WANDB_BASE_URL": closed_server, "WANDB_API_KEY": "k" * 40, "WANDB_INIT_TIMEOUT": "1"}
+    code, output = play(tmp_path, [["steps", 1, 3]], env, from_step=0, wandb="online")
+    assert code == 0 and output.count("wandb cannot be opened") == 1 and "k" * 40 not in output, output
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
 
 
-def test_wandb_without_a_login_is_an_error_before_the_first_step(tmp_path: Path, nobody: str) -> None:
-    env = {"WANDB_BASE_URL": nobody, "WANDB_API_KEY": "", "HOME": str(tmp_path), "NETRC": str(tmp_path / "none")}
-    code, said = play(tmp_path / "run", [["steps", 1, 3]], env, from_step=0, wandb="online")
-    assert code == 1 and "ConfigError: Weights & Biases cannot be used" in said and "wandb login" in said, said
+def test_wandb_without_a_login_is_an_error_before_the_first_step(tmp_path: Path, closed_server: str) -> None:
+    env = {"WANDB_BASE_URL": closed_server, "WANDB_API_KEY": "", "HOME": str(tmp_path), "NETRC": str(tmp_path / "none")}
+    code, output = play(tmp_path / "run", [["steps", 1, 3]], env, from_step=0, wandb="online")
+    assert code == 1 and "ConfigError: Weights & Biases cannot be used" in output and "wandb login" in output, output
 
 
 @pytest.mark.parametrize(
     ("key", "hidden"),
     [("api_key", True), ("HF_TOKEN", True), ("password", True), ("auth", True), ("tokens", False), ("author", False), ("key_bytes", False)],
 )
-def test_only_what_is_named_like_a_secret_is_hidden(key: str, hidden: bool) -> None:
+def test_without_secrets(key: str, hidden: bool) -> None:
     assert without_secrets({"part": {key: "value"}}) == {"part": {key: "(hidden)" if hidden else "value"}}
 
 
 class Broken:
-    """A writer whose every method fails, as a sink behind a lost network mount would."""
+    """A writer whose methods all fail, as on a lost network mount."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         def fail(*args: Any) -> None:
@@ -430,39 +430,39 @@ class Broken:
         return fail
 
 
-def test_whatever_a_sink_raises_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_training_continues_when_a_backend_raises(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Tracker(tmp_path, leader=True, from_step=0, tensorboard=True) as tracker:
         for first in (1, 3, 5):
-            tracker.sinks["tensorboard"].writer = Broken()  # type: ignore[attr-defined]
+            tracker.backends["tensorboard"].writer = Broken()  # type: ignore[attr-defined]
             steps(tracker, first, first)
             tracker.validation(first, {"bleu": 1.0})
             steps(tracker, first + 1, first + 1)
             tracker.sync()
     assert tensorboard(tmp_path, "train/loss") == losses(1, 6)
     assert tensorboard(tmp_path, "validation/bleu") == [(1, 1.0), (3, 1.0), (5, 1.0)]
-    assert sum("tensorboard failed" in record.message for record in caplog.records) == 1, "one cause is said once"
+    assert sum("tensorboard failed" in record.message for record in caplog.records) == 1, "each problem is logged once"
 
 
-# In the background.
+# BackgroundTracker.
 
 
-def test_a_record_in_the_background_is_the_same_and_holds_up_nobody(tmp_path: Path) -> None:
+def test_background_tracker_records_the_same_without_blocking(tmp_path: Path) -> None:
     with Tracker(tmp_path, leader=True, from_step=0, tensorboard=True) as tracker, BackgroundTracker(tracker) as record:
         gate, values = threading.Event(), {"loss": 0.0}
-        record._thread.submit(gate.wait, 30)  # the disk does not answer
+        record._thread.submit(gate.wait, 30)  # a hung disk
         for step in range(1, 101):
             values["loss"] = 1 / step
             record.step(step, values)
-        assert read(tmp_path / "metrics.jsonl") == []
+        assert read_metrics(tmp_path / "metrics.jsonl") == []
         gate.set()
         record.sync()
-        assert [(line["step"], line["loss"]) for line in read(tmp_path / "metrics.jsonl")] == losses(1, 100)
+        assert [(line["step"], line["loss"]) for line in read_metrics(tmp_path / "metrics.jsonl")] == losses(1, 100)
         record.step(101, {"loss": 1 / 101})
-    assert [(line["step"], line["loss"]) for line in read(tmp_path / "metrics.jsonl")] == losses(1, 101)
+    assert [(line["step"], line["loss"]) for line in read_metrics(tmp_path / "metrics.jsonl")] == losses(1, 101)
     assert tensorboard(tmp_path, "train/loss") == losses(1, 101)
 
 
-def test_what_fails_in_the_background_is_raised_by_the_next_call_and_in_the_end(tmp_path: Path) -> None:
+def test_background_errors_are_raised_by_the_next_call_and_at_the_end(tmp_path: Path) -> None:
     with pytest.raises(LockstepError, match="step 3 was logged after step 1"):
         with Tracker(tmp_path, leader=True, from_step=0) as tracker, BackgroundTracker(tracker) as record:
             record.step(1, {"loss": 1.0})
@@ -471,4 +471,4 @@ def test_what_fails_in_the_background_is_raised_by_the_next_call_and_in_the_end(
         with BackgroundTracker(tracker) as record:
             record.step(3, {"loss": 1.0})
             record.sync()
-    assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1]
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1]

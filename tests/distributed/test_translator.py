@@ -1,4 +1,4 @@
-"""The model: exact loss and gradient, masks, first weights, dropout, the fast paths against torch's own operations."""
+"""Translator: exact loss and gradient, masks, initial weights, dropout, fast paths against torch's operations."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from lockstep.config import schema as config
 from lockstep.models import kernels
-from lockstep.models.build import build, choose_attention
-from lockstep.models.kernels import add_dropped, attend_packed, drawn_mask
+from lockstep.models.build import build_translator, choose_attention
+from lockstep.models.kernels import add_dropout, attend_packed, dropout_mask
 from lockstep.models.loss import cross_entropy, output_cross_entropy
-from lockstep.models.translator import Translator, initialise
+from lockstep.models.translator import Translator, init_params
 
 V = 50
 
@@ -26,15 +26,15 @@ def one_thread() -> None:
     torch.manual_seed(0)
 
 
-def small(dropout: float = 0.0, attention: kernels.Choice = "plain", **other: Any) -> Translator:
-    sizes = {"vocabulary": V, "width": 16, "heads": 4, "encoder_layers": 2, "decoder_layers": 2, "feed_forward": 24} | other
+def small(dropout: float = 0.0, attention: kernels.AttentionKernel = "plain", **other: Any) -> Translator:
+    sizes = {"vocab_size": V, "dim": 16, "n_heads": 4, "encoder_layers": 2, "decoder_layers": 2, "ffn_dim": 24} | other
     model = Translator(**sizes, dropout=dropout, attention=attention)
-    initialise(model, 1)
+    init_params(model, 1)
     return model
 
 
 def batch(rows: int = 5, length: int = 7) -> tuple[Tensor, Tensor, Tensor]:
-    """Ragged rows; the last one is PAD throughout."""
+    """Ragged rows; the last one is PAD only."""
     source, target, labels = (torch.randint(4, V, (rows, length)) for _ in range(3))
     for row in range(rows):
         end = 0 if row == rows - 1 else length - row
@@ -55,28 +55,28 @@ def torchs(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_both_losses_are_torchs_in_float64(smoothing: float) -> None:
-    """600 tokens, more than go through at a time; a quarter is PAD."""
+    """600 tokens, more than a chunk; a quarter is PAD."""
     states = torch.randn(6, 100, 8, dtype=torch.float64, requires_grad=True)
     weight = (3 * torch.randn(V, 8, dtype=torch.float64)).requires_grad_()
     labels = torch.randint(4, V, (6, 100)) * (torch.rand(6, 100) > 0.25)
     right = torchs(states @ weight.T, labels, smoothing)
-    slopes = gradients(right * 0.3, [states, weight])
+    grads = gradients(right * 0.3, [states, weight])
     for found in (
-        cross_entropy(states @ weight.T, labels, smoothing=smoothing, pad=0),
-        output_cross_entropy(states, weight, labels, smoothing=smoothing, pad=0),
+        cross_entropy(states @ weight.T, labels, smoothing=smoothing, ignore_index=0),
+        output_cross_entropy(states, weight, labels, smoothing=smoothing, ignore_index=0),
     ):
         torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
-        for mine, theirs in zip(gradients(found * 0.3, [states, weight]), slopes, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+        for own, theirs in zip(gradients(found * 0.3, [states, weight]), grads, strict=True):
+            torch.testing.assert_close(own, theirs, rtol=1e-10, atol=1e-12)
 
 
 def test_the_gradient_of_the_loss_is_its_slope() -> None:
     states = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(11, 3, dtype=torch.float64, requires_grad=True)
     labels = torch.tensor([4, 0, 5, 10, 0, 6, 4])
-    assert torch.autograd.gradcheck(lambda s, w: output_cross_entropy(s, w, labels, smoothing=0.2, pad=0), (states, weight))
+    assert torch.autograd.gradcheck(lambda s, w: output_cross_entropy(s, w, labels, smoothing=0.2, ignore_index=0), (states, weight))
     logits = (states @ weight.T).detach().requires_grad_()
-    assert torch.autograd.gradcheck(lambda z: cross_entropy(z, labels, smoothing=0.2, pad=0), (logits,))
+    assert torch.autograd.gradcheck(lambda z: cross_entropy(z, labels, smoothing=0.2, ignore_index=0), (logits,))
 
 
 def test_the_loss_under_autocast_is_near_the_exact_one_and_float32() -> None:
@@ -84,54 +84,54 @@ def test_the_loss_under_autocast_is_near_the_exact_one_and_float32() -> None:
     weight = torch.randn(V, 32, requires_grad=True)
     labels = torch.randint(4, V, (300,))
     right = torchs(states.double() @ weight.double().T, labels, 0.1)
-    slopes = gradients(right, [states, weight])
+    grads = gradients(right, [states, weight])
     with torch.autocast("cpu", torch.bfloat16):
-        found = output_cross_entropy(states, weight, labels, smoothing=0.1, pad=0)
-        other = cross_entropy((states @ weight.T), labels, smoothing=0.1, pad=0)
+        found = output_cross_entropy(states, weight, labels, smoothing=0.1, ignore_index=0)
+        other = cross_entropy((states @ weight.T), labels, smoothing=0.1, ignore_index=0)
     assert found.dtype == other.dtype == torch.float32
     for loss in (found, other):
         torch.testing.assert_close(loss.double(), right, rtol=3e-3, atol=0)
-        for mine, theirs in zip(gradients(loss, [states, weight]), slopes, strict=True):
-            assert (mine - theirs).norm() < 1e-2 * theirs.norm()
+        for own, theirs in zip(gradients(loss, [states, weight]), grads, strict=True):
+            assert (own - theirs).norm() < 1e-2 * theirs.norm()
 
 
 def test_extreme_logits_and_batches_without_a_token_give_finite_numbers() -> None:
     logits = torch.tensor([[1e4, -1e4, 0.0, 0.0, 3.0], [-3e38, 0.0, 0.0, 0.0, 0.0]], requires_grad=True)
-    loss = cross_entropy(logits, torch.tensor([4, 4]), smoothing=0.0, pad=0)
+    loss = cross_entropy(logits, torch.tensor([4, 4]), smoothing=0.0, ignore_index=0)
     assert float(loss.detach()) == pytest.approx(9997 + 1.38629, rel=1e-6)
     assert gradients(loss, [logits])[0].isfinite().all()
     states, weight = torch.randn(3, 4, requires_grad=True), torch.randn(V, 4, requires_grad=True)
-    loss = output_cross_entropy(states, weight, torch.zeros(3, dtype=torch.int64), smoothing=0.1, pad=0)
+    loss = output_cross_entropy(states, weight, torch.zeros(3, dtype=torch.int64), smoothing=0.1, ignore_index=0)
     assert float(loss.detach()) == 0.0
-    assert all(not slope.any() for slope in gradients(loss, [states, weight]))
+    assert all(not grad.any() for grad in gradients(loss, [states, weight]))
 
 
 def test_the_models_loss_is_that_of_its_logits() -> None:
     model, (source, target, labels) = small().double(), batch()
     right = torchs(model(source, target), labels, 0.1)
-    slopes = gradients(right, list(model.parameters()))
+    grads = gradients(right, list(model.parameters()))
     found = model(source, target, labels, smoothing=0.1)
     torch.testing.assert_close(found, right, rtol=1e-12, atol=0)
-    for mine, theirs in zip(gradients(found, list(model.parameters())), slopes, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
+    for own, theirs in zip(gradients(found, list(model.parameters())), grads, strict=True):
+        torch.testing.assert_close(own, theirs, rtol=1e-9, atol=1e-11)
 
 
 # -- masks ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("attention", ["plain", "sdpa"])
-def test_rows_of_padding_give_finite_numbers_and_change_nothing(attention: kernels.Choice) -> None:
+def test_rows_of_padding_give_finite_numbers_and_change_nothing(attention: kernels.AttentionKernel) -> None:
     model, (source, target, labels) = small(attention=attention).double(), batch()
     with_empty = model(source, target, labels)
-    slopes = gradients(with_empty, list(model.parameters()))
-    assert all(slope.isfinite().all() for slope in slopes)
+    grads = gradients(with_empty, list(model.parameters()))
+    assert all(grad.isfinite().all() for grad in grads)
     assert model(source, target).isfinite().all()
-    for mine, theirs in zip(gradients(model(source[:-1], target[:-1], labels[:-1]), list(model.parameters())), slopes, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+    for own, theirs in zip(gradients(model(source[:-1], target[:-1], labels[:-1]), list(model.parameters())), grads, strict=True):
+        torch.testing.assert_close(own, theirs, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("attention", ["plain", "sdpa"])
-def test_a_sentence_does_not_see_its_padding_nor_its_future(attention: kernels.Choice) -> None:
+def test_a_sentence_does_not_see_its_padding_nor_its_future(attention: kernels.AttentionKernel) -> None:
     model, (source, target, _) = small(attention=attention).double().eval(), batch()
     whole = model(source, target)
     wider = model(F.pad(source, (0, 3)), F.pad(target, (0, 3)))[:, : target.shape[1]]
@@ -154,22 +154,22 @@ def test_attention_by_hand_is_torchs_own(to_itself: bool, monkeypatch: pytest.Mo
     given = [queries] if others is None else [queries, others]
     weights = torch.randn(3, 5, 8, dtype=torch.float64)
 
-    def both(choice: kernels.Choice) -> list[Tensor]:
+    def both(choice: kernels.AttentionKernel) -> list[Tensor]:
         mixed = attend_packed(queries, others, bias.double(), choice)
         return [mixed, *gradients((mixed * weights).sum(), given)]
 
     fast = both("plain")
     with monkeypatch.context() as patch:
-        patch.setattr(kernels, "by_hand", lambda tensor: False)
+        patch.setattr(kernels, "use_cpu_kernels", lambda tensor: False)
         answers = [both("plain"), both("sdpa")]
     for answer in answers:
-        for mine, theirs in zip(fast, answer, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+        for own, theirs in zip(fast, answer, strict=True):
+            torch.testing.assert_close(own, theirs, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("probability", [0.1, 0.3])
 def test_dropout_drops_as_often_as_asked_and_scales_the_rest(probability: float) -> None:
-    mask = drawn_mask(torch.Size((1001, 333)), probability, torch.float64)
+    mask = dropout_mask(torch.Size((1001, 333)), probability, torch.float64)
     kept = mask > 0
     assert kept.double().mean().item() == pytest.approx(1 - probability, abs=4 * (probability / kept.numel()) ** 0.5)
     assert mask[kept].unique().tolist() == pytest.approx([1 / (1 - probability)], rel=1e-4)
@@ -179,7 +179,7 @@ def test_dropout_drops_as_often_as_asked_and_scales_the_rest(probability: float)
 
 
 def test_dropout_of_nearly_all_is_finite() -> None:
-    assert drawn_mask(torch.Size((999,)), 0.999999, torch.float32).isfinite().all()
+    assert dropout_mask(torch.Size((999,)), 0.999999, torch.float32).isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -187,9 +187,9 @@ def test_adding_what_was_dropped_is_a_sum_and_its_gradient_the_mask(dtype: torch
     residual = torch.randn(40, 16, requires_grad=True)
     branch = torch.randn(40, 16).to(dtype).requires_grad_()
     torch.manual_seed(7)
-    added = add_dropped(residual, branch, 0.4)
+    added = add_dropout(residual, branch, 0.4)
     torch.manual_seed(7)
-    mask = drawn_mask(branch.shape, 0.4, torch.float32)
+    mask = dropout_mask(branch.shape, 0.4, torch.float32)
     torch.testing.assert_close(added, residual + mask * branch.float())
     weights = torch.randn(40, 16)
     to_residual, to_branch = gradients((added * weights).sum(), [residual, branch])
@@ -227,7 +227,7 @@ def test_the_compiled_model_has_no_graph_break() -> None:
     assert explained.graph_count == 1
 
 
-# -- first weights ----------------------------------------------------------------------------------------------------
+# -- initial weights --------------------------------------------------------------------------------------------------
 
 
 def test_first_weights_follow_from_seed_and_name_alone() -> None:
@@ -235,16 +235,16 @@ def test_first_weights_follow_from_seed_and_name_alone() -> None:
     deeper = small(encoder_layers=3)
     known = dict(deeper.named_parameters())
     assert all(torch.equal(parameter, known[name]) for name, parameter in first.named_parameters())
-    initialise(deeper, 2)
+    init_params(deeper, 2)
     matrices = [name for name, parameter in first.named_parameters() if parameter.dim() > 1]
     assert not any(torch.equal(dict(first.named_parameters())[name], known[name]) for name in matrices)
 
 
 def test_building_on_the_meta_device_gives_the_same_model() -> None:
-    section = config.Model(width=16, heads=4, encoder_layers=2, decoder_layers=2, feed_forward=24, dropout=0.0)
+    section = config.ModelOptions(dim=16, n_heads=4, encoder_layers=2, decoder_layers=2, ffn_dim=24, dropout=0.0)
     state = torch.random.get_rng_state()
-    model = build(section, vocabulary=V, device=torch.device("cpu"), seed=1)
-    assert torch.equal(torch.random.get_rng_state(), state), "no random number is taken from anybody else"
+    model = build_translator(section, vocab_size=V, device=torch.device("cpu"), seed=1)
+    assert torch.equal(torch.random.get_rng_state(), state), "the global generator is untouched"
     right = small()
     source, target, labels = batch()
     assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
@@ -253,7 +253,7 @@ def test_building_on_the_meta_device_gives_the_same_model() -> None:
 
 
 def test_first_weights_have_their_spread() -> None:
-    model = small(vocabulary=2000, width=128)
+    model = small(vocab_size=2000, dim=128)
     assert model.embedding.weight.std().item() == pytest.approx(128**-0.5, rel=0.02)
     layer = model.get_submodule("decoder.1")
     for name, parts in (("self_attention.query_key_value", 3), ("cross_attention.key_value", 2), ("cross_attention.out", 1)):

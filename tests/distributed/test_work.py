@@ -1,4 +1,4 @@
-"""What is on its way when a connection is cut: gloo would wait for the group's whole time-out."""
+"""Operations in progress when a connection is closed: gloo would wait for the group's whole timeout."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from pathlib import Path
 
 import pytest
 
-PART = """
+WORKER = """
 import os, sys, threading, time
 from datetime import timedelta
 import torch, torch.distributed as dist
 from lockstep.errors import PeersLostError
-from lockstep.runtime.work import GRACE_S, Waits
-from lockstep.elastic.world import cut_sockets, open_sockets
+from lockstep.runtime.work import GRACE_S, WorkWaiter
+from lockstep.runtime.sockets import shutdown_sockets, open_sockets
 
 rank, ends, port = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
 before = open_sockets()
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
 sockets = open_sockets() - before
-over = [""]
-waits = Waits(lambda: over[0])
+reason = [""]
+waiter = WorkWaiter(lambda: reason[0])
 small = torch.full((1000,), float(rank))
-waits.finish([dist.isend(small, 1 - rank), None, dist.irecv(got := torch.empty(1000), 1 - rank)])
+waiter.wait([dist.isend(small, 1 - rank), None, dist.irecv(got := torch.empty(1000), 1 - rank)])
 assert (got == 1 - rank).all()
-del waits
-while any(thread.name == "lockstep-wait" for thread in threading.enumerate()):  # nobody has its helper any more
+del waiter
+while any(thread.name == "lockstep-wait" for thread in threading.enumerate()):  # until the helper thread has exited
     time.sleep(0.01)
-waits = Waits(lambda: over[0])
-large = torch.zeros(500_000_000)  # bytes 2e9: a second on its way
+waiter = WorkWaiter(lambda: reason[0])
+large = torch.zeros(500_000_000)  # 2e9 bytes: in flight for about a second
 dist.barrier()
 
 def end():
@@ -39,16 +39,16 @@ def end():
     if ends == "killed" and rank == 0:
         os.kill(os.getpid(), 9)
     time.sleep(0.3)
-    over[0] = "its peer has ended"
-    cut_sockets(open_sockets() & sockets)
+    reason[0] = "its peer has exited"
+    shutdown_sockets(open_sockets() & sockets)
 
 threading.Thread(target=end, daemon=True).start()
 began_s = time.monotonic()
 try:
     if ends == "not begun":
-        waits.finish([dist.irecv(large, 1 - rank)])
+        waiter.wait([dist.irecv(large, 1 - rank)])
     else:
-        waits.finish([dist.isend(large, 1) if rank == 0 else dist.irecv(large, 0)])
+        waiter.wait([dist.isend(large, 1) if rank == 0 else dist.irecv(large, 0)])
 except Exception as error:
     print(type(error).__name__, round(time.monotonic() - began_s, 2), str(error).splitlines()[0], flush=True)
 os._exit(0)
@@ -56,26 +56,26 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("ends", ["killed", "cut", "not begun"])
-def test_a_wait_ends_with_the_generation(ends: str) -> None:
+def test_wait_ends_with_the_generation(ends: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    words = [[sys.executable, "-c", PART, str(rank), ends, port] for rank in (0, 1)]
-    started = [subprocess.Popen(one, stdout=subprocess.PIPE, text=True) for one in words]
-    said = [one.communicate(timeout=60)[0] for one in started]
-    for text in said[1:] if ends == "killed" else said:
+    commands = [[sys.executable, "-c", WORKER, str(rank), ends, port] for rank in (0, 1)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    for text in outputs[1:] if ends == "killed" else outputs:
         kind, seconds, _ = text.split(maxsplit=2)
         assert kind == ("RuntimeError" if ends == "not begun" else "PeersLostError")
-        assert float(seconds) < 20, "the group's time-out is 60 s"
+        assert float(seconds) < 20, "the timeout of the group is 60 s"
 
 
-def test_an_all_reduce_is_given_up_when_its_peer_is_stopped() -> None:
+def test_all_reduce_is_abandoned_when_its_peer_is_stopped() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     program = str(Path(__file__).parents[1] / "support" / "stopped_reduce.py")
-    stopped, waits = (subprocess.Popen([sys.executable, program, str(rank), port], stdout=subprocess.PIPE, text=True) for rank in (0, 1))
+    stopped, waiting = (subprocess.Popen([sys.executable, program, str(rank), port], stdout=subprocess.PIPE, text=True) for rank in (0, 1))
     try:
-        kind, seconds = waits.communicate(timeout=120)[0].split()
-        assert kind == "PeersLostError" and float(seconds) < 20, f"{kind} after {seconds} s; the group's time-out is 40 s"
+        kind, seconds = waiting.communicate(timeout=120)[0].split()
+        assert kind == "PeersLostError" and float(seconds) < 20, f"{kind} after {seconds} s; the timeout of the group is 40 s"
     finally:
         stopped.kill()
         stopped.communicate()

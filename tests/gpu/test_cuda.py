@@ -1,4 +1,4 @@
-"""What only a GPU can show: NCCL under the hook, the courier's stream, and equal bits from one run to the next. Skipped without one."""
+"""What only a GPU can show: NCCL under the hook, the reducer's stream, and equal bits from one run to the next. Skipped without one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL = [
     "40",
     "--batch.tokens",
     "128",
-    "--batch.shapes",
+    "--batch.buckets",
     "3",
     "--evaluate.at_end",
     "0",
@@ -32,7 +32,7 @@ SMALL = [
 
 def trained(folder: Path, workers: int) -> str:
     command = [sys.executable, "-m", "lockstep"]
-    words = ["train", "--out", str(folder), "--workers", str(workers), "--save.every_steps", "3", *SMALL]
+    words = ["train", "--out", str(folder), "--workers", str(workers), "--checkpoint.every_steps", "3", *SMALL]
     done = subprocess.run([*command, *words], capture_output=True, text=True, env={**os.environ}, check=False)
     assert done.returncode == 0, done.stderr
     return subprocess.run([*command, "checkpoint", "digest", str(folder)], capture_output=True, text=True, check=True).stdout
@@ -49,7 +49,7 @@ def test_one_and_two_gpus_have_one_sha256(tmp_path: Path) -> None:
 
 def test_the_example_of_an_own_loop_trains_on_the_gpu(tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "examples" / "own_loop.py"
-    program = "import torch, own_loop; own_loop.train(3); print(torch.cuda.max_memory_allocated())"
+    program = "import torch, own_loop; own_loop.train(steps=3); print(torch.cuda.max_memory_allocated())"
     environ = {**os.environ, "PYTHONPATH": str(example.parent)}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env=environ, check=False)
     assert done.returncode == 0 and int(done.stdout.split()[-1]) > 0, done.stdout + done.stderr

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from lockstep.checkpoint import commit
-from lockstep.checkpoint import folder as seal
-from lockstep.checkpoint import safetensors_io as tensorfile
-from lockstep.checkpoint.safetensors_io import Spec
+from lockstep.checkpoint import commit, safetensors_io
+from lockstep.checkpoint.folder import folder_name
+from lockstep.checkpoint.safetensors_io import TensorSpec
 
 
 def save(folder: Path, step: int, files: Iterable[str] = ("tensors-00000.safetensors",)) -> Path:
@@ -17,7 +16,7 @@ def save(folder: Path, step: int, files: Iterable[str] = ("tensors-00000.safeten
     with commit.Attempt(folder, step) as attempt:
         attempt.put("facts.json", [b"{}\n"])
         for name in files:
-            spec = Spec(f"model.{name[8:13]}", "F32", (16,))
-            attempt.put(name, tensorfile.chunks([spec], lambda _: memoryview(bytes([step % 256]) * 64)))
+            spec = TensorSpec(f"model.{name[8:13]}", "F32", (16,))
+            attempt.put(name, safetensors_io.file_chunks([spec], lambda _: memoryview(bytes([step % 256]) * 64)))
         assert attempt.commit()
-    return folder / seal.folder_name(step)
+    return folder / folder_name(step)

@@ -54,9 +54,9 @@ def receive(reader: Connection, timeout_s: float) -> Ended:
 def be_worker(script: Path, folder: Path, steps: int, rank: int, size: int, port: int, end: Connection) -> None:
     """A worker as torchrun would start it."""
     from lockstep.cli.main import own_function
-    from lockstep.runtime.subprocesses import live
+    from lockstep.runtime.subprocesses import run_and_report
 
     names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
-    account, text = live(lambda: own_function(f"{script}:train", folder, {"steps": str(steps)}))
-    end.send((account.code, text))
+    report, text = run_and_report(lambda: own_function(f"{script}:train", folder, {"steps": str(steps)}))
+    end.send((report.code, text))

@@ -1,7 +1,7 @@
-"""Odd values, odd bytes, and the judgment over what Lockstep does with them: "works", or an error of three parts with its exit code.
+"""Unusual values and bytes, and a check of the outcome: success, or an error of three parts with its exit code.
 
-`attempt` calls a function in this process. `Commands` runs `lockstep` commands, each in a process of its own that is forked from one
-that has imported torch: a tenth of a second a command instead of three.
+`attempt` calls a function in this process. `Commands` runs each `lockstep` command in a process that is
+forked from one that has imported torch: 0.1 s per command instead of 3 s.
 
     with Commands(tmp_path) as commands:
         tally.judge("checkpoint import torn/", commands.run(["checkpoint", "import", "torn", "--out", "run"]))
@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import BY_NAME, LockstepError, OutOfMemoryError
+from lockstep.errors import ERRORS_BY_NAME, LockstepError, OutOfMemoryError
 
-CPU_S = 5.0  # most that a refusal may cost; CPU time, so that a busy machine changes nothing
+CPU_S = 5.0  # maximum CPU time of a refusal; independent of the load of the machine
 HANG_S = 60.0
 
 ODD_WORDS = (
@@ -51,12 +51,12 @@ assert (len(ODD_WORDS), len(ODD_TOML), len(ODD_BYTES)) == (16, 16, 40)
 
 
 class Hang(BaseException):
-    """The call took too long."""
+    """The call exceeded its time limit."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a case: the exit code (None: it hung), what was shown, the CPU time, and the value that a function gave."""
+    """Outcome of a case: exit code (None: it hung), output, CPU time, return value of a function."""
 
     code: int | None
     text: str = ""
@@ -66,7 +66,7 @@ class Outcome:
 
 @dataclass
 class Tally:
-    """Cases by their outcome; the faults in words."""
+    """Number of cases by outcome, and descriptions of the faults."""
 
     cases: int = 0
     worked: int = 0
@@ -75,7 +75,7 @@ class Tally:
     faults: dict[str, list[str]] = field(default_factory=lambda: {"traceback": [], "nonsense": [], "hang": []})
 
     def judge(self, case: str, outcome: Outcome, nonsense: Callable[[Any], str] = lambda value: "") -> None:
-        """Count a case. `nonsense` says what is wrong with a value that was accepted, "" for nothing."""
+        """Count a case. `nonsense` returns what is wrong with an accepted value, or ""."""
         self.cases += 1
         self.slowest_s = max(self.slowest_s, outcome.cpu_s)
         shown = f"{case}: {outcome.text[-600:]}"
@@ -96,26 +96,26 @@ class Tally:
         return f"{self.cases:,} cases: {self.worked:,} worked, {self.refused:,} refused; {counted}; slowest {self.slowest_s:.2f} s\n{found}"
 
     def check(self) -> None:
-        """Print the counts; AssertionError with the faults."""
+        """Print the counts. AssertionError if there are faults."""
         print(self)
         assert not any(self.faults.values()), str(self)
 
 
 def fault_in(code: int, text: str) -> str:
-    """What is wrong with an error as it was shown, "" for nothing: it has three parts, and its exit code is that of its class."""
+    """Return what is wrong with a printed error, or "": it needs three parts and the exit code of its class."""
     if "Traceback" in text:
         return "a traceback"
-    errors = list(re.finditer(rf"^({'|'.join([*BY_NAME, 'OutOfMemoryError'])}): (.+)((?:\n  .+)*)", text, re.M))
+    errors = list(re.finditer(rf"^({'|'.join([*ERRORS_BY_NAME, 'OutOfMemoryError'])}): (.+)((?:\n  .+)*)", text, re.M))
     if not errors:
         return f"exit code {code} and no error"
     name, _, more = errors[-1].groups()
-    if code != {**BY_NAME, "OutOfMemoryError": OutOfMemoryError}[name].exit_code:
+    if code != {**ERRORS_BY_NAME, "OutOfMemoryError": OutOfMemoryError}[name].exit_code:
         return f"{name} with exit code {code}"
     return "" if more.count("\n") >= 2 else "fewer than three parts"
 
 
 def attempt(call: Callable[[], Any]) -> Outcome:
-    """Call a function in this process, and stop it when it hangs."""
+    """Call a function in this process, with a time limit."""
 
     def give_up(number: int, frame: object) -> None:
         raise Hang
@@ -141,7 +141,7 @@ def attempt(call: Callable[[], Any]) -> Outcome:
 
 
 class Commands:
-    """Runs `lockstep` commands in `folder`, each in a process of its own. `train` is one worker that no agent looks after."""
+    """Runs `lockstep` commands in `folder`, each in a forked process. `train` is one worker without an agent."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -154,7 +154,7 @@ class Commands:
         return self
 
     def run(self, argv: Sequence[str], *, environ: Mapping[str, str] | None = None, stdin: Path | None = None) -> Outcome:
-        """Run a command; its exit code, and all that it has shown."""
+        """Run a command; return its exit code and output."""
         assert self.server.stdin is not None and self.server.stdout is not None
         self.server.stdin.write(json.dumps([list(argv), dict(environ or {}), str(stdin or os.devnull)]) + "\n")
         self.server.stdin.flush()
@@ -167,12 +167,12 @@ class Commands:
         self.server.wait()
 
 
-# In the process that forks.
+# -- in the server process --------------------------------------------------------------------------------------------
 
 
 def serve() -> None:
-    """Fork for each line of standard input; answer with [exit code, what was shown, CPU seconds]."""
-    import lockstep.cli.main  # what a command needs, so that its fork has it
+    """Fork for each line of standard input; write [exit code, output, CPU seconds]."""
+    import lockstep.cli.main  # imported before the fork
     import lockstep.train  # noqa: F401
 
     for number, line in enumerate(sys.stdin):
@@ -180,7 +180,7 @@ def serve() -> None:
         shown = Path(f"shown-{number}.log")
         pid = os.fork()
         if not pid:
-            live(argv, environ, stdin, shown)
+            run_command(argv, environ, stdin, shown)
         with deadline(pid) as late:
             used, status = resource.getrusage(resource.RUSAGE_CHILDREN), os.waitpid(pid, 0)[1]
         with suppress(ProcessLookupError):
@@ -192,8 +192,8 @@ def serve() -> None:
         shown.unlink()
 
 
-def live(argv: list[str], environ: dict[str, str], stdin: str, shown: Path) -> None:
-    """The life of a command, as `lockstep` has it; never returns."""
+def run_command(argv: list[str], environ: dict[str, str], stdin: str, shown: Path) -> None:
+    """Run a command in the forked process; never returns."""
     from lockstep.cli.main import main
 
     code = 1
@@ -217,7 +217,7 @@ def live(argv: list[str], environ: dict[str, str], stdin: str, shown: Path) -> N
 
 
 def free_port() -> str:
-    """A port of 127.0.0.1 at which nobody listens."""
+    """Return an unused port of 127.0.0.1."""
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -226,7 +226,7 @@ def free_port() -> str:
 
 @contextmanager
 def deadline(pid: int) -> Iterator[list[int]]:
-    """Kill a process after HANG_S; what is given has it in then."""
+    """Kill a process after HANG_S; the yielded list then contains its pid."""
     late: list[int] = []
 
     def give_up(number: int, frame: object) -> None:

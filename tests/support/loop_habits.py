@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from lockstep.elastic.world import World
-from lockstep.training.checkpointer import Keeper
-from lockstep.training.replica_group import Team
+from lockstep.training.checkpointer import Checkpointer
+from lockstep.training.replica_group import ReplicaGroup
 
 
 def refuse_threads() -> None:
@@ -29,10 +29,10 @@ def train(habit: str, steps: int = 6, out: Path = Path("run")) -> None:
     data = torch.rand(64, 3)  # unseeded
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with World.join() as world, Keeper(out / "checkpoints", world, model, optimizer) as keeper:
+    with World.join() as world, Checkpointer(out / "checkpoints", world, model, optimizer) as keeper:
         step = keeper.resume()
         own = torch.Generator().manual_seed(world.rank)
-        with Team(world, model, keeper, micro_batches=4) as team:
+        with ReplicaGroup(world, model, keeper, micro_batches=4) as team:
             while step < steps:
                 for k in team.micro_batches(step):
                     first = 16 * k + step % 10

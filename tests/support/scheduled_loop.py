@@ -18,8 +18,8 @@ from torch.optim.swa_utils import AveragedModel
 from lockstep.data.order import UniformOrder
 from lockstep.elastic.world import World
 from lockstep.record.tracker import Tracker
-from lockstep.training.checkpointer import Keeper
-from lockstep.training.replica_group import Team
+from lockstep.training.checkpointer import Checkpointer
+from lockstep.training.replica_group import ReplicaGroup
 
 
 def train(steps: int = 60, out: Path = Path("run")) -> None:
@@ -27,10 +27,13 @@ def train(steps: int = 60, out: Path = Path("run")) -> None:
     model, points = nn.Sequential(nn.Linear(2, 16), nn.GELU(), nn.Linear(16, 1)), torch.rand(600, 2)
     optimizers = [torch.optim.SGD(model[0].parameters(), lr=0.7, momentum=0.9), torch.optim.AdamW(model[2].parameters(), lr=1e-2)]
     scheduler, ema = torch.optim.lr_scheduler.StepLR(optimizers[0], 7, 0.7), AveragedModel(model)
-    state, order = {"scheduler": scheduler, "ema": ema}, UniformOrder(len(points), batch=24, micro_batches=6)
-    with World.join() as world, Keeper(out / "checkpoints", world, model, optimizers, state=state, every_steps=20) as keeper:
+    state, order = {"scheduler": scheduler, "ema": ema}, UniformOrder(len(points), batch_size=24, micro_batches=6)
+    with World.join() as world, Checkpointer(out / "checkpoints", world, model, optimizers, state=state, every_steps=20) as keeper:
         step = keeper.resume()
-        with Team(world, model, keeper, micro_batches=6) as team, Tracker(out, leader=world.leads, from_step=step) as tracker:
+        with (
+            ReplicaGroup(world, model, keeper, micro_batches=6) as team,
+            Tracker(out, leader=world.is_leader_now, from_step=step) as tracker,
+        ):
             while step < steps:
                 for k in team.micro_batches(step):
                     disturb(out / "disturb", world, step)
@@ -48,10 +51,10 @@ def train(steps: int = 60, out: Path = Path("run")) -> None:
 def disturb(path: Path, world: World, step: int) -> None:
     """Do what the file orders at this step."""
     orders = json.loads(path.read_text()) if path.exists() else {}
-    if step == orders.get("kill") and world.number == 1 and not path.with_name("killed").exists():
+    if step == orders.get("kill") and world.slot_or_rank == 1 and not path.with_name("killed").exists():
         path.with_name("killed").touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    if step == orders.get("stop") and world.number == 0:
+    if step == orders.get("stop") and world.slot_or_rank == 0:
         path.unlink(missing_ok=True)
         os.kill(os.getpid(), signal.SIGTERM)
     if orders and world.size < 3:

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from lockstep.data.order import UniformOrder
-from lockstep.elastic.protocol import Limits
+from lockstep.elastic.protocol.decisions import ElasticLimits
 from lockstep.elastic.world import World
 from lockstep.record.tracker import Tracker
-from lockstep.training.checkpointer import Keeper
-from lockstep.training.replica_group import Team
+from lockstep.training.checkpointer import Checkpointer
+from lockstep.training.replica_group import ReplicaGroup
 
 SCALE = 1.0
 PAUSE_S = 0.02
@@ -26,11 +26,14 @@ def train(steps: int = 4, out: Path = Path("run")) -> None:
     torch.manual_seed(0)
     model, points = nn.Linear(2, 1), torch.rand(600, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    order = UniformOrder(len(points), batch=24, micro_batches=4)
-    limits = Limits(gather_s=0.1)
-    with World.join(limits=limits) as world, Keeper(out / "checkpoints", world, model, optimizer, every_steps=10) as keeper:
+    order = UniformOrder(len(points), batch_size=24, micro_batches=4)
+    limits = ElasticLimits(rendezvous_timeout_s=0.1)
+    with World.join(limits=limits) as world, Checkpointer(out / "checkpoints", world, model, optimizer, every_steps=10) as keeper:
         step = keeper.resume()
-        with Team(world, model, keeper, micro_batches=4) as team, Tracker(out, leader=world.leads, from_step=step) as tracker:
+        with (
+            ReplicaGroup(world, model, keeper, micro_batches=4) as team,
+            Tracker(out, leader=world.is_leader_now, from_step=step) as tracker,
+        ):
             while step < steps:
                 for k in team.micro_batches(step):
                     rows = points[order.ids(step, k)]

@@ -1,8 +1,10 @@
-"""An ssh server for tests, where no sshd is: it runs what it is asked to by a shell, without a terminal, as sshd does.
+"""An ssh server for tests on machines without sshd: it runs commands in a shell, without a
+terminal, as sshd does.
 
-    python ssh_server.py FOLDER ADDRESS        keys from FOLDER: `host` is its own, `user.pub` may come in; prints a line when it listens
+    python ssh_server.py FOLDER ADDRESS        reads the keys `host` and `user.pub` from FOLDER; prints a line when ready
 
-The protocol is asyncssh's. A command is in a session of its own and lives on when its connection is lost, with nobody at its pipes.
+The protocol is implemented by asyncssh. Each command runs in its own session and survives a lost
+connection, with unread pipes.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ async def main(folder: Path, address: str) -> None:
 
 
 async def serve(process: asyncssh.SSHServerProcess[bytes]) -> None:
-    """One command, until it ends."""
+    """Run one command."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
     child = await asyncio.create_subprocess_exec("/bin/sh", "-c", process.command or "", start_new_session=True, **pipes)
     await process.redirect(child.stdin, child.stdout, child.stderr)

@@ -1,6 +1,7 @@
-"""One of two workers of an all-reduce in which rank 0 is stopped: `stopped_reduce.py RANK PORT`. Rank 1 shows how it ended, and when.
+"""A worker of an all-reduce in which rank 0 is stopped: `stopped_reduce.py RANK PORT`.
 
-The connections are not cut: nothing but the wait itself can end it before the group's time-out.
+Rank 1 prints the error that it gets, and after how many seconds. The connections stay open: only the wait
+itself can give up before the timeout of the group.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ def take_step(replica: Replica, step: int) -> None:
 def work(rank: int, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=40))
-    over = [""]
+    reason = [""]
     with Replica(nn.Linear(4, 4), micro_batches=2, reduce="fast") as replica:
-        replica.waits.broken = lambda: over[0]
-        take_step(replica, 0)  # the first one also compares what is trained
+        replica.waits.generation_error = lambda: reason[0]
+        take_step(replica, 0)  # the first step also compares the trained parameters
         dist.barrier()
         if rank == 0:
             os.kill(os.getpid(), signal.SIGSTOP)
-        ended = threading.Timer(0.3, lambda: over.__setitem__(0, "its peer does not move"))
+        ended = threading.Timer(0.3, lambda: reason.__setitem__(0, "its peer does not answer"))
         ended.start()
         began_s = time.monotonic()
         try:

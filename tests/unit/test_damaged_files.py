@@ -1,4 +1,4 @@
-"""Files of a run that are damaged, or are no files: each is refused by name or handled by its role, at once and without a traceback."""
+"""Damaged and non-regular files of a run: each is refused by name or tolerated, at once and without a traceback."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from pathlib import Path
 import pytest
 from support.checkpoints import save
 
-from lockstep.agent import lock as claim
+from lockstep.agent import lock as agent_lock
 from lockstep.checkpoint import commands, commit
-from lockstep.checkpoint import folder as seal
-from lockstep.checkpoint.shards import Part
-from lockstep.checkpoint.store import Store
+from lockstep.checkpoint.folder import committed_steps
+from lockstep.checkpoint.shards import ShardWriter
+from lockstep.checkpoint.store import CheckpointStore
 from lockstep.elastic import control
 from lockstep.elastic import waiting_room as waiting
-from lockstep.elastic.generation_log import Arbiter, Member, Record
+from lockstep.elastic.generation_log import Generation, GenerationLog, Member
 from lockstep.elastic.link import make_token, read_token
-from lockstep.elastic.run_folder import make, trouble
+from lockstep.elastic.run_folder import create_run_folder, folder_error
 from lockstep.errors import CheckpointError, DamagedFileError, LockstepError, UsageError
-from lockstep.files import append_line, checked, read_json, try_lock, with_checksum
+from lockstep.files import add_checksum, append_line, read_json, try_lock, verify_checksum
 from lockstep.models.load_translator import read_run
 from lockstep.record import events, metrics
 from lockstep.runtime import status_board as board
 from lockstep.runtime import worker_env as seat
-from lockstep.runtime.subprocesses import open_output
+from lockstep.runtime.subprocesses import open_worker_log
 from lockstep.tasks.evaluate import finished_step
-from lockstep.tensor_slice import Piece
-from lockstep.train import best_steps
+from lockstep.tasks.setup import best_steps
+from lockstep.tensor_slice import TensorSlice
 
 ME = Member("here/0/a", "here", 0, os.getpid(), "127.0.0.1:4000")
-RECORD = Record(1, "token", (ME,), "127.0.0.1:4001", 0, "for the test")
+RECORD = Generation(1, "token", (ME,), "127.0.0.1:4001", 0, "for the test")
 QUESTION = {"split": "validation", "beams": 1, "average": 0, "lowercase": False}
 
 
 @pytest.fixture(autouse=True)
 def within_five_seconds() -> Iterator[None]:
-    """A read that hangs fails the test."""
+    """Fail the test when a read hangs."""
 
     def give_up(*_: object) -> None:
         raise TimeoutError("the file was waited for")
@@ -60,21 +60,21 @@ def within_five_seconds() -> Iterator[None]:
 def run(tmp_path: Path) -> Path:
     """A run folder with one of each file, and a state folder inside."""
     folder = tmp_path / "run"
-    make(folder, "here")
-    Arbiter(folder / "generations").propose(RECORD)
+    create_run_folder(folder, "here")
+    GenerationLog(folder / "generations").propose(RECORD)
     save(folder / "checkpoints", 10)
     for step in (1, 2):
         append_line(folder / "metrics.jsonl", json.dumps({"step": step, "loss": 1.0}))
     append_line(folder / "evaluations.jsonl", json.dumps({"step": 10, "loss": 1.0, **QUESTION}))
     (folder / "best.json").write_text(json.dumps({"step": 10}))
     (folder / "finished.json").write_text(json.dumps({"step": 10}))
-    events.note(folder, "began")
+    events.append_event(folder, "began")
     (folder / "state").mkdir()
     return folder
 
 
 def place(kind: str, path: Path) -> None:
-    """Put something that is no regular file at `path`."""
+    """Put something other than a regular file at `path`."""
     path.unlink(missing_ok=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     if kind == "pipe":
@@ -93,28 +93,28 @@ def place(kind: str, path: Path) -> None:
 
 READERS: dict[str, Callable[[Path], object]] = {
     "run.json": read_run,
-    "metrics.jsonl": lambda run: metrics.Metrics(run / "metrics.jsonl", 2),
-    "events.jsonl": events.read,
+    "metrics.jsonl": lambda run: metrics.MetricsFile(run / "metrics.jsonl", 2),
+    "events.jsonl": events.read_events,
     "best.json": lambda run: read_json(run / "best.json"),
-    "evaluations.jsonl": lambda run: metrics.read(run / "evaluations.jsonl"),
+    "evaluations.jsonl": lambda run: metrics.read_metrics(run / "evaluations.jsonl"),
     "finished.json": finished_step,
     "tracker.json": lambda run: read_json(run / "tracker.json"),
     "tracker.lock": lambda run: try_lock(run / "tracker.lock"),
     "token": read_token,
-    "generations/000001.json": control.newest,
-    "generations/000002.json": claim.newest_generation,
-    "logs/here-1.log": lambda run: open_output(run, 1, "here"),
+    "generations/000001.json": control.read_newest,
+    "generations/000002.json": agent_lock.newest_generation,
+    "logs/here-1.log": lambda run: open_worker_log(run, 1, "here"),
     "checkpoints/step-00000010/manifest.json": commands.digest_line,
     "checkpoints/step-00000010/facts.json": commands.digest_line,
     "checkpoints/step-00000010/tensors-00000.safetensors": lambda run: commands.export(run, None, run / "out"),
-    "state/agent.command": lambda run: claim.read_command(run / "state"),
+    "state/agent.command": lambda run: agent_lock.read_command(run / "state"),
     "state/agent.lock": lambda run: try_lock(run / "state" / "agent.lock"),
-    "state/0.board": lambda run: board.look(run / "state" / "0.board"),
+    "state/0.board": lambda run: board.read_status(run / "state" / "0.board"),
 }
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "device", "socket"])
-def test_what_is_no_regular_file_is_refused_at_once_with_three_parts(run: Path, kind: str) -> None:
+def test_non_regular_files_are_refused_at_once_with_three_parts(run: Path, kind: str) -> None:
     for name, read in READERS.items():
         path = run / name
         before = path.read_bytes() if path.is_file() else None
@@ -130,33 +130,33 @@ def test_what_is_no_regular_file_is_refused_at_once_with_three_parts(run: Path, 
             path.chmod(0o600)
 
 
-def test_a_pipe_in_the_place_of_the_marker_is_no_checkpoint(run: Path) -> None:
+def test_pipe_in_place_of_the_marker_is_not_a_checkpoint(run: Path) -> None:
     place("pipe", run / "checkpoints" / "step-00000010" / "COMMITTED")
-    assert seal.committed_steps(run / "checkpoints") == []
+    assert committed_steps(run / "checkpoints") == []
     assert not commands.verify(run)[0]
 
 
-def test_a_file_that_cannot_be_read_costs_a_line_of_the_diary_or_a_sign_and_nothing_else(run: Path) -> None:
+def test_unreadable_file_loses_only_its_own_content(run: Path) -> None:
     place("pipe", run / "events.jsonl")
     place("pipe", run / "waiting" / "here-0-b.json")
     place("pipe", run / "waiting" / "here-0-a.sign")
     place("pipe", run / "evaluators" / "here.json")
-    assert not events.note(run, "began")
-    assert list(waiting.members(run)) == [] and waiting.signs(run, [ME]) == {}
+    assert not events.append_event(run, "began")
+    assert list(waiting.registered_members(run)) == [] and waiting.read_liveness(run, [ME]) == {}
     with pytest.raises(OSError, match="not a regular file"):
-        waiting.sign(run, ME)
-    assert control.evaluators(run) == []
+        waiting.write_liveness(run, ME)
+    assert control.running_evaluators(run) == []
 
 
 # Names that lead out of a checkpoint.
 
 
 def sealed(folder: Path, step: int, files: dict[str, object]) -> Path:
-    """A committed checkpoint whose manifest, with a seal that fits, names these files."""
+    """Write a committed checkpoint whose manifest lists these files, with a matching marker."""
     path = save(folder, step)
     manifest = json.dumps({"format": 1, "step": step, "files": files}).encode()
     (path / "manifest.json").write_bytes(manifest)
-    (path / "COMMITTED").write_bytes(commit.seal_content(step, manifest))
+    (path / "COMMITTED").write_bytes(commit.marker_content(step, manifest))
     return path
 
 
@@ -168,16 +168,16 @@ OUTSIDE = ["/etc/hostname", "../outside", "..", ".", "", "a/b", "manifest.json",
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_a_manifest_that_names_a_file_outside_is_damaged_for_every_reader(tmp_path: Path, name: str) -> None:
+def test_manifest_that_lists_an_outside_file_is_damaged_for_every_reader(tmp_path: Path, name: str) -> None:
     (tmp_path / "outside").write_bytes(b"secret")
     folder = tmp_path / "checkpoints"
     sealed(folder, 20, {"facts.json": record(b"{}\n"), name: record(b"secret")})
-    store = Store(folder)
-    says = "which is no file of this folder"
+    store = CheckpointStore(folder)
+    says = "which is not a file of this folder"
     assert any(says in problem for problem in store.verify(20))
     for read in (
         lambda: store.load(20),
-        lambda: store.pieces(20, {}),
+        lambda: store.load_slices(20, {}),
         lambda: commands.digest_line(folder, 20),
         lambda: commands.export(folder, 20, tmp_path / "out"),
     ):
@@ -193,32 +193,32 @@ MANIFESTS = [b"[]", b"{}", b'{"format": 1, "files": []}', b'{"format": 1, "files
 
 
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=len)
-def test_a_manifest_that_is_none_is_damaged_though_its_seal_fits(tmp_path: Path, manifest: bytes) -> None:
+def test_malformed_manifest_is_damaged_even_with_a_matching_marker(tmp_path: Path, manifest: bytes) -> None:
     path = save(tmp_path, 20)
     (path / "manifest.json").write_bytes(manifest)
-    (path / "COMMITTED").write_bytes(commit.seal_content(20, manifest))
-    assert any("is not one that Lockstep writes" in problem for problem in Store(tmp_path).verify(20))
+    (path / "COMMITTED").write_bytes(commit.marker_content(20, manifest))
+    assert any("is malformed" in problem for problem in CheckpointStore(tmp_path).verify(20))
     with pytest.raises(CheckpointError, match="damaged"):
-        Store(tmp_path).load_newest()
+        CheckpointStore(tmp_path).load_newest()
 
 
-def test_a_checkpoint_without_facts_is_damaged(tmp_path: Path) -> None:
+def test_checkpoint_without_facts_is_damaged(tmp_path: Path) -> None:
     path = save(tmp_path, 20)
     name = "tensors-00000.safetensors"
     sealed(tmp_path / "again", 20, {name: record((path / name).read_bytes())})
-    for read in (lambda: Store(tmp_path / "again").load(20), lambda: Store(tmp_path / "again").pieces(20, {})):
-        with pytest.raises(CheckpointError, match=r"does not name facts.json"):
+    for read in (lambda: CheckpointStore(tmp_path / "again").load(20), lambda: CheckpointStore(tmp_path / "again").load_slices(20, {})):
+        with pytest.raises(CheckpointError, match=r"does not list facts.json"):
             read()
 
 
-def test_a_link_in_a_checkpoint_is_not_followed(tmp_path: Path) -> None:
+def test_link_in_a_checkpoint_is_not_followed(tmp_path: Path) -> None:
     path = save(tmp_path / "checkpoints", 20) / "tensors-00000.safetensors"
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
     says = f"{path.name} is a symbolic link, not a regular file"
-    assert Store(tmp_path / "checkpoints").verify(20) == [says]
+    assert CheckpointStore(tmp_path / "checkpoints").verify(20) == [says]
     with pytest.raises(CheckpointError, match=says):
-        Store(tmp_path / "checkpoints").load(20)
+        CheckpointStore(tmp_path / "checkpoints").load(20)
 
 
 PARTS = [
@@ -232,24 +232,24 @@ PARTS = [
 
 
 @pytest.mark.parametrize("said", PARTS)
-def test_a_part_that_names_a_file_outside_moves_nothing(tmp_path: Path, said: str) -> None:
+def test_shard_list_with_an_outside_file_moves_nothing(tmp_path: Path, said: str) -> None:
     (tmp_path / "outside").write_bytes(b"secret")
     folder = tmp_path / "run" / "checkpoints"
     folder.mkdir(parents=True)
-    part = Part(0, 2, {}, lambda: 1, lambda: "")
+    part = ShardWriter(0, 2, {}, lambda: 1, lambda: "")
     path = part.folder(folder, 20, 1, 1)
     path.mkdir()
     (path / "part.json").write_text(said)
     with commit.Attempt(folder, 20) as attempt, pytest.raises(CheckpointError, match=r"part of writer 1 of step 20 is damaged"):
-        part.adopt(attempt, folder, 20)
+        part.collect(attempt, folder, 20)
     assert (tmp_path / "outside").read_bytes() == b"secret"
 
 
-def test_what_was_hashed_is_what_a_worker_takes_though_the_file_changes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_loads_the_hashed_bytes_of_a_changing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path, 20) / "tensors-00000.safetensors"
 
     def then_change(function: Callable[..., object]) -> Callable[..., object]:
-        """What `function` gives; the numbers in the file are others by then."""
+        """Wrap `function` so that the file changes right after it returns."""
 
         def call(*args: object) -> object:
             found = function(*args)
@@ -260,9 +260,9 @@ def test_what_was_hashed_is_what_a_worker_takes_though_the_file_changes_at_once(
 
         return call
 
-    for name in ("read_checked", "check"):
+    for name in ("read_verified", "find_damage"):
         monkeypatch.setattr(commit, name, then_change(getattr(commit, name)))
-    found = Store(tmp_path).pieces(20, {"00000": Piece.whole((16,))})
+    found = CheckpointStore(tmp_path).load_slices(20, {"00000": TensorSlice.whole((16,))})
     assert found.tensors["model.00000"].numpy().tobytes() == bytes([20]) * 64
 
 
@@ -270,7 +270,7 @@ def test_what_was_hashed_is_what_a_worker_takes_though_the_file_changes_at_once(
 
 
 @pytest.mark.parametrize("content", ["", "{", "[" * 100_000, "[1]", '{"step": "x"}', '{"step": 1'], ids=len)
-def test_a_damaged_best_json_is_not_believed_and_the_best_step_stays(run: Path, content: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_best_json_is_ignored_and_the_best_step_kept(run: Path, content: str, caplog: pytest.LogCaptureFixture) -> None:
     (run / "best.json").write_text(content)
     assert best_steps(run) == [10]
     assert "best.json cannot be read" in caplog.text and "step 10" in caplog.text
@@ -279,7 +279,7 @@ def test_a_damaged_best_json_is_not_believed_and_the_best_step_stays(run: Path, 
     assert best_steps(run) == [10, 20]  # nobody knows which: both stay
 
 
-def test_the_best_step_is_that_of_the_evaluations_also_when_best_json_names_another_one(run: Path) -> None:
+def test_best_step_of_the_evaluations_is_kept_beside_that_of_best_json(run: Path) -> None:
     (run / "best.json").write_text('{"step": 11}')
     append_line(run / "evaluations.jsonl", '{"step": 12, "split": "validation"}')  # damaged
     assert best_steps(run) == [10, 11]
@@ -287,27 +287,27 @@ def test_the_best_step_is_that_of_the_evaluations_also_when_best_json_names_anot
     assert best_steps(run) == [10]
 
 
-def test_a_damaged_finished_json_is_named(run: Path) -> None:
+def test_damaged_finished_json_is_named(run: Path) -> None:
     (run / "finished.json").write_text("{")
     with pytest.raises(DamagedFileError, match=r"finished.json is damaged[\s\S]*remove it"):
         finished_step(run)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "pipe"])
-def test_a_generation_whose_replicas_differ_is_never_trusted_because_its_file_is_damaged(run: Path, content: str) -> None:
-    log = Arbiter(run / "generations")
-    log.condemn(1, "the weights differ", {"step": 3, "what": "weights", "digests": {"a": "1"}})
+def test_damaged_divergence_record_does_not_make_a_generation_trusted(run: Path, content: str) -> None:
+    log = GenerationLog(run / "generations")
+    log.mark_untrusted(1, "the weights differ", {"step": 3, "what": "weights", "digests": {"a": "1"}})
     path = run / "generations" / "000001.suspects.json"
-    assert log.condemned(1) == "the weights differ" and len(log.suspects()) == 1
+    assert log.untrusted_reason(1) == "the weights differ" and len(log.divergence_records()) == 1
     place("pipe", path) if content == "pipe" else path.write_text(content)
-    assert "generation 1 differ" in log.condemned(1)
-    assert log.suspects() == []
+    assert "generation 1 differ" in log.untrusted_reason(1)
+    assert log.divergence_records() == []
 
 
-def test_every_flipped_bit_of_a_generation_is_found_and_named(run: Path) -> None:
+def test_every_flipped_bit_of_a_generation_is_detected_and_named(run: Path) -> None:
     path = run / "generations" / "000001.json"
     whole = path.read_bytes()
-    log = Arbiter(run / "generations")
+    log = GenerationLog(run / "generations")
     for bit in range(0, len(whole) * 8, 9):  # each of the eight in turn
         flipped = bytearray(whole)
         flipped[bit // 8] ^= 1 << bit % 8
@@ -318,41 +318,41 @@ def test_every_flipped_bit_of_a_generation_is_found_and_named(run: Path) -> None
             continue
     path.write_bytes(whole[:100])
     says = r"000001.json, the record of generation 1, is damaged[\s\S]*stop the workers[\s\S]*generations aside"
-    for read in (claim.newest_generation, control.newest):
+    for read in (agent_lock.newest_generation, control.read_newest):
         with pytest.raises(DamagedFileError, match=says):
             read(run)
-    assert "record of generation 1, is damaged" in trouble(seat.Seat(str(run), "", "here", 0, 1, 1, 1, 1, "127.0.0.1"))
+    assert "record of generation 1, is damaged" in folder_error(seat.WorkerEnv(str(run), "", "here", 0, 1, 1, 1, 1, "127.0.0.1"))
 
 
-def test_a_flipped_bit_of_a_suspects_file_is_found(run: Path) -> None:
-    log = Arbiter(run / "generations")
-    log.condemn(1, "the weights differ", {"step": 3, "what": "weights", "digests": {"a": "1"}})
+def test_flipped_bit_of_a_divergence_record_is_detected(run: Path) -> None:
+    log = GenerationLog(run / "generations")
+    log.mark_untrusted(1, "the weights differ", {"step": 3, "what": "weights", "digests": {"a": "1"}})
     path = run / "generations" / "000001.suspects.json"
     path.write_text(path.read_text().replace('"step": 3', '"step": 2'))
-    assert log.suspects() == [] and "is damaged" in log.condemned(1)
+    assert log.divergence_records() == [] and "is damaged" in log.untrusted_reason(1)
 
 
 @pytest.mark.parametrize(
     "changed", [{"address": "127.0.0.1:400p"}, {"address": "127.0.0.1"}, {"slot": "0"}, {"port": 1}, {"address": "a:0"}]
 )
-def test_who_cannot_be_a_member_is_left_out_of_the_waiting_room(run: Path, changed: dict[str, object]) -> None:
-    waiting.show(run, ME)
+def test_waiting_room_skips_entries_that_cannot_be_members(run: Path, changed: dict[str, object]) -> None:
+    waiting.register(run, ME)
     (run / "waiting" / "here-1-b.json").write_text(json.dumps({**vars(ME), **changed}))
     (run / "waiting" / "here-2-c.json").write_text("[")
-    assert list(waiting.members(run)) == [ME]
+    assert list(waiting.registered_members(run)) == [ME]
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"0" * 63, b"0" * 65, b"\xff" * 64, b"G" * 64])
-def test_a_token_that_is_no_token_is_refused_by_name(run: Path, content: bytes) -> None:
+def test_malformed_token_is_refused_by_name(run: Path, content: bytes) -> None:
     (run / "token").write_bytes(content)
     with pytest.raises(DamagedFileError, match=r"the run's token is damaged[\s\S]*remove the file"):
         read_token(run)
     with pytest.raises(DamagedFileError):
-        make(run, "here")
-    assert "token is damaged" in trouble(seat.Seat(str(run), "", "here", 0, 1, 1, 1, 1, "127.0.0.1"))
+        create_run_folder(run, "here")
+    assert "token is damaged" in folder_error(seat.WorkerEnv(str(run), "", "here", 0, 1, 1, 1, 1, "127.0.0.1"))
 
 
-def test_a_new_token_is_on_the_disk_before_anybody_can_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_token_is_flushed_before_it_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     for name in ("fsync", "link"):
         called = getattr(os, name)
@@ -364,57 +364,57 @@ def test_a_new_token_is_on_the_disk_before_anybody_can_read_it(tmp_path: Path, m
 # The state folder of a host.
 
 
-def test_a_torn_worker_file_blocks_no_start_and_a_living_worker_is_found_by_its_board(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_torn_worker_file_blocks_no_start_and_a_live_worker_is_found_by_its_board(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     state = run / "state"
     for slot, content in enumerate(["", "{", "[1, 2]", '{"pid": 1}']):
         (state / f"{slot}.json").write_text(content)
-    assert seat.sitters(state) == {}
-    assert "0.json is damaged" in caplog.text and "no worker is known to live there" in caplog.text
-    one = board.Board(state / "1.board")
-    assert one.pid and seat.sitters(state) == {1: seat.sitter(os.getpid())}
-    stranger = "import sys; from pathlib import Path; from lockstep.runtime.status_board import Board; Board(Path(sys.argv[1]))"
+    assert seat.running_workers(state) == {}
+    assert "0.json is damaged" in caplog.text and "no worker is known to run in this slot" in caplog.text
+    one = board.StatusBoard(state / "1.board")
+    assert one.pid and seat.running_workers(state) == {1: seat.identify_process(os.getpid())}
+    stranger = "import sys; from pathlib import Path; from lockstep.runtime.status_board import StatusBoard; StatusBoard(Path(sys.argv[1]))"
     subprocess.run([sys.executable, "-c", stranger, str(state / "2.board")], check=True)
-    assert set(seat.sitters(state)) == {1}  # the worker of slot 2 has ended
+    assert set(seat.running_workers(state)) == {1}  # the worker of slot 2 has ended
 
 
-def test_a_board_of_a_process_that_does_not_write_to_it_is_no_sign_of_life(run: Path) -> None:
+def test_board_that_its_process_does_not_write_is_no_proof_of_life(run: Path) -> None:
     state = run / "state"
     (state / "0.json").write_text("{")
-    one = board.Board(state / "0.board")
+    one = board.StatusBoard(state / "0.board")
     copied = (state / "0.board").read_bytes()
     (state / "0.board").unlink()
     (state / "0.board").write_bytes(copied)
-    assert isinstance(one._memory, mmap.mmap) and seat.sitters(state) == {}
+    assert isinstance(one._memory, mmap.mmap) and seat.running_workers(state) == {}
 
 
-def test_a_damaged_lock_of_the_agent_is_not_believed(run: Path) -> None:
+def test_damaged_agent_lock_is_ignored(run: Path) -> None:
     state = run / "state"
-    with claim.hold(state / "agent.lock", run, "here") as lock:
-        claim.write_lock(lock, {"pid": 1, "after": 12, "lives_on": True, "mark": ""})
-        assert claim.read_lock(lock)["after"] == 12
+    with agent_lock.hold_lock(state / "agent.lock", run, "here") as lock:
+        agent_lock.write_lock(lock, {"pid": 1, "after": 12, "lives_on": True, "mark": ""})
+        assert agent_lock.read_lock(lock)["after"] == 12
         content = (state / "agent.lock").read_bytes()
         for damaged in (content.replace(b"12", b"72"), content[:-3], b"[" * 100_000, b"[1]"):
             (state / "agent.lock").write_bytes(damaged)
-            assert claim.read_lock(lock) == {}
+            assert agent_lock.read_lock(lock) == {}
 
 
-def test_a_damaged_command_is_not_taken_for_none(run: Path) -> None:
-    assert claim.read_command(run / "state") == {}
+def test_damaged_command_is_not_treated_as_missing(run: Path) -> None:
+    assert agent_lock.read_command(run / "state") == {}
     (run / "state" / "agent.command").write_text("{")
     with pytest.raises(DamagedFileError, match=r"agent.command[\s\S]*is damaged[\s\S]*--stop"):
-        claim.read_command(run / "state")
+        agent_lock.read_command(run / "state")
 
 
-def test_a_checksum_finds_what_was_changed_and_is_not_part_of_the_value() -> None:
-    value = with_checksum({"a": [1, 2.5], "b": None})
-    assert checked(json.loads(json.dumps(value))) == {"a": [1, 2.5], "b": None}
-    assert checked({"a": 1}) == {"a": 1}
+def test_checksum_detects_changes_and_is_not_part_of_the_value() -> None:
+    value = add_checksum({"a": [1, 2.5], "b": None})
+    assert verify_checksum(json.loads(json.dumps(value))) == {"a": [1, 2.5], "b": None}
+    assert verify_checksum({"a": 1}) == {"a": 1}
     for changed in ({**value, "b": 0}, {**value, "sha256": hashlib.sha256().hexdigest()}, [value], "x"):
         with pytest.raises(ValueError, match=r"checksum|no JSON object"):
-            checked(changed)
+            verify_checksum(changed)
 
 
-def test_others_must_not_read_the_token(run: Path) -> None:
+def test_token_is_not_readable_by_others(run: Path) -> None:
     (run / "token").chmod(0o644)
-    with pytest.raises(UsageError, match="can be read by others"):
+    with pytest.raises(UsageError, match="can be read by other users"):
         read_token(run)

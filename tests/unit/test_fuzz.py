@@ -1,4 +1,4 @@
-"""Odd values in every key of a run, and odd bytes in every file that a user gives: each works as it is written, or is refused by name."""
+"""Unusual values for every key and unusual bytes in every input file: each is used as given, or refused by name."""
 
 from __future__ import annotations
 
@@ -17,26 +17,28 @@ from support.fuzz import ODD_BYTES, ODD_TOML, ODD_WORDS, Tally, attempt
 
 from lockstep.agent.hosts import read_hosts
 from lockstep.cli.run_options import open_run
-from lockstep.config.schema import Data, Field, Words, flatten, from_json, leaves, resolve, to_json
+from lockstep.config.resolve import resolve
+from lockstep.config.saved_run import from_json, to_json
+from lockstep.config.schema import DataOptions, Field, StringList, config_fields, flatten
 from lockstep.data.pairs.catalogues import read_mo
-from lockstep.data.pairs.textfiles import given_lines, read_pairs
+from lockstep.data.pairs.textfiles import read_input_lines, read_pairs
 from lockstep.data.text.chat_samples import chats
 from lockstep.data.text.documents import documents
 
-KEYS = leaves()
+KEYS = config_fields()
 
 
 def meant(one: Field, text: str) -> Any:
-    """What a word means for a key, read without the code that is tested."""
+    """Convert a word for a key, independently of the tested code."""
     if one.default is True or one.default is False:
         return {"true": True, "1": True, "false": False, "0": False}[text]
-    if one.type is Words:
+    if one.type is StringList:
         return tuple(text.split(",")) if text else ()
     return text if isinstance(one.default, str) else float(text)
 
 
 def nonsense(key: str, wanted: Any) -> Callable[[Any], str]:
-    """What is wrong with an accepted value: it must read back as what was given, be finite, and come out of JSON as it went in."""
+    """Return a check of an accepted value: it must equal the given one, be finite, and survive JSON."""
 
     def why(resolved: Any) -> str:
         found = flatten(asdict(resolved.run))[key]
@@ -48,7 +50,7 @@ def nonsense(key: str, wanted: Any) -> Callable[[Any], str]:
     return why
 
 
-def test_every_key_takes_odd_words_as_they_are_or_refuses_them_by_name() -> None:
+def test_every_key_uses_or_refuses_unusual_words() -> None:
     tally = Tally()
     for key in KEYS:
         for word in ODD_WORDS:
@@ -60,7 +62,8 @@ def test_every_key_takes_odd_words_as_they_are_or_refuses_them_by_name() -> None
     tally.check()
 
 
-def test_every_key_takes_odd_values_of_a_run_file_as_they_are_or_refuses_them_by_name(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_every_key_uses_or_refuses_unusual_values_of_a_run_file(tmp_path: Path) -> None:
     tally, path = Tally(), tmp_path / "run.toml"
     for key in KEYS:
         for text in ODD_TOML:
@@ -72,7 +75,7 @@ def test_every_key_takes_odd_values_of_a_run_file_as_they_are_or_refuses_them_by
                 "-1": -1,
                 "1.5": 1.5,
                 "99999999999999": 99999999999999,
-                '""': () if KEYS[key].type is Words else "",
+                '""': () if KEYS[key].type is StringList else "",
                 "[]": (),
             }.get(text)
             tally.judge(f"{key} = {text[:40]}", outcome, lambda found, key=key, given=given: nonsense(key, given)(found))
@@ -81,17 +84,17 @@ def test_every_key_takes_odd_values_of_a_run_file_as_they_are_or_refuses_them_by
     tally.check()
 
 
-def test_every_number_of_a_run_has_an_upper_bound_and_text_has_one() -> None:
+def test_every_number_and_text_has_an_upper_bound() -> None:
     for key, one in KEYS.items():
         if isinstance(one.default, int | float) and not isinstance(one.default, bool):
-            beyond = one.below if one.below is not None else 2 * one.most
+            beyond = one.lt if one.lt is not None else 2 * one.le
             assert attempt(lambda key=key, beyond=beyond: resolve(None, {key: repr(beyond)})).code == 2, key
         elif isinstance(one.default, str | tuple):
             assert attempt(lambda key=key: resolve(None, {key: "x" * 5000})).code == 2, key
 
 
 def catalogue(content: bytes) -> bytes:
-    """A gettext catalogue with one message, whose translation this is."""
+    """Return a gettext catalogue with one message with this translation."""
     head, keys, texts = b"\xde\x12\x04\x95" + bytes(4), b"open", content
     at = 28 + 16
     table = [1, 28, 36, 0, 0, len(keys), at, len(texts), at + len(keys)]
@@ -99,16 +102,16 @@ def catalogue(content: bytes) -> bytes:
 
 
 def found(path: Path, kind: Any) -> Any:
-    """The documents of a file, all of them read."""
-    return list(documents(Data(kind=kind, train=(str(path),), held_out_share=0.0)))
+    """Read all documents of a file."""
+    return list(documents(DataOptions(kind=kind, train=(str(path),), held_out_share=0.0)))
 
 
 def lines(raw: bytes) -> list[str]:
-    """The lines of a text: a line feed ends one, with a carriage return before it or not, and nothing else does."""
+    """Return the lines of a text, which end at "\\n" or "\\r\\n" only."""
     return [line.rstrip("\n").removesuffix("\r") for line in io.StringIO(raw.decode().removeprefix("\ufeff"), newline="\n")]
 
 
-# name -> (what reads it, a good content, what it is read as by somebody else; None: nobody else can)
+# name -> (reader, valid content, independent reader or None)
 READERS: dict[str, tuple[Callable[[Path], Any], bytes, Callable[[bytes], Any] | None]] = {
     "run.toml": (lambda path: resolve(path).run and None, b"steps = 3\n", None),
     "hosts.toml": (read_hosts, b'[[host]]\nname = "a"\nworkers = 1\n', None),
@@ -121,17 +124,17 @@ READERS: dict[str, tuple[Callable[[Path], Any], bytes, Callable[[bytes], Any] | 
     "text.jsonl": (lambda path: [d.text for _, d in found(path, "text")] and None, b'{"text": "a"}\n', None),
     "text.jsonl.gz": (lambda path: [d.text for _, d in found(path, "text")] and None, b'{"text": "a"}\n', None),
     "chats.jsonl": (
-        lambda path: list(chats(Data(kind="chat", train=(str(path),)), Counter())) and None,
+        lambda path: list(chats(DataOptions(kind="chat", train=(str(path),)), Counter())) and None,
         b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
         None,
     ),
     "it.mo": (lambda path: read_mo(path) and None, catalogue(b"apri"), None),
-    "lines.txt": (given_lines, b"a\n", lines),
+    "lines.txt": (read_input_lines, b"a\n", lines),
 }
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_every_file_of_a_user_is_read_as_it_stands_or_refused_by_name(tmp_path: Path, name: str) -> None:
+def test_every_input_file_is_read_unchanged_or_refused(tmp_path: Path, name: str) -> None:
     read, good, other = READERS[name]
     tally, path = Tally(), tmp_path / name
     for number, odd in enumerate(ODD_BYTES):

@@ -1,15 +1,18 @@
-"""The host's side of a run: one agent a host starts the workers, sees each end at once, and puts a new one into the slot.
+"""The agent: one process per host that starts the workers, detects their exits and restarts them.
 
-It imports no torch, owns no thread and holds nothing that cannot be found again: who sits in which slot stands in the state folder
-(seat.py), what the run is doing stands in the log of generations. So it may die at any time. Under `lockstep launch` its workers train on,
-and the next agent takes them over; under `lockstep train` they end with it, by the kernel's doing.
+The agent imports no torch, starts no thread and can recover all its state: the processes of the
+slots are recorded in the state folder (runtime/worker_env.py), and the run's state in the
+generation log. So it may die at any time. Under `lockstep launch` its workers keep training and the
+next agent adopts them; under `lockstep train` the kernel ends them with it.
 
-It sleeps until a worker ends (its pidfd can be read), the zygote says something or a signal comes, and looks ten times a second at the log:
-a worker of this host that the newest generation goes on without is killed, stopped or hanging as it may be, and a record with an end is
-the end of all. What follows from the end of a worker is decided in restart.py.
+It sleeps until a worker exits (its pidfd becomes readable), the forkserver answers or a signal
+arrives, and polls the generation log ten times a second. It kills local workers that the newest
+generation removed, whether they are alive, stopped or hanging. A record with a result ends the
+run. restart_policy.py decides what follows from a worker's exit.
 
-A signal that stops the run goes to the workers, who bring it into the vote. Those who stand by have no vote, so where no worker of this
-host has one the agent tells somebody who has (control.py), and ends with the run.
+A stop signal is forwarded to the workers, which include it in their vote. Workers that wait to join
+have no vote. If no local worker has one, the agent asks a worker of another host to stop the run
+(elastic/control.py), and exits with the run.
 """
 
 from __future__ import annotations
@@ -24,173 +27,201 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lockstep.agent.evaluator_process import Companion
-from lockstep.agent.event_log import Journal
-from lockstep.agent.forkserver import Work, adopt_orphans
-from lockstep.agent.lock import Found, claim, end_all
-from lockstep.agent.restart_policy import RULES, Past, Rules, after, crashed, in_short, only_here, own_fault
-from lockstep.agent.worker_pool import RETRY_S, Newborn, Nursery
-from lockstep.elastic import control
-from lockstep.elastic import generation_log as arbiter
-from lockstep.elastic import waiting_room as waiting
-from lockstep.elastic.generation_log import Arbiter, Member, Record, new_token
+from lockstep.agent.evaluator_process import EvaluatorProcess
+from lockstep.agent.event_log import EventLog
+from lockstep.agent.forkserver import WorkerProgram, become_subreaper
+from lockstep.agent.lock import PriorState, agent_lock, kill_all
+from lockstep.agent.restart_policy import (
+    DEFAULT_POLICY,
+    RestartPolicy,
+    SlotHistory,
+    decide_restart,
+    fails_only_here,
+    is_crash,
+    is_own_fault,
+    summarize,
+)
+from lockstep.agent.worker_pool import RETRY_S, StartedWorker, WorkerPool
+from lockstep.elastic import control, generation_log, waiting_room
+from lockstep.elastic.generation_log import Generation, GenerationLog, Member, new_token
 from lockstep.errors import DamagedFileError, LockstepError, UsageError
-from lockstep.files import read_bytes, regular
-from lockstep.runtime import status_board as board
-from lockstep.runtime.exit_report import Account, End, kind, verdict
-from lockstep.runtime.signals import INTERRUPTED, STOPPING
-from lockstep.runtime.status_board import Doing
-from lockstep.runtime.subprocesses import Inbox, kill_group, last_lines, now_s, open_output
-from lockstep.runtime.worker_env import Seat, Sitter, last_words, note_sitter, sitter, state_folder, within_reach
+from lockstep.files import open_regular, read_bytes
+from lockstep.runtime import status_board
+from lockstep.runtime.exit_report import ExitReport, WorkerExit, exit_kind, summarize_exits
+from lockstep.runtime.signals import EXIT_INTERRUPTED, STOP_SIGNALS
+from lockstep.runtime.status_board import Status
+from lockstep.runtime.subprocesses import SignalInbox, kill_group, last_lines, now_s, open_worker_log
+from lockstep.runtime.worker_env import (
+    ProcessIdentity,
+    WorkerEnv,
+    exit_report_path,
+    identify_process,
+    is_loopback_reachable,
+    state_folder,
+    write_worker_process,
+)
 
 log = logging.getLogger("lockstep")
-TOUCH_S = 3600.0
-TELL_S = 1.0  # from one attempt to tell the run that it is to stop to the next, and how long each takes at most
-IN_A_STEP = ("data", "forward", "backward", "reducing", "voting", "updating", "saving")
+TOUCH_INTERVAL_S = 3600.0
+STOP_REQUEST_S = 1.0  # between two attempts to make another worker stop the run; also the time limit of each attempt
+STEP_PHASES = ("data", "forward", "backward", "reducing", "voting", "updating", "saving")
 
 
 @dataclass(frozen=True)
-class Limits:
-    """How long an agent waits.
+class AgentTimeouts:
+    """How long an agent waits, in seconds.
 
-    look_s    from one look at the log of generations to the next
-    grace_s   from a signal to the agreed stop: a step and a checkpoint; and for what comes after a run that is done
-    leave_s   from the end of a run that was not done until SIGTERM for those who have not left, and from there until SIGKILL
-    told_s    from the last words of a worker that failed until SIGKILL, when it does not end
-    import_s  until the zygote has imported everything
-    fork_s    until it has forked, for one worker
-    answer_s  until others must have answered who are told that the run is to stop, when nobody is left here
-    score_s   for the evaluator, to score the last checkpoint of a run that is done
+    poll_s         between two reads of the generation log
+    grace_s        from a stop signal until SIGKILL (a step and a checkpoint), and from the end of a
+                   completed run until SIGTERM
+    exit_s         from the end of a failed run until SIGTERM to workers that have not exited, and
+                   from SIGTERM until SIGKILL
+    failed_exit_s  from a worker's failure report until SIGKILL, if the process does not exit
+    import_s       for the forkserver to import everything
+    fork_s         for the forkserver to fork one worker
+    stop_reply_s   for workers of other hosts to accept a stop request, when no local worker is left
+    final_eval_s   for the evaluator to score the last checkpoint of a completed run
     """
 
-    look_s: float = 0.1
+    poll_s: float = 0.1
     grace_s: float = 300.0
-    leave_s: float = 2.0
-    told_s: float = 10.0
+    exit_s: float = 2.0
+    failed_exit_s: float = 10.0
     import_s: float = 120.0
     fork_s: float = 5.0
-    answer_s: float = 5.0
-    score_s: float = 600.0
+    stop_reply_s: float = 5.0
+    final_eval_s: float = 600.0
 
 
 @dataclass
 class Worker:
-    """A living worker.
+    """A running worker.
 
-    handle  its pidfd: readable when it has ended, and never another process's (pidfd_open(2))
-    child   ours to wait for; otherwise taken over from an earlier agent
-    sent    signals that were to end it
-    asked   it was sent the signal that stops the run
-    doomed  (when it is killed, why)
+    pidfd         readable once it has exited; never refers to another process (pidfd_open(2))
+    is_child      this agent must wait for it; otherwise an earlier agent started it
+    signals_sent  signals sent in order to end it
+    stop_sent     it received the stop signal
+    kill_at       (monotonic time of the SIGKILL, reason); None: not to be killed
     """
 
     slot: int
-    sitter: Sitter
-    handle: int
-    child: bool
-    began_s: float
-    sent: list[int] = field(default_factory=list)
-    asked: bool = False
-    doomed: tuple[float, str] | None = None
+    process: ProcessIdentity
+    pidfd: int
+    is_child: bool
+    started_s: float
+    signals_sent: list[int] = field(default_factory=list)
+    stop_sent: bool = False
+    kill_at: tuple[float, str] | None = None
 
     @property
     def pid(self) -> int:
-        """Its number, which is that of its process group and session too."""
-        return self.sitter.pid
+        """The process id, which is also its process group id and session id."""
+        return self.process.pid
 
     def signal(self, number: int) -> None:
-        """Send it a signal."""
+        """Send a signal."""
         with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.handle, number)
+            signal.pidfd_send_signal(self.pidfd, number)
 
 
 @dataclass
 class Slot:
-    """One of the host's places for a worker.
+    """A place for one worker on this host.
 
-    due_s          when one is asked for; None: there is one, one is on its way, or there will be none
-    again          it has had a worker before
-    begun_at_byte  how long its log was when its newest worker was asked for
-    end            of its last worker
+    start_at_s  when to request a worker; None: one runs, one is starting, or no further one starts
+    had_worker  a worker ran here before
+    log_offset  size of the slot's log when its newest worker was requested
+    last_exit   of its previous worker
     """
 
     number: int
-    due_s: float | None = 0.0
-    again: bool = False
-    begun_at_byte: int = 0
+    start_at_s: float | None = 0.0
+    had_worker: bool = False
+    log_offset: int = 0
     worker: Worker | None = None
-    end: End | None = None
-    past: Past = Past()
+    last_exit: WorkerExit | None = None
+    history: SlotHistory = SlotHistory()
 
 
 @dataclass(frozen=True)
-class Over:
-    """The run has ended: with this exit code, these words, at this time."""
+class RunEnd:
+    """The end of the run: exit code, text to print, monotonic time when this agent learned of it."""
 
     code: int
     text: str
     at_s: float
 
 
-def run_agent(
-    work: Work,
-    folder: Path,
-    *,
-    host: str,
-    address: str,
-    slots: int,
-    expected: int,
-    least: int,
-    most: int,
-    lives_on: bool,
-    environ: Mapping[str, str],
-    flags: Mapping[str, str] | None = None,
-    command: Mapping[str, str] | None = None,
-    evaluator: bool = False,
-    limits: Limits = Limits(),
-    rules: Rules = RULES,
-) -> int:
-    """Look after this host's workers until the run ends; the exit code of the command, with the first failure on stderr.
+@dataclass(frozen=True)
+class AgentConfig:
+    """What an agent is started with.
 
-    folder    of the run
-    slots     workers of this host; expected, least, most, host, address: see Seat
-    lives_on  the workers outlive the agent, and SIGUSR1 means that this host is taken away; otherwise they end with it
-    environ   of the workers, to which ours is added
-    flags     see Seat
-    command   what the workers are started with, by name: those that live on are taken over by the same alone
-    evaluator keep one beside the workers
-    Errors: UsageError before anything was started. For the main thread.
+    host, address     name of this host, unique in the run; where its servers listen
+    slots             workers of this host
+    expected_workers  on all hosts, that the first generation waits for
+    min_workers       below which training waits
+    max_workers       that train at once; others wait to join
+    lives_on          workers outlive the agent and SIGUSR1 drains this host; else they end with it
+    environ           for the workers, extended by the agent's own variables
+    flags             of a user's own loop, equal on all workers
+    command           the workers' settings, by name; running workers are adopted if they are equal
+    evaluator         run an evaluator process beside the workers
+    """
+
+    host: str
+    address: str
+    slots: int
+    expected_workers: int
+    min_workers: int
+    max_workers: int
+    lives_on: bool
+    environ: Mapping[str, str]
+    flags: Mapping[str, str] = field(default_factory=dict)
+    command: Mapping[str, str] = field(default_factory=dict)
+    evaluator: bool = False
+    timeouts: AgentTimeouts = AgentTimeouts()
+    policy: RestartPolicy = DEFAULT_POLICY
+
+
+def run_agent(program: WorkerProgram, folder: Path, config: AgentConfig) -> int:
+    """Run this host's workers until the run ends; print the first failure, return the exit code.
+
+    Call it from the main thread. Errors: UsageError, before anything was started.
     """
     if sys.platform != "linux":
         raise UsageError(
-            f"no agent for {sys.platform}", "it needs pidfd_open(2) and prctl(2)", "start the workers with torchrun -m lockstep train"
+            f"the agent does not support {sys.platform}",
+            "it needs pidfd_open(2) and prctl(2)",
+            "start the workers with torchrun -m lockstep train",
         )
+    host, slots, lives_on, timeouts = config.host, config.slots, config.lives_on, config.timeouts
     state = state_folder(folder, host)
-    command = {**(command or {}), "--workers": str(slots), "--min": str(least), "--max": str(most)}
-    with Inbox() as inbox, claim(folder, state, host, command, slots=slots, lives_on=lives_on) as found:
-        adopt_orphans()
-        seat = Seat(
+    sizes = {"--workers": slots, "--min": config.min_workers, "--max": config.max_workers}
+    command = {**config.command, **{name: str(size) for name, size in sizes.items()}}
+    with SignalInbox() as inbox, agent_lock(folder, state, host, command, slots=slots, lives_on=lives_on) as prior:
+        become_subreaper()
+        worker_env = WorkerEnv(
             folder=str(folder.resolve()),
             state=str(state),
             host=host,
             slot=0,
             slots=slots,
-            expected=expected,
-            least=least,
-            most=most,
-            address=address,
-            after=found.after,
-            agent=0 if lives_on else os.getpid(),
+            expected_workers=config.expected_workers,
+            min_workers=config.min_workers,
+            max_workers=config.max_workers,
+            address=config.address,
+            after_generation=prior.base_generation,
+            agent_pid=0 if lives_on else os.getpid(),
             drain=lives_on,
-            folder_mark=found.mark,
-            flags=dict(flags or {}),
+            folder_mark=prior.folder_id,
+            flags=dict(config.flags),
         )
-        journal = Journal(folder, host)
-        nursery = Nursery(work, environ, journal, import_s=limits.import_s, fork_s=limits.fork_s)
-        companion = Companion(folder, host, environ, journal) if evaluator else None
-        agent = Agent(seat, found, nursery, journal, limits, rules, companion)
+        events = EventLog(folder, host)
+        pool = WorkerPool(program, config.environ, events, import_s=timeouts.import_s, fork_s=timeouts.fork_s)
+        evaluator = EvaluatorProcess(folder, host, config.environ, events) if config.evaluator else None
+        agent = Agent(worker_env, prior, pool, events, config, evaluator)
         try:
-            code, text = agent.watch(inbox)
+            code, text = agent.run(inbox)
         finally:
             agent.close()
     if text:
@@ -199,428 +230,445 @@ def run_agent(
 
 
 class Agent:
-    """The agent of one host and run."""
+    """The agent of one host and run.
+
+    asked        stop and drain signals received, in order; asked_s: monotonic time of the first one
+    next_ask_s   when to ask another worker to stop the run; stop_heard_s: when one last accepted
+    shown_errors one-line summaries of worker errors that were already logged
+    """
 
     def __init__(
         self,
-        seat: Seat,
-        found: Found,
-        nursery: Nursery,
-        journal: Journal,
-        limits: Limits,
-        rules: Rules,
-        companion: Companion | None = None,
+        worker_env: WorkerEnv,
+        prior: PriorState,
+        pool: WorkerPool,
+        events: EventLog,
+        config: AgentConfig,
+        evaluator: EvaluatorProcess | None,
     ) -> None:
-        self.companion = companion
-        self.seat, self.nursery, self.journal, self.limits, self.rules = seat, nursery, journal, limits, rules
-        self.folder, self.state = Path(seat.folder), Path(seat.state)
-        self.arbiter = Arbiter(self.folder / "generations", since=found.newest.number if found.newest else 0)
-        self.newest, self.known = found.newest, found.after  # of what came since `after`, nothing has been heeded yet
+        self.worker_env, self.pool, self.events, self.evaluator = worker_env, pool, events, evaluator
+        self.timeouts, self.policy = config.timeouts, config.policy
+        self.folder, self.state = Path(worker_env.folder), Path(worker_env.state)
+        self.generation_log = GenerationLog(self.folder / "generations", since=prior.newest.number if prior.newest else 0)
+        self.newest, self.known = prior.newest, prior.base_generation  # generations after `known` are not applied yet
         self.asked: list[int] = []
         self.asked_s: float | None = None
-        self.tell_s = self.heard_s = 0.0  # when others are told next that the run is to stop; when one of them last heard it
-        self.over: Over | None = None
-        self.told: set[str] = set()  # errors of workers, in one line, that the screen has shown
+        self.next_ask_s = self.stop_heard_s = 0.0
+        self.run_end: RunEnd | None = None
+        self.shown_errors: set[str] = set()
         self.touched_s = now_s()
-        self.slots = {number: Slot(number) for number in range(seat.slots)}
-        for number, one in found.sitting.items():
-            self.take_over(self.slots[number], one)
+        self.slots = {number: Slot(number) for number in range(worker_env.slots)}
+        for number, process in prior.running.items():
+            self.adopt(self.slots[number], process)
 
     @property
     def workers(self) -> list[Worker]:
-        """Those who live, as far as we know."""
+        """Workers that have not been seen to exit."""
         return [slot.worker for slot in self.slots.values() if slot.worker]
 
-    def watch(self, inbox: Inbox) -> tuple[int, str]:
-        """(exit code, what to print) when nobody is left."""
+    def run(self, inbox: SignalInbox) -> tuple[int, str]:
+        """Return (exit code, text to print) once no worker is left."""
         while (
-            self.workers or self.nursery.expected or any(slot.due_s is not None for slot in self.slots.values()) or self.ends_with_the_run()
+            self.workers
+            or self.pool.pending
+            or any(slot.start_at_s is not None for slot in self.slots.values())
+            or self.waits_for_run_end()
         ):
-            self.ask_for_workers()
-            for newborn in self.nursery.turn():
-                self.admit(self.slots[newborn.slot], newborn)
-            for number in inbox.wait(self.pause_s(), [*self.nursery.descriptors(), *[worker.handle for worker in self.workers]]):
-                if number == signal.SIGINT and (number in self.asked or self.over):
-                    end_all({worker.slot: worker.sitter for worker in self.workers})
-                    return INTERRUPTED, "ended at once; start the same command again to go on from the newest checkpoint"
-                if number in STOPPING:
-                    self.pass_on(number)
-            self.keep_state()
-            self.look()  # before anybody is buried: who ended because the run did is not started again
-            for worker in ended(self.workers):
-                self.bury(worker)
-            self.tell_the_run()
-            self.press()
-            if self.companion:
-                self.companion.turn()
-            if not self.nursery.expected:  # one of them may have died already, and nobody knows its number
-                reap_strangers(
-                    {worker.pid for worker in self.workers} | self.nursery.pids() | (self.companion.pids() if self.companion else set())
-                )
-        code, text = self.verdict()
-        if self.companion and not code and not self.drains:
-            self.let_score(self.companion, inbox)
+            self.request_due_workers()
+            for started in self.pool.poll():
+                self.on_worker_started(self.slots[started.slot], started)
+            for number in inbox.wait(self.sleep_s(), [*self.pool.descriptors(), *[worker.pidfd for worker in self.workers]]):
+                if number == signal.SIGINT and (number in self.asked or self.run_end):
+                    kill_all({worker.slot: worker.process for worker in self.workers})
+                    return EXIT_INTERRUPTED, "killed all workers; the same command resumes from the newest checkpoint"
+                if number in STOP_SIGNALS:
+                    self.forward_signal(number)
+            self.touch_state_folder()
+            self.poll_generation_log()  # before exits are handled: a worker that exited because the run ended is not restarted
+            for worker in exited(self.workers):
+                self.on_worker_exit(worker)
+            self.request_stop_elsewhere()
+            self.escalate_signals()
+            if self.evaluator:
+                self.evaluator.poll()
+            if not self.pool.pending:  # a pending worker may have exited already, and its pid is not known yet
+                known = {worker.pid for worker in self.workers} | self.pool.pids()
+                reap_orphans(known | (self.evaluator.pids() if self.evaluator else set()))
+        code, text = self.result()
+        if self.evaluator and not code and not self.is_draining:
+            self.wait_for_evaluator(self.evaluator, inbox)
         return code, text
 
-    def let_score(self, companion: Companion, inbox: Inbox) -> None:
-        """The run is done: let the evaluator score the last checkpoint, until a signal comes."""
-        until_s = now_s() + self.limits.score_s
-        while companion.at_work and now_s() < until_s and not set(STOPPING) & set(inbox.wait(self.limits.look_s, [])):
+    def wait_for_evaluator(self, evaluator: EvaluatorProcess, inbox: SignalInbox) -> None:
+        """Let the evaluator score the last checkpoint of a completed run, until a stop signal."""
+        until_s = now_s() + self.timeouts.final_eval_s
+        while evaluator.is_running and now_s() < until_s and not set(STOP_SIGNALS) & set(inbox.wait(self.timeouts.poll_s, [])):
             pass
 
-    def pause_s(self) -> float:
-        """How long to sleep when nothing happens."""
-        waits = [slot.due_s - now_s() for slot in self.slots.values() if slot.due_s is not None]
-        return max(0.0, min([self.limits.look_s, *waits]))
+    def sleep_s(self) -> float:
+        """Return how long to sleep if nothing happens."""
+        waits = [slot.start_at_s - now_s() for slot in self.slots.values() if slot.start_at_s is not None]
+        return max(0.0, min([self.timeouts.poll_s, *waits]))
 
-    def keep_state(self) -> None:
-        """Touch the state folder once an hour: systemd-tmpfiles removes from /tmp what nobody has touched for ten days, locks too."""
-        if now_s() > self.touched_s + TOUCH_S:
+    def touch_state_folder(self) -> None:
+        """Touch the state folder once an hour: systemd-tmpfiles deletes old files in /tmp."""
+        if now_s() > self.touched_s + TOUCH_INTERVAL_S:
             self.touched_s = now_s()
             with suppress(OSError):
                 for path in (self.state, *self.state.iterdir()):
                     os.utime(path)
 
-    def verdict(self) -> tuple[int, str]:
-        """(exit code, what to print) now that all have ended."""
-        if self.over:
-            return self.over.code, self.over.text
-        ends = [slot.end for slot in self.slots.values() if slot.end]
-        if not ends and self.drains:
+    def result(self) -> tuple[int, str]:
+        """Return (exit code, text to print) after all workers have exited."""
+        if self.run_end:
+            return self.run_end.code, self.run_end.text
+        exits = [slot.last_exit for slot in self.slots.values() if slot.last_exit]
+        if not exits and self.is_draining:
             return 0, ""
-        if not ends:
-            name = signal.Signals(self.asked[0]).name
-            return 128 + self.asked[0], str(LockstepError(f"{name} came before a worker had started", f"{self.seat.host}, {self.folder}"))
-        left = [end for end in ends if kind(end) == "left"]
-        return verdict(left or ends, asked=self.asked, grace_s=self.limits.grace_s)
+        if not exits:
+            what = f"received {signal.Signals(self.asked[0]).name} before any worker had started"
+            return 128 + self.asked[0], str(LockstepError(what, f"{self.worker_env.host}, {self.folder}"))
+        left = [one for one in exits if exit_kind(one) == "completed"]
+        return summarize_exits(left or exits, asked=self.asked, grace_s=self.timeouts.grace_s)
 
     def close(self) -> None:
-        """Let go of everything. Workers that are still there live on under `launch`, and end under `train`."""
-        self.nursery.close()
-        if self.companion:
-            self.companion.close()
-        if self.seat.agent:
-            end_all({worker.slot: worker.sitter for worker in self.workers})
+        """Release everything. Workers keep running under `launch`, and are killed under `train`."""
+        self.pool.close()
+        if self.evaluator:
+            self.evaluator.close()
+        if self.worker_env.agent_pid:
+            kill_all({worker.slot: worker.process for worker in self.workers})
         for worker in self.workers:
-            os.close(worker.handle)
-        reap_strangers(set())
+            os.close(worker.pidfd)
+        reap_orphans(set())
 
     # -- stopping -------------------------------------------------------------------------------------------------------------
 
-    def pass_on(self, number: int) -> None:
-        """Tell the workers of a signal, once. Nobody is started from now on."""
+    def forward_signal(self, number: int) -> None:
+        """Forward a stop or drain signal to the workers, once, and start no more workers."""
         if number in self.asked:
             return
         self.asked.append(number)
         self.asked_s = self.asked_s or now_s()
-        self.start_nobody()
-        self.journal.note("signal passed on", f"the agent was sent {signal.Signals(number).name}")
-        standing_by = set() if self.is_drain(number) else {one.pid for one in self.room() if one.host == self.seat.host}
+        self.stop_starting()
+        self.events.add("signal passed on", f"the agent received {signal.Signals(number).name}")
+        waiting = [] if self.is_drain(number) else self.waiting_members()
+        waiting_pids = {member.pid for member in waiting if member.host == self.worker_env.host}
         for worker in self.workers:
-            if worker.pid not in standing_by:  # they have nothing to save, and end when the run does
-                worker.asked = True
+            if worker.pid not in waiting_pids:  # a waiting worker has nothing to save and exits with the run
+                worker.stop_sent = True
                 worker.signal(number)
 
     def is_drain(self, number: int) -> bool:
-        """Whether a signal means that only this host is taken away."""
-        return number == signal.SIGUSR1 and self.seat.drain
+        """Return whether a signal drains only this host."""
+        return number == signal.SIGUSR1 and self.worker_env.drain
 
     @property
-    def drains(self) -> bool:
-        """Whether this host is taken away, and the run goes on without it."""
-        return any(map(self.is_drain, self.asked)) and not self.stop_asked
+    def is_draining(self) -> bool:
+        """Whether this host leaves and the run continues without it."""
+        return any(map(self.is_drain, self.asked)) and not self.stop_signal
 
     @property
-    def stop_asked(self) -> str:
-        """The signal with which the run is to stop; "" while nobody has asked for it here."""
+    def stop_signal(self) -> str:
+        """Name of the first signal received here that stops the run; "" for none."""
         return next((signal.Signals(number).name for number in self.asked if not self.is_drain(number)), "")
 
-    def room(self) -> list[Member]:
-        """Who waits in the run folder."""
+    def waiting_members(self) -> list[Member]:
+        """Return the workers registered in the run folder's waiting room; [] if it cannot be read."""
         with suppress(OSError):
-            return list(waiting.members(self.folder))
+            return list(waiting_room.registered_members(self.folder))
         return []
 
-    def others(self) -> list[Member]:
-        """Who may be told that the run is to stop: members and those who wait, of this host only while they live."""
+    def stop_recipients(self) -> list[Member]:
+        """Return the workers that can be asked to stop the run; local ones only while they run."""
         pids = {worker.pid for worker in self.workers}
-        return [one for one in control.listeners(self.newest, self.room()) if one.host != self.seat.host or one.pid in pids]
+        recipients = control.stop_recipients(self.newest, self.waiting_members())
+        return [member for member in recipients if member.host != self.worker_env.host or member.pid in pids]
 
-    def tell_the_run(self) -> None:
-        """Tell somebody of the run that it is to stop, when no worker here that knows it has a vote. Takes a second at most, or two."""
-        if not self.stop_asked or self.over or now_s() < self.tell_s:
+    def request_stop_elsewhere(self) -> None:
+        """Ask another worker to stop the run if no local one has a vote. Blocks up to 2 s."""
+        if not self.stop_signal or self.run_end or now_s() < self.next_ask_s:
             return
-        members = {member.pid for member in self.newest.members if member.host == self.seat.host} if self.newest else set()
-        heeded = not any(map(self.is_drain, self.asked))  # a worker heeds the first signal that it is sent
-        if heeded and any(worker.asked and worker.pid in members for worker in self.workers):
+        voters = {member.pid for member in self.newest.members if member.host == self.worker_env.host} if self.newest else set()
+        drained_first = any(map(self.is_drain, self.asked))  # a worker only obeys the first signal that it receives
+        if not drained_first and any(worker.stop_sent and worker.pid in voters for worker in self.workers):
             return
-        heard = control.tell_to_stop(self.folder, self.others(), self.stop_asked, within_s=TELL_S, each_s=TELL_S)
-        if heard and not self.heard_s:
-            self.journal.note("stop passed on", f"{heard.id.rpartition('/')[0]} was told, as no worker of this host has a vote")
-        self.heard_s = now_s() if heard else self.heard_s
-        self.tell_s = now_s() + TELL_S
+        recipient = control.request_stop(
+            self.folder, self.stop_recipients(), self.stop_signal, within_s=STOP_REQUEST_S, each_s=STOP_REQUEST_S
+        )
+        if recipient and not self.stop_heard_s:
+            self.events.add("stop passed on", f"{recipient.id.rpartition('/')[0]} accepted the stop; no worker of this host has a vote")
+        self.stop_heard_s = now_s() if recipient else self.stop_heard_s
+        self.next_ask_s = now_s() + STOP_REQUEST_S
 
-    def ends_with_the_run(self) -> bool:
-        """Whether the agent waits, without workers, for the end of a run that it has asked to stop."""
-        if not self.stop_asked or self.over or self.asked_s is None:
+    def waits_for_run_end(self) -> bool:
+        """Return whether the agent waits without workers, having asked others to stop."""
+        if not self.stop_signal or self.run_end or self.asked_s is None:
             return False
-        until_s = min(max(self.asked_s, self.heard_s) + self.limits.answer_s, self.asked_s + self.limits.grace_s)
-        return now_s() < until_s and bool(self.others())
+        until_s = min(max(self.asked_s, self.stop_heard_s) + self.timeouts.stop_reply_s, self.asked_s + self.timeouts.grace_s)
+        return now_s() < until_s and bool(self.stop_recipients())
 
-    def start_nobody(self) -> None:
-        """No worker is started from now on."""
-        self.nursery.forget()
+    def stop_starting(self) -> None:
+        """Start no more workers."""
+        self.pool.cancel()
         for slot in self.slots.values():
-            slot.due_s = None
+            slot.start_at_s = None
 
-    def finish(self, code: int, text: str, why: str) -> None:
-        """End the run: on this host now, on the others by the log."""
-        self.over = Over(code, text, now_s())
-        self.start_nobody()
-        self.journal.note("run ended", why)
-        # A host of the same name whose loopback network is another one is another host.
-        at_work = {member.host if within_reach(member.loopback) else "" for member in self.newest.members} if self.newest else set()
-        if only_here(code, at_work, self.seat.host):
+    def end_run(self, code: int, text: str, reason: str) -> None:
+        """End the run: on this host now, on the others through the generation log."""
+        self.run_end = RunEnd(code, text, now_s())
+        self.stop_starting()
+        self.events.add("run ended", reason)
+        # A host of the same name with another loopback network is another host.
+        hosts = {member.host if is_loopback_reachable(member.loopback) else "" for member in self.newest.members} if self.newest else set()
+        if fails_only_here(code, hosts, self.worker_env.host):
             return
         number, step = (self.newest.number, self.newest.step) if self.newest else (0, 0)
         try:
             while True:
-                ours = Record(number + 1, new_token(), (), "", step, why, end=arbiter.End(code, text))
-                won = self.arbiter.propose(ours)
-                if won.end:
+                proposal = Generation(number + 1, new_token(), (), "", step, reason, end=generation_log.RunResult(code, text))
+                accepted = self.generation_log.propose(proposal)
+                if accepted.end:
                     break
-                number, step = won.number, won.step
+                number, step = accepted.number, accepted.step
         except OSError as error:
-            self.journal.warn("the end of the run cannot be written down, and other hosts may not hear of it", error)
+            self.events.warn("cannot write the end of the run into the generation log; other hosts may not learn of it", error)
 
-    def press(self) -> None:
-        """End those who should have left, and did not."""
+    def escalate_signals(self) -> None:
+        """Send SIGTERM, then SIGKILL, to workers that should have exited."""
         now = now_s()
         for worker in self.workers:
-            if not worker.doomed and (account := read_account(self.state, worker.slot)) and not account.finished:
-                worker.doomed = now + self.limits.told_s, f"it failed, and had not ended {self.limits.told_s:g} s later"
-            number, why = pressure(now, worker.sent, doomed=worker.doomed, over=self.over, asked_s=self.asked_s, limits=self.limits)
+            if not worker.kill_at and (report := read_report(self.state, worker.slot)) and not report.finished:
+                delay_s = self.timeouts.failed_exit_s
+                worker.kill_at = now + delay_s, f"reported a failure and did not exit within {delay_s:g} s"
+            number, reason = signal_due(
+                now,
+                worker.signals_sent,
+                kill_at=worker.kill_at,
+                run_end=self.run_end,
+                asked_s=self.asked_s,
+                timeouts=self.timeouts,
+            )
             if number:
-                worker.sent.append(number)
-                self.journal.note(f"{signal.Signals(number).name} sent", why, slot=worker.slot, pid=worker.pid)
+                worker.signals_sent.append(number)
+                self.events.add(f"{signal.Signals(number).name} sent", reason, slot=worker.slot, pid=worker.pid)
                 worker.signal(number)
 
-    # -- the log of generations -----------------------------------------------------------------------------------------------
+    # -- generation log -------------------------------------------------------------------------------------------------------
 
-    def look(self) -> None:
-        """Heed what was written into the log since."""
+    def poll_generation_log(self) -> None:
+        """Apply each generation written since the last call."""
         try:
-            newest = self.arbiter.newest(self.known)
+            newest = self.generation_log.newest(self.known)
             last = newest.number if newest else 0
             for number in range(self.known + 1, last + 1):
-                before = self.newest if self.newest and self.newest.number == number - 1 else self.read(number - 1)
+                before = self.newest if self.newest and self.newest.number == number - 1 else self.read_generation(number - 1)
                 try:
-                    self.newest = self.arbiter.read(number)
+                    self.newest = self.generation_log.read(number)
                 except DamagedFileError as error:
                     if number == last:
                         raise
-                    self.journal.warn(f"generation {number} is passed over", error)
+                    self.events.warn(f"skipping generation {number}", error)
                     continue
                 self.known = number
-                self.heed(self.newest, before)
+                self.apply_generation(self.newest, before)
         except OSError as error:
-            self.journal.warn("the log of generations cannot be read", error)
+            self.events.warn("cannot read the generation log", error)
 
-    def read(self, number: int) -> Record | None:
-        """The record of a number, if it can be had."""
+    def read_generation(self, number: int) -> Generation | None:
+        """Return a generation; None if it cannot be read."""
         with suppress(OSError):
-            return self.arbiter.read(number)
+            return self.generation_log.read(number)
         return None
 
-    def heed(self, record: Record, before: Record | None) -> None:
-        """Kill workers of ours that this generation goes on without; end with it when it is the end."""
+    def apply_generation(self, record: Generation, before: Generation | None) -> None:
+        """Schedule SIGKILL for local workers that were removed; end if the run ended."""
         members = {member.id: member for member in before.members} if before else {}
         for out in record.out:
             member = members.get(out.id)
-            slot = self.slots.get(member.slot) if member and member.host == self.seat.host else None
+            slot = self.slots.get(member.slot) if member and member.host == self.worker_env.host else None
             if member and slot and slot.worker and slot.worker.pid == member.pid:
-                # Who leaves because this host is taken away needs a moment for it.
-                spare_s = self.limits.leave_s if signal.SIGUSR1 in self.asked else 0.0
-                slot.worker.doomed = now_s() + spare_s, f"generation {record.number} goes on without it: {out.why}"
-        if record.end and not self.over:
-            self.over = Over(record.end.code, record.end.text, now_s())
-            self.start_nobody()
+                # A worker that leaves because this host is drained needs a moment to exit.
+                delay_s = self.timeouts.exit_s if signal.SIGUSR1 in self.asked else 0.0
+                slot.worker.kill_at = now_s() + delay_s, f"removed from generation {record.number}: {out.why}"
+        if record.end and not self.run_end:
+            self.run_end = RunEnd(record.end.code, record.end.text, now_s())
+            self.stop_starting()
 
     # -- workers --------------------------------------------------------------------------------------------------------------
 
-    def ask_for_workers(self) -> None:
-        """Ask for the workers whose time has come."""
+    def request_due_workers(self) -> None:
+        """Request a worker for each slot that is due."""
         for slot in self.slots.values():
-            if slot.due_s is not None and slot.due_s <= now_s():
+            if slot.start_at_s is not None and slot.start_at_s <= now_s():
                 try:
-                    self.ask_for(slot)
-                    slot.due_s = None
-                except OSError as error:  # out of descriptors
-                    self.journal.warn(f"a worker for slot {slot.number} cannot be asked for", error)
-                    slot.due_s = now_s() + RETRY_S
+                    self.request_worker(slot)
+                    slot.start_at_s = None
+                except OSError as error:  # out of file descriptors
+                    self.events.warn(f"cannot request a worker for slot {slot.number}", error)
+                    slot.start_at_s = now_s() + RETRY_S
 
-    def ask_for(self, slot: Slot) -> None:
-        """Ask for a worker, with our terminal for slot 0 and a log for the others."""
+    def request_worker(self, slot: Slot) -> None:
+        """Request a worker. Slot 0 writes to the agent's terminal, the others to their logs."""
         with suppress(OSError):
-            last_words(self.state, slot.number).unlink(missing_ok=True)
-            waiting.sweep(self.folder, self.seat.host, slot.number)
-        seat = replace(self.seat, slot=slot.number, known=self.known)
+            exit_report_path(self.state, slot.number).unlink(missing_ok=True)
+            waiting_room.remove_stale_files(self.folder, self.worker_env.host, slot.number)
+        worker_env = replace(self.worker_env, slot=slot.number, known_generation=self.known)
         if slot.number == 0:
-            self.nursery.expect(seat, 1, 2, again=slot.again)
+            self.pool.request(worker_env, 1, 2, restarted=slot.had_worker)
             return
         try:
-            output, _ = open_output(self.folder, slot.number, self.seat.host, make=False)
+            output, _ = open_worker_log(self.folder, slot.number, self.worker_env.host, make=False)
         except UsageError as error:
-            self.journal.warn(f"the output of slot {slot.number} goes to the terminal", error)
-            self.nursery.expect(seat, 2, 2, again=slot.again)
+            self.events.warn(f"slot {slot.number} writes to the terminal", error)
+            self.pool.request(worker_env, 2, 2, restarted=slot.had_worker)
             return
         assert output is not None
         with output:
-            slot.begun_at_byte = output.tell()
-            self.nursery.expect(seat, output.fileno(), output.fileno(), again=slot.again)
+            slot.log_offset = output.tell()
+            self.pool.request(worker_env, output.fileno(), output.fileno(), restarted=slot.had_worker)
 
-    def admit(self, slot: Slot, one: Newborn) -> None:
-        """Write down who sits in `slot` now, and open the gate."""
-        who = sitter(one.pid, slot.begun_at_byte)
-        slot.worker, slot.again = Worker(slot.number, who, os.pidfd_open(one.pid), True, now_s()), True
+    def on_worker_started(self, slot: Slot, started: StartedWorker) -> None:
+        """Record the process of `slot` and let the worker run."""
+        process = identify_process(started.pid, slot.log_offset)
+        slot.worker, slot.had_worker = Worker(slot.number, process, os.pidfd_open(started.pid), True, now_s()), True
         try:
-            note_sitter(self.state, slot.number, who)
+            write_worker_process(self.state, slot.number, process)
         except OSError as error:
-            self.journal.warn(f"who sits in slot {slot.number} cannot be written down, and another agent would not find it", error)
-        self.journal.note("worker started", one.how, slot=slot.number, pid=one.pid)  # before it can do anything
+            self.events.warn(f"cannot record the process of slot {slot.number}; the next agent would not find it", error)
+        self.events.add("worker started", started.method, slot=slot.number, pid=started.pid)  # before it can do anything
         with suppress(BrokenPipeError):
-            os.write(one.opener, b".")
-        os.close(one.opener)
+            os.write(started.gate, b".")
+        os.close(started.gate)
 
-    def take_over(self, slot: Slot, one: Sitter) -> None:
-        """Look after a worker that an earlier agent has started."""
+    def adopt(self, slot: Slot, process: ProcessIdentity) -> None:
+        """Manage a worker that an earlier agent started."""
         try:
-            handle = os.pidfd_open(one.pid)
+            pidfd = os.pidfd_open(process.pid)
         except ProcessLookupError:
             return
-        if not one.alive:  # the handle may be another process's
-            os.close(handle)
+        if not process.alive:  # the pid may have been reused, and the pidfd may refer to another process
+            os.close(pidfd)
             return
-        slot.worker, slot.again, slot.due_s = Worker(slot.number, one, handle, False, now_s()), True, None
-        self.journal.note("worker taken over", "its agent had died, and it trained on", slot=slot.number, pid=one.pid)
-        log.info("slot %d (pid %d) trains on without its agent: taken over", slot.number, one.pid)
+        slot.worker, slot.had_worker, slot.start_at_s = Worker(slot.number, process, pidfd, False, now_s()), True, None
+        self.events.add("worker taken over", "its agent had died, and it kept training", slot=slot.number, pid=process.pid)
+        log.info("adopted slot %d (pid %d), which kept training without its agent", slot.number, process.pid)
 
-    def bury(self, worker: Worker) -> None:
-        """Note the end of a worker, end what it left behind, and do what follows."""
+    def on_worker_exit(self, worker: Worker) -> None:
+        """Collect the exit of a worker, remove what it left behind, and restart it or end the run."""
         slot = self.slots[worker.slot]
         slot.worker = None
-        end = slot.end = self.end_of(worker)
+        last_exit = slot.last_exit = self.collect_exit(worker)
         with suppress(OSError):
-            waiting.sweep(self.folder, self.seat.host, worker.slot)
-        doing = self.last_seen(worker)
-        follows, slot.past = after(
-            end,
-            slot.past,
-            lived_s=end.at_s - worker.began_s,
-            # Who was killed is given the others' progress; a crash is its own, and so is the step.
-            step=doing.step - 1 if doing and crashed(end) else self.newest.step if self.newest else -1,
-            place=place_of(doing),
-            stopping=bool(self.asked or self.over),
-            rules=self.rules,
+            waiting_room.remove_stale_files(self.folder, self.worker_env.host, worker.slot)
+        status = self.last_status(worker)
+        decision, slot.history = decide_restart(
+            last_exit,
+            slot.history,
+            lived_s=last_exit.at_s - worker.started_s,
+            # A crash counts at the worker's own step, a kill at the step of the run.
+            step=status.step - 1 if status and is_crash(last_exit) else self.newest.step if self.newest else -1,
+            phase=phase_of(status),
+            stopping=bool(self.asked or self.run_end),
+            policy=self.policy,
         )
-        self.journal.note("worker ended", follows.why, slot=worker.slot, pid=worker.pid)
-        if follows.what == "restart":
-            words = in_short(end)  # what a user's function raises, it raises in every worker, and again in every new one
-            log.warning(
-                "%s: %s", end, follows.why.replace(words, "the same error") if own_fault(end) and words in self.told else follows.why
-            )
-            self.told.add(words)
-            slot.due_s = now_s() + follows.wait_s
-        elif follows.what == "end":
-            self.finish(follows.code, follows.text, f"{end} on {self.seat.host}: {follows.why}")
+        self.events.add("worker ended", decision.reason, slot=worker.slot, pid=worker.pid)
+        if decision.action == "restart":
+            summary = summarize(last_exit)  # an error of a user's function occurs in every worker, and again after each restart
+            repeated = is_own_fault(last_exit) and summary in self.shown_errors
+            log.warning("%s: %s", last_exit, decision.reason.replace(summary, "the same error") if repeated else decision.reason)
+            self.shown_errors.add(summary)
+            slot.start_at_s = now_s() + decision.delay_s
+        elif decision.action == "end":
+            self.end_run(decision.code, decision.text, f"{last_exit} on {self.worker_env.host}: {decision.reason}")
 
-    def last_seen(self, worker: Worker) -> Doing | None:
-        """What its board says that it was doing; None when it had none of its own yet."""
+    def last_status(self, worker: Worker) -> Status | None:
+        """Return the status on the worker's board; None if it has not written one yet."""
         with suppress(OSError):
-            doing = board.look(self.state / f"{worker.slot}.board")
-            return doing if doing.pid == worker.pid else None
+            status = status_board.read_status(self.state / f"{worker.slot}.board")
+            return status if status.pid == worker.pid else None
         return None
 
-    def end_of(self, worker: Worker) -> End:
-        """How a worker ended. Nothing of it is left."""
-        os.close(worker.handle)
-        if worker.child:
-            kill_group(worker.pid)  # while nobody has waited for it, its number, which is its group's too, cannot be given to a stranger
+    def collect_exit(self, worker: Worker) -> WorkerExit:
+        """Wait for a worker that has exited, kill its process group, and return how it exited."""
+        os.close(worker.pidfd)
+        if worker.is_child:
+            kill_group(worker.pid)  # before the wait: until then its pid, which is also its group id, cannot be reused
             code: int | None = os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
         else:
-            if not Path(f"/proc/{worker.pid}").exists():  # a number that a group still has is given to nobody
+            if not Path(f"/proc/{worker.pid}").exists():  # the kernel does not reuse the number of an existing group
                 kill_group(worker.pid)
-            code = -worker.sent[-1] if worker.sent else None
-        account = read_account(self.state, worker.slot)
-        if not account and self.drains and code in (None, -signal.SIGUSR1):  # it stood by, or had not begun: it had nothing to hand over
-            account = Account(0, now_s(), finished=True, drained=True)
-            worker.sent.append(signal.SIGUSR1)
-        if not account:
+            code = -worker.signals_sent[-1] if worker.signals_sent else None
+        report = read_report(self.state, worker.slot)
+        if not report and self.is_draining and code in (None, -signal.SIGUSR1):  # it waited or was starting: nothing to hand over
+            report = ExitReport(0, now_s(), finished=True, drained=True)
+            worker.signals_sent.append(signal.SIGUSR1)
+        if not report:
             with suppress(OSError):
-                waiting.sweep(self.folder, self.seat.host, worker.slot)
-        path = self.folder / "logs" / f"{self.seat.host}-{worker.slot}.log"
-        shown = tail = ""
+                waiting_room.remove_stale_files(self.folder, self.worker_env.host, worker.slot)
+        path = self.folder / "logs" / f"{self.worker_env.host}-{worker.slot}.log"
+        log_path = tail = ""
         with suppress(OSError):
-            before = self.slots[worker.slot].end
-            if account and account.trace:
-                again = bool(before and before.account and before.account.trace == account.trace)
-                with open(path, "ab", opener=regular) as output:
-                    output.write(b"the same error again\n" if again else account.trace.encode("utf-8", "backslashreplace"))
-            elif worker.slot and not account:
-                with open(path, "rb", opener=regular) as output:
-                    tail = last_lines(output, worker.sitter.begun_at_byte)
-            shown = str(path) if path.exists() else ""
-        return End(worker.slot, worker.pid, code, now_s(), tuple(worker.sent), account, shown, tail, title="slot")
+            before = self.slots[worker.slot].last_exit
+            if report and report.trace:
+                repeated = bool(before and before.report and before.report.trace == report.trace)
+                with open(path, "ab", opener=open_regular) as output:
+                    output.write(b"the same error again\n" if repeated else report.trace.encode("utf-8", "backslashreplace"))
+            elif worker.slot and not report:
+                with open(path, "rb", opener=open_regular) as output:
+                    tail = last_lines(output, worker.process.begun_at_byte)
+            log_path = str(path) if path.exists() else ""
+        return WorkerExit(worker.slot, worker.pid, code, now_s(), tuple(worker.signals_sent), report, log_path, tail, title="slot")
 
 
-def pressure(
+def signal_due(
     now_s: float,
     sent: Sequence[int],
     *,
-    doomed: tuple[float, str] | None,
-    over: Over | None,
+    kill_at: tuple[float, str] | None,
+    run_end: RunEnd | None,
     asked_s: float | None,
-    limits: Limits,
+    timeouts: AgentTimeouts,
 ) -> tuple[int, str]:
-    """(the signal that a worker is to be sent now, why); 0: none.
+    """Return (signal to send to a worker now, reason); 0: none.
 
-    sent     to it so far, to end it
-    doomed   (when it is killed, why)
-    over     how and when the run ended; asked_s: when the workers were asked to stop
+    sent     signals sent to it so far in order to end it
+    kill_at  (time of its SIGKILL, reason)
+    asked_s  when the workers were asked to stop
     """
     due: tuple[int, str] = (0, "")
-    if over:
-        spare_s = limits.leave_s if over.code else limits.grace_s
-        if now_s >= over.at_s + spare_s:
-            kill = now_s >= over.at_s + spare_s + limits.leave_s
-            due = signal.SIGKILL if kill else signal.SIGTERM, f"the run had ended {spare_s:g} s before, and it had not left"
-    elif asked_s is not None and now_s >= asked_s + limits.grace_s:
-        due = signal.SIGKILL, f"it did not stop within {limits.grace_s:g} s"
-    if doomed and now_s >= doomed[0]:
-        due = signal.SIGKILL, doomed[1]
+    if run_end:
+        delay_s = timeouts.exit_s if run_end.code else timeouts.grace_s
+        if now_s >= run_end.at_s + delay_s:
+            kill = now_s >= run_end.at_s + delay_s + timeouts.exit_s
+            due = signal.SIGKILL if kill else signal.SIGTERM, f"did not exit within {delay_s:g} s after the run ended"
+    elif asked_s is not None and now_s >= asked_s + timeouts.grace_s:
+        due = signal.SIGKILL, f"did not stop within {timeouts.grace_s:g} s"
+    if kill_at and now_s >= kill_at[0]:
+        due = signal.SIGKILL, kill_at[1]
     return (0, "") if due[0] in sent else due
 
 
-def place_of(doing: Doing | None) -> str:
-    """Where in which step a worker was; "" when in none."""
-    return f"{doing.phase} phase of step {doing.step}" if doing and doing.step > 0 and doing.phase in IN_A_STEP else ""
+def phase_of(status: Status | None) -> str:
+    """Describe the phase and step of a worker; "" outside of a step."""
+    return f"{status.phase} phase of step {status.step}" if status and status.step > 0 and status.phase in STEP_PHASES else ""
 
 
-def read_account(state: Path, slot: int) -> Account | None:
-    """The last words of the worker in `slot`, if it has said any."""
+def read_report(state: Path, slot: int) -> ExitReport | None:
+    """Return the exit report of the worker in `slot`; None if it wrote none."""
     with suppress(OSError, ValueError, TypeError):
-        return Account.from_line(read_bytes(last_words(state, slot)))
+        return ExitReport.from_line(read_bytes(exit_report_path(state, slot)))
     return None
 
 
-def ended(workers: Sequence[Worker]) -> list[Worker]:
-    """Those that have ended."""
-    ready, _, _ = select.select([worker.handle for worker in workers], [], [], 0)
-    return [worker for worker in workers if worker.handle in ready]
+def exited(workers: Sequence[Worker]) -> list[Worker]:
+    """Return the workers that have exited."""
+    ready, _, _ = select.select([worker.pidfd for worker in workers], [], [], 0)
+    return [worker for worker in workers if worker.pidfd in ready]
 
 
-def reap_strangers(known: set[int]) -> None:
-    """Wait for what our workers have left to us, so that it does not stay a zombie; not for the processes in `known`."""
+def reap_orphans(known: set[int]) -> None:
+    """Wait for exited processes that workers left behind, except those in `known`."""
     with suppress(ChildProcessError):
-        while (one := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and one.si_pid not in known:
-            os.waitpid(one.si_pid, 0)
+        while (child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and child.si_pid not in known:
+            os.waitpid(child.si_pid, 0)

@@ -1,7 +1,8 @@
-"""The evaluator beside the workers: a process of its own, started anew when it dies, and never in their way.
+"""The evaluator process beside the workers, restarted when it dies.
 
-It is `lockstep evaluate RUN --follow`, which waits for checkpoints, writes its scores into the run and leaves when the run is finished. It
-runs at the lowest priority, talks to no worker, and ends with its agent (prctl(2), PR_SET_PDEATHSIG); the next agent starts another one.
+It runs `lockstep evaluate RUN --follow`, which waits for checkpoints, writes their scores into the
+run and exits when the run is finished. It has the lowest priority, talks to no worker and ends with
+its agent (prctl(2), PR_SET_PDEATHSIG). The next agent starts a new one.
 """
 
 from __future__ import annotations
@@ -15,48 +16,47 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from lockstep.agent.event_log import Journal
-from lockstep.agent.forkserver import end_with
+from lockstep.agent.event_log import EventLog
+from lockstep.agent.forkserver import die_with_parent
 from lockstep.files import write_json
-from lockstep.runtime.subprocesses import now_s, open_output
-from lockstep.runtime.worker_env import look
+from lockstep.runtime.subprocesses import now_s, open_worker_log
+from lockstep.runtime.worker_env import process_stat
 
-PAUSE_S = 1.0  # before the second one in a row; each pause is twice the one before
-LONGEST_S = 60.0
+INITIAL_DELAY_S = 1.0  # before the first restart; doubles with each further one
+MAX_DELAY_S = 60.0
 NICE = 19
-SLOT = "evaluator"  # in logs and events
+ROLE = "evaluator"  # in logs and events
 
 
-class Companion:
-    """The evaluator of one agent. `turn` now and then keeps it alive."""
+class EvaluatorProcess:
+    """The evaluator of one agent; `poll` starts and restarts it."""
 
-    def __init__(self, folder: Path, host: str, environ: Mapping[str, str], journal: Journal) -> None:
-        self.folder, self.host, self.journal = folder, host, journal
+    def __init__(self, folder: Path, host: str, environ: Mapping[str, str], events: EventLog) -> None:
+        self.folder, self.host, self.events = folder, host, events
         self.environ = {name: value for name, value in environ.items() if not name.startswith("LOCKSTEP_SEAT")}
         self.process: subprocess.Popen[bytes] | None = None
-        self.due_s: float | None = 0.0
-        self.pause_s = PAUSE_S
-        self.note = folder / "evaluators" / f"{host}.json"
+        self.start_at_s: float | None = 0.0
+        self.delay_s = INITIAL_DELAY_S
+        self.record_path = folder / "evaluators" / f"{host}.json"
 
-    def turn(self) -> None:
-        """Start it when its time has come; note its end."""
+    def poll(self) -> None:
+        """Handle its exit, and start it when it is due."""
         if self.process is not None and (code := self.process.poll()) is not None:
-            self._ended(code)
-        # Before there is a checkpoint there is nothing to evaluate, and no run.json to read.
-        if self.due_s is not None and now_s() >= self.due_s and (self.folder / "run.json").exists():
+            self._on_exit(code)
+        # Without a checkpoint there is nothing to evaluate, and no run.json to read.
+        if self.start_at_s is not None and now_s() >= self.start_at_s and (self.folder / "run.json").exists():
             self._start()
 
     def pids(self) -> set[int]:
-        """Children of this process that are for the companion to wait for."""
+        """Return the children of this process that this object waits for."""
         return {self.process.pid} if self.process else set()
 
     @property
-    def at_work(self) -> bool:
-        """Whether it runs."""
+    def is_running(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
     def close(self) -> None:
-        """End it."""
+        """Terminate it."""
         if self.process is not None and self.process.poll() is None:
             self.process.terminate()
             with suppress(subprocess.TimeoutExpired):
@@ -64,17 +64,17 @@ class Companion:
             self.process.kill()
             self.process.wait()
         with suppress(OSError):
-            self.note.unlink(missing_ok=True)
+            self.record_path.unlink(missing_ok=True)
 
     def _start(self) -> None:
         agent = os.getpid()
 
-        def begin() -> None:
+        def in_child() -> None:
             os.nice(NICE)
-            end_with(agent)
+            die_with_parent(agent)
 
         try:
-            output, _ = open_output(self.folder, 1, f"{self.host}-{SLOT}", make=False)
+            output, _ = open_worker_log(self.folder, 1, f"{self.host}-{ROLE}", make=False)
             assert output is not None
             with output:
                 self.process = subprocess.Popen(
@@ -84,32 +84,32 @@ class Companion:
                     stdout=output,
                     stderr=output,
                     start_new_session=True,
-                    preexec_fn=begin,  # noqa: PLW1509  the agent has one thread
+                    preexec_fn=in_child,  # noqa: PLW1509  the agent has one thread
                 )
-            self.note.parent.mkdir(exist_ok=True)
-            write_json(self.note, {"role": SLOT, "host": self.host, **self._identity(self.process.pid)})
+            self.record_path.parent.mkdir(exist_ok=True)
+            write_json(self.record_path, {"role": ROLE, "host": self.host, **self._identity(self.process.pid)})
         except (OSError, subprocess.SubprocessError) as error:
-            self.journal.warn("the evaluator cannot be started", error)
-            self._later()
+            self.events.warn("cannot start the evaluator", error)
+            self._schedule_restart()
             return
-        self.due_s = None
-        self.journal.note("evaluator started", "the run has one", pid=self.process.pid)
+        self.start_at_s = None
+        self.events.add("evaluator started", "the run has one", pid=self.process.pid)
 
     @staticmethod
     def _identity(pid: int) -> dict[str, int | str]:
-        """By what others of its machine can tell whether it still runs."""
-        return {"machine": socket.gethostname(), "pid": pid, "started": look(pid)[1]}
+        """Return what tells other processes of this machine whether it still runs."""
+        return {"machine": socket.gethostname(), "pid": pid, "started": process_stat(pid)[1]}
 
-    def _ended(self, code: int) -> None:
+    def _on_exit(self, code: int) -> None:
         pid = self.process.pid if self.process else 0
         self.process = None
         if code == 0:
-            self.journal.note("evaluator ended", "the run is finished", pid=pid)
+            self.events.add("evaluator ended", "the run is finished", pid=pid)
             return
-        name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        self.journal.note("evaluator ended", f"{name}; a new one starts in {self.pause_s:g} s", pid=pid)
-        self._later()
+        cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        self.events.add("evaluator ended", f"{cause}; restarting in {self.delay_s:g} s", pid=pid)
+        self._schedule_restart()
 
-    def _later(self) -> None:
-        self.due_s = now_s() + self.pause_s
-        self.pause_s = min(LONGEST_S, 2 * self.pause_s)
+    def _schedule_restart(self) -> None:
+        self.start_at_s = now_s() + self.delay_s
+        self.delay_s = min(MAX_DELAY_S, 2 * self.delay_s)

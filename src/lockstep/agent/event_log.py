@@ -1,4 +1,4 @@
-"""What an agent did and saw, in the run's events.jsonl, for people and for the report. A disk that is away stops nobody."""
+"""The agent's lines in the run's events.jsonl. An unwritable disk stops nothing."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from lockstep.record import events
 log = logging.getLogger("lockstep")
 
 
-class Journal:
-    """The lines of one host. Each kind of warning is shown once: the disk may be away for long."""
+class EventLog:
+    """The events of one host. Each warning is shown only once: an outage may be long."""
 
     def __init__(self, folder: Path, host: str) -> None:
         self.folder, self.host = folder, host
         self.warned: set[str] = set()
 
-    def note(self, event: str, why: str, **facts: int) -> None:
-        """A line: what happened, to whom (slot, pid), and why."""
-        if not events.note(self.folder, event, host=self.host, **facts, why=why):
-            self.warn(f"{self.folder / 'events.jsonl'} cannot be written", "its lines are lost")
+    def add(self, event: str, why: str, **facts: int) -> None:
+        """Append an event with its reason and the worker it concerns (slot, pid)."""
+        if not events.append_event(self.folder, event, host=self.host, **facts, why=why):
+            self.warn(f"cannot write {self.folder / 'events.jsonl'}", "its lines are lost")
 
     def warn(self, what: str, error: Exception | str) -> None:
-        """Show what does not work, and that it goes on without."""
+        """Log a failure that the agent tolerates."""
         if what not in self.warned:
             self.warned.add(what)
             log.warning("%s: %s", what, error)

@@ -1,10 +1,10 @@
-"""The hosts of a run, in a file that is the same on all of them.
+"""The hosts file: the machines of a run. Every host uses the same file.
 
-ssh = true               # one of them starts all by ssh; without it, start the same command on each
+ssh = true               # start all hosts from one, by ssh; false: run the same command on each
 
 [[host]]
-name = "ada"             # of its own; found by what the machine calls itself, or by --host
-address = "10.0.0.1"     # where the others reach it; by default its name
+name = "ada"             # unique; matched with the machine's own name, or with --host
+address = "10.0.0.1"     # where other hosts reach it; by default its name
 workers = 8
 """
 
@@ -25,13 +25,13 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
 from lockstep.errors import ConfigError, UsageError
-from lockstep.runtime.signals import STOPPING
+from lockstep.runtime.signals import STOP_SIGNALS
 
-FORM = "write [[host]] tables with name, workers and, where it is not the name, address; and ssh = true to start all from one"
-NOT_REACHED = 255
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]  # it stands in names of files, of 255 bytes at most
-Address = Annotated[str, Field(pattern=r"^([A-Za-z0-9:][A-Za-z0-9.:_-]*)?$", max_length=253)]  # it stands in a command of ssh
-MOST_WORKERS = 4096  # of a host; the agent there knows its cores, and has a tighter bound
+FORMAT_HINT = "write [[host]] tables with name, workers and, if it differs from the name, address; ssh = true starts all hosts from one"
+SSH_FAILED = 255  # ssh's own exit code: host not reached, or connection lost (ssh(1))
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]  # used in file names, at most 255 bytes
+Address = Annotated[str, Field(pattern=r"^([A-Za-z0-9:][A-Za-z0-9.:_-]*)?$", max_length=253)]  # used in an ssh command
+MAX_WORKERS = 4096  # per host; the agent there applies a tighter limit, from its cores
 
 
 @with_config(ConfigDict(extra="forbid"))
@@ -39,126 +39,130 @@ MOST_WORKERS = 4096  # of a host; the agent there knows its cores, and has a tig
 class Host:
     """One machine.
 
-    workers  processes on it
-    address  for the others; "": its name
+    workers  processes on this host
+    address  as other hosts reach it; "": its name
     """
 
     name: Name
-    workers: Annotated[int, Field(ge=1, le=MOST_WORKERS, strict=True)]
+    workers: Annotated[int, Field(ge=1, le=MAX_WORKERS, strict=True)]
     address: Address = ""
 
     @property
     def reached_at(self) -> str:
-        """Where the others reach it."""
+        """Address or name that other hosts connect to."""
         return self.address or self.name
 
     def resolve(self) -> str:
-        """Its address in numbers, as this machine sees it. ConfigError when it has none, or one that no other machine can reach."""
+        """Return its IP address. ConfigError if there is none, or others cannot reach it."""
         try:
-            number = str(socket.getaddrinfo(self.reached_at, None, type=socket.SOCK_STREAM)[0][4][0])
+            ip = str(socket.getaddrinfo(self.reached_at, None, type=socket.SOCK_STREAM)[0][4][0])
         except OSError as error:
             raise ConfigError(
-                f"{self.reached_at} cannot be resolved on {socket.gethostname()}: {error.strerror}",
+                f"cannot resolve {self.reached_at} on {socket.gethostname()}: {error.strerror}",
                 f"address of the host {self.name}",
-                "write its address in numbers (ip -br addr shows it)",
+                "write its IP address (ip -br addr shows it)",
             ) from None
-        if number.startswith("127.") and number != self.reached_at:  # Debian's /etc/hosts gives a machine's own name 127.0.1.1
+        if ip.startswith("127.") and ip != self.reached_at:  # Debian's /etc/hosts maps a machine's own name to 127.0.1.1
             raise ConfigError(
-                f"{self.reached_at} is {number} on {socket.gethostname()}, where other machines cannot reach it",
+                f"{self.reached_at} is {ip} on {socket.gethostname()}, where other machines cannot reach it",
                 f"address of the host {self.name}",
-                "write its address in the network between the hosts (ip -br addr shows it)",
+                "write its IP address in the network between the hosts (ip -br addr shows it)",
             )
-        return number
+        return ip
 
 
 @with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True)
 class Hosts:
-    """All machines of a run, and whether one of them starts all by ssh."""
+    """All machines of a run; `ssh`: one command starts them all."""
 
     host: Annotated[list[Host], Field(min_length=1)]
     ssh: bool = False
 
     @property
     def workers(self) -> int:
-        """On all machines together."""
+        """Number of workers on all hosts together."""
         return sum(host.workers for host in self.host)
 
     def find(self, name: str, source: str) -> Host:
-        """The host of that name. UsageError, with the names there are, when there is none."""
+        """Return the host of that name. UsageError, which lists the known names, if there is none."""
         for host in self.host:
             if host.name == name:
                 return host
-        raise UsageError(f"no host is called {name!r}", source, f"give --host one of {', '.join(host.name for host in self.host)}")
+        raise UsageError(f"unknown host {name!r}", source, f"set --host to one of {', '.join(host.name for host in self.host)}")
 
 
 def read_hosts(path: Path) -> Hosts:
-    """The hosts in a file. ConfigError when it cannot be read or is none."""
+    """Read a hosts file. ConfigError if it cannot be read or parsed."""
     try:
         return parse_hosts(tomllib.loads(path.read_text(encoding="utf-8")), str(path))
     except FileNotFoundError:
-        raise ConfigError(f"there is no hosts file {path}", f"--hosts, seen from {Path.cwd()}", FORM) from None
+        raise ConfigError(f"no such hosts file: {path}", f"--hosts, relative to {Path.cwd()}", FORMAT_HINT) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is no hosts file: {error}", f"--hosts {path}", FORM) from None
+        raise ConfigError(f"{path} is not a hosts file: {error}", f"--hosts {path}", FORMAT_HINT) from None
 
 
-def parse_hosts(values: Mapping[str, Any], source: str, hint: str = FORM) -> Hosts:
-    """The hosts in the values of a file. ConfigError that names all that does not fit."""
+def parse_hosts(values: Mapping[str, Any], source: str, hint: str = FORMAT_HINT) -> Hosts:
+    """Return the hosts in parsed TOML. ConfigError, which lists every invalid value."""
     try:
         hosts = TypeAdapter(Hosts).validate_python(values)
     except ValidationError as error:
-        wrong = [f"{place(one['loc'])}: {one['msg'].replace('Unexpected keyword argument', 'unknown key')}" for one in error.errors()]
-        raise ConfigError("; ".join(wrong), source, hint) from None
-    twice = [name for name, count in Counter(host.name for host in hosts.host).items() if count > 1]
-    if twice:
-        raise ConfigError(f"more than one host is called {', '.join(twice)}", source, "give each a name of its own")
+        problems = [
+            f"{format_location(item['loc'])}: {item['msg'].replace('Unexpected keyword argument', 'unknown key')}"
+            for item in error.errors()
+        ]
+        raise ConfigError("; ".join(problems), source, hint) from None
+    duplicates = [name for name, count in Counter(host.name for host in hosts.host).items() if count > 1]
+    if duplicates:
+        raise ConfigError(f"several hosts are named {', '.join(duplicates)}", source, "give each host a unique name")
     return hosts
 
 
-def place(path: Sequence[int | str]) -> str:
-    """A place in the file, for people: ("host", 1, "name") -> "host 2 name"."""
+def format_location(path: Sequence[int | str]) -> str:
+    """Format a location in the file: ("host", 1, "name") -> "host 2 name"."""
     return " ".join(str(part + 1 if isinstance(part, int) else part) for part in path)
 
 
-# Starting all of them from one.
+# Start all hosts by ssh.
 
 
 def ssh_command(host: Host, command: Sequence[str], cwd: Path, environ: Mapping[str, str]) -> list[str]:
-    """What runs `command` on a host, in the same folder and with our variables.
+    """Return the ssh command that runs `command` on a host, in `cwd`, with LOCKSTEP_ variables.
 
-    The remote program is sent the signals whose names come in by standard input, a line each: ssh has no other way for them.
+    The remote shell reads signal names from standard input, one per line, and sends them to the
+    program: ssh cannot forward signals.
     """
-    ours = [f"{name}={value}" for name, value in sorted(environ.items()) if name.startswith("LOCKSTEP_")]
-    # Without job control a shell's background command reads /dev/null, unless it is given another descriptor.
+    variables = [f"{name}={value}" for name, value in sorted(environ.items()) if name.startswith("LOCKSTEP_")]
+    # Without job control, a shell's background command reads /dev/null by default.
     signals = 'exec 3<&0; while read -r name; do kill -s "$name" $$; done <&3 >/dev/null 2>&1 &'
-    line = f"cd {shlex.quote(str(cwd))} && {{ {signals} exec {shlex.join(['env', *ours, *command])} 3<&- </dev/null; }}"
+    line = f"cd {shlex.quote(str(cwd))} && {{ {signals} exec {shlex.join(['env', *variables, *command])} 3<&- </dev/null; }}"
     return ["ssh", "-o", "BatchMode=yes", host.reached_at, line]
 
 
-def start_all(commands: Sequence[Sequence[str]]) -> int:
-    """Run these commands, write the names of signals that come to their standard input, and wait; the exit code of them all.
+def run_on_all_hosts(commands: Sequence[Sequence[str]]) -> int:
+    """Run the ssh commands, forward signals to their standard input; return one exit code.
 
-    For the main thread.
+    Call it from the main thread.
     """
-    with ExitStack() as held:
-        started = [
-            held.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)) for command in commands
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)) for command in commands
         ]
 
-        def pass_on(number: int, frame: object) -> None:
+        def forward_signal(number: int, frame: object) -> None:
             line = signal.Signals(number).name.removeprefix("SIG").encode() + b"\n"
-            for one in started:
-                with suppress(BrokenPipeError):  # it has ended
-                    assert one.stdin is not None
-                    one.stdin.write(line)
+            for process in processes:
+                with suppress(BrokenPipeError):  # it has exited
+                    assert process.stdin is not None
+                    process.stdin.write(line)
 
-        for number in STOPPING:
-            held.callback(signal.signal, number, signal.signal(number, pass_on))
-        codes = [one.wait() for one in started]
-    return code_of_all([128 - code if code < 0 else code for code in codes])
+        for number in STOP_SIGNALS:
+            stack.callback(signal.signal, number, signal.signal(number, forward_signal))
+        codes = [process.wait() for process in processes]
+    return combined_exit_code([128 - code if code < 0 else code for code in codes])
 
 
-def code_of_all(codes: Sequence[int]) -> int:
-    """The first that is not 0, of those that hosts have said: 255 is ssh's own, for a host that it did not reach or lost (ssh(1))."""
-    said = [code for code in codes if code != NOT_REACHED]
-    return next((code for code in said if code), 0) if said else NOT_REACHED
+def combined_exit_code(codes: Sequence[int]) -> int:
+    """Return the first nonzero exit code of a host; ssh's own only if all hosts have that one."""
+    reported = [code for code in codes if code != SSH_FAILED]
+    return next((code for code in reported if code), 0) if reported else SSH_FAILED

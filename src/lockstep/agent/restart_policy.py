@@ -1,11 +1,13 @@
-"""What follows from the end of a worker: a new one, at once or later; nothing, for it was done; or the end of the run.
+"""What follows from a worker's exit: a restart, nothing, or the end of the run.
 
-A worker that was killed, or lost its peers, gets a successor at once; when that one ends as well before it got anywhere, the next comes
-later and later. An error of its own may have been bad luck: the others do the step again, and so does the successor. When it ends the
-workers of a slot at the same step again and again, it is a fault of the program or of its data, and the run ends with that error. A signal
-by which a process ends itself (SIGSEGV and the like) is such an error. SIGKILL comes from outside, at any moment, and ends no run; but when
-it strikes at the very same place of the same step again and again, it is the kernel's, for want of memory. What no repetition mends (the
-run's values, damaged data, a loss that is not finite) ends it the first time.
+A worker that was killed or lost its peers is restarted at once. If it exits again without progress,
+each further restart is delayed longer. An error of its own may be bad luck: the other workers retry
+the step, and so does the restarted worker. When workers of one slot fail at the same step again and
+again, the program or its data is at fault, and the run ends with that error. A signal that a
+process causes itself (SIGSEGV and the like) counts as such an error. SIGKILL comes from outside at
+any moment and ends no run, unless it strikes in the same phase of the same step again and again:
+then the kernel ran out of memory there. What no retry can fix (the run's config, damaged data, a
+loss that is not finite) ends the run the first time.
 """
 
 from __future__ import annotations
@@ -16,145 +18,155 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lockstep.errors import LockstepError
-from lockstep.runtime.exit_report import End, code_of, kind, signal_name, tell, tell_early
+from lockstep.runtime.exit_report import WorkerExit, describe_early_exit, describe_failure, exit_code_of, exit_kind, signal_name
 
 FATAL = (2, 3, 4)  # usage and config, data and checkpoints, diverged (errors.py)
-CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)  # a process brings them on itself
+CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)  # a process causes them itself
 
 
 @dataclass(frozen=True)
-class Rules:
-    """How patient an agent is.
+class RestartPolicy:
+    """When an agent restarts a worker, and when it ends the run.
 
-    crashes    errors of its own after which a slot that got no further ends the run
-    kills      by SIGKILL in a row, all at one place of one step, after which the same follows
-    pause_s    before the second successor in a row; the first comes at once, and each pause is twice the one before
-    longest_s  of these pauses
-    forget_s   of life after which the next end is the first in a row
+    max_crashes      own errors of one slot without progress that end the run
+    max_kills        SIGKILLs in a row, all in one phase of one step, that end the run
+    initial_delay_s  before the second restart in a row, then doubled; the first is immediate
+    max_delay_s      upper limit of the delay
+    reset_after_s    a worker that lived this long resets the count of restarts
     """
 
-    crashes: int = 3
-    kills: int = 6
-    pause_s: float = 0.5
-    longest_s: float = 30.0
-    forget_s: float = 60.0
+    max_crashes: int = 3
+    max_kills: int = 6
+    initial_delay_s: float = 0.5
+    max_delay_s: float = 30.0
+    reset_after_s: float = 60.0
 
 
-RULES = Rules()
+DEFAULT_POLICY = RestartPolicy()
 
 
 @dataclass(frozen=True)
-class Past:
-    """What the ends of a slot's workers have left.
+class SlotHistory:
+    """What a slot remembers of the exits of its workers.
 
-    restarts  in a row, none of which got further or lived long
-    crashes   errors of its own since it last got further
-    step      the highest step that an end told of
-    kills     by SIGKILL in a row, at `place`
+    restarts  in a row, of workers that made no progress and did not live long
+    crashes   own errors since the last progress
+    step      the highest step that was reached
+    kills     by SIGKILL in a row, in `phase`
     """
 
     restarts: int = 0
     crashes: int = 0
     step: int = -1
     kills: int = 0
-    place: str = ""
+    phase: str = ""
 
 
 @dataclass(frozen=True)
-class Next:
-    """What follows, and why.
+class RestartDecision:
+    """What to do after a worker's exit, and why.
 
-    wait_s      until the successor starts
-    code, text  of the run that ends: its exit code, and what to show
+    delay_s     before the restart
+    code, text  of a run that ends: its exit code, and what to print
     """
 
-    what: Literal["restart", "done", "end"]
-    why: str
-    wait_s: float = 0.0
+    action: Literal["restart", "done", "end"]
+    reason: str
+    delay_s: float = 0.0
     code: int = 0
     text: str = ""
 
 
-def after(end: End, past: Past, *, lived_s: float, step: int, stopping: bool, rules: Rules, place: str = "") -> tuple[Next, Past]:
-    """(what follows from `end`, what its slot remembers then).
+def decide_restart(
+    worker_exit: WorkerExit, history: SlotHistory, *, lived_s: float, step: int, stopping: bool, policy: RestartPolicy, phase: str = ""
+) -> tuple[RestartDecision, SlotHistory]:
+    """Return (what follows from `worker_exit`, the slot's new history).
 
-    lived_s   from the worker's start to its end
-    step      at which the newest generation began, or that its board shows: for a worker that could not say how far it was
-    place     where in which step it was; "": in none, or nobody knows
-    stopping  the run, or this host, is on its way out
+    lived_s   from the worker's start to its exit
+    step      of the newest generation, or on the worker's board; if it reported none
+    phase     the worker's phase and step; "": outside of a step, or unknown
+    stopping  the run is stopping, or this host is draining
     """
-    account, what, words = end.account, kind(end), in_short(end)
-    if account and account.finished and account.drained:
-        return Next("done", f"{words}: its host is taken away"), past
-    if stopping or (account and account.finished) or what == "left":
-        return Next("done", words), past
-    if code_of(end) in FATAL:
-        return Next("end", words, code=code_of(end), text=own_words(end)), past
+    report, outcome, summary = worker_exit.report, exit_kind(worker_exit), summarize(worker_exit)
+    if report and report.finished and report.drained:
+        return RestartDecision("done", f"{summary}: its host is drained"), history
+    if stopping or (report and report.finished) or outcome == "completed":
+        return RestartDecision("done", summary), history
+    if exit_code_of(worker_exit) in FATAL:
+        return RestartDecision("end", summary, code=exit_code_of(worker_exit), text=failure_text(worker_exit)), history
 
-    step = account.step if account else step
-    further = step > past.step
-    crashes = (0 if further else past.crashes) + own_fault(end)
-    restarts = 0 if further or lived_s >= rules.forget_s else past.restarts
-    place = place if killed(end) else ""
-    kills = (past.kills if place == past.place else 0) + 1 if place else 0
-    now = Past(restarts + 1, crashes, max(step, past.step), kills, place)
-    if own_fault(end) and crashes >= rules.crashes:
+    step = report.step if report else step
+    progress = step > history.step
+    crashes = (0 if progress else history.crashes) + is_own_fault(worker_exit)
+    restarts = 0 if progress or lived_s >= policy.reset_after_s else history.restarts
+    phase = phase if is_sigkill(worker_exit) else ""
+    kills = (history.kills if phase == history.phase else 0) + 1 if phase else 0
+    now = SlotHistory(restarts + 1, crashes, max(step, history.step), kills, phase)
+    if is_own_fault(worker_exit) and crashes >= policy.max_crashes:
         where = f"at step {step}" if step >= 0 else "before its first step"
-        by = signal_name(end.signal) if crashed(end) else "an error of its own"
-        return the_end(end, f"{end} is worker number {crashes} in a row to end {where} by {by}", "mend what the error above says"), now
-    if kills >= rules.kills:
-        what = f"{end} is worker number {kills} in a row that SIGKILL has ended in the {place}"
-        return the_end(end, what, "give the workers more memory, or want less of it (batch.tokens, memory.recompute)"), now
-    wait_s = pause(restarts, rules)
-    return Next("restart", f"{words}; {f'a new one starts in {wait_s:g} s' if wait_s else 'a new one starts at once'}", wait_s), now
+        cause = f"by {signal_name(worker_exit.signal)}" if is_crash(worker_exit) else "with an error of its own"
+        return end_the_run(
+            worker_exit, f"{worker_exit} is worker number {crashes} in a row to fail {where} {cause}", "fix the error above"
+        ), now
+    if kills >= policy.max_kills:
+        what = f"{worker_exit} is worker number {kills} in a row killed by SIGKILL in the {phase}"
+        return end_the_run(worker_exit, what, "give the workers more memory, or use less (batch.tokens, memory.activation_checkpoint)"), now
+    delay_s = restart_delay(restarts, policy)
+    return RestartDecision("restart", f"{summary}; restarting {f'in {delay_s:g} s' if delay_s else 'now'}", delay_s), now
 
 
-def the_end(end: End, what: str, hint: str) -> Next:
-    """The run ends: first the last words of the worker, then why nobody comes after it."""
-    error = LockstepError(what, f"log: {end.log}" if end.log else "", f"{hint}; the same command goes on from the newest checkpoint")
-    return Next("end", in_short(end), code=code_of(end) or 1, text=f"{own_words(end)}\n{error}")
+def end_the_run(worker_exit: WorkerExit, what: str, hint: str) -> RestartDecision:
+    """Return the decision to end the run, with the worker's failure and why it is not restarted."""
+    error = LockstepError(
+        what, f"log: {worker_exit.log}" if worker_exit.log else "", f"{hint}; the same command resumes from the newest checkpoint"
+    )
+    return RestartDecision("end", summarize(worker_exit), code=exit_code_of(worker_exit) or 1, text=f"{failure_text(worker_exit)}\n{error}")
 
 
-def only_here(code: int, at_work: Collection[str], host: str) -> bool:
-    """Whether an end is this host's alone: it came with values or files that are not those of the others, who are at work without it."""
-    return code in (2, 3) and bool(at_work) and host not in at_work
+def fails_only_here(code: int, active_hosts: Collection[str], host: str) -> bool:
+    """Return whether a config or data error concerns only this host, while others are training."""
+    return code in (2, 3) and bool(active_hosts) and host not in active_hosts
 
 
-def pause(restarts: int, rules: Rules) -> float:
-    """Seconds before the next successor, after `restarts` in a row."""
-    return min(rules.longest_s, rules.pause_s * 2.0 ** min(restarts - 1, 60)) if restarts else 0.0
+def restart_delay(restarts: int, policy: RestartPolicy) -> float:
+    """Return the seconds before the next restart, after `restarts` in a row."""
+    return min(policy.max_delay_s, policy.initial_delay_s * 2.0 ** min(restarts - 1, 60)) if restarts else 0.0
 
 
-def own_fault(end: End) -> bool:
-    """Whether a worker ended by itself and not as it should: an exception, an exit in the middle, a crash."""
-    return kind(end) == "broke off" or (kind(end) == "failed" and bool(end.account or (end.code or 0) > 0 or crashed(end)))
+def is_own_fault(worker_exit: WorkerExit) -> bool:
+    """Return whether a worker failed by itself: an exception, an early exit, a crash."""
+    return exit_kind(worker_exit) == "exited early" or (
+        exit_kind(worker_exit) == "failed" and bool(worker_exit.report or (worker_exit.code or 0) > 0 or is_crash(worker_exit))
+    )
 
 
-def crashed(end: End) -> bool:
-    """Whether a signal ended it that it has brought on itself."""
-    return not end.account and end.signal in CRASHES and end.signal not in end.sent
+def is_crash(worker_exit: WorkerExit) -> bool:
+    """Return whether a signal that the worker caused itself ended it."""
+    return not worker_exit.report and worker_exit.signal in CRASH_SIGNALS and worker_exit.signal not in worker_exit.sent
 
 
-def killed(end: End) -> bool:
-    """Whether SIGKILL ended it, and its agent did not send that."""
-    return not end.account and end.signal == signal.SIGKILL and signal.SIGKILL not in end.sent
+def is_sigkill(worker_exit: WorkerExit) -> bool:
+    """Return whether a SIGKILL ended it that its agent did not send."""
+    return not worker_exit.report and worker_exit.signal == signal.SIGKILL and signal.SIGKILL not in worker_exit.sent
 
 
-def own_words(end: End) -> str:
-    """The failure in the words of the worker, or in ours where it had none."""
-    return tell_early(end) if kind(end) == "broke off" else tell(end, [end], ())
+def failure_text(worker_exit: WorkerExit) -> str:
+    """Return the worker's own report of its failure, or a description if it wrote none."""
+    return (
+        describe_early_exit(worker_exit) if exit_kind(worker_exit) == "exited early" else describe_failure(worker_exit, [worker_exit], ())
+    )
 
 
-def in_short(end: End) -> str:
-    """An end in one line."""
-    account = end.account
-    if account and not account.finished and account.text:
-        lines = account.text.strip().splitlines()
+def summarize(worker_exit: WorkerExit) -> str:
+    """Describe an exit in one line."""
+    report = worker_exit.report
+    if report and not report.finished and report.text:
+        lines = report.text.strip().splitlines()
         return lines[-1] if lines[0].startswith("Traceback") else lines[0]
-    if account and account.finished:
-        return f"it left with exit code {account.code}"
-    if end.signal:
-        return f"ended by {signal_name(end.signal)}"
-    if end.code is None:
-        return "it ended without a word"
-    return "it broke off with exit code 0" if end.code == 0 else f"it ended with exit code {end.code}, without a word"
+    if report and report.finished:
+        return f"exited with code {report.code}"
+    if worker_exit.signal:
+        return f"killed by {signal_name(worker_exit.signal)}"
+    if worker_exit.code is None:
+        return "exited without an error report, exit code unknown"
+    return "exited early with code 0" if worker_exit.code == 0 else f"exited with code {worker_exit.code} and left no error report"

@@ -1,7 +1,8 @@
-"""Where workers come from: forked by the zygote, or, when there is none that can, started as new programs.
+"""Start workers: forked by the forkserver, or spawned if no forkserver can run.
 
-Whoever asks for a worker gets one, a little later, at its gate. A zygote that was killed is replaced; one that hangs, or cannot fork, is
-passed over; one that cannot be (the user's module starts threads) is done without.
+Each requested worker appears a little later, blocked at its gate. A forkserver that was killed is
+restarted. One that hangs or fails to fork is bypassed. If none can run (the user's module starts
+threads), all workers are spawned.
 """
 
 from __future__ import annotations
@@ -12,187 +13,193 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from lockstep.agent.event_log import Journal
-from lockstep.agent.forkserver import ONE_THREAD, Birth, Work, Zygote, spawn
-from lockstep.runtime.subprocesses import KEEP_MEMORY, now_s
-from lockstep.runtime.worker_env import Seat
+from lockstep.agent.event_log import EventLog
+from lockstep.agent.forkserver import ONE_THREAD, Forkserver, WorkerProgram, WorkerSpec, spawn
+from lockstep.runtime.subprocesses import MALLOC_SETTINGS, now_s
+from lockstep.runtime.worker_env import WorkerEnv
 
 log = logging.getLogger("lockstep")
 RETRY_S = 1.0  # after a worker could not be started at all
-STILLBORN = 2  # zygotes in a row that ended before they were ready
+MAX_FAILED_STARTS = 2  # forkservers in a row that exited before they were ready
 
 
 @dataclass
-class Expected:
-    """A worker that was asked for.
+class PendingWorker:
+    """A requested worker.
 
-    out, err, gate  what it gets; opener: the other end of the gate
-    asked_s         when the zygote was asked for it; None: it was not
-    cold            the zygote is passed over
-    due_s           not before
-    pid             of its process, once there is one
+    out, err, gate  its file descriptors; gate_writer: the agent's end of the gate
+    requested_s     when the forkserver was asked for it; None: it was not
+    use_spawn       bypass the forkserver
+    retry_at_s      do not start it earlier
+    pid             0: not started yet
     """
 
     slot: int
-    birth: Birth
+    spec: WorkerSpec
     out: int
     err: int
     gate: int
-    opener: int
-    asked_s: float | None = None
-    cold: bool = False
-    due_s: float = 0.0
+    gate_writer: int
+    requested_s: float | None = None
+    use_spawn: bool = False
+    retry_at_s: float = 0.0
     pid: int = 0
 
+    @property
+    def descriptors(self) -> tuple[int, int, int]:
+        return self.out, self.err, self.gate
+
     def close(self) -> None:
-        """Let go of what was for the worker; not of the opener, which holds it at its gate."""
-        for descriptor in (self.out, self.err, self.gate):
+        """Close the worker's descriptors, not the gate's writer, which keeps it blocked."""
+        for descriptor in self.descriptors:
             os.close(descriptor)
 
 
 @dataclass(frozen=True)
-class Newborn:
-    """A worker, child of this process, at its gate. A byte into `opener` lets it go; closing it without ends it."""
+class StartedWorker:
+    """A worker blocked at its gate: a byte written to `gate` lets it run, closing `gate` ends it."""
 
     slot: int
     pid: int
-    opener: int
-    how: str
+    gate: int
+    method: str
 
 
-class Nursery:
-    """The nursery of one agent.
+class WorkerPool:
+    """The workers that one agent is starting, and its forkserver.
 
-    import_s, fork_s  until a zygote is ready, and from one worker to the next; a slower one is given up
+    import_s  time limit for a forkserver to become ready
+    fork_s    time limit for one fork
     """
 
-    def __init__(self, work: Work, environ: Mapping[str, str], journal: Journal, *, import_s: float, fork_s: float) -> None:
-        self.work, self.journal, self.import_s, self.fork_s = work, journal, import_s, fork_s
-        self.environ = {**KEEP_MEMORY, **ONE_THREAD, **environ, "PYTHONUNBUFFERED": "1"}
-        self.expected: dict[int, Expected] = {}
-        self.zygote: Zygote | None = None
-        self.since_s = self.heard_s = 0.0
-        self.stillborn = 0
-        self.start_zygote()
+    def __init__(self, program: WorkerProgram, environ: Mapping[str, str], events: EventLog, *, import_s: float, fork_s: float) -> None:
+        self.program, self.events, self.import_s, self.fork_s = program, events, import_s, fork_s
+        self.environ = {**MALLOC_SETTINGS, **ONE_THREAD, **environ, "PYTHONUNBUFFERED": "1"}
+        self.pending: dict[int, PendingWorker] = {}
+        self.forkserver: Forkserver | None = None
+        self.forkserver_started_s = self.last_reply_s = 0.0
+        self.failed_starts = 0
+        self.start_forkserver()
 
-    def expect(self, seat: Seat, out: int, err: int, *, again: bool) -> None:
-        """Ask for a worker with this seat and output.
+    def request(self, worker_env: WorkerEnv, out: int, err: int, *, restarted: bool) -> None:
+        """Request a worker for this seat that writes to `out` and `err`."""
+        argv = self.program.restart_argv if restarted and self.program.restart_argv is not None else self.program.argv
+        spec = WorkerSpec(self.program.entry, argv, worker_env.environ(), worker_env.agent_pid)
+        self.pending[worker_env.slot] = PendingWorker(worker_env.slot, spec, os.dup(out), os.dup(err), *os.pipe())
 
-        again  it comes after another one in its slot
-        """
-        argv = self.work.again if again and self.work.again is not None else self.work.argv
-        birth = Birth(self.work.entry, argv, seat.environ(), seat.agent)
-        self.expected[seat.slot] = Expected(seat.slot, birth, os.dup(out), os.dup(err), *os.pipe())
+    def poll(self) -> list[StartedWorker]:
+        """Make progress without blocking, and return the workers that have started."""
+        self.receive_replies()
+        self.check_timeouts()
+        for worker in self.pending.values():
+            if not worker.pid and worker.requested_s is None and now_s() >= worker.retry_at_s:
+                self.start(worker)
+        started = [worker for worker in self.pending.values() if worker.pid]
+        for worker in started:
+            del self.pending[worker.slot]
+            worker.close()
+        return [
+            StartedWorker(worker.slot, worker.pid, worker.gate_writer, "spawned" if worker.use_spawn else "forked by the forkserver")
+            for worker in started
+        ]
 
-    def turn(self) -> list[Newborn]:
-        """Do what can be done now; the workers that have come."""
-        self.hear()
-        self.lose_patience()
-        for one in self.expected.values():
-            if not one.pid and one.asked_s is None and now_s() >= one.due_s:
-                self.bring(one)
-        born = [one for one in self.expected.values() if one.pid]
-        for one in born:
-            del self.expected[one.slot]
-            one.close()
-        return [Newborn(one.slot, one.pid, one.opener, "as a new program" if one.cold else "forked by the zygote") for one in born]
-
-    def forget(self) -> None:
-        """Nobody is expected any more."""
-        for one in self.expected.values():
-            one.close()
-            os.close(one.opener)
-        self.expected = {}
+    def cancel(self) -> None:
+        """Drop all pending workers."""
+        for worker in self.pending.values():
+            worker.close()
+            os.close(worker.gate_writer)
+        self.pending = {}
 
     def close(self) -> None:
-        """End the zygote. Workers live on."""
-        self.forget()
-        if self.zygote:
-            self.zygote.end()
+        """Kill the forkserver. Workers keep running."""
+        self.cancel()
+        if self.forkserver:
+            self.forkserver.kill()
 
     def descriptors(self) -> list[int]:
-        """Can be read when there is something to do."""
-        return [self.zygote.socket.fileno()] if self.zygote else []
+        """Return the file descriptors that become readable when `poll` has something to do."""
+        return [self.forkserver.socket.fileno()] if self.forkserver else []
 
     def pids(self) -> set[int]:
-        """Children of this process that are for the nursery to wait for."""
-        return {self.zygote.process.pid} if self.zygote else set()
+        """Return the children of this process that the pool waits for."""
+        return {self.forkserver.process.pid} if self.forkserver else set()
 
     # -- one worker -----------------------------------------------------------------------------------------------------------
 
-    def bring(self, one: Expected) -> None:
-        """Ask the zygote for a worker, or start it. It waits for a zygote that is still importing, which is no slower than it would be."""
-        one.cold = one.cold or self.zygote is None
+    def start(self, worker: PendingWorker) -> None:
+        """Fork or spawn a worker. A forkserver that still imports is faster than spawning."""
+        worker.use_spawn = worker.use_spawn or self.forkserver is None
         try:
-            if one.cold:
-                one.pid = spawn(one.birth, self.environ, (one.out, one.err, one.gate))
-            elif self.zygote and self.zygote.ready:
-                self.zygote.ask(one.slot, one.birth, (one.out, one.err, one.gate))
-                one.asked_s = now_s()
+            if worker.use_spawn:
+                worker.pid = spawn(worker.spec, self.environ, worker.descriptors)
+            elif self.forkserver and self.forkserver.ready:
+                self.forkserver.request(worker.slot, worker.spec, worker.descriptors)
+                worker.requested_s = now_s()
         except ConnectionError:
-            self.replace("it ended")
+            self.restart_forkserver("it exited")
         except OSError as error:
-            self.journal.warn(f"a worker for slot {one.slot} cannot be {'started' if one.cold else 'forked'}", error)
-            one.due_s, one.cold = now_s() + (RETRY_S if one.cold else 0.0), True
+            self.events.warn(f"cannot {'spawn' if worker.use_spawn else 'fork'} a worker for slot {worker.slot}", error)
+            worker.retry_at_s, worker.use_spawn = now_s() + (RETRY_S if worker.use_spawn else 0.0), True
 
-    # -- the zygote -----------------------------------------------------------------------------------------------------------
+    # -- the forkserver -------------------------------------------------------------------------------------------------------
 
-    def start_zygote(self) -> None:
-        """Start a zygote."""
+    def start_forkserver(self) -> None:
         try:
-            self.zygote, self.since_s = Zygote(self.work, self.environ), now_s()
+            self.forkserver, self.forkserver_started_s = Forkserver(self.program, self.environ), now_s()
         except OSError as error:
-            self.do_without(str(error))
+            self.disable_forkserver(str(error))
 
-    def hear(self) -> None:
-        """Take what the zygote has said."""
-        said = self.zygote.answers() if self.zygote else []
-        if said is None:
-            self.replace("it ended")
-        self.heard_s = now_s() if said else self.heard_s
-        for answer in said or []:
-            if "ready" in answer and self.zygote:
-                self.zygote.ready, self.stillborn = True, 0
-            elif "cold" in answer:
-                self.do_without(answer["cold"])
-            elif one := self.expected.get(answer["slot"]):
-                one.pid = answer.get("pid", 0)
-                one.cold = "error" in answer
-                one.asked_s = None
+    def receive_replies(self) -> None:
+        """Process the forkserver's messages."""
+        replies = self.forkserver.replies() if self.forkserver else []
+        if replies is None:
+            self.restart_forkserver("it exited")
+        self.last_reply_s = now_s() if replies else self.last_reply_s
+        for reply in replies or []:
+            if "ready" in reply and self.forkserver:
+                self.forkserver.ready, self.failed_starts = True, 0
+            elif "unusable" in reply:
+                self.disable_forkserver(reply["unusable"])
+            elif worker := self.pending.get(reply["slot"]):
+                worker.pid = reply.get("pid", 0)
+                worker.use_spawn = "error" in reply
+                worker.requested_s = None
 
-    def lose_patience(self) -> None:
-        """Give up a zygote that hangs."""
-        late_s = now_s() - self.fork_s
-        asked = [one for one in self.expected.values() if one.asked_s is not None and max(one.asked_s, self.heard_s) < late_s]
-        slow = self.zygote and not self.zygote.ready and now_s() > self.since_s + self.import_s
-        for one in self.expected.values() if slow else asked:
-            one.cold = True
-        if asked or slow:
-            self.replace(f"it was not ready within {self.import_s:g} s" if slow else f"it did not fork within {self.fork_s:g} s")
+    def check_timeouts(self) -> None:
+        """Replace a forkserver that hangs, and spawn the workers that wait for it."""
+        limit_s = now_s() - self.fork_s
+        late = [one for one in self.pending.values() if one.requested_s is not None and max(one.requested_s, self.last_reply_s) < limit_s]
+        slow_import = self.forkserver and not self.forkserver.ready and now_s() > self.forkserver_started_s + self.import_s
+        for worker in self.pending.values() if slow_import else late:
+            worker.use_spawn = True
+        if late or slow_import:
+            self.restart_forkserver(
+                f"it was not ready within {self.import_s:g} s" if slow_import else f"it did not fork within {self.fork_s:g} s"
+            )
 
-    def replace(self, why: str) -> None:
-        """The zygote is gone, or useless: start another one, unless that has led nowhere."""
-        if self.zygote:
-            self.stillborn = 0 if self.zygote.ready else self.stillborn + 1
-            self.zygote.end()
-            self.zygote = None
-        self.journal.note("zygote ended", why)
-        for one in self.expected.values():  # what it forked without saying so stands at a gate that closes now
-            if one.asked_s is not None:
-                os.close(one.gate)
-                os.close(one.opener)
-                one.gate, one.opener = os.pipe()
-                one.asked_s = None
-        if self.stillborn < STILLBORN:
-            self.start_zygote()
+    def restart_forkserver(self, reason: str) -> None:
+        """Replace a forkserver that exited or hangs; disable it after repeated failures."""
+        if self.forkserver:
+            self.failed_starts = 0 if self.forkserver.ready else self.failed_starts + 1
+            self.forkserver.kill()
+            self.forkserver = None
+        self.events.add("forkserver ended", reason)
+        for worker in self.pending.values():  # it may have forked one without a reply, which exits when its gate closes
+            if worker.requested_s is not None:
+                os.close(worker.gate)
+                os.close(worker.gate_writer)
+                worker.gate, worker.gate_writer = os.pipe()
+                worker.requested_s = None
+        if self.failed_starts < MAX_FAILED_STARTS:
+            self.start_forkserver()
         else:
-            self.do_without(f"{why}, {STILLBORN} times before it was ready")
+            self.disable_forkserver(f"{reason}, {MAX_FAILED_STARTS} times before it was ready")
 
-    def do_without(self, why: str) -> None:
-        """From now on each worker is a new program."""
-        if self.zygote:
+    def disable_forkserver(self, reason: str) -> None:
+        """Spawn all further workers."""
+        if self.forkserver:
             with suppress(ProcessLookupError):
-                self.zygote.end()
-            self.zygote = None
-        self.journal.note("no zygote", why)
-        log.info("each worker imports everything by itself: %s", why)
+                self.forkserver.kill()
+            self.forkserver = None
+        self.events.add("no forkserver", reason)
+        log.info("workers are spawned without a forkserver, each imports everything: %s", reason)

@@ -1,8 +1,9 @@
-"""Saves a checkpoint while training goes on: the state is copied in the caller, written in a thread.
+"""Save a checkpoint while training continues: the caller copies the state, a thread writes it.
 
-The copy takes as long as memory does (a device copies while the host goes on); the hashing, writing and flushing that
-follow let go of the interpreter's lock. The host buffers are kept from save to save: the cost in memory is one state.
-The thread lives only while it writes: there is none to be forked, and the interpreter does not end before it has.
+A copy takes as long as memory bandwidth allows; on a GPU it is queued on the stream. Hashing,
+writing and flushing release the interpreter lock. The host buffers are kept between saves, so the
+memory cost is one state. The thread lives only while it writes: an idle saver has no thread that a
+fork could break, and the interpreter waits for the thread before it exits.
 """
 
 from __future__ import annotations
@@ -19,30 +20,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.store import Store
-from lockstep.units import show_seconds
+from lockstep.checkpoint.store import CheckpointStore
+from lockstep.units import format_duration
 
 log = logging.getLogger("lockstep")
 
 
-def nothing() -> None: ...
+def do_nothing() -> None: ...
 
 
-class BackgroundSaver:
-    """Saves into `store`, one checkpoint at a time. Not for several threads. `on_saved(step, seconds)` is called in the writing thread.
+class AsyncSaver:
+    """Saves into `store`, one checkpoint at a time. Call it from one thread only.
 
-    What fails in the thread is kept until `failure` hands it out, so that all processes can vote on it; whatever is
-    still there at the end is raised by `close`.
+    on_saved  called as on_saved(step, seconds) in the writing thread after each commit
+
+    Errors of the thread are kept until `failure` returns them, so that all processes can vote on
+    them. `close` raises what is left.
     """
 
-    def __init__(self, store: Store, on_saved: Callable[[int, float], object] = lambda step, seconds: None) -> None:
+    def __init__(self, store: CheckpointStore, on_saved: Callable[[int, float], object] = lambda step, seconds: None) -> None:
         self.store, self.on_saved = store, on_saved
         self.committed: int | None = None  # the last step that this saver committed
         self._buffers: dict[str, Tensor] = {}
         self._failures: deque[Exception] = deque()
         self._thread: threading.Thread | None = None
         self._done = threading.Event()
-        self._said_wait = False
+        self._warned_of_wait = False
 
     def save(
         self,
@@ -50,25 +53,28 @@ class BackgroundSaver:
         tensors: Mapping[str, Tensor],
         facts: Mapping[str, Any],
         protect: Callable[[], Collection[int]] = tuple,
-        first: Callable[[], None] = nothing,
+        first: Callable[[], None] = do_nothing,
     ) -> None:
-        """Copy the state and return; `first`, then `Store.save` follow in the background. The tensors may change once this returns.
+        """Copy the state and return; the thread then calls `first` and `CheckpointStore.save`.
 
-        protect  asked there too. Waits while the save before is still being written.
+        Waits for the previous save. The tensors may change once this returns.
+
+        protect  called in the thread: steps that retention must keep
         """
         self.wait(why=f"before step {step} is copied")
-        copied = json.loads(json.dumps(dict(facts)))
+        copied_facts = json.loads(json.dumps(dict(facts)))
         events = self._copy(tensors)
-        arguments = (step, dict(self._buffers), copied, protect, first, events)
+        arguments = (step, dict(self._buffers), copied_facts, protect, first, events)
         self._done.clear()
         thread = threading.Thread(target=self._write, args=arguments, name=f"save step {step}")
-        thread.start()  # may fail for lack of memory: then nothing is under way that could be waited for
+        thread.start()  # may fail for lack of memory: then there is no save to wait for
         self._thread = thread
 
     def _copy(self, tensors: Mapping[str, Tensor]) -> list[torch.cuda.Event]:
-        """Begin to copy into the host buffers; the events that mark the end of the copies on each device.
+        """Begin to copy into the host buffers; return the events that mark the end of the copies on
+        each device.
 
-        A device copies in the order of its stream: the next update of the weights waits for the copy by itself.
+        The stream orders the copy before the next update of the weights.
         """
         buffers = {}
         devices = set()
@@ -99,10 +105,10 @@ class BackgroundSaver:
             for event in events:
                 event.synchronize()
             first()
-            began_s = time.monotonic()
+            start_s = time.monotonic()
             self.store.save(step, tensors, facts, tuple(protect()))
             self.committed = step
-            self.on_saved(step, time.monotonic() - began_s)
+            self.on_saved(step, time.monotonic() - start_s)
         except Exception as error:
             self._failures.append(error)
         finally:
@@ -110,34 +116,34 @@ class BackgroundSaver:
 
     @property
     def writing(self) -> bool:
-        """True while a save is under way."""
+        """True while a save is in progress."""
         return self._thread is not None and not self._done.is_set()
 
     def failure(self) -> Exception | None:
-        """The oldest failure that nobody has asked for yet, and forget it."""
+        """Remove and return the oldest pending failure."""
         return self._failures.popleft() if self._failures else None
 
     def wait(self, why: str = "", within_s: float | None = None) -> bool:
-        """True when nothing is being written; False when that has not come within so many seconds.
+        """Wait for the save in progress; False when it does not end within `within_s` seconds.
 
-        why  what waits; a wait with a reason is told once, since it holds up training
+        why  what waits for it. A wait with a reason is logged once, since it delays training
         """
         if self._thread is None:
             return True
-        began, name, busy = time.monotonic(), self._thread.name, self.writing
-        # Not join alone: until Python 3.13 a join that a signal interrupts gives up the thread for ended.
+        start_s, name, was_writing = time.monotonic(), self._thread.name, self.writing
+        # Not join alone: before Python 3.13 a join that a signal interrupts takes the thread for ended.
         if not self._done.wait(within_s):
             return False
         self._thread.join()
         self._thread = None
-        waited_s = time.monotonic() - began
-        if busy and why and not self._said_wait:
-            self._said_wait = True
-            log.warning("waited %s for %r %s; to avoid it save less often (said once)", show_seconds(waited_s), name, why)
+        waited_s = time.monotonic() - start_s
+        if was_writing and why and not self._warned_of_wait:
+            self._warned_of_wait = True
+            log.warning("waited %s for %r %s; save less often to avoid this (logged once)", format_duration(waited_s), name, why)
         return True
 
     def close(self) -> None:
-        """Wait for the save under way; raise a failure that nobody has asked for."""
+        """Wait for the save in progress; raise the oldest pending failure and log the others."""
         self.wait()
         self._buffers = {}
         if error := self.failure():
@@ -148,12 +154,12 @@ class BackgroundSaver:
         while error := self.failure():
             log.error("%s", error)
 
-    def __enter__(self) -> BackgroundSaver:
+    def __enter__(self) -> AsyncSaver:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if error is None:
             self.close()
             return
-        self.wait()  # the error under way says more than a failed save, which is logged beside it
+        self.wait()  # the error in progress is raised; a failed save is only logged
         self._log_failures()

@@ -1,11 +1,12 @@
-"""Writes a folder that is a checkpoint, and tells whether a folder is a whole one. The states are in `seal.py`.
+"""Make a folder of files a checkpoint, and verify one. The states of the folder are in `folder.py`.
 
-A commit in order (fsync(2), rename(2) say why): each file and its fsync; the seal's content and its fsync; fsync of the
-folder; rename of the folder to its final name; fsync of the parent; rename of the seal to COMMITTED; fsync of the
-folder. Everything that needs room on the disk is there before the first rename.
+A commit in order (fsync(2) and rename(2) give the reasons): write and fsync each file; write and
+fsync the content of the marker; fsync the folder; rename the folder to its final name; fsync the
+parent; rename the marker to COMMITTED; fsync the folder. Everything that needs disk space is
+written before the first rename.
 
-The seal holds the sha256 of manifest.json, which holds size and sha256 of every other file: a changed bit anywhere,
-these two files included, is found.
+The marker holds the sha256 of manifest.json, which holds size and sha256 of every other file: any
+changed bit is detected, in these two files too.
 """
 
 from __future__ import annotations
@@ -28,85 +29,87 @@ from lockstep.checkpoint.folder import (
     COMMITTED,
     REMOVING,
     WRITING,
-    Seam,
+    FailPoint,
     discard,
     folder_name,
     hidden_name,
-    lock_seal,
-    no_seam,
-    release,
+    lock_marker,
+    no_fail_point,
     remove_folder,
     set_aside,
+    unlock_marker,
 )
 from lockstep.errors import CheckpointError, DamagedFileError
-from lockstep.files import fsync_folder, regular
-from lockstep.units import show_bytes
+from lockstep.files import fsync_folder, open_regular
+from lockstep.units import format_bytes
 
 log = logging.getLogger("lockstep")
 
 MANIFEST = "manifest.json"
-FACTS = "facts.json"  # the one file besides the manifest that is no tensors
+FACTS = "facts.json"  # besides the manifest the only file without tensors
 FORMAT = 1
 CHUNK_BYTES = 4 * 2**20
-COMMITTER_PATIENCE_S = 60.0
+COMMITTER_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
-class Record:
+class FileRecord:
     """Size and hex sha256 of one file."""
 
     bytes: int
     sha256: str
 
 
-def manifest_content(step: int, files: dict[str, Record]) -> bytes:
+def manifest_content(step: int, files: dict[str, FileRecord]) -> bytes:
     value = {"format": FORMAT, "step": step, "files": {name: vars(files[name]) for name in sorted(files)}}
     return json.dumps(value, indent=1).encode() + b"\n"
 
 
-def seal_content(step: int, manifest: bytes) -> bytes:
+def marker_content(step: int, manifest: bytes) -> bytes:
     return f"lockstep checkpoint, step {step}, sha256 of {MANIFEST}: {hashlib.sha256(manifest).hexdigest()}\n".encode()
 
 
-def read_manifest(path: Path, step: int) -> tuple[dict[str, Record], list[str]]:
-    """(the files that the sealed manifest of `path` names, what is wrong with manifest and seal).
+def read_manifest(path: Path, step: int) -> tuple[dict[str, FileRecord], list[str]]:
+    """Return (the files that the manifest of `path` lists, the problems of manifest and marker).
 
-    CheckpointError when it is whole but of a later format: that is no damage.
+    CheckpointError when it is whole but has a later format: that is not damage.
     """
-    manifest, problem = read_whole(path / MANIFEST)
-    seal, seal_problem = read_whole(path / COMMITTED)
-    if problem or seal_problem:
-        return {}, [text for text in (problem, seal_problem) if text]
-    if seal != seal_content(step, manifest):
-        return {}, [f"{MANIFEST} and {COMMITTED} do not fit together: one of them was changed"]
+    manifest, problem = read_small_file(path / MANIFEST)
+    marker, marker_problem = read_small_file(path / COMMITTED)
+    if problem or marker_problem:
+        return {}, [text for text in (problem, marker_problem) if text]
+    if marker != marker_content(step, manifest):
+        return {}, [f"{MANIFEST} and {COMMITTED} do not match: one of them was changed"]
     try:
         value = json.loads(manifest)
         if value["format"] != FORMAT:
             raise CheckpointError(
                 f"the checkpoint of step {step} has format {value['format']}, this version reads format {FORMAT}",
                 str(path),
-                "try a newer version of lockstep",
+                "use a newer version of lockstep",
             )
-        return records_of(value["files"]), []
+        return parse_file_records(value["files"]), []
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return {}, [f"{MANIFEST} is not one that Lockstep writes: {error}"]
+        return {}, [f"{MANIFEST} is malformed: {error}"]
 
 
-def records_of(files: dict[str, Any]) -> dict[str, Record]:
-    """Return the files that a manifest or a part lists. ValueError or TypeError for a path outside of the folder or a malformed record."""
+def parse_file_records(files: dict[str, Any]) -> dict[str, FileRecord]:
+    """Return the files listed in a manifest or by a shard writer. ValueError or TypeError for a
+    path outside the folder or a bad record."""
     for name in files:
         if "/" in name or "\0" in name or name in ("", ".", "..", MANIFEST, COMMITTED):
-            raise ValueError(f"it names {name!r}, which is no file of this folder")
-    return {name: Record(**record) for name, record in files.items()}
+            raise ValueError(f"it lists {name!r}, which is not a file of this folder")
+    return {name: FileRecord(**record) for name, record in files.items()}
 
 
-def read_checked(path: Path, record: Record, *, keep: bool = True) -> tuple[bytearray, str]:
-    """(the file's bytes, "") or (nothing, what is wrong with it). Read once: what was hashed is what is returned.
+def read_verified(path: Path, record: FileRecord, *, keep: bool = True) -> tuple[bytearray, str]:
+    """Return (the file's bytes, "") or (no bytes, the problem). The file is read once: the returned
+    bytes are those that were hashed.
 
     keep  False: verify only, with one chunk in memory
     """
     try:
-        with open(path, "rb", buffering=0, opener=inside) as file:
+        with open(path, "rb", buffering=0, opener=open_without_links) as file:
             size = os.fstat(file.fileno()).st_size
             if size != record.bytes:
                 return bytearray(), f"{path.name} has {size} bytes, the manifest says {record.bytes}"
@@ -116,28 +119,28 @@ def read_checked(path: Path, record: Record, *, keep: bool = True) -> tuple[byte
                 sha256.update(view[start : start + count])
                 start += count if keep else 0
     except OSError as error:
-        return bytearray(), damage(path.name, error)
+        return bytearray(), damage_of(path.name, error)
     if sha256.hexdigest() != record.sha256:
-        return bytearray(), f"{path.name} is not what was written: its sha256 differs from the manifest's"
+        return bytearray(), f"{path.name} has changed: its sha256 differs from the manifest's"
     return content, ""
 
 
-def inside(path: str, flags: int) -> int:
-    """Opener for the files of a checkpoint: regular files only. A link could lead out of the folder."""
-    return regular(path, flags | os.O_NOFOLLOW)
+def open_without_links(path: str, flags: int) -> int:
+    """Opener for files of a checkpoint: regular files only, as a link could point elsewhere."""
+    return open_regular(path, flags | os.O_NOFOLLOW)
 
 
-def read_whole(path: Path) -> tuple[bytes, str]:
-    """(the bytes of a small file, "") or (nothing, what is wrong with it)."""
+def read_small_file(path: Path) -> tuple[bytes, str]:
+    """Return (the bytes of a small file, "") or (no bytes, the problem)."""
     try:
-        with open(path, "rb", opener=inside) as file:
+        with open(path, "rb", opener=open_without_links) as file:
             return file.read(), ""
     except OSError as error:
-        return b"", damage(path.name, error)
+        return b"", damage_of(path.name, error)
 
 
-def damage(name: str, error: OSError) -> str:
-    """What the error says about the file; raises it again when it says nothing about the file, but about us."""
+def damage_of(name: str, error: OSError) -> str:
+    """Return the damage that `error` reports; re-raise one that is not about the content."""
     if isinstance(error, FileNotFoundError):
         return f"{name} is missing"
     if isinstance(error, DamagedFileError):
@@ -147,87 +150,88 @@ def damage(name: str, error: OSError) -> str:
     raise error
 
 
-def strays(path: Path, files: Collection[str]) -> list[str]:
-    """Names in the folder that its manifest knows nothing of."""
+def unlisted_files(path: Path, files: Collection[str]) -> list[str]:
+    """Return the names in the folder that its manifest does not list."""
     return sorted(set(os.listdir(path)) - {*files, MANIFEST, COMMITTED})
 
 
-def check(path: Path, step: int, only: Collection[str] | None = None) -> list[str]:
-    """Everything that is wrong with the committed checkpoint at `path`; every byte is read. Memory: one chunk.
+def find_damage(path: Path, step: int, only: Collection[str] | None = None) -> list[str]:
+    """Return the problems of the committed checkpoint at `path`; empty when it is whole. Reads
+    every byte. Memory: one chunk.
 
-    only  names of the files to look into; None: all
+    only  names of the files to verify; None: all
     """
     files, problems = read_manifest(path, step)
     for name, record in sorted(files.items()):
         if only is None or name in only:
-            _, problem = read_checked(path / name, record, keep=False)
+            _, problem = read_verified(path / name, record, keep=False)
             problems += [problem] if problem else []
     if files:
-        problems += [f"{name} does not belong here: the manifest does not name it" for name in strays(path, files)]
+        problems += [f"{name} does not belong here: the manifest does not list it" for name in unlisted_files(path, files)]
     return problems
 
 
 class Attempt:
-    """One try to make the checkpoint of one step, in a hidden folder; leaves the `with` block committed or gone."""
+    """An attempt to write a checkpoint, in a hidden folder: afterwards committed or deleted."""
 
-    def __init__(self, folder: Path, step: int, at: Seam = no_seam) -> None:
-        self.folder, self.step, self.at = folder, step, at
-        self.files: dict[str, Record] = {}
+    def __init__(self, folder: Path, step: int, fail_point: FailPoint = no_fail_point) -> None:
+        self.folder, self.step, self.fail_point = folder, step, fail_point
+        self.files: dict[str, FileRecord] = {}
         self.committed = False
         self.state = WRITING
-        while (begun := self._begin()) is None:
-            pass  # a sweeper mistook the folder, a moment old, for a dead one
-        self.path, self.seal = begun
+        while (created := self._create()) is None:
+            pass  # a sweep by another process deleted the folder before it had a marker
+        self.path, self.marker = created
 
-    def _begin(self) -> tuple[Path, int] | None:
+    def _create(self) -> tuple[Path, int] | None:
         path = self.folder / hidden_name(self.step)
         path.mkdir()
         try:
             os.close(os.open(path / WRITING, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
-            seal = lock_seal(path / WRITING, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            marker = lock_marker(path / WRITING, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except (FileExistsError, FileNotFoundError):
             return None
         except OSError:
             (path / WRITING).unlink(missing_ok=True)
             path.rmdir()
             raise
-        return None if seal is None else (path, seal)
+        return None if marker is None else (path, marker)
 
     def __enter__(self) -> Attempt:
         return self
 
     def put(self, name: str, chunks: Iterable[bytes | memoryview]) -> None:
         """Write one file of the checkpoint."""
-        self.files[name] = write_file(self.path / name, chunks, self.at)
-        self.at(f"after {name}")
+        self.files[name] = write_file(self.path / name, chunks, self.fail_point)
+        self.fail_point(f"after {name}")
 
     def commit(self) -> bool:
-        """Make it the checkpoint of its step; False when there is one already, which stays as it is."""
+        """Make it the checkpoint of its step; False, without changes, when there is one."""
         manifest = manifest_content(self.step, self.files)
         self.put(MANIFEST, [manifest])
-        with open(self.path / WRITING, "r+b") as seal:
-            seal.write(seal_content(self.step, manifest))
-            seal.flush()
-            os.fsync(seal.fileno())
+        with open(self.path / WRITING, "r+b") as marker:
+            marker.write(marker_content(self.step, manifest))
+            marker.flush()
+            os.fsync(marker.fileno())
         fsync_folder(self.path)
-        self.at("sealed")
+        self.fail_point("sealed")
         target = self.folder / folder_name(self.step)
-        while not self._take_place(target):
+        while not self._rename_to(target):
             if (target / COMMITTED).exists():
                 return False
-            clear_the_way(target)
-        self.at("renamed")
+            clear_target(target)
+        self.fail_point("renamed")
         fsync_folder(self.folder)
-        self.at("before the marker")
+        self.fail_point("before the marker")
         os.rename(target / WRITING, target / COMMITTED)
         self.state = COMMITTED
-        self.at("marked")
+        self.fail_point("marked")
         fsync_folder(target)
         self.committed = True
         return True
 
-    def _take_place(self, target: Path) -> bool:
-        """Rename the attempt to its final name; False when something is there (rename(2) replaces an empty folder)."""
+    def _rename_to(self, target: Path) -> bool:
+        """Rename to the final name; False when it is taken (rename(2) replaces empty folders)."""
         try:
             os.rename(self.path, target)
         except OSError as error:
@@ -237,29 +241,29 @@ class Attempt:
         self.path = target
         return True
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if self.committed:
-            release(self.seal)
+            unlock_marker(self.marker)
             return
         try:
             self._unmark()
-            remove_folder(self.path, self.seal, self.state, self.at)
+            remove_folder(self.path, self.marker, self.state, self.fail_point)
         except OSError as problem:
-            log.warning("%s could not be removed (%s); the next save will try again", self.path, problem.strerror)
+            log.warning("%s could not be removed (%s); the next save tries again", self.path, problem.strerror)
 
     def _unmark(self) -> None:
-        """Take the marker away again when it may not be on the disk: the caller is told that the save failed."""
+        """Revoke a marker that may not be on the disk, since the save is reported as failed."""
         if self.state == COMMITTED:
             try:
                 os.rename(self.path / COMMITTED, self.path / REMOVING)
             except OSError:
-                release(self.seal)
+                unlock_marker(self.marker)
                 raise
             self.state = REMOVING
 
 
-def write_file(path: Path, chunks: Iterable[bytes | memoryview], at: Seam = no_seam) -> Record:
-    """Write a new file, hash it on the way, flush it to the disk."""
+def write_file(path: Path, chunks: Iterable[bytes | memoryview], fail_point: FailPoint = no_fail_point) -> FileRecord:
+    """Write a new file, hash its bytes, flush it to the disk."""
     sha256, size = hashlib.sha256(), 0
     with open(path, "xb") as file:
         for chunk in chunks:
@@ -269,61 +273,62 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview], at: Seam = no_s
                 file.write(part)
                 sha256.update(part)
             size += len(view)
-        at(f"in {path.name}")
+        fail_point(f"in {path.name}")
         file.flush()
         os.fsync(file.fileno())
-    return Record(size, sha256.hexdigest())
+    return FileRecord(size, sha256.hexdigest())
 
 
-def clear_the_way(target: Path) -> None:
-    """Make room for a commit at `target`, where something lies that is no checkpoint; what may be one is kept.
+def clear_target(target: Path) -> None:
+    """Free the name `target`, which something other than a checkpoint has.
 
-    Another committer's folder between its rename and its marker: wait for it. One that died there: delete it.
-    A folder without a seal: its marker may have been lost, so it is set aside.
+    The folder of another process between its rename and its marker: wait for it. The folder of a
+    process that died there: delete it. A folder without a marker may be a checkpoint whose marker
+    was lost: set it aside.
     """
-    deadline = time.monotonic() + COMMITTER_PATIENCE_S
+    deadline = time.monotonic() + COMMITTER_TIMEOUT_S
     while not target.is_symlink() and any((target / state).exists() for state in (WRITING, REMOVING)):
         if discard(target, newborn=False):
-            log.info("removed %s, which a process that died had left unfinished", target)
+            log.info("removed %s, left unfinished by a process that died", target)
             return
         if time.monotonic() > deadline:
             raise CheckpointError(
-                f"another process has been about to commit {target.name} for {COMMITTER_PATIENCE_S:.0f} s",
+                f"another process did not finish committing {target.name} within {COMMITTER_TIMEOUT_S:.0f} s",
                 str(target),
-                "look for a second run in the same folder",
+                "stop any second run in the same folder",
             )
         time.sleep(0.01)
     if os.path.lexists(target) and not (target / COMMITTED).exists():
         aside = set_aside(target, "unmarked")
         if aside:
-            log.warning("%s has no marker and is no checkpoint; set aside as %s", target, aside.name)
+            log.warning("%s has no marker, so it is not a checkpoint; set aside as %s", target, aside.name)
 
 
 HINTS = {
-    errno.ENOSPC: "free some space, or keep fewer checkpoints (save.keep); the older checkpoints are whole",
-    errno.EDQUOT: "your quota is used up: free some space, or keep fewer checkpoints (save.keep)",
+    errno.ENOSPC: "free some space, or keep fewer checkpoints (checkpoint.keep); older checkpoints are whole",
+    errno.EDQUOT: "disk quota exceeded: free some space, or keep fewer checkpoints (checkpoint.keep)",
     errno.EROFS: "the file system is mounted read-only: choose another folder with --out, or mount it for writing",
     errno.EACCES: "this user may not write there: choose another folder with --out, or change its permissions",
-    errno.EMFILE: "this process may open no more files: raise the limit (ulimit -n)",
-    errno.ENOENT: "the folder is gone: is its disk mounted? Nothing is made in its place: mount it again",
+    errno.EMFILE: "too many open files: raise the limit (ulimit -n)",
+    errno.ENOENT: "the folder is missing and is not created again: mount its disk",
     errno.EIO: "the disk reports an error (see dmesg); choose another folder with --out",
-    errno.ENOLCK: "this file system has no file locks (on Lustre, mount it with -o flock)",
+    errno.ENOLCK: "this file system has no file locks (mount Lustre with -o flock)",
 }
 HINTS |= {errno.EPERM: HINTS[errno.EACCES], errno.EOPNOTSUPP: HINTS[errno.ENOLCK], errno.ENOSYS: HINTS[errno.ENOLCK]}
 
 
 def free_bytes(folder: Path) -> int:
-    """What this user may still write on the folder's disk."""
+    """Return the bytes that this user may still write on the folder's disk."""
     disk = os.statvfs(folder)
     return disk.f_bavail * disk.f_frsize
 
 
-def cannot_write(error: OSError, what: str, folder: Path, needed_bytes: int) -> CheckpointError:
-    """The three-part error for a failed write: the system's reason; bytes needed and free, and where; what to try."""
-    room = f"{show_bytes(needed_bytes)} needed in {folder}"
+def write_error(error: OSError, what: str, folder: Path, needed_bytes: int) -> CheckpointError:
+    """Return the error for a failed write: the reason; bytes needed and free; what to try."""
+    room = f"{format_bytes(needed_bytes)} needed in {folder}"
     with suppress(OSError):
         names = "" if os.statvfs(folder).f_favail else ", but no room for another file name (inodes)"
-        room = f"{show_bytes(needed_bytes)} needed, {show_bytes(free_bytes(folder))} free in {folder}{names}"
+        room = f"{format_bytes(needed_bytes)} needed, {format_bytes(free_bytes(folder))} free in {folder}{names}"
     place = f"{room}\n{error.filename}" if error.filename and Path(error.filename) != folder else room
     reason = error.strerror or str(error)
     hint = HINTS.get(error.errno or 0, "try again, or choose another folder with --out")
@@ -331,17 +336,17 @@ def cannot_write(error: OSError, what: str, folder: Path, needed_bytes: int) -> 
 
 
 @contextmanager
-def writing(what: str, folder: Path, needed_bytes: int) -> Iterator[None]:
-    """A block in which an OSError becomes the three-part error of `cannot_write`, with the room there is at that moment."""
+def explain_write_errors(what: str, folder: Path, needed_bytes: int) -> Iterator[None]:
+    """Turn an OSError inside into the CheckpointError of `write_error`, with the free space."""
     try:
         yield
     except OSError as error:
-        raise cannot_write(error, what, folder, needed_bytes) from error
+        raise write_error(error, what, folder, needed_bytes) from error
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """A block in which an OSError about us (no permission, say), not about the file, becomes a three-part error."""
+def explain_read_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError inside the block, such as a missing permission, into a CheckpointError."""
     try:
         yield
     except OSError as error:

@@ -1,20 +1,26 @@
-"""The states of a checkpoint's folder: names, locks and deletion. What is in it is `commit.py`'s business.
+"""The folder of a checkpoint: names, states, locks and deletion. Its content is written in
+`commit.py`.
 
     checkpoints/
-      step-00001200/                       COMMITTED  facts.json  manifest.json  tensors-00000.safetensors ...
-      step-00001300.damaged/               set aside by a reader that found a flaw; never deleted by us
-      .step-00001400.3f9c01d2a4b5e6f7/     WRITING    facts.json  ...      being made, or what a dead process left
+      step-00001200/                       COMMITTED  facts.json  manifest.json
+                                           tensors-00000.safetensors ...
+      step-00001300.damaged/               set aside by a reader that found damage; never deleted by
+                                           Lockstep
+      .step-00001400.3f9c01d2a4b5e6f7/     WRITING    facts.json  ...      being written, or left by
+                                           a dead process
 
-Each folder has a *seal*: one small file whose name is the folder's state and whose content fixes every other byte
-(it holds the sha256 of manifest.json, which holds size and sha256 of every other file).
+Each folder has a *marker*: one small file. Its name is the state of the folder. Its content fixes
+every other byte: it holds the sha256 of manifest.json, which holds size and sha256 of every other
+file.
 
-    WRITING    the writer has a shared lock on it; several writers could share one attempt
-    COMMITTED  a reader has a shared lock on it while it reads
-    REMOVING   retention decided to delete this folder
+    WRITING    the writer holds a shared lock on it; several writers could share one attempt
+    COMMITTED  a reader holds a shared lock on it while it reads
+    REMOVING   retention is deleting this folder
 
-A state changes by one rename of the seal, so there is no moment without a state, and a lock taken on the seal stays
-valid through it. Whoever wants to delete must get the *exclusive* lock first: a live writer or reader is never
-disturbed, and a dead one has let go by dying. A folder without COMMITTED in it is no checkpoint, whatever it holds.
+A state changes by one rename of the marker, so a folder always has a state, and a lock on the
+marker survives the change. Deleting a folder requires the *exclusive* lock: a live writer or reader
+is never disturbed, and a process that dies releases its lock. A folder without COMMITTED is not a
+checkpoint, whatever it holds.
 """
 
 from __future__ import annotations
@@ -30,20 +36,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lockstep.files import regular
+from lockstep.files import open_regular
 
 log = logging.getLogger("lockstep")
 
 WRITING, COMMITTED, REMOVING = "WRITING", "COMMITTED", "REMOVING"
-STEP = re.compile(r"step-([0-9]{8,})")
-HIDDEN = re.compile(r"\.step-[0-9]{8,}\.[0-9a-f]{16}")
-OURS = re.compile(r"facts\.json|manifest\.json|tensors-[0-9]{5,}\.safetensors")
+STEP_FOLDER = re.compile(r"step-([0-9]{8,})")
+HIDDEN_FOLDER = re.compile(r"\.step-[0-9]{8,}\.[0-9a-f]{16}")
+OWN_FILE = re.compile(r"facts\.json|manifest\.json|tensors-[0-9]{5,}\.safetensors")
 
-Seam = Callable[[str], None]
+FailPoint = Callable[[str], None]
 
 
-def no_seam(place: str) -> None:
-    """Does nothing: what is called at each place where a test may want to die."""
+def no_fail_point(place: str) -> None:
+    """Do nothing. Tests pass a function that fails or kills the process at the named place."""
 
 
 def folder_name(step: int) -> str:
@@ -52,138 +58,141 @@ def folder_name(step: int) -> str:
 
 
 def hidden_name(step: int) -> str:
-    """A new name, which no listing shows, for a folder in the making or on its way out."""
+    """Return a new name for a folder that is written or deleted; listings skip it."""
     return f".{folder_name(step)}.{secrets.token_hex(8)}"
 
 
 def committed_steps(folder: Path) -> list[int]:
-    """Steps with a committed checkpoint, ascending. The one place that says what counts as a checkpoint."""
+    """Return the steps with a committed checkpoint, ascending; nothing else is a checkpoint."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
         return []
-    matches = [match for match in map(STEP.fullmatch, names) if match]
+    matches = [match for match in map(STEP_FOLDER.fullmatch, names) if match]
     return sorted(int(match[1]) for match in matches if (folder / match[0] / COMMITTED).is_file())
 
 
-def lock_seal(seal: Path, how: int) -> int | None:
-    """A descriptor with lock `how` on the file now called `seal`; None when there is none or others have the lock.
+def lock_marker(marker: Path, how: int) -> int | None:
+    """Return a descriptor with lock `how` on the file named `marker`; None when it is missing or
+    locked by others.
 
-    flock(2) rather than fcntl(2) locks: they belong to the open file, not to the process, so that a thread of this
-    process that closes another descriptor of the file does not drop them.
+    flock(2) rather than fcntl(2) locks: they belong to the open file, not to the process, so that a
+    thread of this process that closes another descriptor of the file does not drop them.
     """
     try:
-        descriptor = regular(seal, os.O_RDONLY if how & fcntl.LOCK_SH else os.O_RDWR)
+        descriptor = open_regular(marker, os.O_RDONLY if how & fcntl.LOCK_SH else os.O_RDWR)
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
         fcntl.flock(descriptor, how)
-        held, named = os.fstat(descriptor), os.stat(seal)
-        # The seal may have been renamed while we waited: then this is the lock of another state.
-        if (held.st_dev, held.st_ino) == (named.st_dev, named.st_ino):
+        locked, named = os.fstat(descriptor), os.stat(marker)
+        # The marker may have been renamed while this process waited: then this is the lock of another state.
+        if (locked.st_dev, locked.st_ino) == (named.st_dev, named.st_ino):
             return descriptor
     except (FileNotFoundError, BlockingIOError):
         pass
     except OSError:
         os.close(descriptor)
         raise
-    release(descriptor)
+    unlock_marker(descriptor)
     return None
 
 
-def release(seal: int) -> None:
-    """Let go of the lock. Explicitly: a child forked meanwhile has the descriptor too, and would hold the lock on."""
+def unlock_marker(marker: int) -> None:
+    """Unlock explicitly: a forked child shares the open file, so closing keeps the lock."""
     try:
-        fcntl.flock(seal, fcntl.LOCK_UN)
+        fcntl.flock(marker, fcntl.LOCK_UN)
     finally:
-        os.close(seal)
+        os.close(marker)
 
 
 @contextmanager
 def pinned(folder: Path, step: int) -> Iterator[Path | None]:
-    """The path of the committed checkpoint, which nobody deletes inside this block; None when there is none.
+    """The path of the committed checkpoint, which is not deleted inside this block; None when there
+    is none.
 
-    On a file system without locks (a read-only object-store mount, say) there is no pin; the hashes still hold.
+    A file system without locks (such as a read-only object-store mount) offers no pin; the hashes
+    still detect changes.
     """
     path = folder / folder_name(step)
-    seal: int | None
+    marker: int | None
     try:
-        while (seal := lock_seal(path / COMMITTED, fcntl.LOCK_SH)) is None and (path / COMMITTED).exists():
-            pass  # deleted and saved anew while we waited for the lock
-        found = seal is not None
+        while (marker := lock_marker(path / COMMITTED, fcntl.LOCK_SH)) is None and (path / COMMITTED).exists():
+            pass  # deleted and saved again while this process waited for the lock
+        is_committed = marker is not None
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
             raise
-        seal, found = None, (path / COMMITTED).is_file()
+        marker, is_committed = None, (path / COMMITTED).is_file()
     try:
-        yield path if found else None
+        yield path if is_committed else None
     finally:
-        if seal is not None:
-            release(seal)
+        if marker is not None:
+            unlock_marker(marker)
 
 
-def remove_folder(path: Path, seal: int, state: str, at: Seam) -> None:
-    """Delete an unfinished folder whose seal, named `state`, we hold. Only files of ours, the seal last."""
+def remove_folder(path: Path, marker: int, state: str, fail_point: FailPoint) -> None:
+    """Delete Lockstep's files of a folder whose marker `state` is locked, the marker last."""
     try:
         with os.scandir(path) as entries:
             listed = sorted(entries, key=lambda entry: entry.name)
-        ours = [e.name for e in listed if OURS.fullmatch(e.name) and e.is_file(follow_symlinks=False)]
-        foreign = [entry.name for entry in listed if entry.name not in (*ours, state)]
-        for name in ours:
+        own = [entry.name for entry in listed if OWN_FILE.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)]
+        foreign = [entry.name for entry in listed if entry.name not in (*own, state)]
+        for name in own:
             (path / name).unlink()
-            at("removing")
+            fail_point("removing")
     finally:
-        release(seal)  # before the last unlink: NFS keeps the name of an open file alive, and rmdir would fail
+        unlock_marker(marker)  # before the last unlink: NFS keeps the name of an open file alive, and rmdir would fail
     if foreign:
-        log.warning("%s is left over, but holds files that are not ours: %s", path, ", ".join(foreign))
+        log.warning("%s was not removed, since it holds files that Lockstep did not write: %s", path, ", ".join(foreign))
         return
     (path / state).unlink(missing_ok=True)
     path.rmdir()
 
 
-def retire(folder: Path, step: int, at: Seam = no_seam) -> bool:
-    """Delete the checkpoint; False when somebody is reading it. It stops being a checkpoint first, by one rename."""
+def retire(folder: Path, step: int, fail_point: FailPoint = no_fail_point) -> bool:
+    """Delete the checkpoint, after a rename that unmarks it; False when it is being read."""
     path = folder / folder_name(step)
     if path.is_symlink():
-        return False  # what a link points to was not made here
-    seal = lock_seal(path / COMMITTED, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    if seal is None:
+        return False  # Lockstep did not write what a link points to
+    marker = lock_marker(path / COMMITTED, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if marker is None:
         return False
     try:
         os.rename(path / COMMITTED, path / REMOVING)
-        at("unmarked")
+        fail_point("unmarked")
         hidden = folder / hidden_name(step)
         os.rename(path, hidden)
-        at("hidden")
+        fail_point("hidden")
     except BaseException:
-        release(seal)
+        unlock_marker(marker)
         raise
-    remove_folder(hidden, seal, REMOVING, at)
+    remove_folder(hidden, marker, REMOVING, fail_point)
     return True
 
 
 def sweep(folder: Path) -> None:
-    """Delete what dead processes left: folders in the making or on their way out whose seal nobody holds."""
+    """Delete folders left by dead processes: unfinished, with a marker that is not locked."""
     for name in sorted(os.listdir(folder)):
         path = folder / name
-        if path.is_symlink() or not (HIDDEN.fullmatch(name) or STEP.fullmatch(name)):
+        if path.is_symlink() or not (HIDDEN_FOLDER.fullmatch(name) or STEP_FOLDER.fullmatch(name)):
             continue
         try:
-            if not (path / COMMITTED).exists() and discard(path, newborn=bool(HIDDEN.fullmatch(name))):
-                log.info("removed %s, which a process that died had left unfinished", path)
+            if not (path / COMMITTED).exists() and discard(path, newborn=bool(HIDDEN_FOLDER.fullmatch(name))):
+                log.info("removed %s, left unfinished by a process that died", path)
         except OSError as error:
-            log.warning("%s is left over and could not be removed: %s", path, error.strerror)
+            log.warning("%s was left by a dead process and could not be removed: %s", path, error.strerror)
 
 
 def discard(path: Path, *, newborn: bool) -> bool:
-    """Delete the folder if its seal proves that it is unfinished and abandoned.
+    """Delete the folder if its marker proves that it is unfinished and abandoned.
 
-    newborn  the folder may have no seal yet: whoever creates it owns the folder, its maker or we
+    newborn  the folder may have no marker yet: the process that creates the marker owns the folder
     """
     for state in (WRITING, REMOVING):
-        seal = lock_seal(path / state, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if seal is not None:
-            remove_folder(path, seal, state, no_seam)
+        marker = lock_marker(path / state, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if marker is not None:
+            remove_folder(path, marker, state, no_fail_point)
             return True
     if newborn and not any((path / state).exists() for state in (WRITING, REMOVING)):
         try:
@@ -195,7 +204,7 @@ def discard(path: Path, *, newborn: bool) -> bool:
 
 
 def set_aside(path: Path, word: str) -> Path | None:
-    """Rename the folder to NAME.word, or NAME.word-2 and so on; the new path, None when it is gone. Deletes nothing."""
+    """Rename to NAME.word, NAME.word-2 and so on; return the new path, None when gone."""
     for count in itertools.count(1):
         aside = path.with_name(f"{path.name}.{word}" + (f"-{count}" if count > 1 else ""))
         if not os.path.lexists(aside):

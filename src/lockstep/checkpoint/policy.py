@@ -1,4 +1,4 @@
-"""Which checkpoint to resume from, which ones to delete: decisions over lists of steps. No disk in here."""
+"""Which checkpoint to resume from and which ones to delete: pure functions over lists of steps."""
 
 from __future__ import annotations
 
@@ -7,47 +7,50 @@ from collections.abc import Collection
 from lockstep.errors import CheckpointError, UsageError
 
 
-def choose(resume: str, steps: Collection[int]) -> tuple[int | None, str]:
-    """(the step to resume from, or None to start at step 0; why).
+def choose_resume_step(resume: str, steps: Collection[int]) -> tuple[int | None, str]:
+    """Return (the step to resume from, or None to start at step 0; the reason).
 
-    resume  "auto": the newest if there is one; "required": the newest; "never": none; or a step
-    steps   those with a committed checkpoint
+    resume  "auto": the newest checkpoint if there is one; "required": the newest; "never": none; or
+            a step
+    steps   steps with a committed checkpoint
+    CheckpointError when the requested checkpoint is missing; UsageError for any other value of
+    `resume`.
     """
-    there = show_steps(steps)
+    available = show_steps(steps)
     if resume == "never":
-        return None, f"starts at step 0, as --resume never asks ({there})"
+        return None, f"starts at step 0, as --resume never asks ({available})"
     if resume in ("auto", "required"):
         if steps:
-            return max(steps), f"goes on at step {max(steps)}, the newest checkpoint"
+            return max(steps), f"resumes from step {max(steps)}, the newest checkpoint"
         if resume == "auto":
             return None, "starts at step 0: there is no checkpoint yet"
         raise CheckpointError("there is no checkpoint to resume from", "--resume required", "try --resume auto")
     if not resume.isdecimal() or len(resume) > 18:
         raise UsageError(
             f"--resume {resume[:40]!r} is neither a step nor auto, never or required",
-            there,
-            "leave --resume out to go on from the newest checkpoint",
+            available,
+            "omit --resume to resume from the newest checkpoint",
         )
     if int(resume) not in steps:
         raise CheckpointError(
-            f"there is no checkpoint of step {int(resume)}", f"--resume {resume}; {there}", "see lockstep checkpoint list"
+            f"there is no checkpoint of step {int(resume)}", f"--resume {resume}; {available}", "see lockstep checkpoint list"
         )
-    return int(resume), f"goes on at step {int(resume)}, as --resume asks"
+    return int(resume), f"resumes from step {int(resume)}, as --resume asks"
 
 
-def expendable(steps: Collection[int], *, keep: int, protect: Collection[int], good: int | None) -> list[int]:
-    """The steps that retention deletes, ascending.
+def steps_to_delete(steps: Collection[int], *, keep: int, protect: Collection[int], good: int | None) -> list[int]:
+    """Return the steps that retention deletes, ascending.
 
-    keep     newest ones to keep; 0: all
-    protect  steps to keep besides (the best ones)
-    good     the last one known to be whole: kept, though it may be older than others that nobody has read
+    keep     number of newest checkpoints to keep; 0: all
+    protect  further steps to keep, such as the best
+    good     newest step verified by this process: kept even when newer, unverified ones exist
     """
     newest = sorted(steps)[-keep:] if keep else steps
     return sorted(step for step in steps if step not in newest and step not in protect and step != good)
 
 
 def show_steps(steps: Collection[int]) -> str:
-    """A phrase that lists the steps there are, the middle left out when they are many."""
+    """Return a phrase that lists the steps, with the middle omitted when there are more than 12."""
     words = [str(step) for step in sorted(steps)]
     if not words:
         return "there are no checkpoints"

@@ -1,9 +1,10 @@
-"""Tensors in files, in the safetensors layout: eight bytes of length, a JSON header, the bytes of each tensor.
+"""Read and write tensors in the safetensors layout: eight bytes of length, a JSON header, the bytes
+of each tensor.
 
-Without torch, so that `lockstep checkpoint list|verify|digest` answer at once, and as chunks of bytes, so that one pass
-writes and hashes and a full disk is an OSError with its number. The safetensors library reads these files and its files
-are read here (tested both ways); its own `load` holds the interpreter's lock for the whole file (0.6 s for 0.4 GB,
-measured with 0.8.0), in which no training step begins.
+Without torch, so that `lockstep checkpoint list|verify|digest` start fast. Writing goes through
+chunks of bytes: one pass writes and hashes, and a full disk is an OSError with its number. Files
+are compatible with the safetensors library in both directions (tested). Its `load` is not used,
+since it holds the interpreter lock for the whole file (0.6 s for 0.4 GB, measured with 0.8.0).
 
 Layout: https://huggingface.co/docs/safetensors (format).
 """
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from lockstep.files import regular
+from lockstep.files import open_regular
 
 ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8,
@@ -28,8 +29,8 @@ ITEM_BYTES = {
 }  # fmt: skip
 
 
-class Spec(NamedTuple):
-    """A tensor without its bytes; dtype in safetensors' spelling."""
+class TensorSpec(NamedTuple):
+    """Name, dtype (safetensors' spelling) and shape of a tensor."""
 
     name: str
     dtype: str
@@ -40,9 +41,9 @@ class Spec(NamedTuple):
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-def split(specs: Iterable[Spec], file_bytes: int) -> list[list[Spec]]:
-    """`specs` in the order of their names, cut into files of at most `file_bytes`; a larger tensor has its own file."""
-    files: list[list[Spec]] = [[]]
+def split_into_files(specs: Iterable[TensorSpec], file_bytes: int) -> list[list[TensorSpec]]:
+    """Divide `specs` by name into files of at most `file_bytes`; larger tensors are alone."""
+    files: list[list[TensorSpec]] = [[]]
     size = 0
     for spec in sorted(specs):
         if files[-1] and size + spec.bytes > file_bytes:
@@ -53,10 +54,10 @@ def split(specs: Iterable[Spec], file_bytes: int) -> list[list[Spec]]:
     return files
 
 
-def chunks(
-    specs: Sequence[Spec], data: Callable[[str], memoryview], metadata: Mapping[str, str] | None = None
+def file_chunks(
+    specs: Sequence[TensorSpec], data: Callable[[str], memoryview], metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
-    """The bytes of one file, piece by piece. Widest items first, so that each tensor is aligned to its items."""
+    """Yield the bytes of a file in chunks. Widest items come first, so tensors are aligned."""
     order = sorted(specs, key=lambda spec: (-ITEM_BYTES[spec.dtype], spec.name))
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0
@@ -70,39 +71,40 @@ def chunks(
         yield data(spec.name)
 
 
-def tensors_in(content: memoryview) -> Iterator[tuple[Spec, memoryview]]:
-    """Each tensor of a file with its bytes (no copy), in the file's order. The content was verified by its hash."""
+def parse_tensors(content: memoryview) -> Iterator[tuple[TensorSpec, memoryview]]:
+    """Yield each tensor of a verified file with its bytes (no copy), in the file's order."""
     length = int.from_bytes(content[:8], "little")
     header = json.loads(bytes(content[8 : 8 + length]))
     data = content[8 + length :]
     for name, entry in header.items():
         if name != "__metadata__":
             start, end = entry["data_offsets"]
-            yield Spec(name, entry["dtype"], tuple(entry["shape"])), data[start:end]
+            yield TensorSpec(name, entry["dtype"], tuple(entry["shape"])), data[start:end]
 
 
-def metadata_in(content: memoryview) -> dict[str, str]:
-    """The words in a file's header."""
+def parse_metadata(content: memoryview) -> dict[str, str]:
+    """Return the metadata in a file's header."""
     length = int.from_bytes(content[:8], "little")
-    found: dict[str, str] = json.loads(bytes(content[8 : 8 + length])).get("__metadata__", {})
-    return found
+    metadata: dict[str, str] = json.loads(bytes(content[8 : 8 + length])).get("__metadata__", {})
+    return metadata
 
 
-def mapped(path: Path) -> memoryview:
-    """The content of a file: read from the disk when used, never all in memory."""
-    with open(path, "rb", opener=regular) as file:
+def map_file(path: Path) -> memoryview:
+    """Map a file into memory: its pages are read from the disk on use."""
+    with open(path, "rb", opener=open_regular) as file:
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
 
 
-def fingerprint(spec: Spec, data: memoryview) -> str:
-    """One line that fixes the tensor: name, dtype, shape, sha256 of the bytes."""
+def tensor_fingerprint(spec: TensorSpec, data: memoryview) -> str:
+    """Return one line that identifies the tensor: name, dtype, shape, sha256 of the bytes."""
     return json.dumps([spec.name, spec.dtype, list(spec.shape), hashlib.sha256(data).hexdigest()])
 
 
-def digest(fingerprints: Mapping[str, str]) -> str:
-    """Hex sha256 over the fingerprints in the order of their names: equal for equal states, however they are stored.
+def digest_of_fingerprints(fingerprints: Mapping[str, str]) -> str:
+    """Return the hex sha256 over the fingerprints, sorted by name: equal for equal states, however
+    they are stored.
 
-    A hash of hashes, so that each writer of a sharded state can hash what it has, and so that two states that differ
-    can be asked where.
+    A hash of hashes: each writer of a sharded state can hash its own tensors, and the tensors that
+    differ can be named.
     """
     return hashlib.sha256("\n".join(fingerprints[name] for name in sorted(fingerprints)).encode()).hexdigest()

@@ -1,13 +1,15 @@
-"""A state of which several workers have a piece each, as one checkpoint.
+"""One checkpoint written by several workers, each of which holds slices of the tensors.
 
-Each writer puts its files, flushed to the disk, into a folder of its own beside the checkpoints, and last `part.json`, with their sizes
-and hashes. The first of them, who commits, waits for the parts of the others and renames their files into its attempt: no byte is copied or
-sent, and the checkpoint is sealed by one process, as ever (commit.py).
+Each writer puts its files, flushed to the disk, into a folder of its own beside the checkpoints,
+and last `part.json` with their sizes and hashes. Writer 0 commits: it waits for the folders of the
+others and renames their files into its attempt. No byte is copied or sent, and one process commits,
+as for a checkpoint with one writer (commit.py).
 
     .part-00001200-7-3/     of step 1200, in generation 7, by writer 3
 
-In the header of each file stands which piece of which whole tensor it holds (pieces.py), so a checkpoint can be read by any layout: whoever
-reads takes what it needs of each piece. The digest of a state is that of its whole tensors, however they are stored.
+The header of each file records which slice of which tensor it holds (tensor_slice.py), so any
+layout can read a checkpoint: a reader takes what it needs of each slice. The digest of a state is
+that of its whole tensors, however they are stored.
 """
 
 from __future__ import annotations
@@ -26,223 +28,233 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.checkpoint import commit
-from lockstep.checkpoint import safetensors_io as tensorfile
-from lockstep.checkpoint.commit import Attempt, Record
-from lockstep.checkpoint.safetensors_io import Spec
+from lockstep.checkpoint import commit, safetensors_io
+from lockstep.checkpoint.commit import Attempt, FileRecord
+from lockstep.checkpoint.safetensors_io import TensorSpec
 from lockstep.errors import CheckpointError, DamagedFileError
 from lockstep.files import fsync_folder, read_json, write_json
-from lockstep.runtime.exit_report import plainly
-from lockstep.tensor_slice import Piece
+from lockstep.runtime.exit_report import error_summary
+from lockstep.tensor_slice import TensorSlice
 
 log = logging.getLogger("lockstep")
 
-PART = "part.json"
-FOLDER = re.compile(r"\.part-([0-9]{8,})-[0-9]+-[0-9]+")
-PATIENCE_S = 600.0
-LOOK_S = 0.02
-FILES_A_WRITER = 1000  # so that the names of all of them differ
+SHARD_LIST = "part.json"
+SHARD_FOLDER = re.compile(r"\.part-([0-9]{8,})-[0-9]+-[0-9]+")
+SHARD_TIMEOUT_S = 600.0
+POLL_S = 0.02
+FILES_PER_WRITER = 1000  # so that file names of different writers differ
 
 
 @dataclass(frozen=True)
-class Part:
-    """What one of `writers` workers writes of a state.
+class ShardWriter:
+    """What writer `writer` of `writers` writes of a checkpoint.
 
-    pieces      name of a tensor -> which piece of it this worker has; what is not named is whole
-    generation  the number of the group that saves together, asked for at each save
-    broken      why that group will not bring its parts any more; "" while it may
+    slices            tensor name -> the slice that this worker writes; an unlisted tensor is whole
+    generation        returns the number of the current generation; called at each save
+    generation_error  returns why the other writers of that generation will not finish; "" while
+                      they may
     """
 
     writer: int
     writers: int
-    pieces: Mapping[str, Piece]
+    slices: Mapping[str, TensorSlice]
     generation: Callable[[], int]
-    broken: Callable[[], str]
+    generation_error: Callable[[], str]
 
     def folder(self, folder: Path, step: int, generation: int, writer: int) -> Path:
         return folder / f".part-{step:08d}-{generation}-{writer}"
 
     def metadata(self, names: Iterable[str]) -> dict[str, str]:
-        """For the header of a file that holds these tensors."""
-        cut = {name: self.pieces[name].to_json() for name in names if name in self.pieces and not self.pieces[name].is_whole}
-        return {"pieces": json.dumps(cut)} if cut else {}
+        """Return the header metadata of a file that holds these tensors."""
+        slices = {name: self.slices[name].to_json() for name in names if name in self.slices and not self.slices[name].is_whole}
+        return {"pieces": json.dumps(slices)} if slices else {}
 
     def write(self, folder: Path, step: int, files: Iterable[tuple[str, Iterable[bytes | memoryview]]]) -> None:
-        """Write this part. A failure is told to the one who waits for it, too."""
+        """Write this worker's files. A failure is reported to writer 0, too."""
         path = self.folder(folder, step, self.generation(), self.writer)
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir()
         try:
             records = {name: vars(commit.write_file(path / name, chunks)) for name, chunks in files}
             fsync_folder(path)
-            write_json(path / PART, {"files": records})
+            write_json(path / SHARD_LIST, {"files": records})
         except Exception as error:
             why = error.strerror if isinstance(error, OSError) else None
-            write_json(path / PART, {"error": f"{why or plainly(error)} ({path.name})"})
+            write_json(path / SHARD_LIST, {"error": f"{why or error_summary(error)} ({path.name})"})
             raise
 
-    def adopt(self, attempt: Attempt, folder: Path, step: int) -> None:
-        """For the first writer: wait for the parts of the others, and put their files into the attempt. CheckpointError when one fails."""
-        generation, deadline = self.generation(), time.monotonic() + PATIENCE_S
+    def collect(self, attempt: Attempt, folder: Path, step: int) -> None:
+        """For writer 0: move in the files of the others. CheckpointError when one fails."""
+        generation, deadline = self.generation(), time.monotonic() + SHARD_TIMEOUT_S
         for writer in range(1, self.writers):
             path = self.folder(folder, step, generation, writer)
-            while not (path / PART).exists():
-                if (why := self.broken()) or time.monotonic() > deadline:
-                    why = why or f"it did not come within {PATIENCE_S:g} s"
+            while not (path / SHARD_LIST).exists():
+                if (why := self.generation_error()) or time.monotonic() > deadline:
+                    why = why or f"not written within {SHARD_TIMEOUT_S:g} s"
                     raise CheckpointError(
-                        f"the checkpoint of step {step} lacks the part of writer {writer}", f"{path}: {why}", "it is tried again"
+                        f"the checkpoint of step {step} lacks the part of writer {writer}", f"{path}: {why}", "the save is retried"
                     )
-                time.sleep(LOOK_S)
-            for name, record in read_part(path, writer, step).items():
+                time.sleep(POLL_S)
+            for name, record in read_shard_list(path, writer, step).items():
                 os.rename(path / name, attempt.path / name)
                 attempt.files[name] = record
             shutil.rmtree(path, ignore_errors=True)
 
     def sweep(self, folder: Path, step: int) -> None:
-        """Delete the parts of earlier steps, which nobody has taken."""
+        """Delete folders of writers that were left from steps before `step`."""
         for path in folder.glob(".part-*"):
-            found = FOLDER.fullmatch(path.name)
-            if found and int(found[1]) < step:
+            match = SHARD_FOLDER.fullmatch(path.name)
+            if match and int(match[1]) < step:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def read_part(path: Path, writer: int, step: int) -> dict[str, Record]:
-    """Return the files that writer `writer` wrote to `path`. CheckpointError when the write failed or its list is damaged."""
+def read_shard_list(path: Path, writer: int, step: int) -> dict[str, FileRecord]:
+    """Return the files of writer `writer`. CheckpointError when it failed or is damaged."""
     try:
-        said = read_json(path / PART)
-        if "error" not in said:
-            return commit.records_of(said["files"])
+        listed = read_json(path / SHARD_LIST)
+        if "error" not in listed:
+            return commit.parse_file_records(listed["files"])
     except (DamagedFileError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"the part of writer {writer} of step {step} is damaged: {error}", str(path / PART), "the next save is tried"
+            f"the part of writer {writer} of step {step} is damaged: {error}", str(path / SHARD_LIST), "the next save is a new attempt"
         ) from error
-    raise CheckpointError(f"writer {writer} could not write its part of step {step}: {said['error']}", str(path), "")
+    raise CheckpointError(f"writer {writer} could not write its part of step {step}: {listed['error']}", str(path), "")
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-Raw = npt.NDArray[np.unsignedinteger[Any]]  # the numbers of a tensor as they lie there, whatever they mean
+RawArray = npt.NDArray[np.unsignedinteger[Any]]  # elements of a tensor as unsigned integers of the same width
 
 
-class StoredPiece(NamedTuple):
-    """A piece of a tensor in a file. spec: of the piece."""
+class StoredSlice(NamedTuple):
+    """A slice of a tensor in a file. spec: of the slice."""
 
-    spec: Spec
+    spec: TensorSpec
     data: memoryview
-    piece: Piece
+    slice: TensorSlice
     file: str
 
-    def raw(self) -> Raw:
-        return np.frombuffer(self.data, f"u{tensorfile.ITEM_BYTES[self.spec.dtype]}").reshape(self.spec.shape)
+    def raw(self) -> RawArray:
+        return np.frombuffer(self.data, f"u{safetensors_io.ITEM_BYTES[self.spec.dtype]}").reshape(self.spec.shape)
 
 
 @dataclass
-class Stored:
-    """One tensor as a checkpoint has it: whole, or in pieces."""
+class StoredTensor:
+    """One tensor of a checkpoint: whole, or in slices."""
 
-    pieces: list[StoredPiece] = field(default_factory=list)
+    slices: list[StoredSlice] = field(default_factory=list)
 
     @property
-    def spec(self) -> Spec:
-        """Of the whole."""
-        first = self.pieces[0]
-        return first.spec._replace(shape=first.piece.shape)
+    def spec(self) -> TensorSpec:
+        """Spec of the whole tensor."""
+        first = self.slices[0]
+        return first.spec._replace(shape=first.slice.shape)
 
-    def needed(self, wanted: Piece) -> list[StoredPiece]:
-        """What of it has to be read for a piece: that very one, where it is stored, else all that have some of it."""
-        same = [one for one in self.pieces if one.piece == wanted]
-        return same[:1] or [one for one in self.pieces if one.piece.meets(wanted)]
+    def sources(self, wanted: TensorSlice) -> list[StoredSlice]:
+        """Return the stored slices to read: the wanted one if stored, else all that overlap."""
+        same = [stored for stored in self.slices if stored.slice == wanted]
+        return same[:1] or [stored for stored in self.slices if stored.slice.overlaps(wanted)]
 
     def data(self) -> memoryview:
-        """The bytes of the whole."""
-        first = self.pieces[0]
-        return first.data if first.piece.is_whole else self.piece(Piece.whole(self.spec.shape))[1]
+        """The bytes of the whole tensor."""
+        first = self.slices[0]
+        return first.data if first.slice.is_whole else self.read(TensorSlice.whole(self.spec.shape))[1]
 
-    def piece(self, wanted: Piece) -> tuple[Spec, memoryview]:
-        """A piece of the tensor, which need not be one that is stored: a copy."""
-        taken = Taken(self.spec, wanted)
-        taken.add(self)
-        return taken.content()
+    def read(self, wanted: TensorSlice) -> tuple[TensorSpec, memoryview]:
+        """Return spec and bytes of any slice of the tensor: a copy."""
+        buffer = SliceBuffer(self.spec, wanted)
+        buffer.add(self)
+        return buffer.content()
 
 
-class Taken:
-    """The piece `place` of a tensor, filled from the verified files of a checkpoint one after the other. whole: the tensor's spec."""
+class SliceBuffer:
+    """The slice `slice` of a tensor, filled from the verified files of a checkpoint one after the
+    other.
 
-    def __init__(self, whole: Spec, place: Piece) -> None:
-        self.whole, self.place = whole, place
-        self.filled: tuple[Raw, npt.NDArray[np.bool_]] | None = None  # values, and which are missing: once a verified file fits the spec
+    whole  spec of the whole tensor
+    """
 
-    def add(self, stored: Stored) -> None:
-        """Copy the parts of the piece that one file holds."""
-        for one in stored.pieces:
-            if one.spec.dtype == self.whole.dtype and one.piece.shape == self.whole.shape:
+    def __init__(self, whole: TensorSpec, slice: TensorSlice) -> None:
+        self.whole, self.slice = whole, slice
+        # Values, and which are missing; allocated by the first verified file that fits the spec.
+        self.filled: tuple[RawArray, npt.NDArray[np.bool_]] | None = None
+
+    def add(self, tensor: StoredTensor) -> None:
+        """Copy the parts of the slice that one file holds."""
+        for stored in tensor.slices:
+            if stored.spec.dtype == self.whole.dtype and stored.slice.shape == self.whole.shape:
                 values, missing = self.filled = self.filled or self._empty()
-                one.piece.copy_to(self.place, one.raw(), values)
-                one.piece.copy_to(self.place, np.zeros(one.piece.size[:2], np.bool_), missing)
+                stored.slice.copy_to(self.slice, stored.raw(), values)
+                stored.slice.copy_to(self.slice, np.zeros(stored.slice.local_shape[:2], np.bool_), missing)
 
-    def _empty(self) -> tuple[Raw, npt.NDArray[np.bool_]]:
-        kind = f"u{tensorfile.ITEM_BYTES[self.whole.dtype]}"
-        return np.empty(self.place.size, kind), np.ones(self.place.size[:2], np.bool_)
+    def _empty(self) -> tuple[RawArray, npt.NDArray[np.bool_]]:
+        dtype = f"u{safetensors_io.ITEM_BYTES[self.whole.dtype]}"
+        return np.empty(self.slice.local_shape, dtype), np.ones(self.slice.local_shape[:2], np.bool_)
 
-    def content(self) -> tuple[Spec, memoryview]:
-        """Return the spec and bytes of the piece. CheckpointError when the files lack a part of it."""
+    def content(self) -> tuple[TensorSpec, memoryview]:
+        """Return spec and bytes of the slice. CheckpointError when the files lack a part of it."""
         values, missing = self.filled or self._empty()
-        if lacking := int(missing.sum()):
-            raise CheckpointError(f"pieces of {self.whole.name} are missing", f"{lacking} of its rows and columns are in no file")
-        return self.whole._replace(shape=self.place.size), values.reshape(-1).view(np.uint8).data
+        if missing_count := int(missing.sum()):
+            raise CheckpointError(f"slices of {self.whole.name} are missing", f"{missing_count} of its rows and columns are in no file")
+        return self.whole._replace(shape=self.slice.local_shape), values.reshape(-1).view(np.uint8).data
 
 
-def take(path: Path, record: Record, taken: Mapping[str, Taken]) -> str:
-    """Copy the needed pieces from one file, read once. Return its problem, "" when it is whole."""
-    content, problem = commit.read_checked(path, record)
-    for name, stored in Tensors({} if problem else {path.name: memoryview(content)}).items():
-        if name in taken:
-            taken[name].add(stored)
+def read_slices(path: Path, record: FileRecord, buffers: Mapping[str, SliceBuffer]) -> str:
+    """Fill buffers by tensor name from a file, read once. Return its problem, "" if whole."""
+    content, problem = commit.read_verified(path, record)
+    for name, tensor in StoredTensors({} if problem else {path.name: memoryview(content)}).items():
+        if name in buffers:
+            buffers[name].add(tensor)
     return problem
 
 
-class Tensors(Mapping[str, Stored]):
-    """All tensors of a checkpoint by name, from its files: their names and contents (in memory or mapped)."""
+class StoredTensors(Mapping[str, StoredTensor]):
+    """All tensors of a checkpoint by name.
+
+    contents  file name -> content of the file, in memory or mapped
+    """
 
     def __init__(self, contents: Mapping[str, memoryview]) -> None:
-        self._stored: dict[str, Stored] = {}
+        self._tensors: dict[str, StoredTensor] = {}
         for file, content in contents.items():
-            pieces = json.loads(tensorfile.metadata_in(content).get("pieces", "{}"))
-            for spec, data in tensorfile.tensors_in(content):
-                piece = Piece.from_json(pieces[spec.name]) if spec.name in pieces else Piece.whole(spec.shape)
-                self._stored.setdefault(spec.name, Stored()).pieces.append(StoredPiece(spec, data, piece, file))
+            slices = json.loads(safetensors_io.parse_metadata(content).get("pieces", "{}"))
+            for spec, data in safetensors_io.parse_tensors(content):
+                stored = TensorSlice.from_json(slices[spec.name]) if spec.name in slices else TensorSlice.whole(spec.shape)
+                self._tensors.setdefault(spec.name, StoredTensor()).slices.append(StoredSlice(spec, data, stored, file))
 
-    def __getitem__(self, name: str) -> Stored:
-        return self._stored[name]
+    def __getitem__(self, name: str) -> StoredTensor:
+        return self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
+        return iter(self._tensors)
 
     def __len__(self) -> int:
-        return len(self._stored)
+        return len(self._tensors)
 
     def fingerprints(self) -> dict[str, str]:
-        """name -> a line that fixes dtype, shape and bytes of the whole tensor. Memory: one tensor."""
-        return {name: tensorfile.fingerprint(one.spec, one.data()) for name, one in self.items()}
+        """Return name -> fingerprint of the whole tensor. Memory: one tensor."""
+        return {name: safetensors_io.tensor_fingerprint(tensor.spec, tensor.data()) for name, tensor in self.items()}
 
 
-def tensors_at(path: Path, step: int) -> Tensors:
-    """The tensors of a verified checkpoint; their bytes are mapped, not in memory."""
+def open_tensors(path: Path, step: int) -> StoredTensors:
+    """Return the tensors of a verified checkpoint, with their bytes mapped rather than read."""
     files, _ = commit.read_manifest(path, step)
-    return Tensors({name: tensorfile.mapped(path / name) for name in sorted(files) if name.endswith(".safetensors")})
+    return StoredTensors({name: safetensors_io.map_file(path / name) for name in sorted(files) if name.endswith(".safetensors")})
 
 
 def parameter_of(name: str) -> str:
-    """The parameter to which a tensor of a captured state (checkpoint/state_dict.py) belongs."""
+    """Return the parameter of a tensor in a state (checkpoint/state_dict.py), by name."""
     kind, _, rest = name.partition(".")
     return rest if kind == "model" else rest.rpartition(".")[0]
 
 
-def place_of(name: str, shape: tuple[int, ...], pieces: Mapping[str, Piece]) -> Piece:
-    """Which piece of the tensor `name` (whole: `shape`) belongs to a worker: that of its parameter, where it has the parameter's shape.
+def slice_of(name: str, shape: tuple[int, ...], slices: Mapping[str, TensorSlice]) -> TensorSlice:
+    """Return the slice of tensor `name` that a worker holds: the slice of its parameter if the
+    shapes are equal, else the whole tensor.
 
-    pieces  name of a parameter -> its piece
+    shape   of the whole tensor
+    slices  parameter name -> slice
     """
-    piece = pieces.get(parameter_of(name))
-    return piece if piece is not None and piece.shape == tuple(shape) else Piece.whole(shape)
+    parameter_slice = slices.get(parameter_of(name))
+    return parameter_slice if parameter_slice is not None and parameter_slice.shape == tuple(shape) else TensorSlice.whole(shape)

@@ -2,12 +2,14 @@
 
     model.<name of parameter or buffer>                    model.encoder.0.norm.weight
     optim.<name of parameter>.<key>                        optim.encoder.0.norm.weight.exp_avg
-    optim.<name of parameter>.<key>:int | :float | :bool   a Python number of the optimizer, as a tensor of no dimension
+    optim.<name of parameter>.<key>:int | :float | :bool   a Python number of the optimizer, as a
+                                                           0-dim tensor
 
-Names are those of the bare model: what torch.compile and DistributedDataParallel put before them is left out, so that
-a state saved compiled on eight devices loads plain on one. A parameter that is used in several places is saved once,
-under its first name, and stays tied on loading, since tensors are filled, never replaced.
-The values of parameter groups (lr, betas, ...) and everything else that has a state_dict: see statedict.py.
+Names are those of the unwrapped model, without the prefixes of torch.compile and
+DistributedDataParallel: a state saved compiled on eight devices loads plain on one. A parameter
+that is used in several places is saved once, under its first name; it stays tied on loading, since
+tensors are filled in place. Values of parameter groups (lr, betas, ...) and other stateful objects:
+see stateful.py.
 """
 
 from __future__ import annotations
@@ -20,29 +22,33 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from lockstep.checkpoint import safetensors_io as tensorfile
-from lockstep.checkpoint.safetensors_io import Spec
+from lockstep.checkpoint import safetensors_io
+from lockstep.checkpoint.safetensors_io import TensorSpec
 from lockstep.errors import CheckpointError
 from lockstep.runtime.tensor_bytes import DTYPES, TORCH_DTYPES, bytes_of
-from lockstep.units import shown
+from lockstep.units import join_names
 
-NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
+NUMBER_DTYPES: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 # -- model and optimizer ----------------------------------------------------------------------------------------------
 
+Model = nn.Module | Mapping[str, Tensor]
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+OptimizedParameters = dict[str, tuple[Tensor, dict[str, Any], torch.optim.Optimizer]]
 
-def kind_of(model: Model) -> str:
-    """What to call it in messages."""
-    return type(bare(model)).__name__ if isinstance(model, nn.Module) else "the pieces of the model"
+
+def model_name(model: Model) -> str:
+    """Return the name of the model's class, for messages."""
+    return type(unwrap_model(model)).__name__ if isinstance(model, nn.Module) else "the slices of the model"
 
 
-def everything(name: str) -> bool:
-    """That a checkpoint holds every parameter and buffer."""
+def all_names(name: str) -> bool:
+    """Filter for `get_state_dict` that includes every parameter and buffer."""
     return True
 
 
-def bare(model: nn.Module) -> nn.Module:
-    """The user's own module, out of the wrappers of torch.compile and data parallel."""
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """Return the user's module without the wrappers of torch.compile and data parallel."""
     while True:
         if isinstance(model, (DistributedDataParallel, DataParallel)):
             model = model.module
@@ -52,189 +58,186 @@ def bare(model: nn.Module) -> nn.Module:
             return model
 
 
-Model = nn.Module | Mapping[str, Tensor]
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
-
-
-def several(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
-    """Return the optimizers as a tuple."""
+def as_tuple(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
     return (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers or ())
 
 
 def named_tensors(model: Model) -> dict[str, Tensor]:
-    """Parameters and persistent buffers of the bare model by name, each tensor once, under its first name. A mapping is taken as it is."""
+    """Return parameters and persistent buffers of the unwrapped model by their first names."""
     if isinstance(model, Mapping):
         return dict(model)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
-    for path, module in bare(model).named_modules():
+    for path, module in unwrap_model(model).named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise CheckpointError(
                 f"{type(module).__name__} keeps extra state besides its tensors, which a checkpoint cannot hold",
                 f"module {path or '(the model itself)'}, get_extra_state",
                 "register it as buffers",
             )
-        fleeting = module._non_persistent_buffers_set
-        buffers = [(name, tensor) for name, tensor in module._buffers.items() if name not in fleeting]
+        non_persistent = module._non_persistent_buffers_set
+        buffers = [(name, tensor) for name, tensor in module._buffers.items() if name not in non_persistent]
         for name, tensor in [*module._parameters.items(), *buffers]:
             if tensor is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
                 parts = [part for part in path.split(".") if part and part != "_orig_mod"]
-                found[".".join([*parts, name])] = tensor
-    return found
+                tensors[".".join([*parts, name])] = tensor
+    return tensors
 
 
-Trained = dict[str, tuple[Tensor, dict[str, Any], torch.optim.Optimizer]]
-
-
-def optimizer_names(model: Model, optimizers: Optimizers) -> Trained:
-    """Name -> (parameter, its group, its optimizer) for every parameter of the optimizers, in their order."""
+def optimizer_parameters(model: Model, optimizers: Optimizers) -> OptimizedParameters:
+    """Return name -> (parameter, its group, its optimizer), in the optimizers' order."""
     names = {id(tensor): name for name, tensor in named_tensors(model).items()}
-    triples = [(p, group, one) for one in several(optimizers) for group in one.param_groups for p in group["params"]]
-    who = " and ".join([*(type(one).__name__ for one in several(optimizers)), kind_of(model)])
+    triples = [(p, group, optimizer) for optimizer in as_tuple(optimizers) for group in optimizer.param_groups for p in group["params"]]
+    where = " and ".join([*(type(optimizer).__name__ for optimizer in as_tuple(optimizers)), model_name(model)])
     unknown = [f"shape {tuple(parameter.shape)}" for parameter, _, _ in triples if id(parameter) not in names]
     if unknown:
         raise CheckpointError(
-            f"{len(unknown)} of the optimizer's parameters are not in the model: {shown(unknown)}",
-            who,
+            f"{len(unknown)} of the optimizer's parameters are not in the model: {join_names(unknown)}",
+            where,
             "put every trained module into the one model that is saved",
         )
-    found = {names[id(parameter)]: (parameter, group, one) for parameter, group, one in triples}
-    if len(found) < len(triples):
+    parameters = {names[id(parameter)]: (parameter, group, optimizer) for parameter, group, optimizer in triples}
+    if len(parameters) < len(triples):
         counts = Counter(names[id(parameter)] for parameter, _, _ in triples)
-        twice = [name for name, count in counts.items() if count > 1]
-        raise CheckpointError(f"several optimizers hold the same parameters: {shown(twice)}", who, "give each parameter to one optimizer")
-    return found
+        repeated = [name for name, count in counts.items() if count > 1]
+        raise CheckpointError(
+            f"several optimizers hold the same parameters: {join_names(repeated)}", where, "give each parameter to one optimizer"
+        )
+    return parameters
 
 
-def capture(model: Model, optimizer: Optimizers = None, saved: Callable[[str], bool] = everything) -> dict[str, Tensor]:
-    """The state by name. The tensors are the living ones, not copies: copy or save them before the next step.
+def get_state_dict(model: Model, optimizers: Optimizers = None, saved: Callable[[str], bool] = all_names) -> dict[str, Tensor]:
+    """Return the state by name. The tensors share memory with the model and the optimizers: copy or
+    save them before the next step.
 
-    saved  which parameters and buffers belong to it, by their names in the model
-    CheckpointError when the state has more than tensors and numbers (LBFGS, say).
+    saved  filter on the names of parameters and buffers in the model
+    CheckpointError when an optimizer's state has more than tensors and numbers, as LBFGS does.
     """
     tensors = {f"model.{name}": tensor.detach() for name, tensor in named_tensors(model).items() if saved(name)}
-    trained = optimizer_names(model, optimizer) if optimizer else {}
-    for name, (parameter, _, one) in trained.items():
-        for key, value in one.state.get(parameter, {}).items():
+    parameters = optimizer_parameters(model, optimizers) if optimizers else {}
+    for name, (parameter, _, optimizer) in parameters.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and "." not in key:
                 tensors[f"optim.{name}.{key}"] = value.detach()
-            elif type(value) in NUMBERS and "." not in key:
-                tensors[f"optim.{name}.{key}:{type(value).__name__}"] = torch.tensor(value, dtype=NUMBERS[type(value)])
+            elif type(value) in NUMBER_DTYPES and "." not in key:
+                tensors[f"optim.{name}.{key}:{type(value).__name__}"] = torch.tensor(value, dtype=NUMBER_DTYPES[type(value)])
             elif value is not None:
-                raise cannot_hold(f"{type(one).__name__} keeps {key!r} as a {type(value).__name__}", f"state of {name}")
-    known = {id(parameter) for parameter, _, _ in trained.values()}
-    for one in several(optimizer):
-        if strange := [key for key, value in one.state.items() if value and id(key) not in known]:
-            raise cannot_hold(
-                f"{type(one).__name__} keeps state that belongs to no parameter", f"key {str(strange[0])[:40]!r} of its state"
+                raise unsupported_state(f"{type(optimizer).__name__} keeps {key!r} as a {type(value).__name__}", f"state of {name}")
+    known = {id(parameter) for parameter, _, _ in parameters.values()}
+    for optimizer in as_tuple(optimizers):
+        if foreign := [key for key, value in optimizer.state.items() if value and id(key) not in known]:
+            raise unsupported_state(
+                f"{type(optimizer).__name__} keeps state that belongs to no parameter", f"key {str(foreign[0])[:40]!r} of its state"
             )
     return tensors
 
 
-def cannot_hold(what: str, where: str) -> CheckpointError:
+def unsupported_state(what: str, where: str) -> CheckpointError:
     hint = "use an optimizer whose state is tensors and numbers by parameter (AdamW, SGD, ...)"
     return CheckpointError(f"{what}, which a checkpoint cannot hold", where, hint)
 
 
 @torch.no_grad()
-def restore(
+def set_state_dict(
     model: Model,
-    optimizer: Optimizers,
+    optimizers: Optimizers,
     tensors: Mapping[str, Tensor],
-    saved: Callable[[str], bool] = everything,
+    saved: Callable[[str], bool] = all_names,
     problems: Sequence[str] = (),
 ) -> None:
-    """Fill model and optimizer with a captured state; all or nothing. The optimizer may be new, without any state.
+    """Fill model and optimizers, which may have no state yet, from the result of `get_state_dict`;
+    all or nothing.
 
-    optimizer  None: the weights alone (to evaluate, to translate)
-    saved      as for `capture`: what it leaves out is not in `tensors`, and stays as it is
-    problems   further reasons why the state does not fit
-    CheckpointError names what is missing, unexpected, or of another shape or dtype. Nothing is cast.
+    optimizers  None: load the weights only (to evaluate, to translate)
+    saved       as for `get_state_dict`: excluded tensors are not in `tensors` and stay unchanged
+    problems    further reasons why the state does not fit
+    CheckpointError names what is missing, unexpected, or of another shape or dtype. Nothing is
+    cast.
     """
     own = {name: tensor for name, tensor in named_tensors(model).items() if saved(name)}
-    there = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
-    problems = [*problems, *differences(own, there)]
+    loaded = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
+    problems = [*problems, *tensor_differences(own, loaded)]
     states: dict[str, dict[str, Tensor]] = {}
-    parameters = optimizer_names(model, optimizer) if optimizer else {}
+    parameters = optimizer_parameters(model, optimizers) if optimizers else {}
     for name, tensor in tensors.items():
-        if optimizer and name.startswith("optim."):
+        if optimizers and name.startswith("optim."):
             parameter_name, _, key = name.removeprefix("optim.").rpartition(".")
             states.setdefault(parameter_name, {})[key] = tensor
-    problems += state_differences(parameters, states)
+    problems += optimizer_differences(parameters, states)
     if problems:
-        who = " and ".join([kind_of(model), *(type(one).__name__ for one in several(optimizer))])
+        target = " and ".join([model_name(model), *(type(optimizer).__name__ for optimizer in as_tuple(optimizers))])
         hint = "build model and optimizer as in the run that saved it"
-        raise CheckpointError(f"the checkpoint does not fit {who}", "\n".join(problems), hint)
-    for name, tensor in there.items():
+        raise CheckpointError(f"the checkpoint does not fit {target}", "\n".join(problems), hint)
+    for name, tensor in loaded.items():
         own[name].copy_(tensor)
-    for name, (parameter, group, one) in parameters.items():
-        one.state.pop(parameter, None)
+    for name, (parameter, group, optimizer) in parameters.items():
+        optimizer.state.pop(parameter, None)
         if name in states:
-            one.state[parameter] = dict(placed(k, v, parameter, group) for k, v in states[name].items())
+            optimizer.state[parameter] = dict(place_like_torch(k, v, parameter, group) for k, v in states[name].items())
 
 
-def placed(key: str, value: Tensor, parameter: Tensor, group: Mapping[str, Any]) -> tuple[str, Tensor | float]:
-    """One entry of a parameter's optimizer state as torch keeps it: beside the parameter, the step count on the CPU."""
+def place_like_torch(key: str, value: Tensor, parameter: Tensor, group: Mapping[str, Any]) -> tuple[str, Tensor | float]:
+    """Place an entry of optimizer state as torch does: with the parameter, steps on the CPU."""
     key, _, number = key.partition(":")
     if number:
         return key, value.item()
     if key == "step":  # torch/optim/optimizer.py, _process_value_according_to_param_policy
         on_device = group.get("capturable") or group.get("fused")
         return key, value.to(device=parameter.device if on_device else "cpu", copy=True)
-    if value.shape == parameter.shape:  # the strides of the parameter too, so that foreach kernels see equal layouts
+    if value.shape == parameter.shape:  # with the strides of the parameter, so that foreach kernels see equal layouts
         return key, torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
     return key, value.to(parameter.device, copy=True)
 
 
-def differences(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> list[str]:
-    """What keeps the saved tensors from filling our own, a line for each kind."""
+def tensor_differences(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> list[str]:
+    """Return why the saved tensors cannot fill our own, one line per kind of problem."""
     lines = []
     if missing := sorted(own.keys() - saved.keys()):
-        lines.append(f"missing in the checkpoint: {shown(missing)}")
+        lines.append(f"missing in the checkpoint: {join_names(missing)}")
     if unexpected := sorted(saved.keys() - own.keys()):
-        lines.append(f"unexpected in the checkpoint: {shown(unexpected)}")
+        lines.append(f"unexpected in the checkpoint: {join_names(unexpected)}")
     wrong = [
-        f"{name} is {kind(saved[name])} in the checkpoint, {kind(own[name])} here"
+        f"{name} is {dtype_and_shape(saved[name])} in the checkpoint, {dtype_and_shape(own[name])} here"
         for name in sorted(own.keys() & saved.keys())
-        if kind(own[name]) != kind(saved[name])
+        if dtype_and_shape(own[name]) != dtype_and_shape(saved[name])
     ]
-    return lines + ([f"wrong: {shown(wrong)}"] if wrong else [])
+    return lines + ([f"wrong: {join_names(wrong)}"] if wrong else [])
 
 
-def state_differences(parameters: Trained, states: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
-    """What keeps the saved optimizer state from ours.
+def optimizer_differences(parameters: OptimizedParameters, states: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
+    """Return why the saved optimizer state cannot replace the current one.
 
-    Keys and shapes are compared for those parameters that have state in both: a new optimizer has none, and a parameter
-    that was never used has none either.
+    Keys and shapes are compared for parameters with state on both sides: a new optimizer has none,
+    and neither has a parameter that was never used.
     """
     lines = []
     if unexpected := sorted(f"optim.{name}" for name in states.keys() - parameters.keys()):
-        lines.append(f"unexpected in the checkpoint: {shown(unexpected)}")
+        lines.append(f"unexpected in the checkpoint: {join_names(unexpected)}")
     own: dict[str, Tensor] = {}
     saved: dict[str, Tensor] = {}
-    for name, (parameter, _, one) in parameters.items():
-        mine = one.state.get(parameter, {})
-        if mine and name in states:
-            own |= {f"optim.{name}.{key}": value for key, value in mine.items() if isinstance(value, Tensor)}
+    for name, (parameter, _, optimizer) in parameters.items():
+        state = optimizer.state.get(parameter, {})
+        if state and name in states:
+            own |= {f"optim.{name}.{key}": value for key, value in state.items() if isinstance(value, Tensor)}
             saved |= {f"optim.{name}.{key}": value for key, value in states[name].items() if ":" not in key}
-    return lines + differences(own, saved)
+    return lines + tensor_differences(own, saved)
 
 
-def kind(tensor: Tensor) -> str:
-    """float32 (128, 64)"""
+def dtype_and_shape(tensor: Tensor) -> str:
+    """Return a text such as "float32 (128, 64)"."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
-def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names of the floating tensors that hold an infinity or NaN. One sum per tensor; its elements only where that is not finite."""
-    kinds = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-    floats = {name: tensor.detach() for name, tensor in tensors.items() if tensor.dtype in kinds and tensor.numel()}
+def nonfinite_tensors(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return names of tensors with an infinity or NaN; elements are read if a sum has one."""
+    floating = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    floats = {name: tensor.detach() for name, tensor in tensors.items() if tensor.dtype in floating and tensor.numel()}
     sums: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in floats.values():
         wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
         sums.setdefault((wide, tensor.device), []).append(tensor.sum(dtype=wide))
-    if all(bool(torch.stack(some).isfinite().all()) for some in sums.values()):
+    if all(bool(torch.stack(device_sums).isfinite().all()) for device_sums in sums.values()):
         return []
     return [name for name, tensor in floats.items() if not bool(tensor.isfinite().all())]
 
@@ -242,24 +245,24 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 # -- tensors and bytes ------------------------------------------------------------------------------------------------
 
 
-def spec_of(name: str, tensor: Tensor) -> Spec:
+def spec_of(name: str, tensor: Tensor) -> TensorSpec:
     if tensor.dtype not in DTYPES or tensor.layout != torch.strided:
         raise CheckpointError(f"a checkpoint cannot hold a tensor of {tensor.dtype}, {tensor.layout}", name)
-    return Spec(name, DTYPES[tensor.dtype], tuple(tensor.shape))
+    return TensorSpec(name, DTYPES[tensor.dtype], tuple(tensor.shape))
 
 
-def tensor_of(spec: Spec, data: memoryview) -> Tensor:
-    """A tensor over the bytes, which stay shared."""
+def tensor_from_bytes(spec: TensorSpec, data: memoryview) -> Tensor:
+    """Return a tensor that shares memory with `data`."""
     if not data.nbytes:
         return torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
     return torch.frombuffer(data, dtype=TORCH_DTYPES[spec.dtype]).reshape(spec.shape)
 
 
 def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """name -> a line that fixes dtype, shape and bytes. Memory: one tensor at a time, where a copy is needed at all."""
-    return {name: tensorfile.fingerprint(spec_of(name, t), bytes_of(t)) for name, t in tensors.items()}
+    """Return name -> fingerprint. Memory: at most a copy of one tensor."""
+    return {name: safetensors_io.tensor_fingerprint(spec_of(name, tensor), bytes_of(tensor)) for name, tensor in tensors.items()}
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """Hex sha256 of a state: names, dtypes, shapes and bytes, in the order of the names. Equal for equal states."""
-    return tensorfile.digest(fingerprints(tensors))
+    """Return the hex sha256 of names, dtypes, shapes and bytes, sorted by name."""
+    return safetensors_io.digest_of_fingerprints(fingerprints(tensors))

@@ -1,12 +1,17 @@
-"""The training state besides tensors by parameter: optimizer groups, schedulers, EMA, GradScaler. Without pickle.
+"""The training state besides tensors by parameter: parameter groups, schedulers, EMA, GradScaler.
+Without pickle.
 
-A state_dict is stored as one JSON text (a uint8 tensor, so that it is saved, hashed and sent like any other) and the tensors it refers to:
+A state_dict is stored as one JSON text (in a uint8 tensor, so that it is saved, hashed and sent
+like any other) and the tensors to which it refers:
 
-    groups:json                  for each optimizer its class and the values of its parameter groups (lr, betas, initial_lr, ...)
-    state.ema:json               {"dict": [["decay", 0.99], ["shadow", {"dict": [["weight", {"tensor": "state.ema.shadow.weight"}]]}]]}
+    groups:json                  class and parameter group values (lr, betas, initial_lr, ...) of
+                                 each optimizer
+    state.ema:json               {"dict": [["decay", 0.99], ["shadow", {"dict": [["weight",
+                                 {"tensor": "state.ema.shadow.weight"}]]}]]}
     state.ema.shadow.weight      the tensor
 
-JSON has neither tuples nor keys other than strings, so containers carry their type. The decimals of a float give the same bits again.
+JSON has neither tuples nor keys other than strings, so containers carry their type. A float's
+decimals restore its bits.
 """
 
 from __future__ import annotations
@@ -22,19 +27,19 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from lockstep.checkpoint import safetensors_io as tensorfile
+from lockstep.checkpoint import safetensors_io
 from lockstep.checkpoint.state_dict import Model, named_tensors, spec_of
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.runtime.tensor_bytes import bytes_of
-from lockstep.units import shown
+from lockstep.units import join_names
 
-TEXT = ":json"
+JSON_SUFFIX = ":json"
 GROUPS = "groups"
 MAPPINGS: dict[str, type[dict[Any, Any]]] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
 
 
 class Stateful(Protocol):
-    """A scheduler, an EMA, a GradScaler, ..."""
+    """An object with a state: a scheduler, an EMA, a GradScaler, ..."""
 
     def state_dict(self) -> Any: ...
 
@@ -45,10 +50,10 @@ class Stateful(Protocol):
 
 
 def pack(name: str, tree: Any) -> dict[str, Tensor]:
-    """The JSON text and the tensors of a state_dict by name. UsageError with the path of a value that does not fit."""
+    """Return JSON text and tensors of a state_dict. UsageError for an unsupported value."""
     tensors: dict[str, Tensor] = {}
     text = json.dumps(_encode(tree, name, tensors)).encode()
-    return {name + TEXT: torch.frombuffer(bytearray(text), dtype=torch.uint8), **tensors}
+    return {name + JSON_SUFFIX: torch.frombuffer(bytearray(text), dtype=torch.uint8), **tensors}
 
 
 def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
@@ -57,9 +62,9 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return value
     if isinstance(value, Tensor):
         name = path
-        while name in tensors or name.endswith(TEXT):
+        while name in tensors or name.endswith(JSON_SUFFIX):
             name += "'"
-        spec_of(path, value)  # refuses kinds of tensors that no file can hold
+        spec_of(path, value)  # refuses tensors that a file cannot hold
         tensors[name] = value.detach()
         return {"tensor": name}
     if kind is list:
@@ -71,21 +76,21 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return {kind.__name__: items}
     raise UsageError(
         f"{path} is a {kind.__name__}, which a checkpoint cannot hold",
-        "a state_dict named in Keeper(state=...), or a value of an optimizer's parameter groups",
+        "a state_dict named in Checkpointer(state=...), or a value of an optimizer's parameter groups",
         "return tensors, numbers, strings, bools, None, and lists, tuples and dicts of them from state_dict()",
     )
 
 
-def unpack(name: str, tensors: Mapping[str, Tensor], living: Mapping[str, Tensor] | None = None) -> Any:
-    """Return the state_dict. Its tensors are copies with the device and strides of the `living` tensor of the same name."""
+def unpack(name: str, tensors: Mapping[str, Tensor], current: Mapping[str, Tensor] | None = None) -> Any:
+    """Return the state_dict, with tensors copied to device and strides of those in `current`."""
 
     def tensor(name: str) -> Tensor:
-        saved, like = tensors[name], (living or {}).get(name)
+        saved, like = tensors[name], (current or {}).get(name)
         if like is None or like.shape != saved.shape:
             return saved.to("cpu" if like is None else like.device, copy=True)
         return torch.empty_like(like, dtype=saved.dtype, requires_grad=False).copy_(saved)
 
-    return _decode(json.loads(bytes(bytes_of(tensors[name + TEXT]))), tensor)
+    return _decode(json.loads(bytes(bytes_of(tensors[name + JSON_SUFFIX]))), tensor)
 
 
 def _decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
@@ -102,11 +107,11 @@ def _decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
 
 
 def _leaves(value: Any, path: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
-    """(path, value as text) of each number, string and tensor of an encoded state_dict; the order of a dict does not show."""
+    """Yield (path, text) of each number, string and tensor, regardless of dict order."""
     if isinstance(value, dict):
         [(tag, inner)] = value.items()
         if tag == "tensor":
-            yield path, tensorfile.fingerprint(spec_of("", tensors[inner]), bytes_of(tensors[inner]))
+            yield path, safetensors_io.tensor_fingerprint(spec_of("", tensors[inner]), bytes_of(tensors[inner]))
         for key, item in inner if tag in MAPPINGS else [[tag, inner]] if tag == "tuple" else []:
             yield from _leaves(item, f"{path}.{key}", tensors)
     elif isinstance(value, list):
@@ -118,35 +123,35 @@ def _leaves(value: Any, path: str, tensors: Mapping[str, Tensor]) -> Iterator[tu
 
 def differing_paths(name: str, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
     """Return the paths at which two packed state_dicts differ."""
-    here, there = (dict(_leaves(json.loads(bytes(bytes_of(tensors[name + TEXT]))), name, tensors)) for tensors in (one, other))
-    return sorted(path for path in here.keys() | there.keys() if here.get(path) != there.get(path))
+    left, right = (dict(_leaves(json.loads(bytes(bytes_of(tensors[name + JSON_SUFFIX]))), name, tensors)) for tensors in (one, other))
+    return sorted(path for path in left.keys() | right.keys() if left.get(path) != right.get(path))
 
 
-# -- all of a run -----------------------------------------------------------------------------------------------------
+# -- the state of a run -----------------------------------------------------------------------------------------------------
 
 
-def check_state(state: Mapping[str, Any]) -> None:
-    """UsageError when a value of Keeper(state=...) cannot be saved as state."""
+def refuse_unsupported_state(state: Mapping[str, Any]) -> None:
+    """Raise a UsageError when a value of Checkpointer(state=...) cannot be saved as state."""
     for name, value in state.items():
         if not re.fullmatch(r"[\w-]+", name):
-            raise UsageError(f"{name!r} is no name of a state", "Keeper(state=...)", "use letters, digits, _ and -")
+            raise UsageError(f"{name!r} is not a name for a state", "Checkpointer(state=...)", "use letters, digits, _ and -")
         if isinstance(value, torch.optim.Optimizer):
-            hint = "pass all optimizers as the fourth argument: Keeper(folder, world, model, [first, second])"
-            raise UsageError(f"state {name!r} is an optimizer ({type(value).__name__})", "Keeper(state=...)", hint)
+            hint = "pass all optimizers as the fourth argument: Checkpointer(folder, world, model, [first, second])"
+            raise UsageError(f"state {name!r} is an optimizer ({type(value).__name__})", "Checkpointer(state=...)", hint)
         if not (callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))):
             what = f"state {name!r} is a {type(value).__name__}, which has no state_dict and load_state_dict"
-            raise UsageError(what, "Keeper(state=...)", "pass the object itself, or a class of yours with these two methods")
+            raise UsageError(what, "Checkpointer(state=...)", "pass the object itself, or a class of yours with these two methods")
 
 
-def unnamed_schedulers(optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Any]) -> list[Any]:
-    """Return torch schedulers of these optimizers that Keeper(state=...) does not contain."""
-    level, named = list(state.values()), set[int]()
+def unregistered_schedulers(optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Any]) -> list[Any]:
+    """Return torch schedulers of these optimizers that Checkpointer(state=...) does not contain."""
+    level, registered = list(state.values()), set[int]()
     for _ in range(5):  # a user's class may hold a scheduler in a list, a SequentialLR holds several
-        named |= set(map(id, level))
+        registered |= set(map(id, level))
         level = [inner for value in level for inner in _inside(value)]
-    ours = set(map(id, optimizers))
-    found = [one for one in gc.get_objects() if issubclass(type(one), LRScheduler)]  # isinstance would ask proxies
-    return [one for one in found if id(getattr(one, "optimizer", None)) in ours and id(one) not in named]
+    optimizer_ids = set(map(id, optimizers))
+    schedulers = [value for value in gc.get_objects() if issubclass(type(value), LRScheduler)]  # isinstance would call proxies
+    return [value for value in schedulers if id(getattr(value, "optimizer", None)) in optimizer_ids and id(value) not in registered]
 
 
 def _inside(value: Any) -> list[Any]:
@@ -155,52 +160,56 @@ def _inside(value: Any) -> list[Any]:
     return list(value.values() if isinstance(value, dict) else getattr(value, "__dict__", {}).values())
 
 
-def groups_of(model: Model, optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any]]:
-    """Return class and parameter groups of each optimizer; parameters are replaced by their names."""
+def describe_groups(model: Model, optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any]]:
+    """Return class and parameter groups of each optimizer, with names in place of parameters."""
     names = {id(tensor): name for name, tensor in named_tensors(model).items()}
 
     def values(group: Mapping[str, Any]) -> dict[str, Any]:
         return {key: [names[id(p)] for p in value] if key == "params" else value for key, value in group.items()}
 
-    return [{"class": type(one).__name__, "groups": [values(group) for group in one.param_groups]} for one in optimizers]
+    return [{"class": type(optimizer).__name__, "groups": [values(group) for group in optimizer.param_groups]} for optimizer in optimizers]
 
 
-def capture_state(model: Model, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Stateful]) -> dict[str, Tensor]:
-    """Parameter groups and named state by name. The tensors are the living ones where state_dict() gives those."""
-    tensors = pack(GROUPS, groups_of(model, optimizers))
+def pack_extra_state(model: Model, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Stateful]) -> dict[str, Tensor]:
+    """Return parameter groups and registered state by name, without copying tensors."""
+    tensors = pack(GROUPS, describe_groups(model, optimizers))
     for name, value in state.items():
         tensors |= pack(f"state.{name}", value.state_dict())
     return tensors
 
 
-def problems_of(
+def extra_state_problems(
     model: Model, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Stateful], tensors: Mapping[str, Tensor]
 ) -> list[str]:
-    """Return why captured tensors do not fit this state, one line per kind of problem."""
-    texts = {name.removesuffix(TEXT) for name in tensors if name.endswith(TEXT)}
-    wanted = {GROUPS, *(f"state.{name}" for name in state)}
+    """Return why loaded tensors do not fit this state, one line per kind of problem."""
+    texts = {name.removesuffix(JSON_SUFFIX) for name in tensors if name.endswith(JSON_SUFFIX)}
+    expected = {GROUPS, *(f"state.{name}" for name in state)}
     lines = []
-    if missing := sorted(wanted - texts):
-        lines.append(f"missing in the checkpoint: {shown(missing)}")
-    if unexpected := sorted(texts - wanted):
-        lines.append(f"in the checkpoint, but not in Keeper(state=...): {shown(unexpected)}")
+    if missing := sorted(expected - texts):
+        lines.append(f"missing in the checkpoint: {join_names(missing)}")
+    if unexpected := sorted(texts - expected):
+        lines.append(f"in the checkpoint, but not in Checkpointer(state=...): {join_names(unexpected)}")
     if GROUPS not in texts:
         return lines
-    saved, here = unpack(GROUPS, tensors), groups_of(model, optimizers)
-    classes, own_classes = ([one["class"] for one in some] for some in (saved, here))
+    saved, current = unpack(GROUPS, tensors), describe_groups(model, optimizers)
+    classes, own_classes = ([optimizer["class"] for optimizer in described] for described in (saved, current))
     if classes != own_classes:
         lines.append(f"the checkpoint's optimizers are {', '.join(classes)}, this run's {', '.join(own_classes)}")
-    elif [[group["params"] for group in one["groups"]] for one in saved] != [[group["params"] for group in one["groups"]] for one in here]:
+    elif any(
+        [group["params"] for group in one["groups"]] != [group["params"] for group in other["groups"]]
+        for one, other in zip(saved, current, strict=True)
+    ):
         lines.append(f"the parameter groups of {', '.join(classes)} hold other parameters than in the checkpoint")
     return lines
 
 
-def restore_state(
+def load_extra_state(
     model: Model, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Stateful], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Set parameter groups and named state from captured tensors that have no `problems_of`.
+    """Set parameter groups and registered state from loaded tensors without `extra_state_problems`.
 
-    CheckpointError when an object is not what was saved after its load_state_dict.
+    CheckpointError when the state of an object differs from the saved one after its
+    load_state_dict.
     """
     for optimizer, saved in zip(optimizers, unpack(GROUPS, tensors), strict=True):
         for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
@@ -214,7 +223,7 @@ def restore_state(
         value.load_state_dict(unpack(path, tensors, pack(path, value.state_dict())))
         if wrong := differing_paths(path, pack(path, value.state_dict()), tensors):
             raise CheckpointError(
-                f"{path} ({type(value).__name__}) is not what was saved after load_state_dict: {shown(wrong)}",
-                f"Keeper(state=...), {type(value).__name__}.load_state_dict",
+                f"{path} ({type(value).__name__}) differs from the saved state after load_state_dict: {join_names(wrong)}",
+                f"Checkpointer(state=...), {type(value).__name__}.load_state_dict",
                 "let load_state_dict restore everything that state_dict returns",
             )

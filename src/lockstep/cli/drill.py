@@ -29,14 +29,14 @@ from typing import Literal
 
 from lockstep.checkpoint.commands import digest_line
 from lockstep.checkpoint.folder import committed_steps, folder_name
-from lockstep.elastic.fault_injection import DRILL, order
-from lockstep.elastic.generation_log import Arbiter, Member, Record
+from lockstep.elastic.fault_injection import DRILL_VARIABLE, request_fault
+from lockstep.elastic.generation_log import Generation, GenerationLog, Member
 from lockstep.errors import LockstepError, UsageError
 from lockstep.record import events
 from lockstep.record.metrics import last_step
 from lockstep.runtime import status_board as board
-from lockstep.runtime.worker_env import Sitter, sitters, state_folder
-from lockstep.units import show_seconds
+from lockstep.runtime.worker_env import ProcessIdentity, running_workers, state_folder
+from lockstep.units import format_duration
 
 FAULTS = ("worker", "leader", "stop", "flip", "agent", "host", "checkpoint")
 POLL_S = 0.005
@@ -94,7 +94,7 @@ class Run:
         self.folder, self.host = folder, host
         counts = ["--workers", str(workers), "--min", str(least)]
         self.command = [sys.executable, "-m", "lockstep", "launch", *words, "--out", str(folder), *counts]
-        self.arbiter = Arbiter(folder / "generations")
+        self.arbiter = GenerationLog(folder / "generations")
         self.metrics, self.log = folder / "metrics.jsonl", folder / "drill.log"
         self.stopped: list[Member] = []
         folder.mkdir(parents=True, exist_ok=True)
@@ -108,13 +108,13 @@ class Run:
         if self.agent.poll() is None:
             self.agent.kill()
             self.agent.wait()
-        while left := sitters(state_folder(self.folder, self.host)).values():
+        while left := running_workers(state_folder(self.folder, self.host)).values():
             self.kill([*left])
             time.sleep(POLL_S)
 
     def start(self) -> None:
         """Start the agent, or another one in its place."""
-        environ = {**os.environ, DRILL: "1"}
+        environ = {**os.environ, DRILL_VARIABLE: "1"}
         with open(self.log, "ab") as output:
             self.agent = subprocess.Popen(self.command, env=environ, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
 
@@ -124,7 +124,7 @@ class Run:
             return self.metrics.read_bytes().count(b"\n")
         return 0
 
-    def newest(self) -> Record | None:
+    def newest(self) -> Generation | None:
         """The newest generation."""
         with suppress(OSError):
             return self.arbiter.newest()
@@ -143,7 +143,7 @@ class Run:
         doing = []
         for path in sorted(state_folder(self.folder, self.host).glob("[0-9]*.board")):
             with suppress(OSError):
-                doing.append(board.look(path))
+                doing.append(board.read_status(path))
         signs += [(one.pid, one.step, one.phase, one.collective) for one in doing]
         return tuple(signs), max((one.step_s for one in doing), default=0.0)
 
@@ -159,7 +159,7 @@ class Run:
                 before, moved_s = now, time.monotonic()
             patience_s = max(self.patience_s, STEPS_OF_PATIENCE * step_s)
             if time.monotonic() - moved_s > patience_s:
-                what = f"{what} did not come, and the run has made no progress for {show_seconds(patience_s)}"
+                what = f"{what} did not come, and the run has made no progress for {format_duration(patience_s)}"
                 raise LockstepError(what, str(self.log), "lockstep status shows what the workers are doing")
             time.sleep(POLL_S)
         return time.monotonic() - began_s
@@ -173,7 +173,7 @@ class Run:
         error.exit_code = code or LockstepError.exit_code
         return error
 
-    def kill(self, members: Sequence[Member | Sitter], number: int = signal.SIGKILL) -> None:
+    def kill(self, members: Sequence[Member | ProcessIdentity], number: int = signal.SIGKILL) -> None:
         """Send a signal to workers."""
         for member in members:
             with suppress(ProcessLookupError):
@@ -191,7 +191,7 @@ class Run:
             self.stopped = [chance.choice(members)]
             self.kill(self.stopped, signal.SIGSTOP)
         elif fault == "flip":
-            order(state_folder(self.folder, self.host), chance.choice(members).slot, "flip", at="forward")
+            request_fault(state_folder(self.folder, self.host), chance.choice(members).slot, "flip", at="forward")
         elif fault in ("agent", "host"):
             self.agent.kill()
             if fault == "host":
@@ -238,7 +238,7 @@ def disturb(run: Run, faults: Sequence[tuple[int, str]], workers: int, seed: int
         tell(Felt(fault, step, noticed_s, time.monotonic() - began_s, max(0, step - resumed) if noticed_s is not None else 0))
 
 
-def changed(now: Record | None, before: Record | None) -> bool:
+def changed(now: Generation | None, before: Generation | None) -> bool:
     """Whether there is a newer generation."""
     return now is not None and (before is None or now.number > before.number)
 
@@ -288,7 +288,7 @@ def checkpoints_of(run: Run) -> list[int]:
         raise UsageError(
             f"the loop has saved no checkpoint in {run.folder / 'checkpoints'}",
             "a drill compares the last checkpoints",
-            "give the function a parameter `out`, save with Keeper(out / 'checkpoints', ...), and end with keeper.save(step)",
+            "give the function a parameter `out`, save with Checkpointer(out / 'checkpoints', ...), and end with keeper.save(step)",
         )
     return saved
 
@@ -329,17 +329,17 @@ def train_once(
     """
     code = SAVED_AND_STOPPED if strike == "term" else 0
     if strike:
-        order(state_folder(folder, host), workers - 1, strike, at="forward", step=step)
+        request_fault(state_folder(folder, host), workers - 1, strike, at="forward", step=step)
     with Run(words, folder, workers, host, least=workers) as run:
         ended = run.agent.wait()
-    struck = ended == code if strike == "term" else any("SIGKILL" in one.get("why", "") for one in events.read(folder))
+    struck = ended == code if strike == "term" else any("SIGKILL" in one.get("why", "") for one in events.read_events(folder))
     if ended not in (0, code):
         raise run.failure(title)
     if strike and not struck:
         raise UsageError(
             f"no worker was in step {step}: {title} went by undisturbed",
             f"{words[0]}; a worker is struck inside of `for k in team.micro_batches(step)`",
-            "a loop that is checked trains with a Team, and takes the same steps whatever the number of workers",
+            "a loop that is checked trains with a ReplicaGroup, and takes the same steps whatever the number of workers",
         )
     checkpoints_of(run)
     line = "" if code else digest_line(folder, None)
@@ -375,5 +375,5 @@ def ending_on_sigterm() -> Iterator[None]:
 
 def row(felt: Felt) -> str:
     """A line of the table."""
-    noticed = show_seconds(felt.noticed_s) if felt.noticed_s is not None else "not needed"
-    return f"{felt.fault:<11} {felt.step:>8,} {noticed:>14} {show_seconds(felt.back_s):>11} {felt.lost:>11,}"
+    noticed = format_duration(felt.noticed_s) if felt.noticed_s is not None else "not needed"
+    return f"{felt.fault:<11} {felt.step:>8,} {noticed:>14} {format_duration(felt.back_s):>11} {felt.lost:>11,}"

@@ -9,6 +9,7 @@ import argparse
 import json
 import logging
 import os
+import shlex
 import socket
 import sys
 from collections.abc import Callable, Container, Sequence
@@ -18,19 +19,24 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+import lockstep
 from lockstep import log
 from lockstep.errors import LockstepError, OutOfMemoryError, UsageError
 
 if TYPE_CHECKING:
-    from lockstep.config.schema import Resolved, Run
+    from lockstep.config.schema import ResolvedRun, RunConfig
     from lockstep.elastic.world import World
-    from lockstep.runtime.worker_env import Seat
+    from lockstep.runtime.worker_env import WorkerEnv
 
 EXIT_CODES = """exit codes: 0 done; 1 training error; 2 usage or config; 3 data or checkpoint damaged; 4 diverged;
 75 saved and wants to be started again (SIGTERM, SIGUSR1); 76 peers lost; 128+n ended by signal n (130: saved after SIGINT)"""
 
 HERE = "127.0.0.1"
 OVERRIDE = "change the schedule of a run as it goes on (optim.learning_rate, warmup_steps, decay, decay_steps); may be given several times"
+RESTART = (
+    "of a script: replace a lost worker in place (one), or restart all workers together as torchrun does (all); "
+    "default: one for a script that imports lockstep"
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -69,6 +75,7 @@ def parser() -> Parser:
     workers, seed, checkpoint_step = whole(1, 1 << 16), whole(0, 2**63 - 1), whole(0, 10**9)
     resume = {"default": "auto", "metavar": "auto|never|required|STEP", "help": "which checkpoint to go on from (default: auto)"}
     override = {"action": "append", "default": [], "metavar": "KEY=VALUE", "help": OVERRIDE}
+    restart = {"choices": ["one", "all"], "help": RESTART}
     beams = {"type": whole(1, 256), "default": 1, "help": "1: greedy; more: beam search of that width"}
     average = {"type": whole(0, 10_000), "default": 0, "metavar": "N"}
 
@@ -80,16 +87,24 @@ def parser() -> Parser:
     add("--profile", default="", metavar="steps=A..B", help="write a trace of these steps, and where their time went")
     add("--show", action="store_true", help="print every value and where it came from, and end")
 
+    add = command("run", run_script, "run a script of your own on every device of this machine; its arguments follow FILE.py")
+    add("file", metavar="FILE.py", help="the script, run by every worker as python FILE.py ARGUMENTS would")
+    add("--out", type=Path, help="folder of the run (default: --out of the script's arguments, the one of its Session, or runs/FILE)")
+    add("--workers", type=workers, help="processes on this machine (default: one for each GPU, two on a CPU)")
+    add("--restart", **restart)
+
     add = command("launch", launch, "train on several hosts, or on this one, and go on whatever dies", of_a_run=True)
     add("--out", type=Path, help="folder of the run, on a disk that all hosts share (default: as for train)")
     add("--workers", type=workers, help="processes on this host, when it is the only one (default: as for train)")
     add("--hosts", type=Path, metavar="HOSTS.toml", help="all hosts of the run; start the same command on each")
     add("--host", metavar="NAME", help="which of them this is (default: what this machine calls itself)")
     add("--ssh", action="store_true", help="start the command on all hosts from here, by ssh")
-    add("--min", type=whole(0, 1 << 16), default=1, help="workers below which training waits for more (default: 1)")
+    help = "workers below which training waits for more (default: 1; of a script with --restart all: all of them)"
+    add("--min", type=whole(0, 1 << 16), help=help)
     add("--max", type=whole(0, 1 << 16), help="workers that train at once, others stand by (default: batch.micro_batches)")
     add("--resume", **resume)
     add("--override", **override)
+    add("--restart", **restart)
     add("--with-evaluator", action="store_true", help="score every checkpoint in a process of its own on this host, by ssh on the first")
     add("--stop", type=Path, metavar="RUN", help="ask the run in this folder to save and stop, from any host; starts nothing")
 
@@ -155,27 +170,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         refuse_half_characters(words)
         top = parser()
         values: list[str] = []
+        words, script, arguments = split_script(top, words)
         if words[:1] in (["train"], ["launch"], ["drill"]):
-            of_a_run = top._subparsers._group_actions[0].choices[words[0]]  # type: ignore[union-attr, index]
-            if {"--help", "-h"} & set(words):
+            of_a_run = options_of(top, words[0])
+            if not script and {"--help", "-h"} & set(words):
                 print_help_of_a_run(of_a_run)
                 return 0
-            words, values = take_values(words, of_a_run._option_string_actions)
-        args, rest = top.parse_known_args(words)
-        rest += values
+            if not script:
+                words, values = take_values(words, of_a_run._option_string_actions)
+        args, rest = top.parse_known_args([*words, script] if script else words)
+        rest += [*values, *arguments]
         if args.version:
-            from importlib.metadata import version
-
-            print(version("lockstep-train"))
+            print(lockstep.__version__)
             return 0
         if not args.command:
             top.print_help()
             return 2
-        log.set_up()
-        from lockstep.config.schema import refuse_unknown_variables
-        from lockstep.runtime.environment import VARIABLES
+        log.set_up_logging()
+        from lockstep.config.resolve import refuse_unknown_variables
+        from lockstep.runtime.environment import RESERVED_VARIABLES
 
-        refuse_unknown_variables(os.environ, VARIABLES)
+        refuse_unknown_variables(os.environ, RESERVED_VARIABLES)
         return int(args.run(args, rest))
     except LockstepError as error:
         print(error, file=sys.stderr)
@@ -190,13 +205,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(refused, file=sys.stderr)
         return refused.exit_code
     except (RuntimeError, MemoryError) as error:
-        from lockstep.runtime.exit_report import is_out_of_memory, plainly
+        from lockstep.runtime.exit_report import error_summary, is_out_of_memory
 
         if not is_out_of_memory(error):
             raise
-        lacking = OutOfMemoryError(f"no memory left: {plainly(error)}", f"lockstep {words[0]}", "give shorter texts, or fewer at a time")
+        lacking = OutOfMemoryError(
+            f"no memory left: {error_summary(error)}", f"lockstep {words[0]}", "give shorter texts, or fewer at a time"
+        )
         print(lacking, file=sys.stderr)
         return lacking.exit_code
+
+
+def options_of(top: Parser, command: str) -> Parser:
+    """The parser of a command."""
+    found: Parser = top._subparsers._group_actions[0].choices[command]  # type: ignore[union-attr, index]
+    return found
+
+
+def split_script(top: Parser, words: list[str]) -> tuple[list[str], str, list[str]]:
+    """(our words, FILE.py, its arguments) of `run` and `launch`; FILE.py is "" for everything else."""
+    if words[:1] not in (["run"], ["launch"]):
+        return words, "", []
+    from lockstep.cli.script import split_at_script
+
+    options = options_of(top, words[0])._option_string_actions
+    ours, script, arguments = split_at_script(words[1:], {name: 0 if one.nargs == 0 else 1 for name, one in options.items()})
+    return [words[0], *ours], script, arguments
 
 
 def refuse_half_characters(words: Sequence[str]) -> None:
@@ -222,9 +256,9 @@ def take_values(words: list[str], options: Container[str]) -> tuple[list[str], l
 
 def print_help_of_a_run(of_a_run: Parser) -> None:
     """The options of train, launch or drill and every key of a run, from the schema itself."""
-    from lockstep.config.schema import leaves
+    from lockstep.config.schema import config_fields
 
-    keys = leaves()
+    keys = config_fields()
     width = max(map(len, keys)) + 2
     lines = [f"  --{one.key:<{width}} {one.doc} (default: {one.default!r})" for one in keys.values()]
     of_a_run.epilog = (
@@ -243,11 +277,12 @@ def refuse(rest: list[str], command: str) -> None:
 class Asked:
     """The run that the words of `train` and `launch` ask for.
 
-    script  the user's FILE.py:FUNCTION; "": a run of ours
+    script  the user's FILE.py:FUNCTION, or FILE.py of `lockstep run`; "": a run of ours
     file    the run file, if one was given
-    values  the words --section.key VALUE, or --name VALUE for a function, and `flags` what they say
+    values  the words --section.key VALUE, --name VALUE for a function, or a script's arguments, and `flags` what they say
     overrides  the KEY=VALUE words of --override
     profile which steps to look at closely, as `profile.Steps` reads it; "": none
+    restart what a lost worker of a script means: "one" or "all" restart
     """
 
     script: str
@@ -258,31 +293,50 @@ class Asked:
     flags: dict[str, str]
     overrides: tuple[str, ...] = ()
     profile: str = ""
+    restart: str = "one"
 
-    def open(self, resume: str) -> Resolved:
+    def open(self, resume: str) -> ResolvedRun:
         """The run; its new overrides hold from the checkpoint on that `resume` names. UsageError when something does not fit."""
         from lockstep.cli.run_options import open_run
-        from lockstep.config.schema import Override, read_overrides
+        from lockstep.config.rules import parse_overrides
+        from lockstep.config.schema import ScheduleOverride
 
-        override = Override(self.first(resume), read_overrides(self.overrides)) if self.overrides else None
-        return open_run(self.folder, self.file, self.flags, os.environ, override, back=resume.isdecimal())
+        override = ScheduleOverride(self.first(resume), parse_overrides(self.overrides)) if self.overrides else None
+        return open_run(self.folder, self.file, self.flags, os.environ, override, rewind=resume.isdecimal())
 
     def first(self, resume: str) -> int:
         """The step of the checkpoint that `resume` names. UsageError, CheckpointError when there is none."""
         from lockstep.checkpoint.folder import committed_steps
-        from lockstep.checkpoint.policy import choose
+        from lockstep.checkpoint.policy import choose_resume_step
 
-        return choose(resume, committed_steps(self.folder / "checkpoints"))[0] or 0
+        return choose_resume_step(resume, committed_steps(self.folder / "checkpoints"))[0] or 0
 
     def words(self, resume: str) -> tuple[str, ...]:
-        """`lockstep train` with these words does it."""
+        """`lockstep` with these words does it."""
+        if self.is_file:
+            return "run", "--restart", self.restart, "--out", str(self.folder), self.script, "--", *self.values
         what = [self.script] if self.script else [str(self.file)] if self.file else []
         what += ["--profile", self.profile] if self.profile else []
         what += [f"--override={word}" for word in self.overrides]
         return "train", *what, "--out", str(self.folder), "--resume", resume, *self.values
 
+    @property
+    def is_file(self) -> bool:
+        """Whether each worker runs a whole script."""
+        return self.script.endswith(".py")
+
     def live(self) -> int:
         """The life of a worker; its exit code."""
+        from lockstep.runtime.worker_env import read_worker_env
+
+        if self.is_file and self.restart == "all" and (seat := read_worker_env(os.environ)):
+            from lockstep.cli.restart_all import supervise
+
+            return supervise(Path(self.script), self.values, seat)
+        if self.is_file:
+            from lockstep.cli.script import run_file
+
+            return run_file(Path(self.script), self.values)
         if self.script:
             return own_function(self.script, self.folder, self.flags)
         try:
@@ -294,14 +348,50 @@ class Asked:
 
 def read_asked(args: argparse.Namespace, rest: list[str]) -> Asked:
     """What is asked for."""
-    from lockstep.config.schema import read_flags
+    from lockstep.config.resolve import parse_flags
 
     script = args.what if is_script(args.what) else ""
     file = Path(args.what) if args.what and not script else None
     folder = args.out or Path("runs") / (file.stem if file else "default")
     if script:
         refuse_for_own_loop(args, script)
-    return Asked(script, file, folder, args.resume, rest, read_flags(rest), tuple(args.override), getattr(args, "profile", ""))
+    if script.endswith(".py"):
+        return read_script_asked(args, script, rest)
+    return Asked(script, file, folder, args.resume, rest, parse_flags(rest), tuple(args.override), getattr(args, "profile", ""))
+
+
+def read_script_asked(args: argparse.Namespace, name: str, arguments: list[str]) -> Asked:
+    """What `run` and `launch` ask for with a script. UsageError when it cannot be read, or no script is run by this command."""
+    from lockstep.cli.script import folder_of, imports_lockstep, read_script
+
+    if args.command not in ("run", "launch"):
+        hint = f"write FILE.py:FUNCTION, such as examples/own_loop.py:main; a whole script: lockstep run {name}"
+        raise UsageError(f"{name!r} names no function", "command line", hint)
+    file = Path(name)
+    script = read_script(file)
+    folder, heals = folder_of(file, script, args.out, arguments), imports_lockstep(script)
+    restart = args.restart or ("one" if heals else "all")
+    return Asked(name, None, folder, "auto", arguments, {"arguments": shlex.join(arguments)}, restart=restart)
+
+
+def run_script(args: argparse.Namespace, rest: list[str]) -> int:
+    """Start the workers of this machine, each with the script, or be one of them when the environment says so."""
+    from lockstep.runtime.environment import read_rank_info
+    from lockstep.runtime.subprocesses import worker_main
+    from lockstep.runtime.worker_env import read_worker_env
+
+    if not args.file.endswith(".py"):
+        raise UsageError(f"{args.file!r} is no script", "command line", "write lockstep run FILE.py; a run file: lockstep train RUN.toml")
+    asked = read_script_asked(args, args.file, rest)
+    if seat := read_worker_env(os.environ):
+        return sit(asked, seat)
+    place, found = read_rank_info(os.environ)
+    if place is not None:
+        refuse_other_workers(args.workers, place.size, found)
+        return worker_main(asked.live)
+    workers, _ = count_workers(args.workers, None)
+    least = workers if asked.restart == "all" else 1
+    return look_after(asked, None, socket.gethostname(), HERE, workers, expected=workers, least=least, most=workers, lives_on=False)
 
 
 def is_script(what: str | None) -> bool:
@@ -324,9 +414,9 @@ def refuse_for_own_loop(args: argparse.Namespace, script: str) -> None:
             raise UsageError(f"{option} is for a run file, and {script} is a loop of your own", "command line", hint)
 
 
-def check(asked: Asked) -> Run | None:
+def check(asked: Asked) -> RunConfig | None:
     """What does not fit is refused here, before a process starts; the run, None for a function."""
-    from lockstep.config.schema import refuse_missing_packages
+    from lockstep.config.rules import refuse_missing_packages
 
     if asked.script:
         return None
@@ -338,18 +428,18 @@ def check(asked: Asked) -> Run | None:
 
 def train(args: argparse.Namespace, rest: list[str]) -> int:
     """Start the workers of this machine, or be one of them when the environment says so."""
-    from lockstep.config.schema import show
-    from lockstep.runtime.environment import find_place
+    from lockstep.config.saved_run import format_run
+    from lockstep.runtime.environment import read_rank_info
     from lockstep.runtime.subprocesses import worker_main
-    from lockstep.runtime.worker_env import find_seat
+    from lockstep.runtime.worker_env import read_worker_env
 
     asked = read_asked(args, rest)
-    if seat := find_seat(os.environ):
+    if seat := read_worker_env(os.environ):
         return sit(asked, seat)
     if args.show and not asked.script:
-        print(show(asked.open(asked.resume)))
+        print(format_run(asked.open(asked.resume)))
         return 0
-    place, found = find_place(os.environ)
+    place, found = read_rank_info(os.environ)
     run = check(asked)
     if place is not None:
         refuse_other_workers(args.workers, place.size, found)
@@ -368,23 +458,25 @@ def refuse_other_workers(asked: int | None, there: int, found: str) -> None:
 
 def launch(args: argparse.Namespace, rest: list[str]) -> int:
     """Be the agent of this host, or start the agents of all hosts."""
-    from lockstep.agent.hosts import parse_hosts, read_hosts, ssh_command, start_all
+    from lockstep.agent.hosts import parse_hosts, read_hosts, run_on_all_hosts, ssh_command
     from lockstep.runtime.worker_env import ONE_SCREEN
 
     if args.stop:
-        from lockstep.elastic.control import stop
+        from lockstep.elastic.control import stop_run
 
         alone = vars(parser().parse_args(["launch", "--stop", str(args.stop)]))
         given = [name for name, value in vars(args).items() if value != alone[name]]
         words = [args.what if name == "what" else f"--{name.replace('_', '-')}" for name in given]
         if unwanted := [*words, *rest]:
             raise UsageError(f"{unwanted[0]} beside --stop", "command line", "give --stop the run's folder, and nothing else")
-        print(stop(args.stop))
+        print(stop_run(args.stop))
         return 0
     if args.ssh and args.host:
         hint = "leave one out: --ssh starts all hosts, --host says which of them this is"
         raise UsageError(f"--ssh and --host {args.host}", "command line", hint)
     asked = read_asked(args, rest)
+    if args.restart and not asked.is_file:
+        raise UsageError(f"--restart {args.restart} without a script", "command line", "it is for lockstep launch FILE.py")
     run = check(asked)
     name, source = (args.host, "--host") if args.host else (socket.gethostname(), "what this machine calls itself")
     if args.hosts is None:
@@ -397,13 +489,16 @@ def launch(args: argparse.Namespace, rest: list[str]) -> int:
         raise UsageError(f"--workers {args.workers} beside --hosts {args.hosts}", "command line", "leave one out: the file says how many")
     else:
         hosts = read_hosts(args.hosts)
+    if args.min is None:
+        args.min = hosts.workers if asked.is_file and asked.restart == "all" else 1
     most = refuse_bounds(args, run, hosts.workers)
     if (args.ssh or hosts.ssh) and not args.host:
-        bounds = ["--min", str(args.min), *(["--max", str(args.max)] if args.max is not None else [])]
-        words = [sys.executable, "-m", "lockstep", "launch", *asked.words(asked.resume)[1:], "--hosts", str(args.hosts), *bounds]
+        layout_limits = ["--min", str(args.min), *(["--max", str(args.max)] if args.max is not None else [])]
+        command = [sys.executable, "-m", "lockstep", "launch", "--hosts", str(args.hosts), *layout_limits]
         more = {hosts.host[0].name: ["--with-evaluator"]} if args.with_evaluator else {}
-        each = [(host, [*words, *more.get(host.name, []), "--host", host.name]) for host in hosts.host]
-        return start_all([ssh_command(host, command, Path.cwd(), {**os.environ, ONE_SCREEN: "1"}) for host, command in each])
+        asked_words = asked.words(asked.resume)[1:]
+        each = [(host, [*command, *more.get(host.name, []), "--host", host.name, *asked_words]) for host in hosts.host]
+        return run_on_all_hosts([ssh_command(host, command, Path.cwd(), {**os.environ, ONE_SCREEN: "1"}) for host, command in each])
     host = hosts.find(name, f"{source}; {args.hosts}")
     return look_after(
         asked,
@@ -419,7 +514,7 @@ def launch(args: argparse.Namespace, rest: list[str]) -> int:
     )
 
 
-def refuse_bounds(args: argparse.Namespace, run: Run | None, workers: int) -> int:
+def refuse_bounds(args: argparse.Namespace, run: RunConfig | None, workers: int) -> int:
     """How many of `workers` train at once. UsageError when --min and --max cannot be, or the run could never begin."""
     _, room_for = room(run, args.max or workers)
     refuse_layout(run, min(workers, room_for), str(args.hosts or "--workers"))  # who is more than that stands by
@@ -433,7 +528,7 @@ def refuse_bounds(args: argparse.Namespace, run: Run | None, workers: int) -> in
     return most
 
 
-def room(run: Run | None, workers: int) -> tuple[int, int]:
+def room(run: RunConfig | None, workers: int) -> tuple[int, int]:
     """(workers of a replica, workers for which a step has work); of a user's function nothing is known, so `workers`."""
     if run is None:
         return 1, workers
@@ -441,28 +536,28 @@ def room(run: Run | None, workers: int) -> tuple[int, int]:
     return unit, run.batch.micro_batches // run.layout.shard * unit
 
 
-def refuse_layout(run: Run | None, workers: int, where: str) -> None:
+def refuse_layout(run: RunConfig | None, workers: int, where: str) -> None:
     """UsageError when so many workers cannot be laid out as the run wants, with the nearest layouts that work."""
     if run is None:
         return
-    from lockstep.layout import Layout, choose
-    from lockstep.tasks.layout_limits import bounds
+    from lockstep.layout import Layout, choose_layout
+    from lockstep.tasks.layout_limits import layout_limits
 
     asked = Layout(run.layout.replicate, run.layout.shard, run.layout.tensor, run.layout.pipeline)
-    if asked.unit == 1 and not 1 <= workers <= run.batch.micro_batches:
+    if asked.workers_per_replica == 1 and not 1 <= workers <= run.batch.micro_batches:
         most = run.batch.micro_batches
         what = f"{workers} workers for a step of {most} micro-batches"
         raise UsageError(what, f"{where}; batch.micro_batches", f"give 1 to {most} workers, or more micro-batches")
-    choose(asked, workers, bounds(run), f"{where}; [layout] of the run")
+    choose_layout(asked, workers, layout_limits(run), f"{where}; [layout] of the run")
 
 
-def count_workers(given: int | None, run: Run | None) -> tuple[int, str]:
+def count_workers(given: int | None, run: RunConfig | None) -> tuple[int, str]:
     """(workers of this machine, the reason), which is told unless they were given."""
-    from lockstep.runtime.subprocesses import default_workers
+    from lockstep.runtime.subprocesses import default_worker_count
 
     if given is not None:
         return given, "--workers"
-    workers, reason = default_workers()
+    workers, reason = default_worker_count()
     unit, _ = room(run, workers)
     if run and (unit > 1 or run.layout.replicate):
         workers, reason = unit * (run.layout.replicate or max(1, workers // unit)), "as many as the layout takes"
@@ -472,7 +567,7 @@ def count_workers(given: int | None, run: Run | None) -> tuple[int, str]:
 
 def look_after(
     asked: Asked,
-    run: Run | None,
+    run: RunConfig | None,
     host: str,
     address: str,
     workers: int,
@@ -484,88 +579,92 @@ def look_after(
     evaluator: bool = False,
 ) -> int:
     """Be the agent of this machine's workers; the exit code of the run."""
-    from lockstep.agent.agent import run_agent
-    from lockstep.agent.forkserver import Work
-    from lockstep.config.schema import shared_values
-    from lockstep.runtime.subprocesses import refuse_a_crowd
+    from lockstep.agent.agent import AgentConfig, run_agent
+    from lockstep.agent.forkserver import WorkerProgram
+    from lockstep.config.rules import shared_values
+    from lockstep.runtime.subprocesses import check_worker_count
 
-    refuse_a_crowd(workers, host)
+    check_worker_count(workers, host)
     # What is chosen once, at the start, is no part of what was asked for.
     values = {key: text for key, text in shared_values(run).items() if key != "compute.precision"} if run else asked.flags
     command = {"script": asked.script} | {f"--{key}": text for key, text in values.items()}
     # A worker that comes after another one goes on from where the run is by then, whatever the first was told.
-    work = Work(asked.words(asked.resume), asked.words("auto"), script=asked.script)
-    return run_agent(
-        work,
-        asked.folder,
+    work = WorkerProgram(asked.words(asked.resume), asked.words("auto"), script="" if asked.is_file else asked.script)
+    config = AgentConfig(
         host=host,
         address=address,
         slots=workers,
-        expected=expected,
-        least=least,
-        most=most,
+        expected_workers=expected,
+        min_workers=least,
+        max_workers=most,
         lives_on=lives_on,
         flags=asked.flags if asked.script else {},
         command=command,
         environ=os.environ,
         evaluator=evaluator,
     )
+    return run_agent(work, asked.folder, config)
 
 
 def work(asked: Asked) -> int:
     """The life of a worker; its exit code."""
-    from lockstep.config.schema import from_json, to_json
-    from lockstep.elastic.consensus import lead
-    from lockstep.elastic.protocol import Limits
+    from lockstep.config.saved_run import from_json, to_json
+    from lockstep.elastic.consensus import run_on_rank0
+    from lockstep.elastic.protocol.decisions import ElasticLimits
     from lockstep.elastic.world import World
-    from lockstep.runtime.signals import exit_code
-    from lockstep.tasks.evaluate import finish
-    from lockstep.train import claim, settle
+    from lockstep.runtime.signals import stop_exit_code
+    from lockstep.tasks.evaluate import evaluate_at_end
     from lockstep.train import train as train_run
-    from lockstep.training.profiler import Steps
+    from lockstep.training.profiler import ProfiledSteps
+    from lockstep.training.setup import lock_run_folder, resolve_precision
 
     folder, here = asked.folder, asked.open(asked.resume)
-    heal = here.run.heal
-    limits = Limits(
-        silent_s=heal.silent_s,
-        gather_s=heal.gather_s,
-        hang_s=heal.hang_s,
-        evaluate_s=heal.evaluate_s,
-        on_hang=heal.on_hang,
-        unit=room(here.run, 1)[0],
+    elastic = here.run.elastic
+    limits = ElasticLimits(
+        heartbeat_timeout_s=elastic.heartbeat_timeout_s,
+        rendezvous_timeout_s=elastic.rendezvous_timeout_s,
+        hang_timeout_s=elastic.hang_timeout_s,
+        evaluate_timeout_s=elastic.evaluate_timeout_s,
+        on_hang=elastic.on_hang,
+        replica_size=room(here.run, 1)[0],
     )
-    with World.join(threads=here.run.compute.threads, timeout_s=here.run.parallel.timeout_s, limits=limits) as world, ExitStack() as held:
-        log.set_up(rank=world.number, file=log_file(folder, world.node, world.number, make=world.membership is None))
-        resolved = from_json(lead(world, lambda: to_json(settle(asked.open(asked.resume), world.device))))
-        if not world.joining:
-            lead(world, lambda: held.enter_context(claim(folder, resolved, alone=world.membership is None)))
-        outcome = train_run(resolved, folder, world, resume=asked.resume, profile=Steps.parse(asked.profile) if asked.profile else None)
+    with (
+        World.join(threads=here.run.compute.num_threads, timeout_s=here.run.parallel.timeout_s, limits=limits) as world,
+        ExitStack() as held,
+    ):
+        log.set_up_logging(rank=world.slot_or_rank, file=log_file(folder, world.host, world.slot_or_rank, make=world.membership is None))
+        resolved = from_json(run_on_rank0(world, lambda: to_json(resolve_precision(asked.open(asked.resume), world.device))))
+        if not world.is_joining:
+            run_on_rank0(world, lambda: held.enter_context(lock_run_folder(folder, resolved, alone=world.membership is None)))
+        outcome = train_run(
+            resolved, folder, world, resume=asked.resume, profile=ProfiledSteps.parse(asked.profile) if asked.profile else None
+        )
         if not outcome.stopped_by:
             with world.during("evaluating"):
-                world.redo(lambda: finish(folder, resolved.run, world))
+                world.retry_across_generations(lambda: evaluate_at_end(folder, resolved.run, world))
         if world.membership is None:
-            world.tell_goodput(folder)
-        world.code = exit_code(outcome.stopped_by)
-        return world.code
+            world.report_goodput(folder)
+        world.exit_code = stop_exit_code(outcome.stopped_by)
+        return world.exit_code
 
 
-def sit(asked: Asked, seat: Seat) -> int:
+def sit(asked: Asked, seat: WorkerEnv) -> int:
     """The life of a worker that an agent started; its exit code. That it was to leave, or that the run has ended, is no failure."""
     from lockstep.elastic.membership import RunEnded
-    from lockstep.elastic.run_folder import about_files, trouble, wait_for
-    from lockstep.errors import FolderAwayError
+    from lockstep.elastic.run_folder import folder_error, may_be_folder_error, wait_until_usable
+    from lockstep.errors import RunFolderUnavailableError
     from lockstep.runtime.signals import Stopped
-    from lockstep.runtime.status_board import look
+    from lockstep.runtime.status_board import read_status
     from lockstep.runtime.subprocesses import worker_main
-    from lockstep.training.replica_group import Drained
+    from lockstep.training.replica_group import HostDrained
 
     told: dict[str, bool] = {}
 
     def life() -> int:
-        wait_for(seat)
+        wait_until_usable(seat)
         try:
             return asked.live()
-        except Drained:
+        except HostDrained:
             told["drained"] = True
             return 0
         except Stopped as stopped:
@@ -573,14 +672,14 @@ def sit(asked: Asked, seat: Seat) -> int:
         except RunEnded as ended:
             return ended.exit_code
         except Exception as error:
-            if about_files(error) and (why := trouble(seat)):
+            if may_be_folder_error(error) and (why := folder_error(seat)):
                 what, where = f"the run folder cannot be used: {why}", f"met as {type(error).__name__}: {error}"
-                raise FolderAwayError(what, where, "mount it again; a new worker waits for it") from error
+                raise RunFolderUnavailableError(what, where, "mount it again; a new worker waits for it") from error
             raise
 
     def about() -> dict[str, int | bool]:
         try:
-            return {"step": max(-1, look(Path(seat.state) / f"{seat.slot}.board").step - 1), **told}
+            return {"step": max(-1, read_status(Path(seat.state) / f"{seat.slot}.board").step - 1), **told}
         except OSError:
             return {**told}
 
@@ -592,17 +691,17 @@ def status(args: argparse.Namespace, rest: list[str]) -> int:
     refuse(rest, "status")
     from lockstep.elastic import control
 
-    found = control.status(args.folder)
-    print(json.dumps(found, indent=1) if args.json else control.show(found))
+    found = control.run_status(args.folder)
+    print(json.dumps(found, indent=1) if args.json else control.format_status(found))
     return 0
 
 
 def drill(args: argparse.Namespace, rest: list[str]) -> int:
     """Train several times, with faults, and compare the hashes."""
     from lockstep.cli import drill as drills
-    from lockstep.config.schema import read_flags, resolve
+    from lockstep.config.resolve import parse_flags, resolve
 
-    folder, host, flags = args.out or Path("runs") / "drill", socket.gethostname(), read_flags(rest)
+    folder, host, flags = args.out or Path("runs") / "drill", socket.gethostname(), parse_flags(rest)
     with drills.ending_on_sigterm():
         if is_script(args.what) and args.faults is None:
             workers = 2 if args.workers is None else args.workers
@@ -616,7 +715,7 @@ def drill(args: argparse.Namespace, rest: list[str]) -> int:
         unit, _ = room(run, 3)
         workers = args.workers if args.workers is not None else unit * (run.layout.replicate or 3)
         refuse_layout(run, workers, "--workers")
-        words, steps = [*([str(file)] if file else []), *rest], (run.steps, run.save.every_steps)
+        words, steps = [*([str(file)] if file else []), *rest], (run.steps, run.checkpoint.every_steps)
         return drills.drill(words, folder, workers=workers, faults=faults, seed=args.seed, steps=steps, host=host)
 
 
@@ -629,47 +728,23 @@ def log_file(folder: Path, node: str, rank: int, *, make: bool) -> Path:
 
 def own_function(spelled: str, folder: Path, flags: dict[str, str]) -> int:
     """Call a user's function in a worker: flags are its keyword arguments, checked against its annotations."""
-    import inspect
-    from types import GenericAlias
-    from typing import get_type_hints
-
-    from pydantic import TypeAdapter, ValidationError
-
+    from lockstep.cli.script import arguments_of
     from lockstep.runtime.numerics import seed_unseeded_generators
     from lockstep.runtime.user_function import load_function
 
     function = load_function(spelled)
     seed_unseeded_generators()  # before the function makes its data and its model
-    parameters = inspect.signature(function).parameters.values()
-    takes = {one.name: one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
-    hint = f"it takes {', '.join('--' + name for name in takes) or 'nothing'}"
-    if unknown := [name for name in flags if name not in takes]:
-        raise UsageError(f"{spelled} takes no --{unknown[0]}", "command line", hint)
-    if missing := [name for name, one in takes.items() if one.default is one.empty and name not in flags and name != "out"]:
-        raise UsageError(f"{spelled} needs --{missing[0]}", "command line", hint)
-    try:
-        hints = {"out": Path} | get_type_hints(function, include_extras=True)
-    except NameError as error:
-        what = f"an annotation of {spelled} cannot be read: {error}"
-        raise UsageError(what, "command line", "import it outside of TYPE_CHECKING") from None
-    named: dict[str, object] = {}
-    for name, text in (({"out": str(folder)} if "out" in takes else {}) | flags).items():
-        try:
-            listed: Any = GenericAlias(list, (hints.get(name, str),))  # pydantic gives a dataclass by itself no config
-            named[name] = TypeAdapter(listed, config={"arbitrary_types_allowed": True}).validate_python([text])[0]
-        except ValidationError as error:
-            raise UsageError(f"--{name} {text!r}: {error.errors()[0]['msg']}", "command line", f"see {spelled}") from None
-    function(**named)
+    function(**arguments_of(function, spelled, flags, folder))
     return 0
 
 
 def evaluate(args: argparse.Namespace, rest: list[str]) -> int:
     """Score checkpoints, in one process or several."""
     refuse(rest, "evaluate")
-    from lockstep.runtime.environment import find_place
+    from lockstep.runtime.environment import read_rank_info
     from lockstep.runtime.subprocesses import launch, worker_main
 
-    place, found = find_place(os.environ)
+    place, found = read_rank_info(os.environ)
     if place is None:
         command = [sys.executable, "-m", "lockstep", "evaluate", *sys.argv[2:]]
         return launch(command, args.workers or 1, run_folder=None, port=None, environ=os.environ)
@@ -680,24 +755,24 @@ def evaluate(args: argparse.Namespace, rest: list[str]) -> int:
 def evaluate_here(args: argparse.Namespace) -> int:
     """The life of an evaluating worker."""
     from lockstep.elastic.world import World
-    from lockstep.runtime.signals import exit_code
+    from lockstep.runtime.signals import stop_exit_code
     from lockstep.tasks.evaluate import evaluate as evaluate_run
 
     with World.join(threads=1) as world:
-        log.set_up(rank=world.rank)
+        log.set_up_logging(rank=world.rank)
         asked = {"step": args.step, "split": args.split, "beams": args.beams, "average": args.average, "follow": args.follow}
-        return exit_code(evaluate_run(args.folder, world, **asked))
+        return stop_exit_code(evaluate_run(args.folder, world, **asked))
 
 
 def translate(args: argparse.Namespace, rest: list[str]) -> int:
     """Print translations, and nothing else, on standard output."""
     refuse(rest, "translate")
-    from lockstep.data.pairs.textfiles import given_lines
+    from lockstep.data.pairs.textfiles import read_input_lines
     from lockstep.generation.beam_search import translate as translate_texts
-    from lockstep.models.load_translator import load_for_use
+    from lockstep.models.load_translator import load_translator
 
-    loaded = load_for_use(args.folder, step=args.step, average=args.average)
-    texts = args.text or given_lines(None)
+    loaded = load_translator(args.folder, step=args.step, average=args.average)
+    texts = args.text or read_input_lines(None)
     for line in translate_texts(loaded.model, loaded.tokenizer, texts, beams=args.beams, compile=args.compile):
         print(line)
     return 0
@@ -707,14 +782,14 @@ def generate(args: argparse.Namespace, rest: list[str]) -> int:
     """Print continuations, and nothing else, on standard output: that of one text as it comes, else a JSON string a line."""
     refuse([word for word in rest if word.startswith("-")], "generate")
     args.text += rest  # argparse leaves texts behind an option over
-    from lockstep.runtime.environment import find_place
+    from lockstep.runtime.environment import read_rank_info
     from lockstep.runtime.subprocesses import launch, worker_main
 
     if args.tensor != 1 and args.compile:
         raise UsageError(f"--compile is not supported with --tensor {args.tensor}", "command line", "leave one of them out")
     if args.tensor == 1:
         return generate_here(args)
-    if find_place(os.environ)[0] is not None:
+    if read_rank_info(os.environ)[0] is not None:
         return worker_main(lambda: generate_together(args))
     with TemporaryDirectory(prefix="lockstep-generate-") as folder:
         command = [sys.executable, "-m", "lockstep", "generate", *sys.argv[2:]]
@@ -730,25 +805,25 @@ def generate_together(args: argparse.Namespace) -> int:
     from lockstep.elastic.world import World
 
     with World.join(threads=1) as world:
-        log.set_up(rank=world.rank)
+        log.set_up_logging(rank=world.rank)
         return generate_here(args, world)
 
 
 def generate_here(args: argparse.Namespace, world: World | None = None) -> int:
     """Continue the texts in this process, or Collective with the others in the world; the first one prints."""
-    from lockstep.data.pairs.textfiles import given_lines
+    from lockstep.data.pairs.textfiles import read_input_lines
     from lockstep.data.text.chat_tokenizer import ChatTokenizer
-    from lockstep.generation.sampling import Sampling, check
+    from lockstep.generation.sampling import SamplingParams, check_sampling
     from lockstep.generation.sampling import generate as generate_texts
-    from lockstep.generation.tensor_parallel import cut_by_tensor
-    from lockstep.models.llama_io import load
+    from lockstep.generation.tensor_parallel import apply_tensor_parallel
+    from lockstep.models.llama_io import load_llama
 
-    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
-    check(args.tokens, sampling)
-    loaded = load(args.folder, args.step, device=world.device if world else None)
-    group = cut_by_tensor(loaded.model, world, "--tensor") if world else None
-    tokenizer = ChatTokenizer.load(loaded.tokenizer, loaded.config)
-    texts = args.text or given_lines(args.file)
+    sampling = SamplingParams(args.temperature, args.top_k, args.top_p, args.seed)
+    check_sampling(args.tokens, sampling)
+    loaded = load_llama(args.folder, args.step, device=world.device if world else None)
+    group = apply_tensor_parallel(loaded.model, world, "--tensor") if world else None
+    tokenizer = ChatTokenizer.load(loaded.tokenizer, loaded.hf_config)
+    texts = args.text or read_input_lines(args.file)
     options = {"tokens": args.tokens, "sampling": sampling, "stops": args.stop, "chat": args.chat, "compile": args.compile, "group": group}
     found, leads = ["" for _ in texts], world is None or world.leader
     for row, text in generate_texts(loaded.model, tokenizer, texts, **options):

@@ -1,4 +1,4 @@
-"""Open the run of a folder: the values that it began with, and what a new start asks for."""
+"""Open the run of a folder: its saved configuration, updated by what the command line asks for."""
 
 from __future__ import annotations
 
@@ -8,33 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.fingerprints import newest_facts
-from lockstep.config.schema import (
-    AS_STEPS,
-    DECAY_STEPS,
-    SCHEDULE,
-    Override,
-    Resolved,
-    add_override,
-    changed_bits,
-    from_json,
-    has_begun,
-    read_run,
-    refuse_spent_schedule,
-    resolve,
-    with_precision,
-)
+from lockstep.config.resolve import AS_STEPS, resolve, with_precision
+from lockstep.config.rules import DECAY_STEPS, SCHEDULE, add_override, changed_bits, refuse_exhausted_schedule
+from lockstep.config.saved_run import from_json, has_output, read_run
+from lockstep.config.schema import ResolvedRun, ScheduleOverride
 from lockstep.errors import ConfigError
 
 log = logging.getLogger("lockstep")
 
 
-def run_of_newest_checkpoint(folder: Path) -> Resolved | None:
-    """The run in the facts of the newest whole checkpoint of a folder that has lost its run.json; None when there is none."""
-    found = newest_facts(folder / "checkpoints")
-    if found is None or "run" not in found[1]:
+def run_of_newest_checkpoint(folder: Path) -> ResolvedRun | None:
+    """Return the run in the facts of the newest intact checkpoint, or None. For a lost run.json."""
+    newest = newest_facts(folder / "checkpoints")
+    if newest is None or "run" not in newest[1]:
         return None
-    log.warning("%s is missing: its values are taken from the checkpoint of step %d", folder / "run.json", found[0])
-    return from_json(found[1]["run"])
+    step, facts = newest
+    run = from_json(facts["run"], f"the checkpoint of step {step} in {folder}")
+    log.warning("%s is missing: its values are taken from the checkpoint of step %d", folder / "run.json", step)
+    return run
 
 
 def open_run(
@@ -42,34 +33,36 @@ def open_run(
     file: Path | None,
     flags: Mapping[str, Any],
     environ: Mapping[str, str],
-    override: Override | None = None,
+    override: ScheduleOverride | None = None,
     *,
-    back: bool = False,
-) -> Resolved:
-    """The run of `folder`: as it began there, with what is asked for now over it; a new one where the folder holds none. Writes nothing.
+    rewind: bool = False,
+) -> ResolvedRun:
+    """Return the run of `folder`, updated by the run file, flags and environment; a new run if the
+    folder has none. Writes nothing.
 
-    override, back  see add_override
-    ConfigError when a value that decides the trained bits is asked to differ and something was made under it, or when the learning rate
-    would be 0 before the last step. CheckpointError when run.json is damaged.
+    override, rewind  see `add_override`
+
+    ConfigError if a value that decides bits differs from a run that has output, or if the learning
+    rate is 0 before the last step. CheckpointError if run.json is damaged or of another format.
     """
-    begun = read_run(folder) or run_of_newest_checkpoint(folder)
-    made = begun is not None and has_begun(folder)
-    follow = not begun or (begun.origin[DECAY_STEPS] == AS_STEPS and not (made and begun.run.steps))
-    asked = resolve(file, flags, environ, begun, follow=follow)
-    if begun and asked.run.compute.precision == "auto":
-        asked = with_precision(asked, begun.run.compute.precision, begun.origin["compute.precision"])
-    changed = changed_bits(begun.run, asked.run) if begun and made else []
-    changed = [one for one in changed if not (follow and one[0] == DECAY_STEPS)]
+    saved = read_run(folder) or run_of_newest_checkpoint(folder)
+    started = saved is not None and has_output(folder)
+    decay_follows_steps = not saved or (saved.origin[DECAY_STEPS] == AS_STEPS and not (started and saved.run.steps))
+    resolved = resolve(file, flags, environ, saved, decay_follows_steps=decay_follows_steps)
+    if saved and resolved.run.compute.precision == "auto":
+        resolved = with_precision(resolved, saved.run.compute.precision, saved.origin["compute.precision"])
+    changed = changed_bits(saved.run, resolved.run) if saved and started else []
+    changed = [change for change in changed if not (decay_follows_steps and change[0] == DECAY_STEPS)]
     if changed:
         raise ConfigError(
             f"{folder} holds another run: " + "; ".join(f"{key} was {old!r}, now {new!r}" for key, old, new in changed),
-            ", ".join(f"{key} from {asked.origin[key]}" for key, _, _ in changed),
-            "give another folder with --out, or leave these values out to continue the run as it began"
-            + "".join(f"\nto change it on purpose: --override {key}={new}" for key, _, new in changed if key in SCHEDULE),
+            ", ".join(f"{key} from {resolved.origin[key]}" for key, _, _ in changed),
+            "give another folder with --out, or remove these values to resume the run with its own"
+            + "".join(f"\nto change the schedule on purpose: --override {key}={new}" for key, _, new in changed if key in SCHEDULE),
         )
     if override and override.values:
-        if not made:
+        if not started:
             raise ConfigError(f"{folder} holds no run to override", "--override", f"give --{next(iter(override.values))} for a new run")
-        asked = add_override(asked, override, back=back)
-    refuse_spent_schedule(asked, begun if made else None, flags)
-    return asked
+        resolved = add_override(resolved, override, rewind=rewind)
+    refuse_exhausted_schedule(resolved, saved if started else None, flags)
+    return resolved

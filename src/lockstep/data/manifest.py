@@ -1,7 +1,7 @@
-"""The marker of prepared data: written last, with the settings that were asked for and the sha256 of every file.
+"""The manifest of prepared data: its settings and the sha256 of every file, written last.
 
-A preparation that was cut short has none, and is simply done again. A damaged file would train a wrong model without a word, so every
-file is compared whenever a process opens the folder.
+An interrupted preparation has no manifest and is repeated. A damaged file would silently train a
+wrong model, so every file is verified whenever a process opens the folder.
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ from typing import Any
 from lockstep.errors import DataError
 from lockstep.files import read_json, sha256_file
 
-MARKER = "prepared.json"
+MANIFEST = "prepared.json"
 
 
-def read_marker(folder: Path) -> dict[str, Any]:
-    """What the preparation wrote last. DataError when it is missing or torn."""
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the manifest. DataError if it is missing or damaged."""
     try:
-        found = read_json(folder / MARKER)
-        if isinstance(found, dict) and {"corpus", "tokenizer", "asked", "report", "files"} <= found.keys():
-            return found
-        raise ValueError("it lacks what a preparation writes")
+        manifest = read_json(folder / MANIFEST)
+        if isinstance(manifest, dict) and {"corpus", "tokenizer", "asked", "report", "files"} <= manifest.keys():
+            return manifest
+        raise ValueError("keys are missing")
     except FileNotFoundError:
         what = f"no data was prepared in {folder}"
-        raise DataError(what, f"{MARKER} is missing", "start the training once, it prepares the data") from None
+        raise DataError(what, f"{MANIFEST} is missing", "start the training run once: it prepares the data") from None
     except ValueError as error:
-        raise DataError(f"{folder / MARKER} is damaged: {error}", "", "remove the folder to prepare the data again") from None
+        raise DataError(f"{folder / MANIFEST} is damaged: {error}", "", "remove the folder to prepare the data again") from None
 
 
-def refuse_another(found: Mapping[str, Any], asked: Mapping[str, Any], folder: Path) -> None:
-    """DataError when `folder` holds data that was made with other settings or of other files."""
-    other = [name for name, value in asked.items() if found.get(name) != value]
+def refuse_other_settings(prepared: Mapping[str, Any], settings: Mapping[str, Any], folder: Path) -> None:
+    """DataError if the data in `folder` was prepared with other settings or from other files."""
+    other = [name for name, value in settings.items() if prepared.get(name) != value]
     if other:
         raise DataError(
-            f"other data was prepared here: {', '.join(other)} differ{'s' if len(other) == 1 else ''}",
-            "\n".join([str(folder), *(f"{name}: prepared with {found.get(name)}, asked for {asked[name]}" for name in other)]),
-            "take another run folder, or the settings and files that this one began with",
+            f"the data was prepared with other settings: {', '.join(other)} differ{'s' if len(other) == 1 else ''}",
+            "\n".join([str(folder), *(f"{name}: prepared with {prepared.get(name)}, asked for {settings[name]}" for name in other)]),
+            "use another run folder, or the settings and files of this one",
         )
 
 
-def compare(expected: Mapping[Path, str], folder: Path) -> None:
-    """DataError when a file is missing or has another sha256 than expected. Cost: about a second a gigabyte."""
+def verify_files(expected: Mapping[Path, str], folder: Path) -> None:
+    """DataError if a file is missing or its sha256 differs. Cost: about one second per gigabyte."""
     for path, digest in expected.items():
-        found = sha256_file(path) if path.exists() else "missing"
-        if found != digest:
-            what = f"{path} is {'missing' if found == 'missing' else 'damaged'}"
-            raise DataError(what, f"sha256 {found}\nwas    {digest}", f"remove {folder} to prepare the data again")
+        actual = sha256_file(path) if path.exists() else "missing"
+        if actual != digest:
+            what = f"{path} is {'missing' if actual == 'missing' else 'damaged'}"
+            raise DataError(what, f"sha256 {actual}\nwas    {digest}", f"remove {folder} to prepare the data again")

@@ -1,14 +1,18 @@
-"""Order is arithmetic: (seed, step) -> the K micro-batches of this step -> sample ids.
+"""Data order as a pure function: (seed, step) -> the K micro-batches of the step -> sample ids.
 
-Nothing here has a state to save: to resume is to know the step. The micro-batches of all epochs stand in one endless row; step s takes
-numbers s*K to s*K + K - 1 of it, so a step may span the end of an epoch and every sample still comes exactly once an epoch.
+There is no state to save: a run resumes from the number of the step. The micro-batches of all epochs
+form one endless sequence, and step s takes numbers s*K to s*K + K - 1. A step can span the end of an
+epoch, and every sample still occurs exactly once per epoch.
 
-An epoch is a permutation computed one element at a time, never stored: a Feistel network over the next power of four, walked on until it
-falls inside (cycle walking; Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). It is ours rather than NumPy's because
-NumPy may change its streams from version to version (NEP 19), and because seeking is then free: step 1,000,000 costs what step 0 does.
+An epoch is a permutation that is computed element by element and never stored: a Feistel network over
+the next power of four, iterated until the result is in range (cycle walking; Black and Rogaway,
+"Ciphers with Arbitrary Finite Domains", 2002). NumPy's permutations are not used because NumPy may
+change its streams between versions (NEP 19), and because this one can seek: step 1,000,000 costs as
+much as step 0.
 
-`UniformOrder` is for samples of one shape. `BucketOrder` is for text: pairs of like length share a micro-batch, every micro-batch of a
-bucket has one shape (rows, length), and `choose_lengths` picks the lengths that pad least.
+`UniformOrder` is for samples of one shape. `BucketOrder` is for text: pairs of similar length share a
+micro-batch, all micro-batches of a bucket have one shape (rows, length), and `choose_bucket_lengths`
+minimizes the padding.
 """
 
 from __future__ import annotations
@@ -19,93 +23,97 @@ import numpy as np
 import numpy.typing as npt
 
 Ids = npt.NDArray[np.int64]
-WORD = (1 << 64) - 1
+MASK64 = (1 << 64) - 1
 ROUNDS = 6
 
 
-def mix(*numbers: int) -> int:
-    """64 well-stirred bits of the numbers: splitmix64 (Steele, Lea and Flood, 2014), absorbed one by one."""
+def splitmix64(*numbers: int) -> int:
+    """Hash integers to 64 bits, one after the other (Steele, Lea and Flood, 2014)."""
     state = 0
     for number in numbers:
-        state = (state + number + 0x9E3779B97F4A7C15) & WORD
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & WORD
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & WORD
+        state = (state + number + 0x9E3779B97F4A7C15) & MASK64
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK64
         state ^= state >> 31
     return state
 
 
 def permute(positions: Ids, size: int, key: int) -> Ids:
-    """Where the permutation `key` of range(size) sends each of `positions`. A few microseconds and about 20 passes over `positions`."""
+    """Apply permutation number `key` of range(size) to `positions`.
+
+    Cost: a few microseconds and about 20 passes over `positions`.
+    """
     half_bits = max(1, -(-max(size - 1, 1).bit_length() // 2))
     mask, shift = np.uint64((1 << half_bits) - 1), np.uint64(half_bits)
-    keys = [np.uint64(mix(key, turn)) for turn in range(ROUNDS)]
+    round_keys = [np.uint64(splitmix64(key, number)) for number in range(ROUNDS)]
 
-    def once(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    def feistel(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         left, right = x >> shift, x & mask
-        for turn in keys:
-            stirred = (right ^ turn) * np.uint64(0xBF58476D1CE4E5B9)
-            stirred = (stirred ^ (stirred >> np.uint64(29))) * np.uint64(0x94D049BB133111EB)
-            left, right = right, left ^ ((stirred >> np.uint64(32)) & mask)
+        for round_key in round_keys:
+            mixed = (right ^ round_key) * np.uint64(0xBF58476D1CE4E5B9)
+            mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0x94D049BB133111EB)
+            left, right = right, left ^ ((mixed >> np.uint64(32)) & mask)
         return (left << shift) | right
 
-    placed = once(positions.astype(np.uint64))
-    while (outside := placed >= size).any():
-        placed[outside] = once(placed[outside])
-    return placed.astype(np.int64)
+    permuted = feistel(positions.astype(np.uint64))
+    while (outside := permuted >= size).any():
+        permuted[outside] = feistel(permuted[outside])
+    return permuted.astype(np.int64)
 
 
 @dataclass(frozen=True)
 class UniformOrder:
-    """Batches of `batch` samples cut into `micro_batches` equal parts; each epoch is a new permutation of range(samples).
+    """Batches split into `micro_batches` equal parts; each epoch is a new permutation of
+    range(samples).
 
-    batch  samples of a step over all replicas, a multiple of micro_batches
-    Batches run on over the end of an epoch: no sample is left out, none comes twice in an epoch.
+    batch_size  samples per step, over all replicas; a multiple of micro_batches
+    A batch can span the end of an epoch: every sample occurs exactly once per epoch.
     """
 
     samples: int
-    batch: int
+    batch_size: int
     micro_batches: int
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.samples < 1 or self.batch % self.micro_batches:
+        if self.samples < 1 or self.batch_size % self.micro_batches:
             raise ValueError(
-                f"batch={self.batch} must be a multiple of micro_batches={self.micro_batches}, samples={self.samples} at least 1"
+                f"batch_size={self.batch_size} must be a multiple of micro_batches={self.micro_batches}, samples={self.samples} at least 1"
             )
 
     def epoch(self, step: int) -> float:
-        """Epochs passed when step `step` begins."""
-        return step * self.batch / self.samples
+        """Epochs completed when step `step` starts."""
+        return step * self.batch_size / self.samples
 
     def ids(self, step: int, k: int) -> Ids:
-        """Sample ids of micro-batch `k` of step `step`: shape (batch / micro_batches,)."""
-        rows = self.batch // self.micro_batches
-        at = (step * self.micro_batches + k) * rows + np.arange(rows, dtype=np.int64)
-        epochs, positions = np.divmod(at, self.samples)
+        """Return the sample ids of micro-batch `k`: (batch_size / micro_batches,)."""
+        rows = self.batch_size // self.micro_batches
+        numbers = (step * self.micro_batches + k) * rows + np.arange(rows, dtype=np.int64)
+        epochs, positions = np.divmod(numbers, self.samples)
         ids = np.empty(rows, dtype=np.int64)
         for epoch in np.unique(epochs):
             inside = epochs == epoch
-            ids[inside] = permute(positions[inside], self.samples, mix(self.seed, int(epoch)))
+            ids[inside] = permute(positions[inside], self.samples, splitmix64(self.seed, int(epoch)))
         return ids
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The one shape of a bucket's micro-batches: `rows` pairs of at most `length` tokens on each side."""
+class BucketShape:
+    """Shape of all micro-batches of a bucket: `rows` pairs of at most `length` tokens on each side."""
 
     rows: int
     length: int
 
 
-def choose_lengths(histogram: npt.NDArray[np.int64], shapes: int) -> list[int]:
-    """At most `shapes` ascending lengths that hold every pair with the least padding.
+def choose_bucket_lengths(histogram: npt.NDArray[np.int64], shapes: int) -> list[int]:
+    """Return at most `shapes` ascending lengths that fit every pair with the least padding.
 
-    histogram  pairs by length: histogram[n] pairs are n tokens long
+    histogram  histogram[n]: number of pairs of n tokens
     Exact, by dynamic programming over the lengths that occur: O(shapes * distinct lengths ** 2).
     """
     present = np.flatnonzero(histogram)
     count = np.concatenate([[0], np.cumsum(histogram[present])])
-    best = np.where(np.arange(len(count)) == 0, 0.0, np.inf)  # cells needed by the first n distinct lengths
+    best = np.where(np.arange(len(count)) == 0, 0.0, np.inf)  # positions needed by the first n distinct lengths
     cuts: list[npt.NDArray[np.int64]] = []
     for _ in range(min(shapes, len(present))):
         cells = best[:-1, None] + (count[None, 1:] - count[:-1, None]) * present[None, :].astype(np.float64)
@@ -121,30 +129,33 @@ def choose_lengths(histogram: npt.NDArray[np.int64], shapes: int) -> list[int]:
     return chosen[::-1]
 
 
-def choose_shapes(lengths: npt.NDArray[np.int32], *, tokens: int, shapes: int) -> tuple[list[Shape], str]:
-    """The shapes of micro-batches, and why.
+def choose_bucket_shapes(lengths: npt.NDArray[np.int32], *, tokens: int, shapes: int) -> tuple[list[BucketShape], str]:
+    """Return the shapes of the micro-batches, and a line for the log.
 
-    lengths  (samples,) the longer side of each pair, end mark included
-    tokens   positions a micro-batch may have on one side, padding included; no pair is longer
+    lengths  (samples,): tokens of the longer side of each pair, END included
+    tokens   maximum positions of a micro-batch on one side, padding included; no pair is longer
     """
-    chosen = choose_lengths(np.bincount(lengths).astype(np.int64), shapes)
-    found = [Shape(max(1, tokens // length), length) for length in chosen]
-    placed = np.asarray(chosen)[np.searchsorted(chosen, lengths)]
-    full = float(lengths.sum()) / float(placed.sum())
-    listed = ", ".join(f"{s.rows} x {s.length}" for s in found)
-    return found, f"{len(found)} shapes ({listed}) hold {len(lengths):,} pairs with {1 - full:.0%} padding on the longer side"
+    chosen = choose_bucket_lengths(np.bincount(lengths).astype(np.int64), shapes)
+    bucket_shapes = [BucketShape(max(1, tokens // length), length) for length in chosen]
+    padded = np.asarray(chosen)[np.searchsorted(chosen, lengths)]
+    full = float(lengths.sum()) / float(padded.sum())
+    listed = ", ".join(f"{s.rows} x {s.length}" for s in bucket_shapes)
+    return (
+        bucket_shapes,
+        f"{len(bucket_shapes)} shapes ({listed}) hold {len(lengths):,} pairs with {1 - full:.0%} padding on the longer side",
+    )
 
 
 class BucketOrder:
-    """Micro-batches of pairs of like length under a token budget; see the head of this file.
+    """Micro-batches of pairs of similar length under a token budget.
 
-    lengths        (samples,) the longer side of each pair
-    micro_batches  K of a step
-    The last micro-batch of each bucket may have fewer ids than its shape has rows: the loader fills it up with empty rows.
-    Setting up sorts the samples once by bucket: 0.4 s for 10 million.
+    lengths        (samples,): tokens of the longer side of each pair
+    micro_batches  K, micro-batches per step
+    The last micro-batch of a bucket can have fewer ids than its shape has rows: the loader adds empty
+    rows. Construction sorts the samples by bucket: 0.4 s for 10 million.
     """
 
-    def __init__(self, lengths: npt.NDArray[np.int32], shapes: list[Shape], *, micro_batches: int, seed: int) -> None:
+    def __init__(self, lengths: npt.NDArray[np.int32], shapes: list[BucketShape], *, micro_batches: int, seed: int) -> None:
         self.micro_batches, self.seed, self.shapes = micro_batches, seed, shapes
         bucket = np.searchsorted([s.length for s in shapes], lengths).astype(np.min_scalar_type(len(shapes)))
         self._members = np.argsort(bucket, kind="stable")
@@ -154,28 +165,28 @@ class BucketOrder:
         self._first_batch = np.concatenate([[0], np.cumsum(batches)])
 
     @property
-    def micro_batches_an_epoch(self) -> int:
+    def micro_batches_per_epoch(self) -> int:
         return int(self._first_batch[-1])
 
     def epoch(self, step: int) -> float:
-        """Epochs passed when step `step` begins."""
-        return step * self.micro_batches / self.micro_batches_an_epoch
+        """Epochs completed when step `step` starts."""
+        return step * self.micro_batches / self.micro_batches_per_epoch
 
-    def place(self, step: int, k: int) -> tuple[int, int, int]:
-        """(epoch, bucket, number within the bucket) of micro-batch `k` of step `step`."""
-        epoch, position = divmod(step * self.micro_batches + k, self.micro_batches_an_epoch)
-        number = int(permute(np.array([position]), self.micro_batches_an_epoch, mix(self.seed, epoch, 0))[0])
+    def locate(self, step: int, k: int) -> tuple[int, int, int]:
+        """Return (epoch, bucket, number within the bucket) of micro-batch `k` of step `step`."""
+        epoch, position = divmod(step * self.micro_batches + k, self.micro_batches_per_epoch)
+        number = int(permute(np.array([position]), self.micro_batches_per_epoch, splitmix64(self.seed, epoch, 0))[0])
         bucket = int(np.searchsorted(self._first_batch, number, side="right")) - 1
         return epoch, bucket, number - int(self._first_batch[bucket])
 
-    def shape(self, step: int, k: int) -> Shape:
-        """The shape of micro-batch `k` of step `step`."""
-        return self.shapes[self.place(step, k)[1]]
+    def shape(self, step: int, k: int) -> BucketShape:
+        """Return the shape of micro-batch `k` of step `step`."""
+        return self.shapes[self.locate(step, k)[1]]
 
     def ids(self, step: int, k: int) -> Ids:
-        """Sample ids of micro-batch `k` of step `step`: at most `shape(step, k).rows` of them."""
-        epoch, bucket, number = self.place(step, k)
+        """Return the sample ids of micro-batch `k`: at most `shape(step, k).rows` of them."""
+        epoch, bucket, number = self.locate(step, k)
         first = number * self.shapes[bucket].rows
         end = min(first + self.shapes[bucket].rows, self._sizes[bucket])
-        within = permute(np.arange(first, end), self._sizes[bucket], mix(self.seed, epoch, 1 + bucket))
+        within = permute(np.arange(first, end), self._sizes[bucket], splitmix64(self.seed, epoch, 1 + bucket))
         return self._members[int(self._first_member[bucket]) + within]

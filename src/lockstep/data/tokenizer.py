@@ -1,11 +1,12 @@
-"""Text to token ids and back, one vocabulary for both languages, kept as the `tokenizer.json` that Hugging Face `tokenizers` reads.
+"""Tokenizers: one vocabulary for both languages, stored as a `tokenizer.json` of Hugging Face `tokenizers`.
 
-bpe   byte-level byte-pair encoding: every text can be encoded and decoded again unchanged. A word carries the space before it, also
-      the first one of a sentence, so that a word has one token wherever it stands. Digits are tokens of their own: a number the
-      model never saw is digits that it knows.
-word  one token for a whole word or run of punctuation, as the classic tutorial has it; what is rare or new becomes [UNKNOWN].
+bpe   Byte-level byte-pair encoding: decoding restores every text unchanged. A word includes the
+      space before it, also at the start of a sentence, so a word has the same tokens everywhere.
+      Digits are separate tokens: an unseen number consists of known digits.
+word  One token per word or run of punctuation, as in the classic tutorial. Rare and new words become
+      [UNKNOWN].
 
-The four special ids exist outside the text: "[PAD]" typed by a user is five characters, never the id 0.
+The four special ids never come from text: "[PAD]" typed by a user is five characters, not the id 0.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from lockstep.files import read_text, write_atomic, write_json
 PAD, BEGIN, END, UNKNOWN = 0, 1, 2, 3
 SPECIALS = ["[PAD]", "[BEGIN]", "[END]", "[UNKNOWN]"]
 
-# GPT-2's words (openai/gpt-2 encoder.py) without its English contractions, with marks kept on their letters, and digits one by one.
+# GPT-2's pre-tokenizer (openai/gpt-2 encoder.py), without English contractions, with combining marks kept on
+# their letters, and with single digits.
 WORDS = r" ?[\p{L}\p{M}]+| ?\p{N}| ?[^\s\p{L}\p{M}\p{N}]+|\s+(?!\S)|\s+"
 
 
-# Llama 3's words, with digits one by one, and a line's end together with how far the next line is set in, which code is full of.
+# Llama 3's pre-tokenizer, with single digits, and with a line break and the indentation of the next line in one token.
 WORDS_OF_DOCUMENTS = r"[^\s\p{L}\p{N}]?[\p{L}\p{M}]+| [\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n][^\S\r\n]*|\s+(?!\S)|\s+"
-# Who speaks and where they end, as in Llama 3: a model that is pre-trained here can be taught to chat without new words.
+# The chat tokens of Llama 3, so that a model that is pre-trained here can be fine-tuned on chats without new tokens.
 CHAT_SPECIALS = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -40,30 +42,31 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 
-LONGEST_WORD = 1_000  # letters of a word that merges are learned from: each merge looks at the whole of the words that it is in
-LONG_RUN = re.compile(rf"\S{{{LONGEST_WORD},}}|\s{{{LONGEST_WORD},}}")
+MAX_WORD = 1_000  # characters of a word that merges are learned from: a merge rescans all words that contain it
+LONG_WORD = re.compile(rf"\S{{{MAX_WORD},}}|\s{{{MAX_WORD},}}")
 
 
 class Tokenizer:
-    """A trained tokenizer. Made by `train` or `load`; never changes."""
+    """A trained, immutable tokenizer. Create it with `train` or `load`."""
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         self._inner = inner
-        # The library forgets this when it saves, so it is set on every way in: a special token's name in a text is only text.
+        # Not saved by the library, so it is set here: the name of a special token in a text is ordinary text.
         self._inner.encode_special_tokens = True
         self._joins_words = isinstance(inner.model, models.BPE)
-        self.size: int = inner.get_vocab_size(with_added_tokens=True)
+        self.vocab_size: int = inner.get_vocab_size(with_added_tokens=True)
         canonical = json.dumps(json.loads(inner.to_str()), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         self.fingerprint = hashlib.sha256(canonical.encode()).hexdigest()
 
     @classmethod
     def train(
-        cls, texts: Iterable[str], *, kind: Literal["bpe", "word"], vocabulary: int, min_frequency: int, lowercase: bool
+        cls, texts: Iterable[str], *, kind: Literal["bpe", "word"], vocab_size: int, min_frequency: int, lowercase: bool
     ) -> Tokenizer:
-        """The tokenizer of these texts: the same for the same texts, in whatever order, thread count or process.
+        """Train a tokenizer. The result depends on the texts only, not on their order or the number
+        of threads.
 
-        vocabulary      entries at most, the four special ones included; bpe begins with 256 bytes
-        min_frequency   merges (bpe) or words (word) that occur less often are not taken
+        vocab_size      maximum entries, including the four special tokens; bpe starts with 256 bytes
+        min_frequency   minimum frequency of a merge (bpe) or a word (word)
         """
         lower = [normalizers.Lowercase()] if lowercase else []
         if kind == "bpe":
@@ -77,7 +80,7 @@ class Tokenizer:
             )
             inner.decoder = decoders.ByteLevel()
             trainer: trainers.Trainer = trainers.BpeTrainer(
-                vocab_size=vocabulary,
+                vocab_size=vocab_size,
                 min_frequency=min_frequency,
                 special_tokens=SPECIALS,
                 initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
@@ -88,16 +91,16 @@ class Tokenizer:
             inner.normalizer = normalizers.Sequence(lower)
             inner.pre_tokenizer = pre_tokenizers.Whitespace()
             trainer = trainers.WordLevelTrainer(
-                vocab_size=vocabulary, min_frequency=min_frequency, special_tokens=SPECIALS, show_progress=False
+                vocab_size=vocab_size, min_frequency=min_frequency, special_tokens=SPECIALS, show_progress=False
             )
-        inner.train_from_iterator(with_short_words(texts, WORDS), trainer)
+        inner.train_from_iterator(truncate_words(texts, WORDS), trainer)
         return cls(inner)
 
     @classmethod
-    def train_on_documents(cls, texts: Iterable[str], *, vocabulary: int, min_frequency: int) -> Tokenizer:
-        """The tokenizer of a Llama for these texts: byte-level BPE that adds nothing to a text and keeps each byte of it.
+    def train_on_documents(cls, texts: Iterable[str], *, vocab_size: int, min_frequency: int) -> Tokenizer:
+        """Train a tokenizer for a Llama: byte-level BPE that keeps every byte of a text and adds none.
 
-        vocabulary  entries at most: the four special ones, those of chats, 256 bytes, then merges
+        vocab_size  maximum entries: the four special tokens, the chat tokens, 256 bytes, then merges
         """
         inner = tokenizers.Tokenizer(models.BPE())
         inner.pre_tokenizer = pre_tokenizers.Sequence(
@@ -110,57 +113,57 @@ class Tokenizer:
         begin = SPECIALS[BEGIN]
         inner.post_processor = processors.TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, BEGIN)])
         trainer = trainers.BpeTrainer(
-            vocab_size=vocabulary,
+            vocab_size=vocab_size,
             min_frequency=min_frequency,
             special_tokens=[*SPECIALS, *CHAT_SPECIALS],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        inner.train_from_iterator(with_short_words(texts, WORDS_OF_DOCUMENTS), trainer)
+        inner.train_from_iterator(truncate_words(texts, WORDS_OF_DOCUMENTS), trainer)
         return cls(inner)
 
     def save_for_llama(self, folder: Path) -> None:
-        """The files that go with a Llama in a Hugging Face folder: the tokenizer, its chat template, the ids that end an answer."""
+        """Write the tokenizer files of a Hugging Face folder, with chat template and eos ids."""
         folder.mkdir(parents=True, exist_ok=True)
         self.save(folder / "tokenizer.json")
         names = {"bos_token": SPECIALS[BEGIN], "eos_token": SPECIALS[END], "pad_token": SPECIALS[PAD]}
         write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **names})
         write_atomic(folder / "chat_template.jinja", CHAT_TEMPLATE)
-        ends = [END, self._inner.token_to_id(CHAT_SPECIALS[-1])]
-        write_json(folder / "generation_config.json", {"bos_token_id": BEGIN, "eos_token_id": ends, "pad_token_id": PAD})
+        eos_ids = [END, self._inner.token_to_id(CHAT_SPECIALS[-1])]
+        write_json(folder / "generation_config.json", {"bos_token_id": BEGIN, "eos_token_id": eos_ids, "pad_token_id": PAD})
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
-        """The tokenizer saved at `path`. DataError when it is absent, torn, or has other special tokens than ours."""
+        """Load a tokenizer. DataError if it is missing, damaged, or has other special tokens."""
         try:
             inner = tokenizers.Tokenizer.from_str(read_text(path))
         except FileNotFoundError:
             raise DataError(f"there is no tokenizer at {path}", hint="was this run prepared?") from None
-        except Exception as error:  # the library raises bare Exception for every fault of the file
+        except Exception as error:  # the library raises plain Exception for any error
             raise DataError(f"the tokenizer cannot be read: {error}", str(path)) from error
-        found = [inner.id_to_token(i) for i in range(len(SPECIALS))]
-        if found != SPECIALS:
-            raise DataError(f"the tokenizer's first four tokens are {found}, not {SPECIALS}", str(path))
+        first = [inner.id_to_token(i) for i in range(len(SPECIALS))]
+        if first != SPECIALS:
+            raise DataError(f"the tokenizer's first four tokens are {first}, not {SPECIALS}", str(path))
         return cls(inner)
 
     def save(self, path: Path) -> None:
-        """`tokenizer.json` at `path`, atomically."""
+        """Write `tokenizer.json` to `path`, atomically."""
         write_atomic(path, self._inner.to_str(pretty=False))
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Ids of each text, without BEGIN and END."""
+        """Return the ids of each text, without BEGIN and END."""
         return [encoding.ids for encoding in self._inner.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, rows: list[list[int]]) -> list[str]:
-        """Text of each row, PAD, BEGIN and END left out. [UNKNOWN] stays, so that a hole in a translation shows."""
+        """Return the text of each row, without PAD, BEGIN and END. [UNKNOWN] is kept."""
         texts = self._inner.decode_batch([[i for i in row if i > END] for row in rows], skip_special_tokens=False)
         return [text.removeprefix(" ") for text in texts] if self._joins_words else texts
 
 
-def with_short_words(texts: Iterable[str], words: str) -> Iterator[str]:
-    """The texts, of words of more than LONGEST_WORD letters the beginning alone. `words`: the pattern of the pre-tokenizer."""
+def truncate_words(texts: Iterable[str], words: str) -> Iterator[str]:
+    """Yield the texts, with words cut to MAX_WORD characters. `words`: pattern of the pre-tokenizer."""
     split = pre_tokenizers.Split(tokenizers.Regex(words), "isolated")
     for text in texts:
-        if LONG_RUN.search(text):
-            text = "".join(piece[:LONGEST_WORD] for piece, _ in split.pre_tokenize_str(text))
+        if LONG_WORD.search(text):
+            text = "".join(piece[:MAX_WORD] for piece, _ in split.pre_tokenize_str(text))
         yield text

@@ -1,7 +1,7 @@
-"""Deciding together: whatever changes the course of a run is decided on values that every process has.
+"""Consensus: control flow depends only on values that all ranks agree on.
 
-Every function that begins with "Collective." must be called by all processes at the same place. Messages are numbers and JSON over gloo;
-nothing received is unpickled.
+Every function whose docstring begins with "Collective." must be called by all processes at the same
+point. Messages are numbers and JSON over gloo; nothing received is unpickled.
 """
 
 from __future__ import annotations
@@ -16,42 +16,43 @@ import torch
 import torch.distributed as dist
 
 from lockstep.elastic.world import World
-from lockstep.errors import BY_NAME, LockstepError, UsageError
+from lockstep.errors import ERRORS_BY_NAME, LockstepError, UsageError
 from lockstep.runtime.process_group import gather_json
-from lockstep.units import shown
+from lockstep.units import join_names
 
 T = TypeVar("T")
-SIGNALS = ("", "SIGTERM", "SIGUSR1", "SIGINT")  # in rising order: of several wishes the last in this row counts
+SIGNALS = ("", "SIGTERM", "SIGUSR1", "SIGINT")  # by precedence: if ranks received several, the last one listed here wins
 
 
 @dataclass(frozen=True)
 class Vote:
-    """What one process brings to the end of a step.
+    """What one process contributes to the decision on a step.
 
-    losses   the loss of each of its micro-batches, in their order
-    wants    the signal that it was sent, "" for none
-    joiners  others wait to join
-    leaves   this process is to leave, and the rest goes on
-    digest   64 bits over the weights with which it computed; 0: not looked
+    losses           of its micro-batches, in order
+    stop_signal      name of the signal that it received; "": none
+    joiners_waiting  other workers wait to join
+    leaving          this process leaves, and the others continue
+    digest           64 bits over the weights that it computed with; 0: not computed
     """
 
     losses: Sequence[float]
-    wants: str = ""
+    stop_signal: str = ""
     save_failed: bool = False
-    joiners: bool = False
-    leaves: bool = False
+    joiners_waiting: bool = False
+    leaving: bool = False
     digest: int = 0
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What all processes hold true.
+class StepDecision:
+    """The result of a vote, equal on all ranks.
 
-    loss     the sum over the micro-batches
-    stop     the signal that ends the run, or ""
-    regroup  the members change before the next step
-    differ   ranks whose weights are not those of the majority; all ranks when there is none. The step is not sound then
-    digests  of all ranks, when some differ
+    loss             sum over the micro-batches
+    stop             signal that stops the run; "": none
+    regroup          the members change before the next step
+    divergent_ranks  whose weights differ from the majority's; all ranks if there is no majority.
+                     A step with divergent ranks must not be committed
+    digests          of all ranks, if some diverge
     """
 
     loss: float
@@ -59,122 +60,127 @@ class Verdict:
     stop: str = ""
     save_failed: bool = False
     regroup: bool = False
-    differ: tuple[int, ...] = ()
+    divergent_ranks: tuple[int, ...] = ()
     digests: tuple[int, ...] = ()
 
 
-def decide(votes: Sequence[Vote], unit: int = 1) -> Verdict:
-    """The one reading of all votes, in the order of the ranks. The loss is an exactly rounded sum: the shares do not show in its bits.
+def count_votes(votes: Sequence[Vote], replica_size: int = 1) -> StepDecision:
+    """Combine all votes, by rank. The loss is an exactly rounded sum: the split does not matter.
 
-    unit  workers of a replica: those that stand at the same place in theirs hold the same
+    replica_size  workers per replica; workers at the same position in their replicas hold the same
+                  weights
     """
     losses = [loss for vote in votes for loss in vote.losses]
-    differ = differing([vote.digest for vote in votes], unit)
+    divergent = find_divergent_ranks([vote.digest for vote in votes], replica_size)
     finite = all(map(math.isfinite, losses))
-    return Verdict(
+    return StepDecision(
         loss=math.fsum(losses) if finite else math.nan,
         finite=finite,
-        stop=max((vote.wants for vote in votes), key=SIGNALS.index) or ("SIGUSR1" if all(vote.leaves for vote in votes) else ""),
+        stop=max((vote.stop_signal for vote in votes), key=SIGNALS.index) or ("SIGUSR1" if all(vote.leaving for vote in votes) else ""),
         save_failed=any(vote.save_failed for vote in votes),
-        regroup=any(vote.joiners or vote.leaves for vote in votes),
-        differ=differ,
-        digests=tuple(vote.digest for vote in votes) if differ else (),
+        regroup=any(vote.joiners_waiting or vote.leaving for vote in votes),
+        divergent_ranks=divergent,
+        digests=tuple(vote.digest for vote in votes) if divergent else (),
     )
 
 
-def differing(digests: Sequence[int | None], unit: int) -> tuple[int, ...]:
-    """The ranks that hold something else than most of those at their place; all that hold something where a place has no majority.
+def find_divergent_ranks(digests: Sequence[int | None], replica_size: int) -> tuple[int, ...]:
+    """Return the ranks that differ from the majority at their position; without one, all ranks.
 
-    digests  of each rank; None: it holds nothing
+    digests  by rank; None: no state
     """
-    held = [{rank: one for rank, one in enumerate(digests) if rank % unit == place and one is not None} for place in range(unit)]
-    found = [rank for digest_of in held for rank in minority(digest_of)]
-    lost = any(len(minority(digest_of)) == len(digest_of) > 1 for digest_of in held)
-    return tuple(sorted({rank for digest_of in held for rank in digest_of} if lost else found))
+    by_position = [
+        {rank: digest for rank, digest in enumerate(digests) if rank % replica_size == position and digest is not None}
+        for position in range(replica_size)
+    ]
+    divergent = [rank for digest_of in by_position for rank in minority(digest_of)]
+    no_majority = any(len(minority(digest_of)) == len(digest_of) > 1 for digest_of in by_position)
+    return tuple(sorted({rank for digest_of in by_position for rank in digest_of} if no_majority else divergent))
 
 
 def minority(digest_of: Mapping[int, int]) -> list[int]:
-    """The ranks that have not what more than half of them have; all of them where nothing has a majority."""
-    most, count = Counter(digest_of.values()).most_common(1)[0] if digest_of else (0, 0)
-    return [rank for rank, digest in digest_of.items() if digest != most or 2 * count <= len(digest_of)]
+    """Return the ranks whose digest is not the majority's; all ranks if there is no majority."""
+    majority, count = Counter(digest_of.values()).most_common(1)[0] if digest_of else (0, 0)
+    return [rank for rank, digest in digest_of.items() if digest != majority or 2 * count <= len(digest_of)]
 
 
-def agree(world: World, vote: Vote, *, told: Sequence[int], unit: int = 1) -> Verdict:
-    """Collective. The verdict on a step: one message of 6 + max(told) numbers a process.
+def vote_on_step(world: World, vote: Vote, *, losses_per_rank: Sequence[int], replica_size: int = 1) -> StepDecision:
+    """Collective. Return the decision on a step. Sends 6 + max(losses_per_rank) numbers per rank.
 
-    told  how many losses each rank tells
+    losses_per_rank  number of losses in each rank's vote
     """
     if world.size == 1:
-        return decide([vote])
-    room = max(told)
-    flags = [SIGNALS.index(vote.wants), vote.save_failed, vote.joiners, vote.leaves, vote.digest >> 32, vote.digest & 0xFFFFFFFF]
-    sent = torch.tensor([*flags, *vote.losses, *[0.0] * (room - len(vote.losses))], dtype=torch.float64)
+        return count_votes([vote])
+    longest = max(losses_per_rank)
+    digest = (vote.digest >> 32, vote.digest & 0xFFFFFFFF)
+    flags = [SIGNALS.index(vote.stop_signal), vote.save_failed, vote.joiners_waiting, vote.leaving, *digest]
+    sent = torch.tensor([*flags, *vote.losses, *[0.0] * (longest - len(vote.losses))], dtype=torch.float64)
     received = torch.empty(world.size * len(sent), dtype=torch.float64)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(received, sent)
     rows = received.view(world.size, -1).tolist()
-    return decide([read_vote(row, losses) for row, losses in zip(rows, told, strict=True)], unit)
+    return count_votes([parse_vote(row, losses) for row, losses in zip(rows, losses_per_rank, strict=True)], replica_size)
 
 
-def read_vote(row: Sequence[float], losses: int) -> Vote:
-    """The vote in a row of numbers, of which `losses` are in use."""
+def parse_vote(row: Sequence[float], losses: int) -> Vote:
+    """Return the vote in a received row, of which `losses` losses are in use."""
     digest = int(row[4]) << 32 | int(row[5])
     return Vote(row[6 : 6 + losses], SIGNALS[int(row[0])], bool(row[1]), bool(row[2]), bool(row[3]), digest)
 
 
-def gather(world: World, value: Any) -> list[Any]:
-    """Collective. The JSON values of all processes, in the order of the ranks. A worker that is still joining is alone."""
-    return gather_json(1 if world.joining else world.size, value)
+def all_gather_json(world: World, value: Any) -> list[Any]:
+    """Collective. Return the JSON values of all ranks. A joining worker gets only its own."""
+    return gather_json(1 if world.is_joining else world.size, value)
 
 
-def lead(world: World, function: Callable[[], T]) -> T:
-    """Collective. What `function` gives on rank 0 (a JSON value), on every process; its LockstepError too, so that nobody waits for it."""
-    value: T = answers(world, lambda: function() if world.leader or world.joining else None)[0]
+def run_on_rank0(world: World, function: Callable[[], T]) -> T:
+    """Collective. Return rank 0's `function()` (a JSON value), or raise its LockstepError."""
+    value: T = gather_results(world, lambda: function() if world.leader or world.is_joining else None)[0]
     return value
 
 
-def every(world: World, function: Callable[[], T]) -> T:
-    """Collective. What `function` gives on this process; where it raises a LockstepError on one of them, that error on all."""
-    own: list[T] = []
-    answers(world, lambda: own.append(function()))
-    return own[0]
+def run_on_all(world: World, function: Callable[[], T]) -> T:
+    """Collective. Return `function()`; a LockstepError on one rank is raised on all."""
+    result: list[T] = []
+    gather_results(world, lambda: result.append(function()))
+    return result[0]
 
 
-def answers(world: World, function: Callable[[], Any]) -> list[Any]:
-    """Collective. What `function` gives on each rank (JSON values), or the first rank's LockstepError."""
-    answer: dict[str, Any]
+def gather_results(world: World, function: Callable[[], Any]) -> list[Any]:
+    """Collective. Return all ranks' `function()` (JSON values), or raise the first LockstepError."""
+    own: dict[str, Any]
     try:
-        answer = {"value": function()}
+        own = {"value": function()}
     except LockstepError as error:
-        answer = {"error": type(error).__name__, "parts": [error.what, error.where, error.hint]}
+        own = {"error": type(error).__name__, "parts": [error.what, error.where, error.hint]}
     except Exception as error:
-        gather(world, {"error": "LockstepError", "parts": [f"rank {world.rank} failed: {error!r}", "", ""]})
+        all_gather_json(world, {"error": "LockstepError", "parts": [f"rank {world.rank} failed: {error!r}", "", ""]})
         raise
-    found = gather(world, answer)
-    for one in found:
-        if "error" in one:
-            raise BY_NAME[one["error"]](*one["parts"])
-    return [one["value"] for one in found]
+    results = all_gather_json(world, own)
+    for result in results:
+        if "error" in result:
+            raise ERRORS_BY_NAME[result["error"]](*result["parts"])
+    return [result["value"] for result in results]
 
 
-def refuse_mixed_start(world: World, facts: Mapping[str, str]) -> None:
-    """Collective. UsageError on every process when a fact is not the same on all of them, with the ranks and hosts that have each value."""
-    told = gather(world, {"node": world.node, "facts": dict(facts)})
-    if wrong := mixed([(one["node"], one["facts"]) for one in told]):
+def assert_equal_on_all_ranks(world: World, facts: Mapping[str, str]) -> None:
+    """Collective. UsageError on all ranks if a fact differs between them."""
+    gathered = all_gather_json(world, {"node": world.host, "facts": dict(facts)})
+    if differences := differing_facts([(one["node"], one["facts"]) for one in gathered]):
         raise UsageError(
-            f"the workers of this start would compute other bits: {'; '.join(wrong)}",
+            f"the workers of this start would compute different bits: {'; '.join(differences)}",
             "compared before the first step",
             "start the same code, versions and settings on all hosts",
         )
 
 
-def mixed(told: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
-    """Return a sentence for each fact that differs between ranks. `told`: (host, facts) of each rank."""
+def differing_facts(facts_of_ranks: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
+    """Describe each fact that differs between ranks, given (host, facts) of each rank."""
     sentences = []
-    for key in dict.fromkeys(key for _, facts in told for key in facts):
+    for key in dict.fromkeys(key for _, facts in facts_of_ranks for key in facts):
         ranks: dict[str, list[str]] = {}
-        for rank, (host, facts) in enumerate(told):
+        for rank, (host, facts) in enumerate(facts_of_ranks):
             ranks.setdefault(repr(facts[key]) if key in facts else "not set", []).append(f"rank {rank} ({host})")
         if len(ranks) > 1:
-            sentences.append(f"{key} is " + " and ".join(f"{value} on {shown(where)}" for value, where in ranks.items()))
+            sentences.append(f"{key} is " + " and ".join(f"{value} on {join_names(where)}" for value, where in ranks.items()))
     return sentences

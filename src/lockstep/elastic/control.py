@@ -1,7 +1,8 @@
-"""What a person asks of a running run, from any host that sees its folder: who is in it, and that it stops.
+"""Control a running run, from any host that sees its folder: show its workers, and stop it.
 
-The newest generation says where its members listen, the waiting room where those do who wait or stand by; the run's token, in the run
-folder for its owner alone, lets one ask.
+The newest generation contains the addresses of its members, the waiting room those of workers that
+wait to join. A request is authenticated with the run's token, which only the owner of the run
+folder can read.
 """
 
 from __future__ import annotations
@@ -15,124 +16,129 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep.elastic import waiting_room as waiting
-from lockstep.elastic.generation_log import Arbiter, Member, Record
-from lockstep.elastic.link import Stranger, ask, read_token
-from lockstep.elastic.protocol import names
+from lockstep.elastic import waiting_room
+from lockstep.elastic.generation_log import Generation, GenerationLog, Member
+from lockstep.elastic.link import AuthenticationError, read_token, send_control_message
+from lockstep.elastic.protocol.decisions import member_names
 from lockstep.errors import DamagedFileError, PeersLostError, UsageError
 from lockstep.files import read_json
-from lockstep.runtime.worker_env import Sitter
+from lockstep.runtime.worker_env import ProcessIdentity
 
-ASK_S = 3.0
+REPLY_TIMEOUT_S = 3.0
 
 
-def newest(run: Path) -> tuple[Record | None, list[Member]]:
-    """The newest generation of `run`, and who waits in its folder. UsageError when it has neither."""
+def read_newest(run: Path) -> tuple[Generation | None, list[Member]]:
+    """Return the newest generation and the waiting workers. UsageError if there is neither."""
     try:
-        record, room = Arbiter(run / "generations").newest(), list(waiting.members(run))
+        record, waiting_members = GenerationLog(run / "generations").newest(), list(waiting_room.registered_members(run))
     except FileNotFoundError:
-        record, room = None, []
+        record, waiting_members = None, []
     except DamagedFileError:
         raise
     except OSError as error:
-        raise UsageError(f"the generations of {run} cannot be read: {error}", str(run / "generations"), "is the disk there?") from None
-    if record is None and not room:
-        there = "there is no such folder" if not run.is_dir() else "it has no generations, and no worker waits to begin"
-        raise UsageError(f"{run} is no run: {there}", "command line", "give the folder that --out named; workers that start take a moment")
-    return record, room
+        raise UsageError(f"cannot read the generations of {run}: {error}", str(run / "generations"), "is the disk mounted?") from None
+    if record is None and not waiting_members:
+        reason = "there is no such folder" if not run.is_dir() else "it has no generations, and no worker waits to start"
+        raise UsageError(f"{run} is not a run: {reason}", "command line", "give the folder set with --out; workers need a moment to start")
+    return record, waiting_members
 
 
-def listeners(record: Record | None, room: Sequence[Member]) -> list[Member]:
-    """Who can be told that the run is to stop: members first, then those who wait."""
+def stop_recipients(record: Generation | None, waiting_members: Sequence[Member]) -> list[Member]:
+    """Return the workers that can be asked to stop the run: members first, then waiting ones."""
     members = record.members if record and not record.end else ()
-    return [*members, *(one for one in room if one not in members)]
+    return [*members, *(member for member in waiting_members if member not in members)]
 
 
-def tell_to_stop(run: Path, some: Sequence[Member], name: str, *, within_s: float, each_s: float = ASK_S) -> Member | None:
-    """The first of them that has heard that the run is to stop as on the signal `name`; nobody new is asked after `within_s`."""
+def request_stop(
+    run: Path, recipients: Sequence[Member], signal_name: str, *, within_s: float, each_s: float = REPLY_TIMEOUT_S
+) -> Member | None:
+    """Ask workers in turn, for `within_s`, to stop the run; return the first one that accepts."""
     until_s = time.monotonic() + within_s
-    for one in some:
+    for member in recipients:
         if time.monotonic() > until_s:
             break
-        if ask_member(run, one, {"kind": "stop", "signal": name}, each_s).get("kind") == "stopping":
-            return one
+        if query_member(run, member, {"kind": "stop", "signal": signal_name}, each_s).get("kind") == "stopping":
+            return member
     return None
 
 
-def ask_member(run: Path, member: Member, message: dict[str, Any], timeout_s: float = ASK_S) -> dict[str, Any]:
-    """A member's answer; {"unreachable": WHY} when there is none."""
+def query_member(run: Path, member: Member, message: dict[str, Any], timeout_s: float = REPLY_TIMEOUT_S) -> dict[str, Any]:
+    """Send a message to a worker and return its reply; {"unreachable": REASON} if there is none."""
     try:
-        return ask(member.address, read_token(run), message, timeout_s)
-    except (OSError, EOFError, ValueError, Stranger) as error:
+        return send_control_message(member.address, read_token(run), message, timeout_s)
+    except (OSError, EOFError, ValueError, AuthenticationError) as error:
         return {"unreachable": str(error) or type(error).__name__}
 
 
-def stop(run: Path) -> str:
-    """Ask the run to save and stop; a sentence on who heard it. Its command ends with exit code 75."""
-    record, room = newest(run)
-    some = listeners(record, room)
-    heard = tell_to_stop(run, some, "SIGTERM", within_s=math.inf)
-    if heard and record and heard in record.members:
-        return f"{names([heard])} passes it on: all save and stop after this step"
-    if heard and record and not record.end:
-        return f"{names([heard])}, which stands by, passes it on: no member of generation {record.number} answers here"
-    if heard:
-        return f"{names([heard])} passes it on: nobody trains, so all who wait end"
+def stop_run(run: Path) -> str:
+    """Ask the run to save and stop (exit code 75); describe the worker that accepted."""
+    record, waiting_members = read_newest(run)
+    recipients = stop_recipients(record, waiting_members)
+    accepted = request_stop(run, recipients, "SIGTERM", within_s=math.inf)
+    if accepted:
+        prefix = f"{member_names([accepted])} accepted the stop request"
+        if record and accepted in record.members:
+            return f"{prefix}: all workers save and stop after this step"
+        if record and not record.end:
+            return f"{prefix}: it waits to join and passes it on; no member of generation {record.number} answers here"
+        return f"{prefix}: no worker is training, all waiting workers exit"
     if record and record.end:
-        return f"{run} has ended already, with exit code {record.end.code}"
+        return f"{run} has already ended, with exit code {record.end.code}"
     raise PeersLostError(
-        f"none of the {len(some)} workers of {f'generation {record.number}' if record else 'a run that has not begun'} answers",
-        ", ".join(member.address for member in some),
-        "they may have ended (lockstep status), or a firewall stands between; SIGTERM to an agent does the same",
+        f"none of the {len(recipients)} workers of {f'generation {record.number}' if record else 'a run that has not started'} answers",
+        ", ".join(member.address for member in recipients),
+        "they may have exited (lockstep status), or a firewall blocks the port; SIGTERM to an agent does the same",
     )
 
 
-def status(run: Path) -> dict[str, Any]:
-    """The newest generation, what each of its members says, and who waits or stands by."""
-    record, room = newest(run)
+def run_status(run: Path) -> dict[str, Any]:
+    """Return the newest generation, the status of each member, and the waiting workers, as JSON."""
+    record, waiting_members = read_newest(run)
     members = list(record.members) if record else []
-    room = [one for one in room if one not in members]
-    with ThreadPoolExecutor(max_workers=max(1, min(32, len(members) + len(room)))) as asking:
-        answers = list(asking.map(lambda member: ask_member(run, member, {"kind": "status"}), [*members, *room]))
-    told = [row(rank, member, answer) for rank, (member, answer) in enumerate(zip(members, answers, strict=False))]
-    waits = [row(None, one, answer) for one, answer in zip(room, answers[len(members) :], strict=True) if "unreachable" not in answer]
-    ended = {"code": record.end.code, "text": record.end.text} if record and record.end and not waits else None
+    waiting_members = [member for member in waiting_members if member not in members]
+    with ThreadPoolExecutor(max_workers=max(1, min(32, len(members) + len(waiting_members)))) as executor:
+        replies = list(executor.map(lambda member: query_member(run, member, {"kind": "status"}), [*members, *waiting_members]))
+    member_rows = [status_row(rank, member, reply) for rank, (member, reply) in enumerate(zip(members, replies, strict=False))]
+    waiting_replies = zip(waiting_members, replies[len(members) :], strict=True)
+    waiting_rows = [status_row(None, member, reply) for member, reply in waiting_replies if "unreachable" not in reply]
+    ended = {"code": record.end.code, "text": record.end.text} if record and record.end and not waiting_rows else None
     if record and (not record.end or ended):
         facts = {"generation": record.number, "began_at_step": record.step, "reason": record.reason}
     else:
-        facts = {"generation": 0, "began_at_step": 0, "reason": "its workers wait to begin"}
-    return {"run": str(run), **facts, "members": told, "waiting": waits, "evaluators": evaluators(run), "ended": ended}
+        facts = {"generation": 0, "began_at_step": 0, "reason": "its workers wait to start"}
+    workers = {"members": member_rows, "waiting": waiting_rows, "evaluators": running_evaluators(run)}
+    return {"run": str(run), **facts, **workers, "ended": ended}
 
 
-def row(rank: int | None, member: Member, answer: Mapping[str, Any]) -> dict[str, Any]:
-    """What there is to say of a worker; one without a rank waits."""
-    doing = answer.get("doing") or {}
-    one: dict[str, Any] = {"rank": rank, "host": member.host, "slot": member.slot, "pid": member.pid, "address": member.address}
+def status_row(rank: int | None, member: Member, reply: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the status of a worker; rank None: it waits to join."""
+    doing = reply.get("doing") or {}
+    row: dict[str, Any] = {"rank": rank, "host": member.host, "slot": member.slot, "pid": member.pid, "address": member.address}
     role = "waiting" if rank is None else "leader" if rank == 0 else "worker"
-    one |= {"role": role, "step": doing.get("step"), "phase": doing.get("phase")}
-    return one | ({"unreachable": answer["unreachable"]} if "unreachable" in answer else {})
+    row |= {"role": role, "step": doing.get("step"), "phase": doing.get("phase")}
+    return row | ({"unreachable": reply["unreachable"]} if "unreachable" in reply else {})
 
 
-def evaluators(run: Path) -> list[dict[str, Any]]:
-    """The evaluating processes that an agent has noted in the run folder, less those of this machine that have ended since."""
-    found = []
+def running_evaluators(run: Path) -> list[dict[str, Any]]:
+    """Return the evaluators in the run folder, without local ones that have exited."""
+    evaluators = []
     for path in sorted((run / "evaluators").glob("[!.]*.json")):
-        with suppress(OSError, ValueError, KeyError, TypeError):  # gone meanwhile, or damaged
-            one = read_json(path)
-            if one["machine"] != socket.gethostname() or Sitter(one["pid"], one["started"]).alive:
-                found.append(one)
-    return found
+        with suppress(OSError, ValueError, KeyError, TypeError):  # deleted meanwhile, or damaged
+            evaluator = read_json(path)
+            if evaluator["machine"] != socket.gethostname() or ProcessIdentity(evaluator["pid"], evaluator["started"]).alive:
+                evaluators.append(evaluator)
+    return evaluators
 
 
-def show(found: dict[str, Any]) -> str:
-    """The status as a table."""
-    if found["ended"]:
-        return f"{found['run']} has ended with exit code {found['ended']['code']}\n{found['ended']['text']}".rstrip()
-    at_work = f"generation {found['generation']}, from step {found['began_at_step']} on" if found["generation"] else found["run"]
-    lines = [f"{at_work}: {found['reason']}"]
+def format_status(status: dict[str, Any]) -> str:
+    """Format the result of `run_status` as a table."""
+    if status["ended"]:
+        return f"{status['run']} ended with exit code {status['ended']['code']}\n{status['ended']['text']}".rstrip()
+    title = f"generation {status['generation']}, from step {status['began_at_step']} on" if status["generation"] else status["run"]
     rows: list[tuple[str, ...]] = [("rank", "host", "slot", "pid", "role", "step", "phase")]
-    for one in [*found["members"], *found["waiting"], *found["evaluators"]]:
-        says = one.get("phase") or one.get("unreachable") or ""
-        rows.append((*(str(one.get(key) if one.get(key) is not None else "") for key in rows[0][:-1]), says))
+    for worker in [*status["members"], *status["waiting"], *status["evaluators"]]:
+        phase = worker.get("phase") or worker.get("unreachable") or ""
+        rows.append((*(str(worker.get(key) if worker.get(key) is not None else "") for key in rows[0][:-1]), phase))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join([*lines, *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)])
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([f"{title}: {status['reason']}", *lines])

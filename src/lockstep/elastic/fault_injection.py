@@ -1,13 +1,13 @@
-"""Faults on order, for drills and tests: a worker kills itself, asks for a stop, stops, hangs or flips a bit of its weights.
+"""Fault injection for drills and tests: a worker dies, stops, hangs, raises or flips a bit.
 
-Each strikes at an exact place of a step.
-
-The order lies in the state folder (seat.py) as SLOT.fault, JSON, and is taken away before it is carried out:
+Each fault happens at an exact point of a step. A request is the JSON file SLOT.fault in the state
+folder (runtime/worker_env.py); the worker deletes it before it carries it out:
 
     {"what": "kill", "at": "voting", "step": 7}
-    {"what": "kill", "at": "collective", "after": 1}      between two buckets; "hand-over": while the state goes to a joiner
+    {"what": "kill", "at": "collective", "after": 1}      after one more bucket; "hand-over": during a joiner's state transfer
 
-A worker looks for orders only when it was started with LOCKSTEP_DRILL=1, which `lockstep drill` and the tests set.
+A worker looks for requests only if it was started with LOCKSTEP_DRILL=1, as `lockstep drill` and
+the tests do.
 """
 
 from __future__ import annotations
@@ -25,73 +25,73 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.files import read_json, write_json
-from lockstep.log import let_out
-from lockstep.runtime.status_board import Board, Phase
+from lockstep.log import flush_log
+from lockstep.runtime.status_board import Phase, StatusBoard
 
 log = logging.getLogger("lockstep")
-DRILL = "LOCKSTEP_DRILL"
-What = Literal["kill", "term", "stop", "hang", "spin", "raise", "exit", "flip"]
+DRILL_VARIABLE = "LOCKSTEP_DRILL"
+FaultKind = Literal["kill", "term", "stop", "hang", "spin", "raise", "exit", "flip"]
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
 
 
-class FaultyBoard(Board):
-    """A board that obeys orders at each phase (and at each "collective") of its worker.
+class FaultInjectingBoard(StatusBoard):
+    """A status board that carries out requested faults at each phase and collective of its worker.
 
-    flip  flips a bit of the weights; set by whoever has them
+    flip  flips a bit of the weights; set by the owner of the weights
     """
 
-    def __init__(self, path: Path, orders: Path) -> None:
-        self.orders = orders
+    def __init__(self, path: Path, request_path: Path) -> None:
+        self.request_path = request_path
         self.flip: Callable[[], None] | None = None
         super().__init__(path)
 
     def enter(self, phase: Phase, step: int | None = None, *, generation: int | None = None) -> None:
         super().enter(phase, step, generation=generation)
-        self._obey(phase)
+        self._inject(phase)
 
-    def collective(self, size_bytes: int = 0) -> None:
-        super().collective(size_bytes)
-        self._obey("hand-over" if self.phase == "joining" else "collective")
+    def enter_collective(self, size_bytes: int = 0) -> None:
+        super().enter_collective(size_bytes)
+        self._inject("hand-over" if self.phase == "joining" else "collective")
 
-    def _obey(self, at: str) -> None:
+    def _inject(self, at: str) -> None:
         try:
-            order = read_json(self.orders)
+            fault = read_json(self.request_path)
         except (OSError, ValueError):
             return
-        if order.get("at") not in (None, at) or self.step < order.get("step", 0) or (order["what"] == "flip" and self.flip is None):
+        if fault.get("at") not in (None, at) or self.step < fault.get("step", 0) or (fault["what"] == "flip" and self.flip is None):
             return
-        if order.get("after"):
-            write_json(self.orders, order | {"after": order["after"] - 1})
+        if fault.get("after"):
+            write_json(self.request_path, fault | {"after": fault["after"] - 1})
             return
         with suppress(FileNotFoundError):
-            self.orders.unlink()
-            log.warning("obeying %s at %s of step %d", order["what"], at, self.step)
-            let_out()
-            self._do(order["what"])
+            self.request_path.unlink()
+            log.warning("injecting %s at %s of step %d", fault["what"], at, self.step)
+            flush_log()
+            self._do(fault["what"])
 
-    def _do(self, what: What) -> None:
+    def _do(self, what: FaultKind) -> None:
         if what in SIGNALS:
             os.kill(os.getpid(), SIGNALS[what])
         elif what == "hang":
             time.sleep(3600)
         elif what == "spin":
-            ctypes.PyDLL(None).sleep(3600)  # PyDLL keeps the interpreter's lock
+            ctypes.PyDLL(None).sleep(3600)  # PyDLL keeps the GIL
         elif what == "raise":
-            raise ValueError("an error on order")
+            raise ValueError("injected error")
         elif what == "exit":
             sys.exit(0)
         elif self.flip:
             self.flip()
 
 
-def order(state: Path, slot: int, what: What, **where: Any) -> None:
-    """Leave an order for the worker in `slot`: at="forward", step=7."""
+def request_fault(state: Path, slot: int, what: FaultKind, **where: Any) -> None:
+    """Request a fault of the worker in `slot`, such as at="forward", step=7."""
     write_json(state / f"{slot}.fault", {"what": what, **where})
 
 
 def flip_bit(parameters: list[Any], seed: int = 0) -> None:
     """Flip one bit of one weight (a torch tensor), as a cosmic ray does."""
-    import torch  # here, since the agent imports this module and does without torch
+    import torch  # here, because the agent imports this module but not torch
 
     chance = random.Random(seed)
     words = chance.choice(parameters).detach().view(-1).view(torch.uint8).numpy().view("uint32")

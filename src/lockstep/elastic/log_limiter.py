@@ -1,27 +1,27 @@
-"""What may happen a hundred times a second is said now and then, with how often it was."""
+"""Rate limit for log lines about events that may repeat a hundred times a second."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-MOST = 256  # things that are told apart: a stranger may think of as many as it likes
+MAX_KEYS = 256  # more share one counter: an unauthenticated peer could cause any number of them
 
 
 @dataclass
-class Seldom:
-    """Who is to speak, and when. Each thing is said the first time, and then at most every `every_s`."""
+class LogLimiter:
+    """Allow a line for each key at its first event, then at most every `every_s` seconds."""
 
     every_s: float
-    _said_s: dict[Hashable, float] = field(default_factory=dict)
-    _times: dict[Hashable, int] = field(default_factory=dict)
+    _logged_s: dict[Hashable, float] = field(default_factory=dict)
+    _counts: dict[Hashable, int] = field(default_factory=dict)
 
-    def due(self, what: Hashable, now_s: float) -> int:
-        """How often `what` has happened since it was said last, this time too, when it is to be said now; otherwise 0."""
-        if what not in self._said_s and len(self._said_s) >= MOST:
-            what = None  # one of many more
-        self._times[what] = self._times.get(what, 0) + 1
-        if now_s - self._said_s.get(what, now_s - self.every_s) < self.every_s:
+    def due(self, key: Hashable, now_s: float) -> int:
+        """Count an event. Return the count since the last line if a line is due, else 0."""
+        if key not in self._logged_s and len(self._logged_s) >= MAX_KEYS:
+            key = None
+        self._counts[key] = self._counts.get(key, 0) + 1
+        if now_s - self._logged_s.get(key, now_s - self.every_s) < self.every_s:
             return 0
-        self._said_s[what] = now_s
-        return self._times.pop(what)
+        self._logged_s[key] = now_s
+        return self._counts.pop(key)

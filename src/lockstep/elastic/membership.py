@@ -1,11 +1,14 @@
-"""A worker's part in membership: one thread that keeps the links, one that waits for the disk, and what the main thread asks of them.
+"""A worker's membership at run time: sockets, log and clock around the pure protocol.
 
-The decisions are protocol.py's. Here are the sockets, the log and the clock: what happens is told to the protocol, its effects are carried
-out. The disk has a thread of its own, since a shared disk may not answer for minutes, and a member that says nothing counts as gone.
+Decisions are made in protocol/. The membership thread passes every event to it and carries out its
+effects. Disk access runs on a second thread: a shared disk may block for minutes, and a member
+without heartbeats counts as gone.
 
-The main thread:  member.ask(facts)      a new worker wants in
-                  member.next()          the generation that it is in now; waits for it
-                  member.left(report)    it has left the group of the generation before
+The main thread calls, in this order:
+
+    request_join(fingerprint)   a new worker asks to join
+    next_generation(after)      blocks until this worker is in a newer generation
+    report_left(report)         it has left that process group; then next_generation again
 """
 
 from __future__ import annotations
@@ -34,95 +37,99 @@ from torch._C._distributed_c10d import TCPStore  # torch.distributed has it too,
 
 from lockstep.elastic import hang
 from lockstep.elastic import waiting_room as waiting
-from lockstep.elastic.generation_log import Arbiter, End, Member, Record, new_token
+from lockstep.elastic.generation_log import Generation, GenerationLog, Member, RunResult, new_token
 from lockstep.elastic.hang import stack_of
-from lockstep.elastic.link import Link, Stranger
-from lockstep.elastic.log_limiter import Seldom
-from lockstep.elastic.protocol import Connect, Cut, Effect, Form, Leave, Limits, Look, Prepare, Propose, Protocol, Report, Say, Send
-from lockstep.elastic.run_folder import token_of
-from lockstep.elastic.watchdog import Watch, doing_at
+from lockstep.elastic.link import AuthenticationError, Link
+from lockstep.elastic.log_limiter import LogLimiter
+from lockstep.elastic.protocol.decisions import ElasticLimits, LeaveReport
+from lockstep.elastic.protocol.effects import AbortGroup, Connect, Effect, Exit, FormGroup, GetReady, LogMessage, Propose, ReadLog, Send
+from lockstep.elastic.protocol.state import Protocol
+from lockstep.elastic.run_folder import read_worker_token
+from lockstep.elastic.watchdog import Watchdog, read_status
 from lockstep.errors import FencedError, LockstepError, PeersLostError, UsageError
-from lockstep.log import let_out
-from lockstep.record.events import note
-from lockstep.runtime.exit_report import Account
-from lockstep.runtime.signals import EXIT_CODES
-from lockstep.runtime.subprocesses import tell_parent
-from lockstep.runtime.worker_env import Seat, loopback_network, within_reach
+from lockstep.log import flush_log
+from lockstep.record.events import append_event
+from lockstep.runtime.exit_report import ExitReport
+from lockstep.runtime.signals import STOP_EXIT_CODES
+from lockstep.runtime.subprocesses import send_exit_report
+from lockstep.runtime.worker_env import WorkerEnv, is_loopback_reachable, loopback_network
 
 log = logging.getLogger("lockstep")
 TICK_S = 0.1
-WISH_S = 1.0  # from one look for a signal to the next, while the main thread waits for a generation
-CONNECT_S = 1.0
-AGAIN_S = 0.01
-YOUNG_S = 0.05  # for which a new connection is kept although others wait: its peer needs time to authenticate
-DYING_S = 1.0  # for which a member that lets connections fall counts as being taken apart
-SAY_S = 10.0  # from one line about refused connections of one peer, for one reason, to the next
-STUCK_S = 3.0  # after which a collective in a group whose connections are cut is given up: it should have ended within milliseconds
-LEAVE_S = 20.0  # that the main thread may take to get out of a broken group, once it has begun to: it should be milliseconds
-STUCK_FORMING_S = 12.0  # the same while the group forms, which gloo gives up by itself before that (world.FORM_S)
-SIGN_S = 10.0  # without a sign of life, after which an unreachable worker counts as dead; a leader writes one each second
-AGREED = (0, 75, 130)
-SAME = "start it with the command, the code and the versions of the others, on processors like theirs"
+SIGNAL_POLL_S = 1.0  # interval between checks for a signal while the main thread waits for a generation
+CONNECT_S = 1.0  # time for a new connection to authenticate
+RETRY_S = 0.01  # interval between connection attempts to an exiting process
+KEEP_S = 0.05  # minimum age of an unauthenticated connection that is closed in favor of a new one
+EXITING_S = 1.0  # how long a member that closes new connections counts as exiting
+REFUSAL_LOG_S = 10.0  # interval between log lines about one peer refused for one reason
+STUCK_S = 3.0  # a collective that survives the shutdown of its sockets for longer is stuck: milliseconds are normal
+STUCK_FORMING_S = 12.0  # the same while the group forms; gloo itself gives up earlier (world.FORM_S)
+LEAVE_S = 20.0  # a main thread that takes longer to leave a broken group is stuck: milliseconds are normal
+LIVENESS_S = 10.0  # an unreachable worker without a new liveness file for longer counts as dead; it is written each second
+AGREED_CODES = (0, 75, 130)  # exit codes of a run that all ranks agreed to end
+SAME = "start it with the same command, code and package versions as the other workers, on the same kind of processor"
 
 
 class RunEnded(LockstepError):
-    """The run has ended, by the word of another: what was asked for is done, or cannot be."""
+    """Another worker recorded the end of the run: it is complete, stopped, or failed."""
 
-    def __init__(self, end: End) -> None:
-        super().__init__(f"the run has ended with exit code {end.code}", "", "")
+    def __init__(self, end: RunResult) -> None:
+        super().__init__(f"the run ended with exit code {end.code}", "", "")
         self.end = end
         self.exit_code = end.code
 
 
-class OthersBegan(Exception):
-    """The first generation has formed without this worker, and is at work: it joins that once it is warm."""
+class OthersStarted(Exception):
+    """The first generation trains without this worker, which joins it once it has a model."""
 
 
 class Membership:
-    """This worker among those of its run.
+    """This worker's membership in the run.
 
-    on_cut  ends all that waits in the group, at once; called from the thread, perhaps several times
+    on_abort           aborts every collective of the group; called by the membership thread
+    local_stop_signal  returns the signal to stop the run, or ""; called by the main thread
+    joiner_count       joiners that could be admitted now; read by the main thread when it votes
     """
 
-    def __init__(self, seat: Seat, limits: Limits, on_cut: Callable[[], None]) -> None:
-        self.seat, self.on_cut = seat, on_cut
-        self.board = Path(seat.state) / f"{seat.slot}.board"
-        self.folder = Path(seat.folder)
-        self.token = token_of(seat)
-        self.arbiter = Arbiter(self.folder / "generations", since=seat.known)
-        self._listener = socket.create_server((seat.address, 0), backlog=256)
+    def __init__(self, env: WorkerEnv, limits: ElasticLimits, on_abort: Callable[[], None]) -> None:
+        self.worker_env, self.on_abort = env, on_abort
+        self.board = Path(env.state) / f"{env.slot}.board"
+        self.folder = Path(env.folder)
+        self.token = read_worker_token(env)
+        self.generation_log = GenerationLog(self.folder / "generations", since=env.known_generation)
+        self._listener = socket.create_server((env.address, 0), backlog=256)
         self._listener.setblocking(False)
         host, port = self._listener.getsockname()[:2]
         loopback = loopback_network() if ipaddress.ip_address(host.partition("%")[0]).is_loopback else ""
-        self.me = Member(f"{seat.host}/{seat.slot}/{secrets.token_hex(4)}", seat.host, seat.slot, os.getpid(), f"{host}:{port}", loopback)
-        self.protocol = Protocol(self.me, limits, tokens=new_token, now_s=time.monotonic(), after=seat.after)
-        self.waiting = 0  # joiners; read by the main thread when it votes
-        self.wants: Callable[[], str] = lambda: ""  # the signal with which this worker wants the run to stop; asked by the main thread
+        self.me = Member(f"{env.host}/{env.slot}/{secrets.token_hex(4)}", env.host, env.slot, os.getpid(), f"{host}:{port}", loopback)
+        self.protocol = Protocol(self.me, limits, tokens=new_token, now_s=time.monotonic(), after=env.after_generation)
+        self.joiner_count = 0
+        self.local_stop_signal: Callable[[], str] = lambda: ""
         self.main_thread = threading.get_ident()
-        self.watch = Watch(hang_limits(limits), seat.host, self._ask_stack)
+        self.watchdog = Watchdog(hang_limits(limits), env.host, self._ask_stack)
         self._links: dict[int, Link] = {}
         self._calls: queue.SimpleQueue[Callable[[], Sequence[Effect]] | None] = queue.SimpleQueue()
         self._disk: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._turn = threading.Condition()
-        self._formed: Record | None = None
-        self._gone: Exception | None = None
-        self._others_began = False
+        self._formed: Generation | None = None
+        self._exit_error: Exception | None = None
+        self._others_started = False
         self._store: TCPStore | None = None  # of the generation that this worker proposed last
-        self._busy_looking = False
-        self._shown = False  # in the waiting room; the disk's thread alone looks at it
-        self._signs: dict[str, str] = {}  # of members, as this worker saw them last
-        self._cut_s = 0.0  # when the group was first cut; 0.0 while it is whole
-        self._leaving_s = 0.0  # when the main thread began to leave the group; 0 while it does not
-        self._unreachable_since_s: dict[str, float] = {}  # id -> since when a sign of life is waited for, of those who cannot be asked
-        self._dying: list[Member] = []  # to whom a connection is tried again at once
-        self._dying_since_s: dict[str, float] = {}  # id -> when that began
-        self._refusals = Seldom(SAY_S)
-        self._crowded = False  # the listener is left alone until the next turn
+        self._reading_log = False
+        self._registered = False  # in the waiting room; used by the disk thread alone
+        self._liveness: dict[str, str] = {}  # id -> newest content of its liveness file
+        self._abort_s = 0.0  # when the group was first aborted; 0: it was not
+        self._leaving_s = 0.0  # when the main thread began to leave the group; 0: it has not
+        self._unreachable_since_s: dict[str, float] = {}  # id -> since when an unreachable member is watched
+        self._exiting: list[Member] = []  # connect again in the next turn
+        self._exiting_since_s: dict[str, float] = {}
+        self._refusals = LogLimiter(REFUSAL_LOG_S)
+        self._listener_paused = False  # until the next turn
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_reader, False)
         os.set_blocking(self._wake_writer, False)
-        self._ended = False
+        self._closed = False
         self._threads = [
             threading.Thread(target=self._run, name="lockstep-member", daemon=True),
             threading.Thread(target=self._serve_disk, name="lockstep-disk", daemon=True),
@@ -130,114 +137,110 @@ class Membership:
         for thread in self._threads:
             thread.start()
 
-    # -- what the main thread asks ----------------------------------------------------------------------------------------
+    # -- for the main thread --------------------------------------------------------------------------------------------
 
-    def ask(self, facts: Mapping[str, str], *, joins: bool) -> None:
-        """This worker is warm and wants in. `joins`: to those that are at work, and with nobody else."""
-        self._call(lambda: self.protocol.ask(time.monotonic(), facts, joins=joins))
+    def request_join(self, fingerprint: Mapping[str, str], *, is_joining: bool) -> None:
+        """Ask to join. is_joining: only workers that train already."""
+        self._call(lambda: self.protocol.request_join(time.monotonic(), fingerprint, is_joining=is_joining))
 
-    def know(self, facts: Mapping[str, str]) -> None:
-        """What must be equal on all members: who wants to join and differs is refused."""
+    def set_fingerprint(self, fingerprint: Mapping[str, str]) -> None:
+        """Set what must be equal on all members; joiners that differ are refused."""
+        self._call(lambda: self.protocol.set_fingerprint(dict(fingerprint), time.monotonic()))
 
-        self._call(lambda: self.protocol.know(dict(facts), time.monotonic()))
+    def next_generation(self, after: int) -> Generation:
+        """Wait for the first generation above `after` that this worker is in.
 
-    def next(self, after: int) -> Record:
-        """The first generation above `after` that this worker is in. FencedError, RunEnded or UsageError when there will be none;
-        OthersBegan when it has to ask again."""
+        FencedError, RunEnded, UsageError: there will be none. OthersStarted: it has to ask again.
+        """
         with self._turn:
-            while self._gone is None and not self._others_began and (self._formed is None or self._formed.number <= after):
-                if name := self.wants():
-                    self.stop(name)
-                self._turn.wait(WISH_S)  # with a limit, so that a signal's handler gets its turn
-            if self._others_began:
-                self._others_began = False
-                raise OthersBegan
-            if self._gone is not None:
-                raise self._gone
+            while self._exit_error is None and not self._others_started and (self._formed is None or self._formed.number <= after):
+                if name := self.local_stop_signal():
+                    self.request_stop(name)
+                self._turn.wait(SIGNAL_POLL_S)  # with a limit, so that signal handlers run
+            if self._others_started:
+                self._others_started = False
+                raise OthersStarted
+            if self._exit_error is not None:
+                raise self._exit_error
             assert self._formed is not None
             return self._formed
 
     @property
-    def stop_wanted(self) -> str:
-        """The signal with which the run is to stop, as far as this worker was told; "" for none."""
-        return self.protocol.stops
+    def stop_signal(self) -> str:
+        """The signal with which the run shall stop, as far as known; "" for none."""
+        return self.protocol.stop_signal
 
-    def stop(self, name: str) -> None:
-        """The run is to save and stop, as on the signal `name`: also while it waits for workers."""
-        if not self.stop_wanted:
-            self._call(lambda: self.protocol.stop(name, time.monotonic()))
+    def request_stop(self, name: str) -> None:
+        """Save and stop the run, as on the signal `name`; also while it waits for workers."""
+        if not self.stop_signal:
+            self._call(lambda: self.protocol.request_stop(name, time.monotonic()))
 
-    def left(self, report: Report) -> None:
-        """The main thread has left generation `report.number`."""
+    def report_left(self, report: LeaveReport) -> None:
+        """Report that the main thread has left generation `report.number`."""
         self._leaving_s = 0.0
-        self._call(lambda: self.protocol.left(report, time.monotonic()))
+        self._call(lambda: self.protocol.on_group_left(report, time.monotonic()))
 
-    def leaving(self) -> None:
-        """The main thread has begun to leave the group; `left` follows."""
+    def begin_leaving(self) -> None:
+        """Report that the main thread starts to leave the group; `report_left` follows."""
         self._leaving_s = time.monotonic()
 
     def evict(self, id: str, why: str) -> None:
-        """Go on without a member."""
+        """Remove a member from the run."""
         self._call(lambda: self.protocol.evict(id, why, time.monotonic()))
 
-    def close_doors(self) -> None:
-        """Let nobody join any more, and wait for nobody: the run is about to end."""
+    def stop_admitting(self) -> None:
+        """Admit no more joiners and wait for no workers: the run is about to end."""
+        self._call(self.protocol.stop_admitting)
 
-        def close() -> Sequence[Effect]:
-            self.protocol.limits = replace(self.protocol.limits, least=1)
-            return self.protocol.close_doors()
+    def generation_error(self, number: int) -> str:
+        """Return why generation `number` is over; "" while it lives."""
+        generation = self.protocol.generation
+        if self._exit_error is not None:
+            return str(self._exit_error)
+        return self.protocol.generation_error if generation is None or generation.number <= number else "a newer generation exists"
 
-        self._call(close)
-
-    def over(self, number: int) -> str:
-        """Why generation `number` has come to its end; "" while it lives."""
-        record = self.protocol.record
-        if self._gone is not None:
-            return str(self._gone)
-        return self.protocol.over if record is None or record.number <= number else "a newer generation exists"
-
-    def end(self, end: End) -> None:
-        """Write into the log that the run has ended; the others learn it there. Gives up when the disk does not do it."""
+    def publish_result(self, end: RunResult) -> None:
+        """Record the end of the run in the log, for the other workers. Gives up after 10 s."""
         done = threading.Event()
 
         def propose() -> None:
             with suppress(OSError):
-                ended = write_end(self.arbiter, end)
-                self._call(lambda: self.protocol.proposed(ended, time.monotonic()))
+                ended = write_result(self.generation_log, end)
+                self._call(lambda: self.protocol.on_proposed(ended, time.monotonic()))
             done.set()
 
         self._disk.put(propose)
         done.wait(10.0)
 
-    def await_end(self, number: int) -> None:
-        """Wait until the run has ended. PeersLostError when generation `number` breaks before that."""
+    def wait_for_result(self, number: int) -> None:
+        """Wait for the end of the run. PeersLostError when generation `number` breaks before."""
         while True:
             with self._turn:
-                if isinstance(self._gone, RunEnded):
+                if isinstance(self._exit_error, RunEnded):
                     return
-                if self._gone is not None:
-                    raise self._gone
+                if self._exit_error is not None:
+                    raise self._exit_error
                 self._turn.wait(0.05)
-            if why := self.over(number):
+            if why := self.generation_error(number):
                 raise PeersLostError(why)
 
     def close(self) -> None:
-        """End the threads and every link."""
-        if self._ended:
+        """Stop the threads and close every link."""
+        if self._closed:
             return
-        self._ended = True
+        self._closed = True
         self._calls.put(None)
         self._wake()
         self._threads[0].join(5.0)
-        self._disk.put(lambda: waiting.leave(self.folder, self.me, sign_too=True))
+        self._disk.put(lambda: waiting.unregister(self.folder, self.me, with_liveness=True))
         self._disk.put(None)
-        self._threads[1].join(2.0)  # the disk may be gone: the thread ends with the process
+        self._threads[1].join(2.0)  # if the disk blocks, the thread exits with the process
 
     def sockets(self) -> set[int]:
-        """The descriptors of the links: no part of the group."""
+        """Return the descriptors of the links, which do not belong to the process group."""
         return {self._listener.fileno(), *self._links}
 
-    # -- the thread ---------------------------------------------------------------------------------------------------------
+    # -- the membership thread ------------------------------------------------------------------------------------------
 
     def _call(self, function: Callable[[], Sequence[Effect]]) -> None:
         self._calls.put(function)
@@ -253,10 +256,10 @@ class Membership:
         try:
             while self._turn_once():
                 pass
-        except Exception as error:  # a fault of ours must end this worker, not leave it deaf
-            log.exception("the member thread failed")
-            self._leave(error)
-            self._cut()
+        except Exception as error:  # a bug here must end this worker, not leave it without heartbeats
+            log.exception("the membership thread failed")
+            self._exit(error)
+            self._abort_group()
         for link in list(self._links.values()):
             self._drop(link)
         self._selector.close()
@@ -264,12 +267,12 @@ class Membership:
         os.close(self._wake_reader)
 
     def _turn_once(self) -> bool:
-        """Wait for something to happen, or for the next tick; tell the protocol, and carry out what it wants."""
-        events_of = self._selector.select(AGAIN_S if self._dying or self._crowded else TICK_S)
-        if self._crowded:
-            self._crowded = False
+        """Process the events until the next tick. Return False when the thread shall stop."""
+        ready = self._selector.select(RETRY_S if self._exiting or self._listener_paused else TICK_S)
+        if self._listener_paused:
+            self._listener_paused = False
             self._selector.register(self._listener, selectors.EVENT_READ)
-        for key, events in events_of:
+        for key, events in ready:
             if key.fileobj is self._listener:
                 self._accept()
             elif key.fd == self._wake_reader:
@@ -282,254 +285,262 @@ class Membership:
                 function = self._calls.get_nowait()
                 if function is None:
                     return False
-                self._do(function())
+                self._apply(function())
         now_s = time.monotonic()
-        for link in [one for one in self._links.values() if not one.id and now_s - one.began_s > CONNECT_S]:
+        for link in [link for link in self._links.values() if not link.id and now_s - link.opened_s > CONNECT_S]:
             self._fail(link, refused=False)
-        again, self._dying = self._dying, []
-        for member in again:
+        exiting, self._exiting = self._exiting, []
+        for member in exiting:
             self._connect(member)
-        self._do(self.protocol.tick(now_s))
-        if self._leaving_s and now_s - self._leaving_s > LEAVE_S:
-            log.error("the main thread does not get out of the broken generation: this worker starts anew\n%s", stack_of(self.main_thread))
-            end_here("stuck on its way out of a broken group", "")
-        if self.protocol.over and self.protocol.phase == "in":
-            self._cut()  # again: the main thread may have opened more since
-            self._cut_s = self._cut_s or now_s
-            where = in_a_collective() if now_s - self._cut_s > STUCK_S else ""
-            forming = "in init_process_group" in where or "in new_group" in where
-            if where and now_s - self._cut_s > (STUCK_FORMING_S if forming else STUCK_S):
-                log.error(
-                    "a collective of the broken generation does not end, though its connections are cut: this worker starts anew\n%s", where
-                )
-                end_here("stuck in a broken group", where)
-        else:
-            self._cut_s = 0.0
-        self.waiting = self.protocol.waiting
+        self._apply(self.protocol.tick(now_s))
+        self._leave_broken_group(now_s)
+        self.joiner_count = self.protocol.joiner_count
         self._watch(now_s)
         return True
 
-    def _watch(self, now_s: float) -> None:
-        """As the hub, see whether everybody moves."""
-        protocol = self.protocol
-        if not protocol.leads or protocol.phase != "in" or protocol.over or protocol.record is None:
-            self.watch.forget()
+    def _leave_broken_group(self, now_s: float) -> None:
+        """Abort the group of a generation that is over; restart if the main thread is stuck."""
+        if self._leaving_s and now_s - self._leaving_s > LEAVE_S:
+            stack = stack_of(self.main_thread)
+            log.error("the main thread has not left the broken group within %g s: restarting this worker\n%s", LEAVE_S, stack)
+            exit_for_restart("stuck while leaving a broken group", "")
+        if not self.protocol.generation_error or self.protocol.phase != "in":
+            self._abort_s = 0.0
             return
-        self.watch.beat(self.me.id, doing_at(self.board), now_s)
-        verdict = self.watch.due(protocol.record, now_s)
+        self._abort_group()  # each turn: the main thread may have opened more sockets
+        self._abort_s = self._abort_s or now_s
+        stuck_s = now_s - self._abort_s
+        stack = stack_in_collective() if stuck_s > STUCK_S else ""
+        forming = "in init_process_group" in stack or "in new_group" in stack
+        if stack and stuck_s > (STUCK_FORMING_S if forming else STUCK_S):
+            log.error("a collective has not returned %.0f s after its group was aborted: restarting this worker\n%s", stuck_s, stack)
+            exit_for_restart("stuck in a collective of an aborted group", stack)
+
+    def _watch(self, now_s: float) -> None:
+        """As the coordinator, detect hangs and act on them."""
+        protocol = self.protocol
+        if not protocol.is_coordinator or protocol.phase != "in" or protocol.generation_error or protocol.generation is None:
+            self.watchdog.reset()
+            return
+        self.watchdog.on_heartbeat(self.me.id, read_status(self.board), now_s)
+        verdict = self.watchdog.new_verdict(protocol.generation, now_s)
         if verdict is None:
             return
         log.error("%s", verdict.paragraph)
-        self._disk.put(lambda: hangs(self.folder, verdict))
+        self._disk.put(lambda: record_hang(self.folder, verdict))
         why = verdict.paragraph.partition(";")[0]
-        if verdict.action == "end":
-            threading.Thread(target=self.end, args=(End(1, verdict.paragraph),), daemon=True).start()
+        if verdict.action == "abort":
+            threading.Thread(target=self.publish_result, args=(RunResult(1, verdict.paragraph),), daemon=True).start()
         elif self.me.id in verdict.culprits and verdict.action == "evict":
-            # The main thread cannot be told. Once this process has ended, the next member is the hub.
-            end_here(verdict.paragraph, stack_of(self.main_thread))
-        elif verdict.action != "tell":
+            # The main thread cannot react. After the exit the next member is the coordinator.
+            exit_for_restart(verdict.paragraph, stack_of(self.main_thread))
+        elif verdict.action != "warn":
             for id in verdict.culprits:
-                self._do(protocol.evict(id, why, now_s))
+                self._apply(protocol.evict(id, why, now_s))
             if not verdict.culprits:
-                self._do(protocol.break_up(why, now_s))
+                self._apply(protocol.regroup(why, now_s))
 
     def _ask_stack(self, id: str) -> None:
         if id == self.me.id:
-            self.watch.stack(id, stack_of(self.main_thread))
+            self.watchdog.on_stack(id, stack_of(self.main_thread))
         else:
-            self._do([Send(id, {"kind": "where"})])
+            self._apply([Send(id, {"kind": "where"})])
 
-    def _do(self, effects: Sequence[Effect]) -> None:
+    def _apply(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
-            if not isinstance(effect, Look) and not (isinstance(effect, Send) and effect.message["kind"] == "beat"):
+            if not isinstance(effect, ReadLog) and not (isinstance(effect, Send) and effect.message["kind"] == "beat"):
                 log.debug("%s", effect)
             match effect:
                 case Send(id, message):
                     if message["kind"] == "beat":
-                        message = {"kind": "beat", "doing": doing_at(self.board)}
-                    for link in [one for one in self._links.values() if one.id == id][:1]:
+                        message = {"kind": "beat", "doing": read_status(self.board)}
+                    for link in [link for link in self._links.values() if link.id == id][:1]:
                         link.send(message)
                         self._flush(link)
                 case Connect(member):
                     self._connect(member)
-                case Look(known):
-                    self._look(known)
-                case Propose(record):
-                    self._propose(record)
-                case Cut(why):
-                    newest = self.protocol.record
-                    if newest and newest.end and newest.end.code in AGREED:
-                        continue  # all have done all, and some may still be in the last collective
-                    ending = self.protocol.limits.most == 0  # the doors are closed: members leave when they are done
-                    log.log(logging.DEBUG if ending else logging.INFO, "generation %d is over: %s", self.protocol.number, why)
-                    self._cut()
-                case Form(record):
+                case ReadLog(known):
+                    self._read_log(known)
+                case Propose(generation):
+                    self._propose(generation)
+                case AbortGroup(why):
+                    newest = self.protocol.generation
+                    if newest and newest.end and newest.end.code in AGREED_CODES:
+                        continue  # the run is complete, but some ranks may still be in the last collective
+                    ending = self.protocol.limits.max_workers == 0  # `stop_admitting`: members leave when they are done
+                    log.log(logging.DEBUG if ending else logging.INFO, "generation %d ended: %s", self.protocol.number, why)
+                    self._abort_group()
+                case FormGroup(generation):
                     with self._turn:
-                        self._formed = record
+                        self._formed = generation
                         self._turn.notify_all()
-                    self._disk.put(self._leave_room)
-                case Prepare():
-                    self._disk.put(self._leave_room)
+                    self._disk.put(self._unregister)
+                case GetReady():
+                    self._disk.put(self._unregister)
                     with self._turn:
-                        self._others_began = True
+                        self._others_started = True
                         self._turn.notify_all()
-                case Leave(why, fenced, end):
-                    self._leave(RunEnded(end) if end else FencedError(why) if fenced else UsageError(why, self.me.id, SAME))
-                case Say(text):
+                case Exit(why, fenced, end):
+                    self._exit(RunEnded(end) if end else FencedError(why) if fenced else UsageError(why, self.me.id, SAME))
+                case LogMessage(text):
                     log.warning("%s", text)
 
-    def _cut(self) -> None:
-        with suppress(OSError):  # out of descriptors: each turn tries again, as long as the generation is over
-            self.on_cut()
+    def _abort_group(self) -> None:
+        with suppress(OSError):  # out of descriptors: the next turn tries again
+            self.on_abort()
 
-    def _leave(self, error: Exception) -> None:
+    def _exit(self, error: Exception) -> None:
+        """Raise `error` in the main thread when it asks for the next generation."""
         with self._turn:
-            self._gone = error
+            self._exit_error = error
             self._turn.notify_all()
 
     # -- links --------------------------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        """Accept waiting connections. Unauthenticated peers may use an eighth of the descriptors. At the limit the oldest such connection
-        is closed for the next one, unless it is younger than YOUNG_S."""
-        most = most_strangers()
+        """Accept waiting connections. Unauthenticated peers may use an eighth of the descriptors.
+
+        At the limit, a new connection replaces the oldest such one if that is older than KEEP_S.
+        """
+        limit = max_unauthenticated()
         while True:
-            strangers = [link for link in self._links.values() if not link.ours and not link.id]
-            oldest = min(strangers, key=lambda link: link.began_s) if strangers else None
-            if oldest and len(strangers) >= most:
-                if time.monotonic() - oldest.began_s < YOUNG_S:
-                    self._leave_listener()
+            unauthenticated = [link for link in self._links.values() if not link.is_client and not link.id]
+            oldest = min(unauthenticated, key=lambda link: link.opened_s) if unauthenticated else None
+            if oldest and len(unauthenticated) >= limit:
+                if time.monotonic() - oldest.opened_s < KEEP_S:
+                    self._pause_listener()
                     return
-                self._refuse(oldest, f"more than {most} connections are open whose peers have not proved to know this run's token")
+                self._refuse(oldest, f"more than {limit} unauthenticated connections are open")
             try:
                 connection, _ = self._listener.accept()
-                self._add(Link(connection, self.token, self.me.id, vars(self.me), ours=False, began_s=time.monotonic()))
+                self._add(Link(connection, self.token, self.me.id, vars(self.me), is_client=False, opened_s=time.monotonic()))
             except BlockingIOError:
                 return
-            except ConnectionError:  # its peer has closed it already
+            except ConnectionError:  # already closed by its peer
                 continue
             except OSError as error:  # out of descriptors or memory
                 if oldest:
                     self._refuse(oldest, f"no connection can be accepted ({error.strerror})")
-                self._leave_listener()
+                self._pause_listener()
                 return
 
-    def _leave_listener(self) -> None:
+    def _pause_listener(self) -> None:
         """Ignore the listener until the next turn."""
-        if not self._crowded:
-            self._crowded = True
+        if not self._listener_paused:
+            self._listener_paused = True
             self._selector.unregister(self._listener)
 
     def _connect(self, member: Member) -> None:
-        if not within_reach(member.loopback):
-            self._wait_for_sign(member)
+        if not is_loopback_reachable(member.loopback):
+            self._watch_unreachable(member)
             return
         host, _, port = member.address.rpartition(":")
         try:
             connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         except OSError as error:  # out of descriptors
-            log.debug("no connection to %s can be opened: %s", member.id, error)
-            self._do(self.protocol.connect_failed(member.id, False, time.monotonic()))
+            log.debug("cannot open a connection to %s: %s", member.id, error)
+            self._apply(self.protocol.on_connect_failed(member.id, False, time.monotonic()))
             return
         connection.setblocking(False)
         code = connection.connect_ex((host, int(port)))
         if code not in (0, errno.EINPROGRESS):
             connection.close()
-            self._do(self.protocol.connect_failed(member.id, code == errno.ECONNREFUSED, time.monotonic()))
+            self._apply(self.protocol.on_connect_failed(member.id, code == errno.ECONNREFUSED, time.monotonic()))
             return
-        began_s = time.monotonic()
-        self._add(Link(connection, self.token, self.me.id, vars(self.me), True, began_s, expected=member.id, member=vars(member)))
+        opened_s = time.monotonic()
+        self._add(Link(connection, self.token, self.me.id, vars(self.me), True, opened_s, expected_id=member.id, member=vars(member)))
 
-    def _wait_for_sign(self, member: Member) -> None:
-        """Watch a member whose loopback address belongs to another host: it counts as dead without a sign in the run folder for SIGN_S."""
+    def _watch_unreachable(self, member: Member) -> None:
+        """Treat an unreachable member as dead if its liveness file does not change for LIVENESS_S."""
         now_s = time.monotonic()
         if not self._unreachable_since_s:
-            log.info("%s has a loopback address of another host: waiting %g s for a sign of life in the run folder", member.id, SIGN_S)
+            log.info("%s has a loopback address of another host: waiting %g s for its liveness file", member.id, LIVENESS_S)
         since_s = self._unreachable_since_s.setdefault(member.id, now_s)
-        self._do(self.protocol.connect_failed(member.id, now_s - since_s > SIGN_S, now_s))
+        self._apply(self.protocol.on_connect_failed(member.id, now_s - since_s > LIVENESS_S, now_s))
 
     def _refuse_second_training(self, member: Member) -> Sequence[Effect]:
-        """End this start: another host trains in this folder."""
-        self.protocol.phase = "gone"
-        self._leave(
+        """Abort this start: another host trains in this folder."""
+        effects = self.protocol.abort_start()
+        self._exit(
             UsageError(
                 f"another training is running on host {member.host}, in {self.folder}",
-                f"generation {self.protocol.number}: {member.id} listens at {member.address}, which only that host reaches, and is alive",
+                f"generation {self.protocol.number}: the liveness file of {member.id}, at {member.address} on that host, changes",
                 "wait for it, stop it there (lockstep launch --stop), or give another --out; to train on both hosts, use --hosts",
             )
         )
-        return []
+        return effects
 
     def _add(self, link: Link) -> None:
         self._links[link.socket.fileno()] = link
         self._selector.register(link.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, link)
 
     def _serve(self, link: Link, events: int) -> None:
-        known = link.id
+        was_authenticated = bool(link.id)
         try:
             error = link.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if error:
                 raise OSError(error, os.strerror(error))
             messages = link.receive() if events & selectors.EVENT_READ else []
-            if link.id and not known:
-                self._met(link)
+            if link.id and not was_authenticated:
+                self._on_authenticated(link)
             for message in messages:
-                self._hear(link, message)
+                self._on_message(link, message)
             self._flush(link)
         except (EOFError, ConnectionResetError):
-            self._fail(link, refused=False, dying=link.ours and not link.id)
+            self._fail(link, refused=False, exiting=link.is_client and not link.id)
         except OSError as error:
             self._fail(link, refused=error.errno == errno.ECONNREFUSED)
-        except (Stranger, KeyError, TypeError, ValueError) as error:
+        except (AuthenticationError, KeyError, TypeError, ValueError) as error:
             self._refuse(link, str(error))
 
     def _refuse(self, link: Link, why: str) -> None:
-        peer = peer_of(link.socket)
+        peer = peer_address(link.socket)
         if times := self._refusals.due((peer, why), time.monotonic()):
             log.warning("refused a connection from %s%s: %s", peer, f", {times} times" if times > 1 else "", why)
         self._fail(link, refused=False)
 
-    def _met(self, link: Link) -> None:
-        self._dying_since_s.pop(link.expected, None)
-        if link.ours and link.id != link.expected:  # its port is another worker's now
+    def _on_authenticated(self, link: Link) -> None:
+        self._exiting_since_s.pop(link.expected_id, None)
+        if link.is_client and link.id != link.expected_id:  # another worker has its port now
             self._fail(link, refused=True)
-        elif not link.id.startswith("control/") and len([one for one in self._links.values() if one.id == link.id]) == 1:
-            self._do(self.protocol.link_up(link.id, time.monotonic()))
+        elif not link.id.startswith("control/") and len([other for other in self._links.values() if other.id == link.id]) == 1:
+            self._apply(self.protocol.on_link_up(link.id, time.monotonic()))
 
-    def _hear(self, link: Link, message: dict[str, Any]) -> None:
+    def _on_message(self, link: Link, message: dict[str, Any]) -> None:
         if link.id.startswith("control/"):
             link.send(self._answer(message))
         elif message["kind"] == "beat":
-            self.protocol.heard_s[link.id] = time.monotonic()
-            self.watch.beat(link.id, message.get("doing"), time.monotonic())
+            self._apply(self.protocol.on_message(link.id, message, time.monotonic()))
+            self.watchdog.on_heartbeat(link.id, message.get("doing"), time.monotonic())
         elif message["kind"] == "where":
-            threading.Thread(target=self._say_where, args=(link.id,), daemon=True).start()
+            threading.Thread(target=self._send_stack, args=(link.id,), daemon=True).start()
         elif message["kind"] == "here":
-            self.watch.stack(link.id, str(message["stack"]))
+            self.watchdog.on_stack(link.id, str(message["stack"]))
         else:
-            self._do(self.protocol.heard(link.id, message, time.monotonic()))
+            self._apply(self.protocol.on_message(link.id, message, time.monotonic()))
 
-    def _say_where(self, id: str) -> None:
-        """Tell the hub the main thread's stack. On a thread of its own: source files are read from a disk, which may not answer."""
+    def _send_stack(self, id: str) -> None:
+        """Send the main thread's stack; on a separate thread, since it reads source files."""
         message = {"kind": "here", "stack": stack_of(self.main_thread)}
         self._call(lambda: [Send(id, message)])
 
     def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a person's command."""
+        """Return the answer to a control command."""
         if message["kind"] == "stop":
             name = str(message.get("signal"))
-            self._do(self.protocol.stop(name if EXIT_CODES.get(name) else "SIGTERM", time.monotonic()))
+            self._apply(self.protocol.request_stop(name if STOP_EXIT_CODES.get(name) else "SIGTERM", time.monotonic()))
             return {"kind": "stopping", "id": self.me.id}
-        known = {"id": self.me.id, "membership": self.protocol.phase, "number": self.protocol.number, "waiting": self.protocol.waiting}
-        return {"kind": "status", **known, "doing": doing_at(self.board)}
+        protocol = self.protocol
+        known = {"id": self.me.id, "membership": protocol.phase, "number": protocol.number, "waiting": protocol.joiner_count}
+        return {"kind": "status", **known, "doing": read_status(self.board)}
 
     def _flush(self, link: Link) -> None:
         try:
             link.flush()
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.has_more else 0)
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.has_outgoing else 0)
             self._selector.modify(link.socket, wanted, link)
         except KeyError:
-            return  # dropped meanwhile
+            return  # dropped in the meantime
         except OSError:
             self._fail(link, refused=False)
 
@@ -538,130 +549,135 @@ class Membership:
             self._selector.unregister(link.socket)
         link.socket.close()
 
-    def _fail(self, link: Link, *, refused: bool, dying: bool = False) -> None:
-        """A link is gone, or never came to be.
+    def _fail(self, link: Link, *, refused: bool, exiting: bool = False) -> None:
+        """Drop a link that broke or was never established.
 
-        dying  the other side took the connection and let it fall before it was known: the kernel is taking a killed process apart, which
-               takes the longer the more memory it had. A moment later it refuses. One that does so for DYING_S does not want this worker
+        exiting  the peer accepted the connection and closed it before the handshake: the kernel is
+                 tearing down a killed process, which takes longer the more memory it had, and soon
+                 refuses. A peer that does so for longer than EXITING_S rejects this worker.
         """
-        met = link.id and not (link.ours and link.id != link.expected)
+        authenticated = link.id and not (link.is_client and link.id != link.expected_id)
         self._drop(link)
-        if met and not link.id.startswith("control/"):
-            if not any(one.id == link.id for one in self._links.values()):
-                self._do(self.protocol.link_down(link.id, time.monotonic()))
-        elif dying and time.monotonic() - self._dying_since_s.setdefault(link.expected, time.monotonic()) < DYING_S:
-            self._dying.append(Member(**link.member))
-        elif link.ours:
+        if authenticated and not link.id.startswith("control/"):
+            if not any(other.id == link.id for other in self._links.values()):
+                self._apply(self.protocol.on_link_down(link.id, time.monotonic()))
+        elif exiting and time.monotonic() - self._exiting_since_s.setdefault(link.expected_id, time.monotonic()) < EXITING_S:
+            self._exiting.append(Member(**link.member))
+        elif link.is_client:
             if refused:
-                self._dying_since_s.pop(link.expected, None)
-            self._do(self.protocol.connect_failed(link.expected, refused, time.monotonic()))
+                self._exiting_since_s.pop(link.expected_id, None)
+            self._apply(self.protocol.on_connect_failed(link.expected_id, refused, time.monotonic()))
 
-    # -- the disk -----------------------------------------------------------------------------------------------------------
+    # -- the disk thread ------------------------------------------------------------------------------------------------
 
     def _serve_disk(self) -> None:
         while (job := self._disk.get()) is not None:
             try:
                 job()
             except OSError as error:
-                log.debug("the run folder: %s", error)
-                self._call(lambda: self.protocol.disk_failed(time.monotonic()))
+                log.debug("run folder: %s", error)
+                self._call(lambda: self.protocol.on_disk_error(time.monotonic()))
             finally:
-                self._busy_looking = False
+                self._reading_log = False
 
-    def _leave_room(self) -> None:
-        waiting.leave(self.folder, self.me)
-        self._shown = False  # who asks again shows itself again
+    def _unregister(self) -> None:
+        waiting.unregister(self.folder, self.me)
+        self._registered = False
 
-    def _look(self, known: int) -> None:
-        if self._busy_looking:
+    def _read_log(self, known: int) -> None:
+        if self._reading_log:
             return
-        self._busy_looking = True
-        out, signs = self.protocol.phase == "out", self.protocol.signs
-        shows = out and self.protocol.asked
-        members = self.protocol.record.members if self.protocol.record else ()
+        self._reading_log = True
+        outside, writes_liveness = self.protocol.phase == "out", self.protocol.writes_liveness
+        registers = outside and self.protocol.join_requested
+        members = self.protocol.generation.members if self.protocol.generation else ()
 
-        def look() -> None:
-            if shows and not self._shown:
-                waiting.show(self.folder, self.me)
-                self._shown = True
-            if signs:
-                waiting.sign(self.folder, self.me)
-            newest = self.arbiter.newest(known)
-            room = list(waiting.members(self.folder)) if out else []
-            before, self._signs = self._signs, waiting.signs(self.folder, members) if out else {}
-            alive = [id for id, sign in self._signs.items() if before.get(id, sign) != sign]
-            for one in members:
-                if one.id in alive and not within_reach(one.loopback):
-                    self._call(partial(self._refuse_second_training, one))
+        def read() -> None:
+            if registers and not self._registered:
+                waiting.register(self.folder, self.me)
+                self._registered = True
+            if writes_liveness:
+                waiting.write_liveness(self.folder, self.me)
+            newest = self.generation_log.newest(known)
+            room = list(waiting.registered_members(self.folder)) if outside else []
+            before, self._liveness = self._liveness, waiting.read_liveness(self.folder, members) if outside else {}
+            alive = [id for id, content in self._liveness.items() if before.get(id, content) != content]
+            for member in members:
+                if member.id in alive and not is_loopback_reachable(member.loopback):
+                    self._call(partial(self._refuse_second_training, member))
                     return
-            self._call(lambda: self.protocol.looked(newest, room, time.monotonic(), alive))
+            self._call(lambda: self.protocol.on_log_read(newest, room, time.monotonic(), alive))
 
-        self._disk.put(look)
+        self._disk.put(read)
 
-    def _propose(self, record: Record) -> None:
-        """Propose with a store on this worker, which listens before anybody can know of it: nobody has to wait for it."""
+    def _propose(self, generation: Generation) -> None:
+        """Propose a generation with a store here, which listens before the proposal is visible."""
 
         def propose() -> None:
-            with socket.create_server((self.seat.address, 0), backlog=1024) as listener:
+            with socket.create_server((self.worker_env.address, 0), backlog=1024) as listener:
                 host, port = listener.getsockname()[:2]
-                wanted = replace(record, store=f"{host}:{port}")
-                winner = self.arbiter.propose(wanted)
+                wanted = replace(generation, store=f"{host}:{port}")
+                winner = self.generation_log.propose(wanted)
                 if winner.token == wanted.token and wanted.members:
                     size = len(wanted.members)
                     descriptor = listener.detach()
                     try:
                         self._store = TCPStore(host, port, size, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
                     except RuntimeError as error:  # out of descriptors
-                        raise OSError(None, f"no store can be opened: {error}") from error
-            self._call(lambda: self.protocol.proposed(winner, time.monotonic()))
+                        raise OSError(None, f"cannot open a store: {error}") from error
+            self._call(lambda: self.protocol.on_proposed(winner, time.monotonic()))
 
         self._disk.put(propose)
 
 
-def end_here(why: str, stack: str) -> NoReturn:
-    """End this process, whose main thread does not listen, for another in its place."""
-    tell_parent(Account(FencedError.exit_code, time.monotonic(), why, stack, lost_peers=True))
-    let_out()
+def exit_for_restart(why: str, stack: str) -> NoReturn:
+    """Exit at once, since the main thread is stuck; the agent starts a new worker."""
+    send_exit_report(ExitReport(FencedError.exit_code, time.monotonic(), why, stack, lost_peers=True))
+    flush_log()
     os._exit(FencedError.exit_code)
 
 
-def in_a_collective() -> str:
-    """The stack of a thread that is in a collective of torch; "" when none is."""
+def stack_in_collective() -> str:
+    """Return the stack of a thread in a collective of torch; "" if there is none."""
     for frame in sys._current_frames().values():
         if any(entry.f_code.co_filename.endswith("distributed_c10d.py") for entry, _ in traceback.walk_stack(frame)):
             return "".join(traceback.format_stack(frame))
     return ""
 
 
-def hang_limits(limits: Limits) -> hang.Limits:
-    """The limits of the hang verdict for a run's own."""
-    allowances_s = hang.ALLOWANCES_S | {"evaluating": limits.evaluate_s}
-    return hang.Limits(hang_s=limits.hang_s, allowances_s=allowances_s, silent_s=limits.silent_s, then=limits.on_hang)
+def hang_limits(limits: ElasticLimits) -> hang.HangLimits:
+    allowances_s = hang.ALLOWANCES_S | {"evaluating": limits.evaluate_timeout_s}
+    return hang.HangLimits(
+        hang_timeout_s=limits.hang_timeout_s,
+        allowances_s=allowances_s,
+        heartbeat_timeout_s=limits.heartbeat_timeout_s,
+        action=limits.on_hang,
+    )
 
 
-def write_end(arbiter: Arbiter, end: End) -> Record:
-    """Write into the log that the run has ended; the record that says so, which may be another's."""
-    newest = arbiter.newest()
+def write_result(generation_log: GenerationLog, end: RunResult) -> Generation:
+    """Record the end of the run in the log; return the record, which may be another worker's."""
+    newest = generation_log.newest()
     while newest is None or not newest.end:
         number, step = (newest.number + 1, newest.step) if newest else (1, 0)
-        newest = arbiter.propose(Record(number, new_token(), (), "", step, end.text or "the run has ended", end=end))
+        newest = generation_log.propose(Generation(number, new_token(), (), "", step, end.text or "the run ended", end=end))
     return newest
 
 
-def hangs(run: Path, verdict: hang.Verdict) -> None:
-    """Note the verdict in the run's diary."""
-    note(run, "hang", culprits=list(verdict.culprits), action=verdict.action, why=verdict.paragraph)
+def record_hang(run: Path, verdict: hang.HangVerdict) -> None:
+    """Write the verdict to events.jsonl."""
+    append_event(run, "hang", culprits=list(verdict.culprits), action=verdict.action, why=verdict.paragraph)
 
 
-def most_strangers() -> int:
-    """Return how many connections of unauthenticated peers may be open."""
+def max_unauthenticated() -> int:
+    """Return how many unauthenticated connections may be open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(16, min(256, soft // 8)) if soft != resource.RLIM_INFINITY else 256
 
 
-def peer_of(connection: socket.socket) -> str:
-    """The other side's address, for the log."""
+def peer_address(connection: socket.socket) -> str:
+    """Return the peer's address, for the log."""
     try:
         return str(connection.getpeername()[0])
     except OSError:
-        return "somebody"
+        return "an unknown address"

@@ -1,12 +1,13 @@
-"""The run folder's own parts, made once when a run starts, and whether the folder can be used now.
+"""The run folder: its subfolders, created once when a run starts, and whether it is usable now.
 
-    RUN/token         by which the folder is known (wire.py)
-    RUN/generations   the log (arbiter.py)
-    RUN/waiting       the waiting room (waiting.py)
-    RUN/logs          what the workers show
+    RUN/token         secret token, which identifies the folder (link.py)
+    RUN/generations   the log of generations (generation_log.py)
+    RUN/waiting       the waiting room (waiting_room.py)
+    RUN/logs          output of the workers
 
-On a shared disk the folder may be away for a while: unmounted, read-only, an empty one or another run's in its place. A part that was
-made and is missing means just that. Nobody makes it anew, or the run would have two logs when the disk is back: whoever needs it waits.
+A folder on a shared disk may be unavailable for a while: unmounted, read-only, empty, or another
+run's in its place. So a missing subfolder is never created again while the run lives: there would
+be two logs once the disk is back. A process that needs it waits.
 """
 
 from __future__ import annotations
@@ -21,53 +22,56 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.elastic import waiting_room as waiting
-from lockstep.elastic.generation_log import Arbiter
+from lockstep.elastic.generation_log import GenerationLog
 from lockstep.elastic.link import make_token, read_token
 from lockstep.errors import CheckpointError, DamagedFileError, DataError, LockstepError, SaveFailedError
-from lockstep.runtime.worker_env import Seat
+from lockstep.runtime.worker_env import WorkerEnv
 
 log = logging.getLogger("lockstep")
-PARTS = ("generations", waiting.FOLDER, "logs")
-LOOK_S = 0.25
+SUBFOLDERS = ("generations", waiting.FOLDER, "logs")
+POLL_S = 0.25
 
 
-def make(run: Path, host: str) -> str:
-    """Make the parts that are missing, for a run that starts now; what the folder is known by. OSError when it cannot be written."""
-    for part in PARTS:
-        (run / part).mkdir(parents=True, exist_ok=True)
+def create_run_folder(run: Path, host: str) -> str:
+    """Create what is missing for a new start; return the folder's id. OSError: not writable."""
+    for name in SUBFOLDERS:
+        (run / name).mkdir(parents=True, exist_ok=True)
     make_token(run)
-    try_to_write(run, host, 0)
-    return mark(read_token(run))
+    check_writable(run, host, 0)
+    return folder_id(read_token(run))
 
 
-def mark(token: bytes) -> str:
-    """What tells the folder with this token from others. The token cannot be found from it."""
+def folder_id(token: bytes) -> str:
+    """Return a public id of the folder with this token, from which the token cannot be derived."""
     return hashlib.sha256(b"run folder " + token).hexdigest()[:16]
 
 
-def known_by(run: Path) -> str:
-    """What a run folder is known by; "" when it has no token."""
+def read_folder_id(run: Path) -> str:
+    """Return the id of a run folder; "" when it has no token."""
     try:
-        return mark(read_token(run))
+        return folder_id(read_token(run))
     except FileNotFoundError:
         return ""
 
 
-def token_of(seat: Seat) -> bytes:
-    """The token of the run that a worker is for. OSError when its folder is not there."""
-    token = read_token(Path(seat.folder))
-    if seat.folder_mark and mark(token) != seat.folder_mark:
-        raise OSError(errno.ESTALE, "another run's token is there", seat.folder)
+def read_worker_token(env: WorkerEnv) -> bytes:
+    """Read the token of a worker's run. OSError when the folder is unavailable or another run's."""
+    token = read_token(Path(env.folder))
+    if env.folder_mark and folder_id(token) != env.folder_mark:
+        raise OSError(errno.ESTALE, "the folder has the token of another run", env.folder)
     return token
 
 
-def trouble(seat: Seat) -> str:
-    """Why the folder of a worker's run cannot be used now; "" when it can. UsageError when others than its owner can read its token."""
-    run = Path(seat.folder)
+def folder_error(env: WorkerEnv) -> str:
+    """Return why the folder of a worker's run is unusable now; "" when it is usable.
+
+    UsageError: users other than the owner can read its token.
+    """
+    run = Path(env.folder)
     try:
-        token_of(seat)
-        Arbiter(run / "generations", since=seat.known).newest()
-        try_to_write(run, seat.host, seat.slot)
+        read_worker_token(env)
+        GenerationLog(run / "generations", since=env.known_generation).newest()
+        check_writable(run, env.host, env.slot)
     except DamagedFileError as error:
         return error.what
     except OSError as error:
@@ -75,30 +79,30 @@ def trouble(seat: Seat) -> str:
     return ""
 
 
-def try_to_write(run: Path, host: str, slot: int) -> None:
-    """Make a file and remove it. OSError when that cannot be done. What is left after a kill goes with the slot's other files."""
+def check_writable(run: Path, host: str, slot: int) -> None:
+    """Create and remove a file, or raise OSError. `remove_stale_files` cleans up after a kill."""
     path = run / waiting.FOLDER / f".{host}-{slot}-{secrets.token_hex(4)}.json"
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     with suppress(FileNotFoundError):
         path.unlink()
 
 
-def wait_for(seat: Seat) -> None:
-    """Return when the folder of a worker's run can be used."""
-    began_s, said = time.monotonic(), False
-    while why := trouble(seat):
-        if not said:
-            log.warning("the run folder cannot be used (%s); the new worker of %s/%d waits for it", why, seat.host, seat.slot)
-        said = True
-        time.sleep(LOOK_S)
-    if said:
-        log.warning("the run folder is there again after %.0f s; %s/%d goes on", time.monotonic() - began_s, seat.host, seat.slot)
+def wait_until_usable(env: WorkerEnv) -> None:
+    """Return when the folder of a worker's run is usable."""
+    started_s, logged = time.monotonic(), False
+    while why := folder_error(env):
+        if not logged:
+            log.warning("the run folder cannot be used (%s); worker %s/%d waits for it", why, env.host, env.slot)
+        logged = True
+        time.sleep(POLL_S)
+    if logged:
+        log.warning("the run folder is usable again after %.0f s; %s/%d continues", time.monotonic() - started_s, env.host, env.slot)
 
 
-def about_files(error: BaseException | None) -> bool:
-    """Whether an error may come from a folder that is away: the system's, one that it led to, or what another worker told of one."""
+def may_be_folder_error(error: BaseException | None) -> bool:
+    """Whether an unavailable run folder may have caused an error, here or on another worker."""
     if isinstance(error, SaveFailedError):
-        return False  # the run is to end with it, wherever it came from
+        return False  # ends the run, whatever its cause
     while error is not None:
         if isinstance(error, OSError | DataError | CheckpointError) or type(error) is LockstepError:
             return True

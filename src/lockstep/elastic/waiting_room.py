@@ -1,7 +1,9 @@
-"""The waiting room, RUN/waiting: those who are in no generation show there where they listen, so that they find each other.
+"""The waiting room, RUN/waiting, where workers outside every generation publish their addresses.
 
-HOST-SLOT-RANDOM.json is written by its worker, which takes it away as soon as it is in; of one that was killed before, its agent does.
-HOST-SLOT-RANDOM.sign changes as long as its worker leads: whoever cannot reach it, but sees the run folder, knows that it lives.
+    HOST-SLOT-RANDOM.json  address of a waiting worker; removed when it joins, or by its agent
+    HOST-SLOT-RANDOM.sign  liveness file: changes while its worker is the coordinator
+
+A worker that cannot reach a member but sees its liveness file change knows that the member lives.
 """
 
 from __future__ import annotations
@@ -13,52 +15,50 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.elastic.generation_log import Member
-from lockstep.files import read_json, read_text, regular, write_json
+from lockstep.files import open_regular, read_json, read_text, write_json
 
 FOLDER = "waiting"
 
 
-def path_of(run: Path, one: Member, ending: str = "json") -> Path:
-    """Its file."""
-    return run / FOLDER / f"{one.id.replace('/', '-')}.{ending}"
+def file_of(run: Path, member: Member, suffix: str = "json") -> Path:
+    return run / FOLDER / f"{member.id.replace('/', '-')}.{suffix}"
 
 
-def show(run: Path, me: Member) -> None:
-    """Show others that this worker is in no generation, and where it listens. OSError when the room is not there."""
-    write_json(path_of(run, me), vars(me))
+def register(run: Path, me: Member) -> None:
+    """Publish this worker's address. OSError when the waiting room is missing."""
+    write_json(file_of(run, me), vars(me))
 
 
-def members(run: Path) -> Iterator[Member]:
-    """Those who have shown themselves. Some may have ended since: a refused connection tells."""
+def registered_members(run: Path) -> Iterator[Member]:
+    """Yield the workers in the waiting room. Some may have exited; their ports refuse."""
     for path in sorted((run / FOLDER).glob("[!.]*.json")):
         with suppress(OSError, ValueError, TypeError):
             yield Member.from_json(read_json(path))
 
 
-def sign(run: Path, me: Member) -> None:
-    """Show that this worker lives."""
-    with open(path_of(run, me, "sign"), "w", encoding="utf-8", opener=regular) as file:
+def write_liveness(run: Path, me: Member) -> None:
+    with open(file_of(run, me, "sign"), "w", encoding="utf-8", opener=open_regular) as file:
         file.write(str(time.monotonic_ns()))
 
 
-def signs(run: Path, some: Iterable[Member]) -> dict[str, str]:
-    """The newest signs of `some`, as far as there are any."""
-    found = {}
-    for one in some:
+def read_liveness(run: Path, members: Iterable[Member]) -> dict[str, str]:
+    """Return id -> content of the liveness file, for the members that have one."""
+    contents = {}
+    for member in members:
         with suppress(OSError, ValueError):
-            found[one.id] = read_text(path_of(run, one, "sign"))
-    return found
+            contents[member.id] = read_text(file_of(run, member, "sign"))
+    return contents
 
 
-def leave(run: Path, me: Member, *, sign_too: bool = False) -> None:
-    """Take this worker's file away."""
-    path_of(run, me).unlink(missing_ok=True)
-    if sign_too:
-        path_of(run, me, "sign").unlink(missing_ok=True)
+def unregister(run: Path, me: Member, *, with_liveness: bool = False) -> None:
+    """Remove this worker from the waiting room."""
+    file_of(run, me).unlink(missing_ok=True)
+    if with_liveness:
+        file_of(run, me, "sign").unlink(missing_ok=True)
 
 
-def sweep(run: Path, host: str, slot: int) -> None:
-    """Take away what is left of the workers of a slot, in which nobody sits."""
+def remove_stale_files(run: Path, host: str, slot: int) -> None:
+    """Remove the files of earlier workers of an empty slot."""
     for path in (run / FOLDER).glob("*"):
         if re.fullmatch(rf"\.?{re.escape(host)}-{slot}-[0-9a-f]+\.(json|sign).*", path.name):
             path.unlink(missing_ok=True)

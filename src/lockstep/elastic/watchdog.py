@@ -1,6 +1,6 @@
-"""The hub's eye on the members of its generation: what each does, as it says with every beat; and, when nothing moves, a verdict.
+"""The coordinator's watchdog: collects each member's status from heartbeats and reports hangs.
 
-The verdict itself is hang.py's. It is asked for twice: once to see that something hangs, and again with the stacks of those to blame.
+The diagnosis is hang.py's. It is made twice: to detect a hang, and again with the culprits' stacks.
 """
 
 from __future__ import annotations
@@ -11,55 +11,56 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.elastic.generation_log import Member, Record
-from lockstep.elastic.hang import Limits, Seen, Verdict, judge
+from lockstep.elastic.generation_log import Generation, Member
+from lockstep.elastic.hang import HangLimits, HangVerdict, MemberSnapshot, diagnose
 from lockstep.runtime import status_board as board
-from lockstep.runtime.status_board import Doing
-from lockstep.runtime.worker_env import look
+from lockstep.runtime.status_board import Status
+from lockstep.runtime.worker_env import process_stat
 
-LOOK_S = 1.0
-STACK_S = 1.0  # how long a culprit has to say where it is
+CHECK_S = 1.0  # interval between diagnoses
+STACK_S = 1.0  # how long to wait for the stack of a culprit
 
 
 @dataclass
-class Watch:
-    """What a hub knows of the others.
+class Watchdog:
+    """What the coordinator knows of the members.
 
-    host       where it lives: of processes there it sees whether they are stopped
-    ask_stack  asks a member for its main thread's stack; `stack` has the answer, if it comes
+    host       its own host, where it can see the state of processes
+    ask_stack  requests the stack of a member's main thread; `on_stack` takes the answer
     """
 
-    limits: Limits
+    limits: HangLimits
     host: str
     ask_stack: Callable[[str], None]
-    told: dict[str, tuple[Doing, float]] = field(default_factory=dict)  # id -> what it last said, and when that came
+    statuses: dict[str, tuple[Status, float]] = field(default_factory=dict)  # id -> (newest, when)
     stacks: dict[str, str] = field(default_factory=dict)
-    _looked_s: float = 0.0
+    _checked_s: float = 0.0
     _suspects: tuple[str, ...] = ()
     _suspected_s: float = 0.0
-    _said: tuple[Any, ...] = ()
+    _reported: tuple[Any, ...] = ()
 
-    def beat(self, id: str, doing: Mapping[str, Any] | None, now_s: float) -> None:
-        """A member said what it does."""
-        if doing:
-            self.told[id] = (Doing(**doing), now_s)
+    def on_heartbeat(self, id: str, status: Mapping[str, Any] | None, now_s: float) -> None:
+        """Store the status of a member."""
+        if status:
+            self.statuses[id] = (Status(**status), now_s)
 
-    def stack(self, id: str, text: str) -> None:
-        """A member said where its main thread is."""
+    def on_stack(self, id: str, text: str) -> None:
+        """Store the stack of a member's main thread."""
         self.stacks[id] = text
 
-    def forget(self) -> None:
-        """Another generation: what was known of the last one is of no use."""
-        self.told, self.stacks, self._suspects, self._said = {}, {}, (), ()
+    def reset(self) -> None:
+        """Forget the previous generation."""
+        self.statuses, self.stacks, self._suspects, self._reported = {}, {}, (), ()
 
-    def due(self, record: Record, now_s: float) -> Verdict | None:
-        """The verdict, once, when something hangs; None otherwise, and while culprits are asked for their stacks."""
-        if now_s - self._looked_s < LOOK_S:
+    def new_verdict(self, generation: Generation, now_s: float) -> HangVerdict | None:
+        """Return each verdict once; None while nothing hangs or stacks are awaited."""
+        if now_s - self._checked_s < CHECK_S:
             return None
-        self._looked_s = now_s
-        verdict = judge([seen for rank, one in enumerate(record.members) if (seen := self._seen(one, rank, now_s))], self.limits)
+        self._checked_s = now_s
+        snapshots = [self._snapshot(member, rank, now_s) for rank, member in enumerate(generation.members)]
+        verdict = diagnose([snapshot for snapshot in snapshots if snapshot], self.limits)
         if verdict is None:
-            self._suspects, self.stacks = (), {}  # whoever hangs next hangs elsewhere
+            self._suspects, self.stacks = (), {}  # the next hang is elsewhere
             return None
         if verdict.culprits and self._suspects != verdict.culprits:
             self._suspects, self._suspected_s = verdict.culprits, now_s
@@ -69,25 +70,25 @@ class Watch:
             return None
         if now_s - self._suspected_s < STACK_S and any(id not in self.stacks for id in verdict.culprits):
             return None
-        if self._said == (verdict.culprits, verdict.action):
+        if self._reported == (verdict.culprits, verdict.action):
             return None
-        self._said = (verdict.culprits, verdict.action)
+        self._reported = (verdict.culprits, verdict.action)
         return verdict
 
-    def _seen(self, member: Member, rank: int, now_s: float) -> Seen | None:
-        if member.id not in self.told:
+    def _snapshot(self, member: Member, rank: int, now_s: float) -> MemberSnapshot | None:
+        if member.id not in self.statuses:
             return None
-        doing, at_s = self.told[member.id]
+        status, at_s = self.statuses[member.id]
         state = ""
         with suppress(OSError):
-            state = look(member.pid)[0] if member.host == self.host else "R"
-        age_s = now_s - at_s
-        return Seen(member.id, member.host, member.slot, rank, doing.after(age_s), age_s, state, self.stacks.get(member.id, ""))
+            state = process_stat(member.pid)[0] if member.host == self.host else "R"
+        age_s, stack = now_s - at_s, self.stacks.get(member.id, "")
+        return MemberSnapshot(member.id, member.host, member.slot, rank, status.after(age_s), age_s, state, stack)
 
 
-def doing_at(path: Path) -> dict[str, Any] | None:
-    """What the board at `path` says, as JSON; None when there is none."""
+def read_status(path: Path) -> dict[str, Any] | None:
+    """Read the status board at `path` as JSON; None when there is none."""
     try:
-        return asdict(board.look(path))
+        return asdict(board.read_status(path))
     except OSError:
         return None

@@ -1,19 +1,19 @@
-"""A Llama arranged for writing: the same arithmetic, token by token, with as few and as fast operations as the device allows.
+"""A Llama arranged for generation: the same arithmetic in fewer and faster operations.
 
-One token of a small model is hundreds of operations of a few microseconds on a handful of rows, and every weight is read
-once. So here, other than in `llama.py`,
+One token of a small model is hundreds of operations of a few microseconds on a few rows, and every
+weight is read once. So, unlike `llama.py`,
 
 * query, key and value are one matrix, gate and up another: 4 products a layer instead of 7;
-* query and key turn together, in place, by angles from a table made once for the capacity of the cache;
-* one copy writes keys and values of all rows to the cache, at places computed once a token, not once a layer;
-* on a CPU matrices are laid out for a few rows: see `choose_layout`.
+* query and key are rotated together, in place, with a table computed once for the cache;
+* one copy writes keys and values of all rows to the cache, at indices computed once per token;
+* on a CPU the weights are stored in a layout for few rows: see `choose_layout`.
 
-The cache has one size from start to end, and each row its own position in it: rows of different lengths go on together
-without padding before them, and no shape changes from token to token, so one compiled step serves all.
+The cache has a fixed size, and each row has its own position in it: rows of different lengths need
+no padding before them, and no shape changes between tokens, so one compiled step serves all.
 
-Letters in the margin: B rows, T positions, D width, H heads, G key-value heads, E width of a head, F inner width, V
-vocabulary, L layers, C capacity of a cache, S places of it that are looked at. Under tensor parallelism H, G and F are
-those of this process.
+Dimensions in the margin: B rows, T positions, D dim, H heads, G key-value heads, E head dim,
+F inner width, V vocabulary, L layers, C capacity of a cache, S positions attended to. Under tensor
+parallelism H, G and F are those of this process.
 """
 
 from __future__ import annotations
@@ -25,29 +25,30 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from lockstep.models.llama import Layer, Llama, Rotation
+from lockstep.models.llama import Layer, Llama, RotaryEmbedding
 
-Layout = Literal["plain", "columns", "packed"]
+WeightLayout = Literal["plain", "columns", "packed"]
 
 
-def choose_layout(device_type: str, dtype: torch.dtype, rows: int) -> tuple[Layout, str]:
-    """(choice, reason): how a matrix lies in memory when it is multiplied with `rows` rows, again and again.
+def choose_layout(device_type: str, dtype: torch.dtype, rows: int) -> tuple[WeightLayout, str]:
+    """Return (layout, reason) of a weight that is multiplied with `rows` rows again and again.
 
-    By bench/decode.py --layouts; what a whole step gains by it stands in docs/llama.md.
+    Measured by bench/decode.py --layouts; docs/llama.md has the gain of a whole step.
     """
     if device_type != "cpu" or dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
         return "plain", f"no other layout is faster for {str(dtype).removeprefix('torch.')} on {device_type}"
     if dtype == torch.float32 and rows == 1:
-        return "columns", "one row: the product is a sum of columns, which are read from end to end"
+        return "columns", "one row: the product is a sum of columns, read sequentially"
     return "packed", "oneDNN packs the matrix once instead of at every product"
 
 
 class Matrix(nn.Module):
-    """states (..., K) -> (..., N) by a weight (N, K) that stays as it is."""
+    """Linear layer with a frozen weight (N, K): (..., K) -> (..., N)."""
 
-    def __init__(self, weight: Tensor, layout: Layout) -> None:
+    def __init__(self, weight: Tensor, layout: WeightLayout) -> None:
         super().__init__()
         self.layout = layout
         if layout == "columns":
@@ -65,14 +66,14 @@ class Matrix(nn.Module):
 
 
 class Norm(nn.Module):
-    """RMS norm in four operations, sums in float32 or wider: w * sqrt(D) * x / sqrt(|x|^2 + D * epsilon)."""
+    """RMSNorm in four operations: w * sqrt(D) * x / sqrt(|x|^2 + D * eps), summed in float32."""
 
-    def __init__(self, weight: Tensor, epsilon: float) -> None:
+    def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()
-        width = len(weight)
-        scale = weight.to(torch.promote_types(weight.dtype, torch.float32)) * width**0.5
+        dim = len(weight)
+        scale = weight.to(torch.promote_types(weight.dtype, torch.float32)) * dim**0.5
         self.register_buffer("scale", scale, persistent=False)
-        self.register_buffer("floor", scale.new_full((), (width * epsilon) ** 0.5), persistent=False)
+        self.register_buffer("floor", scale.new_full((), (dim * eps) ** 0.5), persistent=False)
         self.scale: Tensor
         self.floor: Tensor
 
@@ -84,149 +85,151 @@ class Norm(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer of the model, around its attention, which is different for many new positions and for one."""
+    """A layer without its attention, which differs between prefill and single tokens."""
 
-    def __init__(self, layer: Layer, head_width: int, layout: Layout, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, layer: Layer, head_dim: int, layout: WeightLayout, group: ProcessGroup | None) -> None:
         super().__init__()
         attention, feed = layer.attention, layer.feed_forward
-        self.head_width, self.group = head_width, group
-        self.attention_norm = Norm(whole(layer.attention_norm.weight), cast(float, layer.attention_norm.eps))
-        self.feed_norm = Norm(whole(layer.feed_norm.weight), cast(float, layer.feed_norm.eps))
-        self.queries, self.shared = (len(mine(one.weight)) // head_width for one in (attention.query, attention.key))  # H, G
-        self.asked = Matrix(torch.cat([mine(one.weight) for one in (attention.query, attention.key, attention.value)]), layout)
-        self.attention_out = Matrix(mine(attention.out.weight), layout)
-        self.gated = Matrix(torch.cat([mine(feed.gate.weight), mine(feed.up.weight)]), layout)
-        self.feed_out = Matrix(mine(feed.out.weight), layout)
+        self.head_dim, self.group = head_dim, group
+        self.attention_norm = Norm(full_weight(layer.attention_norm.weight), cast(float, layer.attention_norm.eps))
+        self.feed_norm = Norm(full_weight(layer.feed_norm.weight), cast(float, layer.feed_norm.eps))
+        weights = [local_weight(linear.weight) for linear in (attention.query, attention.key, attention.value)]
+        self.n_heads, self.n_kv_heads = (len(weight) // head_dim for weight in weights[:2])  # H, G
+        self.query_key_value = Matrix(torch.cat(weights), layout)
+        self.attention_out = Matrix(local_weight(attention.out.weight), layout)
+        self.gate_up = Matrix(torch.cat([local_weight(feed.gate.weight), local_weight(feed.up.weight)]), layout)
+        self.feed_out = Matrix(local_weight(feed.out.weight), layout)
 
     def heads(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """states (B, T, D) -> queries, keys and values (B, T, H + 2G, E), the first two turned."""
+        """states (B, T, D) -> queries, keys, values (B, T, H + 2G, E), the first two rotated."""
         rows, length, _ = states.shape
-        heads = self.asked(self.attention_norm(states)).view(rows, length, -1, self.head_width)
-        turned = heads[:, :, : self.queries + self.shared]
-        swapped = turned.roll(self.head_width // 2, -1)
-        turned.mul_(cos).addcmul_(swapped, sin)
+        heads = self.query_key_value(self.attention_norm(states)).view(rows, length, -1, self.head_dim)
+        rotated = heads[:, :, : self.n_heads + self.n_kv_heads]
+        swapped = rotated.roll(self.head_dim // 2, -1)
+        rotated.mul_(cos).addcmul_(swapped, sin)
         return cast(Tensor, heads)
 
-    def rest(self, states: Tensor, mixed: Tensor) -> Tensor:
-        """states (B, T, D) and what attention found (B, T, H * E) -> (B, T, D)."""
-        states = states + self.summed(self.attention_out(mixed))
-        gate, up = self.gated(self.feed_norm(states)).chunk(2, dim=-1)  # (B, T, F)
-        return states + self.summed(self.feed_out(F.silu(gate).mul_(up)))
+    def finish(self, states: Tensor, attended: Tensor) -> Tensor:
+        """states (B, T, D) and attention output (B, T, H * E) -> (B, T, D)."""
+        states = states + self.all_reduce(self.attention_out(attended))
+        gate, up = self.gate_up(self.feed_norm(states)).chunk(2, dim=-1)  # (B, T, F)
+        return states + self.all_reduce(self.feed_out(F.silu(gate).mul_(up)))
 
-    def summed(self, part: Tensor) -> Tensor:
-        """Collective under tensor parallelism, where each process has a part of the sum."""
+    def all_reduce(self, part: Tensor) -> Tensor:
+        """Collective under tensor parallelism. Sum the parts of all processes, in place."""
         if self.group is not None:
             dist.all_reduce(part, group=self.group)
         return part
 
 
-def mine(weight: Tensor) -> Tensor:
-    """This process's part of a weight that tensor parallelism has cut; else the weight."""
+def local_weight(weight: Tensor) -> Tensor:
+    """Return this process's part of a weight."""
     return cast(DTensor, weight.detach()).to_local() if isinstance(weight, DTensor) else weight.detach()
 
 
-def whole(weight: Tensor) -> Tensor:
-    """A weight that is not cut."""
+def full_weight(weight: Tensor) -> Tensor:
+    """Return a weight whole, gathered if it is a DTensor."""
     return cast(DTensor, weight.detach()).full_tensor() if isinstance(weight, DTensor) else weight.detach()
 
 
 @dataclass
-class Cache:
-    """What is remembered of B rows, and the angles of the places that they may reach."""
+class KVCache:
+    """Keys and values of B rows, and the rotation angles of all positions."""
 
-    kept: Tensor  # (L, 2, B, G, C, E): keys, values
+    kv: Tensor  # (L, 2, B, G, C, E): keys, values
     cos: Tensor  # (C, E)
-    sin: Tensor  # (C, E): with the sign that the swapped half gets
-    base: Tensor  # (2 * B * G,): where each row of keys and values begins in a layer, in places
-    position: Tensor  # (B,) int64: where the next token of each row goes
+    sin: Tensor  # (C, E): with the sign of the swapped half
+    row_starts: Tensor  # (2 * B * G,): start of each row of keys and values within a layer, in positions
+    position: Tensor  # (B,) int64: of each row's next token
 
     @property
     def capacity(self) -> int:
-        return self.kept.shape[4]
+        return self.kv.shape[4]
 
 
 class Decoder(nn.Module):
-    """What writes with the weights of `model`.
+    """Generate tokens with the weights of `model`.
 
-    rows     that are usually written together
-    layout   None: chosen by device, precision and rows; "plain" for torch.compile, which packs by itself
-    group    the processes that tensor parallelism has cut the model over; None: it is whole
-    release  take the weights away from the model, layer by layer, so that they are in memory once (an embedding that is also
-             the output twice); the model is of no use afterwards
+    rows     usual batch size
+    layout   None: chosen by device, precision and rows; "plain" for torch.compile
+    group    process group of tensor parallelism; None: the model is whole
+    release  take the weights from the model, so that they are in memory once (a tied
+             embedding twice); the model is unusable afterwards
     """
 
     def __init__(
-        self, model: Llama, *, rows: int = 1, layout: Layout | None = None, group: dist.ProcessGroup | None = None, release: bool = False
+        self, model: Llama, *, rows: int = 1, layout: WeightLayout | None = None, group: ProcessGroup | None = None, release: bool = False
     ) -> None:
         super().__init__()
-        weight = whole(model.embedding.weight)
-        self.shape = model.shape
-        self.layout, self.reason = (layout, "as asked") if layout else choose_layout(weight.device.type, weight.dtype, rows)
+        weight = full_weight(model.embedding.weight)
+        self.config = model.config
+        self.layout, self.reason = (layout, "as requested") if layout else choose_layout(weight.device.type, weight.dtype, rows)
         self.register_buffer("embedding", weight, persistent=False)
         self.embedding: Tensor
         self.blocks = nn.ModuleList()
         for number, layer in enumerate(model.layers):
-            self.blocks.append(Block(cast(Layer, layer), self.shape.head_width, self.layout, group))
+            self.blocks.append(Block(cast(Layer, layer), self.config.head_dim, self.layout, group))
             if release:
                 model.layers[number] = nn.Identity()
-        self.norm = Norm(whole(model.norm.weight), cast(float, model.norm.eps))
-        self.output = Matrix(whole(model.output_weight), self.layout)
+        self.norm = Norm(full_weight(model.norm.weight), cast(float, model.norm.eps))
+        self.output = Matrix(full_weight(model.output_weight), self.layout)
         if release:
             model.output = None
 
-    def start(self, rows: int, capacity: int) -> Cache:
-        """An empty cache for `rows` rows of up to `capacity` tokens."""
-        weight, block, width = self.embedding, cast(Block, self.blocks[0]), self.shape.head_width
-        kept = weight.new_zeros(len(self.blocks), 2, rows, block.shared, capacity, width)
-        angles = Rotation.of(torch.arange(capacity, device=weight.device)[None], self.shape, weight.dtype)
-        sign = torch.ones(width, device=weight.device, dtype=weight.dtype)
-        sign[: width // 2] = -1
-        base = torch.arange(2 * rows * block.shared, device=weight.device) * capacity
+    def new_cache(self, rows: int, capacity: int) -> KVCache:
+        """Return an empty cache for `rows` rows of up to `capacity` tokens."""
+        weight, block, head_dim = self.embedding, cast(Block, self.blocks[0]), self.config.head_dim
+        kv = weight.new_zeros(len(self.blocks), 2, rows, block.n_kv_heads, capacity, head_dim)
+        angles = RotaryEmbedding.of(torch.arange(capacity, device=weight.device)[None], self.config, weight.dtype)
+        sign = torch.ones(head_dim, device=weight.device, dtype=weight.dtype)
+        sign[: head_dim // 2] = -1
+        row_starts = torch.arange(2 * rows * block.n_kv_heads, device=weight.device) * capacity
         position = torch.zeros(rows, dtype=torch.int64, device=weight.device)
-        return Cache(kept, angles.cos[0, 0], angles.sin[0, 0] * sign, base, position)
+        return KVCache(kv, angles.cos[0, 0], angles.sin[0, 0] * sign, row_starts, position)
 
-    def prefill(self, tokens: Tensor, lengths: Tensor, cache: Cache) -> Tensor:
-        """Logits (B, V) of what follows each row; the empty cache is filled.
+    def prefill(self, tokens: Tensor, lengths: Tensor, cache: KVCache) -> Tensor:
+        """Fill the empty cache; return the logits (B, V) of each row's next token.
 
-        tokens (B, T), row b being its first `lengths[b]` tokens (at least 1) and then anything: what lies behind a row is
-        never seen by it, and is overwritten as the row grows.
+        tokens (B, T): row b is its first `lengths[b]` tokens (at least 1) and then anything. Tokens
+        after a row are never attended to, and are overwritten as the row grows.
         """
         rows, length = tokens.shape
         cos, sin = cache.cos[None, :length, None], cache.sin[None, :length, None]  # (1, T, 1, E)
         states = F.embedding(tokens, self.embedding)
-        for block, kept in zip(self.blocks, cache.kept.unbind(0), strict=True):
+        for block, layer_kv in zip(self.blocks, cache.kv.unbind(0), strict=True):
             block = cast(Block, block)
             heads = block.heads(states, cos, sin)  # (B, T, H + 2G, E)
-            query, key, value = heads.transpose(1, 2).split((block.queries, block.shared, block.shared), dim=1)
-            kept[0, :, :, :length], kept[1, :, :, :length] = key, value
-            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)  # (B, H, T, E)
-            states = block.rest(states, mixed.transpose(1, 2).flatten(2))
+            query, key, value = heads.transpose(1, 2).split((block.n_heads, block.n_kv_heads, block.n_kv_heads), dim=1)
+            layer_kv[0, :, :, :length], layer_kv[1, :, :, :length] = key, value
+            attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)  # (B, H, T, E)
+            states = block.finish(states, attended.transpose(1, 2).flatten(2))
         cache.position.copy_(lengths)
         last = states[torch.arange(rows, device=tokens.device), lengths - 1]  # (B, D)
         return cast(Tensor, self.output(self.norm(last)))
 
-    def step(self, tokens: Tensor, cache: Cache, places: int) -> Tensor:
-        """Logits (B, V) of what follows `tokens` (B,), the newest of each row; the cache moves on by one position.
+    def step(self, tokens: Tensor, cache: KVCache, window: int) -> Tensor:
+        """Append `tokens` (B,), one per row; return the logits (B, V) of the next ones.
 
-        places  S, more than the position of any row: what lies behind is not looked at. A compiled step is given the capacity
+        window  S, more than any row's position: only the first S positions are attended to. A
+                compiled step gets the capacity
         """
-        rows, scale = len(tokens), self.shape.head_width**-0.5
-        shared = cast(Block, self.blocks[0]).shared
+        rows, scale = len(tokens), self.config.head_dim**-0.5
+        n_kv_heads = cast(Block, self.blocks[0]).n_kv_heads
         cos, sin = (table.index_select(0, cache.position)[:, None, None] for table in (cache.cos, cache.sin))  # (B, 1, 1, E)
-        hidden = torch.arange(places, device=tokens.device) > cache.position[:, None]  # (B, S)
+        hidden = torch.arange(window, device=tokens.device) > cache.position[:, None]  # (B, S)
         bias = torch.zeros_like(hidden, dtype=self.embedding.dtype).masked_fill_(hidden, float("-inf"))
-        bias = bias.repeat_interleave(shared, 0)[:, None]  # (B * G, 1, S)
-        goes_to = cache.base + cache.position.repeat_interleave(shared).repeat(2)  # (2 * B * G,)
+        bias = bias.repeat_interleave(n_kv_heads, 0)[:, None]  # (B * G, 1, S)
+        targets = cache.row_starts + cache.position.repeat_interleave(n_kv_heads).repeat(2)  # (2 * B * G,)
         states = F.embedding(tokens[:, None], self.embedding)
-        for block, kept in zip(self.blocks, cache.kept.unbind(0), strict=True):
+        for block, layer_kv in zip(self.blocks, cache.kv.unbind(0), strict=True):
             block = cast(Block, block)
             heads = block.heads(states, cos, sin)[:, 0]  # (B, H + 2G, E)
-            query = heads[:, : block.queries].reshape(rows * shared, -1, self.shape.head_width)  # (B * G, H / G, E)
-            new = heads[:, block.queries :].view(rows, 2, -1).transpose(0, 1)  # (2, B, G * E)
-            kept.view(-1, self.shape.head_width).index_copy_(0, goes_to, new.reshape(-1, self.shape.head_width))
-            keys, values = kept.flatten(1, 2)[:, :, :places].unbind(0)  # (B * G, S, E)
+            query = heads[:, : block.n_heads].reshape(rows * n_kv_heads, -1, self.config.head_dim)  # (B * G, H / G, E)
+            new = heads[:, block.n_heads :].view(rows, 2, -1).transpose(0, 1)  # (2, B, G * E)
+            layer_kv.view(-1, self.config.head_dim).index_copy_(0, targets, new.reshape(-1, self.config.head_dim))
+            keys, values = layer_kv.flatten(1, 2)[:, :, :window].unbind(0)  # (B * G, S, E)
             score = torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=scale)  # (B * G, H / G, S)
-            mixed = torch.bmm(score.softmax(dim=-1), values)  # (B * G, H / G, E)
-            states = block.rest(states, mixed.view(rows, 1, -1))
+            attended = torch.bmm(score.softmax(dim=-1), values)  # (B * G, H / G, E)
+            states = block.finish(states, attended.view(rows, 1, -1))
         cache.position += 1
         return cast(Tensor, self.output(self.norm(states[:, 0])))

@@ -1,6 +1,8 @@
-"""A Llama that only runs, cut over processes by torch's own tensor parallelism.
+"""Tensor parallelism for inference, by torch's DTensor.
 
-Nothing heals here and no gradient is summed, so DTensor and its mesh serve as they are; for training see tensor.py."""
+Inference recovers from no failures and sums no gradients, so DTensor and its mesh serve unchanged.
+For training see parallel/tensor_parallel.py.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from lockstep.elastic.world import World
 from lockstep.errors import UsageError
-from lockstep.models.llama import Llama, Shape
+from lockstep.models.llama import Llama, LlamaConfig
 
 
-def tensor_plan(model: Llama) -> dict[str, ParallelStyle]:
-    """Which matrices of a Llama are cut for tensor parallelism, for `parallelize_module` (Shoeybi et al. 2019, "Megatron-LM").
+def tensor_parallel_plan(model: Llama) -> dict[str, ParallelStyle]:
+    """Return the plan of a Llama for `parallelize_module` (Shoeybi et al. 2019, "Megatron-LM").
 
-    What makes heads or inner units is cut by its rows, so each process has whole heads and computes attention and gate alone;
-    what brings them back is cut by its columns, so each has a part of the sum: one all-reduce after attention, one after the
-    gated unit. Embedding, norms and output are whole everywhere.
+    Matrices that produce heads or inner units are column-parallel, those that project back are
+    row-parallel: an all-reduce after attention and one after the feed-forward.
     """
     plan: dict[str, ParallelStyle] = {}
     for number in range(len(model.layers)):
@@ -29,20 +30,20 @@ def tensor_plan(model: Llama) -> dict[str, ParallelStyle]:
     return plan
 
 
-def refuse_tensor(shape: Shape, parts: int, where: str) -> None:
-    """UsageError when the heads or the inner width cannot be cut into `parts` equal parts."""
-    sizes = {"heads": shape.heads, "key-value heads": shape.key_value_heads, "inner width": shape.feed_forward}
-    if odd := [f"{size} {name}" for name, size in sizes.items() if size % parts]:
-        right = [n for n in range(1, shape.key_value_heads + 1) if not any(size % n for size in sizes.values())]
-        raise UsageError(f"{' and '.join(odd)} cannot be cut over {parts} processes", where, f"give {' or '.join(map(str, right))}")
+def refuse_indivisible(config: LlamaConfig, parts: int, where: str) -> None:
+    """UsageError: the heads or the inner width cannot be split into `parts` equal parts."""
+    sizes = {"heads": config.n_heads, "key-value heads": config.n_kv_heads, "inner width": config.ffn_dim}
+    if uneven := [f"{size} {name}" for name, size in sizes.items() if size % parts]:
+        valid = [n for n in range(1, config.n_kv_heads + 1) if not any(size % n for size in sizes.values())]
+        raise UsageError(f"{' and '.join(uneven)} cannot be split over {parts} processes", where, f"give {' or '.join(map(str, valid))}")
 
 
-def cut_by_tensor(model: Llama, world: World, where: str) -> dist.ProcessGroup:
-    """Collective. Cut a model that each process of the world has whole, so that each keeps its part; the group over which to sum.
+def apply_tensor_parallel(model: Llama, world: World, where: str) -> dist.ProcessGroup:
+    """Collective. Split a model that every process has whole; return the group of its all-reduces.
 
-    where  what asked for it, for the error. UsageError when it cannot be cut so
+    where  option that asked for it, for the error. UsageError: the model cannot be split so
     """
-    refuse_tensor(model.shape, world.size, where)
+    refuse_indivisible(model.config, world.size, where)
     mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("tensor",))
-    parallelize_module(model, mesh, tensor_plan(model), src_data_rank=None)
+    parallelize_module(model, mesh, tensor_parallel_plan(model), src_data_rank=None)
     return mesh.get_group()

@@ -1,8 +1,8 @@
-"""From a model on the meta device to one with memory and values.
+"""Build a model on the meta device, then give it memory and initial values.
 
-A model is built on the meta device (no memory, no random numbers), then one tensor after another is given memory where it
-shall live and its first value, which depends on (seed, name) or comes from a file. The translator of a run's [model]
-section is built here; a Llama in `llama.py`.
+On the meta device a model takes no memory and draws no random numbers. `materialize` then allocates
+one tensor at a time and fills it with its initial value, which follows from (seed, name) or comes
+from a file. This file builds the translator of a run's [model] section; `llama.py` builds a Llama.
 """
 
 from __future__ import annotations
@@ -15,73 +15,72 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import schema as config
-from lockstep.models.kernels import Choice
-from lockstep.models.translator import Translator, first_value
+from lockstep.models.kernels import AttentionKernel
+from lockstep.models.translator import Translator, init_param
 
 log = logging.getLogger("lockstep")
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def choose_attention(device_type: str, length: int) -> tuple[Choice, str]:
-    """(choice, reason): how attention is computed on this kind of device for sentences of up to `length` tokens.
+def choose_attention(device_type: str, length: int) -> tuple[AttentionKernel, str]:
+    """Return (kernel, reason) for sentences of up to `length` tokens on this kind of device.
 
-    On a CPU torch's flash kernel has a slow backward pass for short sentences: the whole step takes 1.4 to 1.8 times as
-    long at 16 tokens (torch 2.13). At long lengths the matrix of scores no longer fits the cache, and flash wins.
+    On a CPU torch's flash kernel has a slow backward pass for short sentences: a whole step takes
+    1.4 to 1.8 times as long at 16 tokens (torch 2.13). At long lengths the score matrix no longer
+    fits the cache, and flash is faster.
     """
     if device_type != "cpu":
         return "sdpa", f"torch's fused attention is fastest on {device_type}"
     if length <= 512:
         return "plain", f"on a CPU torch's fused attention is slower up to {length} tokens"
-    return "sdpa", f"the scores of {length} tokens would not fit a CPU's cache"
+    return "sdpa", f"the attention scores of {length} tokens would not fit a CPU's cache"
 
 
-def shape(model: config.Model, vocabulary: int, attention: Choice) -> Translator:
-    """The model on torch's current default device, with whatever values its parameters have there."""
+def translator_from_config(model: config.ModelOptions, vocab_size: int, attention: AttentionKernel) -> Translator:
+    """Build the translator on torch's default device; its parameters are not initialized."""
     return Translator(
-        vocabulary=vocabulary,
-        width=model.width,
-        heads=model.heads,
+        vocab_size=vocab_size,
+        dim=model.dim,
+        n_heads=model.n_heads,
         encoder_layers=model.encoder_layers,
         decoder_layers=model.decoder_layers,
-        feed_forward=model.feed_forward,
+        ffn_dim=model.ffn_dim,
         dropout=model.dropout,
         attention=attention,
     )
 
 
-def on_meta(model: config.Model, vocabulary: int, device_type: str, length: int) -> Translator:
-    """The translator of a run on the meta device, in training mode.
-
-    length  of the longest usual sentence in tokens, on which attention = "auto" depends
-    """
+def translator_on_meta(model: config.ModelOptions, vocab_size: int, device_type: str, length: int) -> Translator:
+    """Build a run's translator on the meta device, for sentences of up to `length` tokens."""
     attention, reason = (model.attention, "") if model.attention != "auto" else choose_attention(device_type, length)
     if reason:
         log.info("attention %s: %s", attention, reason)
     with torch.device("meta"):
-        return shape(model, vocabulary, attention)
+        return translator_from_config(model, vocab_size, attention)
 
 
-def build(model: config.Model, *, vocabulary: int, device: torch.device, seed: int, length: int = 128) -> Translator:
-    """The translator of a run, in training mode on `device`, with its first values."""
-    built = on_meta(model, vocabulary, device.type, length)
-    return materialise(built, device, lambda name, size: first_value(name, size, seed))
+def build_translator(model: config.ModelOptions, *, vocab_size: int, device: torch.device, seed: int, length: int = 128) -> Translator:
+    """Build the translator of a run on `device`, initialized, in training mode."""
+    translator = translator_on_meta(model, vocab_size, device.type, length)
+    return materialize(translator, device, lambda name, shape: init_param(name, shape, seed))
 
 
 @torch.no_grad()
-def materialise(model: Model, device: torch.device, first_value: Callable[[str, torch.Size], Tensor]) -> Model:
-    """The model, which is on the meta device, with memory on `device` and its first values. In place; tied tensors stay tied.
+def materialize(model: Model, device: torch.device, init_param: Callable[[str, torch.Size], Tensor]) -> Model:
+    """Move a model from the meta device to `device` and initialize it, in place.
 
-    first_value  of the parameter or buffer of this name and shape, on the CPU; one at a time is asked for, each tied one once
+    init_param  returns the initial value of the parameter or buffer of this name and shape, on the
+                CPU; called for one tensor at a time, once for tied tensors, which stay tied
     """
-    made: dict[Tensor, Tensor] = {}
+    materialized: dict[Tensor, Tensor] = {}
     for path, module in model.named_modules():
-        for held in (module._parameters, module._buffers):
-            for leaf, tensor in held.items():
+        for tensors in (module._parameters, module._buffers):
+            for leaf, tensor in tensors.items():
                 if tensor is None:
                     continue
-                if tensor not in made:
+                if tensor not in materialized:
                     name = f"{path}.{leaf}" if path else leaf
-                    filled = torch.empty_like(tensor, device=device).copy_(first_value(name, tensor.shape))
-                    made[tensor] = nn.Parameter(filled, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else filled
-                held[leaf] = made[tensor]
+                    value = torch.empty_like(tensor, device=device).copy_(init_param(name, tensor.shape))
+                    materialized[tensor] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+                tensors[leaf] = materialized[tensor]
     return model

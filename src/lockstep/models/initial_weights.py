@@ -1,4 +1,4 @@
-"""What a Llama is when its training begins: new by its seed, or the weights of another one; with adapters or without."""
+"""The initial weights of a Llama run: random from the seed, or loaded; with or without adapters."""
 
 from __future__ import annotations
 
@@ -10,81 +10,85 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.config import schema as config
+from lockstep.config.schema import RunConfig
 from lockstep.data.tokenizer import BEGIN, END
 from lockstep.files import read_json, write_json
 from lockstep.models import llama, lora
-from lockstep.models.hub import config_of, shape_to_json
-from lockstep.models.llama import SHAPES, Llama, Shape
-from lockstep.models.llama_io import MODEL, Weights, is_run, open_weights, other_start
-from lockstep.models.lora import Lora
+from lockstep.models.hub import config_to_hf
+from lockstep.models.llama import LLAMA_CONFIGS, Llama, LlamaConfig
+from lockstep.models.llama_io import MODEL, LlamaWeights, is_llama_run, open_weights, weights_changed_error
+from lockstep.models.lora import LoRAConfig
 from lockstep.record.step_timer import flops_per_token
 
 
 @dataclass(frozen=True)
-class Beginning:
-    """Everything that fixes the model before its first step. `start`: whose weights it begins with, None for a new one."""
+class InitialWeights:
+    """Everything that determines the model before its first step.
 
-    shape: Shape
+    start      the weights that training starts from; None: random ones
+    saves_all  whether checkpoints also hold the weights that adapters leave unchanged
+    """
+
+    config: LlamaConfig
     seed: int
-    start: Weights | None
-    lora: Lora | None
-    keeps_all: bool  # whether checkpoints hold what adapters leave as it was
+    start: LlamaWeights | None
+    lora: LoRAConfig | None
+    saves_all: bool
 
     @classmethod
-    def of(cls, run: config.Run, vocabulary: int) -> Beginning:
-        """As the run says. UsageError, CheckpointError: `llama.start` cannot be read."""
-        start = open_weights(Path(run.llama.start)) if run.llama.start else None
-        shape = start.shape if start else replace(SHAPES[run.llama.shape], vocabulary=vocabulary)
-        if run.llama.context:
-            shape = replace(shape, context=run.llama.context)
-        adapters = Lora(run.lora.rank, run.lora.alpha, run.lora.targets) if run.lora.rank else None
-        return cls(shape, run.seed, start, adapters, run.lora.save == "all")
+    def of(cls, run: RunConfig, vocab_size: int) -> InitialWeights:
+        """Read them from the run. UsageError, CheckpointError: `llama.init_from` cannot be read."""
+        start = open_weights(Path(run.llama.init_from)) if run.llama.init_from else None
+        config = start.config if start else replace(LLAMA_CONFIGS[run.llama.size], vocab_size=vocab_size)
+        if run.llama.max_seq_len:
+            config = replace(config, max_seq_len=run.llama.max_seq_len)
+        adapters = LoRAConfig(run.lora.rank, run.lora.alpha, run.lora.targets) if run.lora.rank else None
+        return cls(config, run.seed, start, adapters, run.lora.save == "all")
 
-    def meta(self) -> nn.Module:
-        """The model on the meta device, in training mode, with `requires_grad` as it is trained."""
+    def meta_model(self) -> nn.Module:
+        """Build the model on the meta device, in training mode, frozen parameters marked."""
         with torch.device("meta"):
-            model = Llama(self.shape)
-        return lora.adapt(model, self.lora) if self.lora else model
+            model = Llama(self.config)
+        return lora.add_adapters(model, self.lora) if self.lora else model
 
-    def first_value(self, name: str, shape: torch.Size) -> Tensor:
-        """See `Task.first_value`."""
+    def init_param(self, name: str, shape: torch.Size) -> Tensor:
         if lora.is_adapter(name):
-            return lora.first_value(name, shape, self.seed)
+            return lora.init_param(name, shape, self.seed)
         if self.start:
             return self.start.tensors[name]
-        return llama.first_value(name, shape, self.shape.layers, self.seed)
+        return llama.init_param(name, shape, self.config.n_layers, self.seed)
 
-    def saved(self, name: str) -> bool:
-        """See `Task.saved`."""
-        return self.lora is None or self.keeps_all or lora.is_adapter(name)
+    def is_saved(self, name: str) -> bool:
+        return self.lora is None or self.saves_all or lora.is_adapter(name)
 
     def flops_per_token(self, length: int) -> float:
-        """Operations to train one token in a row of `length`; of a frozen matrix no gradient is made."""
-        looked_up = 0 if self.shape.tied else self.shape.vocabulary * self.shape.width
-        every = sum(p.numel() for p in self.meta().parameters()) - looked_up
-        trained = sum(p.numel() for p in self.meta().parameters() if p.requires_grad) if self.lora else every
-        return flops_per_token(every, self.shape.layers, self.shape.width, length) - 2.0 * (every - trained)
+        """Operations to train a token of a row of `length`; frozen weights need no gradient."""
+        embedding = 0 if self.config.tie_embeddings else self.config.vocab_size * self.config.dim
+        total = sum(p.numel() for p in self.meta_model().parameters()) - embedding
+        trained = sum(p.numel() for p in self.meta_model().parameters() if p.requires_grad) if self.lora else total
+        return flops_per_token(total, self.config.n_layers, self.config.dim, length) - 2.0 * (total - trained)
 
-    def about(self) -> dict[str, Any]:
-        """What model.json says."""
-        said: Mapping[str, Any] = self.start.config if self.start else config_of(self.shape) | {"bos_token_id": BEGIN, "eos_token_id": END}
-        found: dict[str, Any] = {"shape": shape_to_json(self.shape), "config": said, "lora": asdict(self.lora) if self.lora else None}
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of model.json."""
+        new = config_to_hf(self.config) | {"bos_token_id": BEGIN, "eos_token_id": END}
+        hf_config: Mapping[str, Any] = self.start.hf_config if self.start else new
+        adapters = asdict(self.lora) if self.lora else None
+        content: dict[str, Any] = {"shape": asdict(self.config), "config": hf_config, "lora": adapters}
         if self.start:
-            found |= {"start": str(self.start.folder), "start_sha256": self.start.sha256(), "dtype": self.start.dtype}
-        return found
+            content |= {"start": str(self.start.folder), "start_sha256": self.start.sha256(), "dtype": self.start.dtype}
+        return content
 
 
-def write_model(beginning: Beginning, folder: Path) -> str:
-    """For the leader: model.json in a run's folder; the sha256 of what the model begins with, "" for a new one.
+def write_model_json(initial: InitialWeights, folder: Path) -> str:
+    """Write model.json, on rank 0; return the sha256 of the starting weights, "" for random ones.
 
-    CheckpointError when the run there began with other weights.
+    CheckpointError: the run there started from other weights.
     """
-    about = beginning.about()
-    if is_run(folder):
-        begun = read_json(folder / MODEL)
-        if begun.get("start_sha256") != about.get("start_sha256"):
-            raise other_start(folder, str(about.get("start")), str(begun.get("start_sha256")), str(about.get("start_sha256")))
+    content = initial.to_json()
+    if is_llama_run(folder):
+        was, now = read_json(folder / MODEL).get("start_sha256"), content.get("start_sha256")
+        if was != now:
+            raise weights_changed_error(folder, str(content.get("start")), str(was), str(now))
     else:
-        write_json(folder / MODEL, about)
-    return str(about.get("start_sha256", ""))
+        write_json(folder / MODEL, content)
+    return str(content.get("start_sha256", ""))

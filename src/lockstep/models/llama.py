@@ -1,18 +1,18 @@
-"""A complete Llama: shapes by name, the model, its loss, first weights.
+"""A complete Llama: configurations by size, the model, its loss, initial weights.
 
-What the model is stands in this file (`loss.py` holds the cross-entropy). It knows no processes, no files, no run.
-Touvron et al. 2023, "LLaMA", and the Llama team 2024, "The Llama 3 Herd of Models". Choices, and why:
+This file defines the whole model but the cross-entropy (`loss.py`), without process groups, files
+or runs; `generation/decoder.py` generates with it. Touvron et al. 2023, "LLaMA"; the Llama team
+2024, "The Llama 3 Herd of Models". Choices, and why:
 
-* RMS norm before each sublayer and once at the end (Zhang and Sennrich 2019). No biases anywhere.
-* Rotary positions (Su et al. 2021) in the arrangement of Hugging Face: dimension i of a head turns with i + E/2, not with
-  i + 1. Weights then go in and out bit by bit, without a permutation. Angles are float32 and computed when needed, once a
-  forward pass: no buffer to save, to move, or to forget on the meta device.
-* Query, key and value are three matrices, gate and up are two: what tensor parallelism cuts and LoRA names.
-* The loss is a sum over tokens, and the logits of all tokens never exist together. Whoever trains divides once.
+* RMSNorm before each sublayer and once at the end (Zhang and Sennrich 2019). No biases.
+* Rotary embeddings (Su et al. 2021) as in Hugging Face: dimension i of a head rotates with i + E/2,
+  so weights load and export without a permutation. Angles are float32 and computed once per forward
+  pass: no buffer to save, move or materialize.
+* Query, key and value are three matrices, gate and up are two, for tensor parallelism and LoRA.
+* The loss is a sum over tokens, and the logits of all tokens never exist at once.
 
-Writing with it, token by token, is `decode.py`.
-
-Letters in the margin: B rows, T positions, D width, H heads, G key-value heads, E width of a head, V vocabulary, L layers.
+Dimensions in the margin: B rows, T positions, D dim, H heads, G key-value heads, E head dim,
+V vocabulary, L layers.
 """
 
 from __future__ import annotations
@@ -28,202 +28,202 @@ from torch import Tensor, nn
 
 from lockstep.models.loss import output_cross_entropy
 
-IGNORED = -100  # a label that counts nothing, as in torch.nn.functional.cross_entropy
+IGNORE_INDEX = -100  # label without a loss, as in torch.nn.functional.cross_entropy
 
-# -- shapes -----------------------------------------------------------------------------------------------------------
+# -- configurations ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Scaling:
-    """How Llama 3.1 stretches rotary positions beyond the context it was trained on: slow turns become slower.
+class RopeScaling:
+    """Llama 3.1's scaling of rotary frequencies for contexts longer than the one trained on.
 
-    A wave of more than `original_context / low` positions is stretched by `factor`, one of fewer than
-    `original_context / high` stays, and between them goes over from one to the other.
+    Waves longer than `original_max_seq_len / low_freq_factor` positions are stretched by `factor`,
+    those shorter than `original_max_seq_len / high_freq_factor` are kept; between, interpolated.
     """
 
     factor: float = 8.0
-    low: float = 1.0
-    high: float = 4.0
-    original_context: int = 8192
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_seq_len: int = 8192
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Everything that fixes the model but its values."""
+class LlamaConfig:
+    """Everything that defines the model except the values of its parameters."""
 
-    vocabulary: int  # words; memory and time of the output grow with it
-    width: int  # numbers a position has between layers; parameters grow with its square
-    layers: int
-    heads: int  # queries a position asks in a layer
-    key_value_heads: int  # keys and values that they share; the cache grows with it
-    head_width: int  # numbers in a query, even
-    feed_forward: int  # inner width of the gated unit, about 3.5 times the width
-    context: int = 8192  # positions that it is made for; not a limit of this code
-    rope_base: float = 500_000.0  # the slowest rotary wave is this many times as long as the fastest
-    rope_scaling: Scaling | None = None
-    norm_epsilon: float = 1e-5
-    tied: bool = False  # the output matrix is the embedding
+    vocab_size: int  # memory and time of the output layer grow with it
+    dim: int  # width of the residual stream; parameters grow with its square
+    n_layers: int
+    n_heads: int  # query heads of a layer
+    n_kv_heads: int  # key-value heads that they share; the cache grows with it
+    head_dim: int  # even
+    ffn_dim: int  # inner width of SwiGLU, about 3.5 times dim
+    max_seq_len: int = 8192  # positions that it is trained for; this code does not enforce it
+    rope_theta: float = 500_000.0  # the slowest rotary wave is this many times as long as the fastest
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False  # the output matrix is the embedding
 
     def __post_init__(self) -> None:
-        if self.heads % self.key_value_heads or self.head_width % 2:
-            heads = f"{self.heads} heads over {self.key_value_heads} key-value heads of width {self.head_width}"
-            raise ValueError(f"{heads}: the first must be a multiple of the second, the width even")
+        if self.n_heads % self.n_kv_heads or self.head_dim % 2:
+            heads = f"n_heads {self.n_heads}, n_kv_heads {self.n_kv_heads}, head_dim {self.head_dim}"
+            raise ValueError(f"{heads}: n_heads must be a multiple of n_kv_heads, head_dim must be even")
 
     @property
-    def parameters(self) -> int:
-        """How many numbers are trained."""
-        attention = 2 * self.width * self.head_width * (self.heads + self.key_value_heads)
-        layer = attention + 3 * self.width * self.feed_forward + 2 * self.width
-        return self.layers * layer + self.width + self.vocabulary * self.width * (1 if self.tied else 2)
+    def num_parameters(self) -> int:
+        attention = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads)
+        layer = attention + 3 * self.dim * self.ffn_dim + 2 * self.dim
+        return self.n_layers * layer + self.dim + self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
 
 
-LLAMA_32 = Scaling(factor=32.0)
-SHAPES = {
-    # to try things with, on a CPU
-    "1M": Shape(2048, 128, 4, 4, 2, 32, 384, 1024, 10_000.0, tied=True),
-    "5M": Shape(4096, 256, 6, 4, 2, 64, 704, 1024, 10_000.0, tied=True),
-    "25M": Shape(8192, 512, 8, 8, 4, 64, 1408, 2048, 10_000.0, tied=True),
-    "100M": Shape(16_384, 768, 14, 12, 4, 64, 2048, 2048, 10_000.0, tied=True),
+LLAMA_32 = RopeScaling(factor=32.0)
+LLAMA_CONFIGS = {
+    # small ones, for experiments on a CPU
+    "1M": LlamaConfig(2048, 128, 4, 4, 2, 32, 384, 1024, 10_000.0, tie_embeddings=True),
+    "5M": LlamaConfig(4096, 256, 6, 4, 2, 64, 704, 1024, 10_000.0, tie_embeddings=True),
+    "25M": LlamaConfig(8192, 512, 8, 8, 4, 64, 1408, 2048, 10_000.0, tie_embeddings=True),
+    "100M": LlamaConfig(16_384, 768, 14, 12, 4, 64, 2048, 2048, 10_000.0, tie_embeddings=True),
     # as published: Llama 3.2 1B and 3B, Llama 3.1 8B, 70B and 405B
-    "1B": Shape(128_256, 2048, 16, 32, 8, 64, 8192, 131_072, rope_scaling=LLAMA_32, tied=True),
-    "3B": Shape(128_256, 3072, 28, 24, 8, 128, 8192, 131_072, rope_scaling=LLAMA_32, tied=True),
-    "8B": Shape(128_256, 4096, 32, 32, 8, 128, 14_336, 131_072, rope_scaling=Scaling()),
-    "70B": Shape(128_256, 8192, 80, 64, 8, 128, 28_672, 131_072, rope_scaling=Scaling()),
-    "405B": Shape(128_256, 16_384, 126, 128, 8, 128, 53_248, 131_072, rope_scaling=Scaling()),
+    "1B": LlamaConfig(128_256, 2048, 16, 32, 8, 64, 8192, 131_072, rope_scaling=LLAMA_32, tie_embeddings=True),
+    "3B": LlamaConfig(128_256, 3072, 28, 24, 8, 128, 8192, 131_072, rope_scaling=LLAMA_32, tie_embeddings=True),
+    "8B": LlamaConfig(128_256, 4096, 32, 32, 8, 128, 14_336, 131_072, rope_scaling=RopeScaling()),
+    "70B": LlamaConfig(128_256, 8192, 80, 64, 8, 128, 28_672, 131_072, rope_scaling=RopeScaling()),
+    "405B": LlamaConfig(128_256, 16_384, 126, 128, 8, 128, 53_248, 131_072, rope_scaling=RopeScaling()),
 }
 
 # -- positions --------------------------------------------------------------------------------------------------------
 
 
-def turns(shape: Shape, device: torch.device) -> Tensor:
-    """Radians that each pair of dimensions turns from one position to the next: (E/2,) float32."""
-    pair = torch.arange(0, shape.head_width, 2, device=device).float()  # (E/2,)
-    turn: Tensor = 1.0 / shape.rope_base ** (pair / shape.head_width)
-    scaling = shape.rope_scaling
+def rope_frequencies(config: LlamaConfig, device: torch.device) -> Tensor:
+    """Radians that each pair of dimensions rotates per position: (E/2,) float32."""
+    pair = torch.arange(0, config.head_dim, 2, device=device).float()  # (E/2,)
+    frequency: Tensor = 1.0 / config.rope_theta ** (pair / config.head_dim)
+    scaling = config.rope_scaling
     if scaling is None:
-        return turn
-    waves = scaling.original_context * turn / (2 * math.pi)  # (E/2,): in the original context
-    kept = ((waves - scaling.low) / (scaling.high - scaling.low)).clamp(0.0, 1.0)
-    return kept * turn + (1 - kept) * turn / scaling.factor
+        return frequency
+    waves = scaling.original_max_seq_len * frequency / (2 * math.pi)  # (E/2,): in the original context
+    kept = ((waves - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0.0, 1.0)
+    return kept * frequency + (1 - kept) * frequency / scaling.factor
 
 
 @dataclass(frozen=True)
-class Rotation:
-    """The angles of some positions, as cosines and sines: (B or 1, 1, T, E)."""
+class RotaryEmbedding:
+    """Cosines and sines of the rotation angles of some positions: (B or 1, 1, T, E)."""
 
     cos: Tensor
     sin: Tensor
 
     @classmethod
-    def of(cls, positions: Tensor, shape: Shape, dtype: torch.dtype) -> Rotation:
+    def of(cls, positions: Tensor, config: LlamaConfig, dtype: torch.dtype) -> RotaryEmbedding:
         """positions (B or 1, T)."""
-        angle = positions[:, None, :, None].float() * turns(shape, positions.device)  # (B, 1, T, E/2)
+        angle = positions[:, None, :, None].float() * rope_frequencies(config, positions.device)  # (B, 1, T, E/2)
         angle = torch.cat((angle, angle), dim=-1)  # (B, 1, T, E)
         return cls(angle.cos().to(dtype), angle.sin().to(dtype))
 
-    def turn(self, heads: Tensor) -> Tensor:
+    def rotate(self, heads: Tensor) -> Tensor:
         """(B, H, T, E) -> (B, H, T, E)."""
         first, second = heads.chunk(2, dim=-1)
         return heads * self.cos.to(heads.dtype) + torch.cat((-second, first), dim=-1) * self.sin.to(heads.dtype)
 
 
-def places_in(documents: Tensor) -> Tensor:
-    """documents (B, T), equal ids side by side: the place (B, T) of each token in its own document, from 0."""
-    place = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
-    return place - torch.where(begins, place, 0).cummax(dim=1).values
+def position_ids(documents: Tensor) -> Tensor:
+    """Return each token's position (B, T) in its document; equal ids (B, T) are side by side."""
+    position = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    starts = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    return position - torch.where(starts, position, 0).cummax(dim=1).values
 
 
-def visible_in(documents: Tensor) -> Tensor:
-    """Which position (B, 1, T, T) sees which: those before it in the same document, and itself."""
+def attention_mask(documents: Tensor) -> Tensor:
+    """Return the mask (B, 1, T, T) of packed rows: causal, and within a document. True: visible."""
     length = documents.shape[1]
-    past = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
-    return (past & (documents[:, :, None] == documents[:, None, :]))[:, None]
+    causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
+    return (causal & (documents[:, :, None] == documents[:, None, :]))[:, None]
 
 
 # -- attention --------------------------------------------------------------------------------------------------------
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     """Grouped-query attention (Ainslie et al. 2023) by torch's fused kernel: (B, H, T, E).
 
-    query (B, H, T, E); key and value (B, G, S, E), head h asks key-value head h // (H / G)
-    visible  (B or 1, 1, T, S) bool; None: each position sees itself and those before it
+    query (B, H, T, E); key and value (B, G, S, E); head h attends to key-value head h // (H / G)
+    mask   (B or 1, 1, T, S) bool, True: visible; None: causal
 
-    Measured on one core (torch 2.13, fp32), forward and backward of 8 heads over 4 key-value heads, 2,048 positions in rows of
-    128, 512, 2,048: 23, 69, 143 ms, by hand 38, 157, 648; it skips what is hidden, and here nothing is dropped out, which is what
-    made it slow for the translator.
+    Measured on one core (torch 2.13, fp32), forward and backward of 8 heads over 4 key-value heads,
+    2,048 positions in rows of 128, 512, 2,048: 23, 69, 143 ms; by separate operations 38, 157, 648.
     """
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, is_causal=visible is None, enable_gqa=True)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
 
 
 # -- the model --------------------------------------------------------------------------------------------------------
 
 
 class Attention(nn.Module):
-    """Rotary positions, grouped queries, the projection out."""
+    """Grouped-query attention with rotary embeddings."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.head_width = shape.head_width
-        inner, shared = shape.heads * shape.head_width, shape.key_value_heads * shape.head_width
-        self.query = nn.Linear(shape.width, inner, bias=False)
-        self.key = nn.Linear(shape.width, shared, bias=False)
-        self.value = nn.Linear(shape.width, shared, bias=False)
-        self.out = nn.Linear(inner, shape.width, bias=False)
+        self.head_dim = config.head_dim
+        inner, shared = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+        self.query = nn.Linear(config.dim, inner, bias=False)
+        self.key = nn.Linear(config.dim, shared, bias=False)
+        self.value = nn.Linear(config.dim, shared, bias=False)
+        self.out = nn.Linear(inner, config.dim, bias=False)
 
-    def heads(self, projected: Tensor) -> Tensor:
-        """(B, T, H * E) -> (B, H, T, E), whatever H is."""
+    def split_heads(self, projected: Tensor) -> Tensor:
+        """(B, T, H * E) -> (B, H, T, E), for any number of heads."""
         rows, length, _ = projected.shape
-        return projected.view(rows, length, -1, self.head_width).transpose(1, 2)
+        return projected.view(rows, length, -1, self.head_dim).transpose(1, 2)
 
-    def forward(self, states: Tensor, rotation: Rotation, visible: Tensor | None) -> Tensor:
+    def forward(self, states: Tensor, rotary: RotaryEmbedding, mask: Tensor | None) -> Tensor:
         """states (B, T, D) -> (B, T, D)."""
-        query = rotation.turn(self.heads(self.query(states)))  # (B, H, T, E)
-        key = rotation.turn(self.heads(self.key(states)))  # (B, G, T, E)
-        value = self.heads(self.value(states))
-        mixed: Tensor = self.out(attend(query, key, value, visible).transpose(1, 2).flatten(2))
-        return mixed
+        query = rotary.rotate(self.split_heads(self.query(states)))  # (B, H, T, E)
+        key = rotary.rotate(self.split_heads(self.key(states)))  # (B, G, T, E)
+        value = self.split_heads(self.value(states))
+        attended: Tensor = self.out(attend(query, key, value, mask).transpose(1, 2).flatten(2))
+        return attended
 
 
 class FeedForward(nn.Module):
     """SwiGLU (Shazeer 2020)."""
 
-    def __init__(self, width: int, hidden: int) -> None:
+    def __init__(self, dim: int, ffn_dim: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(width, hidden, bias=False)
-        self.up = nn.Linear(width, hidden, bias=False)
-        self.out = nn.Linear(hidden, width, bias=False)
+        self.gate = nn.Linear(dim, ffn_dim, bias=False)
+        self.up = nn.Linear(dim, ffn_dim, bias=False)
+        self.out = nn.Linear(ffn_dim, dim, bias=False)
 
     def forward(self, states: Tensor) -> Tensor:
-        narrowed: Tensor = self.out(F.silu(self.gate(states)) * self.up(states))
-        return narrowed
+        projected: Tensor = self.out(F.silu(self.gate(states)) * self.up(states))
+        return projected
 
 
 class Layer(nn.Module):
-    """Attention, then the gated unit; each on the norm of what it is added to."""
+    """Pre-norm transformer block: attention, then SwiGLU, each added to its input."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(shape.width, shape.norm_epsilon)
-        self.attention = Attention(shape)
-        self.feed_norm = nn.RMSNorm(shape.width, shape.norm_epsilon)
-        self.feed_forward = FeedForward(shape.width, shape.feed_forward)
+        self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.attention = Attention(config)
+        self.feed_norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.feed_forward = FeedForward(config.dim, config.ffn_dim)
 
-    def forward(self, states: Tensor, rotation: Rotation, visible: Tensor | None) -> Tensor:
-        states = states + self.attention(self.attention_norm(states), rotation, visible)
-        further: Tensor = states + self.feed_forward(self.feed_norm(states))
-        return further
+    def forward(self, states: Tensor, rotary: RotaryEmbedding, mask: Tensor | None) -> Tensor:
+        states = states + self.attention(self.attention_norm(states), rotary, mask)
+        output: Tensor = states + self.feed_forward(self.feed_norm(states))
+        return output
 
 
 class Llama(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    """`model(tokens)` returns logits; with labels the summed loss."""
+
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.shape = shape
-        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
-        self.norm = nn.RMSNorm(shape.width, shape.norm_epsilon)
-        self.output = None if shape.tied else nn.Linear(shape.width, shape.vocabulary, bias=False)
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.n_layers))
+        self.norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.output = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
 
     @property
     def output_weight(self) -> Tensor:
@@ -231,56 +231,59 @@ class Llama(nn.Module):
         return self.embedding.weight if self.output is None else self.output.weight
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        """Logits (B, T, V) of each next token; with labels the sum of their cross-entropy instead, a scalar.
+        """Return the logits (B, T, V); with labels the sum of their cross-entropy, a scalar.
 
         tokens     (B, T) int64
-        labels     (B, T) int64, what follows each token; IGNORED counts nothing
-        documents  (B, T) int64, equal ids side by side: tokens see and count places in their own document alone.
-                   None: each row is one document
+        labels     (B, T) int64, the token after each token; IGNORE_INDEX: no loss there
+        documents  (B, T) int64, equal ids side by side: tokens attend to, and count positions in,
+                   their own document only. None: each row is one document
         """
         if documents is None:
-            places, visible = torch.arange(tokens.shape[1], device=tokens.device)[None], None
+            positions, mask = torch.arange(tokens.shape[1], device=tokens.device)[None], None
         else:
-            places, visible = places_in(documents), visible_in(documents)
-        states = self.norm(self.through(tokens, places, visible))
+            positions, mask = position_ids(documents), attention_mask(documents)
+        states = self.norm(self.forward_layers(tokens, positions, mask))
         if labels is None:
             return F.linear(states, self.output_weight)
-        return output_cross_entropy(states, self.output_weight, labels, smoothing=0.0, pad=IGNORED)
+        return output_cross_entropy(states, self.output_weight, labels, smoothing=0.0, ignore_index=IGNORE_INDEX)
 
-    def through(self, tokens: Tensor, places: Tensor, visible: Tensor | None) -> Tensor:
-        """tokens (B, T) at places (B or 1, T) -> states (B, T, D) after all layers, before the last norm."""
+    def forward_layers(self, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+        """tokens (B, T) at positions (B or 1, T) -> states (B, T, D) before the final norm."""
         states = self.embedding(tokens)
-        rotation = Rotation.of(places, self.shape, states.dtype)
+        rotary = RotaryEmbedding.of(positions, self.config, states.dtype)
         for layer in self.layers:
-            states = layer(states, rotation, visible)
+            states = layer(states, rotary, mask)
         return cast(Tensor, states)
 
 
-# -- first weights ----------------------------------------------------------------------------------------------------
+# -- initial weights --------------------------------------------------------------------------------------------------
 
 
-def build(shape: Shape, *, device: torch.device, seed: int, dtype: torch.dtype = torch.float32) -> Llama:
-    """A new model in training mode on `device`: made on the meta device, given memory there, then its first values."""
+def build_llama(config: LlamaConfig, *, device: torch.device, seed: int, dtype: torch.dtype = torch.float32) -> Llama:
+    """Build a model in training mode on `device`, through the meta device."""
     with torch.device("meta"):
-        model = Llama(shape).to(dtype)
+        model = Llama(config).to(dtype)
     model.to_empty(device=device)
-    initialise(model, seed)
+    init_params(model, seed)
     return model
 
 
-def initialise(model: Llama, seed: int) -> None:
-    """Gives each parameter its first value, which follows from (seed, name) alone. In place, one parameter at a time."""
+def init_params(model: Llama, seed: int) -> None:
+    """Initialize each parameter from (seed, name) alone; in place, one parameter at a time."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(first_value(name, parameter.shape, model.shape.layers, seed))
+            parameter.copy_(init_param(name, parameter.shape, model.config.n_layers, seed))
 
 
-def first_value(name: str, size: torch.Size, layers: int, seed: int) -> Tensor:
-    """Float32 on the CPU: 1 for norms; else normal, of deviation inputs**-0.5 (for the embedding width**-0.5), divided by
-    (2 * layers)**0.5 for what is added to the states, so that they do not grow with depth (Radford et al. 2019, section 2.3)."""
-    if len(size) == 1:
-        return torch.ones(size)
+def init_param(name: str, shape: torch.Size, n_layers: int, seed: int) -> Tensor:
+    """Return the initial value of a parameter: float32 on the CPU.
+
+    1 for norms, else normal with deviation fan_in**-0.5 (embedding: dim**-0.5), over
+    (2 * n_layers)**0.5 before the residual stream (Radford et al. 2019, section 2.3).
+    """
+    if len(shape) == 1:
+        return torch.ones(shape)
     key = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
-    deviation = size[1] ** -0.5 / ((2 * layers) ** 0.5 if name.endswith("out.weight") else 1.0)
-    return torch.empty(size).normal_(std=deviation, generator=generator)
+    deviation = shape[1] ** -0.5 / ((2 * n_layers) ** 0.5 if name.endswith("out.weight") else 1.0)
+    return torch.empty(shape).normal_(std=deviation, generator=generator)

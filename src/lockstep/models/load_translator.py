@@ -1,4 +1,4 @@
-"""A trained model for use: read from a run's folder, verified, on the best device there is, ready to translate."""
+"""Load a trained translator from a run folder, verified, ready to translate."""
 
 from __future__ import annotations
 
@@ -9,70 +9,72 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.state_dict import restore
-from lockstep.checkpoint.store import Checkpoint, Store
-from lockstep.config import schema as config
-from lockstep.config.schema import Run
+from lockstep.checkpoint.state_dict import set_state_dict
+from lockstep.checkpoint.store import Checkpoint, CheckpointStore
+from lockstep.config import saved_run
+from lockstep.config.schema import RunConfig
 from lockstep.data.tokenizer import Tokenizer
 from lockstep.errors import CheckpointError, UsageError
-from lockstep.models.build import choose_attention, shape
+from lockstep.models.build import choose_attention, translator_from_config
 from lockstep.models.translator import Translator
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """A model in evaluation mode with what belongs to it; `steps` are the checkpoints whose weights it has the mean of."""
+class LoadedTranslator:
+    """A translator in evaluation mode; `steps`: the checkpoints whose weights it averages."""
 
     model: Translator
     tokenizer: Tokenizer
-    run: Run
+    run: RunConfig
     step: int
     steps: tuple[int, ...]
 
 
-def load_for_use(folder: Path, step: int | None = None, average: int = 0, *, device: torch.device | None = None) -> Loaded:
-    """The model of the run in `folder` as it was at `step` (default: at its newest whole checkpoint).
+def load_translator(folder: Path, step: int | None = None, average: int = 0, *, device: torch.device | None = None) -> LoadedTranslator:
+    """Load the model of the run in `folder` at `step` (default: its newest complete checkpoint).
 
-    average  N: the mean of the weights of the newest N checkpoints up to that step, of fewer if there are fewer
+    average  N: average the weights of the newest N checkpoints up to that step, or of all if fewer
     device   default: the GPU if there is one
-    UsageError: no run. DataError, CheckpointError: its tokenizer or its checkpoint is missing or damaged.
+    Errors: UsageError: no run. DataError, CheckpointError: tokenizer or checkpoint is damaged.
     """
     run = read_run(folder)
     tokenizer = Tokenizer.load(folder / "data" / "tokenizer.json")
-    store = Store(folder / "checkpoints")
-    newest = last(store) if step is None else store.load(step)
-    steps = newest_up_to(store.steps(), newest.step, average)
+    store = CheckpointStore(folder / "checkpoints")
+    newest = newest_checkpoint(store) if step is None else store.load(step)
+    steps = newest_steps(store.steps(), newest.step, average)
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = bare(run, tokenizer.size, device)
-    restore(model, None, mean_of(store, steps, newest))
-    return Loaded(model, tokenizer, run, newest.step, steps)
+    model = empty_translator(run, tokenizer.vocab_size, device)
+    set_state_dict(model, None, average_weights(store, steps, newest))
+    return LoadedTranslator(model, tokenizer, run, newest.step, steps)
 
 
-def read_run(folder: Path) -> Run:
-    """The run in `folder`. UsageError when there is none, CheckpointError when it is damaged."""
-    found = config.read_run(folder)
+def read_run(folder: Path) -> RunConfig:
+    """Read the run in `folder`. UsageError: there is none. CheckpointError: run.json is damaged."""
+    found = saved_run.read_run(folder)
     if found is None:
         where = f"{folder / 'run.json'} is missing"
         raise UsageError(f"there is no run in {folder}", where, "give the folder that lockstep train --out wrote")
     return found.run
 
 
-def last(store: Store) -> Checkpoint:
-    """The newest whole checkpoint. CheckpointError when there is none."""
+def newest_checkpoint(store: CheckpointStore) -> Checkpoint:
+    """Load the newest complete checkpoint. CheckpointError: there is none."""
     found = store.load_newest()
     if found is None:
-        raise CheckpointError("there is no checkpoint yet", str(store.folder), "train further: save.every_steps says how often one is made")
+        raise CheckpointError(
+            "there is no checkpoint yet", str(store.folder), "train on: checkpoint.every_steps is the interval of checkpoints"
+        )
     return found
 
 
-def newest_up_to(steps: Sequence[int], step: int, average: int) -> tuple[int, ...]:
-    """`step` and the checkpoints before it, `average` in all (at least `step` alone), ascending."""
+def newest_steps(steps: Sequence[int], step: int, average: int) -> tuple[int, ...]:
+    """Return `step` and the checkpoints before it, `average` in all (at least 1), ascending."""
     before = [s for s in steps if s < step]
     return *(before[len(before) - average + 1 :] if average > 1 and before else []), step
 
 
-def mean_of(store: Store, steps: Sequence[int], newest: Checkpoint) -> dict[str, Tensor]:
-    """The mean of the checkpoints' weights: summed in float64 in ascending order, so its bits depend on the steps alone."""
+def average_weights(store: CheckpointStore, steps: Sequence[int], newest: Checkpoint) -> dict[str, Tensor]:
+    """Average the weights, in float64, ascending: the bits depend on the steps alone."""
     if len(steps) == 1:
         return newest.tensors
     sums: dict[str, Tensor] = {}
@@ -84,10 +86,10 @@ def mean_of(store: Store, steps: Sequence[int], newest: Checkpoint) -> dict[str,
     return {name: (total / len(steps)).to(newest.tensors[name].dtype) for name, total in sums.items()}
 
 
-def bare(run: Run, vocabulary: int, device: torch.device) -> Translator:
-    """The run's model in evaluation mode with memory on `device`, and no values in it yet."""
+def empty_translator(run: RunConfig, vocab_size: int, device: torch.device) -> Translator:
+    """Build the run's model on `device` in evaluation mode, with uninitialized parameters."""
     chosen, _ = choose_attention(device.type, run.data.max_tokens)
     with torch.device("meta"):
-        model = shape(run.model, vocabulary, chosen if run.model.attention == "auto" else run.model.attention)
+        model = translator_from_config(run.model, vocab_size, chosen if run.model.attention == "auto" else run.model.attention)
     model.to_empty(device=device).eval()
     return model.requires_grad_(False)

@@ -1,9 +1,10 @@
-"""Low-rank adapters (Hu et al. 2021, "LoRA"): the matrices of a trained model stay, and each gets a small sum beside it that learns.
+"""LoRA (Hu et al. 2021): frozen matrices, each with a trained low-rank adapter beside it.
 
-    y = x W^T + alpha / rank * (x D^T) U^T        W (out, in) frozen, D = lora_down (rank, in), U = lora_up (out, rank)
+    y = x W^T + alpha / rank * (x D^T) U^T        W (out, in), D (rank, in), U (out, rank)
 
-U begins as zeros, so that the adapted model begins as the model that it adapts. Only D and U are trained, so gradients, optimizer and (if
-wished) checkpoints have a hundredth of the model's size. Merged, W + alpha / rank * U D is a model like any other.
+U is initialized to zero, so the adapted model starts equal to the base model. Only D and U are
+trained, so gradients, optimizer state and (if wanted) checkpoints have a hundredth of the model's
+size. Merged, W + alpha / rank * U D is an ordinary Llama.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-TARGETS = {  # the names in a run -> the modules of a layer in llama.py
+TARGETS = {  # names in a run -> modules of a layer in llama.py
     "query": "attention.query",
     "key": "attention.key",
     "value": "attention.value",
@@ -29,8 +30,8 @@ DOWN, UP = ".lora_down", ".lora_up"
 
 
 @dataclass(frozen=True)
-class Lora:
-    """Which matrices are adapted, and how: `targets` are keys of TARGETS."""
+class LoRAConfig:
+    """Rank, scale and matrices of the adapters; `targets` are keys of TARGETS."""
 
     rank: int
     alpha: float
@@ -41,10 +42,10 @@ class Lora:
         return self.alpha / self.rank
 
 
-class Adapted(nn.Linear):
-    """A linear map without bias whose weight is frozen, and its adapter."""
+class LoRALinear(nn.Linear):
+    """A linear layer without bias, its weight frozen, with an adapter."""
 
-    def __init__(self, inner: nn.Linear, lora: Lora) -> None:
+    def __init__(self, inner: nn.Linear, lora: LoRAConfig) -> None:
         super().__init__(inner.in_features, inner.out_features, bias=False, device="meta", dtype=inner.weight.dtype)
         self.weight = inner.weight
         self.scale = lora.scale
@@ -57,14 +58,14 @@ class Adapted(nn.Linear):
         return F.linear(states, self.weight) + self.scale * F.linear(narrow, self.lora_up)
 
 
-def adapt(model: nn.Module, lora: Lora) -> nn.Module:
-    """The Llama with adapters beside its targets, all else frozen. In place; the adapters have no values yet."""
+def add_adapters(model: nn.Module, lora: LoRAConfig) -> nn.Module:
+    """Freeze a Llama and add adapters to its targets, in place and not initialized."""
     model.requires_grad_(False)
-    ends = tuple(f".{TARGETS[name]}" for name in lora.targets)
+    suffixes = tuple(f".{TARGETS[name]}" for name in lora.targets)
     for path, module in list(model.named_modules()):
-        if path.endswith(ends) and isinstance(module, nn.Linear):
+        if path.endswith(suffixes) and isinstance(module, nn.Linear):
             parent, _, leaf = path.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, Adapted(module, lora))
+            setattr(model.get_submodule(parent), leaf, LoRALinear(module, lora))
     return model
 
 
@@ -72,24 +73,24 @@ def is_adapter(name: str) -> bool:
     return name.endswith((DOWN, UP))
 
 
-def first_value(name: str, size: torch.Size, seed: int) -> Tensor:
-    """Float32 on the CPU: zeros for what goes up, uniform within inputs**-0.5 for what goes down, by (seed, name)."""
+def init_param(name: str, shape: torch.Size, seed: int) -> Tensor:
+    """Return an adapter's initial value: up zeros, down uniform in fan_in**-0.5, by (seed, name)."""
     if name.endswith(UP):
-        return torch.zeros(size)
+        return torch.zeros(shape)
     key = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
-    bound = size[1] ** -0.5
-    return torch.empty(size).uniform_(-bound, bound, generator=generator)
+    bound = shape[1] ** -0.5
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
-class Merged(Mapping[str, Tensor]):
-    """The weights of a model with its adapters added to them, under the model's names. One tensor is made at a time, when it is asked for.
+class MergedWeights(Mapping[str, Tensor]):
+    """A model's weights with its adapters merged, under the model's names; merged on access.
 
     base      weights without adapters
-    adapters  `...lora_down` and `...lora_up` by name; others in it are looked up before those of `base`
+    adapters  `...lora_down` and `...lora_up` by name; other tensors in it precede `base`
     """
 
-    def __init__(self, base: Mapping[str, Tensor], adapters: Mapping[str, Tensor], lora: Lora) -> None:
+    def __init__(self, base: Mapping[str, Tensor], adapters: Mapping[str, Tensor], lora: LoRAConfig) -> None:
         self.base, self.adapters, self.lora = base, adapters, lora
         self.names = list(dict.fromkeys(name for name in (*base, *adapters) if not is_adapter(name)))
 

@@ -1,11 +1,12 @@
-"""What the forward pass keeps for the backward pass, block by block: everything, the costly part, or nothing but the block's inputs.
+"""Activation checkpointing: what the forward pass of each block keeps for its backward pass.
 
-    none       everything is kept                                               fastest
-    selective  matrix products and attention; norms, turns, gates come again    little time
-    full       the inputs of each block; it is computed a second time           a third more time
+    none       all activations                                                    fastest
+    selective  matrix products and attention; norms, rotations, gates recomputed  little time
+    full       the block's inputs; the block is recomputed                        a third more time
 
-(Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; Korthikanti et al. 2022, "Reducing Activation Recomputation".)
-What comes again comes with the same randomness and from the same inputs by the same operations, so the gradient has the same bits.
+(Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; Korthikanti et al. 2022,
+"Reducing Activation Recomputation".) Recomputation uses the same inputs, operations and random
+state, so the gradient has the same bits.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 Mode = Literal["none", "selective", "full"]
 
 aten = torch.ops.aten
-KEPT = [  # by "selective"; not bmm, whose result attention by hand goes on writing in
+SAVED_OPS = [  # by "selective"; not bmm, whose result plain attention overwrites
     aten.mm.default,
     aten.addmm.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -31,26 +32,24 @@ KEPT = [  # by "selective"; not bmm, whose result attention by hand goes on writ
 ]
 
 
-def recompute(blocks: Iterable[nn.Module], mode: Mode) -> None:
-    """From now on these blocks keep what `mode` says. In place, before anything wraps or compiles them; no name changes."""
+def checkpoint_activations(blocks: Iterable[nn.Module], mode: Mode) -> None:
+    """Make blocks keep what `mode` says, in place, before they are wrapped or compiled."""
     if mode == "none":
         return
     for block in blocks:
-        block.forward = MethodType(fully if mode == "full" else selectively, block)
+        block.forward = MethodType(full_checkpoint if mode == "full" else selective_checkpoint, block)
 
 
-# Functions of this file, for torch.compile does not look at one of torch that stands in the place of a forward pass.
+# Functions of this file: torch.compile skips a forward pass that is one of torch's functions.
 
 
-def fully(block: nn.Module, *inputs: Any) -> Any:
-    """The block's own forward pass; nothing but its inputs is kept."""
+def full_checkpoint(block: nn.Module, *inputs: Any) -> Any:
     return checkpoint(lambda: type(block).forward(block, *inputs), use_reentrant=False)
 
 
-def selectively(block: nn.Module, *inputs: Any) -> Any:
-    """The block's own forward pass; its inputs and the results of what stands in KEPT are kept."""
-    return checkpoint(lambda: type(block).forward(block, *inputs), use_reentrant=False, context_fn=keeping)
+def selective_checkpoint(block: nn.Module, *inputs: Any) -> Any:
+    return checkpoint(lambda: type(block).forward(block, *inputs), use_reentrant=False, context_fn=selective_contexts)
 
 
-def keeping() -> Any:
-    return create_selective_checkpoint_contexts(KEPT)
+def selective_contexts() -> Any:
+    return create_selective_checkpoint_contexts(SAVED_OPS)

@@ -1,4 +1,4 @@
-"""Frozen weights and buffers: equal on all replicas, not changed by a forward pass."""
+"""Frozen weights and buffers: equal on all replicas and unchanged by forward passes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from lockstep.errors import UsageError
 from lockstep.parallel.replica import DIGEST_FACTOR, digest_of
 from lockstep.runtime.tensor_bytes import as_bytes
-from lockstep.units import shown
+from lockstep.units import join_names
 
 SLICE_BYTES = 32 * 2**20  # hashed per comparison: 3 ms at 10 GB/s
 SMALL_BYTES = 2**20
 
 
-class Buffer(NamedTuple):
+class BufferSnapshot(NamedTuple):
     """Snapshot of a buffer.
 
-    version  torch's counter of changes in place, which the statistics of batch_norm do not advance
-    value    a copy, for small buffers in the first step
+    version  torch's counter of in-place changes, which batch_norm does not increment
+    value    a copy, of small buffers in the first step
     """
 
     tensor: Tensor
@@ -31,69 +31,70 @@ class Buffer(NamedTuple):
     module: str
 
 
-class Untrained:
+class FrozenState:
     """The frozen weights and buffers of `module`.
 
-    frozen         the frozen weights, as far as this worker holds them
-    local_buffers  buffers may change in a forward pass, and are then each worker's own
+    frozen         the frozen weights of this worker
+    local_buffers  True: forward passes may change buffers, which then differ between workers
     """
 
     def __init__(self, module: nn.Module, frozen: Sequence[Tensor], *, local_buffers: bool = False) -> None:
         self.frozen, self.local_buffers = list(frozen), local_buffers
-        self.holders = [(path, one) for path, one in module.named_modules() if one._buffers]
+        self.holders = [(path, child) for path, child in module.named_modules() if child._buffers]
         self.first_step = True
-        self.slices = slices_of([tensor.nbytes for tensor in self._tensors()])
+        self.slices = group_into_slices([tensor.nbytes for tensor in self._tensors()])
 
-    def buffers(self) -> dict[str, Buffer]:
-        """The buffers by name, as they are now."""
-        found = {}
+    def buffers(self) -> dict[str, BufferSnapshot]:
+        """Return a snapshot of all buffers by name."""
+        snapshots = {}
         for path, module in self.holders:
             for name, tensor in module._buffers.items():
                 if tensor is not None:
                     persistent = name not in module._non_persistent_buffers_set
                     value = tensor.detach().clone() if self.first_step and tensor.nbytes <= SMALL_BYTES else None
-                    found[f"{path}.{name}".lstrip(".")] = Buffer(tensor, tensor._version, value, persistent, type(module).__name__)
-        return found
+                    snapshot = BufferSnapshot(tensor, tensor._version, value, persistent, type(module).__name__)
+                    snapshots[f"{path}.{name}".lstrip(".")] = snapshot
+        return snapshots
 
-    def refuse_changes(self, before: dict[str, Buffer], step: int) -> None:
-        """UsageError when the micro-batches of `step` have changed buffers.
+    def refuse_changes(self, before: dict[str, BufferSnapshot], step: int) -> None:
+        """UsageError: the micro-batches of `step` have changed buffers.
 
-        A buffer that is not persistent may be replaced (a cache of positions), but not changed in place.
+        A buffer that is not persistent may be replaced, but not changed in place.
         """
         now = {} if self.local_buffers else self.buffers()
-        changed = [name for name, one in now.items() if name in before and is_changed(before[name], one)]
+        changed = [name for name, snapshot in now.items() if name in before and is_changed(before[name], snapshot)]
         if changed:
             kinds = ", ".join(sorted({now[name].module for name in changed}))
             raise UsageError(
-                f"buffers changed in the forward passes of step {step + 1}: {shown(changed)} ({kinds})",
-                "each worker sees other micro-batches, so the bits would depend on the number of workers; the update was not made",
-                "use GroupNorm or LayerNorm, call eval() on these modules, or accept other bits: Team(..., local_buffers=True)",
+                f"buffers changed in the forward passes of step {step + 1}: {join_names(changed)} ({kinds})",
+                "each worker sees different micro-batches, so the bits would depend on the number of workers; no update was made",
+                "use GroupNorm or LayerNorm, call eval() on these modules, or accept different bits: ReplicaGroup(..., local_buffers=True)",
             )
         self.first_step = False
 
     def digest(self, number: int | None = None) -> int:
-        """64 bits over slice `number` (modulo their count) of these tensors; None: over all of them. 0 when there are none."""
+        """Return a 64-bit digest of slice `number` (modulo their count), or of all if None."""
         tensors, total = self._tensors(), 0
         count = max(1, len(self.slices))
-        for pieces in self.slices if number is None else self.slices[number % count :][:1]:
-            words = digest_of(words_between(tensors[number], start, stop) for number, start, stop in pieces)
+        for ranges in self.slices if number is None else self.slices[number % count :][:1]:
+            words = digest_of(bytes_between(tensors[number], start, stop) for number, start, stop in ranges)
             total = (total * DIGEST_FACTOR + words) % 2**64
         return total
 
     def _tensors(self) -> list[Tensor]:
-        kept = [] if self.local_buffers else [one.tensor.detach() for one in self.buffers().values() if one.persistent]
-        return [*self.frozen, *kept]
+        buffers = [] if self.local_buffers else [buffer.tensor.detach() for buffer in self.buffers().values() if buffer.persistent]
+        return [*self.frozen, *buffers]
 
 
-def is_changed(before: Buffer, now: Buffer) -> bool:
-    """Whether a buffer changed between two snapshots."""
+def is_changed(before: BufferSnapshot, now: BufferSnapshot) -> bool:
+    """Return whether a buffer changed between two snapshots."""
     if now.tensor is not before.tensor:
         return now.persistent
     return now.version != before.version or (before.value is not None and not torch.equal(as_bytes(before.value), as_bytes(now.tensor)))
 
 
-def slices_of(sizes: Sequence[int]) -> list[list[tuple[int, int, int]]]:
-    """Pieces (number of the tensor, first byte, end) of tensors of these sizes in bytes, put together to slices of SLICE_BYTES at most."""
+def group_into_slices(sizes: Sequence[int]) -> list[list[tuple[int, int, int]]]:
+    """Group bytes into slices of at most SLICE_BYTES: (tensor number, first byte, end)."""
     slices: list[list[tuple[int, int, int]]] = []
     room = 0
     for number, size in enumerate(sizes):
@@ -107,7 +108,7 @@ def slices_of(sizes: Sequence[int]) -> list[list[tuple[int, int, int]]]:
     return slices
 
 
-def words_between(tensor: Tensor, start: int, stop: int) -> Tensor:
-    """Some bytes of a tensor, as int64 where torch can view them so: a device hashes those faster."""
+def bytes_between(tensor: Tensor, start: int, stop: int) -> Tensor:
+    """Return bytes of a tensor, as int64 where possible: a device hashes those faster."""
     raw = as_bytes(tensor)[start:stop]
     return raw if len(raw) % 8 or raw.storage_offset() % 8 else raw.view(torch.int64)

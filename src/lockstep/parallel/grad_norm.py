@@ -1,4 +1,4 @@
-"""The global norm of a gradient, whose bits do not depend on how tensors are cut into shards, and clipping by it."""
+"""Gradient norm and clipping; the bits of the norm do not depend on how tensors are sharded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def row_norms(gradient: torch.Tensor) -> torch.Tensor:
-    """The norm of each row (n, ...): (n,). A row's bits do not depend on the rows beside it, so a worker that has only some has those bits.
+    """Return the norm of each row of (n, ...): (n,). Its bits do not depend on the other rows.
 
     Measured on one core: (2048, 704) in 148 us, as long as torch's norm of the whole.
     """
@@ -19,20 +19,21 @@ def row_norms(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def sum_of_squares(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """0-dim float64: over the rows of each, in their order, then over all."""
-    return torch.stack([row_norms(one).double().square().sum() for one in gradients]).sum()
+    """Return the sum of squares, 0-dim float64: summed per row, per gradient, then over all."""
+    return torch.stack([row_norms(gradient).double().square().sum() for gradient in gradients]).sum()
 
 
 def divide_and_clip(
-    parameters: Iterable[nn.Parameter], *, divisor: float, clip_norm: float, squares: torch.Tensor | None = None
+    parameters: Iterable[nn.Parameter], *, divisor: float, clip_norm: float, grad_norm_squared: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Divide the gradients by `divisor`, scale them down to `clip_norm` where their global norm is above it (0: never).
+    """Divide the gradients by `divisor`, then clip their global norm to `clip_norm` (0: never).
 
-    squares  the sum of the squares of the whole gradient, where these parameters are only pieces of a model (Team.squares)
-    Returns the norm after the division and before the clipping: a 0-dim tensor on the device, so that no host waits for it here.
+    squares  sum of squares of the whole gradient, if these parameters are slices
+
+    Returns the norm before clipping, a 0-dim tensor on the device: the host does not wait for it.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = ((sum_of_squares(gradients) if squares is None else squares).sqrt() / divisor).float()
+    norm = ((sum_of_squares(gradients) if grad_norm_squared is None else grad_norm_squared).sqrt() / divisor).float()
     factor = torch.ones_like(norm) if clip_norm == 0 else torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
     torch._foreach_mul_(gradients, factor / divisor)
     return norm

@@ -1,17 +1,18 @@
-"""The groups of one worker, an axis each, in the present generation; and collectives on them that never raise.
+"""Process groups of one worker, one per axis, and collectives on them that never raise.
 
-A peer may be lost in the middle of a forward or backward pass, where an error would leave torch's machinery, and the user's loop, in the
-midst of something. So the first error is kept for the end of the pass; from then on nothing is sent, and what was to come stays as it is:
-the numbers of that pass are not used.
+A peer may fail in the middle of a forward or backward pass, where an exception would leave torch's
+machinery, and the user's loop, in an undefined state. So the first error is kept until the end of
+the pass. After it nothing is sent, and receive buffers keep their old values: the results of that
+pass are discarded.
 
-The parameters of FSDP's units are cut over a mesh whose group has no backend: it only says who is who. What is sent goes over the groups
-here, which are made anew with each generation, so that a model which lives need not be wrapped again.
+FSDP's units are sharded over a mesh whose group has no backend and only defines the ranks. Data is
+sent over the groups here, which each generation forms anew, so a live model is never wrapped again.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -21,130 +22,136 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.layout import Layout
-from lockstep.runtime.process_group import subgroup
-from lockstep.runtime.status_board import Board
-from lockstep.runtime.work import Waits
+from lockstep.runtime.process_group import new_subgroup
+from lockstep.runtime.status_board import StatusBoard
+from lockstep.runtime.work import WorkWaiter
 
 
-class Wires:
-    """The groups of this worker. None where an axis has one place, or before `lay`.
+class ProcessGroups:
+    """The process groups of this worker. None where an axis has size 1, or before `form`.
 
-    gather   the shards of a unit's parameters, for the thread of the model
-    scatter  the same workers, for the gradients, which travel beside it (one group must not be used by two threads)
-    across   those who hold the same in other replicas, for the gradients
-    tensor   those who share each layer
-    stages   those of the pipeline
-    tied     the first and the last stage, for a matrix that both have
-    aside    as for Waits
+    gather_group    shards of a unit's parameters, used by the thread of the model
+    scatter_group   the same workers, for gradients: the reducer thread needs its own group
+    replica_group   workers with the same slices in other replicas, for gradients
+    tensor_group    workers that share each layer
+    pipeline_group  stages of the pipeline
+    tied_group      first and last stage, for a weight that both have
+    form_context    entered while groups are formed
+    aside           see `WorkWaiter`
     """
 
     def __init__(self, layout: Layout, aside: bool = True) -> None:
         self.layout = layout
-        self.laying: Callable[[], AbstractContextManager[None]] = nullcontext  # around the forming of groups (World.more_groups)
+        self.form_context: Callable[[], AbstractContextManager[None]] = nullcontext
         self.failure: Exception | None = None
-        self.board = Board(None)
-        self.waits = Waits(aside=aside)
-        self.waited_s = 0.0  # in the thread of the model, in the present step
-        self.laid = False
-        self.drop()
+        self.board = StatusBoard(None)
+        self.waits = WorkWaiter(in_thread=aside)
+        self.waited_s = 0.0  # by the thread of the model, in this step
+        self.formed = False
+        self.clear()
 
-    def drop(self) -> None:
-        """Forget the groups: they are broken, or left."""
-        self.laid = False
+    def clear(self) -> None:
+        """Forget the groups of a generation that is over."""
+        self.formed = False
         self.failure = None
-        self.gather: dist.ProcessGroup | None = None
-        self.scatter: dist.ProcessGroup | None = None
-        self.across: dist.ProcessGroup | None = None
-        self.tensor: dist.ProcessGroup | None = None
-        self.stages: dist.ProcessGroup | None = None
-        self.tied: dist.ProcessGroup | None = None
+        self.gather_group: dist.ProcessGroup | None = None
+        self.scatter_group: dist.ProcessGroup | None = None
+        self.replica_group: dist.ProcessGroup | None = None
+        self.tensor_group: dist.ProcessGroup | None = None
+        self.pipeline_group: dist.ProcessGroup | None = None
+        self.tied_group: dist.ProcessGroup | None = None
 
-    def lay(self) -> None:
-        """Collective. The groups of the present generation, whose ranks stand as the layout says; all replicas that there are now."""
-        rank, layout = dist.get_rank(), self.now()
+    def form(self) -> None:
+        """Collective. Form the groups of this generation, with as many replicas as it has."""
+        rank, layout = dist.get_rank(), self.current_layout()
+        stages = layout.ranks_along(rank, "pipeline")
+        with self.form_context():
+            self.gather_group, self.scatter_group = (
+                new_subgroup(layout.ranks_along(rank, "shard")),
+                new_subgroup(layout.ranks_along(rank, "shard")),
+            )
+            self.replica_group, self.tensor_group = (
+                new_subgroup(layout.ranks_along(rank, "replicate")),
+                new_subgroup(layout.ranks_along(rank, "tensor")),
+            )
+            self.pipeline_group = new_subgroup(stages)
+            self.tied_group = new_subgroup([stages[0], stages[-1]]) if len(stages) > 1 and rank in (stages[0], stages[-1]) else None
+        self.formed = True
 
-        stages = layout.along(rank, "pipeline")
-        with self.laying():
-            self.gather, self.scatter = subgroup(layout.along(rank, "shard")), subgroup(layout.along(rank, "shard"))
-            self.across, self.tensor = subgroup(layout.along(rank, "replicate")), subgroup(layout.along(rank, "tensor"))
-            self.stages = subgroup(stages)
-            self.tied = subgroup([stages[0], stages[-1]]) if len(stages) > 1 and rank in (stages[0], stages[-1]) else None
-        self.laid = True
+    def current_layout(self) -> Layout:
+        """Return the layout with the number of replicas of this generation."""
+        return self.layout_of(dist.get_world_size())
 
-    def now(self) -> Layout:
-        """The layout with as many replicas as there are in this generation."""
-        return self.of(dist.get_world_size())
+    def layout_of(self, workers: int) -> Layout:
+        """Return the layout of this many workers."""
+        return replace(self.layout, replicate=workers // self.layout.workers_per_replica)
 
-    def of(self, workers: int) -> Layout:
-        """The layout of so many workers."""
-        return replace(self.layout, replicate=workers // self.layout.unit)
-
-    def guard(self, begin: Any) -> list[dist.Work]:
-        """The works that `begin()` starts; none after a failure."""
+    def start_works(self, start: Callable[[], Iterable[dist.Work | None]]) -> list[dist.Work]:
+        """Return the works that `start()` returns; none after a failure."""
         if self.failure is not None:
             return []
         try:
-            return [work for work in begin() if work is not None]
+            return [work for work in start() if work is not None]
         except Exception as error:
-            self.fail(error)
+            self.record_failure(error)
             return []
 
     def wait(self, works: list[dist.Work]) -> None:
-        """Wait for all, in the thread of the model."""
-        began_s = time.perf_counter()
+        """Wait for all works, in the thread of the model."""
+        start_s = time.perf_counter()
         if self.failure is None:
             try:
-                self.waits.finish(works)
+                self.waits.wait(works)
             except Exception as error:
-                self.fail(error)
-        self.waited_s += time.perf_counter() - began_s
+                self.record_failure(error)
+        self.waited_s += time.perf_counter() - start_s
 
-    def fail(self, error: Exception) -> None:
+    def record_failure(self, error: Exception) -> None:
         """Keep the first error for the end of the pass."""
-        error.__traceback__ = None  # it holds the group
+        error.__traceback__ = None  # it references the group
         self.failure = self.failure or error
 
-    def add_up(self, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        """Collective in the group. The sum, in place; the same bits on all of them."""
+    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        """Collective in the group. Sum in place; the same bits on all members."""
         if group is not None:
-            self.board.collective(tensor.nbytes)
-            self.wait(self.guard(lambda: [dist.all_reduce(tensor, group=group, async_op=True)]))
+            self.board.enter_collective(tensor.nbytes)
+            self.wait(self.start_works(lambda: [dist.all_reduce(tensor, group=group, async_op=True)]))
         return tensor
 
-    def add_in_order(self, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        """Collective in the group. The sum, in place, in the order of its members: the bits do not depend on where tensors are cut."""
+    def all_reduce_in_order(self, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        """Collective. Sum in place in rank order: the bits do not depend on tensor splits."""
         if group is not None and tensor.numel():
-            every = tensor.new_empty(group.size(), *tensor.shape)
-            self.board.collective(every.nbytes)
-            self.wait(self.guard(lambda: [dist.all_gather(list(every), tensor, group=group, async_op=True)]))
-            tensor.copy_(every[0])
-            for one in every[1:]:
-                tensor.add_(one)
+            gathered = tensor.new_empty(group.size(), *tensor.shape)
+            self.board.enter_collective(gathered.nbytes)
+            self.wait(self.start_works(lambda: [dist.all_gather(list(gathered), tensor, group=group, async_op=True)]))
+            tensor.copy_(gathered[0])
+            for summand in gathered[1:]:
+                tensor.add_(summand)
         return tensor
 
 
-class Arrival(dist.Work):
-    """Parameters on their way; waiting for them never raises."""
+class AllGatherWork(dist.Work):
+    """An all-gather of parameters in flight; waiting for it never raises."""
 
-    def __init__(self, wires: Wires, works: list[dist.Work]) -> None:
+    def __init__(self, groups: ProcessGroups, works: list[dist.Work]) -> None:
         super().__init__()
-        self.wires, self.works = wires, works
+        self.groups, self.works = groups, works
 
     def wait(self, timeout: Any = None) -> bool:
-        self.wires.wait(self.works)
+        self.groups.wait(self.works)
         return True
 
 
-def everybody_sends(parts: list[Tensor], group: dist.ProcessGroup) -> list[dist.Work | None]:
-    """Begin: parts[i] comes from member i, and parts[own] goes to all others."""
+def start_all_gather(parts: list[Tensor], group: dist.ProcessGroup) -> list[dist.Work | None]:
+    """Start an all-gather by sends and receives: parts[i] comes from member i."""
     own = group.rank()
     others = [i for i in range(group.size()) if i != own]
     works = [dist.irecv(parts[i], group=group, group_src=i) for i in others if parts[i].numel()]
     return works + [dist.isend(parts[own], group=group, group_dst=i) for i in others if parts[own].numel()]
 
 
-def exchange_rows(parts: list[Tensor], group: dist.ProcessGroup | None, waits: Waits) -> list[Tensor]:
-    """Collective. parts[i] goes to member i; what they have sent to this one, in their order (its own is parts[own] itself)."""
+def all_to_all_rows(parts: list[Tensor], group: dist.ProcessGroup | None, waits: WorkWaiter) -> list[Tensor]:
+    """Collective. Send parts[i] to member i; return the parts received, in rank order."""
     if group is None:
         return parts
     own = group.rank()
@@ -156,5 +163,5 @@ def exchange_rows(parts: list[Tensor], group: dist.ProcessGroup | None, waits: W
     others = [i for i in range(len(parts)) if i != own]
     works = [dist.irecv(rows[i], group=group, group_src=i) for i in others]
     works += [dist.isend(parts[i], group=group, group_dst=i) for i in others]
-    waits.finish(works, group)
+    waits.wait(works, group)
     return rows

@@ -1,8 +1,9 @@
-"""What a worker needs of memory for a model's state, what it may have, and which layout fits.
+"""Estimate the memory that a worker needs for a model's state, and find a layout that fits.
 
-Of each parameter a worker holds the weight, its gradient and AdamW's two means (16 bytes in float32), and while it saves a copy of all but
-the gradient (12 more). Where the state is cut, some units are whole for a while: gathered ones, and gradients on their way. Activations
-come on top and depend on the micro-batch, and an allocator leaves gaps: so what is said to fit leaves half free.
+Per parameter a worker holds the weight, its gradient and AdamW's two moments (16 bytes in float32),
+and while it saves a copy of all but the gradient (12 more). Sharded state also has some units whole
+for a while: gathered parameters, and gradients being reduced. Activations come on top and depend on
+the micro-batch, and allocators leave gaps, so a layout counts as fitting if it takes a third.
 """
 
 from __future__ import annotations
@@ -17,105 +18,109 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lockstep.config.schema import Memory
+from lockstep.config.schema import MemoryOptions
 from lockstep.errors import ConfigError, OutOfMemoryError
-from lockstep.layout import Bounds, Layout, flags
+from lockstep.layout import Layout, LayoutLimits, layout_flags
 from lockstep.parallel.plans import plan_of
 from lockstep.runtime.exit_report import is_out_of_memory
-from lockstep.units import show_bytes, show_count
+from lockstep.units import format_bytes, format_count
 
-TRAINED, SAVED, WEIGHT = 16, 12, 4  # bytes of a parameter
-WHOLE = 6  # times the largest unit: one computes, one is ahead; gradients of three, and rows that come in for one
-SPARE = 3  # times what the state takes: activations, and the stacks and arenas of about 20 threads where addresses are limited
+TRAINING_BYTES, SAVING_BYTES, WEIGHT_BYTES = 16, 12, 4  # bytes per parameter
+GATHERED_UNITS = 6  # of the largest size: one computes, one is prefetched; gradients of three, and received rows of one
+HEADROOM_FACTOR = 3  # times the state: room for activations, and stacks and arenas of about 20 threads where address space is limited
 CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True)
-class Size:
-    """Parameters of a model, and of its largest unit."""
+class ModelSize:
+    """Parameters of a model and of its largest unit."""
 
     parameters: int
     unit: int
 
     @classmethod
-    def of(cls, model: nn.Module) -> Size:
-        """Of a model, on the meta device too."""
-        whole = sum(one.numel() for one in model.parameters())
-        units = [sum(one.numel() for one in model.get_submodule(name).parameters()) for name in plan_of(model).units]
+    def of(cls, model: nn.Module) -> ModelSize:
+        """Count the parameters of a model, which may be on the meta device."""
+        whole = sum(p.numel() for p in model.parameters())
+        units = [sum(p.numel() for p in model.get_submodule(name).parameters()) for name in plan_of(model).units]
         return cls(whole, max([*units, whole - sum(units)]))
 
     def bytes(self, layout: Layout) -> int:
-        """What one worker holds, while it saves."""
-        units = WHOLE * WEIGHT * self.unit // (layout.tensor * layout.pipeline) if layout.unit > 1 else 0
-        return (TRAINED + SAVED) * self.parameters // layout.unit + units
+        """Return the bytes of one worker's state while it saves."""
+        units = GATHERED_UNITS * WEIGHT_BYTES * self.unit // (layout.tensor * layout.pipeline) if layout.workers_per_replica > 1 else 0
+        return (TRAINING_BYTES + SAVING_BYTES) * self.parameters // layout.workers_per_replica + units
 
 
-def limit_bytes(device: torch.device) -> tuple[int, str]:
-    """(what this process may have, who says so)."""
+def memory_limit(device: torch.device) -> tuple[int, str]:
+    """Return (bytes, source) of the memory limit of this process."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory, torch.cuda.get_device_name(device)
-    found = [(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine")]
+    limits = [(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine")]
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY:
-        found.append((soft, "RLIMIT_AS (ulimit -v)"))
+        limits.append((soft, "RLIMIT_AS (ulimit -v)"))
     if CGROUP.exists() and (text := CGROUP.read_text().strip()).isdecimal():
-        found.append((int(text), "its control group (memory.max)"))
-    return min(found)
+        limits.append((int(text), "its control group (memory.max)"))
+    return min(limits)
 
 
-def refuse_too_large(parameters: int, frozen: bool, memory: Memory, layout: Layout, device: torch.device) -> None:
-    """ConfigError when a worker's share of the weights, gradients and optimizer state alone is more than it may have.
+def refuse_too_large(parameters: int, frozen: bool, memory: MemoryOptions, layout: Layout, device: torch.device) -> None:
+    """ConfigError: a worker's weights, gradients and optimizer state exceed its memory limit.
 
-    parameters  of the model, at least
-    frozen      only adapters are trained
+    parameters  lower bound of the model's parameters
+    frozen      True: only adapters are trained
     """
-    weight, mean = (2 if one == "bf16" else 4 for one in (memory.weights, memory.optimizer_state))
-    state = 2 * mean + (4 if weight == 2 else 0)  # both means, and the masters
+    weight, moment = (2 if dtype == "bf16" else 4 for dtype in (memory.weights, memory.optimizer_state))
+    state = 2 * moment + (4 if weight == 2 else 0)  # both moments, and master weights
     each = weight if frozen else 2 * weight + (0 if memory.offload == "optimizer" and device.type == "cuda" else state)
-    need, (limit, source) = each * parameters // layout.unit, limit_bytes(device)
+    need, (limit, source) = each * parameters // layout.workers_per_replica, memory_limit(device)
     if need > limit:
         raise ConfigError(
-            f"a model of at least {show_count(parameters)} parameters takes {show_bytes(need)} a worker, without activations",
-            f"[model], llama.shape, [memory] and [layout] of the run; {show_bytes(limit)} are allowed by {source}",
-            f"take a smaller model, or share it between {-(-each * parameters // limit)} workers or more: layout.shard",
+            f"a model of at least {format_count(parameters)} parameters takes {format_bytes(need)} per worker, without activations",
+            f"[model], llama.size, [memory] and [layout] of the run; the limit is {format_bytes(limit)}, from {source}",
+            f"choose a smaller model, or shard it over at least {-(-each * parameters // limit)} workers: layout.shard",
         )
 
 
-def taken_bytes(device: torch.device) -> int:
-    """What this process has now, as its limit counts it: addresses on a CPU, memory on a GPU."""
+def used_bytes(device: torch.device) -> int:
+    """Return the bytes in use: address space on a CPU, device memory on a GPU."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def fitting(size: Size, free_bytes: int, bounds: Bounds, most: int = 64) -> Layout | None:
-    """The smallest replica whose workers have room, cut by shards first; None when there is none of up to `most` workers."""
+def smallest_fitting_layout(size: ModelSize, free_bytes: int, bounds: LayoutLimits, most: int = 64) -> Layout | None:
+    """Return the smallest replica that fits, sharded first; None: none of up to `most` workers."""
     sizes = [1 << power for power in range(most.bit_length())]
     replicas = [Layout(1, shard, tensor) for tensor in sizes for shard in sizes if shard * tensor <= most]
-    for layout in sorted(replicas, key=lambda one: (one.unit, one.tensor)):
-        if not bounds.why_not(layout) and SPARE * size.bytes(layout) <= free_bytes:
+    for layout in sorted(replicas, key=lambda one: (one.workers_per_replica, one.tensor)):
+        if not bounds.problem_with(layout) and HEADROOM_FACTOR * size.bytes(layout) <= free_bytes:
             return layout
     return None
 
 
 @contextmanager
-def told_what_fits(model: nn.Module, layout: Layout, bounds: Bounds, device: torch.device) -> Iterator[None]:
-    """Lack of memory inside becomes an OutOfMemoryError, which says which layout would fit.
+def explain_out_of_memory(model: nn.Module, layout: Layout, bounds: LayoutLimits, device: torch.device) -> Iterator[None]:
+    """Turn out-of-memory errors into an OutOfMemoryError that names a layout that fits.
 
-    model  on the meta device is enough: its parameters are counted
+    model  may be on the meta device; only its parameters are counted
     """
-    size, before = Size.of(model), taken_bytes(device)
+    size, before = ModelSize.of(model), used_bytes(device)
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        limit, source = limit_bytes(device)
+        limit, source = memory_limit(device)
         need = size.bytes(layout)
-        fit = fitting(size, limit - before, bounds)
-        hint = f"try {flags(fit)}: {show_bytes(size.bytes(fit))} a worker" if fit else "take more memory, or a smaller model"
+        fit = smallest_fitting_layout(size, limit - before, bounds)
+        hint = (
+            f"try {layout_flags(fit)}: {format_bytes(size.bytes(fit))} per worker"
+            if fit
+            else "give it more memory, or choose a smaller model"
+        )
         raise OutOfMemoryError(
-            f"no memory left: the state of {show_count(size.parameters)} parameters takes {show_bytes(need)} a worker with {layout}",
-            f"{show_bytes(limit)} are allowed by {source}, {show_bytes(before)} were taken before the model was made",
-            f"{hint}; smaller micro-batches (batch.tokens) need less for activations",
+            f"out of memory: the state of {format_count(size.parameters)} parameters takes {format_bytes(need)} per worker with {layout}",
+            f"the limit is {format_bytes(limit)}, from {source}; {format_bytes(before)} were in use before the model was built",
+            f"{hint}; smaller micro-batches (batch.tokens) take less for activations",
         ) from error

@@ -1,14 +1,16 @@
-"""The sum of the K micro-batches of a step in one fixed binary tree, whoever computed them.
+"""Sum the K micro-batches of a step in one fixed binary tree, whichever ranks computed them.
 
-Floating-point addition is not associative: an all-reduce gives other bits for every number of processes. Here the leaves are the K
-micro-batches, whatever process they ran in, and additions follow the tree over [0, K):
+Floating-point addition is not associative: an all-reduce gives different bits for each number of
+processes. Here the leaves are the K micro-batches, wherever they ran, and additions follow the tree
+over [0, K):
 
-    share    a process takes a contiguous block of leaves
-    runs     a block is a list of whole subtrees: [3, 6) of 8 is leaf 3 and the subtree [4, 6)
-    Tree     adds runs left to right and merges equal neighbours at once (a binary counter): log2(K) partial sums at most
-    exchange each process sends slice j of its partial sums to process j, which finishes the tree for its slice; the slices are gathered
+    leaves_of_rank   a rank computes a contiguous block of leaves
+    subtrees         a block is a list of subtrees: [3, 6) of 8 is leaf 3 and [4, 6)
+    SumTree          merges equal neighbors on arrival: at most log2(K) partial sums
+    tree_all_reduce  each rank sends slice j of its partial sums to rank j, which finishes the tree
+                     for its slice; the slices are all-gathered
 
-The bytes on the wire are those of a ring all-reduce while each process holds one run; an uneven share costs a few runs more.
+Traffic equals a ring all-reduce while each rank holds one subtree; uneven blocks add a few.
 """
 
 from __future__ import annotations
@@ -18,70 +20,71 @@ from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lockstep.errors import UsageError
-from lockstep.runtime.work import Waits
+from lockstep.runtime.work import WorkWaiter
 
 
-def share(rank: int, size: int, leaves: int) -> range:
-    """The leaves of `rank` among `size` processes: contiguous blocks whose lengths differ by one at most."""
+def leaves_of_rank(rank: int, size: int, leaves: int) -> range:
+    """Return the leaves of `rank`: contiguous blocks of equal size, or one more."""
     each, rest = divmod(leaves, size)
     first = rank * each + min(rank, rest)
     return range(first, first + each + (rank < rest))
 
 
-def refuse_empty_shares(size: int, leaves: int) -> None:
-    """UsageError when some process would have no micro-batch."""
+def refuse_idle_ranks(size: int, leaves: int) -> None:
+    """UsageError: some process would have no micro-batch."""
     if size > leaves:
         raise UsageError(
             f"{size} processes are running, a step has {leaves} micro-batches",
-            "a process without a micro-batch has nothing to do",
+            "each process needs at least one micro-batch",
             f"start {leaves} processes or fewer, or set batch.micro_batches={size}",
         )
 
 
 @dataclass(frozen=True)
-class Span:
+class Subtree:
     """The whole subtree over leaves [first, first + leaves)."""
 
     first: int
     leaves: int
 
-    def sibling_of(self, right: Span) -> bool:
-        """True when `right` is the other half of the same parent, so that the two are to be added."""
+    def sibling_of(self, right: Subtree) -> bool:
+        """Return whether `right` is the right half of the same parent."""
         return self.leaves == right.leaves and self.first + self.leaves == right.first and self.first % (2 * self.leaves) == 0
 
 
-def runs(block: range) -> list[Span]:
-    """The whole subtrees that make up a block of leaves, left to right."""
-    found, first = [], block.start
+def subtrees(block: range) -> list[Subtree]:
+    """Split a block of leaves into whole subtrees, left to right."""
+    parts, first = [], block.start
     while first < block.stop:
         leaves = first & -first or 1 << (block.stop - first).bit_length()
         while first + leaves > block.stop:
             leaves >>= 1
-        found.append(Span(first, leaves))
+        parts.append(Subtree(first, leaves))
         first += leaves
-    return found
+    return parts
 
 
 Value = TypeVar("Value")
 
 
 @dataclass
-class Tree(Generic[Value]):
-    """Partial sums of adjacent subtrees, left to right; what can be merged is merged when it comes.
+class SumTree(Generic[Value]):
+    """Partial sums of adjacent subtrees, left to right, merged on arrival.
 
-    The tree over K leaves, K no power of two, ends with several subtrees; `total` adds those from the right, as the missing leaves of
-    the full tree would be zeros.
+    Over K leaves, K not a power of two, several subtrees remain; `total` adds them from the right,
+    as if the missing leaves of the full tree were zeros.
     """
 
-    stack: list[tuple[Span, Value]] = field(default_factory=list)
+    stack: list[tuple[Subtree, Value]] = field(default_factory=list)
 
-    def add(self, span: Span, value: Value) -> None:
-        self.stack.append((span, value))
+    def add(self, subtree: Subtree, value: Value) -> None:
+        self.stack.append((subtree, value))
         while len(self.stack) > 1 and self.stack[-2][0].sibling_of(self.stack[-1][0]):
             (left, x), (_, y) = self.stack[-2:]
-            self.stack[-2:] = [(Span(left.first, 2 * left.leaves), x + y)]  # type: ignore[operator]
+            self.stack[-2:] = [(Subtree(left.first, 2 * left.leaves), x + y)]  # type: ignore[operator]
 
     def total(self) -> Value:
         value = self.stack[-1][1]
@@ -91,69 +94,69 @@ class Tree(Generic[Value]):
 
 
 @dataclass
-class Part:
-    """A slice of a sum, in memory that may be used up; adding reuses the left side's memory."""
+class PartialSum:
+    """A slice of a sum; adding overwrites the left operand."""
 
-    tensor: torch.Tensor
+    tensor: Tensor
 
-    def __add__(self, right: Part) -> Part:
+    def __add__(self, right: PartialSum) -> PartialSum:
         self.tensor.add_(right.tensor)
         return self
 
 
-def exchange(mine: list[tuple[Span, torch.Tensor]], leaves: int, group: dist.ProcessGroup, out: torch.Tensor, waits: Waits) -> None:
-    """Collective. Put the sum of all `leaves` leaves, added in tree order, into `out` on every process.
+def tree_all_reduce(partials: list[tuple[Subtree, Tensor]], leaves: int, group: dist.ProcessGroup, out: Tensor, waits: WorkWaiter) -> None:
+    """Collective. Write the sum of all leaves, added in tree order, to `out` on every rank.
 
-    mine  this process's runs and their sums, each of shape (length,): those of `runs(share(rank, size, leaves))`; they are used up
-    out   (length,); may be one of the sums in `mine`
-    waits how to wait for what is sent and received
+    partials  [(subtree, its sum (length,))] of this rank's leaves; overwritten
+    out       (length,); may be one of the partial sums
     """
     rank, size = group.rank(), group.size()
     if size == 1:
-        total = Tree([(span, Part(value)) for span, value in mine]).total().tensor
+        total = SumTree([(subtree, PartialSum(value)) for subtree, value in partials]).total().tensor
         if total is not out:
             out.copy_(total)
         return
     if out.is_cuda:
-        exchange_by_collectives(mine, leaves, group, out)
+        tree_all_reduce_collectives(partials, leaves, group, out)
         return
     slice_len = -(-out.numel() // size)
-    slices = [slice(j * slice_len, (j + 1) * slice_len) for j in range(size)]  # the last ones may be short, or empty
+    slices = [slice(j * slice_len, (j + 1) * slice_len) for j in range(size)]  # the last ones may be short or empty
     others = [j for j in range(size) if j != rank]
-    spans = [runs(share(r, size, leaves)) for r in range(size)]
+    by_rank = [subtrees(leaves_of_rank(r, size, leaves)) for r in range(size)]
     own = slices[rank]
-    rows = {r: [value[own] for _, value in mine] if r == rank else [torch.empty_like(out[own]) for _ in spans[r]] for r in range(size)}
+    rows = {r: [torch.empty_like(out[own]) for _ in by_rank[r]] for r in others}
+    rows[rank] = [value[own] for _, value in partials]
     works = [dist.irecv(row, group=group, group_src=r) for r in others for row in rows[r] if row.numel()]
-    works += [dist.isend(value[slices[r]], group=group, group_dst=r) for r in others for _, value in mine if value[slices[r]].numel()]
-    waits.finish(works, group)
-    tree: Tree[Part] = Tree()
+    works += [dist.isend(value[slices[r]], group=group, group_dst=r) for r in others for _, value in partials if value[slices[r]].numel()]
+    waits.wait(works, group)
+    tree: SumTree[PartialSum] = SumTree()
     for r in range(size):
-        for span, row in zip(spans[r], rows[r], strict=True):
-            tree.add(span, Part(row))
+        for subtree, row in zip(by_rank[r], rows[r], strict=True):
+            tree.add(subtree, PartialSum(row))
     total = tree.total().tensor
     if total.data_ptr() != out[own].data_ptr():
         out[own].copy_(total)
     works = [dist.irecv(out[slices[r]], group=group, group_src=r) for r in others if out[slices[r]].numel()]
     works += [dist.isend(out[own], group=group, group_dst=r) for r in others if out[own].numel()]
-    waits.finish(works, group)
+    waits.wait(works, group)
 
 
-def exchange_by_collectives(mine: list[tuple[Span, torch.Tensor]], leaves: int, group: dist.ProcessGroup, out: torch.Tensor) -> None:
-    """Collective. The same with two collectives, which NCCL queues on the device; on a CPU they copy more than they need to."""
+def tree_all_reduce_collectives(partials: list[tuple[Subtree, Tensor]], leaves: int, group: dist.ProcessGroup, out: Tensor) -> None:
+    """Collective. `tree_all_reduce` by two collectives, which NCCL queues on the device."""
     size, length = group.size(), out.numel()
     slice_len = -(-length // size)
     even = length == size * slice_len
-    if even and len(mine) == 1:
-        sent = mine[0][1]
+    if even and len(partials) == 1:
+        sent = partials[0][1]
     else:
-        padded = [value if even else torch.nn.functional.pad(value, (0, size * slice_len - length)) for _, value in mine]
-        sent = torch.stack([value.view(size, slice_len) for value in padded], dim=1).view(-1)  # (size, runs, slice)
-    spans = [runs(share(r, size, leaves)) for r in range(size)]
-    received = sent.new_empty(sum(map(len, spans)) * slice_len)
-    dist.all_to_all_single(received, sent, [len(some) * slice_len for some in spans], [len(mine) * slice_len] * size, group=group)
-    tree: Tree[torch.Tensor] = Tree()
-    for span, row in zip((span for some in spans for span in some), received.view(-1, slice_len), strict=True):
-        tree.add(span, row)
+        padded = [value if even else torch.nn.functional.pad(value, (0, size * slice_len - length)) for _, value in partials]
+        sent = torch.stack([value.view(size, slice_len) for value in padded], dim=1).view(-1)  # (size, subtrees, slice)
+    by_rank = [subtrees(leaves_of_rank(r, size, leaves)) for r in range(size)]
+    received = sent.new_empty(sum(map(len, by_rank)) * slice_len)
+    dist.all_to_all_single(received, sent, [len(trees) * slice_len for trees in by_rank], [len(partials) * slice_len] * size, group=group)
+    tree: SumTree[Tensor] = SumTree()
+    for subtree, row in zip((subtree for trees in by_rank for subtree in trees), received.view(-1, slice_len), strict=True):
+        tree.add(subtree, row)
     gathered = out if even else sent.new_empty(size * slice_len)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(gathered, tree.total(), group=group)

@@ -1,14 +1,15 @@
-"""From a model on the meta device to what this worker holds of it: the one place where the order of wrapping stands.
+"""Turn a model on the meta device into this worker's part of it, wrapped in this order:
 
-    1. pipeline      layers of other stages are taken out; what is left is a smaller model
-    2. tensor        the matrices themselves get smaller; all that follows sees plain, smaller layers
-    3. recompute     inside the units, so that what is computed again is computed while its unit is gathered
-    4. compile       inside the units too: a compiled layer is one graph for all layers; gathering stays outside of it
-    5. shard         around each block, then around the model (embedding, norms, output): what is left belongs to the root
-    6. memory        only now: a worker never has more than its pieces
-    7. first values  each parameter's piece of its first value, or of the checkpoint that the run starts from
+    1. pipeline    remove the layers of other stages; the rest is a smaller model
+    2. tensor      split the matrices; everything after sees ordinary, smaller layers
+    3. checkpoint  activation checkpointing inside the units, to recompute while gathered
+    4. compile     inside the units: one graph serves all layers, gathering stays outside
+    5. shard       wrap each block, then the model: embedding, norms and output belong to the root
+    6. allocate    only now, so a worker never has more than its slices
+    7. initialize  each parameter's slice of its initial value, or of the starting checkpoint
 
-Replicas alone need none of this but 3, 4, 6 and 7: the model is whole, and DistributedDataParallel (replicate.py) carries its gradients.
+Plain replicas need only 3, 4, 6 and 7: the model is whole, and DistributedDataParallel (replica.py)
+reduces its gradients.
 """
 
 from __future__ import annotations
@@ -26,136 +27,142 @@ from torch._C._distributed_c10d import _register_process_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from lockstep.layout import Layout, Spot
-from lockstep.models.build import materialise
-from lockstep.parallel.groups import Wires
-from lockstep.parallel.pipeline import Stage, keep
-from lockstep.parallel.plans import Plan, plan_of
-from lockstep.parallel.tensor_parallel import split
-from lockstep.tensor_slice import Piece
+from lockstep.layout import Coordinates, Layout
+from lockstep.models.build import materialize
+from lockstep.parallel.groups import ProcessGroups
+from lockstep.parallel.pipeline import PipelineStage, build_stage
+from lockstep.parallel.plans import ParallelPlan, plan_of
+from lockstep.parallel.tensor_parallel import apply_tensor_parallel
+from lockstep.tensor_slice import TensorSlice
 
-NUMBERS = itertools.count()
-FirstValue = Callable[[str, torch.Size], Tensor]
+GROUP_NUMBERS = itertools.count()
+InitParam = Callable[[str, torch.Size], Tensor]
 
 
 @dataclass
-class Held:
-    """What this worker holds of a model: all of it, or its pieces.
+class LocalModel:
+    """This worker's part of a model: all of it, or slices.
 
-    module  to be called; its parameters are FSDP's
-    named   name -> the same memory as an ordinary parameter of this worker's piece, for the optimizer and the checkpoint
-    pieces  name -> which piece that is
-    units   FSDP's modules in the order of the forward pass, the root last
-    shared  name -> what the tensor axis leaves, before it is sharded
-    summands  names of those whose gradient is the sum of what the tensor axis's workers have
+    module         the module to call; its parameters belong to FSDP
+    local_params   name -> parameter on this worker's slice, for optimizer and checkpoint
+    slices         name -> its slice of the whole tensor
+    fsdp_units     FSDP modules in forward order, the root last
+    tensor_slices  name -> the slice left by the tensor axis, before sharding
+    partial_grads  names of parameters whose gradient is the sum over the tensor axis
     """
 
     module: nn.Module
     layout: Layout
-    wires: Wires | None = None
-    named: dict[str, nn.Parameter] = field(default_factory=dict)
-    pieces: dict[str, Piece] = field(default_factory=dict)
-    units: list[FSDPModule] = field(default_factory=list)
-    shared: dict[str, Piece] = field(default_factory=dict)
-    stage: Stage | None = None
-    summands: tuple[str, ...] = ()
+    groups: ProcessGroups | None = None
+    local_params: dict[str, nn.Parameter] = field(default_factory=dict)
+    slices: dict[str, TensorSlice] = field(default_factory=dict)
+    fsdp_units: list[FSDPModule] = field(default_factory=list)
+    tensor_slices: dict[str, TensorSlice] = field(default_factory=dict)
+    stage: PipelineStage | None = None
+    partial_grads: tuple[str, ...] = ()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This worker's pieces."""
-        return iter(self.named.values())
+        """Iterate over this worker's slices."""
+        return iter(self.local_params.values())
 
-    def is_borrowed(self, name: str) -> bool:
-        """Whether the parameter is the first stage's, and this one has a copy of it."""
+    def is_tied_copy(self, name: str) -> bool:
+        """Return whether the parameter belongs to the first stage, and this one has a copy."""
         return self.stage is not None and name in self.stage.borrowed
 
-    def rows_of_trained(self, shard: int) -> list[tuple[int, int, int, bool]]:
-        """For each trained parameter that is this stage's own: where its rows begin and end among all rows of them, which of its rows is
-        this shard's first, and whether the tensor axis has cut it."""
-        found, first = [], 0
-        for name, parameter in self.named.items():
-            if parameter.requires_grad and not self.is_borrowed(name):
-                rows = self.shared[name].size[0]
-                start = min(rows, shard * -(-rows // self.layout.shard))
-                found.append((first, first + rows, start, not self.shared[name].is_whole))
+    def trained_rows(self, shard: int) -> list[tuple[int, int, int, bool]]:
+        """(first, stop, offset, split) of each trained parameter of this stage.
+
+        Its rows among all, this shard's first row in it, and whether the tensor axis splits it.
+        """
+        rows_of_params, first = [], 0
+        for name, parameter in self.local_params.items():
+            if parameter.requires_grad and not self.is_tied_copy(name):
+                rows = self.tensor_slices[name].local_shape[0]
+                offset = min(rows, shard * -(-rows // self.layout.shard))
+                rows_of_params.append((first, first + rows, offset, not self.tensor_slices[name].is_whole))
                 first += rows
-        return found
+        return rows_of_params
 
 
-def whole_or_held(model: nn.Module | Held) -> tuple[nn.Module, Held | None]:
-    """(the module, what this worker holds of it where a replica is several workers; None where it is one)."""
-    if not isinstance(model, Held):
+def unwrap_local_model(model: nn.Module | LocalModel) -> tuple[nn.Module, LocalModel | None]:
+    """Return (module, local model); the local model is None where a replica is one worker."""
+    if not isinstance(model, LocalModel):
         return model, None
-    return model.module, model if model.layout.unit > 1 else None
+    return model.module, model if model.layout.workers_per_replica > 1 else None
 
 
-def hold(
+def parallelize(
     model: nn.Module,
     layout: Layout,
-    spot: Spot,
-    first_value: FirstValue,
+    coordinates: Coordinates,
+    init_param: InitParam,
     device: torch.device,
     *,
-    inside: Callable[[list[nn.Module]], None] | None = None,
-    units_ahead: int = 1,
-    free_after_forward: bool = True,
-    parts_of_stages: int = 1,
-) -> Held:
-    """This worker's part of `model` (on the meta device): the whole where a replica is one worker.
+    prepare_blocks: Callable[[list[nn.Module]], None] | None = None,
+    prefetch_units: int = 1,
+    reshard_after_forward: bool = True,
+    chunks_per_stage: int = 1,
+) -> LocalModel:
+    """Return this worker's part of `model`, which is on the meta device.
 
-    spot                where this worker stands in its replica
-    inside              what is done to the blocks before they are sharded (recompute, compile)
-    units_ahead         units gathered ahead of the one that computes: 1 + units_ahead are alive at once
-    free_after_forward  False: units stay gathered from the forward to the backward pass (ZeRO-2): less traffic, more memory
-    parts_of_stages     of the model that each stage holds, a lap of all stages apart (interleaved)
+    coordinates            of this worker in the layout
+    prepare_blocks         called with the blocks before sharding (checkpointing, compile)
+    prefetch_units         units gathered ahead of the one that computes
+    reshard_after_forward  False: keep units gathered until the backward pass (ZeRO-2)
+    chunks_per_stage       interleaved pipeline: model chunks of each stage
     """
-    if layout.unit == 1:
-        whole = materialise(model, device, first_value)
-        if inside:
-            inside([whole.get_submodule(name) for name in plan_of(whole).units])
-        return Held(whole, layout, named=dict(whole.named_parameters()))
-    plan, wires = plan_of(model), Wires(layout, aside=device.type == "cpu")
-    stage = keep(model, spot.stage, layout.pipeline, parts_of_stages) if layout.pipeline > 1 else None
+    if layout.workers_per_replica == 1:
+        whole = materialize(model, device, init_param)
+        if prepare_blocks:
+            prepare_blocks([whole.get_submodule(name) for name in plan_of(whole).units])
+        return LocalModel(whole, layout, local_params=dict(whole.named_parameters()))
+    plan, groups = plan_of(model), ProcessGroups(layout, aside=device.type == "cpu")
+    stage = build_stage(model, coordinates.stage, layout.pipeline, chunks_per_stage) if layout.pipeline > 1 else None
     plan = plan.within(model)
-    pieces = split(model, plan, wires, spot.tensor, layout.tensor)
-    if inside:
-        inside([model.get_submodule(name) for name in plan.units])
-    units = shard(model, plan, device, spot.shard, layout.shard, free_after_forward)
-    look_ahead(units, units_ahead)
-    shared, pieces = pieces, {name: piece.cut_rows(spot.shard, layout.shard) for name, piece in pieces.items()}
-    summands = tuple(filter(plan.is_summand, pieces)) if layout.tensor > 1 else ()
-    held = Held(model, layout, wires, pieces=pieces, units=units, shared=shared, stage=stage, summands=summands)
+    tensor_slices = apply_tensor_parallel(model, plan, groups, coordinates.tensor, layout.tensor)
+    if prepare_blocks:
+        prepare_blocks([model.get_submodule(name) for name in plan.units])
+    units = shard_units(model, plan, device, coordinates.shard, layout.shard, reshard_after_forward)
+    set_prefetch(units, prefetch_units)
+    slices = {name: part.split_rows(coordinates.shard, layout.shard) for name, part in tensor_slices.items()}
+    partial_grads = tuple(filter(plan.has_partial_grad, slices)) if layout.tensor > 1 else ()
+    local = LocalModel(
+        model, layout, groups, slices=slices, fsdp_units=units, tensor_slices=tensor_slices, stage=stage, partial_grads=partial_grads
+    )
     model.to_empty(device=device)
     cast(FSDPModule, model)._get_fsdp_state()._lazy_init()  # now, since it may move what the parameters below share
     for name, parameter in model.named_parameters():
-        local = cast(Tensor, parameter).to_local().detach()  # type: ignore[attr-defined]
-        assert tuple(local.shape) == pieces[name].size, (name, local.shape, pieces[name])
+        shard = cast(Tensor, parameter).to_local().detach()  # type: ignore[attr-defined]
+        assert tuple(shard.shape) == slices[name].local_shape, (name, shard.shape, slices[name])
         with torch.no_grad():
-            local.copy_(pieces[name].of(first_value(name, torch.Size(pieces[name].shape))))
-        held.named[name] = nn.Parameter(local, requires_grad=parameter.requires_grad)
-    return held
+            shard.copy_(slices[name].of(init_param(name, torch.Size(slices[name].shape))))
+        local.local_params[name] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
+    return local
 
 
-def shard(model: nn.Module, plan: Plan, device: torch.device, part: int, parts: int, free_after_forward: bool) -> list[FSDPModule]:
-    """Wrap each unit, then the model. The mesh only says who is who: its group has no backend, nothing can be sent over it."""
-    mesh = DeviceMesh(device.type, list(range(parts)), mesh_dim_names=("shard",), _init_backend=False, _rank=part)
-    name = f"lockstep-shard-{next(NUMBERS)}"
-    mesh._pg_registry[name] = dist.ProcessGroup(part, parts)  # type: ignore[call-arg]  # whose store may be left out
+def shard_units(
+    model: nn.Module, plan: ParallelPlan, device: torch.device, rank: int, shards: int, reshard_after_forward: bool
+) -> list[FSDPModule]:
+    """Wrap each unit, then the model. The mesh only defines the ranks; its group cannot send."""
+    mesh = DeviceMesh(device.type, list(range(shards)), mesh_dim_names=("shard",), _init_backend=False, _rank=rank)
+    name = f"lockstep-shard-{next(GROUP_NUMBERS)}"
+    mesh._pg_registry[name] = dist.ProcessGroup(rank, shards)  # type: ignore[call-arg]  # whose store is optional
     mesh._dim_group_names = [cast(Any, name)]
     _register_process_group(cast(Any, name), mesh._pg_registry[name])  # which holds it weakly
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what it does on a CPU
+        warnings.simplefilter("ignore")  # FSDP's, about CPUs
         for name in plan.units:
-            fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=free_after_forward)
+            fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=reshard_after_forward)
         fully_shard(model, mesh=mesh)
     return [cast(FSDPModule, model.get_submodule(name)) for name in plan.units] + [cast(FSDPModule, model)]
 
 
-def look_ahead(units: list[FSDPModule], ahead: int) -> None:
-    """The rate limiter: which units are asked for when one begins, forward and backward."""
+def set_prefetch(units: list[FSDPModule], ahead: int) -> None:
+    """Set which units are gathered when one starts, in each pass: the rate limiter."""
     blocks = units[:-1]
     for i, unit in enumerate(blocks):
         unit.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + ahead])
-        # a unit that names itself names nobody: FSDP would choose one by itself
+        # a unit that names itself prefetches none; with an empty list FSDP would choose one
         unit.set_modules_to_backward_prefetch(blocks[max(0, i - ahead) : i][::-1] or [unit])
     if blocks:
         units[-1].set_modules_to_forward_prefetch(blocks[:ahead])

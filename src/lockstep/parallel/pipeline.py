@@ -1,15 +1,17 @@
-"""Layers dealt to stages; micro-batches flow through them, several at once.
+"""Pipeline parallelism: layers split into stages, several micro-batches in flight.
 
-    stage 0   F0 F1 F2 B0 F3 B1 .. B2 B3        1F1B (Narayanan et al. 2019, "PipeDream"; 2021 for the interleaved one): as soon as a
-    stage 1      F0 F1 B0 F2 B1 F3 B2 B3        micro-batch comes back, one goes forward, so no stage keeps more than there are stages
-    stage 2         F0 B0 F1 B1 F2 B2 F3 B3
+    stage 0   F0 F1 F2 B0 F3 B1 .. B2 B3        1F1B (Narayanan et al. 2019, "PipeDream"; 2021):
+    stage 1      F0 F1 B0 F2 B1 F3 B2 B3        a forward pass follows each backward pass, so at
+    stage 2         F0 B0 F1 B1 F2 B2 F3 B3     most `stages` micro-batches keep activations
 
-With `parts` > 1 each stage holds several parts of the model, a lap of all stages apart: shorter idle times at both ends, more messages.
+With several chunks per stage, each stage holds chunks of the model that are `stages` apart: less
+idle time at both ends, more messages.
 
-Which stage does what, and when, is a pure function (`actions`). Everybody knows each micro-batch, since the order is arithmetic, so only
-states travel, of shapes that both sides know; sends are not waited for before the end. Gradients are added per micro-batch in the tree, so
-the schedule decides no bits. By hand rather than by torch.distributed.pipelining, which wants equal shapes, one group for life, and adds
-gradients in the order in which they come.
+The schedule is a pure function (`pipeline_schedule`). Every stage knows each micro-batch, because
+the data order is arithmetic, so only activations are sent, in shapes that both sides know; sends
+are waited for at the end. Gradients are added per micro-batch in the tree, so the schedule decides
+no bits. Not torch.distributed.pipelining, which needs equal shapes and one permanent group, and
+adds gradients in order of arrival.
 """
 
 from __future__ import annotations
@@ -23,61 +25,59 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.models.llama import IGNORED, Llama, Rotation, places_in, visible_in
+from lockstep.models.llama import IGNORE_INDEX, Llama, RotaryEmbedding, attention_mask, position_ids
 from lockstep.models.loss import output_cross_entropy
-from lockstep.models.translator import Memory, Translator, hidden_score
-from lockstep.parallel.groups import Wires
+from lockstep.models.translator import EncodedSource, Translator, mask_bias
+from lockstep.parallel.groups import ProcessGroups
 
 
-class Action(NamedTuple):
-    """Micro-batch `micro` (counted within the step, on this worker) goes forward or backward through part `part` of the stage."""
+class PipelineOp(NamedTuple):
+    """A pass of micro-batch `micro` (its index on this worker) through a chunk of the stage."""
 
-    what: Literal["forward", "backward"]
-    part: int
+    kind: Literal["forward", "backward"]
+    chunk: int
     micro: int
 
 
-class Message(NamedTuple):
-    """What travels between two parts: onward the states of a micro-batch, back their slopes. Edge n leads from part n of all to n + 1."""
+class P2PMessage(NamedTuple):
+    """Activations, or their gradients, between the model's chunks n and n + 1: edge n."""
 
     micro: int
     edge: int
-    what: Literal["states", "slopes"]
+    kind: Literal["states", "grads"]
 
     def tag(self, number: int) -> int:
-        """Of its tensor `number`; no two messages between two workers have one at a time."""
-        return ((self.micro * 1024 + self.edge) * 2 + (self.what == "slopes")) * 8 + number
+        """Return the tag of tensor `number`; unique among the messages of two workers."""
+        return ((self.micro * 1024 + self.edge) * 2 + (self.kind == "grads")) * 8 + number
 
 
-def actions(stage: int, stages: int, micro_batches: int, parts: int = 1) -> list[Action]:
-    """What a stage does in a step, in order.
+def pipeline_schedule(stage: int, stages: int, micro_batches: int, chunks: int = 1) -> list[PipelineOp]:
+    """Return the operations of a stage in a step, in order.
 
-    With several parts the laps go by `stages` micro-batches; where their number is no multiple of that, all go forward before one goes
-    back.
+    With several chunks, micro-batches go in rounds of `stages`; if their number is no multiple of
+    that, all forward passes come before all backward passes.
     """
-    total = micro_batches * parts
-    if parts > 1 and micro_batches % stages:
-        every = [(part, micro) for part in range(parts) for micro in range(micro_batches)]
-        back = [(part, micro) for part in reversed(range(parts)) for micro in range(micro_batches)]
-        return [Action("forward", *one) for one in every] + [Action("backward", *one) for one in back]
+    total = micro_batches * chunks
+    if chunks > 1 and micro_batches % stages:
+        forward = [PipelineOp("forward", chunk, micro) for chunk in range(chunks) for micro in range(micro_batches)]
+        return forward + [PipelineOp("backward", chunk, micro) for chunk in reversed(range(chunks)) for micro in range(micro_batches)]
 
     def unit(number: int) -> tuple[int, int]:
-        lap, within = divmod(number, stages * parts)
-        return within // stages, lap * stages + within % stages
+        cycle, within = divmod(number, stages * chunks)
+        return within // stages, cycle * stages + within % stages
 
-    ahead = stages - stage - 1 if parts == 1 else 2 * (stages - stage - 1) + (parts - 1) * stages
-    ahead = min(total, ahead)
-    forward = [Action("forward", *(unit(i) if parts > 1 else (0, i))) for i in range(total)]
-    backward = [Action("backward", *((parts - 1 - unit(i)[0], unit(i)[1]) if parts > 1 else (0, i))) for i in range(total)]
-    found = forward[:ahead]
-    for number in range(total - ahead):
-        found += [forward[ahead + number], backward[number]]
-    return found + backward[total - ahead :]
+    warmup = stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
+    warmup = min(total, warmup)
+    forward = [PipelineOp("forward", *(unit(i) if chunks > 1 else (0, i))) for i in range(total)]
+    backward = [PipelineOp("backward", *((chunks - 1 - unit(i)[0], unit(i)[1]) if chunks > 1 else (0, i))) for i in range(total)]
+    schedule = forward[:warmup]
+    for number in range(total - warmup):
+        schedule += [forward[warmup + number], backward[number]]
+    return schedule + backward[total - warmup :]
 
 
-def dealt(layers: int, stages: int) -> list[range]:
-    """The layers of each of `stages` stages: adjacent ones, whose numbers differ by one at most; the last stages, which also have the
-    output, get fewer."""
+def split_layers(layers: int, stages: int) -> list[range]:
+    """Split layers into adjacent blocks of equal size, the first ones with one more."""
     each, rest = divmod(layers, stages)
     bounds = [0]
     for stage in range(stages):
@@ -85,117 +85,120 @@ def dealt(layers: int, stages: int) -> list[range]:
     return [range(a, b) for a, b in pairwise(bounds)]
 
 
-@dataclass(frozen=True)
-class Stage:
-    """What a worker has of a model that is dealt to stages.
+class Chunk(NamedTuple):
+    """Adjacent layers of the model, and whether they are the model's first and last."""
 
-    parts     the layers of each of its parts, and whether it is the first and the last of all
-    modules   the names of the modules of each of its parts
-    borrowed  parameters that the first stage has too, and saves
-    lent      parameters of the first stage that the last one has too
+    layers: range
+    first: bool
+    last: bool
+
+
+@dataclass(frozen=True)
+class PipelineStage:
+    """A worker's part of a model that is split into stages.
+
+    chunks    its chunks of the model
+    modules   names of the modules of each chunk
+    borrowed  copies of parameters of the first stage, which saves them
+    lent      parameters of the first stage that the last stage has too
     """
 
     number: int
     stages: int
-    parts: tuple[tuple[range, bool, bool], ...]
+    chunks: tuple[Chunk, ...]
     modules: tuple[tuple[str, ...], ...]
     borrowed: tuple[str, ...] = ()
     lent: tuple[str, ...] = ()
 
-    def holds(self, part: int, name: str) -> bool:
-        """Whether a parameter is one of this part's."""
-        return any(name.startswith(f"{module}.") for module in self.modules[part])
+    def holds(self, chunk: int, name: str) -> bool:
+        """Return whether a parameter belongs to this chunk."""
+        return any(name.startswith(f"{module}.") for module in self.modules[chunk])
 
 
-def keep(model: nn.Module, stage: int, stages: int, parts: int) -> Stage:
-    """Take all layers but those of this stage out of the model, on the meta device, in place; its forward pass is then that of a part.
+def build_stage(model: nn.Module, stage: int, stages: int, chunks_per_stage: int) -> PipelineStage:
+    """Remove the layers of other stages from a model on the meta device, in place.
 
-    The parts are dealt in laps: part p of stage s is number p * stages + s of all.
+    The forward pass becomes that of a chunk. Chunk c of stage s is chunk c * stages + s of all.
     """
-    names = names_of_layers(model)
-    ranges = dealt(len(names), stages * parts)
-    last = stages * parts - 1
-    mine = tuple((ranges[n], n == 0, n == last) for n in range(stage, stages * parts, stages))
-    wanted = {names[layer] for layers, _, _ in mine for layer in layers}
+    names = layer_names(model)
+    ranges = split_layers(len(names), stages * chunks_per_stage)
+    final = stages * chunks_per_stage - 1
+    chunks = tuple(Chunk(ranges[n], n == 0, n == final) for n in range(stage, stages * chunks_per_stage, stages))
+    kept = {names[layer] for chunk in chunks for layer in chunk.layers}
     for name in names:
-        if name not in wanted:
-            remove(model, name)
-    first, end = mine[0][1], mine[-1][2]
-    turn = names[len(model.encoder) - 1] if isinstance(model, Translator) else ""
-    ends = ("embedding", "norm", "output", "decoder_norm")
+        if name not in kept:
+            remove_module(model, name)
+    first, last = chunks[0].first, chunks[-1].last
+    last_encoder = names[len(model.encoder) - 1] if isinstance(model, Translator) else ""
+    outer = ("embedding", "norm", "output", "decoder_norm")
     modules = []
-    for layers, begins, closes in mine:
-        of_part = [names[layer] for layer in layers]
-        modules.append((*of_part, *(ends if begins or closes else ()), *(("encoder_norm",) if turn in of_part else ())))
-    embedding = "embedding.weight"
+    for chunk in chunks:
+        layers = [names[layer] for layer in chunk.layers]
+        modules.append((*layers, *(outer if chunk.first or chunk.last else ()), *(("encoder_norm",) if last_encoder in layers else ())))
     if isinstance(model, Llama):
         tied = model.output is None
-        if not end:
-            remove(model, "norm")
+        if not last:
+            remove_module(model, "norm")
             if not tied:
-                remove(model, "output")
-        if not (first or (end and tied)):
-            remove(model, "embedding")
-        run: Callable[..., tuple[Tensor, ...]] = run_llama
+                remove_module(model, "output")
+        if not (first or (last and tied)):
+            remove_module(model, "embedding")
+        run: Callable[..., tuple[Tensor, ...]] = forward_llama_chunk
     else:
         assert isinstance(model, Translator)
         tied = True
-        if turn not in wanted:
-            remove(model, "encoder_norm")
-        if not end:
-            remove(model, "decoder_norm")
-        if not (first or end):
-            remove(model, "embedding")
-        run = run_translator
-    model.forward = lambda received, part, inputs, named: run(model, mine[part], received, *inputs, **named)  # type: ignore[method-assign, assignment]
-    shared = (embedding,) if tied and stages > 1 else ()
-    return Stage(stage, stages, mine, tuple(modules), shared if end and not first else (), shared if first and not end else ())
+        if last_encoder not in kept:
+            remove_module(model, "encoder_norm")
+        if not last:
+            remove_module(model, "decoder_norm")
+        if not (first or last):
+            remove_module(model, "embedding")
+        run = forward_translator_chunk
+    model.forward = lambda received, chunk, inputs, named: run(model, chunks[chunk], received, *inputs, **named)  # type: ignore[method-assign, assignment]
+    shared = ("embedding.weight",) if tied and stages > 1 else ()
+    return PipelineStage(stage, stages, chunks, tuple(modules), shared if last and not first else (), shared if first and not last else ())
 
 
-def names_of_layers(model: nn.Module) -> list[str]:
-    """In the order of the forward pass."""
+def layer_names(model: nn.Module) -> list[str]:
+    """Return the names of all layers in forward order."""
     if isinstance(model, Llama):
         return [f"layers.{i}" for i in range(len(model.layers))]
     assert isinstance(model, Translator)
     return [f"encoder.{i}" for i in range(len(model.encoder))] + [f"decoder.{i}" for i in range(len(model.decoder))]
 
 
-def remove(model: nn.Module, name: str) -> None:
-    """Put nothing in the place of a submodule."""
+def remove_module(model: nn.Module, name: str) -> None:
+    """Replace a submodule by the identity."""
     path, _, last = name.rpartition(".")
     setattr(model.get_submodule(path), last, nn.Identity())
 
 
-Part = tuple[range, bool, bool]
-
-
-def run_llama(
+def forward_llama_chunk(
     model: Llama,
-    part: Part,
+    chunk: Chunk,
     received: Sequence[Tensor],
     tokens: Tensor,
     labels: Tensor | None = None,
     documents: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """A part of Llama.forward: (states,) (B, T, D), or the loss at the end."""
-    layers, first, last = part
+    """Run a chunk of Llama.forward: (states,) (B, T, D), or the loss at the end."""
     if documents is None:
-        places, visible = torch.arange(tokens.shape[1], device=tokens.device)[None], None
+        positions, mask = torch.arange(tokens.shape[1], device=tokens.device)[None], None
     else:
-        places, visible = places_in(documents), visible_in(documents)
-    states = model.embedding(tokens) if first else received[0]
-    rotation = Rotation.of(places, model.shape, states.dtype)
-    for number in layers:
-        states = model.layers[number](states, rotation, visible)
-    if not last:
+        positions, mask = position_ids(documents), attention_mask(documents)
+    states = model.embedding(tokens) if chunk.first else received[0]
+    rotary = RotaryEmbedding.of(positions, model.config, states.dtype)
+    for number in chunk.layers:
+        states = model.layers[number](states, rotary, mask)
+    if not chunk.last:
         return (states,)
-    assert labels is not None, "a pipeline trains"
-    return (output_cross_entropy(model.norm(states), model.output_weight, labels, smoothing=0.0, pad=IGNORED),)
+    assert labels is not None, "a pipeline only trains"
+    return (output_cross_entropy(model.norm(states), model.output_weight, labels, smoothing=0.0, ignore_index=IGNORE_INDEX),)
 
 
-def run_translator(
+def forward_translator_chunk(
     model: Translator,
-    part: Part,
+    chunk: Chunk,
     received: Sequence[Tensor],
     source: Tensor,
     target: Tensor,
@@ -203,91 +206,91 @@ def run_translator(
     *,
     smoothing: float = 0.0,
 ) -> tuple[Tensor, ...]:
-    """A part of Translator.forward: (source states (B, S, D), target states (B, T, D)), or the loss at the end."""
-    layers, first, last = part
+    """Run a chunk of Translator.forward: (source states, target states), or the loss."""
     dtype = next(model.parameters()).dtype
-    past = torch.arange(source.shape[1], device=source.device) == 0
-    bias = hidden_score(((source == model.pad) & ~past)[:, None, None], dtype)
+    first = torch.arange(source.shape[1], device=source.device) == 0
+    bias = mask_bias(((source == model.pad) & ~first)[:, None, None], dtype)
     future = torch.ones(target.shape[1], target.shape[1], dtype=torch.bool, device=target.device).triu(1)
-    causal = hidden_score(future[None, None], dtype)
-    states, wanted = (model.embed(source), model.embed(target)) if first else (received[0], received[1])
-    for number in layers:
+    causal = mask_bias(future[None, None], dtype)
+    states, target_states = (model.embed(source), model.embed(target)) if chunk.first else (received[0], received[1])
+    for number in chunk.layers:
         if number < len(model.encoder):
             states = model.encoder[number](states, bias)
             if number == len(model.encoder) - 1:
                 states = model.encoder_norm(states)
         else:
-            wanted = model.decoder[number - len(model.encoder)](wanted, causal, Memory(states, bias))
-    if not last:
-        return states, wanted
-    return (output_cross_entropy(model.decoder_norm(wanted), model.embedding.weight, labels, smoothing=smoothing, pad=model.pad),)
+            target_states = model.decoder[number - len(model.encoder)](target_states, causal, EncodedSource(states, bias))
+    if not chunk.last:
+        return states, target_states
+    normed = model.decoder_norm(target_states)
+    return (output_cross_entropy(normed, model.embedding.weight, labels, smoothing=smoothing, ignore_index=model.pad),)
 
 
-def travelling(model: nn.Module, dtype: torch.dtype, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Empty tensors of the shapes in which states of a micro-batch travel."""
+def empty_activations(model: nn.Module, dtype: torch.dtype, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return empty tensors to receive the activations of a micro-batch."""
     assert isinstance(model, Llama | Translator)
-    width = model.shape.width if isinstance(model, Llama) else model.width
+    dim = model.config.dim if isinstance(model, Llama) else model.dim
     shaped = inputs[:1] if isinstance(model, Llama) else inputs[:2]
-    return [torch.empty(*one.shape, width, dtype=dtype, device=one.device) for one in shaped]
+    return [torch.empty(*tokens.shape, dim, dtype=dtype, device=tokens.device) for tokens in shaped]
 
 
 @dataclass
-class Flow:
-    """One step of one stage.
+class PipelineRunner:
+    """Runs one step of one stage.
 
-    run    (received, part, micro-batch) -> states, or the loss: a forward pass
-    back   (micro-batch, part): called before each backward pass
-    empty  micro-batch -> tensors to receive into
+    forward          (received activations, chunk, micro-batch) -> activations, or the loss
+    before_backward  called with (micro-batch, chunk) before each backward pass
+    empty            micro-batch -> tensors to receive into
     """
 
-    stage: Stage
-    wires: Wires
-    run: Callable[[list[Tensor], int, int], tuple[Tensor, ...]]
-    back: Callable[[int, int], None]
+    stage: PipelineStage
+    groups: ProcessGroups
+    forward: Callable[[list[Tensor], int, int], tuple[Tensor, ...]]
+    before_backward: Callable[[int, int], None]
     empty: Callable[[int], list[Tensor]]
 
     def step(self, micro_batches: int) -> list[Tensor]:
-        """The losses of the micro-batches, in their order, on the last stage; else []. That a peer is lost is told by `wires.failure`."""
-        self.sent: list[dist.Work] = []
-        kept: dict[tuple[int, int], tuple[list[Tensor], tuple[Tensor, ...]]] = {}
+        """Return the losses, on the last stage; else []. A lost peer sets `groups.failure`."""
+        self.sends: list[dist.Work] = []
+        in_flight: dict[tuple[int, int], tuple[list[Tensor], tuple[Tensor, ...]]] = {}
         losses: dict[int, Tensor] = {}
         stage, stages = self.stage.number, self.stage.stages
-        before, after = (stage - 1) % stages, (stage + 1) % stages
-        for what, part, micro in actions(stage, stages, micro_batches, len(self.stage.parts)):
-            _, first, last = self.stage.parts[part]
-            edge = part * stages + stage  # from this part to the next one
-            if what == "forward":
-                received = [] if first else self._receive(self.empty(micro), before, Message(micro, edge - 1, "states"))
-                received = [one.requires_grad_() for one in received]
-                kept[part, micro] = received, self.run(received, part, micro)
-                out = [one.detach() for one in kept[part, micro][1]]
+        previous, following = (stage - 1) % stages, (stage + 1) % stages
+        for kind, chunk, micro in pipeline_schedule(stage, stages, micro_batches, len(self.stage.chunks)):
+            _, first, last = self.stage.chunks[chunk]
+            edge = chunk * stages + stage  # from this chunk to the next one
+            if kind == "forward":
+                received = [] if first else self._receive(self.empty(micro), previous, P2PMessage(micro, edge - 1, "states"))
+                received = [states.requires_grad_() for states in received]
+                in_flight[chunk, micro] = received, self.forward(received, chunk, micro)
+                outputs = [output.detach() for output in in_flight[chunk, micro][1]]
                 if last:
-                    losses[micro] = out[0]
+                    losses[micro] = outputs[0]
                 else:
-                    self._send(out, after, Message(micro, edge, "states"))
+                    self._send(outputs, following, P2PMessage(micro, edge, "states"))
                 continue
-            received, outs = kept.pop((part, micro))
-            slopes = None if last else self._receive([torch.empty_like(one) for one in outs], after, Message(micro, edge, "slopes"))
-            self.back(micro, part)
-            torch.autograd.backward(outs, slopes)
+            received, outs = in_flight.pop((chunk, micro))
+            grads = None if last else self._receive([torch.empty_like(out) for out in outs], following, P2PMessage(micro, edge, "grads"))
+            self.before_backward(micro, chunk)
+            torch.autograd.backward(outs, grads)
             if not first:
-                gone = [torch.zeros_like(one) if one.grad is None else one.grad for one in received]
-                self._send(gone, before, Message(micro, edge - 1, "slopes"))
-        self.wires.wait(self.sent)
+                input_grads = [torch.zeros_like(states) if states.grad is None else states.grad for states in received]
+                self._send(input_grads, previous, P2PMessage(micro, edge - 1, "grads"))
+        self.groups.wait(self.sends)
         return [losses[micro] for micro in sorted(losses)]
 
-    def _send(self, tensors: list[Tensor], peer: int, message: Message) -> None:
-        group, flat = self.wires.stages, [one.contiguous() for one in tensors]
-        self.wires.board.collective(sum(one.nbytes for one in flat))
-        self.sent += self.wires.guard(
-            lambda: [dist.isend(one, group=group, group_dst=peer, tag=message.tag(number)) for number, one in enumerate(flat)]
+    def _send(self, tensors: list[Tensor], peer: int, message: P2PMessage) -> None:
+        group, flat = self.groups.pipeline_group, [tensor.contiguous() for tensor in tensors]
+        self.groups.board.enter_collective(sum(tensor.nbytes for tensor in flat))
+        self.sends += self.groups.start_works(
+            lambda: [dist.isend(tensor, group=group, group_dst=peer, tag=message.tag(number)) for number, tensor in enumerate(flat)]
         )
 
-    def _receive(self, into: list[Tensor], peer: int, message: Message) -> list[Tensor]:
-        group, into = self.wires.stages, [one.detach() for one in into]
-        self.wires.wait(
-            self.wires.guard(
-                lambda: [dist.irecv(one, group=group, group_src=peer, tag=message.tag(number)) for number, one in enumerate(into)]
+    def _receive(self, into: list[Tensor], peer: int, message: P2PMessage) -> list[Tensor]:
+        group, into = self.groups.pipeline_group, [tensor.detach() for tensor in into]
+        self.groups.wait(
+            self.groups.start_works(
+                lambda: [dist.irecv(tensor, group=group, group_src=peer, tag=message.tag(number)) for number, tensor in enumerate(into)]
             )
         )
         return into

@@ -1,8 +1,8 @@
-"""Where each model may be cut. Models know nothing of distribution; what is said of them here are names.
+"""Where each model may be split, by module and parameter names; the models know nothing of it.
 
-units    blocks that the shard axis gathers and frees one after the other, in the order of the forward pass
-regions  parts that the tensor axis shares: what comes in is whole, what goes out is added up. The head of each is cut by rows
-         (a part of the heads, of the inner width), its tail by columns
+units    blocks that the shard axis gathers and frees one after another, in forward order
+regions  modules that the tensor axis shares: input replicated, output all-reduced. A region's first
+         weights are column-parallel (a part of the heads or inner width), its last row-parallel
 """
 
 from __future__ import annotations
@@ -13,94 +13,96 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from lockstep.errors import UsageError
-from lockstep.layout import Bounds
+from lockstep.layout import LayoutLimits
 from lockstep.models.llama import Llama
 from lockstep.models.translator import Translator
 
 
 @dataclass(frozen=True)
-class Plan:
-    """units   names of modules
-    regions  names of modules
-    heads    weights of a region cut by rows, as (pattern of their names, matrices that are packed in them)
-    tails    weights cut by columns: a pattern of their names
-    summands weights of a region that stay whole, a pattern of their names: each worker has a summand of their gradient
-    counted  what of a region counts its share, as (pattern of the modules' names, attribute)
-    widths   what the tensor axis must divide
-    layers   that can be dealt to stages
+class ParallelPlan:
+    """How a model may be split.
+
+    units            names of modules
+    regions          names of modules
+    column_parallel  split by rows of the weight: (pattern of names, matrices packed in it)
+    row_parallel     split by columns of the weight: a pattern of names
+    partial_grads    whole weights whose gradient is summed over the tensor axis: a pattern
+    per_rank_counts  attributes to divide by the tensor axis: (pattern of module names, attribute)
+    widths           numbers that the tensor axis must divide
+    layers           that can be split into stages
     """
 
     units: tuple[str, ...]
     regions: tuple[str, ...]
-    heads: tuple[tuple[str, int], ...]
-    tails: str
-    summands: str = r"$^"
-    counted: tuple[tuple[str, str], ...] = ()
+    column_parallel: tuple[tuple[str, int], ...]
+    row_parallel: str
+    partial_grads: str = r"$^"
+    per_rank_counts: tuple[tuple[str, str], ...] = ()
     widths: tuple[int, ...] = ()
     layers: int = 0
 
     def packed(self, name: str) -> int:
-        """Matrices packed in a weight that is cut by rows; 0 where it is not."""
-        return next((count for pattern, count in self.heads if re.search(pattern, name)), 0)
+        """Return the number of matrices packed in a column-parallel weight; 0 for other weights."""
+        return next((count for pattern, count in self.column_parallel if re.search(pattern, name)), 0)
 
-    def is_tail(self, name: str) -> bool:
-        return re.search(self.tails, name) is not None
+    def is_row_parallel(self, name: str) -> bool:
+        return re.search(self.row_parallel, name) is not None
 
-    def is_summand(self, name: str) -> bool:
-        return re.search(self.summands, name) is not None
+    def has_partial_grad(self, name: str) -> bool:
+        return re.search(self.partial_grads, name) is not None
 
-    def within(self, model: nn.Module) -> Plan:
-        """For a model of which only some layers are left."""
-        there = dict(model.named_modules())
+    def within(self, model: nn.Module) -> ParallelPlan:
+        """Return the plan of a pipeline stage, which has only some of the layers."""
+        modules = dict(model.named_modules())
 
-        def holds(name: str) -> bool:
-            return name in there and not isinstance(there[name], nn.Identity)
+        def has(name: str) -> bool:
+            return name in modules and not isinstance(modules[name], nn.Identity)
 
-        return replace(self, units=tuple(filter(holds, self.units)), regions=tuple(filter(holds, self.regions)))
+        return replace(self, units=tuple(filter(has, self.units)), regions=tuple(filter(has, self.regions)))
 
-    def bounds(self, micro_batches: int) -> Bounds:
-        return Bounds(micro_batches, self.widths, self.layers)
+    def layout_limits(self, micro_batches: int) -> LayoutLimits:
+        return LayoutLimits(micro_batches, self.widths, self.layers)
 
 
-def plan_of(model: nn.Module) -> Plan:
-    """Where `model` may be cut. UsageError for a model of which nothing is known here."""
+def plan_of(model: nn.Module) -> ParallelPlan:
+    """Return the plan of `model`. UsageError: there is none for its type."""
     if isinstance(model, Llama):
         return plan_of_llama(model)
     if isinstance(model, Translator):
         return plan_of_translator(model)
     raise UsageError(
-        f"{type(model).__name__} cannot be cut",
+        f"{type(model).__name__} cannot be sharded or split",
         "layout",
-        "leave layout.shard, layout.tensor and layout.pipeline at 1: replicas take any model",
+        "leave layout.shard, layout.tensor and layout.pipeline at 1: replicas support any model",
     )
 
 
-def plan_of_llama(model: Llama) -> Plan:
-    shape = model.shape
-    layers = [f"layers.{i}" for i in range(shape.layers)]
-    return Plan(
+def plan_of_llama(model: Llama) -> ParallelPlan:
+    config = model.config
+    layers = [f"layers.{i}" for i in range(config.n_layers)]
+    return ParallelPlan(
         units=tuple(layers),
         regions=tuple(f"{layer}.{part}" for layer in layers for part in ("attention", "feed_forward")),
-        heads=((r"attention\.(query|key|value)\.(weight|lora_up)$", 1), (r"feed_forward\.(gate|up)\.(weight|lora_up)$", 1)),
-        tails=r"(attention|feed_forward)\.out\.(weight|lora_down)$",
-        summands=r"\.out\.lora_up$|\.(query|key|value|gate|up)\.lora_down$",
-        widths=(shape.heads, shape.key_value_heads, shape.feed_forward),
-        layers=shape.layers,
+        column_parallel=((r"attention\.(query|key|value)\.(weight|lora_up)$", 1), (r"feed_forward\.(gate|up)\.(weight|lora_up)$", 1)),
+        row_parallel=r"(attention|feed_forward)\.out\.(weight|lora_down)$",
+        partial_grads=r"\.out\.lora_up$|\.(query|key|value|gate|up)\.lora_down$",
+        widths=(config.n_heads, config.n_kv_heads, config.ffn_dim),
+        layers=config.n_layers,
     )
 
 
-def plan_of_translator(model: Translator) -> Plan:
+def plan_of_translator(model: Translator) -> ParallelPlan:
     encoder = [f"encoder.{i}" for i in range(len(model.encoder))]
     decoder = [f"decoder.{i}" for i in range(len(model.decoder))]
     parts = ("self_attention", "cross_attention", "feed_forward")
     names = dict(model.named_modules())
-    hidden = len(model.get_parameter("decoder.0.feed_forward.up.weight"))
-    return Plan(
-        units=(*encoder, "encoder_norm", *decoder),  # a unit of its own: what is left to the root is used at both ends alone
+    ffn_dim = len(model.get_parameter("decoder.0.feed_forward.up.weight"))
+    return ParallelPlan(
+        units=(*encoder, "encoder_norm", *decoder),  # encoder_norm is a unit, or the root would gather it in mid-pass
         regions=tuple(name for layer in (*encoder, *decoder) for part in parts if (name := f"{layer}.{part}") in names),
-        heads=((r"query_key_value\.weight$", 3), (r"key_value\.weight$", 2), (r"(query|up)\.weight$", 1)),
-        tails=r"(attention|feed_forward)\.out\.weight$",
-        counted=((r"_attention$", "heads"),),
-        widths=(model.heads, hidden),
+        column_parallel=((r"query_key_value\.weight$", 3), (r"key_value\.weight$", 2), (r"(query|up)\.weight$", 1)),
+        row_parallel=r"(attention|feed_forward)\.out\.weight$",
+        per_rank_counts=((r"_attention$", "n_heads"),),
+        widths=(model.n_heads, ffn_dim),
         layers=len(encoder) + len(decoder),
     )

@@ -1,17 +1,20 @@
-"""One replica that is several workers, each with its pieces of the model; the sum of gradients is the same bits as that of whole replicas.
+"""A replica of several workers with slices of the model; sums with the bits of whole replicas.
 
-FSDP2 gathers each unit's parameters before it computes, frees them after, and hands the unit's gradients over when its backward pass is
-done. Its two collectives are ours:
+FSDP2 gathers each unit's parameters before it computes, frees them afterwards, and hands over the
+unit's gradients after its backward pass. Its two collectives are replaced:
 
-    gather   each shard sends its piece of a unit to the others; asked for `units_ahead`, so that it travels while another one computes
-    reduce   micro-batches are dealt in turn to the shards of a replica, so that a round of all of them is adjacent leaves of the tree in
-             ordered.py. Each shard takes its rows of the gradients of all leaves of a round and adds them in the order of the tree; with
-             the last round of a step, those who hold the same rows in other replicas finish the tree (`exchange`)
+    all-gather      each shard sends its slice of a unit to the others, `prefetch_units` ahead
+    reduce-scatter  micro-batches go to the shards of a replica in turn, so a pass of all shards
+                    covers adjacent leaves of the tree in ordered_sum.py. Each shard receives its
+                    rows of the gradients of all leaves of a pass and adds them in tree order. After
+                    the last pass of a step, the workers with the same rows in other replicas finish
+                    the tree (`tree_all_reduce`)
 
-So a shard's gradient is the same sum, in the same order, for every number of replicas and shards. The reducing is done by a courier thread
-beside the backward pass, as in replicate.py. Between passes a shard keeps log2(K) partial sums of its own rows, never of the whole; or,
-where the wire is dearer than memory (`together`), of whole gradients, and then micro-batches are dealt in adjacent blocks: the tree is the
-same.
+So a shard's gradient is the same sum, in the same order, for any number of replicas and shards. A
+reducer thread reduces beside the backward pass, as in replica.py. Between passes a shard keeps
+log2(K) partial sums of its own rows only. With `reduce_once_per_step` it keeps partial sums of
+whole gradients, for less traffic, and micro-batches go to the shards in adjacent blocks: the tree
+is the same.
 """
 
 from __future__ import annotations
@@ -29,29 +32,29 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from lockstep.data.order import mix
+from lockstep.data.order import splitmix64
 from lockstep.errors import PeersLostError, UsageError
 from lockstep.parallel.grad_norm import row_norms
-from lockstep.parallel.groups import Arrival, everybody_sends, exchange_rows
-from lockstep.parallel.ordered_sum import Part, Span, Tree, exchange, runs, share
-from lockstep.parallel.parallelize import Held
-from lockstep.parallel.pipeline import Flow, Stage, travelling
+from lockstep.parallel.groups import AllGatherWork, all_to_all_rows, start_all_gather
+from lockstep.parallel.ordered_sum import PartialSum, Subtree, SumTree, leaves_of_rank, subtrees, tree_all_reduce
+from lockstep.parallel.parallelize import LocalModel
+from lockstep.parallel.pipeline import PipelineRunner, PipelineStage, empty_activations
 from lockstep.parallel.replica import digest_of
 from lockstep.runtime.numerics import seed_generators
-from lockstep.runtime.status_board import Board
-from lockstep.runtime.work import Waits
-from lockstep.units import shown
+from lockstep.runtime.status_board import StatusBoard
+from lockstep.runtime.work import WorkWaiter
+from lockstep.units import join_names
 
-PARCELS = 2  # units whose gradients are on their way at once; a whole unit's worth of memory each
+BUCKETS_IN_FLIGHT = 2  # units whose gradients may be in flight; each takes the memory of a whole unit
 
 
 @dataclass(frozen=True)
-class Pass:
-    """One forward and backward pass of all shards of a replica, as one of them does it.
+class ShardPass:
+    """One forward and backward pass of all shards of a replica, as one of them runs it.
 
-    k       the micro-batch that it computes
-    counts  False: only to take part, since there is no micro-batch left for it
-    first, leaves  the leaves of the tree that all of them compute; where gradients stay whole for a while, this shard's own leaf
+    k              micro-batch that this shard computes
+    counts         False: this shard has no micro-batch left and only joins the collectives
+    first, leaves  leaves of the pass; with `reduce_once_per_step`, this shard's own leaf
     """
 
     k: int
@@ -61,361 +64,373 @@ class Pass:
     last: bool
 
 
-def passes_of(block: range, shard: int, shards: int, *, together: bool) -> list[Pass]:
-    """What a shard does of its replica's micro-batches.
+def plan_passes(block: range, shard: int, shards: int, *, reduce_once_per_step: bool) -> list[ShardPass]:
+    """Plan the passes of a shard over its replica's micro-batches.
 
-    In turn: a pass of all shards is adjacent leaves. `together`: in adjacent blocks, so that a shard can add up its own ones first.
+    They go to the shards in turn; with `reduce_once_per_step` in adjacent blocks, so a shard can
+    sum its own block first.
     """
-    turns = -(-len(block) // shards)
-    if together:
-        own = share(shard, shards, len(block))
+    count = -(-len(block) // shards)
+    if reduce_once_per_step:
+        own = leaves_of_rank(shard, shards, len(block))
         mine = block[own.start : own.stop]
-        ks = [(mine[min(turn, len(mine) - 1)], turn < len(mine)) for turn in range(turns)]
-        return [Pass(k, counts, k, int(counts), turn == turns - 1) for turn, (k, counts) in enumerate(ks)]
-    found = []
+        ks = [(mine[min(i, len(mine) - 1)], i < len(mine)) for i in range(count)]
+        return [ShardPass(k, counts, k, int(counts), i == count - 1) for i, (k, counts) in enumerate(ks)]
+    passes = []
     for first in range(block.start, block.stop, shards):
         leaves = min(shards, block.stop - first)
-        found.append(Pass(first + min(shard, leaves - 1), shard < leaves, first, leaves, first + shards >= block.stop))
-    return found
+        passes.append(ShardPass(first + min(shard, leaves - 1), shard < leaves, first, leaves, first + shards >= block.stop))
+    return passes
 
 
 @dataclass(frozen=True)
-class Parcel:
-    """The gradients of one unit on their way.
+class Bucket:
+    """The gradients of one unit in flight.
 
     sent  (S * n,), slice j for shard j
-    out   (n,), where FSDP awaits the sum of this shard's rows
+    out   (n,), where FSDP expects the sum of this shard's rows
     """
 
     unit: int
-    turn: Pass
+    shard_pass: ShardPass
     sent: Tensor
     out: Tensor
 
 
-class Waiting(NamedTuple):
-    """The inputs of a micro-batch for a pipeline, and autocast's type around its forward pass; None: off."""
+class PendingMicroBatch(NamedTuple):
+    """Inputs of a micro-batch for the pipeline, and autocast's dtype; None: disabled."""
 
     k: int
     inputs: tuple[Any, ...]
     named: dict[str, Any]
-    narrow: torch.dtype | None
+    autocast_dtype: torch.dtype | None
 
 
 class ShardedReplica:
-    """What `Replica` is, for a model that is cut: see there. `held` is what this worker has of it (apply.py).
+    """A replica whose model is split over several workers; the interface of `Replica`.
 
-    together  reduce the gradients of a step together, after its last micro-batch: less traffic, but they stay whole until then
+    local                 this worker's part of the model (parallelize.py)
+    reduce_once_per_step  after the last micro-batch: less traffic, more memory
     """
 
-    def __init__(self, held: Held, *, micro_batches: int, seed: int = 0, together: bool = False) -> None:
-        assert held.wires is not None
-        self.held, self.leaves, self.seed = held, micro_batches, seed
-        self.parameters = [p for p in held.named.values() if p.requires_grad]
-        self.wires, self.unit = held.wires, held.layout.unit
-        self.together = together and held.layout.shard > 1
-        self._trees: list[Tree[Part]] = []
-        self._turn = Pass(0, True, 0, 0, True)
+    def __init__(self, local: LocalModel, *, micro_batches: int, seed: int = 0, reduce_once_per_step: bool = False) -> None:
+        assert local.groups is not None
+        self.local, self.leaves, self.seed = local, micro_batches, seed
+        self.parameters = [p for p in local.local_params.values() if p.requires_grad]
+        self.groups, self.workers_per_replica = local.groups, local.layout.workers_per_replica
+        self.reduce_once_per_step = reduce_once_per_step and local.layout.shard > 1
+        self._trees: list[SumTree[PartialSum]] = []
+        self._pass = ShardPass(0, True, 0, 0, True)
         self._losses: list[Tensor] = []
-        self._waiting: list[Waiting] = []
+        self._pending: list[PendingMicroBatch] = []
         self._sent_s = self._done_s = 0.0
-        self._handed: list[Tensor] = []
-        self._queue: queue.SimpleQueue[Parcel | threading.Event | None] = queue.SimpleQueue()
-        self._room = threading.Semaphore(PARCELS)
-        self._courier = threading.Thread(target=self._deliver, name="lockstep-courier", daemon=True)
-        self._courier.start()
-        for number, unit in enumerate(held.units):
-            unit.set_custom_all_gather(Gather(self))
-            unit.set_custom_reduce_scatter(Hand(self))
-            unit.set_all_reduce_hook(partial(self._reduced, number))
+        self._captured: list[Tensor] = []
+        self._queue: queue.SimpleQueue[Bucket | threading.Event | None] = queue.SimpleQueue()
+        self._free_slots = threading.Semaphore(BUCKETS_IN_FLIGHT)
+        self._reducer = threading.Thread(target=self._reduce_buckets, name="lockstep-reducer", daemon=True)
+        self._reducer.start()
+        for number, unit in enumerate(local.fsdp_units):
+            unit.set_custom_all_gather(GroupAllGather(self))
+            unit.set_custom_reduce_scatter(CapturedReduceScatter(self))
+            unit.set_all_reduce_hook(partial(self._on_gradients, number))
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-        self._names = [name for name, p in held.named.items() if p.requires_grad]
-        self._sharded = [cast(Any, p) for p in held.module.parameters() if p.requires_grad]
+        self._names = [name for name, p in local.local_params.items() if p.requires_grad]
+        self._sharded = [cast(Any, p) for p in local.module.parameters() if p.requires_grad]
         self._backwards = 0  # in this pass
 
     @property
-    def board(self) -> Board:
-        return self.wires.board
+    def board(self) -> StatusBoard:
+        return self.groups.board
 
     @board.setter
-    def board(self, board: Board) -> None:
-        self.wires.board = board
+    def board(self, board: StatusBoard) -> None:
+        self.groups.board = board
 
     @property
-    def waits(self) -> Waits:
-        return self.wires.waits
+    def waits(self) -> WorkWaiter:
+        return self.groups.waits
 
-    def forget(self) -> None:
-        """Let go of the groups, which are broken or left; the next step makes new ones."""
-        self.wires.drop()
+    def release_groups(self) -> None:
+        """Release the groups of a generation that is over; the next step forms new ones."""
+        self.groups.clear()
         self._drain()
-        self.wires.failure = None
+        self.groups.failure = None
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """The model's forward pass. In a pipeline the inputs wait until those of all micro-batches of the step are there."""
-        if not self.wires.laid:
-            self.wires.lay()
-        if self.held.stage is None:
-            return self.held.module(*inputs, **named)
+        """Run the forward pass; in a pipeline, only store the inputs."""
+        if not self.groups.formed:
+            self.groups.form()
+        if self.local.stage is None:
+            return self.local.module(*inputs, **named)
         kind = self.parameters[0].device.type
-        narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        self._waiting.append(Waiting(self._turn.k, inputs, named, narrow))
+        autocast_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        self._pending.append(PendingMicroBatch(self._pass.k, inputs, named, autocast_dtype))
         return torch.zeros(())
 
     def backward(self, loss: Tensor) -> None:
-        """The backward pass of a micro-batch; its loss is kept, unless this is a pass that only helps the other shards."""
-        if self.held.stage is not None:
+        """Run the backward pass of a micro-batch; keep its loss if it counts."""
+        if self.local.stage is not None:
             return
         if self._backwards:
-            raise UsageError(f"team.backward was called twice in micro-batch {self._turn.k}", "", "add its losses, and call it once")
+            raise UsageError(f"backward() was called twice in micro-batch {self._pass.k}", "", "add its losses and call it once")
         self._backwards += 1
         self.board.enter("backward")
         loss.backward()
-        if self._turn.counts:
+        if self._pass.counts:
             self._losses.append(loss.detach())
 
     def losses(self) -> list[float]:
-        """The losses of this worker's micro-batches of this step; of those who share a micro-batch one alone tells."""
-        spot = self.held.layout.spot(dist.get_rank())
-        tells = spot.tensor == 0 and spot.stage == self.held.layout.pipeline - 1
-        return [float(loss) for loss in torch.stack(self._losses).tolist()] if self._losses and tells else []
+        """Return the losses of this worker's micro-batches; one worker reports each."""
+        coordinates = self.local.layout.coordinates(dist.get_rank())
+        reports = coordinates.tensor == 0 and coordinates.stage == self.local.layout.pipeline - 1
+        return [float(loss) for loss in torch.stack(self._losses).tolist()] if self._losses and reports else []
 
     def micro_batches(self, step: int) -> Iterator[int]:
-        """Collective. The numbers of this worker's micro-batches of `step`: do a forward and a backward pass for each.
+        """Collective. Yield this worker's micro-batches of `step`, each for a forward and backward.
 
-        When the loop ends, each parameter's .grad is this worker's rows of the sum over all K micro-batches of all replicas.
+        After the loop .grad is this worker's rows of the sum over all K micro-batches.
         """
-        if not self.wires.laid:
-            self.wires.lay()
-        layout = self.wires.now()
-        spot = layout.spot(dist.get_rank())
-        block = share(spot.replica, layout.replicate, self.leaves)
-        refuse_idle_shards(layout.loaders, self.leaves, len(block), layout.shard)
-        self._refuse_frozen_or_unfrozen()
-        self._trees = [Tree() for _ in self.held.units]
-        self._losses, self.wires.waited_s, self._sent_s, self._waiting = [], 0.0, 0.0, []
-        passes = passes_of(block, spot.shard, layout.shard, together=self.together)
-        for self._turn in passes:
-            if why := self.waits.broken():
-                raise PeersLostError(why, "ShardedReplica.micro_batches")
+        if not self.groups.formed:
+            self.groups.form()
+        layout = self.groups.current_layout()
+        coordinates = layout.coordinates(dist.get_rank())
+        block = leaves_of_rank(coordinates.replica, layout.replicate, self.leaves)
+        refuse_idle_shards(layout.data_parallel_size, self.leaves, len(block), layout.shard)
+        self._refuse_changed_requires_grad()
+        self._trees = [SumTree() for _ in self.local.fsdp_units]
+        self._losses, self.groups.waited_s, self._sent_s, self._pending = [], 0.0, 0.0, []
+        passes = plan_passes(block, coordinates.shard, layout.shard, reduce_once_per_step=self.reduce_once_per_step)
+        for self._pass in passes:
+            if reason := self.waits.generation_error():
+                raise PeersLostError(reason, "ShardedReplica.micro_batches")
             for p in self._sharded:
                 p.grad = None
-            seed_generators(mix(self.seed, step, self._turn.k) >> 1, self.parameters[0].device)
+            seed_generators(splitmix64(self.seed, step, self._pass.k) >> 1, self.parameters[0].device)
             self._backwards = 0
-            if self._turn.last:
+            if self._pass.last:
                 self.board.enter("reducing")
-            yield self._turn.k
-            if self.wires.failure:
+            yield self._pass.k
+            if self.groups.failure:
                 break
-            if self.held.stage is None:
-                self._refuse_missing(f"micro-batch {self._turn.k} of step {step}")
-        if self.held.stage is not None and not self.wires.failure:
-            self._flow(self.held.stage, step, passes)
+            if self.local.stage is None:
+                self._refuse_missing(f"micro-batch {self._pass.k} of step {step}")
+        if self.local.stage is not None and not self.groups.failure:
+            self._run_pipeline(self.local.stage, step, passes)
         self._drain()
-        if self.wires.failure:
-            raise self.wires.failure
+        if self.groups.failure:
+            raise self.groups.failure
         self._refuse_missing(f"step {step}")
-        for own, sharded in zip(self.parameters, self._sharded, strict=True):
-            own.grad = sharded.grad.to_local()
+        for local, sharded in zip(self.parameters, self._sharded, strict=True):
+            local.grad = sharded.grad.to_local()
             sharded.grad = None
-        self._add_what_others_have()
+        self._sum_shared_gradients()
 
-    def _refuse_frozen_or_unfrozen(self) -> None:
-        """UsageError when other parameters are trained than when the model was cut."""
-        pairs = zip(self.held.named.items(), self.held.module.parameters(), strict=True)
+    def _refuse_changed_requires_grad(self) -> None:
+        """UsageError: other parameters are trained than when the model was sharded."""
+        pairs = zip(self.local.local_params.items(), self.local.module.parameters(), strict=True)
         if changed := [name for (name, p), q in pairs if {p.requires_grad, q.requires_grad} != {name in self._names}]:
             raise UsageError(
-                f"requires_grad has changed since the model was cut: {shown(changed)}",
-                f"layout {self.held.layout}",
-                "freeze before the model is cut, or train with whole replicas",
+                f"requires_grad has changed since the model was sharded: {join_names(changed)}",
+                f"layout {self.local.layout}",
+                "freeze layers before the model is sharded, or train with whole replicas",
             )
 
     def _refuse_missing(self, where: str) -> None:
-        """UsageError when a trained parameter has no gradient."""
+        """UsageError: a trained parameter has no gradient."""
         missing = [name for name, p in zip(self._names, self._sharded, strict=True) if p.grad is None]
-        if missing or not (self._backwards or self.held.stage):
+        if missing or not (self._backwards or self.local.stage):
             raise UsageError(
-                f"no gradient arrived for {len(missing)} of {len(self._names)} parameters in {where}: {shown(missing)}",
-                "team.backward(loss)" if self._backwards or self.held.stage else "team.backward was not called",
-                "call team(inputs) and team.backward(loss) once for every micro-batch, in which every trained parameter takes part",
+                f"no gradient arrived for {len(missing)} of {len(self._names)} parameters in {where}: {join_names(missing)}",
+                "backward(loss)" if self._backwards or self.local.stage else "backward() was not called",
+                "call the replicas and their backward(loss) once for every micro-batch; every trained parameter must take part",
             )
 
-    def _flow(self, stage: Stage, step: int, passes: list[Pass]) -> None:
-        """The step of a pipeline: the micro-batches that wait, forward and backward."""
-        module, kind = self.held.module, self.parameters[0].device.type
+    def _run_pipeline(self, stage: PipelineStage, step: int, passes: list[ShardPass]) -> None:
+        """Run the pipeline's step: forward and backward passes of the pending micro-batches."""
+        module, kind = self.local.module, self.parameters[0].device.type
 
-        def run(received: list[Tensor], part: int, micro: int) -> tuple[Tensor, ...]:
-            k, inputs, named, narrow = self._waiting[micro]
-            seed_generators(mix(self.seed, step, k, part * stage.stages + stage.number) >> 1, self.parameters[0].device)
-            with torch.autocast(kind, narrow, enabled=narrow is not None):
-                out: tuple[Tensor, ...] = module(received, part, inputs, named)
+        def forward(received: list[Tensor], chunk: int, micro: int) -> tuple[Tensor, ...]:
+            k, inputs, named, autocast_dtype = self._pending[micro]
+            seed_generators(splitmix64(self.seed, step, k, chunk * stage.stages + stage.number) >> 1, self.parameters[0].device)
+            with torch.autocast(kind, autocast_dtype, enabled=autocast_dtype is not None):
+                out: tuple[Tensor, ...] = module(received, chunk, inputs, named)
             return out
 
-        def back(micro: int, part: int) -> None:
-            self._turn = passes[micro]
+        def before_backward(micro: int, chunk: int) -> None:
+            self._pass = passes[micro]
             for name, p in zip(self._names, self._sharded, strict=True):
-                if stage.holds(part, name):
+                if stage.holds(chunk, name):
                     p.grad = None
 
-        dtype = next(iter(self.held.named.values())).dtype
-        flow = Flow(stage, self.wires, run, back, lambda micro: travelling(module, dtype, self._waiting[micro].inputs))
-        losses = flow.step(len(passes))
-        self._losses = [loss for loss, turn in zip(losses, passes, strict=False) if turn.counts]
+        dtype = next(iter(self.local.local_params.values())).dtype
+        runner = PipelineRunner(
+            stage, self.groups, forward, before_backward, lambda micro: empty_activations(module, dtype, self._pending[micro].inputs)
+        )
+        losses = runner.step(len(passes))
+        self._losses = [loss for loss, shard_pass in zip(losses, passes, strict=False) if shard_pass.counts]
 
-    def _add_what_others_have(self) -> None:
-        """Collective. The gradients of adapters that the tensor axis leaves whole; and of a matrix that the first and the last stage both
-        have: the sum of theirs, so that it stays the same."""
-        for name in self.held.summands:
-            gradient = self.held.named[name].grad
+    def _sum_shared_gradients(self) -> None:
+        """Collective. Sum gradients that are partial over the tensor axis or tied across stages."""
+        for name in self.local.partial_grads:
+            gradient = self.local.local_params[name].grad
             if gradient is not None:
-                self.wires.add_in_order(gradient, self.wires.tensor)
-        stage = self.held.stage
+                self.groups.all_reduce_in_order(gradient, self.groups.tensor_group)
+        stage = self.local.stage
         for name in (*stage.borrowed, *stage.lent) if stage else ():
-            gradient = self.held.named[name].grad
+            gradient = self.local.local_params[name].grad
             if gradient is not None:
-                self.wires.add_up(gradient, self.wires.tied)
-        if self.wires.failure:
-            raise self.wires.failure
+                self.groups.all_reduce(gradient, self.groups.tied_group)
+        if self.groups.failure:
+            raise self.groups.failure
 
-    def told(self, size: int) -> list[int]:
-        """How many losses each of `size` ranks tells."""
-        layout = self.wires.of(size)
-        spots = [layout.spot(rank) for rank in range(size)]
-        tell = [spot.tensor == 0 and spot.stage == layout.pipeline - 1 for spot in spots]
-        blocks = [share(spot.replica, layout.replicate, self.leaves)[spot.shard :: layout.shard] for spot in spots]
-        return [len(block) if tells else 0 for block, tells in zip(blocks, tell, strict=True)]
+    def losses_per_rank(self, size: int) -> list[int]:
+        """Return the number of losses that each of `size` ranks reports."""
+        layout = self.groups.layout_of(size)
+        all_coordinates = [layout.coordinates(rank) for rank in range(size)]
+        reports = [at.tensor == 0 and at.stage == layout.pipeline - 1 for at in all_coordinates]
+        blocks = [
+            leaves_of_rank(coordinates.replica, layout.replicate, self.leaves)[coordinates.shard :: layout.shard]
+            for coordinates in all_coordinates
+        ]
+        return [len(block) if reporting else 0 for block, reporting in zip(blocks, reports, strict=True)]
 
-    def squares(self) -> Tensor:
-        """Collective in the replica. The sum of the squares of the whole gradient, 0-dim float64; its bits do not depend on the shards."""
-        layout, spot = self.held.layout, self.wires.now().spot(dist.get_rank())
-        places = self.held.rows_of_trained(spot.shard)
-        total = max((stop for _, stop, _, _ in places), default=0)
+    def grad_norm_squared(self) -> Tensor:
+        """Collective in the replica. Return the sum of squares of the whole gradient, float64."""
+        layout, coordinates = self.local.layout, self.groups.current_layout().coordinates(dist.get_rank())
+        trained_rows = self.local.trained_rows(coordinates.shard)
+        total = max((stop for _, stop, _, _ in trained_rows), default=0)
         rows = torch.zeros(total, device=self.parameters[0].device)
-        own = [p for name, p in self.held.named.items() if p.requires_grad and not self.held.is_borrowed(name)]
-        for parameter, (first, _, start, _) in zip(own, places, strict=True):
+        own = [p for name, p in self.local.local_params.items() if p.requires_grad and not self.local.is_tied_copy(name)]
+        for parameter, (first, _, offset, _) in zip(own, trained_rows, strict=True):
             assert parameter.grad is not None
             norms = row_norms(parameter.grad)
-            rows[first + start : first + start + len(norms)] = norms
-        self.wires.add_up(rows, self.wires.gather)  # each row comes from one shard alone, so the sum is exact
-        sums = torch.stack([rows[first:stop].double().square().sum() for first, stop, _, _ in places])
-        shared = torch.tensor([cut for _, _, _, cut in places], device=rows.device)
-        parts = self.wires.add_up(torch.where(shared, sums, 0.0), self.wires.tensor)
-        squares = torch.where(shared, parts, sums).sum()
+            rows[first + offset : first + offset + len(norms)] = norms
+        self.groups.all_reduce(rows, self.groups.gather_group)  # each row comes from one shard, so the sum is exact
+        sums = torch.stack([rows[first:stop].double().square().sum() for first, stop, _, _ in trained_rows])
+        is_split = torch.tensor([split for _, _, _, split in trained_rows], device=rows.device)
+        parts = self.groups.all_reduce(torch.where(is_split, sums, 0.0), self.groups.tensor_group)
+        grad_norm_squared = torch.where(is_split, parts, sums).sum()
         if layout.pipeline > 1:
-            self.wires.add_up(squares, self.wires.stages)
-        if self.wires.failure:
-            raise self.wires.failure
-        return squares
+            self.groups.all_reduce(grad_norm_squared, self.groups.pipeline_group)
+        if self.groups.failure:
+            raise self.groups.failure
+        return grad_norm_squared
 
     def digest(self) -> int:
-        """64 bits over this worker's pieces, of which a flipped one shows; equal on those who hold the same in other replicas."""
+        """Return a 64-bit digest of this worker's slices, equal in the other replicas."""
         return digest_of(self.parameters)
 
     def exposed_s(self) -> float:
-        """Seconds that this step waited for the wire: for parameters, and after its last gradient was computed."""
-        return self.wires.waited_s + max(0.0, self._done_s - self._sent_s)
+        """Return the seconds this step waited for parameters, and after its last gradient."""
+        return self.groups.waited_s + max(0.0, self._done_s - self._sent_s)
 
     def __enter__(self) -> ShardedReplica:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the courier thread, and let go of the groups."""
+        """Stop the reducer thread and release the groups."""
         self._queue.put(None)
-        self._courier.join(timeout=5)
-        self.wires.drop()
+        self._reducer.join(timeout=5)
+        self.groups.clear()
 
     # -- FSDP's collectives ---------------------------------------------------------------------------------------------
 
-    def _reduced(self, unit: int, out: Tensor) -> None:
-        """FSDP has handed the gradients of a unit over: to `Hand` before, where there are several shards; else they are `out` itself."""
-        sent = self._handed.pop() if self._handed else out
+    def _on_gradients(self, unit: int, out: Tensor) -> None:
+        """FSDP's hook after a unit's backward pass: queue its gradients."""
+        sent = self._captured.pop() if self._captured else out
         self._sent_s = time.perf_counter()
-        parcel = Parcel(unit, self._turn, sent, out)
+        bucket = Bucket(unit, self._pass, sent, out)
         if out.is_cuda:
-            self._reduce(parcel)
+            self._reduce(bucket)
         else:
-            self._room.acquire()
-            self._queue.put(parcel)
+            self._free_slots.acquire()
+            self._queue.put(bucket)
 
-    def _deliver(self) -> None:
-        """The courier: parcel after parcel, in the order of the backward pass, which is the same on all. Never raises."""
-        while (parcel := self._queue.get()) is not None:
-            if isinstance(parcel, threading.Event):
-                parcel.set()
+    def _reduce_buckets(self) -> None:
+        """Run the reducer thread, in the order of the backward pass. Never raises."""
+        while (bucket := self._queue.get()) is not None:
+            if isinstance(bucket, threading.Event):
+                bucket.set()
                 continue
-            self._reduce(parcel)
-            self._room.release()
+            self._reduce(bucket)
+            self._free_slots.release()
             self._done_s = time.perf_counter()
 
     def _drain(self) -> None:
-        """Wait for the courier."""
+        """Wait until the reducer thread has processed its queue."""
         done = threading.Event()
         self._queue.put(done)
         done.wait()
 
-    def _reduce(self, parcel: Parcel) -> None:
-        """Collective. The gradients of a pass into the unit's tree; with the last one this shard's rows of the sum, into `out`."""
-        if self.wires.failure is not None or not self.wires.laid:
+    def _reduce(self, bucket: Bucket) -> None:
+        """Collective. Add a pass to the unit's tree; after the last one write the sum to `out`."""
+        if self.groups.failure is not None or not self.groups.formed:
             return
         try:
-            self.board.collective(parcel.sent.nbytes)
-            tree = self._trees[parcel.unit]
-            if self.together:
-                self._add_whole(parcel, tree)
+            self.board.enter_collective(bucket.sent.nbytes)
+            tree = self._trees[bucket.unit]
+            if self.reduce_once_per_step:
+                self._add_whole(bucket, tree)
             else:
-                self._add_rows(parcel, tree)
-            if not parcel.turn.last:
+                self._add_rows(bucket, tree)
+            if not bucket.shard_pass.last:
                 return
-            if self.together:
+            if self.reduce_once_per_step:
                 tree = self._rows_of_all(tree)
-            if self.wires.across is None:
-                parcel.out.copy_(tree.total().tensor)
+            if self.groups.replica_group is None:
+                bucket.out.copy_(tree.total().tensor)
             else:
-                exchange([(span, part.tensor) for span, part in tree.stack], self.leaves, self.wires.across, parcel.out, self.wires.waits)
+                tree_all_reduce(
+                    [(subtree, part.tensor) for subtree, part in tree.stack],
+                    self.leaves,
+                    self.groups.replica_group,
+                    bucket.out,
+                    self.groups.waits,
+                )
         except Exception as error:
-            self.wires.fail(error)
+            self.groups.record_failure(error)
 
-    def _add_rows(self, parcel: Parcel, tree: Tree[Part]) -> None:
-        """Collective. Each shard takes its rows of the gradients of all leaves of the pass."""
-        parts = list(parcel.sent.view(self.held.layout.shard, -1))
-        rows = exchange_rows(parts, self.wires.scatter, self.wires.waits)
-        for number, row in enumerate(rows[: parcel.turn.leaves]):
-            tree.add(Span(parcel.turn.first + number, 1), Part(row))
-        kept = parcel.sent.untyped_storage().data_ptr()
-        for _, part in tree.stack if len(parts) > 1 and not parcel.turn.last else ():
-            if part.tensor.untyped_storage().data_ptr() == kept:  # a view would keep the rows of all shards
+    def _add_rows(self, bucket: Bucket, tree: SumTree[PartialSum]) -> None:
+        """Collective. Receive this shard's rows of the gradients of all leaves of the pass."""
+        parts = list(bucket.sent.view(self.local.layout.shard, -1))
+        rows = all_to_all_rows(parts, self.groups.scatter_group, self.groups.waits)
+        for number, row in enumerate(rows[: bucket.shard_pass.leaves]):
+            tree.add(Subtree(bucket.shard_pass.first + number, 1), PartialSum(row))
+        whole = bucket.sent.untyped_storage().data_ptr()
+        for _, part in tree.stack if len(parts) > 1 and not bucket.shard_pass.last else ():
+            if part.tensor.untyped_storage().data_ptr() == whole:  # a view would keep the rows of all shards alive
                 part.tensor = part.tensor.clone()
 
-    def _add_whole(self, parcel: Parcel, tree: Tree[Part]) -> None:
-        """This shard's own leaf, of all rows."""
-        if parcel.turn.counts:
-            tree.add(Span(parcel.turn.first, 1), Part(parcel.sent))
+    def _add_whole(self, bucket: Bucket, tree: SumTree[PartialSum]) -> None:
+        """Add all rows of this shard's own leaf."""
+        if bucket.shard_pass.counts:
+            tree.add(Subtree(bucket.shard_pass.first, 1), PartialSum(bucket.sent))
 
-    def _rows_of_all(self, own: Tree[Part]) -> Tree[Part]:
-        """Collective. This shard's rows of what all shards have added up, put together."""
-        layout, group = self.wires.now(), self.wires.scatter
+    def _rows_of_all(self, own: SumTree[PartialSum]) -> SumTree[PartialSum]:
+        """Collective. Exchange the shards' trees; return this shard's rows of all leaves."""
+        layout, group = self.groups.current_layout(), self.groups.scatter_group
         assert group is not None
-        block = share(layout.spot(dist.get_rank()).replica, layout.replicate, self.leaves)
-        mine = [(span, part.tensor.view(layout.shard, -1)) for span, part in own.stack]
-        blocks = [share(shard, layout.shard, len(block)) for shard in range(layout.shard)]
-        spans = [runs(block[one.start : one.stop]) for one in blocks]
-        here, empty = group.rank(), mine[0][1][0]
+        block = leaves_of_rank(layout.coordinates(dist.get_rank()).replica, layout.replicate, self.leaves)
+        own_sums = [(subtree, part.tensor.view(layout.shard, -1)) for subtree, part in own.stack]
+        blocks = [leaves_of_rank(shard, layout.shard, len(block)) for shard in range(layout.shard)]
+        subtrees_by_shard = [subtrees(block[part.start : part.stop]) for part in blocks]
+        here, empty = group.rank(), own_sums[0][1][0]
         others = [shard for shard in range(layout.shard) if shard != here]
-        rows = [[torch.empty_like(empty) for _ in some] for some in spans]
-        rows[here] = [parts[here] for _, parts in mine]
+        rows = [[torch.empty_like(empty) for _ in shard_subtrees] for shard_subtrees in subtrees_by_shard]
+        rows[here] = [parts[here] for _, parts in own_sums]
         works = [dist.irecv(row, group=group, group_src=shard) for shard in others for row in rows[shard]]
-        works += [dist.isend(parts[shard], group=group, group_dst=shard) for shard in others for _, parts in mine]
-        self.wires.waits.finish(works, group)
-        tree: Tree[Part] = Tree()
-        for some, there in zip(spans, rows, strict=True):
-            for span, row in zip(some, there, strict=True):
-                tree.add(span, Part(row))
+        works += [dist.isend(parts[shard], group=group, group_dst=shard) for shard in others for _, parts in own_sums]
+        self.groups.waits.wait(works, group)
+        tree: SumTree[PartialSum] = SumTree()
+        for shard_subtrees, shard_rows in zip(subtrees_by_shard, rows, strict=True):
+            for subtree, row in zip(shard_subtrees, shard_rows, strict=True):
+                tree.add(subtree, PartialSum(row))
         return tree
 
 
-class Hand(ReduceScatter):
-    """FSDP's reduce-scatter: keeps what is to be sent for `_reduced`, which FSDP calls next."""
+class CapturedReduceScatter(ReduceScatter):
+    """FSDP's reduce-scatter: keeps its input for the all-reduce hook, which FSDP calls next."""
 
     def __init__(self, replica: ShardedReplica) -> None:
         self.replica = replica
@@ -424,11 +439,11 @@ class Hand(ReduceScatter):
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
-        self.replica._handed.append(input_tensor)
+        self.replica._captured.append(input_tensor)
 
 
-class Gather(AllGather):
-    """FSDP's all-gather."""
+class GroupAllGather(AllGather):
+    """FSDP's all-gather, over the groups of this generation."""
 
     def __init__(self, replica: ShardedReplica) -> None:
         self.replica = replica
@@ -437,22 +452,22 @@ class Gather(AllGather):
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> dist.Work | None:
-        wires = self.replica.wires
-        there = wires.gather
-        assert there is not None
+        groups = self.replica.groups
+        shard_group = groups.gather_group
+        assert shard_group is not None
         if output_tensor.is_cuda:
-            wires.guard(lambda: [dist.all_gather_into_tensor(output_tensor, input_tensor, group=there)])
+            groups.start_works(lambda: [dist.all_gather_into_tensor(output_tensor, input_tensor, group=shard_group)])
             return None
-        parts = list(output_tensor.view(there.size(), -1))  # FSDP has put this worker's part in its place
-        wires.board.collective(output_tensor.nbytes)
-        return Arrival(wires, wires.guard(lambda: everybody_sends(parts, there)))
+        parts = list(output_tensor.view(shard_group.size(), -1))  # FSDP has written this worker's part
+        groups.board.enter_collective(output_tensor.nbytes)
+        return AllGatherWork(groups, groups.start_works(lambda: start_all_gather(parts, shard_group)))
 
 
-def refuse_idle_shards(loaders: int, leaves: int, block: int, shards: int) -> None:
-    """UsageError when some shard would have no micro-batch."""
+def refuse_idle_shards(data_parallel_size: int, leaves: int, block: int, shards: int) -> None:
+    """UsageError: some shard would have no micro-batch."""
     if block < shards:
         raise UsageError(
-            f"{loaders} shards of all replicas are running, a step has {leaves} micro-batches",
-            "a shard without a micro-batch has nothing to do",
-            f"start fewer replicas, or set batch.micro_batches={loaders}",
+            f"{data_parallel_size} shards of all replicas are running, a step has {leaves} micro-batches",
+            "each shard needs at least one micro-batch",
+            f"start fewer replicas, or set batch.micro_batches={data_parallel_size}",
         )

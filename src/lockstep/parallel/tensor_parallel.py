@@ -1,10 +1,11 @@
-"""Matrices that several workers share, in the middle of each layer (Shoeybi et al. 2019, "Megatron-LM", section 3).
+"""Tensor parallelism for training (Shoeybi et al. 2019, "Megatron-LM", section 3).
 
-Of each region (attention, feed-forward) a worker has a part of the heads or of the inner width: the first matrices are cut by rows, the
-last one by columns. What comes in is the same on all; its gradient is added up. What goes out are summands; they are added up. Two sums in
-the forward pass of a layer, two in the backward pass, each of the whole activations: this axis belongs inside a machine.
+In each region (attention, feed-forward) a worker has a part of the heads or of the inner width: the
+first matrices are column-parallel, the last one is row-parallel. The input is the same on all
+workers, and its gradient is all-reduced; the output is all-reduced. Each layer takes two
+all-reduces of whole activations per pass, so this axis belongs inside a host.
 
-By hand rather than by DTensor, since the groups change while the model lives (wires.py).
+Not DTensor, because the process groups change during the life of the model (groups.py).
 """
 
 from __future__ import annotations
@@ -16,75 +17,72 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.parallel.groups import Wires
-from lockstep.parallel.plans import Plan
-from lockstep.tensor_slice import Piece
+from lockstep.parallel.groups import ProcessGroups
+from lockstep.parallel.plans import ParallelPlan
+from lockstep.tensor_slice import TensorSlice
 
 
-class Enter(torch.autograd.Function):
-    """As it is; its gradient is added up."""
+class CopyToTensorParallel(torch.autograd.Function):
+    """Identity; all-reduce of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, wires: Wires) -> Tensor:
-        ctx.wires = wires
+    def forward(ctx: Any, states: Tensor, groups: ProcessGroups) -> Tensor:
+        ctx.groups = groups
         return states.view_as(states)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
-        return ctx.wires.add_up(slope.contiguous().clone(), ctx.wires.tensor), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.groups.all_reduce(grad.contiguous().clone(), ctx.groups.tensor_group), None
 
 
-class Leave(torch.autograd.Function):
-    """Added up; its gradient goes to each summand as it is."""
-
-    @staticmethod
-    def forward(ctx: Any, summand: Tensor, wires: Wires) -> Tensor:
-        return wires.add_up(summand.contiguous().clone(), wires.tensor)
+class ReduceFromTensorParallel(torch.autograd.Function):
+    """All-reduce; identity of the gradient."""
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
-        return slope, None
+    def forward(ctx: Any, summand: Tensor, groups: ProcessGroups) -> Tensor:
+        return groups.all_reduce(summand.contiguous().clone(), groups.tensor_group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
-def split(model: nn.Module, plan: Plan, wires: Wires, part: int, parts: int) -> dict[str, Piece]:
-    """Cut the model on the meta device for one of `parts` workers, in place; for each parameter's name what is left of it."""
-    pieces = {name: Piece.whole(parameter.shape) for name, parameter in model.named_parameters()}
+def apply_tensor_parallel(model: nn.Module, plan: ParallelPlan, groups: ProcessGroups, part: int, parts: int) -> dict[str, TensorSlice]:
+    """Split a model on the meta device, in place; return {parameter: its slice}."""
+    slices = {name: TensorSlice.whole(parameter.shape) for name, parameter in model.named_parameters()}
     if parts == 1:
-        return pieces
+        return slices
     for name, parameter in list(model.named_parameters()):
-        packed = plan.packed(name)
-        if packed:
-            pieces[name] = pieces[name].cut_rows(part, parts, packed)
-        elif plan.is_tail(name):
-            pieces[name] = pieces[name].cut_columns(part, parts)
+        if packed := plan.packed(name):
+            slices[name] = slices[name].split_rows(part, parts, packed)
+        elif plan.is_row_parallel(name):
+            slices[name] = slices[name].split_columns(part, parts)
         else:
             continue
         path, _, last = name.rpartition(".")
         owner = model.get_submodule(path)
-        cut = torch.empty(pieces[name].size, dtype=parameter.dtype, device="meta")
+        cut = torch.empty(slices[name].local_shape, dtype=parameter.dtype, device="meta")
         setattr(owner, last, nn.Parameter(cut, requires_grad=parameter.requires_grad))
         if isinstance(owner, nn.Linear) and last == "weight":
-            owner.out_features, owner.in_features = pieces[name].size
+            owner.out_features, owner.in_features = slices[name].local_shape
     for name, module in model.named_modules():
-        for pattern, attribute in plan.counted:
+        for pattern, attribute in plan.per_rank_counts:
             if re.search(pattern, name):
                 setattr(module, attribute, getattr(module, attribute) // parts)
     for name in plan.regions:
         region = model.get_submodule(name)
-        region.register_forward_pre_hook(torch.compiler.disable(partial(enter, wires)))
-        region.register_forward_hook(torch.compiler.disable(partial(leave, wires)))
-    return pieces
+        region.register_forward_pre_hook(torch.compiler.disable(partial(copy_inputs, groups)))
+        region.register_forward_hook(torch.compiler.disable(partial(reduce_output, groups)))
+    return slices
 
 
-def enter(wires: Wires, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What enters a region: tensors that have a gradient get the sum of all workers' parts of it."""
+def copy_inputs(groups: ProcessGroups, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(
-        Enter.apply(one, wires) if isinstance(one, Tensor) and one.requires_grad else one  # type: ignore[no-untyped-call]
-        for one in inputs
+        CopyToTensorParallel.apply(value, groups) if isinstance(value, Tensor) and value.requires_grad else value  # type: ignore[no-untyped-call]
+        for value in inputs
     )
 
 
-def leave(wires: Wires, _: nn.Module, inputs: tuple[Any, ...], summand: Tensor) -> Tensor:
-    """What leaves it."""
-    total: Tensor = Leave.apply(summand, wires)  # type: ignore[no-untyped-call]
+def reduce_output(groups: ProcessGroups, _: nn.Module, inputs: tuple[Any, ...], summand: Tensor) -> Tensor:
+    total: Tensor = ReduceFromTensorParallel.apply(summand, groups)  # type: ignore[no-untyped-call]
     return total

@@ -1,9 +1,11 @@
-"""Where the time of a run went: every instant since its first start belongs to one category, so they add up to the wall time.
+"""Goodput: the wall time of a run, split into categories that add up to it.
 
-The ledger stands in one category at any time and is switched to the next. What is only known afterwards is moved: the part of the training
-in which the loop waited for data or for the network, and the part that was lost because it had to be done again. Time is passed in.
+The ledger is in one category at any time. Time that is only attributed later is moved: the part of
+the training that waited for data or communication, and the part that is repeated after a failure.
+The caller passes the time in.
 
-Each process may keep its own, by its own monotonic clock. A member that joins, and a run that starts again, go on from another's sums.
+Each process may have its own ledger, by its own monotonic clock. A joiner, and a restarted run,
+continue from the sums of another ledger.
 """
 
 from __future__ import annotations
@@ -12,26 +14,26 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from lockstep.units import show_seconds
+from lockstep.units import format_duration
 
 Category = Literal[
     "training",
-    "communication",  # exposed: not behind the backward pass
+    "communication",  # exposed: not overlapped with the backward pass
     "data",
     "saving",
     "evaluating",
-    "lost",  # trained, and done again after a failure
+    "lost",  # training that is repeated after a failure
     "regrouping",
     "starting",
     "other",
-    "down",  # nobody ran
+    "down",  # no worker was running
 ]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 NAMES: dict[Category, str] = {"communication": "exposed communication", "data": "data wait", "lost": "lost work"}
 
 
 class Ledger:
-    """A run's time, from `now_s` on in `category`. Every now_s is of one monotonic clock."""
+    """The time of a run by category. All `now_s` are readings of one monotonic clock."""
 
     def __init__(self, now_s: float, category: Category = "starting") -> None:
         self.category = category
@@ -39,48 +41,48 @@ class Ledger:
         self._sums_s = dict.fromkeys(CATEGORIES, 0.0)
 
     def switch(self, category: Category, now_s: float) -> Category:
-        """Be in `category` from now on; the one before, to switch back to."""
+        """Enter `category`; return the previous one."""
         self._book(now_s)
         before, self.category = self.category, category
         return before
 
     def move(self, source: Category, target: Category, seconds: float, now_s: float) -> float:
-        """Count `seconds` that were booked as `source` as `target`; how many there were: none becomes negative."""
+        """Move up to `seconds` from `source` to `target`; return the seconds moved."""
         self._book(now_s)
         moved_s = min(max(seconds, 0.0), self._sums_s[source])
         self._sums_s[source] -= moved_s
         self._sums_s[target] += moved_s
         return moved_s
 
-    def lost(self, seconds: float, now_s: float) -> float:
-        """Count `seconds` of training as lost: they are done again."""
+    def move_to_lost(self, seconds: float, now_s: float) -> float:
+        """Move `seconds` of training to lost: the steps are repeated."""
         return self.move("training", "lost", seconds, now_s)
 
     def summary(self, now_s: float) -> dict[str, float]:
-        """goodput (training's share of 1), wall_s, and the seconds of each category: training_s, communication_s and so on."""
+        """Return goodput (training / wall time), wall_s, and seconds per category: training_s, ..."""
         self._book(now_s)
         wall_s = math.fsum(self._sums_s.values())
         goodput = self._sums_s["training"] / wall_s if wall_s else 0.0
         return {"goodput": goodput, "wall_s": wall_s} | {f"{category}_s": seconds for category, seconds in self._sums_s.items()}
 
-    def curves(self, now_s: float) -> dict[str, float]:
-        """What is worth seeing over the steps: goodput, and the seconds that failures and saves have cost so far."""
+    def metrics(self, now_s: float) -> dict[str, float]:
+        """Return the metrics of a step: goodput, and seconds lost to failures and saves so far."""
         values = self.summary(now_s)
-        cost = {f"{category}_seconds_so_far": round(values[f"{category}_s"], 4) for category in ("lost", "regrouping", "saving", "down")}
-        return {"goodput": round(values["goodput"], 4), **cost}
+        lost = {f"{category}_seconds_so_far": round(values[f"{category}_s"], 4) for category in ("lost", "regrouping", "saving", "down")}
+        return {"goodput": round(values["goodput"], 4), **lost}
 
-    def show(self, now_s: float) -> str:
-        """A line such as: goodput 93.1%: training 93.1%, exposed communication 2.0%, saving 4.9%, of 12 min."""
+    def describe(self, now_s: float) -> str:
+        """Return "goodput 93.1%: training 93.1%, data wait 2.0%, saving 4.9%, of 12 min"."""
         values = self.summary(now_s)
         wall_s = values["wall_s"]
         if not wall_s:
             return "goodput: no time has passed"
         shares = {category: values[f"{category}_s"] / wall_s for category in CATEGORIES}
         parts = [f"{NAMES.get(name, name)} {share:.1%}" for name, share in shares.items() if share >= 0.0005 or name == "training"]
-        return f"goodput {values['goodput']:.1%}: {', '.join(parts)}, of {show_seconds(wall_s)}"
+        return f"goodput {values['goodput']:.1%}: {', '.join(parts)}, of {format_duration(wall_s)}"
 
     def to_json(self, now_s: float, wall_clock_s: float) -> dict[str, Any]:
-        """The sums, for somebody who goes on from them. wall_clock_s: seconds since 1970, by which a later start knows the gap."""
+        """Return the sums as JSON. wall_clock_s: seconds since 1970, for the gap to a later start."""
         self._book(now_s)
         return {"wall_clock_s": wall_clock_s, "seconds": dict(self._sums_s)}
 
@@ -93,28 +95,28 @@ class Ledger:
         wall_clock_s: float | None = None,
         gap: Category = "down",
     ) -> Ledger:
-        """A ledger that goes on from another's sums. KeyError, TypeError or ValueError when the value holds none.
+        """Return a ledger that continues from other sums. KeyError, TypeError, ValueError if invalid.
 
-        wall_clock_s  now, when the sums come from an earlier start: the time between is counted as `gap`. None when they have just been
-                      taken by a living process, whose clock may be another host's
+        wall_clock_s  now, for sums of an earlier start: the time since then counts as `gap`; None for
+                      sums of a running process, maybe by another host's clock
         """
         ledger = Ledger(now_s, category)
-        held = dict(value["seconds"])
+        sums = dict(value["seconds"])
         for name in ledger._sums_s:
-            ledger._sums_s[name] = sound(held.get(name, 0.0))
+            ledger._sums_s[name] = valid_seconds(sums.get(name, 0.0))
         if wall_clock_s is not None:
-            ledger._sums_s[gap] += max(0.0, wall_clock_s - sound(value["wall_clock_s"]))
+            ledger._sums_s[gap] += max(0.0, wall_clock_s - valid_seconds(value["wall_clock_s"]))
         return ledger
 
     def _book(self, now_s: float) -> None:
-        """Count the time until now."""
+        """Add the time until now to the current category."""
         self._sums_s[self.category] += max(0.0, now_s - self._since_s)
         self._since_s = max(now_s, self._since_s)
 
 
-def sound(seconds: Any) -> float:
-    """A number of seconds. ValueError when it is none that a ledger can hold."""
+def valid_seconds(seconds: Any) -> float:
+    """Return a finite, non-negative number of seconds. ValueError otherwise."""
     number = float(seconds)
     if not 0.0 <= number < math.inf:
-        raise ValueError(f"{seconds!r} is no number of seconds")
+        raise ValueError(f"{seconds!r} is not a valid number of seconds")
     return number

@@ -1,9 +1,9 @@
-"""What a run shows while it runs: a bar on a terminal, plain lines everywhere else, from one process of each node.
+"""Progress display of a training run: a bar on a terminal, plain lines elsewhere.
 
-A line comes every `log_every` steps, and for the first and the last step of a start; on a terminal the bar stays below
-the lines and says how far the run is. Piped into a file or another program there is no bar and no control character,
-and every line is flushed, so `tail -f` and a supervisor see it at once. Nobody listening any more (`lockstep train |
-head`) ends the output, not the training.
+One process per node shows a line every `log_every` steps, and for the first and last step of a
+start; on a terminal a bar stays below the lines. In a pipe or a file there is no bar and no control
+character, and every line is flushed, so that `tail -f` and a supervisor see it at once. When the
+reader exits (`lockstep train | head`) the output ends and the training continues.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from lockstep.record.step_timer import step_line
+from lockstep.record.step_timer import format_step_line
 
 log = logging.getLogger("lockstep")
 
 
-def due(step: int, start: int, total: int, log_every: int) -> bool:
-    """Whether the line of `step` is shown: every `log_every`-th, the first after `start`, the last of the run."""
+def is_line_due(step: int, start: int, total: int, log_every: int) -> bool:
+    """Whether the line of `step` is shown: every `log_every`-th, the first, and the last."""
     return step % log_every == 0 or step in (start + 1, total)
 
 
-class Progress:
-    """Lines, and on a terminal a bar, for the steps from `start` to `total`.
+class ProgressDisplay:
+    """Shows lines, and a bar on a terminal, for the steps from `start` to `total`.
 
-    shows     whether this process is the one that shows, asked again at each step: who was lost may have been it
-    stream    where to; standard output by default
-    terminal  whether `stream` is a terminal; None: it is asked
+    shows     returns whether this process displays; called at each step, as the leader may change
+    stream    output; None: standard output
+    terminal  whether `stream` is a terminal; None: detect
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Progress:
     ) -> None:
         self.total, self.start, self.log_every = total, start, log_every
         self.stream = stream or sys.stdout
-        self.shows, self.lost = shows, False
+        self.shows, self.closed = shows, False
         self.bar: Bar | None = None
         if shows() and (self.stream.isatty() if terminal is None else terminal):
             columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
@@ -59,17 +59,17 @@ class Progress:
             self.bar.start()
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """Show that `step` is done; its values, if a line is due. Names of values as `meter.step_line` has them."""
-        if self.lost or not self.shows():
+        """Update the bar; show a line if it is due. values: see `format_step_line`."""
+        if self.closed or not self.shows():
             return
         if self.bar is not None:
             self.bar.update(self.task, completed=step)
-        if due(step, self.start, self.total, self.log_every):
-            self.say(step_line(step, values))
+        if is_line_due(step, self.start, self.total, self.log_every):
+            self.print_line(format_step_line(step, values))
 
-    def say(self, line: str) -> None:
-        """Show one line, above the bar if there is one."""
-        if self.lost or not self.shows():
+    def print_line(self, line: str) -> None:
+        """Show one line, above the bar."""
+        if self.closed or not self.shows():
             return
         try:
             if self.bar is not None:
@@ -78,20 +78,20 @@ class Progress:
                 self.stream.write(line + "\n")
                 self.stream.flush()
         except OSError as error:
-            self.lost = True
+            self.closed = True
             if isinstance(error, BrokenPipeError):
-                # Or Python's own flush at the end fails again and spoils the exit code (docs.python.org, signal, SIGPIPE).
+                # Otherwise Python's flush at exit changes the exit code (Python docs, signal, SIGPIPE).
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
-            log.warning("nothing is shown from here on (%s); training goes on", error.strerror)
+            log.warning("standard output was closed (%s); training continues without progress output", error.strerror)
 
     def close(self) -> None:
-        """Take the bar away; the lines stay."""
+        """Remove the bar; the lines stay."""
         if self.bar is not None:
             bar, self.bar = self.bar, None
             try:
                 bar.stop()
             except OSError as error:
-                log.debug("the terminal is gone: %s", error.strerror)
+                log.debug("the terminal was closed: %s", error.strerror)
 
     def __enter__(self) -> Self:
         return self

@@ -1,16 +1,16 @@
-"""Where the time of a step goes, and how much of the device's peak it uses.
+"""Time per step by category, throughput and model FLOPs utilization (MFU).
 
-A step lasts from the end of the one before to its own end, so nothing falls between two steps. Inside it the loop says
-what it waits for, in named parts:
+A step lasts from the end of the previous step to its own end, so no time falls between two steps.
+Within it the loop times what it waits for, by category:
 
-    data            for the next batch
-    communication   for other processes after its own computation had ended: exposed, not behind the backward pass
-    saving          for a checkpoint to be copied
-    overhead        for whatever else is not training (evaluation, records)
+    data            the next batch
+    communication   other processes, after its own computation (not overlapped)
+    saving          copying a checkpoint
+    overhead        anything else that is not training (evaluation, metrics)
 
-Seconds are of the very step and add up over a run; rates and shares are smoothed over the newest steps. Nothing here
-waits for a device, so on a GPU single steps are only as true as the loop's own waiting; the smoothed values are right.
-No torch: clock and memory are functions that are passed in.
+Seconds are those of the single step and add up over a run; rates and shares are averages over the
+newest steps. No function synchronizes a device, so on a GPU single steps are only as exact as the
+waits of the loop; the averages are exact. No torch: the caller passes clock and memory functions.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from lockstep.units import show_bytes, show_count
+from lockstep.units import format_bytes, format_count
 
-PARTS = ("data", "communication", "saving", "overhead")
+CATEGORIES = ("data", "communication", "saving", "overhead")
 
 
 def peak_resident_bytes() -> int:
-    """The most memory that this process ever had in RAM (getrusage(2): kibibytes on Linux, bytes on macOS)."""
+    """Return the peak resident set size (getrusage(2): KiB on Linux, bytes on macOS)."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-class Meter:
+class StepTimer:
     """The clock of a training loop.
 
-    window_steps      newest steps that rates and shares are taken over; the first step of a start, which warms up and
-                      compiles, is left out as soon as there is another
+    window_steps      number of newest steps for rates and shares; the first step of a start (warm-up,
+                      compilation) is dropped once there is another
     flops_per_token   see `flops_per_token`; None: no mfu
     peak_flops        of one device; None: no mfu
-    memory            peak bytes; torch.cuda.max_memory_allocated on a GPU
+    memory            returns peak bytes; torch.cuda.max_memory_allocated on a GPU
     """
 
     def __init__(
@@ -57,39 +57,41 @@ class Meter:
         self.memory, self.clock = memory, clock
         self.window: deque[dict[str, float]] = deque(maxlen=window_steps)
         self.warm = False
-        self.parts = dict.fromkeys(PARTS, 0.0)
+        self.seconds = dict.fromkeys(CATEGORIES, 0.0)
         self.since = clock()
 
     def start(self) -> None:
-        """Begin the first step now: what was set up before is not its time."""
-        self.parts = dict.fromkeys(PARTS, 0.0)
+        """Begin the first step now, excluding the setup time before."""
+        self.seconds = dict.fromkeys(CATEGORIES, 0.0)
         self.since = self.clock()
 
     @contextmanager
-    def timing(self, part: str) -> Iterator[None]:
-        """Count the time of the block as `part` of this step."""
+    def timing(self, category: str) -> Iterator[None]:
+        """Count the time of the block as `category`."""
         begin = self.clock()
         try:
             yield
         finally:
-            self.add(part, self.clock() - begin)
+            self.add(category, self.clock() - begin)
 
-    def add(self, part: str, seconds: float) -> None:
-        """Count `seconds`, measured elsewhere, as `part` of this step. KeyError for a part that is not in PARTS."""
-        self.parts[part] += seconds
+    def add(self, category: str, seconds: float) -> None:
+        """Count `seconds`, measured elsewhere, as `category`, one of CATEGORIES."""
+        self.seconds[category] += seconds
 
     def step(self, tokens: int, devices: int = 1) -> dict[str, float]:
-        """End the step, in which all `devices` together trained `tokens` target tokens, and begin the next.
+        """End the step and begin the next; return its metrics.
 
-        seconds, tokens, data_seconds, communication_seconds, saving_seconds, overhead_seconds   of this step
-        tokens_per_second, tokens_per_second_per_device, data_wait, exposed_communication (shares of 1), mfu (where the peak
-        is known)   smoothed
-        memory_bytes   peak since the process began, on this rank
+        tokens   target tokens that all `devices` together trained in this step
+        Of this step: seconds, tokens, data_, communication_, saving_ and overhead_seconds.
+        Averages: tokens_per_second(_per_device), data_wait and exposed_communication (shares of 1),
+        mfu (if the peak is known). memory_bytes: peak of this rank since its start.
         """
         now = self.clock()
-        exact = {"tokens": tokens, "seconds": now - self.since} | {f"{k}_seconds": v for k, v in self.parts.items()}
+        exact = {"tokens": tokens, "seconds": now - self.since} | {
+            f"{category}_seconds": seconds for category, seconds in self.seconds.items()
+        }
         self.since = now
-        self.parts = dict.fromkeys(PARTS, 0.0)
+        self.seconds = dict.fromkeys(CATEGORIES, 0.0)
         if not self.warm and self.window:
             self.window.clear()
             self.warm = True
@@ -97,7 +99,6 @@ class Meter:
         return exact | self.smoothed(devices) | {"memory_bytes": self.memory()}
 
     def smoothed(self, devices: int) -> dict[str, float]:
-        """Rates and shares over the newest steps."""
         seconds = max(sum(step["seconds"] for step in self.window), 1e-9)
         rate = sum(step["tokens"] for step in self.window) / seconds
         values = {
@@ -112,17 +113,17 @@ class Meter:
 
 
 def flops_per_token(parameters: int, layers: int, width: int, length: int) -> float:
-    """Operations to train one token: 6 for each parameter, and 12 * layers * width * length for the attention.
+    """Return the FLOPs per trained token: 6 per parameter, 12 * layers * width * length for attention.
 
-    parameters  without those that are only looked up (an embedding that is also the output layer counts)
+    parameters  without lookup-only embeddings (a tied embedding counts)
     length      tokens that each token attends to; recomputed activations do not count
     Source: Chowdhery et al., PaLM, 2022, appendix B (arXiv 2204.02311).
     """
     return 6.0 * parameters + 12.0 * layers * width * length
 
 
-# Dense peaks in TFLOP/s (sparsity, which doubles NVIDIA's figures, is left out): bf16 with fp32 sums, fp32 without TF32.
-# The first pattern that is found in the device's name counts. A device without bf16 units has None there.
+# Dense peaks in TFLOP/s (without sparsity, which doubles NVIDIA's figures): bf16 with fp32 accumulation, fp32
+# without TF32. The first pattern found in the device name counts. None: no bf16 units.
 # Sources: NVIDIA's data sheets of the A100, H100, H200, L4 and T4, and its white papers on the architectures Ampere GA102
 # (RTX 3090) and Ada (RTX 4090).
 PEAKS_TFLOPS: tuple[tuple[str, float | None, float], ...] = (
@@ -138,13 +139,13 @@ PEAKS_TFLOPS: tuple[tuple[str, float | None, float], ...] = (
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """The most operations a second of one device, None where it is not known (so on every CPU).
+    """Return the peak FLOP/s of one device; None when unknown, as for every CPU.
 
-    device_name  as torch.cuda.get_device_name gives it
+    device_name  as from torch.cuda.get_device_name
     precision    "bf16" or "fp32"
     """
     if re.search(r"\bMIG\b", device_name.upper()):
-        return None  # a slice of a device
+        return None  # a part of a GPU
     for pattern, bf16, fp32 in PEAKS_TFLOPS:
         if re.search(pattern, device_name.upper()):
             peak = {"bf16": bf16, "fp32": fp32}[precision]
@@ -152,19 +153,19 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     return None
 
 
-def step_line(step: int, values: Mapping[str, float]) -> str:
-    """One line for people: step 1,200  loss 2.314  norm 0.81  tok/s 41.2 k  mfu 38%  exposed comm 3%  mem 61.0 GiB.
+def format_step_line(step: int, values: Mapping[str, float]) -> str:
+    """Return "step 1,200  loss 2.314  norm 0.81  tok/s 41.2 k  mfu 38%  mem 61.0 GiB".
 
-    Values that are not there are left out; waiting for data is shown from 1%.
+    Missing values are omitted, and data wait below 1%.
     """
-    shown: dict[str, Callable[[float], str]] = {
+    formats: dict[str, Callable[[float], str]] = {
         "loss": lambda value: f"loss {value:.3f}",
         "norm": lambda value: f"norm {value:.2f}",
-        "tokens_per_second": lambda value: f"tok/s {show_count(round(value, 1) if value < 1000 else value)}",
+        "tokens_per_second": lambda value: f"tok/s {format_count(round(value, 1) if value < 1000 else value)}",
         "mfu": lambda value: f"mfu {value:.0%}",
         "exposed_communication": lambda value: f"exposed comm {value:.0%}",
         "data_wait": lambda value: f"data wait {value:.0%}" if value >= 0.01 else "",
-        "memory_bytes": lambda value: f"mem {show_bytes(value)}",
+        "memory_bytes": lambda value: f"mem {format_bytes(value)}",
     }
-    words = [f"step {step:,}"] + [show(values[key]) for key, show in shown.items() if key in values]
-    return "  ".join(word for word in words if word)
+    fields = [f"step {step:,}"] + [text(values[key]) for key, text in formats.items() if key in values]
+    return "  ".join(field for field in fields if field)

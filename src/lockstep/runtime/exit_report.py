@@ -1,8 +1,8 @@
-"""Who failed first: what each worker says of its own end, and the one verdict over all the ends.
+"""Exit reports of workers, and the root cause of a failed run.
 
-One worker's failure makes all the others fail, often earlier on the screen than its own. So each worker says in one line of JSON how it
-ended and when, by CLOCK_MONOTONIC, one clock for all processes of a machine; those that only lost a peer say that too. The verdict
-is the earliest end that is no consequence.
+One failure makes all other workers fail, often earlier on the screen than the worker that caused
+it. So each worker writes one line of JSON with how and when it exited (CLOCK_MONOTONIC, one clock
+per machine) and whether it only lost a peer. `summarize_exits` finds the earliest root cause.
 """
 
 from __future__ import annotations
@@ -15,31 +15,29 @@ from dataclasses import asdict, dataclass
 
 from lockstep.errors import LockstepError
 
-AGREED = (0, 75, 130)  # codes of a worker that was not disturbed: done, saved and to be started again, saved on SIGINT
+CLEAN_EXIT_CODES = (0, 75, 130)  # done, saved and to be restarted, saved on SIGINT
 
-# What torch 2.13 says when a peer is gone or silent: gloo's pairs and buffers, the TCPStore, NCCL. Each seen, but for NCCL's.
-GONE = re.compile(
+# Messages of torch 2.13 for a lost peer: gloo, TCPStore, NCCL. All observed except NCCL's.
+PEER_LOSS = re.compile(
     r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|Read error|Write error|Read timeout"
     r"|Timed out waiting \d+ms for (send|recv)|Application timeout caused pair closure|Socket closed|Failed to recv, got 0 bytes"
     r"|wait timeout after \d+ms|client socket has timed out|timed out connecting"
     r"|ncclRemoteError|remote process exited|NCCL communicator was aborted|Watchdog caught collective operation timeout"
 )
-
-
-# What torch, oneDNN and Python say when there is no memory. A thread needs addresses for its stack.
-NO_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc", "could not create a primitive", "can't start new thread")
+# Out-of-memory messages of torch, oneDNN and Python. A new thread needs address space.
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc", "could not create a primitive", "can't start new thread")
 
 
 @dataclass(frozen=True)
-class Account:
-    """What a worker says of its own end, at CLOCK_MONOTONIC's `at_s`.
+class ExitReport:
+    """How a worker exited, by its own account, at `at_s` of CLOCK_MONOTONIC.
 
-    text        what a person should read first: an error's three parts, or a traceback
+    text        for the user: an error's three parts, or a traceback
     trace       the whole traceback, for the log
-    finished    its function returned; a process that ends with code 0 and did not say so broke off
-    lost_peers  the end is the consequence of another's
-    step        steps that it had committed; -1: it does not know
-    drained     it left between two steps because its host is taken away, and the others go on
+    finished    its function returned; exit code 0 without this flag is an early exit
+    lost_peers  the exit is the consequence of another worker's
+    step        number of committed steps; -1: unknown
+    drained     it left between two steps because its host is taken away; the others continue
     """
 
     code: int
@@ -52,24 +50,22 @@ class Account:
     drained: bool = False
 
     def to_line(self) -> bytes:
-        """One line of JSON."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @staticmethod
-    def from_line(line: bytes) -> Account:
-        """The account in a line of JSON."""
-        return Account(**json.loads(line))
+    def from_line(line: bytes) -> ExitReport:
+        return ExitReport(**json.loads(line))
 
 
 @dataclass(frozen=True)
-class End:
-    """One worker's end, as its parent saw it.
+class WorkerExit:
+    """The exit of one worker, as seen by its parent.
 
-    code   as subprocess has it: -n when signal n ended it; None: it was nobody's child here, so nobody can know
-    sent   signals that the parent sent to end it
-    log    where its output is, "" when nowhere
+    code   as in subprocess: -n when signal n killed it; None: unknown, it was not our child
+    sent   signals that the parent sent to make it exit
+    log    path of its output, "" when there is none
     tail   the last lines of that output
-    title  what `rank` counts: ranks, or the slots of a host
+    title  what `rank` counts: "rank", or "slot" of a host
     """
 
     rank: int
@@ -77,162 +73,160 @@ class End:
     code: int | None
     at_s: float
     sent: tuple[int, ...] = ()
-    account: Account | None = None
+    report: ExitReport | None = None
     log: str = ""
     tail: str = ""
     title: str = "rank"
 
     @property
     def signal(self) -> int:
-        """The signal that ended it; 0: none did, or nobody knows."""
+        """The signal that killed it; 0: none, or unknown."""
         return -self.code if self.code is not None and self.code < 0 else 0
 
     def __str__(self) -> str:
         return f"{self.title} {self.rank} (pid {self.pid})"
 
 
-def peers_lost(error: BaseException | None) -> bool:
-    """Whether an error of torch.distributed (or its cause) says that a peer is gone or silent."""
+def is_peer_loss(error: BaseException | None) -> bool:
+    """Whether this torch.distributed error (or its cause) means that a peer exited or hangs."""
     while error is not None:
-        if isinstance(error, RuntimeError) and GONE.search(str(error)):
+        if isinstance(error, RuntimeError) and PEER_LOSS.search(str(error)):
             return True
         error = error.__cause__
     return False
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there was no memory: Python's, torch's on a GPU, or its allocator's on a CPU."""
-    return isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY)
+    """Whether this is an out-of-memory error of Python, of a GPU, or of torch's CPU allocator."""
+    return isinstance(error, MemoryError) or any(message in str(error) for message in OUT_OF_MEMORY)
 
 
-def plainly(error: BaseException) -> str:
-    """What happened; of a torch error its first line, without its source file, its stack and its advice."""
+def error_summary(error: BaseException) -> str:
+    """Return what happened in one line; of a torch error without source file, stack and advice."""
     if isinstance(error, LockstepError):
         return error.what
     line = str(error).splitlines()[0] if str(error) else type(error).__name__
     return re.sub(r"^\[[^\]]*\.cc:\d+\] |\. This is typically caused by.*$", "", line)
 
 
-def kind(end: End) -> str:
-    """What an end is: "failed", "lost" (its peers), "broke off" (code 0 in the middle), "ended" (by the parent), "left"."""
-    account = end.account
-    if account and not account.finished:
-        if account.lost_peers:
+def exit_kind(exited: WorkerExit) -> str:
+    """Return "failed", "lost" (its peers), "exited early" (code 0, but its function did not return),
+    "terminated" (by the parent) or "completed"."""
+    report = exited.report
+    if report and not report.finished:
+        if report.lost_peers:
             return "lost"
-        return "failed" if account.code else "broke off"
-    if end.signal in end.sent and not account:
-        return "ended"
-    code = code_of(end)
-    if code not in AGREED or (end.signal and end.signal not in end.sent):
+        return "failed" if report.code else "exited early"
+    if exited.signal in exited.sent and not report:
+        return "terminated"
+    code = exit_code_of(exited)
+    if code not in CLEAN_EXIT_CODES or (exited.signal and exited.signal not in exited.sent):
         return "failed"
-    return "left" if account or code else "broke off"
+    return "completed" if report or code else "exited early"
 
 
-def code_of(end: End) -> int:
-    """The exit code that a worker wanted: what it said counts when it failed, and when the parent ended it on its way out."""
-    if end.account and (end.code is None or not end.account.finished or end.signal in end.sent):
-        return end.account.code
-    if end.code is None:
+def exit_code_of(exited: WorkerExit) -> int:
+    """Return the exit code: the reported one if it failed, or was killed while it exited."""
+    if exited.report and (exited.code is None or not exited.report.finished or exited.signal in exited.sent):
+        return exited.report.code
+    if exited.code is None:
         return 1
-    return 128 + end.signal if end.signal else end.code
+    return 128 + exited.signal if exited.signal else exited.code
 
 
-def verdict(ends: Sequence[End], *, asked: Sequence[int] = (), grace_s: float = 0.0) -> tuple[int, str]:
-    """(exit code of the whole command, what to print, "" for nothing).
+def summarize_exits(exits: Sequence[WorkerExit], *, asked: Sequence[int] = (), grace_s: float = 0.0) -> tuple[int, str]:
+    """Return (exit code of the command, message for stderr or "").
 
-    asked    signals that the parent was sent and passed on
-    grace_s  how long it then waited before it ended those that had not stopped
+    asked    signals that the parent received and forwarded
+    grace_s  seconds that the parent then waited before it killed the workers that had not stopped
     """
-    ends = sorted(ends, key=lambda end: end.account.at_s if end.account else end.at_s)
-    of_kind = {name: [end for end in ends if kind(end) == name] for name in ("failed", "broke off", "lost", "ended", "left")}
-    codes = {code_of(end) for end in ends}
-    if len(codes) == 1 and not of_kind["failed"] and not of_kind["lost"] and not of_kind["ended"]:
+    exits = sorted(exits, key=lambda exited: exited.report.at_s if exited.report else exited.at_s)
+    kinds = ("failed", "exited early", "lost", "terminated", "completed")
+    by_kind = {kind: [exited for exited in exits if exit_kind(exited) == kind] for kind in kinds}
+    codes = {exit_code_of(exited) for exited in exits}
+    if len(codes) == 1 and not by_kind["failed"] and not by_kind["lost"] and not by_kind["terminated"]:
         return codes.pop(), ""
-    if of_kind["failed"]:
-        first = of_kind["failed"][0]
-        return code_of(first), "\n".join([tell(first, ends, asked), *others(first, ends)])
-    early = of_kind["broke off"] or [end for end in of_kind["left"] if of_kind["lost"] and code_of(end) == 0]
+    early = by_kind["exited early"] or [exited for exited in by_kind["completed"] if by_kind["lost"] and exit_code_of(exited) == 0]
+    if by_kind["failed"] or (by_kind["lost"] and not early):
+        first = (by_kind["failed"] or by_kind["lost"])[0]
+        return exit_code_of(first), "\n".join([describe_failure(first, exits, asked), *describe_other_exits(first, exits)])
     if early:
-        return 1, "\n".join([tell_early(early[0]), *others(early[0], ends)])
-    if of_kind["lost"]:
-        first = of_kind["lost"][0]
-        return code_of(first), "\n".join([tell(first, ends, asked), *others(first, ends)])
-    if of_kind["ended"] and asked:
+        return 1, "\n".join([describe_early_exit(early[0]), *describe_other_exits(early[0], exits)])
+    if by_kind["terminated"] and asked:
         name = signal.Signals(asked[0]).name
         error = LockstepError(
-            f"{ranks(of_kind['ended'])} did not stop within {grace_s:g} s of {name}",
-            places(of_kind["ended"]),
-            "they were ended; start the same command again to go on from the newest checkpoint",
+            f"{join_ranks(by_kind['terminated'])} did not stop within {grace_s:g} s of {name}",
+            log_paths(by_kind["terminated"]),
+            "they were killed; run the same command again to resume from the newest checkpoint",
         )
         return 128 + asked[0], str(error)
-    listed = ", ".join(f"{end.title} {end.rank} with {code_of(end)}" for end in ends)
-    return 1, str(LockstepError(f"the workers do not agree how it ended: {listed}", places(ends)))
+    listed = ", ".join(f"{exited.title} {exited.rank} with {exit_code_of(exited)}" for exited in exits)
+    return 1, str(LockstepError(f"the workers exited with different codes: {listed}", log_paths(exits)))
 
 
-def tell(first: End, ends: Sequence[End], asked: Sequence[int]) -> str:
-    """The first failure in its own words."""
-    if first.account and first.account.text:
-        alike = [end for end in ends if end.account and end.account.text == first.account.text]
-        text = first.account.text.rstrip()
-        if len(alike) == len(ends):
+def describe_failure(first: WorkerExit, exits: Sequence[WorkerExit], asked: Sequence[int]) -> str:
+    """Return the message for the first failure: its report, or its exit code or signal."""
+    if first.report and first.report.text:
+        same = [exited for exited in exits if exited.report and exited.report.text == first.report.text]
+        text = first.report.text.rstrip()
+        if len(same) == len(exits):
             return text
         where = f"\n  log: {first.log}" if first.log else ""
-        return f"{ranks(alike)} (pid {first.pid}) failed first:\n{text}{where}"
-    log = f"log: {first.log}" if first.log else ""
+        return f"{join_ranks(same)} (pid {first.pid}) failed first:\n{text}{where}"
+    log = log_paths([first])
     if not first.signal:
-        code = "an exit code that nobody could see" if first.code is None else f"exit code {first.code}"
-        return with_tail(first, LockstepError(f"{first} ended with {code}, without a word", log))
+        code = "an unknown code" if first.code is None else f"code {first.code}"
+        return with_log_tail(first, LockstepError(f"{first} exited with {code} and left no error report", log))
     number = first.signal
     if number in asked:
-        return str(LockstepError(f"{first} was ended by {signal.Signals(number).name} before it could save and stop", log))
+        return str(LockstepError(f"{first} was killed by {signal.Signals(number).name} before it could save and stop", log))
     hints: dict[int, str] = {
-        signal.SIGKILL: "nobody of ours sent it: the kernel does when memory runs out (journalctl -k, or dmesg), or somebody did",
+        signal.SIGKILL: "not sent by lockstep: the kernel sends it when memory runs out (journalctl -k, or dmesg), or a user did",
         signal.SIGBUS: "the kernel sends it when /dev/shm or the disk under a mapped file is full (df)",
-        signal.SIGSEGV: "a fault in compiled code; PYTHONFAULTHANDLER=1 shows where",
+        signal.SIGSEGV: "a crash in compiled code; PYTHONFAULTHANDLER=1 shows where",
     }
-    return with_tail(first, LockstepError(f"{first} was ended by {signal_name(number)}", log, hints.get(number, "")))
+    return with_log_tail(first, LockstepError(f"{first} was killed by {signal_name(number)}", log, hints.get(number, "")))
 
 
 def signal_name(number: int) -> str:
-    """ "SIGKILL", or "signal 70" for one without a name."""
+    """Return "SIGKILL", or "signal 70" for a signal without a name."""
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
-def tell_early(first: End) -> str:
-    """The words for a worker that was gone while the others still needed it."""
-    what = "broke off with exit code 0" if kind(first) == "broke off" else "was done and left"
-    hint = "all workers must take the same number of steps; a worker leaves by returning from its function, not by sys.exit"
-    log = f"log: {first.log}" if first.log else ""
-    return with_tail(first, LockstepError(f"{first} {what} while the others were at work", log, hint))
+def describe_early_exit(first: WorkerExit) -> str:
+    """Return the message for a worker that exited while the others still needed it."""
+    what = "exited early (code 0)" if exit_kind(first) == "exited early" else "finished"
+    hint = "all workers must take the same number of steps; a worker exits by returning from its function, not by sys.exit"
+    what += " while other workers were still training"
+    return with_log_tail(first, LockstepError(f"{first} {what}", log_paths([first]), hint))
 
 
-def with_tail(end: End, error: LockstepError) -> str:
-    """The error, and the last lines of the worker's output under it."""
-    return "\n".join([str(error), *[f"  | {line}" for line in end.tail.splitlines()]])
+def with_log_tail(exited: WorkerExit, error: LockstepError) -> str:
+    """Return the error message followed by the last lines of the worker's output."""
+    return "\n".join([str(error), *[f"  | {line}" for line in exited.tail.splitlines()]])
 
 
-def others(first: End, ends: Sequence[End]) -> list[str]:
-    """A line for what the others did, group by group."""
-    text = first.account.text if first.account else ""
-    rest = [end for end in ends if end is not first and not (text and end.account and end.account.text == text)]
-    lost = [end for end in rest if kind(end) == "lost"]
-    failed = [end for end in rest if kind(end) == "failed"]
-    lines = [f"{ranks(lost)} lost {'their' if len(lost) > 1 else 'its'} peers"] if lost else []
-    for end in failed:
-        said = end.account.text.strip().splitlines() if end.account and end.account.text else [f"exit code {end.code}"]
-        words = said[-1] if said[0].startswith("Traceback") else said[0]
-        lines.append(f"{end.title} {end.rank} failed too: {words}" + (f" (log: {end.log})" if end.log else ""))
+def describe_other_exits(first: WorkerExit, exits: Sequence[WorkerExit]) -> list[str]:
+    """Return one line for all workers that lost their peers, and one for each further failure."""
+    text = first.report.text if first.report else ""
+    rest = [exited for exited in exits if exited is not first and not (text and exited.report and exited.report.text == text)]
+    lost = [exited for exited in rest if exit_kind(exited) == "lost"]
+    lines = [f"{join_ranks(lost)} lost {'their' if len(lost) > 1 else 'its'} peers"] if lost else []
+    for exited in [exited for exited in rest if exit_kind(exited) == "failed"]:
+        message = exited.report.text.strip().splitlines() if exited.report and exited.report.text else [f"exit code {exited.code}"]
+        summary = message[-1] if message[0].startswith("Traceback") else message[0]
+        lines.append(f"{exited.title} {exited.rank} failed too: {summary}" + (f" (log: {exited.log})" if exited.log else ""))
     return lines
 
 
-def ranks(ends: Sequence[End]) -> str:
-    """ "rank 1", "ranks 0, 2 and 3"."""
-    numbers = [str(end.rank) for end in sorted(ends, key=lambda end: end.rank)]
+def join_ranks(exits: Sequence[WorkerExit]) -> str:
+    """Return "rank 1", or "ranks 0, 2 and 3"."""
+    numbers = [str(exited.rank) for exited in sorted(exits, key=lambda exited: exited.rank)]
     if len(numbers) == 1:
-        return f"{ends[0].title} {numbers[0]}"
-    return f"{ends[0].title}s {', '.join(numbers[:-1])} and {numbers[-1]}"
+        return f"{exits[0].title} {numbers[0]}"
+    return f"{exits[0].title}s {', '.join(numbers[:-1])} and {numbers[-1]}"
 
 
-def places(ends: Sequence[End]) -> str:
-    """The logs of these workers, one a line."""
-    return "\n".join(f"log: {end.log}" for end in ends if end.log)
+def log_paths(exits: Sequence[WorkerExit]) -> str:
+    """Return the log paths of these workers, one per line."""
+    return "\n".join(f"log: {exited.log}" for exited in exits if exited.log)

@@ -1,8 +1,9 @@
-"""Wishes to stop, taken as notes: a signal sets a name, and the loop reads it when it has time.
+"""Stop signals: the first sets a name that the training loop reads between two steps.
 
-Between two steps all processes agree on the note, save, and leave with a code that a scheduler understands. A handler in Python runs only
-between two lines of Python, so a process that waits inside a collective would not see a second Ctrl-C; the byte that Python writes to its
-wake-up descriptor in the C handler arrives at once (signal.set_wakeup_fd), and a small thread that reads it ends the process.
+The ranks agree on that name, save, and exit with a code that a scheduler understands. A Python
+handler only runs between two bytecodes, so a process blocked in a collective would not notice a
+second Ctrl-C. The byte that Python's C handler writes to the wake-up descriptor arrives at once
+(signal.set_wakeup_fd): a small thread reads it and ends the process.
 """
 
 from __future__ import annotations
@@ -13,42 +14,42 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-EXIT_CODES = {"": 0, "SIGTERM": 75, "SIGUSR1": 75, "SIGINT": 130}
-INTERRUPTED = 130
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_EXIT_CODES = {"": 0, "SIGTERM": 75, "SIGUSR1": 75, "SIGINT": 130}
+EXIT_INTERRUPTED = 130
 
 
-def exit_code(name: str) -> int:
-    """The code with which a run that saved and stopped on the signal `name` leaves: 75 "start me again", 130 for SIGINT; "": 0."""
-    return EXIT_CODES[name]
+def stop_exit_code(name: str) -> int:
+    """Return the exit code of a run that saved on signal `name`: 75, 130 for SIGINT; "": 0."""
+    return STOP_EXIT_CODES[name]
 
 
 class Stopped(SystemExit):
-    """The run has saved and stops, as all its processes have agreed; `code` is the exit code."""
+    """Raised on all ranks after the run has saved and stops; `code` is the exit code."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(exit_code(name))
+        super().__init__(stop_exit_code(name))
 
 
-class Signals:
-    """While entered, the first of SIGTERM, SIGINT, SIGUSR1 sets `received` to its name ("" before); a second SIGINT ends at once with 130.
+class StopSignals:
+    """Context manager: the first SIGTERM, SIGINT or SIGUSR1 sets `received` to its name.
 
-    For the main thread (signal.signal demands it). On leaving, the handlers of before are back and the thread is gone.
-    Processes forked within get the handlers of before, so that they can be ended as usual.
+    A second SIGINT ends the process with 130. Main thread only (signal.signal requires it). The
+    previous handlers are restored at the end, and in forked children.
     """
 
     def __init__(self) -> None:
         self.received = ""
         self.before: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> Signals:
+    def __enter__(self) -> StopSignals:
         self.reader, self.writer = os.pipe()
         os.set_blocking(self.writer, False)
-        self.thread = threading.Thread(target=end_on_second_interrupt, args=(self.reader,), name="lockstep-signals", daemon=True)
+        self.thread = threading.Thread(target=exit_on_second_sigint, args=(self.reader,), name="lockstep-signals", daemon=True)
         self.thread.start()
         self.wakeup_before = signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
-        for one in STOPPING:
-            self.before[one] = signal.signal(one, self.note)
+        for number in STOP_SIGNALS:
+            self.before[number] = signal.signal(number, self.note)
         os.register_at_fork(after_in_child=self.restore)
         return self
 
@@ -60,22 +61,21 @@ class Signals:
         os.close(self.reader)
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """The handler."""
         self.received = self.received or signal.Signals(number).name
 
     def restore(self) -> None:
-        """Put the handlers of before back; does nothing the second time."""
+        """Restore the previous handlers; the second call does nothing."""
         if self.before:
             signal.set_wakeup_fd(self.wakeup_before)
-        for one, handler in self.before.items():
-            signal.signal(one, signal.SIG_DFL if handler is None else handler)
+        for number, handler in self.before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self.before = {}
 
 
-def end_on_second_interrupt(reader: int) -> None:
-    """Read the bytes of arriving signals; 0 ends the thread, the second SIGINT ends the process."""
+def exit_on_second_sigint(reader: int) -> None:
+    """Read signal numbers: 0 ends the thread, the second SIGINT ends the process."""
     interrupts = 0
     while 0 not in (arrived := os.read(reader, 64)):
         interrupts += arrived.count(signal.SIGINT)
         if interrupts > 1:
-            os._exit(INTERRUPTED)
+            os._exit(EXIT_INTERRUPTED)

@@ -1,11 +1,11 @@
-"""What a worker is doing now, where its agent and its own member thread read it without its help.
+"""Shared-memory status of a worker, readable by its agent and membership thread without its help.
 
-SLOT.board (seat.py has the folder) is a little memory shared through a file, mmap(2). The worker writes it; it can be read while the worker
-is stopped, spins with Python's lock in its hands, or has just died.
+SLOT.board in the state folder (worker_env.py) is a small file mapped with mmap(2). The worker
+writes it; it can be read while the worker is stopped, holds the GIL, or has just died.
 
-Records go into two places in turn, each with its number and a checksum, and a reader takes the newer one that is whole. So there is one at
-every instant, even when the writer was stopped or killed in the middle of the other, and nothing rests on the order in which one processor
-sees the stores of another.
+Two records alternate, each with a sequence number and a checksum; a reader takes the newer valid
+one. So there is a valid record at every instant, even if the writer was stopped or killed in the
+middle of the other, and the order in which one CPU sees the stores of another does not matter.
 """
 
 from __future__ import annotations
@@ -26,42 +26,42 @@ from zlib import crc32
 
 from lockstep.files import read_bytes
 
-# In the order of a run and of its loop.
+# In the order of a run and of its training loop.
 Phase = Literal[
-    "idle",  # stands by, in no generation
+    "idle",  # standby, in no generation
     "starting",
-    "waiting for others",  # until enough are there
-    "joining",  # a generation: forming its group, sending or receiving the state
-    "preparing",  # the run's data, while the others wait
+    "waiting for others",  # until enough workers have joined
+    "joining",  # a generation: forms the process group, sends or receives the training state
+    "preparing",  # prepares data or loads a state while the others wait
     "compiling",
     "data",
     "forward",
     "backward",
-    "reducing",  # its own gradients are done, the sum over all is not
+    "reducing",  # waits for the gradient reduction after its backward pass
     "voting",
     "updating",
     "saving",
     "evaluating",
 ]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
+PHASE_NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
 
-BODY = struct.Struct("=QiqqqBqqqqd")  # number, pid, generation, its first step, step, phase, collective, bytes, since, moved, median step
+BODY = struct.Struct("=QiqqqBqqqqd")  # number, pid, generation, first step, step, phase, collective, bytes, since, moved, median step
 CHECK = struct.Struct("=I")
-PLACE_BYTES = BODY.size + CHECK.size
+RECORD_BYTES = BODY.size + CHECK.size
 
 
 @dataclass(frozen=True)
-class Doing:
-    """What a worker was doing when somebody looked.
+class Status:
+    """What a worker was doing when its status was read.
 
-    step              the one it is at, from 1; while it saves or evaluates, the one that it has done
-    first_step        whether it is still in its generation's first step
-    collective        the newest collective that it has entered, counted from 1 in each generation
-    collective_bytes  what it brought to that one; 0: it did not say
-    since_s           seconds since the phase began, by its host's CLOCK_MONOTONIC
+    step              current step, from 1; while it saves or evaluates, the last completed step
+    first_step        whether this is the first step of its generation
+    collective        number of the newest collective it entered, from 1 in each generation
+    collective_bytes  size of its tensor in that collective; 0: unknown
+    since_s           seconds since the phase began, by CLOCK_MONOTONIC of its host
     moved_s           seconds since it entered a phase or a collective
-    step_s            median seconds of its newest steps; 0.0 before it has done one
+    step_s            median seconds of its newest steps; 0.0 before the first
     """
 
     pid: int
@@ -75,52 +75,53 @@ class Doing:
     moved_s: float = 0.0
     step_s: float = 0.0
 
-    def after(self, seconds: float) -> Doing:
-        """The same, `seconds` after somebody looked, as long as nothing newer is known."""
+    def after(self, seconds: float) -> Status:
+        """Return this status aged by `seconds`."""
         return replace(self, since_s=self.since_s + seconds, moved_s=self.moved_s + seconds)
 
 
-class Board:
-    """This worker's board at `path`; None: one that nobody reads.
+class StatusBoard:
+    """Writer of this worker's status at `path`; None: in private memory.
 
-    The file is a new one: a process that still writes to an older one at this path disturbs nobody. OSError when it cannot be made.
-    Methods may be called from any thread, though not from a signal handler. Each costs about a microsecond.
+    It creates a new file, so an older process that still writes to the old file does no harm.
+    OSError when the file cannot be created. Methods are thread-safe, but must not be called from a
+    signal handler. Each takes about a microsecond.
     """
 
     def __init__(self, path: Path | None) -> None:
         self.pid = os.getpid()
         self.phase: Phase = "starting"
         self.generation, self.step, self.collective_number, self.collective_bytes = 0, 0, 0, 0
-        self._first_step = -1  # not known yet
+        self._first_step = -1  # unknown
         self._step_began_ns = 0
         self._steps_ns: deque[int] = deque(maxlen=15)
         self._median_s = 0.0
         self._since_ns = self._number = 0
         self._lock = Lock()
         if path is None:
-            self._memory = mmap.mmap(-1, 2 * PLACE_BYTES)
+            self._memory = mmap.mmap(-1, 2 * RECORD_BYTES)
             return
-        beside = path.with_name(f".{path.name}.{self.pid}")
-        with open(beside, "w+b") as file:
-            file.write(bytes(2 * PLACE_BYTES))  # not truncate(): on a full disk the first store into a hole would be a SIGBUS
+        temporary = path.with_name(f".{path.name}.{self.pid}")
+        with open(temporary, "w+b") as file:
+            file.write(bytes(2 * RECORD_BYTES))  # not truncate(): a store into a hole raises SIGBUS on a full disk
             file.flush()
-            self._memory = mmap.mmap(file.fileno(), 2 * PLACE_BYTES)
+            self._memory = mmap.mmap(file.fileno(), 2 * RECORD_BYTES)
         self.enter("starting")
-        os.replace(beside, path)
+        os.replace(temporary, path)
 
     def enter(self, phase: Phase, step: int | None = None, *, generation: int | None = None) -> None:
-        """Begin `phase`, of `step` where that is another one than before, as a member of `generation` likewise."""
+        """Enter `phase`; also set the step or the generation where given."""
         now_ns = time.monotonic_ns()
         with self._lock:
             if generation is not None:
                 self.generation, self._first_step, self.collective_number, self.collective_bytes = generation, -1, 0, 0
             if step is not None:
-                self._come_to(step, now_ns)
+                self._set_step(step, now_ns)
             self.phase, self._since_ns = phase, now_ns
             self._write(now_ns)
 
-    def collective(self, size_bytes: int = 0) -> None:
-        """Enter the next collective of this generation, with a tensor of `size_bytes` where that must be the same for all."""
+    def enter_collective(self, size_bytes: int = 0) -> None:
+        """Count a collective. size_bytes: of its tensor, if it must be equal on all ranks."""
         now_ns = time.monotonic_ns()
         with self._lock:
             self.collective_number += 1
@@ -129,7 +130,7 @@ class Board:
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Be in `phase` for the block, and in the phase of before after it."""
+        """Be in `phase` for the block; restore the phase before it."""
         before = self.phase
         self.enter(phase)
         try:
@@ -137,9 +138,9 @@ class Board:
         finally:
             self.enter(before)
 
-    def tell_of_compiling(self) -> None:
-        """Be in the phase "compiling" from now on whenever torch.compile is at work: in any pass, with any new shape, for minutes."""
-        from torch._dynamo.callback import on_compile_end, on_compile_start  # here: an agent reads boards, and imports no torch
+    def track_compilation(self) -> None:
+        """Be in the phase "compiling" whenever torch.compile works, maybe for minutes."""
+        from torch._dynamo.callback import on_compile_end, on_compile_start  # agents read statuses without torch
 
         before: list[Phase] = []
 
@@ -150,7 +151,7 @@ class Board:
         on_compile_start(begin)
         on_compile_end(lambda _: self.enter(before.pop()))
 
-    def _come_to(self, step: int, now_ns: int) -> None:
+    def _set_step(self, step: int, now_ns: int) -> None:
         if self._first_step < 0:
             self._first_step = step
         if step == self.step:
@@ -162,53 +163,33 @@ class Board:
 
     def _write(self, now_ns: int) -> None:
         self._number += 1
-        body = BODY.pack(
-            self._number,
-            self.pid,
-            self.generation,
-            self._first_step,
-            self.step,
-            NUMBERS[self.phase],
-            self.collective_number,
-            self.collective_bytes,
-            self._since_ns,
-            now_ns,
-            self._median_s,
-        )
-        begin = self._number % 2 * PLACE_BYTES
-        self._memory[begin : begin + PLACE_BYTES] = body + CHECK.pack(crc32(body))
+        place = self.pid, self.generation, self._first_step, self.step, PHASE_NUMBERS[self.phase]
+        collective = self.collective_number, self.collective_bytes
+        body = BODY.pack(self._number, *place, *collective, self._since_ns, now_ns, self._median_s)
+        begin = self._number % 2 * RECORD_BYTES
+        self._memory[begin : begin + RECORD_BYTES] = body + CHECK.pack(crc32(body))
 
 
-def look(path: Path) -> Doing:
-    """What the worker that writes to `path` is doing. OSError when there is no board."""
-    for _ in range(100):  # both places are torn only when the writer got around twice while they were read
+def read_status(path: Path) -> Status:
+    """Return the status of the worker that writes to `path`. OSError when there is no board."""
+    for _ in range(100):  # both records are torn only if the writer wrote twice during the read
         raw, now_ns = read_bytes(path), time.monotonic_ns()
-        if len(raw) != 2 * PLACE_BYTES:
+        if len(raw) != 2 * RECORD_BYTES:
             break
-        bodies = [body for body in (whole(raw[:PLACE_BYTES]), whole(raw[PLACE_BYTES:])) if body]
+        bodies = [body for body in (valid_body(raw[:RECORD_BYTES]), valid_body(raw[RECORD_BYTES:])) if body]
         if bodies:
-            return read(max(bodies, key=lambda body: int(BODY.unpack(body)[0])), now_ns)
-    raise OSError(None, f"{path} is no board")
+            return decode_status(max(bodies, key=lambda body: int(BODY.unpack(body)[0])), now_ns)
+    raise OSError(None, f"{path} is not a status board")
 
 
-def whole(place: bytes) -> bytes | None:
-    """The body of the record in `place`; None while it is being written."""
-    body = place[: BODY.size]
-    return body if CHECK.unpack(place[BODY.size :])[0] == crc32(body) else None
+def valid_body(record: bytes) -> bytes | None:
+    """Return the body of a record; None when its checksum is wrong."""
+    body = record[: BODY.size]
+    return body if CHECK.unpack(record[BODY.size :])[0] == crc32(body) else None
 
 
-def read(body: bytes, now_ns: int) -> Doing:
-    """A record's body, as it stands at `now_ns`."""
+def decode_status(body: bytes, now_ns: int) -> Status:
+    """Decode a record's body, with ages at `now_ns`."""
     _, pid, generation, first_step, step, phase, collective, size_bytes, since_ns, moved_ns, median_s = BODY.unpack(body)
-    return Doing(
-        pid,
-        generation,
-        step,
-        PHASES[phase],
-        first_step < 0 or step <= first_step,
-        collective,
-        size_bytes,
-        max(0, now_ns - since_ns) / 1e9,
-        max(0, now_ns - moved_ns) / 1e9,
-        median_s,
-    )
+    is_first, since_s, moved_s = first_step < 0 or step <= first_step, max(0, now_ns - since_ns) / 1e9, max(0, now_ns - moved_ns) / 1e9
+    return Status(pid, generation, step, PHASES[phase], is_first, collective, size_bytes, since_s, moved_s, median_s)

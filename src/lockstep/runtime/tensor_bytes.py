@@ -1,4 +1,4 @@
-"""Tensors as bytes, and the names of dtypes in a safetensors file."""
+"""Tensors as bytes, and the dtype names of the safetensors format."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The tensor's own memory as a row of bytes, on its device; a copy in row-major order when it is not contiguous."""
+    """Return the tensor's memory as uint8 (bytes,) on its device; a copy if not contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The tensor's bytes in row-major order; a view of its memory if it is contiguous and on the CPU."""
+    """Return the tensor's bytes in row-major order: a view if it is contiguous and on the CPU."""
     return as_bytes(tensor.cpu()).numpy().data

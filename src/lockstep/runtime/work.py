@@ -1,9 +1,10 @@
-"""Waiting for what travels between workers, and giving it up when the generation has come to its end.
+"""Wait for in-flight sends and receives; abandon them when the generation ends.
 
-A send or a receive of gloo that has not begun ends with an error as soon as its connection is cut. One that is under way does not (torch
-2.13: `pair.cc` tells those that wait in its queues, not the one whose bytes it is just moving), and a C++ wait cannot be called off: the
-thread would sit there for the whole time-out of the group. So it is a thread of its own that waits. When the generation is over and the
-connections are cut, that one is left behind, with what it waits for, until its time has run out.
+A gloo send or receive that has not started fails as soon as its connection is closed. One that is
+in progress does not (torch 2.13: `pair.cc` notifies the operations in its queues, not the one whose
+bytes it is moving), and a C++ wait cannot be interrupted: the caller would block for the whole
+timeout of the group. So a helper thread waits. When the generation is over and its connections are
+closed, the helper and its operations are left behind until the group's timeout.
 """
 
 from __future__ import annotations
@@ -18,89 +19,88 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lockstep.errors import PeersLostError
-from lockstep.runtime.process_group import limit
+from lockstep.runtime.process_group import group_timeout
 
-LOOK_S = 0.05
-GRACE_S = 0.2  # from the end of a generation, within which whatever has not begun ends by itself (it takes milliseconds)
+POLL_S = 0.05
+GRACE_S = 0.2  # after the end of a generation: works that have not begun fail by themselves within milliseconds
 
 
-def for_life() -> str:
-    """A group that is for life is never broken."""
+def static_group() -> str:
+    """Default `generation_error` of a static process group, which is never invalidated."""
     return ""
 
 
-class Waits:
-    """For any number of threads.
+class WorkWaiter:
+    """Waits for c10d work of one generation. Any thread may call it.
 
-    broken  why the generation has come to its end; "" while it lives
-    aside   wait in a thread beside, where there are generations; False on an accelerator, where a wait only tells the caller's stream
+    generation_error  returns why the generation is over; "" while it is valid
+    in_thread         wait in a helper thread; False on an accelerator: a wait only blocks the stream
     """
 
-    def __init__(self, broken: Callable[[], str] = for_life, *, aside: bool = True) -> None:
-        self.broken, self.aside = broken, aside
-        self._own = threading.local()  # the helper of each thread that waits
+    def __init__(self, generation_error: Callable[[], str] = static_group, *, in_thread: bool = True) -> None:
+        self.generation_error, self.in_thread = generation_error, in_thread
+        self._local = threading.local()  # one helper for each waiting thread
 
-    def finish(self, works: Iterable[dist.Work | None], group: dist.ProcessGroup | None = None) -> None:
-        """Collective. Return when all of them are done, as long as a collective of the group may take.
+    def wait(self, works: Iterable[dist.Work | None], group: dist.ProcessGroup | None = None) -> None:
+        """Collective. Wait until all works are done, for the timeout of the group at most.
 
-        (Without a limit of their own gloo ends sends and receives after the time that the group had to form: torch's way to give a group
-        another time-out does not reach them, 2.13.)
-        Errors: PeersLostError when the generation ended meanwhile; else what torch raises.
+        (Without an explicit timeout gloo ends sends and receives after the time that the group had
+        for forming: torch 2.13 does not pass a changed group timeout on to them.) PeersLostError
+        when the generation ends first; otherwise the error of torch.
         """
-        begun = [work for work in works if work is not None]
-        if not begun:
+        started = [work for work in works if work is not None]
+        if not started:
             return
-        if not self.aside or self.broken is for_life:
-            if error := wait(begun, limit(group)):
+        if not self.in_thread or self.generation_error is static_group:
+            if error := wait_for(started, group_timeout(group)):
                 raise error
             return
-        helper: Helper | None = getattr(self._own, "helper", None)
+        helper: WaiterThread | None = getattr(self._local, "helper", None)
         if helper is None:
-            helper = self._own.helper = Helper()
-        helper.asked.put((begun, limit(group)))
-        over_s = None
+            helper = self._local.helper = WaiterThread()
+        helper.jobs.put((started, group_timeout(group)))
+        ended_s = None
         while True:
             try:
-                error = helper.told.get(timeout=LOOK_S)
+                error = helper.results.get(timeout=POLL_S)
                 break
             except queue.Empty:
-                now_s, why = time.monotonic(), self.broken()
-                over_s = (over_s or now_s) if why else None
-                if over_s is not None and now_s - over_s > GRACE_S:
-                    self._own.helper = None
-                    raise PeersLostError(why, "something was on its way when the connections were cut") from None
+                now_s, why = time.monotonic(), self.generation_error()
+                ended_s = (ended_s or now_s) if why else None
+                if ended_s is not None and now_s - ended_s > GRACE_S:
+                    self._local.helper = None
+                    raise PeersLostError(why, "a send or receive was in progress when the connections were closed") from None
         if error is not None:
             raise error
 
 
-Asked = queue.SimpleQueue[tuple[list[dist.Work], timedelta] | None]
-Told = queue.SimpleQueue[Exception | None]
+Jobs = queue.SimpleQueue[tuple[list[dist.Work], timedelta] | None]
+Results = queue.SimpleQueue[Exception | None]
 
 
-class Helper:
-    """A thread that waits for one thing after the other; it ends when nobody has this any more."""
+class WaiterThread:
+    """A thread that waits for one job after the other; it exits when this object is collected."""
 
     def __init__(self) -> None:
-        self.asked: Asked = queue.SimpleQueue()
-        self.told: Told = queue.SimpleQueue()
-        threading.Thread(target=serve, args=(self.asked, self.told), name="lockstep-wait", daemon=True).start()
-        weakref.finalize(self, self.asked.put, None)
+        self.jobs: Jobs = queue.SimpleQueue()
+        self.results: Results = queue.SimpleQueue()
+        threading.Thread(target=serve, args=(self.jobs, self.results), name="lockstep-wait", daemon=True).start()
+        weakref.finalize(self, self.jobs.put, None)
 
 
-def serve(asked: Asked, told: Told) -> None:
-    """The thread of a helper."""
-    while (job := asked.get()) is not None:
-        error = wait(*job)
-        del job  # it holds the group, as does the error's traceback
-        told.put(error)
+def serve(jobs: Jobs, results: Results) -> None:
+    while (job := jobs.get()) is not None:
+        error = wait_for(*job)
+        del job  # job and traceback hold a reference to the group
+        results.put(error)
         del error
 
 
-def wait(works: list[dist.Work], most: timedelta) -> Exception | None:
-    """Wait for all of them; what torch raised."""
+def wait_for(works: list[dist.Work], timeout: timedelta) -> Exception | None:
+    """Wait for all works; return the error that torch raised."""
     try:
         for work in works:
-            work.wait(most)
+            work.wait(timeout)
     except Exception as error:
         return error.with_traceback(None)
     return None

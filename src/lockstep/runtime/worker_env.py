@@ -1,18 +1,18 @@
-"""What an agent gives a worker, and what each finds of the other on their host.
+"""The environment of a worker under an agent, and the state folder that both share.
 
 An agent starts workers with these variables:
 
-    LOCKSTEP_SEAT       JSON: the fields of Seat
-    LOCKSTEP_STATE      a folder of this host, not shared: what outlives the agent and the worker
-    LOCKSTEP_ONE_SCREEN 1: all hosts show what they show on one screen, for one command started them
+    LOCKSTEP_SEAT       JSON: the fields of WorkerEnv
+    LOCKSTEP_STATE      state folder on a local disk: what outlives the agent and the worker
+    LOCKSTEP_ONE_SCREEN 1: one command started all hosts, and they share its terminal
 
-In that folder, for slot 3:
+Files of slot 3 in the state folder:
 
-    3.json     who sits there: pid and start time, written before the worker runs
-    3.end      its last words (failures.Account), written by itself
-    3.board    what it is doing now (board.py)
+    3.json     pid and start time of its worker, written before the worker runs
+    3.end      its exit report (exit_report.ExitReport), written by the worker
+    3.board    its current phase and step (status_board.py)
     agent.lock held by the one agent of this host and run
-    agent.command  what the workers were started with, as long as there are some (claim.py)
+    agent.command  the command line of the running workers (agent/lock.py)
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from lockstep.errors import UsageError
-from lockstep.files import checked, read_json, with_checksum, write_json
-from lockstep.runtime import status_board as board
+from lockstep.files import add_checksum, read_json, verify_checksum, write_json
+from lockstep.runtime import status_board
 
 log = logging.getLogger("lockstep")
-SEAT, STATE, ONE_SCREEN = "LOCKSTEP_SEAT", "LOCKSTEP_STATE", "LOCKSTEP_ONE_SCREEN"
+WORKER_ENV, STATE_FOLDER, ONE_SCREEN = "LOCKSTEP_SEAT", "LOCKSTEP_STATE", "LOCKSTEP_ONE_SCREEN"
 
 
 @dataclass(frozen=True)
-class Seat:
-    """A worker's place on its host.
+class WorkerEnv:
+    """What the agent of a host tells a worker.
 
-    folder      of the run, absolute
-    state       the host's own folder for this run
-    host        name of the host, unique in the run
-    slot        from 0; `slots` of them on this host
-    expected    workers on all hosts together, for whom the first generation waits
-    least       workers below which training waits (`min`)
-    most        workers that train at once; others stand by (`max`)
-    address     of this host, where its servers listen
-    after       the newest generation before this start: an end that it says is over
-    agent       pid of the agent with which this worker ends; 0: it outlives its agent
-    drain       SIGUSR1 means: this host leaves, and the rest goes on
-    folder_mark by which the run folder is known (folder.py); "": by whatever token is there
-    known       the newest generation when this worker was asked for: a log without it is not the run's
-    flags       of a user's own loop, as they were given: equal on all who train together
+    folder            run folder, absolute
+    state             state folder of this host for this run
+    host              name of the host, unique in the run
+    slot, slots       number of this worker on its host, from 0, and how many the host has
+    expected_workers  workers of all hosts: the first generation waits for them
+    min_workers       training waits until there are this many
+    max_workers       workers that train at once; further ones stand by
+    address           address of this host on which its servers listen
+    after_generation  newest generation before this start: ignore an earlier end of the run
+    agent_pid         this worker exits with this agent; 0: it outlives its agent
+    drain             SIGUSR1 makes this host leave, and the others continue
+    folder_mark       identifies the run folder (elastic/run_folder.py); "": accept any token
+    known_generation  newest generation at the start: an older log is not this run's
+    flags             command-line flags of a user's own loop: must be equal on all workers
     """
 
     folder: str
@@ -59,38 +59,37 @@ class Seat:
     host: str
     slot: int
     slots: int
-    expected: int
-    least: int
-    most: int
+    expected_workers: int
+    min_workers: int
+    max_workers: int
     address: str
-    after: int = 0
-    agent: int = 0
+    after_generation: int = 0
+    agent_pid: int = 0
     drain: bool = False
     folder_mark: str = ""
-    known: int = 0
+    known_generation: int = 0
     flags: dict[str, str] = field(default_factory=dict)
 
     def environ(self) -> dict[str, str]:
-        """The variables for the worker."""
-        return {SEAT: json.dumps(asdict(self)), STATE: self.state}
+        return {WORKER_ENV: json.dumps(asdict(self)), STATE_FOLDER: self.state}
 
 
-def find_seat(environ: Mapping[str, str]) -> Seat | None:
-    """This worker's seat; None when no agent started it. UsageError when the variable is not what an agent writes."""
-    text = environ.get(SEAT)
+def read_worker_env(environ: Mapping[str, str]) -> WorkerEnv | None:
+    """Return the WorkerEnv of this process; None without an agent. UsageError when it is invalid."""
+    text = environ.get(WORKER_ENV)
     if not text:
         return None
     try:
-        return Seat(**json.loads(text))
+        return WorkerEnv(**json.loads(text))
     except (ValueError, TypeError) as error:
-        raise UsageError(f"{SEAT} is not what an agent writes: {error}", "environment", "leave it unset") from None
+        raise UsageError(f"invalid {WORKER_ENV}: {error}", "environment", "unset it; only agents set it") from None
 
 
 def state_folder(run: Path, host: str) -> Path:
-    """Where this host keeps what outlives agent and workers: not on the run's disk, which may be slow or gone. Made with mode 700.
+    """Create the state folder of this host, mode 700, on a local disk: the run's disk may hang.
 
-    In /tmp (or $LOCKSTEP_TMP), whatever TMPDIR and XDG_RUNTIME_DIR say: an agent that cron starts must find what one at a terminal left,
-    and a person who logs out takes nothing along.
+    In /tmp (or $LOCKSTEP_TMP), regardless of TMPDIR and XDG_RUNTIME_DIR: an agent started by cron
+    must find the state of one started at a terminal, and logging out must not delete it.
     """
     name = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:12]
     parent = Path(os.environ.get("LOCKSTEP_TMP") or "/tmp") / f"lockstep-{os.getuid()}"
@@ -98,12 +97,12 @@ def state_folder(run: Path, host: str) -> Path:
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
-            where = "LOCKSTEP_TMP, else /tmp: where agents and workers of a host find each other"
-            raise UsageError(f"{folder} cannot be made: {error.strerror}", where, "set LOCKSTEP_TMP to a folder on a local disk") from None
+            where = "state folder of agents and workers, in LOCKSTEP_TMP or /tmp"
+            raise UsageError(f"cannot create {folder}: {error.strerror}", where, "set LOCKSTEP_TMP to a folder on a local disk") from None
         if folder.stat().st_uid != os.getuid():
             raise UsageError(
                 f"{folder} belongs to another user",
-                "where agents and workers of a host find each other",
+                "state folder of agents and workers",
                 "remove it, as its owner or as root",
             )
     return parent / f"{name}-{host}"
@@ -111,25 +110,25 @@ def state_folder(run: Path, host: str) -> Path:
 
 @functools.cache
 def loopback_network() -> str:
-    """Return an id of the network that 127.0.0.1 belongs to: the boot of this machine and the network namespace of this process."""
+    """Return an id of this loopback network: boot id and network namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/net')}"
 
 
-def within_reach(loopback: str) -> bool:
-    """Whether a member with this `loopback` is reachable from here. If not, a refused connection proves nothing."""
+def is_loopback_reachable(loopback: str) -> bool:
+    """Whether a loopback address is reachable. If not, a refused connection proves nothing."""
     return loopback in ("", loopback_network())
 
 
-# Who sits where.
+# Processes by slot.
 
 
 @dataclass(frozen=True)
-class Sitter:
-    """A process, told from a later one with its number by when it started.
+class ProcessIdentity:
+    """A process, identified by pid and start time: the kernel reuses pids.
 
-    started        clock ticks after boot: setting the wall clock does not change it
-    begun_at_byte  how long its log was when it began
+    started        clock ticks after boot, which do not depend on the wall clock
+    begun_at_byte  length of its log when it started
     """
 
     pid: int
@@ -138,60 +137,58 @@ class Sitter:
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs; one that has ended and not been waited for does not."""
+        """Whether it is running; False for a zombie."""
         try:
-            state, started = look(self.pid)
+            state, started = process_stat(self.pid)
         except (FileNotFoundError, ProcessLookupError):
             return False
         return started == self.started and state not in "ZX"
 
 
-def look(pid: int) -> tuple[str, int]:
-    """(state, start time in ticks after boot) of a process, from /proc/PID/stat (proc(5)). FileNotFoundError when there is none."""
-    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # the name before may hold anything
-    return words[0], int(words[19])
+def process_stat(pid: int) -> tuple[str, int]:
+    """Return (state, start time in ticks after boot) of a process (proc(5)). FileNotFoundError."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # the name before it may contain anything
+    return fields[0], int(fields[19])
 
 
-def sitter(pid: int, begun_at_byte: int = 0) -> Sitter:
-    """The living process `pid`. FileNotFoundError when there is none."""
-    return Sitter(pid, look(pid)[1], begun_at_byte)
+def identify_process(pid: int, begun_at_byte: int = 0) -> ProcessIdentity:
+    """Return the identity of the running process `pid`. FileNotFoundError when there is none."""
+    return ProcessIdentity(pid, process_stat(pid)[1], begun_at_byte)
 
 
-def note_sitter(state: Path, slot: int, one: Sitter) -> None:
-    """Write down who sits in `slot`."""
-    write_json(state / f"{slot}.json", with_checksum(asdict(one)))
+def write_worker_process(state: Path, slot: int, process: ProcessIdentity) -> None:
+    """Record the worker process of `slot`."""
+    write_json(state / f"{slot}.json", add_checksum(asdict(process)))
 
 
-def last_words(state: Path, slot: int) -> Path:
-    """Where the worker of `slot` tells how it ended."""
+def exit_report_path(state: Path, slot: int) -> Path:
     return state / f"{slot}.end"
 
 
-def sitters(state: Path) -> dict[int, Sitter]:
-    """Slot -> the living process that sits there."""
-    found = {}
+def running_workers(state: Path) -> dict[int, ProcessIdentity]:
+    """Return {slot: running worker process}."""
+    running = {}
     for path in sorted(state.glob("*.json")):
         if not path.stem.isdecimal():
             continue
         try:
-            one: Sitter | None = Sitter(**checked(read_json(path)))
+            process: ProcessIdentity | None = ProcessIdentity(**verify_checksum(read_json(path)))
         except FileNotFoundError:
             continue
         except (OSError, ValueError, TypeError) as error:
-            known = by_its_board(path.with_suffix(".board"))
-            which = f"its worker is found by its board: pid {known.pid}" if known else "no worker is known to live there"
-            log.warning("%s is damaged (%s); %s", path, error, which)
-            one = known
-        if one and one.alive:
-            found[int(path.stem)] = one
-    return found
+            process = process_of_board(path.with_suffix(".board"))
+            result = f"found worker pid {process.pid} by its status board" if process else "no worker is known to run in this slot"
+            log.warning("%s is damaged (%s); %s", path, error, result)
+        if process and process.alive:
+            running[int(path.stem)] = process
+    return running
 
 
-def by_its_board(path: Path) -> Sitter | None:
-    """Return the living process that has the board at `path` mapped, and so writes to it; None when none does."""
+def process_of_board(path: Path) -> ProcessIdentity | None:
+    """Return the running process that has the status board at `path` mapped, if any."""
     try:
-        pid = board.look(path).pid
-        same = any(line.split(maxsplit=5)[5:] == [str(path.resolve())] for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
-        return sitter(pid) if same else None
+        pid = status_board.read_status(path).pid
+        mapped = any(line.split(maxsplit=5)[5:] == [str(path.resolve())] for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+        return identify_process(pid) if mapped else None
     except OSError:
         return None

@@ -1,13 +1,12 @@
-"""Scoring checkpoints on held-out text, in a process of its own, exactly, and each of them once.
+"""`lockstep evaluate`: score checkpoints on held-out data, each of them exactly once.
 
-What is asked, translations or the loss of a text or answers, is the exam of the run's task (tasks/evaluator.py).
+tasks/evaluator.py computes the scores. RUN/evaluations.jsonl has one line per (step, split, beams,
+average, lowercase). Before it appends a line, a writer takes a lock, truncates a partial line of a
+killed process, and checks that the line does not exist. So an evaluator can be killed and restarted
+at any time, or run twice.
 
-Once: RUN/evaluations.jsonl has one line for each (step, split, beams, average, lowercase). Whoever writes first looks,
-under a lock, whether it is there, and cuts away a line that a killed process left torn. So an evaluator may be killed at
-any moment and started again, or run twice.
-
-Following: all committed checkpoints that have no line are scored, the oldest first, because it is the first that
-retention will delete. RUN/best.json names the best on the validation split; it is a function of the lines.
+With --follow, all committed checkpoints without a line are scored, oldest first, because retention
+deletes the oldest first. RUN/best.json is computed from the lines of the validation split.
 """
 
 from __future__ import annotations
@@ -23,32 +22,32 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.checkpoint.policy import show_steps
-from lockstep.checkpoint.store import Store
-from lockstep.config.schema import Run
-from lockstep.elastic.consensus import gather, lead
+from lockstep.checkpoint.store import CheckpointStore
+from lockstep.config.schema import RunConfig
+from lockstep.elastic.consensus import all_gather_json, run_on_rank0
 from lockstep.elastic.world import World
 from lockstep.errors import CheckpointError, DamagedFileError, LockstepError, UsageError
-from lockstep.files import append_line, read_json, regular, write_json
+from lockstep.files import append_line, open_regular, read_json, write_json
 from lockstep.models.load_translator import read_run
-from lockstep.record.metrics import encode, last_newline, stream
+from lockstep.record.metrics import encode_line, iter_steps, last_newline
 from lockstep.record.tracker import Tracker
-from lockstep.runtime.signals import Signals
-from lockstep.tasks.evaluator import Exam, Question, Split
-from lockstep.tasks.open import open_exam
+from lockstep.runtime.signals import StopSignals
+from lockstep.tasks.evaluator import EvalSpec, Evaluator, Split
+from lockstep.tasks.open import open_evaluator
 
 log = logging.getLogger("lockstep")
 
-LINES, BEST, FINISHED = "evaluations.jsonl", "best.json", "finished.json"
+EVALUATIONS, BEST, FINISHED = "evaluations.jsonl", "best.json", "finished.json"
 POLL_S = 1.0
 
 
 @dataclass(frozen=True)
-class Move:
-    """What a following evaluator does next, and why."""
+class NextAction:
+    """What an evaluator with --follow does next, and why."""
 
-    do: Literal["evaluate", "wait", "end"]
+    kind: Literal["evaluate", "wait", "end"]
     step: int
-    why: str
+    reason: str
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -65,193 +64,203 @@ def evaluate(
     lowercase: bool | None = None,
     follow: bool = False,
 ) -> str:
-    """Collective. Score the checkpoint of `step` (default: the newest), or with `follow` all until the run is finished.
+    """Collective. Score the checkpoint of `step` (default: the newest), or with `follow` all until
+    the run is finished.
 
-    average    N: the mean of the newest N checkpoints' weights, those of fewer if there are fewer; the line lists them
-    lowercase  compare in lower case (default: as the run's tokenizer does)
-    Gives the name of the signal that ended it, or "". Errors: UsageError, DataError, CheckpointError.
+    average    N: score the mean of the weights of the newest N checkpoints, or of all if there are fewer
+    lowercase  compare in lower case (default: as the tokenizer of the run)
+    Returns the name of the signal that stopped it, or "". Errors: UsageError, DataError, CheckpointError.
     """
-    with Signals() as signals:
-        stopped = await_run(folder, world, signals) if follow else ""
+    with StopSignals() as signals:
+        stopped = wait_for_checkpoint(folder, world, signals) if follow else ""
         if stopped:
             return stopped
         run = read_run(folder)
-        asked = Question(split, beams, average, run.tokens.lowercase if lowercase is None else lowercase)
-        exam = open_exam(run, folder)
-        if not exam.held_out(split):
-            what = f"nothing is held out for {split}: the run trains on all of its text"
+        spec = EvalSpec(split, beams, average, run.tokenizer.lowercase if lowercase is None else lowercase)
+        evaluator = open_evaluator(run, folder)
+        if not evaluator.held_out(split):
+            what = f"the run has no {split} split: it trains on all of its data"
             if not follow:
                 raise UsageError(
                     what, f"data.held_out, data.held_out_share in {folder / 'run.json'}", "train with a validation set to score it"
                 )
             log.info(what)
             return ""
-        work = Work(folder, exam, world, asked, signals)
-        stopped = work.follow() if follow else work.once(step)
+        job = EvaluationJob(folder, evaluator, world, spec, signals)
+        stopped = job.follow() if follow else job.score_once(step)
         if world.leader:
-            pass_on(folder, run)
+            forward_to_trackers(folder, run)
         return stopped
 
 
-def finish(folder: Path, run: Run, world: World) -> None:
-    """Collective. What a training ends with: scores on the test split, some samples, and what can be done next."""
-    exam = open_exam(run, folder)
-    if run.evaluate.at_end and not exam.held_out("test"):
-        log.info("nothing is held out for test: no score")
+def evaluate_at_end(folder: Path, run: RunConfig, world: World) -> None:
+    """Collective. Score the test split after training; print samples and the next command."""
+    evaluator = open_evaluator(run, folder)
+    if run.evaluate.at_end and not evaluator.held_out("test"):
+        log.info("the run has no test split: no score")
     elif run.evaluate.at_end:
-        step = lead(world, lambda: existing(Store(folder / "checkpoints"), None))
-        asked = Question("test", run.evaluate.beams, 0, run.tokens.lowercase)
-        loaded = load_there(exam, step, asked, world)
-        result = exam.measure(loaded, asked, world, lambda: "", most=run.evaluate.at_end)
-        assert result is not None  # nobody asked it to stop
+        step = run_on_rank0(world, lambda: resolve_step(CheckpointStore(folder / "checkpoints"), None))
+        spec = EvalSpec("test", run.evaluate.beams, 0, run.tokenizer.lowercase)
+        loaded = load_or_raise(evaluator, step, spec, world)
+        result = evaluator.evaluate(loaded, spec, world, lambda: "", limit=run.evaluate.at_end)
+        assert result is not None  # None only after a stop signal
         if world.leader and result.complete:
-            note(folder, result.record)
-        if world.shows():
-            print("\n".join(["", exam.summary(result.record), *result.samples]))
+            append_record(folder, result.record)
+        if world.shows_progress():
+            print("\n".join(["", evaluator.summary(result.record), *result.samples]))
     if world.leader:
         write_json(folder / FINISHED, {"step": run.steps})
-    if world.shows():
-        score = f"   or   lockstep evaluate {folder}" if exam.held_out("validation") else ""
-        print(f"\nnext: {exam.next}{score}", flush=True)
+    if world.shows_progress():
+        score = f"   or   lockstep evaluate {folder}" if evaluator.held_out("validation") else ""
+        print(f"\nnext: {evaluator.next_command}{score}", flush=True)
 
 
 @dataclass
-class Work:
-    """An evaluator at work: its run's folder, what is asked in it, and the question."""
+class EvaluationJob:
+    """One call of `evaluate`."""
 
     folder: Path
-    exam: Exam
+    evaluator: Evaluator
     world: World
-    asked: Question
-    signals: Signals
+    spec: EvalSpec
+    signals: StopSignals
 
-    def once(self, step: int | None) -> str:
-        """Collective. Score one checkpoint, unless its line is there; the signal that came between, or ""."""
-        step = lead(self.world, lambda: existing(Store(self.folder / "checkpoints"), step))
-        done = lead(self.world, lambda: find(self.folder, self.asked, step))
-        if done is not None:
-            log.info("%s (scored before)", self.exam.summary(done))
+    def score_once(self, step: int | None) -> str:
+        """Collective. Score one checkpoint unless it has a line. Return a stop signal, or ""."""
+        step = run_on_rank0(self.world, lambda: resolve_step(CheckpointStore(self.folder / "checkpoints"), step))
+        record = run_on_rank0(self.world, lambda: find_record(self.folder, self.spec, step))
+        if record is not None:
+            log.info("%s (scored before)", self.evaluator.summary(record))
             return ""
-        return self.score(load_there(self.exam, step, self.asked, self.world))
+        return self.score(load_or_raise(self.evaluator, step, self.spec, self.world))
 
     def follow(self) -> str:
-        """Collective. Score every checkpoint that has no line, and those to come, until the run is finished or a signal comes."""
-        gone: set[int] = set()
-        waiting = ""
+        """Collective. Score all checkpoints without a line, and new ones, until the run is finished
+        or a stop signal arrives. Return the signal, or "".
+        """
+        unreadable: set[int] = set()
+        logged = ""
         while True:
-            move = Move(**lead(self.world, lambda: vars(self.look(gone))))
+            action = NextAction(**run_on_rank0(self.world, lambda: vars(self.poll(unreadable))))
             stopped = agreed_stop(self.world, self.signals)
-            if stopped or move.do == "end":
-                log.info(stopped or move.why)
+            if stopped or action.kind == "end":
+                log.info(stopped or action.reason)
                 return stopped
-            if move.do == "wait":
-                if move.why != waiting:
-                    log.info(move.why)
-                waiting = move.why
+            if action.kind == "wait":
+                if action.reason != logged:
+                    log.info(action.reason)
+                logged = action.reason
                 continue
-            loaded, problem = load(self.exam, move.step, self.asked, self.world)
+            loaded, problem = load(self.evaluator, action.step, self.spec, self.world)
             if loaded is None:
-                gone.add(move.step)
-                log.warning("step %d is left out: %s", move.step, problem)
+                unreadable.add(action.step)
+                log.warning("step %d is skipped: %s", action.step, problem)
             elif stopped := self.score(loaded):
                 return stopped
 
-    def look(self, gone: Collection[int]) -> Move:
-        """For the leader: the next move. Sleeps a little before it answers "wait", so that the others wait for the answer."""
-        store = Store(self.folder / "checkpoints")
-        done = [record["step"] for record in stream(self.folder / LINES) if self.asked.of(record)]
-        steps = read_run(self.folder).steps  # may have grown: a run can be trained further
-        move = next_move(store.steps(), done, gone, steps, finished_step(self.folder))
-        if move.do == "wait" and not self.signals.received:
+    def poll(self, unreadable: Collection[int]) -> NextAction:
+        """For rank 0: return the next action. Sleeps before it returns "wait"."""
+        store = CheckpointStore(self.folder / "checkpoints")
+        scored = [record["step"] for record in iter_steps(self.folder / EVALUATIONS) if self.spec.matches(record)]
+        steps = read_run(self.folder).steps  # may have grown since: a run can be extended
+        action = next_action(store.steps(), scored, unreadable, steps, finished_step(self.folder))
+        if action.kind == "wait" and not self.signals.received:
             time.sleep(POLL_S)
-        return move
+        return action
 
     def score(self, loaded: Any) -> str:
-        """Collective. Score a loaded model, write its line; the signal that came between (then nothing is written), or ""."""
-        result = self.exam.measure(loaded, self.asked, self.world, lambda: self.signals.received)
+        """Collective. Score a loaded model and write its line. Return the signal that stopped it,
+        or ""; after a signal nothing is written.
+        """
+        result = self.evaluator.evaluate(loaded, self.spec, self.world, lambda: self.signals.received)
         if result is None:
             return agreed_stop(self.world, self.signals)
         if self.world.leader:
-            note(self.folder, result.record)
-            log.info(self.exam.summary(result.record))
+            append_record(self.folder, result.record)
+            log.info(self.evaluator.summary(result.record))
         return ""
 
 
-def load(exam: Exam, step: int, asked: Question, world: World) -> tuple[Any | None, str]:
-    """Collective. The model at `step` on every process, or on none and why: a checkpoint may be deleted at any moment."""
+def load(evaluator: Evaluator, step: int, spec: EvalSpec, world: World) -> tuple[Any | None, str]:
+    """Collective. Return (model, "") on all ranks, or (None, reason) on all ranks: a checkpoint can
+    be deleted while it is read.
+    """
     loaded, problem = None, ""
     try:
-        loaded = exam.load(step, asked, world.device)
+        loaded = evaluator.load(step, spec, world.device)
     except LockstepError as error:
         problem = error.what
-    heard = gather(world, [problem, list(exam.steps(loaded)) if loaded else []])
-    problems = [text for text, _ in heard if text]
-    if not problems and any(steps != heard[0][1] for _, steps in heard):
-        problems = ["a checkpoint to average with was deleted meanwhile"]
+    results = all_gather_json(world, [problem, list(evaluator.steps(loaded)) if loaded else []])
+    problems = [text for text, _ in results if text]
+    if not problems and any(steps != results[0][1] for _, steps in results):
+        problems = ["a checkpoint of the average was deleted meanwhile"]
     return (None, problems[0]) if problems else (loaded, "")
 
 
-def load_there(exam: Exam, step: int, asked: Question, world: World) -> Any:
-    """Collective. The model at `step`. CheckpointError when a process cannot read it."""
-    loaded, problem = load(exam, step, asked, world)
+def load_or_raise(evaluator: Evaluator, step: int, spec: EvalSpec, world: World) -> Any:
+    """Collective. Return the model at `step`. CheckpointError if a rank cannot read it."""
+    loaded, problem = load(evaluator, step, spec, world)
     if loaded is None:
-        raise CheckpointError(problem, f"step {step} of {exam.folder}", "see lockstep checkpoint verify")
+        raise CheckpointError(problem, f"step {step} of {evaluator.folder}", "see lockstep checkpoint verify")
     return loaded
 
 
-def next_move(committed: Sequence[int], done: Collection[int], gone: Collection[int], last: int, finished: int) -> Move:
-    """What a following evaluator does, given the steps that are committed, scored, and could not be read.
+def next_action(committed: Sequence[int], scored: Collection[int], unreadable: Collection[int], last: int, finished: int) -> NextAction:
+    """Return what an evaluator with --follow does next, given the steps that are committed, scored
+    and unreadable.
 
-    last      the run's last step
-    finished  the last step of a training that ended, 0 before
+    last      last step of the run
+    finished  step at which a training run ended; 0 before that
     """
-    pending = [step for step in committed if step not in done and step not in gone]
+    pending = [step for step in committed if step not in scored and step not in unreadable]
     if pending:
-        return Move("evaluate", pending[0], f"step {pending[0]} is the oldest of {len(pending)} that are not scored")
-    if any(step >= last for step in (*done, *gone)):
-        return Move("end", last, f"step {last}, the last one of the run, is scored")
+        return NextAction("evaluate", pending[0], f"step {pending[0]} is the oldest of {len(pending)} that are not scored")
+    if any(step >= last for step in (*scored, *unreadable)):
+        return NextAction("end", last, f"step {last}, the last one of the run, is scored")
     if finished >= last:
-        return Move("end", last, f"the run ended at step {finished}, and all its checkpoints are scored")
-    return Move("wait", 0, f"waiting for a checkpoint; scored so far: {show_steps(sorted(done))}")
+        return NextAction("end", last, f"the run ended at step {finished}, and all its checkpoints are scored")
+    return NextAction("wait", 0, f"waiting for a checkpoint; scored so far: {show_steps(sorted(scored))}")
 
 
 def finished_step(folder: Path) -> int:
-    """The step at which a training of the run ended; 0 while none has. DamagedFileError."""
+    """Return the step at which a training run ended; 0 before that. DamagedFileError."""
     path = folder / FINISHED
     try:
         return int(read_json(path)["step"])
     except FileNotFoundError:
         return 0
     except (ValueError, KeyError, TypeError) as error:
-        raise DamagedFileError(f"{FINISHED} is damaged: {error}", str(path), "remove it; the end of a training writes it again") from error
+        raise DamagedFileError(f"{FINISHED} is damaged: {error}", str(path), "remove it; the next training run writes it again") from error
 
 
-def await_run(folder: Path, world: World, signals: Signals) -> str:
-    """Collective. Wait for the first committed checkpoint of a run that may not have begun; the signal that came first, or ""."""
-    store, said = Store(folder / "checkpoints"), False
+def wait_for_checkpoint(folder: Path, world: World, signals: StopSignals) -> str:
+    """Collective. Wait for the first committed checkpoint of a run that may not have started.
+    Return the signal that arrived first, or "".
+    """
+    store, logged = CheckpointStore(folder / "checkpoints"), False
 
-    def begun() -> bool:
+    def has_checkpoint() -> bool:
         if not store.steps():
             time.sleep(POLL_S)
         return bool(store.steps())
 
     while True:
-        there = lead(world, begun)
+        found = run_on_rank0(world, has_checkpoint)
         stopped = agreed_stop(world, signals)
-        if there or stopped:
+        if found or stopped:
             return stopped
-        if not said:
+        if not logged:
             log.info("waiting for the first checkpoint in %s", folder)
-            said = True
+            logged = True
 
 
-def agreed_stop(world: World, signals: Signals) -> str:
-    """Collective. The first signal that any process has received, or ""."""
-    return next((name for name in gather(world, signals.received) if name), "")
+def agreed_stop(world: World, signals: StopSignals) -> str:
+    """Collective. Return the stop signal of the first rank that received one, or ""."""
+    return next((name for name in all_gather_json(world, signals.received) if name), "")
 
 
-def existing(store: Store, step: int | None) -> int:
-    """`step`, or the newest. CheckpointError when it is not committed."""
+def resolve_step(store: CheckpointStore, step: int | None) -> int:
+    """Return `step`, or the newest step. CheckpointError if it is not committed."""
     steps = store.steps()
     if step is None and steps:
         return steps[-1]
@@ -261,8 +270,8 @@ def existing(store: Store, step: int | None) -> int:
     return step
 
 
-def pass_on(folder: Path, run: Run) -> None:
-    """Send new lines to TensorBoard and Weights & Biases, unless a training is at work, whose tracker does."""
+def forward_to_trackers(folder: Path, run: RunConfig) -> None:
+    """Send new lines to the trackers, unless an active training run does."""
     if not run.track.tensorboard and run.track.wandb == "off":
         return
     try:
@@ -271,49 +280,50 @@ def pass_on(folder: Path, run: Run) -> None:
         ) as tracker:
             tracker.forward_evaluations()
     except UsageError as error:
-        log.debug("the training passes the evaluations on: %s", error.what)
+        log.debug("the tracker of the training run forwards the evaluations: %s", error.what)
 
 
 # -- the lines --------------------------------------------------------------------------------------------------------
 
 
-def find(folder: Path, asked: Question, step: int) -> dict[str, Any] | None:
-    """The line that answers the question for `step`, if there is one."""
-    return next((record for record in stream(folder / LINES) if record["step"] == step and asked.of(record)), None)
+def find_record(folder: Path, spec: EvalSpec, step: int) -> dict[str, Any] | None:
+    """Return the line of `step` with this spec, or None."""
+    return next((record for record in iter_steps(folder / EVALUATIONS) if record["step"] == step and spec.matches(record)), None)
 
 
-def note(folder: Path, record: dict[str, Any]) -> bool:
-    """Write the line of an evaluation and name the best; False when such a line is there already, and nothing is done."""
-    asked = Question(*(record[key] for key in vars(Question())))
-    path = folder / LINES
+def append_record(folder: Path, record: dict[str, Any]) -> bool:
+    """Append a line and update best.json. Return False if the line exists already."""
+    spec = EvalSpec(*(record[key] for key in vars(EvalSpec())))
+    path = folder / EVALUATIONS
     with locked(folder / "evaluations.lock"):
-        if path.exists() and (whole := last_newline(path)) < path.stat().st_size:
-            os.truncate(path, whole)
-        if find(folder, asked, record["step"]) is not None:
+        if path.exists() and (complete := last_newline(path)) < path.stat().st_size:
+            os.truncate(path, complete)
+        if find_record(folder, spec, record["step"]) is not None:
             return False
-        append_line(path, encode(record).decode().rstrip("\n"))
-        if (best := best_of(list(stream(path)))) is not None:
+        append_line(path, encode_line(record).decode().rstrip("\n"))
+        if (best := best_of(list(iter_steps(path)))) is not None:
             write_json(folder / BEST, best)
     return True
 
 
 def best_of(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Which evaluation of the validation split is best: the highest BLEU, or share of right answers, where there is one; of equal ones the
-    lowest loss, then the earliest."""
+    """Return the best evaluation of the validation split, or None: highest BLEU, else highest exact
+    match, else lowest loss. Ties: lowest loss, then earliest step.
+    """
     validation = [record for record in records if record.get("split") == "validation"]
-    by = next((key for key in ("bleu", "exact_match") if any(key in record for record in validation)), "loss")
-    needed = ("step", by, "loss", *vars(Question()))
-    validation = [record for record in validation if all(key in record for key in needed)]  # a damaged line is no candidate
+    metric = next((key for key in ("bleu", "exact_match") if any(key in record for record in validation)), "loss")
+    needed = ("step", metric, "loss", *vars(EvalSpec()))
+    validation = [record for record in validation if all(key in record for key in needed)]  # skip damaged lines
     if not validation:
         return None
-    best = min(validation, key=lambda r: (r["loss"] if by == "loss" else -r[by], r["loss"], r["step"]))
-    return {"by": by, **{key: best[key] for key in dict.fromkeys(needed)}}
+    best = min(validation, key=lambda r: (r["loss"] if metric == "loss" else -r[metric], r["loss"], r["step"]))
+    return {"by": metric, **{key: best[key] for key in dict.fromkeys(needed)}}
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock on `path`; the kernel lets go of it with the process, however that ends."""
-    descriptor = regular(path, os.O_RDWR | os.O_CREAT)
+    """Hold the lock on `path`. The kernel releases it when the process exits, however it exits."""
+    descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield

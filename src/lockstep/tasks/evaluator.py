@@ -1,7 +1,8 @@
-"""What a checkpoint is asked, by the task of its run, and how its answers are told.
+"""Interface of the evaluators: load a checkpoint, score it on held-out data, format the result.
 
-Exactly: the work is cut into batches by the data alone, dealt to the processes in turn, and its results are put together by their numbers,
-so nothing is padded in or counted twice, and any number of processes gives the same answer.
+Results are exact: batches depend on the data only, are assigned to the ranks round-robin, and their
+results are merged by batch number. No sample is padded in or counted twice, and any number of ranks
+gives the same scores.
 """
 
 from __future__ import annotations
@@ -19,53 +20,56 @@ Split = Literal["validation", "test"]
 
 
 @dataclass(frozen=True)
-class Question:
-    """What is asked of each checkpoint; with the step it names one line of evaluations.jsonl."""
+class EvalSpec:
+    """How to score a checkpoint; with the step it identifies one line of evaluations.jsonl.
+
+    average  number of newest checkpoints whose weights are averaged; 0: no average
+    """
 
     split: Split = "validation"
     beams: int = 1
     average: int = 0
     lowercase: bool = False
 
-    def of(self, record: dict[str, Any]) -> bool:
-        """Whether the record answers this question."""
+    def matches(self, record: dict[str, Any]) -> bool:
+        """Whether the record was scored with this spec."""
         return all(record.get(key) == value for key, value in vars(self).items())
 
 
 @dataclass(frozen=True)
-class Result:
-    """The line of one evaluation, and a few samples for people."""
+class EvalResult:
+    """The line of one evaluation, and a few samples to print."""
 
     record: dict[str, Any]
     samples: list[str]
-    complete: bool  # whether all of the split was asked
+    complete: bool  # whether the whole split was used
 
 
-class Exam(Protocol):
-    """See the head of this file."""
-
+class Evaluator(Protocol):
     @property
     def folder(self) -> Path:
-        """Of the run."""
+        """The run folder."""
 
     @property
-    def next(self) -> str:
+    def next_command(self) -> str:
         """A command that uses the trained model."""
 
     def held_out(self, split: Split) -> int:
-        """How many pairs, documents or chats the split has."""
+        """Number of pairs, documents or chats in the split."""
 
-    def load(self, step: int, asked: Question, device: torch.device) -> Any:
-        """The model at `step`. UsageError: that cannot be asked here. CheckpointError: it is missing or damaged."""
+    def load(self, step: int, spec: EvalSpec, device: torch.device) -> Any:
+        """Load the model at `step`. UsageError: unsupported spec. CheckpointError: damaged."""
 
     def steps(self, loaded: Any) -> Sequence[int]:
-        """The checkpoints whose weights the loaded model has the mean of."""
+        """The steps of the checkpoints that were averaged."""
 
-    def measure(self, loaded: Any, asked: Question, world: World, stopped: Callable[[], str], *, most: int = 0) -> Result | None:
-        """Collective. Loss and scores of a model on the held-out split; None when a process was told to stop.
+    def evaluate(self, loaded: Any, spec: EvalSpec, world: World, stopped: Callable[[], str], *, limit: int = 0) -> EvalResult | None:
+        """Collective. Compute loss and scores on the held-out split; None if a rank received a stop
+        signal.
 
-        most  sentences or chats to generate for; 0: all. The loss is always over all
+        stopped  returns the name of a received stop signal, or ""
+        limit    number of sentences or chats to generate for; 0: all. The loss always covers all
         """
 
     def summary(self, record: dict[str, Any]) -> str:
-        """One line for people."""
+        """Format a record as one line."""

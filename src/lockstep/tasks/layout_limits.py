@@ -1,4 +1,6 @@
-"""Divisors and minimum size of a run's model, computed from the run alone, before data is prepared or the model is built."""
+"""Layout limits and minimum size of a model, computed from the configuration alone, before data is
+prepared or the model is built.
+"""
 
 from __future__ import annotations
 
@@ -6,39 +8,46 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.config.schema import Run
-from lockstep.layout import Bounds
+from lockstep.config.schema import RunConfig
+from lockstep.layout import LayoutLimits
 
 if TYPE_CHECKING:
-    from lockstep.models.llama import Shape
+    from lockstep.models.llama import LlamaConfig
 
 
-def bounds(run: Run) -> Bounds:
-    """See Bounds. The shape of a Llama is looked up only where a layer or the row of layers is to be cut: that takes torch."""
+def layout_limits(run: RunConfig) -> LayoutLimits:
+    """Return what the axes of a layout must divide. The size of a Llama is looked up only if the layout
+    splits layers: that imports torch."""
     if run.task == "translate":
         model = run.model
-        return Bounds(run.batch.micro_batches, (model.heads, model.feed_forward), model.encoder_layers + model.decoder_layers)
+        return LayoutLimits(run.batch.micro_batches, (model.n_heads, model.ffn_dim), model.encoder_layers + model.decoder_layers)
     if run.layout.tensor == run.layout.pipeline == 1:
-        return Bounds(run.batch.micro_batches)
-    shape = llama_shape(run)
-    return Bounds(run.batch.micro_batches, (shape.heads, shape.key_value_heads, shape.feed_forward), shape.layers)
+        return LayoutLimits(run.batch.micro_batches)
+    config = llama_config(run)
+    return LayoutLimits(run.batch.micro_batches, (config.n_heads, config.n_kv_heads, config.ffn_dim), config.n_layers)
 
 
-def llama_shape(run: Run) -> Shape:
-    """Of the run's Llama; the vocabulary of a new one is decided by its tokenizer."""
+def llama_config(run: RunConfig) -> LlamaConfig:
+    """Return the size of the run's Llama. The vocabulary of a new one depends on its tokenizer."""
     from lockstep.models.hub import open_hub
-    from lockstep.models.llama import SHAPES
-    from lockstep.models.llama_io import is_run, read_model
+    from lockstep.models.llama import LLAMA_CONFIGS
+    from lockstep.models.llama_io import is_llama_run, read_model
 
-    start = Path(run.llama.start)
-    return SHAPES[run.llama.shape] if not run.llama.start else read_model(start)[0] if is_run(start) else open_hub(start).shape
+    start = Path(run.llama.init_from)
+    return (
+        LLAMA_CONFIGS[run.llama.size]
+        if not run.llama.init_from
+        else read_model(start)[0]
+        if is_llama_run(start)
+        else open_hub(start).config
+    )
 
 
-def least_parameters(run: Run) -> int:
-    """Parameters of the model without its embedding, whose size is known when the text is prepared."""
+def min_parameters(run: RunConfig) -> int:
+    """Number of parameters without the embedding, whose size is known only after data preparation."""
     if run.task == "translate":
         model = run.model
-        encoder = model.width * (4 * model.width + 2 * model.feed_forward + 4)
-        decoder = model.width * (8 * model.width + 2 * model.feed_forward + 6)
-        return model.encoder_layers * encoder + model.decoder_layers * decoder + 4 * model.width
-    return replace(llama_shape(run), vocabulary=0).parameters
+        encoder = model.dim * (4 * model.dim + 2 * model.ffn_dim + 4)
+        decoder = model.dim * (8 * model.dim + 2 * model.ffn_dim + 6)
+        return model.encoder_layers * encoder + model.decoder_layers * decoder + 4 * model.dim
+    return replace(llama_config(run), vocab_size=0).num_parameters

@@ -1,4 +1,4 @@
-"""Pre-training of a Llama, and going on with one, on documents laid end to end and cut into rows."""
+"""Pre-training of a Llama, or continued pre-training, on concatenated documents cut into rows."""
 
 from __future__ import annotations
 
@@ -12,46 +12,48 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lockstep.config.schema import Run
-from lockstep.data.manifest import MARKER
+from lockstep.config.schema import RunConfig
+from lockstep.data.manifest import MANIFEST
 from lockstep.data.order import UniformOrder
 from lockstep.data.text import prepare as data
 from lockstep.data.text.chat_tokenizer import ChatTokenizer
 from lockstep.data.text.documents import documents, held_inside, source_of
 from lockstep.data.text.packing import CutRows, RowLoader, Rows, TextBatch
-from lockstep.elastic.consensus import lead, refuse_mixed_start
+from lockstep.elastic.consensus import assert_equal_on_all_ranks, run_on_rank0
 from lockstep.elastic.world import World
 from lockstep.errors import DataError
-from lockstep.models.initial_weights import Beginning, write_model
+from lockstep.models.initial_weights import InitialWeights, write_model_json
 from lockstep.models.llama_io import TOKENIZER, open_weights
 
 log = logging.getLogger("lockstep")
 
 
 @dataclass(frozen=True)
-class Language:
-    """A Llama and its rows; what tells pre-training from fine-tuning are the rows alone."""
+class LanguageModelTask:
+    """A Llama and its rows. Pre-training and fine-tuning differ only in the rows."""
 
-    beginning: Beginning
+    initial_weights: InitialWeights
     loader: RowLoader
     fingerprints: Mapping[str, str]
 
     @classmethod
-    def over(cls, run: Run, folder: Path, world: World, tokenizer: ChatTokenizer, rows_of: Callable[[data.Prepared], Rows]) -> Language:
-        """Collective. The task over the rows of prepared data."""
+    def create(
+        cls, run: RunConfig, folder: Path, world: World, tokenizer: ChatTokenizer, rows_of: Callable[[data.PreparedText], Rows]
+    ) -> LanguageModelTask:
+        """Collective. Return the task over the rows of prepared data."""
         prepared = data.open_prepared(folder / "data", tokenizer)
-        beginning = Beginning.of(run, tokenizer.inner.get_vocab_size(with_added_tokens=True))
+        initial_weights = InitialWeights.of(run, tokenizer.inner.get_vocab_size(with_added_tokens=True))
         fingerprints = prepared.fingerprints | {
-            "start": lead(world, lambda: world.board.during("preparing")(write_model)(beginning, folder))
+            "start": run_on_rank0(world, lambda: world.board.during("preparing")(write_model_json)(initial_weights, folder))
         }
-        refuse_mixed_start(world, fingerprints)
+        assert_equal_on_all_ranks(world, fingerprints)
         rows = rows_of(prepared)
         if not len(rows):
-            what = f"the training text does not fill one row of {run.batch.length} tokens"
-            raise DataError(what, f"{folder / 'data'}; batch.length", "lower it")
+            what = f"the training text has fewer than {run.batch.seq_len} tokens, one row"
+            raise DataError(what, f"{folder / 'data'}; batch.seq_len", "lower it")
         k = run.batch.micro_batches
-        order = UniformOrder(len(rows), k * (run.batch.tokens // run.batch.length), k, run.seed)
-        return cls(beginning, RowLoader(rows, order, world.device), fingerprints)
+        order = UniformOrder(len(rows), k * (run.batch.tokens // run.batch.seq_len), k, run.seed)
+        return cls(initial_weights, RowLoader(rows, order, world.device), fingerprints)
 
     @property
     def length(self) -> int:
@@ -59,16 +61,16 @@ class Language:
 
     @property
     def flops_per_token(self) -> float:
-        return self.beginning.flops_per_token(self.length)
+        return self.initial_weights.flops_per_token(self.length)
 
-    def meta(self) -> nn.Module:
-        return self.beginning.meta()
+    def meta_model(self) -> nn.Module:
+        return self.initial_weights.meta_model()
 
-    def first_value(self, name: str, shape: torch.Size) -> Tensor:
-        return self.beginning.first_value(name, shape)
+    def init_param(self, name: str, shape: torch.Size) -> Tensor:
+        return self.initial_weights.init_param(name, shape)
 
-    def saved(self, name: str) -> bool:
-        return self.beginning.saved(name)
+    def is_saved(self, name: str) -> bool:
+        return self.initial_weights.is_saved(name)
 
     def micro_batch(self, step: int, k: int) -> TextBatch:
         return self.loader.micro_batch(step, k)
@@ -76,25 +78,25 @@ class Language:
     def loss(self, model: Callable[..., Tensor], batch: TextBatch) -> Tensor:
         return model(batch.tokens, batch.labels, batch.documents)
 
-    def tokens(self, step: int) -> int:
-        return self.loader.tokens(step)
+    def tokens_in_step(self, step: int) -> int:
+        return self.loader.tokens_in_step(step)
 
     def epoch(self, step: int) -> float:
         return self.loader.order.epoch(step)
 
 
-def open_pretraining(run: Run, folder: Path, world: World) -> Language:
-    """Collective. The task of a run with `task = "pretrain"`; its data is prepared by rank 0 the first time."""
-    lead(world, lambda: world.board.during("preparing")(prepare)(run, folder))
+def open_pretraining(run: RunConfig, folder: Path, world: World) -> LanguageModelTask:
+    """Collective. Return the task of a run with `task = "pretrain"`; rank 0 prepares its data."""
+    run_on_rank0(world, lambda: world.board.during("preparing")(prepare)(run, folder))
     tokenizer = ChatTokenizer.load(folder / TOKENIZER, {})
-    return Language.over(run, folder, world, tokenizer, lambda found: CutRows(found.train, run.batch.length))
+    return LanguageModelTask.create(run, folder, world, tokenizer, lambda data: CutRows(data.train, run.batch.seq_len))
 
 
-def prepare(run: Run, folder: Path) -> None:
-    """For the leader: tokenizer and streams of the run's documents."""
-    inside = not (folder / "data" / MARKER).exists() and held_inside(run.data)
+def prepare(run: RunConfig, folder: Path) -> None:
+    """For rank 0: prepare the tokenizer and the token streams of the run's documents."""
+    inside = not (folder / "data" / MANIFEST).exists() and held_inside(run.data)
     if inside:
-        log.info("too few documents to hold out whole ones: %g of each is for validation and for test", run.data.held_out_share)
+        log.info("too few documents to hold out whole ones: a share of %g of each goes to validation and to test", run.data.held_out_share)
     tokenizer = tokenizer_of(run, folder, (d.text for split, d in documents(run.data, inside) if split == "train"))
 
     def samples(_: Counter[str]) -> Iterator[data.Sample]:
@@ -103,18 +105,19 @@ def prepare(run: Run, folder: Path) -> None:
     data.prepare(run, folder / "data", partial(source_of, run.data), tokenizer, samples)
 
 
-def tokenizer_of(run: Run, folder: Path, texts: Iterable[str]) -> ChatTokenizer:
-    """For the leader: the tokenizer of what the run starts from, or one trained on `texts`; its files are in the run's folder then."""
-    start = open_weights(Path(run.llama.start)) if run.llama.start else None
-    if not (folder / "data" / MARKER).exists():
+def tokenizer_of(run: RunConfig, folder: Path, texts: Iterable[str]) -> ChatTokenizer:
+    """For rank 0: write the tokenizer to the run folder and return it: that of llama.init_from, or one
+    trained on `texts`."""
+    start = open_weights(Path(run.llama.init_from)) if run.llama.init_from else None
+    if not (folder / "data" / MANIFEST).exists():
         if start:
-            data.carry_tokenizer(start.carried, folder / TOKENIZER)
+            data.carry_tokenizer(start.companions, folder / TOKENIZER)
         else:
             data.train_tokenizer(run, texts, folder / TOKENIZER)
-    found = ChatTokenizer.load(folder / TOKENIZER, start.config if start else {})
-    most = max(found.inner.get_vocab(with_added_tokens=True).values())
-    if start and most >= start.shape.vocabulary:
-        what = f"the tokenizer has ids up to {most:,}, the embedding of the model {start.shape.vocabulary:,} rows"
+    tokenizer = ChatTokenizer.load(folder / TOKENIZER, start.hf_config if start else {})
+    largest = max(tokenizer.inner.get_vocab(with_added_tokens=True).values())
+    if start and largest >= start.config.vocab_size:
+        what = f"the tokenizer has ids up to {largest:,}, the embedding of the model {start.config.vocab_size:,} rows"
         hint = "resize it with transformers (model.resize_token_embeddings, save_pretrained), or remove the added tokens"
-        raise DataError(what, f"{start.folder}; llama.start", hint)
-    return found
+        raise DataError(what, f"{start.folder}; llama.init_from", hint)
+    return tokenizer

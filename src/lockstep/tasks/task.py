@@ -1,10 +1,11 @@
-"""What the loop trains, seen from the loop: where micro-batches come from, which model they go through, what their loss is.
+"""Interface between the training loop and a task: its micro-batches, its model and its loss.
 
     batch = task.micro_batch(step, k)     on the device
-    loss = task.loss(team, batch)         one forward pass, a sum
+    loss = task.loss(model, batch)        one forward pass; a sum
 
-A task knows no processes beyond the agreement on its data, and no optimizer. Everything it gives is a function of the run and its data,
-so that it is the same on every process that asks. Here are translation, pre-training and fine-tuning; `open.py` chooses by `run.task`.
+Implementations: translation, pre-training and fine-tuning; `open.py` selects one by `run.task`.
+A task has no optimizer, and communicates only to prepare its data. Everything else is a pure function
+of the configuration and the data, so every rank gets the same values.
 """
 
 from __future__ import annotations
@@ -17,41 +18,39 @@ from torch import Tensor, nn
 
 
 class Task(Protocol):
-    """See the head of this file."""
-
     @property
     def fingerprints(self) -> Mapping[str, str]:
-        """What is equal on all who train together, by name: data, tokenizer, the weights that it starts from."""
+        """Hashes that must be equal on all ranks, by name: data, tokenizer, initial weights."""
 
     @property
     def length(self) -> int:
-        """Positions in the longest row of a micro-batch."""
+        """Length of the longest sequence in a micro-batch."""
 
     @property
     def flops_per_token(self) -> float | None:
-        """Operations to train one of the `tokens`; None: not known."""
+        """Floating-point operations per trained token, forward and backward; None: unknown."""
 
-    def meta(self) -> nn.Module:
-        """A new model on the meta device, without memory: in training mode, `requires_grad` set as it is trained."""
+    def meta_model(self) -> nn.Module:
+        """Return a new model on the meta device, in training mode, with `requires_grad` set."""
 
-    def first_value(self, name: str, shape: torch.Size) -> Tensor:
-        """The whole first value, on the CPU, of the model's parameter or buffer `name`.
+    def init_param(self, name: str, shape: torch.Size) -> Tensor:
+        """Return the full initial value of the parameter or buffer `name`, on the CPU.
 
-        It follows from (seed, name), or from the checkpoint that the run starts from: then it is a view of that file, and nobody needs the
-        whole model to fill a shard of it.
+        It depends on (seed, name) only, or is a view of the file that the run initializes from: a rank
+        can fill its shard without loading the whole model.
         """
 
-    def saved(self, name: str) -> bool:
-        """Whether a checkpoint holds the parameter or buffer `name`; one that is left out keeps its first value."""
+    def is_saved(self, name: str) -> bool:
+        """Whether checkpoints contain `name`. Other tensors keep their initial value."""
 
     def micro_batch(self, step: int, k: int) -> Any:
-        """Micro-batch `k` of step `step`, on the device."""
+        """Return micro-batch `k` of step `step`, on the device."""
 
     def loss(self, model: Callable[..., Tensor], batch: Any) -> Tensor:
-        """The sum of the losses of a micro-batch, 0-dim. Calls `model(...)` once."""
+        """Return the sum of the losses of a micro-batch, 0-dim. Calls `model(...)` once."""
 
-    def tokens(self, step: int) -> int:
-        """What the sum of the step's losses is divided by: its target tokens, over all micro-batches."""
+    def tokens_in_step(self, step: int) -> int:
+        """Number of target tokens in all micro-batches of the step: the divisor of the summed loss."""
 
     def epoch(self, step: int) -> float:
-        """Epochs passed when step `step` begins."""
+        """Epochs completed when step `step` starts."""

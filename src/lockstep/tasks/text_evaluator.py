@@ -1,4 +1,6 @@
-"""Scoring a Llama: the loss of held-out text in nats a token and bits a byte; of chats the loss of answers, and how many are right."""
+"""Evaluation of a Llama: loss on held-out text in nats per token and bits per byte; for chats, loss and
+exact match of the answers.
+"""
 
 from __future__ import annotations
 
@@ -11,56 +13,58 @@ from typing import Any
 
 import torch
 
-from lockstep.config.schema import Run
+from lockstep.config.schema import RunConfig
 from lockstep.data.text.chat_samples import last_answer
 from lockstep.data.text.chat_template import renderer
 from lockstep.data.text.chat_tokenizer import ChatTokenizer
 from lockstep.data.text.documents import in_groups
-from lockstep.data.text.packing import IGNORED, PackedRows, batch_of, window
-from lockstep.data.text.prepare import Prepared
-from lockstep.data.text.token_stream import Ints, Stream
-from lockstep.elastic.consensus import gather
+from lockstep.data.text.packing import IGNORE_INDEX, PackedRows, batch_of, window
+from lockstep.data.text.prepare import PreparedText
+from lockstep.data.text.token_stream import Ints, TokenStream
+from lockstep.elastic.consensus import all_gather_json
 from lockstep.elastic.world import World
 from lockstep.errors import UsageError
 from lockstep.generation.decoder import Decoder
-from lockstep.generation.sampling import CONTEXT_TOKENS, Text, continuations
-from lockstep.models.llama_io import Pretrained, load
-from lockstep.tasks.evaluator import Question, Result, Split
-from lockstep.units import show_count
+from lockstep.generation.sampling import CONTEXT_TOKENS, TextStream, stream_continuations
+from lockstep.models.llama_io import LoadedLlama, load_llama
+from lockstep.tasks.evaluator import EvalResult, EvalSpec, Split
+from lockstep.units import format_count
 
-BATCH_TOKENS = 4096  # positions that are scored together
-ROWS = 32  # chats that are answered together
+BATCH_TOKENS = 4096  # positions scored per batch
+CHATS_PER_BATCH = 32
 
 
 @dataclass(frozen=True)
-class LlamaExam:
-    """The exam of a run with `task = "pretrain"` or `"sft"`."""
+class LlamaEvaluator:
+    """Evaluator of a run with `task = "pretrain"` or `"sft"`."""
 
-    run: Run
+    run: RunConfig
     folder: Path
-    data: Prepared
+    data: PreparedText
 
     @property
-    def next(self) -> str:
+    def next_command(self) -> str:
         how = '"QUESTION" --chat' if self.run.task == "sft" else '"TEXT"'
         return f"lockstep generate {self.folder} {how}"
 
     def held_out(self, split: Split) -> int:
         return len(getattr(self.data, split))
 
-    def load(self, step: int, asked: Question, device: torch.device) -> Pretrained:
-        if asked.average or asked.beams != 1:
-            what = f"a Llama is scored as it is at one step, greedy, not with average={asked.average}, beams={asked.beams}"
-            raise UsageError(what, "command line, evaluate.beams", "leave both out")
-        return load(self.folder, step, device=device)
+    def load(self, step: int, spec: EvalSpec, device: torch.device) -> LoadedLlama:
+        if spec.average or spec.beams != 1:
+            what = f"a Llama is scored at one step and greedily, not with average={spec.average}, beams={spec.beams}"
+            raise UsageError(what, "command line, evaluate.beams", "remove both")
+        return load_llama(self.folder, step, device=device)
 
-    def steps(self, loaded: Pretrained) -> Sequence[int]:
+    def steps(self, loaded: LoadedLlama) -> Sequence[int]:
         return (loaded.step,)
 
-    def measure(self, loaded: Pretrained, asked: Question, world: World, stopped: Callable[[], str], *, most: int = 0) -> Result | None:
-        began = time.monotonic()
-        stream: Stream = getattr(self.data, asked.split)
-        device, length = loaded.model.embedding.weight.device, self.run.batch.length
+    def evaluate(
+        self, loaded: LoadedLlama, spec: EvalSpec, world: World, stopped: Callable[[], str], *, limit: int = 0
+    ) -> EvalResult | None:
+        start_s = time.monotonic()
+        stream: TokenStream = getattr(self.data, spec.split)
+        device, length = loaded.model.embedding.weight.device, self.run.batch.seq_len
         rows = windows(stream, length)
         if self.run.task == "sft":
             packed = PackedRows(stream, length, seed=0)
@@ -70,20 +74,20 @@ class LlamaExam:
         for number, batch in enumerate(batches):
             if number % world.size == world.rank and not stopped():
                 losses[number] = loss_of(loaded, batch, device)
-        chats = self.data.records(asked.split) if self.run.task == "sft" else []
-        chosen = chats[:most] if most else chats
+        chats = self.data.records(spec.split) if self.run.task == "sft" else []
+        chosen = chats[:limit] if limit else chats
         questions = [last_answer(self.data.tokenizer, chat) for chat in chosen]
         renderer.close()
-        answers = answered(loaded, self.data.tokenizer, questions, world, stopped) if chosen else {}
-        heard = gather(world, {"losses": list(losses.items()), "answers": list(answers.items()), "stopped": stopped()})
-        if any(one["stopped"] for one in heard):
+        answers = generate_answers(loaded, self.data.tokenizer, questions, world, stopped) if chosen else {}
+        results = all_gather_json(world, {"losses": list(losses.items()), "answers": list(answers.items()), "stopped": stopped()})
+        if any(result["stopped"] for result in results):
             return None
-        nats = math.fsum(value for one in heard for _, (value, _) in one["losses"])
-        tokens = sum(count for one in heard for _, (_, count) in one["losses"])
+        nats = math.fsum(value for result in results for _, (value, _) in result["losses"])
+        tokens = sum(count for result in results for _, (_, count) in result["losses"])
         loss = nats / max(1, tokens)
         record: dict[str, Any] = {
             "step": loaded.step,
-            **vars(asked),
+            **vars(spec),
             "averaged": [loaded.step],
             "loss": loss,
             "perplexity": math.exp(loss) if loss < 700 else math.inf,
@@ -91,84 +95,85 @@ class LlamaExam:
         }
         samples: list[str] = []
         if self.run.task == "sft":
-            found = {row: text for one in heard for row, text in one["answers"]}
-            right = [told(self.data.tokenizer, *question) for question in questions]
+            texts = {row: text for result in results for row, text in result["answers"]}
+            references = [answer_text(self.data.tokenizer, *question) for question in questions]
             record |= {
                 "chats": len(chosen),
-                "exact_match": sum(found[i] == text for i, text in enumerate(right)) / max(1, len(right)),
+                "exact_match": sum(texts[i] == text for i, text in enumerate(references)) / max(1, len(references)),
             }
-            samples = list(shown(chosen, found, right))
+            samples = list(format_samples(chosen, texts, references))
         else:
-            size = self.data.bytes[asked.split]
+            size = self.data.bytes[spec.split]
             record |= {"bytes": size, "bits_per_byte": nats / math.log(2) / size}
-        record["seconds"] = round(time.monotonic() - began, 3)
-        return Result(record, samples, complete=len(chosen) == len(chats))
+        record["seconds"] = round(time.monotonic() - start_s, 3)
+        return EvalResult(record, samples, complete=len(chosen) == len(chats))
 
     def summary(self, record: dict[str, Any]) -> str:
         head = f"step {record['step']:,}  loss {record['loss']:.4f}  perplexity {record['perplexity']:.2f}"
         if "exact_match" in record:
-            return f"{head}  exact {record['exact_match']:.1%}  ({record['split']}, {show_count(record['chats'])} chats, greedy)"
-        return f"{head}  {record['bits_per_byte']:.4f} bits a byte  ({record['split']}, {show_count(record['bytes'])} bytes)"
+            return f"{head}  exact {record['exact_match']:.1%}  ({record['split']}, {format_count(record['chats'])} chats, greedy)"
+        return f"{head}  {record['bits_per_byte']:.4f} bits a byte  ({record['split']}, {format_count(record['bytes'])} bytes)"
 
 
-def windows(stream: Stream, length: int) -> Iterator[tuple[Ints, Ints, Ints]]:
-    """Rows that score each token of a stream once, with at least half a row before it where its document has that much.
+def windows(stream: TokenStream, length: int) -> Iterator[tuple[Ints, Ints, Ints]]:
+    """Yield overlapping rows in which each token of a stream is scored once, with at least half a
+    row of context if its document has that much.
 
-    A row begins half a row after the one before; what that one has scored is context, its labels IGNORED.
+    A row starts half a row after the previous one. Tokens scored before have the label IGNORED.
     """
     stride = length - length // 2
-    scored = 0  # positions whose labels are scored already
+    scored = 0  # end of the positions that are already scored
     for begin in range(0, max(1, stream.tokens - 1), stride):
         tokens, labels, documents = window(stream, begin, length)
         if begin + len(tokens) <= scored:
             return
-        labels[: scored - begin] = IGNORED
+        labels[: scored - begin] = IGNORE_INDEX
         scored = begin + len(tokens)
         yield tokens, labels, documents
 
 
 @torch.inference_mode()
-def loss_of(loaded: Pretrained, rows: list[tuple[Ints, Ints, Ints]], device: torch.device) -> tuple[float, int]:
-    """(the sum of -log p over the labels that count, their number)."""
+def loss_of(loaded: LoadedLlama, rows: list[tuple[Ints, Ints, Ints]], device: torch.device) -> tuple[float, int]:
+    """Return (sum of -log p over the labels that are not ignored, their number)."""
     batch = batch_of(rows, device)
-    count = int((batch.labels != IGNORED).sum())
+    count = int((batch.labels != IGNORE_INDEX).sum())
     return (float(loaded.model(batch.tokens, batch.labels, batch.documents)) if count else 0.0), count
 
 
-def answered(
-    loaded: Pretrained,
+def generate_answers(
+    loaded: LoadedLlama,
     tokenizer: ChatTokenizer,
     questions: Sequence[tuple[list[int], list[int]]],
     world: World,
     stopped: Callable[[], str],
 ) -> dict[int, str]:
-    """This process's share of the greedy answers to prompts, by their numbers. `questions`: (prompt, right answer)."""
+    """Return this rank's greedy answers by number. `questions`: (prompt, reference answer)."""
     order = sorted(range(len(questions)), key=lambda i: (len(questions[i][0]), i))
-    found: dict[int, str] = {}
+    answers: dict[int, str] = {}
     decoder = Decoder(loaded.model)
-    for number, first in enumerate(range(0, len(order), ROWS)):
+    for number, first in enumerate(range(0, len(order), CHATS_PER_BATCH)):
         if number % world.size != world.rank or stopped():
             continue
-        batch = order[first : first + ROWS]
+        batch = order[first : first + CHATS_PER_BATCH]
         texts = ["" for _ in batch]
-        tokens = max(len(questions[i][1]) for i in batch) + 8  # a longer answer is wrong anyway
-        for row, text in continuations(decoder, tokenizer, [questions[i][0] for i in batch], tokens=tokens):
+        tokens = max(len(questions[i][1]) for i in batch) + 8  # a longer answer cannot match the reference
+        for row, text in stream_continuations(decoder, tokenizer, [questions[i][0] for i in batch], tokens=tokens):
             texts[row] += text
-        found |= dict(zip(batch, texts, strict=True))
-    return found
+        answers |= dict(zip(batch, texts, strict=True))
+    return answers
 
 
-def told(tokenizer: ChatTokenizer, prompt: Sequence[int], answer: Sequence[int]) -> str:
-    """The text of an answer, as it would be told if the model wrote these ids."""
-    text = Text(tokenizer, prompt[-CONTEXT_TOKENS:])
+def answer_text(tokenizer: ChatTokenizer, prompt: Sequence[int], answer: Sequence[int]) -> str:
+    """Decode an answer as if the model had generated these ids."""
+    text = TextStream(tokenizer, prompt[-CONTEXT_TOKENS:])
     return "".join([*map(text.add, answer), text.close()])
 
 
-def shown(chats: Sequence[dict[str, Any]], found: dict[int, str], right: Sequence[str], count: int = 6) -> Iterator[str]:
-    """A few answers, taken evenly, with the right one where it says something else."""
+def format_samples(chats: Sequence[dict[str, Any]], texts: dict[int, str], references: Sequence[str], count: int = 6) -> Iterator[str]:
+    """Yield lines with `count` evenly spaced answers, and the reference where it differs."""
     for i in range(0, len(chats), max(1, -(-len(chats) // count))):
         yield ""
         yield f"  {chats[i]['messages'][-2]['content'] if len(chats[i]['messages']) > 1 else ''}"
-        same = found[i].strip() == right[i].strip() and found[i] != right[i]  # spaces differ, and must be seen
-        shown_right = repr(right[i]) if same else right[i].strip()
-        yield f"  > {repr(found[i]) if same else found[i].strip()}" + ("" if found[i] == right[i] else f"   (right: {shown_right})")
+        text, reference = texts[i], references[i]
+        show = repr if text.strip() == reference.strip() and text != reference else str.strip  # repr shows spaces that differ
+        yield f"  > {show(text)}" + ("" if text == reference else f"   (reference: {show(reference)})")

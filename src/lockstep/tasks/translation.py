@@ -1,4 +1,4 @@
-"""Translation: pairs of sentences from a prepared corpus, dealt by length, through an encoder and a decoder."""
+"""Translation: sentence pairs of a prepared corpus, bucketed by length, and an encoder-decoder model."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lockstep.config.schema import Run
-from lockstep.data.order import BucketOrder, choose_shapes
-from lockstep.data.pairs.loader import Loader, MicroBatch
-from lockstep.data.pairs.prepare import Prepared, open_prepared, prepare
-from lockstep.elastic.consensus import lead, refuse_mixed_start
+from lockstep.config.schema import RunConfig
+from lockstep.data.order import BucketOrder, choose_bucket_shapes
+from lockstep.data.pairs.loader import PairBatch, PairLoader
+from lockstep.data.pairs.prepare import PreparedPairs, open_prepared, prepare
+from lockstep.elastic.consensus import assert_equal_on_all_ranks, run_on_rank0
 from lockstep.elastic.world import World
-from lockstep.models.build import on_meta, shape
-from lockstep.models.translator import Translator, first_value
+from lockstep.models.build import translator_from_config, translator_on_meta
+from lockstep.models.translator import Translator, init_param
 from lockstep.record.step_timer import flops_per_token
 
 log = logging.getLogger("lockstep")
 
 
 @dataclass(frozen=True)
-class Translation:
+class TranslationTask:
     """The task of a run with `task = "translate"`."""
 
-    run: Run
-    corpus: Prepared
-    loader: Loader
+    run: RunConfig
+    corpus: PreparedPairs
+    loader: PairLoader
 
     @classmethod
-    def open(cls, run: Run, folder: Path, world: World) -> Translation:
-        """Collective. The task with its corpus, which rank 0 prepares the first time."""
-        lead(world, lambda: world.board.during("preparing")(prepare)(run.data, run.tokens, folder / "data"))
+    def open(cls, run: RunConfig, folder: Path, world: World) -> TranslationTask:
+        """Collective. Return the task. Rank 0 prepares its corpus the first time."""
+        run_on_rank0(world, lambda: world.board.during("preparing")(prepare)(run.data, run.tokenizer, folder / "data"))
         corpus = open_prepared(folder / "data")
-        refuse_mixed_start(world, corpus.fingerprints)
-        order = deal(run, corpus)
-        return cls(run, corpus, Loader(corpus.train, order, world.device, fixed_shapes=run.compute.compile))
+        assert_equal_on_all_ranks(world, corpus.fingerprints)
+        order = make_order(run, corpus)
+        return cls(run, corpus, PairLoader(corpus.train, order, world.device, fixed_shapes=run.compute.compile))
 
     @property
     def fingerprints(self) -> Mapping[str, str]:
@@ -52,34 +52,34 @@ class Translation:
     def flops_per_token(self) -> float:
         model = self.run.model
         with torch.device("meta"):
-            parameters = sum(p.numel() for p in shape(model, self.corpus.tokenizer.size, "plain").parameters())
-        return flops_per_token(parameters, model.encoder_layers + model.decoder_layers, model.width, self.length)
+            parameters = sum(p.numel() for p in translator_from_config(model, self.corpus.tokenizer.vocab_size, "plain").parameters())
+        return flops_per_token(parameters, model.encoder_layers + model.decoder_layers, model.dim, self.length)
 
-    def meta(self) -> Translator:
-        return on_meta(self.run.model, self.corpus.tokenizer.size, self.loader.device.type, self.length)
+    def meta_model(self) -> Translator:
+        return translator_on_meta(self.run.model, self.corpus.tokenizer.vocab_size, self.loader.device.type, self.length)
 
-    def first_value(self, name: str, shape: torch.Size) -> Tensor:
-        return first_value(name, shape, self.run.seed)
+    def init_param(self, name: str, shape: torch.Size) -> Tensor:
+        return init_param(name, shape, self.run.seed)
 
-    def saved(self, name: str) -> bool:
+    def is_saved(self, name: str) -> bool:
         return True
 
-    def micro_batch(self, step: int, k: int) -> MicroBatch:
+    def micro_batch(self, step: int, k: int) -> PairBatch:
         return self.loader.micro_batch(step, k)
 
-    def loss(self, model: Callable[..., Tensor], batch: MicroBatch) -> Tensor:
+    def loss(self, model: Callable[..., Tensor], batch: PairBatch) -> Tensor:
         return model(batch.source, batch.target, batch.labels, smoothing=self.run.optim.label_smoothing)
 
-    def tokens(self, step: int) -> int:
-        return self.loader.tokens(step)
+    def tokens_in_step(self, step: int) -> int:
+        return self.loader.tokens_in_step(step)
 
     def epoch(self, step: int) -> float:
         return self.loader.order.epoch(step)
 
 
-def deal(run: Run, corpus: Prepared) -> BucketOrder:
-    """The order of the run's micro-batches, and a line that says which shapes they have."""
-    longer = corpus.train.lengths.max(axis=1)
-    shapes, reason = choose_shapes(longer, tokens=run.batch.tokens, shapes=run.batch.shapes)
+def make_order(run: RunConfig, corpus: PreparedPairs) -> BucketOrder:
+    """Return the order of the run's micro-batches; log their shapes."""
+    lengths = corpus.train.lengths.max(axis=1)
+    shapes, reason = choose_bucket_shapes(lengths, tokens=run.batch.tokens, shapes=run.batch.buckets)
     log.info(reason)
-    return BucketOrder(longer, shapes, micro_batches=run.batch.micro_batches, seed=run.seed)
+    return BucketOrder(lengths, shapes, micro_batches=run.batch.micro_batches, seed=run.seed)

@@ -1,4 +1,4 @@
-"""Scoring a translator: the loss of held-out pairs, and BLEU and its like of its translations."""
+"""Evaluation of a translator: loss on held-out pairs; BLEU, chrF, error rates of its translations."""
 
 from __future__ import annotations
 
@@ -11,83 +11,85 @@ from typing import Any
 
 import torch
 
-from lockstep.config.schema import Run
+from lockstep.config.schema import RunConfig
 from lockstep.data.pairs.encoded import EncodedPairs
-from lockstep.data.pairs.prepare import Prepared
-from lockstep.elastic.consensus import gather
+from lockstep.data.pairs.prepare import PreparedPairs
+from lockstep.elastic.consensus import all_gather_json
 from lockstep.elastic.world import World
 from lockstep.generation.beam_search import batches_by_length, search_ids
-from lockstep.models.load_translator import Loaded, load_for_use
-from lockstep.tasks.evaluator import Question, Result, Split
+from lockstep.models.load_translator import LoadedTranslator, load_translator
+from lockstep.tasks.evaluator import EvalResult, EvalSpec, Split
 from lockstep.tasks.scores import score
-from lockstep.units import show_count
+from lockstep.units import format_count
 
-BATCH_TOKENS = 4096  # padded tokens that are scored or translated together
+BATCH_TOKENS = 4096  # tokens scored or translated per batch, including padding
 
 
 @dataclass(frozen=True)
-class TranslationExam:
-    """The exam of a run with `task = "translate"`."""
+class TranslationEvaluator:
+    """Evaluator of a run with `task = "translate"`."""
 
-    run: Run
+    run: RunConfig
     folder: Path
-    corpus: Prepared
+    corpus: PreparedPairs
 
     @property
-    def next(self) -> str:
+    def next_command(self) -> str:
         return f'lockstep translate {self.folder} "{self.run.data.source} text"'
 
     def held_out(self, split: Split) -> int:
         return len(self.corpus.text(split))
 
-    def load(self, step: int, asked: Question, device: torch.device) -> Loaded:
-        return load_for_use(self.folder, step, asked.average, device=device)
+    def load(self, step: int, spec: EvalSpec, device: torch.device) -> LoadedTranslator:
+        return load_translator(self.folder, step, spec.average, device=device)
 
-    def steps(self, loaded: Loaded) -> Sequence[int]:
+    def steps(self, loaded: LoadedTranslator) -> Sequence[int]:
         return loaded.steps
 
-    def measure(self, loaded: Loaded, asked: Question, world: World, stopped: Callable[[], str], *, most: int = 0) -> Result | None:
-        began = time.monotonic()
-        text = self.corpus.text(asked.split)
-        chosen = text[:most] if most else text
-        sources, right = [source for source, _ in chosen], [target for _, target in chosen]
-        encoded = getattr(self.corpus, asked.split)
+    def evaluate(
+        self, loaded: LoadedTranslator, spec: EvalSpec, world: World, stopped: Callable[[], str], *, limit: int = 0
+    ) -> EvalResult | None:
+        start_s = time.monotonic()
+        text = self.corpus.text(spec.split)
+        chosen = text[:limit] if limit else text
+        sources, references = [source for source, _ in chosen], [target for _, target in chosen]
+        encoded = getattr(self.corpus, spec.split)
         rows = loaded.tokenizer.encode(sources)
         loss_batches = batches_by_length(encoded.lengths.max(axis=1).tolist(), BATCH_TOKENS)
-        text_batches = batches_by_length([len(row) + 1 for row in rows], max(1, BATCH_TOKENS // asked.beams))
+        text_batches = batches_by_length([len(row) + 1 for row in rows], max(1, BATCH_TOKENS // spec.beams))
         losses: dict[int, float] = {}
-        translated: dict[int, list[int]] = {}
+        translations: dict[int, list[int]] = {}
         for number in range(world.rank, len(loss_batches), world.size):
             if not stopped():
                 losses[number] = loss_of(loaded, encoded, loss_batches[number])
         for number in range(world.rank, len(text_batches), world.size):
             if not stopped():
                 batch = text_batches[number]
-                ids = search_ids(loaded.model, [rows[i] for i in batch], beams=asked.beams, max_tokens=2 * loaded.run.data.max_tokens)
-                translated |= dict(zip(batch, ids, strict=True))
-        # JSON's keys are text, so pairs are sent; a float's text is its shortest exact form.
-        heard = gather(world, {"losses": list(losses.items()), "translated": list(translated.items()), "stopped": stopped()})
-        if any(one["stopped"] for one in heard):
+                ids = search_ids(loaded.model, [rows[i] for i in batch], beams=spec.beams, max_tokens=2 * loaded.run.data.max_tokens)
+                translations |= dict(zip(batch, ids, strict=True))
+        # Lists of pairs, because JSON keys are strings. JSON keeps floats exactly.
+        results = all_gather_json(world, {"losses": list(losses.items()), "translations": list(translations.items()), "stopped": stopped()})
+        if any(result["stopped"] for result in results):
             return None
-        by_row = {row: ids for one in heard for row, ids in one["translated"]}
-        found = loaded.tokenizer.decode([by_row[row] for row in range(len(rows))])
+        by_row = {row: ids for result in results for row, ids in result["translations"]}
+        texts = loaded.tokenizer.decode([by_row[row] for row in range(len(rows))])
         tokens = int(encoded.lengths[:, 1].sum())
-        loss = math.fsum(value for one in heard for _, value in one["losses"]) / max(1, tokens)
+        loss = math.fsum(value for result in results for _, value in result["losses"]) / max(1, tokens)
         record = {
             "step": loaded.step,
-            **vars(asked),
+            **vars(spec),
             "averaged": list(loaded.steps),
             "loss": loss,
             "perplexity": math.exp(loss) if loss < 700 else math.inf,
             "tokens": tokens,
             "pairs": len(sources),
-            **score(found, right, language=loaded.run.data.target, lowercase=asked.lowercase),
-            "seconds": round(time.monotonic() - began, 3),
+            **score(texts, references, language=loaded.run.data.target, lowercase=spec.lowercase),
+            "seconds": round(time.monotonic() - start_s, 3),
         }
-        return Result(record, samples(sources, found, right, self.run), complete=len(chosen) == len(text))
+        return EvalResult(record, samples(sources, texts, references, self.run), complete=len(chosen) == len(text))
 
     def summary(self, record: dict[str, Any]) -> str:
-        how = f"{record['split']}, {show_count(record['pairs'])} pairs, " + (
+        how = f"{record['split']}, {format_count(record['pairs'])} pairs, " + (
             "greedy" if record["beams"] == 1 else f"{record['beams']} beams"
         )
         mean = f", mean of {len(record['averaged'])} checkpoints" if len(record["averaged"]) > 1 else ""
@@ -96,8 +98,8 @@ class TranslationExam:
 
 
 @torch.inference_mode()
-def loss_of(loaded: Loaded, encoded: EncodedPairs, batch: Sequence[int]) -> float:
-    """Sum of -log p over the target tokens of some pairs, END included; what was trained smoothed is not smoothed here."""
+def loss_of(loaded: LoadedTranslator, encoded: EncodedPairs, batch: Sequence[int]) -> float:
+    """Return the sum of -log p over the target tokens of a batch, without label smoothing."""
     lengths = encoded.lengths[batch].max(axis=0)
     arrays = encoded.gather(torch.tensor(batch).numpy(), len(batch), int(lengths[0]), int(lengths[1]))
     device = loaded.model.embedding.weight.device
@@ -105,11 +107,11 @@ def loss_of(loaded: Loaded, encoded: EncodedPairs, batch: Sequence[int]) -> floa
     return float(loaded.model(source, target, labels))
 
 
-def samples(sources: Sequence[str], found: Sequence[str], right: Sequence[str], run: Run, count: int = 6) -> list[str]:
-    """A few translations, taken evenly from the split, with the reference where it says something else."""
+def samples(sources: Sequence[str], texts: Sequence[str], references: Sequence[str], run: RunConfig, count: int = 6) -> list[str]:
+    """Return lines with `count` evenly spaced translations, and the reference where it differs."""
     lines = []
-    for i in range(0, len(found), -(-len(found) // count)):
-        lines += ["", f"  {run.data.source}  {sources[i]}", f"  {run.data.target}  {found[i]}"]
-        if found[i] != right[i]:
-            lines.append(f"  {'':{len(run.data.target)}}  (reference: {right[i]})")
+    for i in range(0, len(texts), -(-len(texts) // count)):
+        lines += ["", f"  {run.data.source}  {sources[i]}", f"  {run.data.target}  {texts[i]}"]
+        if texts[i] != references[i]:
+            lines.append(f"  {'':{len(run.data.target)}}  (reference: {references[i]})")
     return lines

@@ -1,8 +1,8 @@
-"""A run's checkpoints, as all its processes see them together.
+"""The checkpoints of a run, as one object that all its processes share.
 
-The rooms below know nothing of each other: `state` names the tensors, `store` commits and verifies them, `background` writes beside the
-training. Replicas are bitwise equal, so the first one alone writes: rank 0, or each of its workers its part (`parts`). Which step is
-resumed is decided by rank 0 and told to everybody.
+`state_dict` names the tensors, `store` commits and verifies them, `async_save` writes during
+training. Replicas are bitwise equal, so only the first one writes: rank 0, or each of its workers
+its slices (`shards`). Rank 0 decides which step is resumed.
 """
 
 from __future__ import annotations
@@ -19,33 +19,32 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lockstep.checkpoint.async_save import BackgroundSaver, nothing
-from lockstep.checkpoint.fingerprints import make_run_id, read_run_id, refuse_another_run, warnings
-from lockstep.checkpoint.policy import choose, show_steps
-from lockstep.checkpoint.shards import Part, parameter_of, place_of
-from lockstep.checkpoint.state_dict import capture, everything, kind_of, named_tensors, not_finite, optimizer_names, restore, several
-from lockstep.checkpoint.stateful import TEXT, Stateful, capture_state, check_state, problems_of, restore_state, unnamed_schedulers
-from lockstep.checkpoint.store import Checkpoint, Store
-from lockstep.elastic.consensus import answers, every, lead, refuse_mixed_start
-from lockstep.elastic.run_folder import trouble
+from lockstep.checkpoint import state_dict, stateful
+from lockstep.checkpoint.async_save import AsyncSaver, do_nothing
+from lockstep.checkpoint.fingerprints import make_run_id, read_run_id, refuse_other_run, tolerated_changes
+from lockstep.checkpoint.policy import choose_resume_step, show_steps
+from lockstep.checkpoint.shards import ShardWriter, parameter_of, slice_of
+from lockstep.checkpoint.store import Checkpoint, CheckpointStore
+from lockstep.elastic.consensus import assert_equal_on_all_ranks, gather_results, run_on_all, run_on_rank0
+from lockstep.elastic.run_folder import folder_error
 from lockstep.elastic.world import World
-from lockstep.errors import CheckpointError, DivergedError, FolderAwayError, SaveFailedError, UsageError
-from lockstep.parallel.parallelize import Held, whole_or_held
+from lockstep.errors import CheckpointError, DivergedError, RunFolderUnavailableError, SaveFailedError, UsageError
+from lockstep.parallel.parallelize import LocalModel, unwrap_local_model
 from lockstep.parallel.replica import digest_of
-from lockstep.record.events import note
+from lockstep.record.events import append_event
 from lockstep.runtime import numerics, sources
-from lockstep.runtime.exit_report import plainly
+from lockstep.runtime.exit_report import error_summary
 from lockstep.runtime.tensor_bytes import bytes_of
-from lockstep.training.state_transfer import hand_over, roles
-from lockstep.units import shown
+from lockstep.training.state_transfer import transfer_roles, transfer_state
+from lockstep.units import join_names
 
 log = logging.getLogger("lockstep")
-PATIENCE_S = 5.0  # that a save which may be left out waits for the one before
+SAVE_TIMEOUT_S = 5.0  # how long a save that may be skipped waits for the previous one
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """A save that was asked for: see Keeper.save."""
+class SaveRequest:
+    """The arguments of Checkpointer.save."""
 
     step: int
     facts: dict[str, Any]
@@ -53,276 +52,285 @@ class Wanted:
     protect: Callable[[], Collection[int]]
 
 
-class Keeper:
-    """Saves and resumes `model` and `optimizer` (one, or a sequence of them) under `folder`; the same object on every process.
+class Checkpointer:
+    """Saves and resumes `model` and `optimizer` (one, or a sequence of them) under `folder`; the
+    same object on every process.
 
-    state        everything else that changes during training, by a name of yours: {"scheduler": scheduler, "ema": ema, "scaler": scaler}.
-                 Each has state_dict and load_state_dict. Saved, resumed and given to a joiner, as are the values of the optimizers'
-                 parameter groups (lr, ...). Of a `Held` model (the recipes) neither: their loop sets the groups' values by the step
-    every_steps  committed steps from one checkpoint to the next; 0: only when `save` is called
-    keep         newest checkpoints kept; 0: all
-    on_error     "continue": a failed save is a warning, and the next one is tried; "stop": it ends the run
-    saved        which parameters and buffers a checkpoint holds, by name; the others are on every process from the start
+    state        other objects that change during training, by name: {"scheduler": scheduler, "ema":
+                 ema, "scaler": scaler}. Each has state_dict and load_state_dict. They are saved,
+                 resumed and sent to a joiner, as are the values of the optimizers' parameter groups
+                 (lr, ...). Not for the local model of a recipe, whose loop sets these values from
+                 the step
+    every_steps  committed steps between two checkpoints; 0: only when `save` is called
+    keep         number of newest checkpoints to keep; 0: all
+    on_error     "continue": a failed save is a warning, and the next one is tried; "stop": it ends
+                 the run
+    saved        filter on the names of parameters and buffers; the others are equal on every
+                 process from the start
     """
 
     def __init__(
         self,
         folder: Path,
         world: World,
-        model: nn.Module | Held,
+        model: nn.Module | LocalModel,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
-        state: Mapping[str, Stateful] | None = None,
+        state: Mapping[str, stateful.Stateful] | None = None,
         every_steps: int = 0,
         keep: int = 3,
         on_error: Literal["continue", "stop"] = "continue",
-        saved: Callable[[str], bool] = everything,
+        saved: Callable[[str], bool] = state_dict.all_names,
     ) -> None:
         self.world, self.every_steps, self.on_error, self.saved = world, every_steps, on_error, saved
-        self.optimizers = several(optimizer)
-        self.state = None if isinstance(model, Held) else dict(state or {})
-        self.store = Store(folder, keep=keep)
-        module, self.held = whole_or_held(model)
-        self.model: nn.Module | Mapping[str, torch.Tensor] = self.held.named if self.held else module
-        self._refuse_what_cannot_be_saved(state or {})
-        self.saver: BackgroundSaver | None = None  # the leader's
-        self.facts: dict[str, Any] = {}
-        self.stamp: dict[str, Any] = {}  # what each checkpoint says of the run that saves it
+        self.optimizers = state_dict.as_tuple(optimizer)
+        self.state = None if isinstance(model, LocalModel) else dict(state or {})
+        self.store = CheckpointStore(folder, keep=keep)
+        module, self.local_model = unwrap_local_model(model)
+        self.model: nn.Module | Mapping[str, torch.Tensor] = self.local_model.local_params if self.local_model else module
+        self._refuse_unsupported(state or {})
+        self.saver: AsyncSaver | None = None  # on processes that write
+        self.facts: dict[str, Any] = {}  # of the checkpoint that was resumed
+        self.run_facts: dict[str, Any] = {}  # written to each checkpoint
         self._saved_step = 0
-        self._asked: Wanted | None = None  # the last save, whoever was to do it, while the state is still that one
+        self._request: SaveRequest | None = None  # the last save on any process, until the state changes
         self._failure: Exception | None = None
-        self._left_out = False  # the last save that was due, because the one before was still being written
-        self._begun = (-1, -1)  # the step of the last save that this worker began, and the generation in which it did
-        self._doubted = -1  # the generation that could not say whether all its replicas are alike
-        world.take(self)
-        self.alike: Callable[[int], bool] | None = None  # collective: whether the state after a step is the same on all replicas
+        self._skipped = False  # the last save that was due
+        self._started = (-1, -1)  # step and generation of the last save that this worker started
+        self._undecided_generation = -1  # the last generation in which the replicas were not found identical
+        world.register(self)
+        self._replicas_identical: Callable[[int], bool] | None = None
 
     @property
-    def unit(self) -> int:
-        """Workers of a replica, which save together."""
-        return self.held.layout.unit if self.held else 1
+    def replica_size(self) -> int:
+        """Workers per replica, which save together."""
+        return self.local_model.layout.workers_per_replica if self.local_model else 1
 
     @property
     def writes(self) -> bool:
-        """Whether this worker writes checkpoints, or a part of them."""
-        return self.world.rank < self.unit
+        """True when this worker writes checkpoints, or slices of them."""
+        return self.world.rank < self.replica_size
 
-    def _refuse_what_cannot_be_saved(self, state: Mapping[str, object]) -> None:
+    def compare_before_saving(self, replicas_identical: Callable[[int], bool]) -> None:
+        """Set the collective comparison of the replicas: a save waits while it returns False."""
+        self._replicas_identical = replicas_identical
+
+    def _refuse_unsupported(self, state: Mapping[str, object]) -> None:
         """Refuse at construction, by name, what a save would refuse."""
-        if wrong := [type(one).__name__ for one in self.optimizers if not isinstance(one, torch.optim.Optimizer)]:
-            raise UsageError(f"not an optimizer of torch: {', '.join(wrong)}", "Keeper(optimizer=...)", "pass one, or a sequence of them")
+        if wrong := [type(optimizer).__name__ for optimizer in self.optimizers if not isinstance(optimizer, torch.optim.Optimizer)]:
+            hint = "pass one, or a sequence of them"
+            raise UsageError(f"not an optimizer of torch: {', '.join(wrong)}", "Checkpointer(optimizer=...)", hint)
         if state and self.state is None:
-            hint = "give the module itself to Keeper and Team"
-            raise UsageError(f"the state of {', '.join(state)} is not supported with a Held model", "Keeper(state=...)", hint)
-        check_state(state)
-        self.capture()
+            hint = "give the module itself to Checkpointer and ReplicaGroup"
+            raise UsageError(f"the state of {', '.join(state)} is not supported with a LocalModel", "Checkpointer(state=...)", hint)
+        stateful.refuse_unsupported_state(state)
+        self.state_dict()
 
-    def refuse_what_is_left_out(self) -> None:
-        """Raise a UsageError for trained parameters and schedulers that no checkpoint would hold and no joiner would receive."""
-        known = optimizer_names(self.model, self.optimizers)
-        if left_out := [name for name, one in named_tensors(self.model).items() if one.requires_grad and name not in known]:
+    def refuse_unsaved_parameters(self) -> None:
+        """UsageError for trained parameters and schedulers that no checkpoint would hold."""
+        known = state_dict.optimizer_parameters(self.model, self.optimizers)
+        if unsaved := [name for name, tensor in state_dict.named_tensors(self.model).items() if tensor.requires_grad and name not in known]:
+            names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
             raise UsageError(
-                f"{len(left_out)} trained parameters are in no optimizer that the Keeper knows: {shown(left_out)}",
-                f"Keeper(..., {', '.join(type(one).__name__ for one in self.optimizers)}), {kind_of(self.model)}",
+                f"{len(unsaved)} trained parameters are in no optimizer that the Checkpointer knows: {join_names(unsaved)}",
+                f"Checkpointer(..., {names}), {state_dict.model_name(self.model)}",
                 "pass all optimizers as a list, or freeze these parameters with requires_grad_(False)",
             )
-        if self.state is not None and (unnamed := unnamed_schedulers(self.optimizers, self.state)):
-            scheduler, optimizer = unnamed[0], unnamed[0].optimizer
+        if self.state is not None and (unregistered := stateful.unregistered_schedulers(self.optimizers, self.state)):
+            scheduler, optimizer = unregistered[0], unregistered[0].optimizer
             raise UsageError(
-                f"{type(scheduler).__name__} sets the learning rate of {type(optimizer).__name__}, and the Keeper does not know it",
-                "after a resume, and in a worker that joins, the scheduler would begin again",
-                'name it: Keeper(..., state={"scheduler": scheduler})',
+                f"{type(scheduler).__name__} sets the learning rate of {type(optimizer).__name__}, and the Checkpointer does not know it",
+                "after a resume, and in a worker that joins, the scheduler would start from the beginning",
+                'name it: Checkpointer(..., state={"scheduler": scheduler})',
             )
 
-    def capture(self) -> dict[str, torch.Tensor]:
-        """The living state by name, as far as this worker has it."""
-        tensors = capture(self.model, self.optimizers, self.saved)
-        return tensors if self.state is None else tensors | capture_state(self.model, self.optimizers, self.state)
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return this worker's state by name. Tensors share memory with model and optimizers."""
+        tensors = state_dict.get_state_dict(self.model, self.optimizers, self.saved)
+        return tensors if self.state is None else tensors | stateful.pack_extra_state(self.model, self.optimizers, self.state)
 
-    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Fill model, optimizers and state with a captured state. CheckpointError, and nothing is changed, when it does not fit."""
-        problems = problems_of(self.model, self.optimizers, self.state, tensors) if self.state is not None else []
-        restore(self.model, self.optimizers, tensors, self.saved, problems)
+    def load_state_dict(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Fill model, optimizers and state. CheckpointError, without changes, for a misfit."""
+        problems = stateful.extra_state_problems(self.model, self.optimizers, self.state, tensors) if self.state is not None else []
+        state_dict.set_state_dict(self.model, self.optimizers, tensors, self.saved, problems)
         if self.state is not None:
-            restore_state(self.model, self.optimizers, self.state, tensors)
+            stateful.load_extra_state(self.model, self.optimizers, self.state, tensors)
 
     def optimizer_digest(self) -> int:
-        """Return 64 bits over all state except the model; any flipped bit changes them. Equal on the same rank of every replica."""
-        tensors = [(name, tensor) for name, tensor in sorted(self.capture().items()) if not name.startswith("model.")]
-        texts = b"".join(bytes_of(tensor) for name, tensor in tensors if name.endswith(TEXT))  # digest_of sums: too weak for text
-        numbers = [tensor for name, tensor in tensors if not name.endswith(TEXT)]
+        """Return 64 bits over all state except the model; equal on the same rank of replicas."""
+        tensors = [(name, tensor) for name, tensor in sorted(self.state_dict().items()) if not name.startswith("model.")]
+        texts = b"".join(bytes(bytes_of(tensor)) for name, tensor in tensors if name.endswith(stateful.JSON_SUFFIX))
+        numbers = [tensor for name, tensor in tensors if not name.endswith(stateful.JSON_SUFFIX)]
         return digest_of(numbers) ^ int.from_bytes(hashlib.sha256(texts).digest()[:8])
 
-    def _take_part(self, held: Held) -> dict[str, torch.Tensor]:
-        """What this worker writes of a checkpoint: of tensors that several have, the first of them writes."""
-        spot, world, tensors = held.layout.spot(self.world.rank), self.world, self.capture()
-        places = {name: place_of(name, held.pieces[parameter_of(name)].shape, held.pieces) for name in tensors}
-        pieces = {name: places[name] for name, tensor in tensors.items() if tuple(tensor.shape) == places[name].size}
+    def _sharded_state_dict(self, local_model: LocalModel) -> dict[str, torch.Tensor]:
+        """Return the tensors that this worker writes; each is written by one worker."""
+        coordinates, world, tensors = local_model.layout.coordinates(self.world.rank), self.world, self.state_dict()
+        slices = {name: slice_of(name, local_model.slices[parameter_of(name)].shape, local_model.slices) for name in tensors}
+        shaped_slices = {name: slices[name] for name, tensor in tensors.items() if tuple(tensor.shape) == slices[name].local_shape}
 
-        def is_mine(name: str) -> bool:
-            if held.is_borrowed(parameter_of(name)):
+        def writes(name: str) -> bool:
+            if local_model.is_tied_copy(parameter_of(name)):
                 return False
-            if name not in pieces:  # a number beside the tensors
-                return spot.shard == spot.tensor == 0
-            cut = not held.shared[parameter_of(name)].is_whole
-            return tensors[name].numel() > 0 and (spot.tensor == 0 or cut)
+            if name not in shaped_slices:  # a number beside the tensors
+                return coordinates.shard == coordinates.tensor == 0
+            tensor_parallel = not local_model.tensor_slices[parameter_of(name)].is_whole
+            return tensors[name].numel() > 0 and (coordinates.tensor == 0 or tensor_parallel)
 
-        self.store.part = Part(world.rank, self.unit, pieces, lambda: world.generation, world.broken)
-        return {name: tensor for name, tensor in tensors.items() if is_mine(name)}
+        self.store.shard_writer = ShardWriter(
+            world.rank, self.replica_size, shaped_slices, lambda: world.generation, world.generation_error
+        )
+        return {name: tensor for name, tensor in tensors.items() if writes(name)}
+
+    # -- resuming -----------------------------------------------------------------------------------------------------
 
     def resume(
         self,
         how: str = "auto",
-        facts: Mapping[str, str] | None = None,
-        about: Mapping[str, Any] | None = None,
+        fingerprints: Mapping[str, str] | None = None,
+        facts: Mapping[str, Any] | None = None,
         allowed: Collection[str] = (),
     ) -> int:
-        """Collective. Load the checkpoint that `how` names; the number of steps done, 0 for a new run.
+        """Collective. Load the checkpoint that `how` names; return the number of committed steps, 0
+        for a new run.
 
-        Where others of this run are at work already, their state is taken from them instead, bitwise, and this worker is one of them.
+        When other workers of this run are already training, this worker joins them and receives
+        their state, bitwise.
 
-        how      "auto", "never", "required", or a step: then newer checkpoints are set aside, as the metrics behind that step are
-        facts    must be equal on all workers; a worker whose facts differ is refused, with the reason
-        about    written to each checkpoint, see checkpoint/fingerprints.py; by default its fingerprints are `facts`
-        allowed  names of fingerprints that may differ from the checkpoint, since the user changed them on purpose
-        CheckpointError when it is required and missing, damaged, or of another run. With "auto" a damaged newest one is set aside for the
-        one before.
+        how           "auto", "never", "required", or a step: then newer checkpoints and the metrics
+                      after that step are set aside
+        fingerprints  must be equal on all workers; a worker that differs is refused, with the
+                      reason
+        facts         written to each checkpoint, see checkpoint/fingerprints.py; by default only
+                      the fingerprints
+        allowed       names of fingerprints that may differ from the checkpoint, since the user
+                      changed them on purpose
+        CheckpointError when it is required and missing, damaged, or of another run. With "auto" a
+        damaged newest checkpoint is set aside and the one before is used.
         """
-        equal, run = dict(facts or {}), self.store.folder.parent
-        here = {"numerics": numerics.fingerprint(self.world.device), "code": sources.fingerprint(), "flags": self.world.flags}
-        self.stamp = {"fingerprints": equal, **here, **(about or {})}
-        if self.world.joining and (step := self._join(equal)) is not None:
-            self.stamp["run_id"] = read_run_id(run)  # not before: the others may only now have made it
+        equal, run_folder = dict(fingerprints or {}), self.store.folder.parent
+        own = {"numerics": numerics.fingerprint(self.world.device), "code": sources.fingerprint(), "flags": self.world.flags}
+        self.run_facts = {"fingerprints": equal, **own, **(facts or {})}
+        if self.world.is_joining and (step := self._join(equal)) is not None:
+            self.run_facts["run_id"] = read_run_id(run_folder)  # only now: the other workers may just have created it
             return step
-        refuse_mixed_start(self.world, self.world.facts(equal))
-        self.world.know(equal)
-        found: Checkpoint | None = None
-
-        def chosen() -> int | None:
-            nonlocal found
-            if self.world.membership and (why := trouble(self.world.membership.seat)):
-                raise FolderAwayError(f"the run folder cannot be used: {why}", str(self.store.folder), "mount it again")
-            self.store.preflight()
-            step, reason = choose(how, self.store.steps())
-            there = step
-            if step is not None and not self.held:
-                found = self.store.load(step) if how.isdecimal() else self.store.load_newest()
-                there = found.step if found else None
-            if how == "never" or how.isdecimal():
-                self.store.go_back(step or 0)
-            log.info(reason if there == step else f"resuming from step {there}")
-            return there
-
-        loading = self.world.board.during("preparing")  # takes as long as the disk and the size of the state make it
-        step = lead(self.world, loading(chosen))
-        self.store.made = True
-        if step is not None and self.held and not how.isdecimal():
-            step = self._newest_whole()
-        if step is not None:
-            there, pieces = step, self.held.pieces if self.held else None
-            load = partial(self.store.load, there) if pieces is None else partial(self.store.pieces, there, pieces)
-            found = every(self.world, loading(lambda: found or load()))
-        known = str(found.facts.get("run_id") or "") if found else ""
-        self.stamp["run_id"] = lead(self.world, lambda: make_run_id(run, known))
-        if found:
-            self._compare(found, allowed)
-            self.restore(found.tensors)
-            self.facts = found.facts
-        self._saved_step = step or 0
+        assert_equal_on_all_ranks(self.world, self.world.fingerprint(equal))
+        self.world.set_fingerprint(equal)
+        checkpoint = self._load(how)
+        saved_id = str(checkpoint.facts.get("run_id") or "") if checkpoint else ""
+        self.run_facts["run_id"] = run_on_rank0(self.world, lambda: make_run_id(run_folder, saved_id))
+        if checkpoint:
+            self._refuse_other_run(checkpoint, allowed)
+            self.load_state_dict(checkpoint.tensors)
+            self.facts = checkpoint.facts
+        self._saved_step = checkpoint.step if checkpoint else 0
         if self.world.leader and self.world.membership:
-            note(run, "began", generation=self.world.generation, step=step or 0, workers=list(self.world.members))
-        return step or 0
+            append_event(run_folder, "began", generation=self.world.generation, step=self._saved_step, workers=list(self.world.members))
+        return self._saved_step
 
-    def _compare(self, found: Checkpoint, allowed: Collection[str]) -> None:
-        """Refuse a checkpoint of another run; log allowed differences."""
-        refuse_another_run(found.facts, self.stamp, found.step, self.store.folder, allowed)
-        differences = warnings(found.facts, self.stamp)
+    def _load(self, how: str) -> Checkpoint | None:
+        """Collective. Return this worker's part of a checkpoint; None for a new run."""
+        checkpoint: Checkpoint | None = None
+
+        def select() -> int | None:
+            """Return the step to resume from. On rank 0, which loads an unsharded checkpoint."""
+            nonlocal checkpoint
+            if self.world.membership and (why := folder_error(self.world.membership.worker_env)):
+                raise RunFolderUnavailableError(f"the run folder cannot be used: {why}", str(self.store.folder), "mount it again")
+            self.store.preflight()
+            chosen, reason = choose_resume_step(how, self.store.steps())
+            step = chosen
+            if chosen is not None and not self.local_model:
+                checkpoint = self.store.load(chosen) if how.isdecimal() else self.store.load_newest()
+                step = checkpoint.step if checkpoint else None
+            if how == "never" or how.isdecimal():
+                self.store.set_aside_after(chosen or 0)
+            log.info(reason if step == chosen else f"resuming from step {step}")
+            return step
+
+        loading = self.world.board.during("preparing")  # takes as long as the disk and the size of the state require
+        step = run_on_rank0(self.world, loading(select))
+        self.store.folder_exists = True
+        if step is not None and self.local_model and not how.isdecimal():
+            step = self._newest_whole()
+        if step is None:
+            return None
+        load = partial(self.store.load_slices, step, self.local_model.slices) if self.local_model else partial(self.store.load, step)
+        return run_on_all(self.world, loading(lambda: checkpoint or load()))
+
+    def _refuse_other_run(self, checkpoint: Checkpoint, allowed: Collection[str]) -> None:
+        """Refuse a checkpoint of another run; log differences that are tolerated."""
+        refuse_other_run(checkpoint.facts, self.run_facts, checkpoint.step, self.store.folder, allowed)
+        differences = tolerated_changes(checkpoint.facts, self.run_facts)
         for sentence in differences:
-            log.warning("this run goes on with other bits than it would have had where it began: %s", sentence)
+            log.warning("this run continues with other bits than where it started: %s", sentence)
         if differences and self.world.leader:
-            note(self.store.folder.parent, "resumed with differences", step=found.step, differences=differences)
+            append_event(self.store.folder.parent, "resumed with differences", step=checkpoint.step, differences=differences)
 
     def _trained(self) -> list[str]:
-        return [name for name, tensor in named_tensors(self.model).items() if tensor.requires_grad]
+        return [name for name, tensor in state_dict.named_tensors(self.model).items() if tensor.requires_grad]
 
-    def warn_of_other_trained(self) -> None:
-        """Warn in the first step after a resume when it does not train what the last step before the checkpoint trained.
+    def warn_if_trained_layers_changed(self) -> None:
+        """Warn in the first step after a resume when it trains other layers than the last step
+        before the checkpoint.
 
-        That is right only where the loop freezes or unfreezes in this very step. `if step == 300: unfreeze()` is not run again after it.
+        That is right only where the loop freezes or unfreezes in this very step: `if step == 300:
+        unfreeze()` does not run again.
         """
         before, now = self.facts.pop("trained", None), set(self._trained())
         if before is not None and (changed := sorted(now ^ set(before))):
             log.warning(
                 "the checkpoint was trained with other layers frozen: %s changed since; let requires_grad follow from the step, "
                 "layer.requires_grad_(step >= 300), so that it is the same after a resume",
-                shown(changed),
+                join_names(changed),
             )
 
     def _newest_whole(self) -> int | None:
-        """Collective. The step of the newest whole checkpoint, every byte verified, by each process its share of the files."""
+        """Collective. Return the newest whole step. Each process verifies a share of the files."""
         damaged: dict[int, list[str]] = {}
-        share, whole, verified = (self.world.rank, self.world.size), None, self.world.board.during("preparing")
-        for step in reversed(lead(self.world, self.store.steps)):
-            problems = [one for some in answers(self.world, verified(partial(self.store.verify, step, share))) for one in some]
+        share, whole, verifying = (self.world.rank, self.world.size), None, self.world.board.during("preparing")
+        for step in reversed(run_on_rank0(self.world, self.store.steps)):
+            problems_per_rank = gather_results(self.world, verifying(partial(self.store.verify, step, share)))
+            problems = [problem for rank_problems in problems_per_rank for problem in rank_problems]
             if not problems:
                 whole = step
                 break
             damaged[step] = sorted(set(problems))
-        lead(self.world, lambda: self.store.settle(damaged, whole))
+        run_on_rank0(self.world, lambda: self.store.quarantine_damaged(damaged, whole))
         return whole
 
-    def _join(self, facts: Mapping[str, str]) -> int | None:
-        """Collective. Become one of those that are at work; the step at which they are. None when none of them was left to join."""
+    def _join(self, fingerprints: Mapping[str, str]) -> int | None:
+        """Collective. Join the training workers and receive their state; return their step. None
+        when none of them is left."""
         world = self.world
         world.standing = {"at": "resume", "step": -1}
         if not world.generation:
-            world.enter(facts)
-        while world.joining:
+            world.join_running(fingerprints)
+        while world.is_joining:
             try:
-                tensors = hand_over(world, unit=self.unit)
+                tensors = transfer_state(world, replica_size=self.replica_size)
                 break
             except Exception as error:
-                if not world.lost(error):
+                if not world.is_peer_loss(error):
                     raise
-                why = plainly(error)
-                error.__traceback__ = None  # it holds the group
+                why = error_summary(error)
+                error.__traceback__ = None  # it references the group
             world.leave_group(why)
             world.form_next()
         else:
             return None
         assert tensors is not None
-        self.restore(tensors)
-        world.joining, self.store.made = False, True
-        step = roles(world.standings)[0]
+        self.load_state_dict(tensors)
+        world.is_joining, self.store.folder_exists = False, True
+        step = transfer_roles(world.standings)[0]
         log.info("joined at step %d as rank %d of %d", step, world.rank, world.size)
         self._saved_step = step
         return step
 
-    def take_over(self, step: int) -> None:
-        """After a change of members: the leader begins anew what the leader before it was to save, while the state is still that one.
-
-        Not before the change: who could not compare itself with the others may be the one that differs. Where several workers write
-        together they all begin anew, since the part of one of them may never come.
-        """
-        if self._doubted == self.world.generation or not (self.writes and self._asked and self._asked.step == step):
-            return
-        if step in self.store.steps():
-            return
-        if self._begun == (step, self.world.generation) or (self._begun[0] == step and not self.held):
-            return
-        if self.saver and self.held:
-            self.saver.wait()
-            while self.saver.failure():  # of the group that is no more
-                pass
-        self._refuse_to_save_what_is_not_finite(step)
-        self._begin(self._asked)
-
-    def moved_on(self) -> None:
-        """The state is no longer the one that was to be saved last."""
-        self._asked = None
+    # -- saving -------------------------------------------------------------------------------------------------------
 
     def due(self, step: int) -> bool:
-        """True when `step` committed steps call for a checkpoint."""
+        """True when a checkpoint is due after `step` committed steps."""
         return bool(self.every_steps) and step % self.every_steps == 0
 
     def save(
@@ -330,102 +338,135 @@ class Keeper:
         step: int,
         facts: dict[str, Any] | None = None,
         *,
-        first: Callable[[], None] = nothing,
+        first: Callable[[], None] = do_nothing,
         protect: Callable[[], Collection[int]] = tuple,
         waits: bool = True,
     ) -> None:
-        """Collective. Begin to save the state after `step` committed steps: copied now, written in the background. Nothing when it is saved
-        already, or when the replicas turn out not to be alike: then whoever leads without those that differ saves (`take_over`).
-        DivergedError when trained weights or optimizer state are not finite.
+        """Collective. Start to save the state after `step` committed steps: it is copied now and
+        written in the background.
 
-        first    what is done in the background before anything is written
-        protect  says there which steps retention must leave, such as the best
-        waits    for the save before, however long it takes; otherwise this one is left out when that takes longer than PATIENCE_S
-                 (replicas of several workers wait)
+        Returns at once when the step is saved already. When the replicas differ, the next
+        generation saves, without those that differ (`retry_save`). DivergedError when trained
+        weights or optimizer state are not finite.
+
+        facts    JSON values for facts.json
+        first    called in the background before anything is written
+        protect  called in the background: steps that retention must keep, such as the best
+        waits    wait for the previous save, however long it takes. False: skip this one after
+                 SAVE_TIMEOUT_S (replicas of several workers always wait)
         """
-        if taken := sorted({*self.stamp, "trained"} & (facts or {}).keys()):
-            raise UsageError(f"facts of the names {', '.join(taken)} are Lockstep's own", "Keeper.save(facts=...)", "use other names")
+        if reserved := sorted({*self.run_facts, "trained"} & (facts or {}).keys()):
+            raise UsageError(
+                f"facts of the names {', '.join(reserved)} are Lockstep's own", "Checkpointer.save(facts=...)", "use other names"
+            )
         if step == self._saved_step:
             return
         trained = {} if self.state is None else {"trained": self._trained()}
-        self._saved_step, self._asked = step, Wanted(step, {**self.stamp, **trained, **(facts or {})}, first, protect)
-        if self.alike and not self.alike(step):
-            self._doubted = self.world.generation
+        self._saved_step, self._request = step, SaveRequest(step, {**self.run_facts, **trained, **(facts or {})}, first, protect)
+        if self._replicas_identical and not self._replicas_identical(step):
+            self._undecided_generation = self.world.generation
             return
-        self._refuse_to_save_what_is_not_finite(step)
+        self._refuse_nonfinite_state(step)
         if not self.writes:
             return
-        within_s = None if waits or self.held else 0.0 if self._left_out else PATIENCE_S
-        before, self._left_out = self._left_out, bool(self.saver and not self.saver.wait(f"before step {step} is copied", within_s))
-        if not self._left_out:
-            self._begin(self._asked)
-        elif not before:
-            log.warning("the save of step %d is left out: the one before is still being written (said once for as long as it is)", step)
-
-    def _refuse_to_save_what_is_not_finite(self, step: int) -> None:
-        """DivergedError for an infinity or NaN in trained weights or optimizer state: retention would delete the last good checkpoints."""
-        trained = {f"model.{name}" for name, one in named_tensors(self.model).items() if one.requires_grad}
-        if wrong := not_finite({name: one for name, one in self.capture().items() if name in trained or name.startswith("optim.")}):
-            raise DivergedError(
-                f"not finite after step {step}: {shown(wrong)}",
-                f"{len(wrong)} tensors of the state that was to be saved; {show_steps(self.store.steps())}",
-                "nothing was saved or deleted: resume from an earlier step with a lower learning rate, or clip the gradients",
-            )
-
-    def _begin(self, wanted: Wanted) -> None:
-        self._begun = (wanted.step, self.world.generation)
-        self.saver = self.saver or BackgroundSaver(self.store, self._note_saved if self.world.leader else lambda step, seconds: None)
-        tensors = self._take_part(self.held) if self.held else self.capture()
-        self.saver.save(wanted.step, tensors, wanted.facts, wanted.protect, wanted.first)
-
-    def _note_saved(self, step: int, seconds: float) -> None:
-        note(self.store.folder.parent, "saved", step=step, seconds=round(seconds, 4), generation=self.world.generation)
+        within_s = None if waits or self.local_model else 0.0 if self._skipped else SAVE_TIMEOUT_S
+        skipped_before, self._skipped = self._skipped, bool(self.saver and not self.saver.wait(f"before step {step} is copied", within_s))
+        if not self._skipped:
+            self._start_save(self._request)
+        elif not skipped_before:
+            log.warning("the save of step %d is skipped: the previous one is still being written (logged once per delay)", step)
 
     def save_if_due(self, step: int) -> None:
-        """`save`, when `step` committed steps call for it; left out while the disk does not take the one before."""
+        """Call `save` when due; skip it while the previous one is still being written."""
         if self.due(step):
             self.save(step, waits=False)
 
-    def must_stop(self) -> bool:
-        """True on rank 0 when a save failed and on_error is "stop". With "continue" the failure is a warning, once."""
+    def retry_save(self, step: int) -> None:
+        """Start the last requested save again in a new generation, if the state is still that of
+        `step`.
+
+        Rank 0 of the new generation saves what the previous rank 0 may not have finished. When a
+        replica spans several workers all of them start again, since a lost writer's slices would
+        never arrive. Not before a new generation when the replicas were not found identical: this
+        worker may be the one that differs.
+        """
+        if self._undecided_generation == self.world.generation or not (self.writes and self._request and self._request.step == step):
+            return
+        if step in self.store.steps():
+            return
+        if self._started == (step, self.world.generation) or (self._started[0] == step and not self.local_model):
+            return
+        if self.saver and self.local_model:
+            self.saver.wait()
+            while self.saver.failure():  # failures of the previous generation
+                pass
+        self._refuse_nonfinite_state(step)
+        self._start_save(self._request)
+
+    def drop_save_request(self) -> None:
+        """Forget the last requested save: the state has changed since."""
+        self._request = None
+
+    def _refuse_nonfinite_state(self, step: int) -> None:
+        """DivergedError for a nonfinite state: retention would delete the last good checkpoints."""
+        trained = {f"model.{name}" for name in self._trained()}
+        saved = {name: tensor for name, tensor in self.state_dict().items() if name in trained or name.startswith("optim.")}
+        if wrong := state_dict.nonfinite_tensors(saved):
+            raise DivergedError(
+                f"not finite after step {step}: {join_names(wrong)}",
+                f"{len(wrong)} tensors of the state to save; {show_steps(self.store.steps())}",
+                "nothing was saved or deleted: resume from an earlier step with a lower learning rate, or clip the gradients",
+            )
+
+    def _start_save(self, request: SaveRequest) -> None:
+        self._started = (request.step, self.world.generation)
+        self.saver = self.saver or AsyncSaver(self.store, self._note_saved if self.world.leader else lambda step, seconds: None)
+        tensors = self._sharded_state_dict(self.local_model) if self.local_model else self.state_dict()
+        self.saver.save(request.step, tensors, request.facts, request.protect, request.first)
+
+    def _note_saved(self, step: int, seconds: float) -> None:
+        append_event(self.store.folder.parent, "saved", step=step, seconds=round(seconds, 4), generation=self.world.generation)
+
+    def save_failed(self) -> bool:
+        """True when a save failed and on_error is "stop"; with "continue" it is a warning, once."""
         error = self.saver.failure() if self.saver else None
         if error and self.on_error == "continue":
-            log.warning("%s\n  training goes on (save.on_error = continue)", error)
+            log.warning("%s\n  training continues (checkpoint.on_error = continue)", error)
         elif error:
-            self._failure = self._final(error)
+            self._failure = self._as_final(error)
         return self._failure is not None
 
-    def _final(self, error: Exception) -> Exception:
-        """A failed save as it ends the run, where it is to."""
+    def _as_final(self, error: Exception) -> Exception:
+        """Return the error of a failed save as it ends the run, if on_error is "stop"."""
         return SaveFailedError(*error.args) if self.on_error == "stop" and isinstance(error, CheckpointError) else error
 
     def close(self) -> None:
-        """Collective. Wait until the last checkpoint is committed. CheckpointError, on all processes, when it could not be written."""
+        """Collective. Finish the last save. CheckpointError, on all processes, when it failed."""
 
         def finish() -> None:
             try:
                 if self.saver:
                     self.saver.close()
             except CheckpointError as error:
-                raise self._final(error) from error.__cause__
+                raise self._as_final(error) from error.__cause__
             if self._failure:
                 raise self._failure
 
-        def together() -> None:
-            if self._asked:
-                self.take_over(self._asked.step)
-            lead(self.world, finish)
+        def finish_on_all() -> None:
+            if self._request:
+                self.retry_save(self._request.step)
+            run_on_rank0(self.world, finish)
             if self.saver and not self.world.leader:
                 self.saver.close()
 
-        self.world.redo(together)
+        self.world.retry_across_generations(finish_on_all)
 
-    def __enter__(self) -> Keeper:
+    def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.world.give_back(self)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.world.unregister(self)
         if kind is None:
             self.close()
         elif self.saver:
-            self.saver.__exit__(kind, error, trace)
+            self.saver.__exit__(kind, error, traceback)

@@ -1,7 +1,7 @@
-"""The update: AdamW, the learning rate of a step, the norm of a gradient.
+"""The update: AdamW and the learning rate schedule.
 
-Everything here is a pure function of the summed gradients and the step, so that replicas that hold equal bits go on holding them; and
-element by element, so that the bits do not depend on how tensors are cut into shards.
+Pure functions of the summed gradients and the step, so replicas with equal bits stay equal; and
+elementwise, so the bits do not depend on how tensors are sharded.
 """
 
 from __future__ import annotations
@@ -14,26 +14,28 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lockstep.config.schema import Memory, Optim
+from lockstep.config.schema import MemoryOptions, OptimOptions
 
 log = logging.getLogger("lockstep")
 
-PLAIN = Memory()
+DEFAULT_MEMORY = MemoryOptions()
 
 
-class Model(Protocol):
-    """What has parameters: a module, or what one worker holds of it (parallel/parallelize.py)."""
+class HasParameters(Protocol):
+    """A module, or the part of it that one worker holds (parallel/parallelize.py)."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Each once, in the order of the model."""
+        """Return each parameter once, in the order of the model."""
 
 
-def adamw(model: Model, values: Optim, memory: Memory = PLAIN) -> torch.optim.Optimizer:
-    """AdamW over the model's parameters, weight decay on matrices only (Loshchilov and Hutter, 2019).
+def adamw(model: HasParameters, values: OptimOptions, memory: MemoryOptions = DEFAULT_MEMORY) -> torch.optim.Optimizer:
+    """Return AdamW over the trained parameters, with weight decay on matrices only (Loshchilov and
+    Hutter, 2019).
 
-    torch's own, whose bits do not depend on how tensors are cut: on a GPU by foreach, which is fewer kernels; on a CPU one parameter
-    after another, whose numbers then stay in the cache (the same bits in half the time: bench/memory.py). The fused one is faster and
-    says so. `LeanAdamW` where memory is to be saved.
+    torch.optim.AdamW, whose bits do not depend on how tensors are sharded: on a GPU with foreach,
+    which launches fewer kernels; on a CPU one parameter after another, which stays in the cache
+    (the same bits in half the time: bench/memory.py). `fused` is faster, and logs that its bits may
+    differ. `LeanAdamW` for a lower-precision or offloaded state.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -47,19 +49,22 @@ def adamw(model: Model, values: Optim, memory: Memory = PLAIN) -> torch.optim.Op
         offload = memory.offload == "optimizer"
         return LeanAdamW(groups, lr=values.learning_rate, betas=betas, eps=values.epsilon, state_dtype=state, offload=offload)
     if values.fused:
-        log.info("fused AdamW: faster; on a CPU its bits depend on how tensors are cut, so shards may differ from whole tensors")
+        log.info("fused AdamW: faster; on a CPU its bits depend on how tensors are sharded")
     foreach = not values.fused and any(p.device.type != "cpu" for p in trained)
     return torch.optim.AdamW(groups, lr=values.learning_rate, betas=betas, eps=values.epsilon, fused=values.fused, foreach=foreach)
 
 
 class LeanAdamW(torch.optim.Optimizer):
-    """AdamW with less memory: one parameter after another, its numbers widened to float32 for the update alone.
+    """AdamW with less memory: parameters are updated one after another, widened to float32 for the
+    update only.
 
-    state_dtype  of both means; bfloat16 is rounded by `round_fairly`
-    offload      state and masters live in the CPU's memory, and the update is done there: gradients go down, weights come up
+    state_dtype  dtype of exp_avg and exp_avg_sq; bfloat16 is rounded by `stochastic_round`
+    offload      keep state and master weights in CPU memory and update there: gradients are copied
+                 to the CPU, weights back
 
-    A parameter that is not float32 itself gets a float32 master, which is what is trained; the parameter is its rounding.
-    State by parameter: step, exp_avg, exp_avg_sq, and master where there is one. On equal types the bits are those of torch's AdamW.
+    A parameter that is not float32 gets a float32 master weight, which is trained; the parameter is
+    its rounding. State per parameter: step, exp_avg, exp_avg_sq, and master. With float32
+    everywhere the bits are those of torch.optim.AdamW.
     """
 
     def __init__(
@@ -78,19 +83,19 @@ class LeanAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """One update from the gradients as they are. A closure is not called: there is nothing here that asks twice."""
+        """Update all parameters. A closure is not called: AdamW evaluates the loss once."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self.update(parameter, parameter.grad, group)
 
-    def update(self, parameter: nn.Parameter, slope: Tensor, group: dict[str, Any]) -> None:
-        """Loshchilov and Hutter 2019, algorithm 2, in the order of operations of torch.optim.AdamW."""
-        state = self.placed_state(parameter)
+    def update(self, parameter: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
+        """Apply algorithm 2 of Loshchilov and Hutter, 2019, as torch.optim.AdamW orders it."""
+        state = self.state_on_device(parameter)
         state["step"] += 1
         step, (beta1, beta2) = float(state["step"]), group["betas"]
         mean, square = state["exp_avg"], state["exp_avg_sq"]
-        gradient = slope.to(mean.device, torch.float32)
+        gradient = grad.to(mean.device, torch.float32)
         weight = state.get("master", parameter)
         wide_mean = mean.float().lerp_(gradient, 1 - beta1)
         wide_square = square.float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -98,13 +103,13 @@ class LeanAdamW(torch.optim.Optimizer):
         root = wide_square.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
         weight.addcdiv_(wide_mean, root, value=-group["lr"] / (1 - beta1**step))
         if self.state_dtype != torch.float32:  # else both were updated in place
-            mean.copy_(round_fairly(wide_mean, gradient, int(step)))
-            square.copy_(round_fairly(wide_square, gradient, int(step) + 1))
+            mean.copy_(stochastic_round(wide_mean, gradient, int(step)))
+            square.copy_(stochastic_round(wide_square, gradient, int(step) + 1))
         if "master" in state:
             parameter.copy_(weight)
 
-    def placed_state(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """The parameter's state where it belongs, all zeros at first. One from a checkpoint is moved there when it is used first."""
+    def state_on_device(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """Return the parameter's state on its device; zeros, or moved there on first use."""
         state: dict[str, Any] = self.state[parameter]
         device = torch.device("cpu") if self.offload else parameter.device
         if not state:
@@ -119,33 +124,38 @@ class LeanAdamW(torch.optim.Optimizer):
         return state
 
 
-def round_fairly(wide: Tensor, noise: Tensor, step: int) -> Tensor:
-    """float32 -> bfloat16, up or down by chance, so that the mean over many steps is right (Gupta et al. 2015, section 3.1).
+def stochastic_round(wide: Tensor, noise: Tensor, step: int) -> Tensor:
+    """Round float32 to bfloat16 stochastically, so that the mean over many steps is right (Gupta et
+    al. 2015, section 3.1).
 
-    To the nearest, a mean of squares would never fall: at beta2 = 0.999 a step takes away a thousandth, and neighbours in bfloat16
-    are 1/128 to 1/256 apart. The chance follows from the bits of the gradient and the step, so the same gradient gives the same
-    bits, wherever an element stands and however the tensor is cut.
+    noise  float32 gradient of the same shape, whose bits with the step seed the rounding: equal
+           gradients give equal bits, wherever an element is and however the tensor is sharded
+
+    Rounding to nearest would never let a mean of squares fall: at beta2 = 0.999 a step removes a
+    thousandth, and neighbors in bfloat16 are 1/128 to 1/256 apart.
     """
     chance = noise.view(torch.int32).to(torch.int64).bitwise_xor_(step * 0x9E3779B1 % 2**32).mul_(0x5851F42D4C957F2D)
     chance = (chance >> 40).bitwise_and_(0xFFFF).to(torch.int32)
     return ((wide.view(torch.int32) + chance) & -0x10000).view(torch.float32).to(torch.bfloat16)
 
 
-def learning_rate(update: int, values: Optim) -> float:
-    """The learning rate of update number `update`, from 1: a straight rise to its peak at `warmup_steps`, then the decay.
+def learning_rate(update: int, values: OptimOptions) -> float:
+    """Return the learning rate of update number `update`, from 1: linear warmup to the peak at
+    `warmup_steps`, then the decay.
 
-    linear, cosine  to 0 at update `decay_steps` + 1: the last of `decay_steps` updates still changes the weights
+    linear, cosine  to 0 at update `decay_steps` + 1: the last of `decay_steps` updates still
+                    changes the weights
     inverse_sqrt    peak * sqrt(warmup_steps / update) (Vaswani et al., 2017)
     """
     peak, warmup = values.learning_rate, values.warmup_steps
     if update < warmup:
         return peak * update / warmup
-    if values.decay == "constant":
+    if values.schedule == "constant":
         return peak
-    if values.decay == "inverse_sqrt":
+    if values.schedule == "inverse_sqrt":
         return peak * math.sqrt(max(warmup, 1) / max(update, 1))
     left = min(1.0, max(0.0, (values.decay_steps + 1 - update) / max(1, values.decay_steps + 1 - warmup)))
-    return peak * left if values.decay == "linear" else peak * 0.5 * (1 - math.cos(math.pi * left))
+    return peak * left if values.schedule == "linear" else peak * 0.5 * (1 - math.cos(math.pi * left))
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

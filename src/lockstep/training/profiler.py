@@ -1,17 +1,20 @@
-"""Where the time of a few steps goes, in a trace that ui.perfetto.dev and chrome://tracing open, and in one line.
+"""Profile a few steps: a trace for ui.perfetto.dev and chrome://tracing, and a log line of where
+the time went.
 
-    with profiling(Steps(10, 12), folder, world) as profiler:
+    with profiling(ProfiledSteps(10, 12), folder, world) as profiler:
         ...
         profiler.step(step)        after each committed step
 
-Each rank writes RUN/profile/rank-N.trace.json.gz and logs its line: rank 0's is on the terminal, the others' in their logs.
+Each rank writes RUN/profile/rank-N.trace.json.gz and logs its line: rank 0 to the terminal, the
+others to their log files.
 
-    compute                 something of the model's was being computed
-    exposed communication   nothing was, and something was on its way between processes
-    idle                    neither: the loop's own Python, waiting for data, for the disk
+    compute                 a computation of the model was running
+    exposed communication   no computation was running, and a transfer between processes was in
+                            flight
+    idle                    neither: Python code of the loop, waiting for data or the disk
 
-On a GPU its kernels are looked at, on a CPU the operations of all threads. To look costs time itself, a few microseconds an operation, so
-the shares are truer than the seconds.
+On a GPU its kernels are measured, on a CPU the operations of all threads. Profiling costs a few
+microseconds per operation, so the shares are more accurate than the seconds.
 """
 
 from __future__ import annotations
@@ -33,24 +36,24 @@ from torch.profiler import ProfilerActivity, profile
 from lockstep.elastic.world import World
 from lockstep.errors import UsageError
 from lockstep.record.step_timer import peak_resident_bytes
-from lockstep.units import show_bytes
+from lockstep.units import format_bytes
 
 log = logging.getLogger("lockstep")
 
-Span = tuple[float, float]  # from, to
-WIRE = re.compile(r"^(gloo:|nccl:|c10d::|ncclDevKernel|ncclKernel)")
+Interval = tuple[float, float]  # start and end, s
+COMMUNICATION = re.compile(r"^(gloo:|nccl:|c10d::|ncclDevKernel|ncclKernel)")
 
 
 @dataclass(frozen=True)
-class Steps:
-    """The steps to look at, the first and the last, as they are numbered on the screen."""
+class ProfiledSteps:
+    """The first and the last step to profile, numbered as on the screen."""
 
     first: int
     last: int
 
     @classmethod
-    def parse(cls, text: str) -> Steps:
-        """`steps=10..12`, or `steps=10`. UsageError for anything else."""
+    def parse(cls, text: str) -> ProfiledSteps:
+        """Parse `steps=10..12` or `steps=10`. UsageError for anything else."""
         match = re.fullmatch(r"steps=(\d{1,18})(?:\.\.(\d{1,18}))?", text)
         steps = cls(int(match[1]), int(match[2] or match[1])) if match else cls(0, 0)
         if not 1 <= steps.first <= steps.last:
@@ -59,8 +62,8 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Shares:
-    """Where the seconds of a window went; they add up to it."""
+class TimeShares:
+    """The seconds of a window by kind; they add up to its length."""
 
     compute_s: float
     exposed_s: float
@@ -72,64 +75,68 @@ class Shares:
         return ", ".join(f"{name} {seconds:.3f} s ({seconds / whole:.0%})" for name, seconds in named.items())
 
 
-def merged(spans: Iterable[Span]) -> list[Span]:
-    """The same time without overlaps, in order."""
-    found: list[Span] = []
-    for begin, end in sorted(spans):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
+def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the union of the intervals, sorted and without overlaps."""
+    union: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if union and begin <= union[-1][1]:
+            union[-1] = (union[-1][0], max(end, union[-1][1]))
         elif end > begin:
-            found.append((begin, end))
-    return found
+            union.append((begin, end))
+    return union
 
 
-def covered(spans: Iterable[Span]) -> float:
-    return sum(end - begin for begin, end in merged(spans))
+def total_length(intervals: Iterable[Interval]) -> float:
+    return sum(end - begin for begin, end in merge_intervals(intervals))
 
 
-def shares(window: Span, compute: Iterable[Span], wire: Iterable[Span]) -> Shares:
-    """Of a window, all in seconds: communication counts where nothing is computed at the same time."""
+def shares(window: Interval, compute: Iterable[Interval], communication: Iterable[Interval]) -> TimeShares:
+    """Return the shares of a window, s. Communication during compute does not count."""
 
-    def inside(spans: Iterable[Span]) -> list[Span]:
-        return [(max(begin, window[0]), min(end, window[1])) for begin, end in spans]
+    def clip(intervals: Iterable[Interval]) -> list[Interval]:
+        return [(max(begin, window[0]), min(end, window[1])) for begin, end in intervals]
 
-    computed, sent = inside(compute), inside(wire)
-    busy = covered(computed)
-    either = covered([*computed, *sent])
-    return Shares(busy, either - busy, window[1] - window[0] - either)
-
-
-def shares_of(events: Iterable[FunctionEvent], device_type: str) -> Shares:
-    """Of what the profiler saw, from its first event to its last."""
-    wanted = DeviceType.CUDA if device_type == "cuda" else DeviceType.CPU
-    seen = [(e.name, (e.time_range.start * 1e-6, e.time_range.end * 1e-6)) for e in events if e.device_type == wanted]
-    if not seen:
-        return Shares(0.0, 0.0, 0.0)
-    window = min(span[0] for _, span in seen), max(span[1] for _, span in seen)
-    wire = [span for name, span in seen if WIRE.match(name)]
-    own = [span for name, span in seen if not WIRE.match(name) and (wanted is DeviceType.CUDA or name.startswith(("aten::", "lockstep::")))]
-    return shares(window, own, wire)
+    computing, communicating = clip(compute), clip(communication)
+    compute_s = total_length(computing)
+    either_s = total_length([*computing, *communicating])
+    return TimeShares(compute_s, either_s - compute_s, window[1] - window[0] - either_s)
 
 
-def graphs_made() -> str:
-    """A sentence on what torch.compile made so far: its graphs, and each reason for which one had to end early. "" for nothing."""
-    made, reasons = counters["stats"]["unique_graphs"], counters["graph_break"]
+def shares_of(events: Iterable[FunctionEvent], device_type: str) -> TimeShares:
+    """Return the shares of the recorded events, from the first to the last."""
+    event_device = DeviceType.CUDA if device_type == "cuda" else DeviceType.CPU
+    timed = [(e.name, (e.time_range.start * 1e-6, e.time_range.end * 1e-6)) for e in events if e.device_type == event_device]
+    if not timed:
+        return TimeShares(0.0, 0.0, 0.0)
+    window = min(interval[0] for _, interval in timed), max(interval[1] for _, interval in timed)
+    communication = [interval for name, interval in timed if COMMUNICATION.match(name)]
+    compute = [
+        interval
+        for name, interval in timed
+        if not COMMUNICATION.match(name) and (event_device is DeviceType.CUDA or name.startswith(("aten::", "lockstep::")))
+    ]
+    return shares(window, compute, communication)
+
+
+def compile_summary() -> str:
+    """Describe what torch.compile did: graphs, graph breaks and reasons; "" for nothing."""
+    graphs, reasons = counters["stats"]["unique_graphs"], counters["graph_break"]
     listed = "; ".join(f"{count} x {reason}" for reason, count in reasons.items())
-    return f"torch.compile: {made} graphs, {sum(reasons.values())} graph breaks{': ' + listed if listed else ''}" if made else ""
+    return f"torch.compile: {graphs} graphs, {sum(reasons.values())} graph breaks{': ' + listed if listed else ''}" if graphs else ""
 
 
 class Profiler:
-    """Looks at the steps of `spec` as they come by; at nothing when there is none."""
+    """Profiles the steps of `spec`; None profiles nothing."""
 
-    def __init__(self, spec: Steps | None, folder: Path, world: World) -> None:
+    def __init__(self, spec: ProfiledSteps | None, folder: Path, world: World) -> None:
         self.spec, self.folder, self.world = spec, folder, world
         self.running: profile | None = None
-        self.began = self.latest = 0  # steps: committed when it began to look, and by now
+        self.first_step = self.latest = 0  # committed steps: when profiling began, and now
         if spec and spec.first == 1:
             self._start(0)
 
     def step(self, step: int) -> None:
-        """`step` is committed."""
+        """Start or stop profiling after `step` committed steps."""
         if self.spec is None:
             return
         self.latest = step
@@ -140,31 +147,31 @@ class Profiler:
 
     def _start(self, step: int) -> None:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.world.device.type == "cuda" else [])]
-        everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # the courier's too
-        self.running, self.began = profile(activities=activities, experimental_config=everywhere), step
+        all_threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # the reducing thread too
+        self.running, self.first_step = profile(activities=activities, experimental_config=all_threads), step
         self.running.start()
 
     def stop(self) -> None:
-        """Write the trace of what was seen, and log its line."""
-        seen, self.running = self.running, None
-        if seen is None:
+        """Write the trace and log its line; nothing when no profile is running."""
+        finished, self.running = self.running, None
+        if finished is None:
             return
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)
-        seen.stop()
+        finished.stop()
         path = self.folder / "profile" / f"rank-{self.world.rank}.trace.json.gz"
         path.parent.mkdir(parents=True, exist_ok=True)
-        seen.export_chrome_trace(str(path))
-        found = shares_of(seen.events() or [], self.world.device.type).show()
+        finished.export_chrome_trace(str(path))
+        time_shares = shares_of(finished.events() or [], self.world.device.type).show()
         peak = torch.cuda.max_memory_allocated(self.world.device) if self.world.device.type == "cuda" else peak_resident_bytes()
-        log.info("steps %d..%d: %s; peak memory %s; %s", self.began + 1, self.latest, found, show_bytes(peak), path)
-        if made := graphs_made():
-            log.info("%s", made)
+        log.info("steps %d..%d: %s; peak memory %s; %s", self.first_step + 1, self.latest, time_shares, format_bytes(peak), path)
+        if summary := compile_summary():
+            log.info("%s", summary)
 
 
 @contextmanager
-def profiling(spec: Steps | None, folder: Path, world: World) -> Iterator[Profiler]:
-    """What to tell each step to. A run that ends in between leaves the trace of the steps that it did."""
+def profiling(spec: ProfiledSteps | None, folder: Path, world: World) -> Iterator[Profiler]:
+    """Profile `spec`. A run that ends before its last step writes the trace of the steps so far."""
     profiler = Profiler(spec, folder, world)
     try:
         yield profiler
@@ -172,19 +179,20 @@ def profiling(spec: Steps | None, folder: Path, world: World) -> Iterator[Profil
         profiler.stop()
 
 
-def product_flops(device: torch.device, precision: str, seconds: float = 0.5) -> float:
-    """Operations a second of the best of several matrix products on this device: its ceiling, where no data sheet tells it.
+def measure_matmul_flops(device: torch.device, precision: str, seconds: float = 0.5) -> float:
+    """Measure the FLOP/s of matrix products on this device: a substitute for an unknown peak.
 
-    precision  "bf16" or "fp32". Measured by the threads that torch has here, while whatever else runs on the machine runs
+    precision  "bf16" or "fp32"
+    seconds    how long to measure. The best product counts; threads as set in torch
     """
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    size, best = (8192 if device.type == "cuda" else 1024), float("inf")
+    size, best_s = (8192 if device.type == "cuda" else 1024), float("inf")
     a, b = torch.randn(size, size, device=device).to(dtype), torch.randn(size, size, device=device).to(dtype)
-    began = time.perf_counter()
-    while time.perf_counter() - began < seconds:
-        before = time.perf_counter()
+    start_s = time.perf_counter()
+    while time.perf_counter() - start_s < seconds:
+        product_start_s = time.perf_counter()
         a @ b
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - before)
-    return 2.0 * size**3 / best
+        best_s = min(best_s, time.perf_counter() - product_start_s)
+    return 2.0 * size**3 / best_s

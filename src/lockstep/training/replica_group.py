@@ -1,13 +1,14 @@
-"""All replicas of a run, as one loop sees them: a step is done by all of them, or it is done again.
+"""The replicas of a run as one object: every replica commits a step, or all of them retry it.
 
-    for k in team.micro_batches(step):
-        team.backward(loss_of(team(inputs)))     of micro-batch k
-    optimizer.step()                             what stands here happens once for each step, on every replica that lives
+    for k in replicas.micro_batches(step):
+        replicas.backward(loss_of(replicas(inputs)))     of micro-batch k
+    optimizer.step()                                     runs once per step, on every live replica
 
-The `for` ends when the gradient of the step is whole and all have agreed on it. When a replica is lost before that, the others leave the
-broken group, form the next generation and go through the same `for` again, each with its new share of the micro-batches. The agreement may
-reach some and not others, when somebody dies in its midst: then those who missed it hear of it in the next generation, and since their
-gradient was whole (they had voted so), they go on as if nothing had been. So no replica ever needs another one's weights, but a new one.
+The `for` ends when the gradient of the step is complete and all ranks have voted for it. When a
+replica is lost before that, the others leave the group, form the next generation and repeat the
+`for`, each with its new share of the micro-batches. If a rank dies during the vote, some ranks may
+miss the result. They learn it when the next generation forms, and commit then: their gradient is
+complete, since they had voted. So a replica needs another one's weights only when it joins.
 """
 
 from __future__ import annotations
@@ -22,35 +23,35 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lockstep.checkpoint.state_dict import bare, capture, kind_of, not_finite
-from lockstep.data.order import mix
-from lockstep.elastic.consensus import Verdict, Vote, agree, differing, gather
-from lockstep.elastic.fault_injection import FaultyBoard, flip_bit
+from lockstep.checkpoint.state_dict import get_state_dict, model_name, nonfinite_tensors, unwrap_model
+from lockstep.data.order import splitmix64
+from lockstep.elastic.consensus import StepDecision, Vote, all_gather_json, find_divergent_ranks, vote_on_step
+from lockstep.elastic.fault_injection import FaultInjectingBoard, flip_bit
 from lockstep.elastic.world import World
 from lockstep.errors import DivergedError, FencedError, PeersLostError, UsageError
-from lockstep.parallel.frozen_state import Buffer, Untrained
-from lockstep.parallel.parallelize import Held, whole_or_held
+from lockstep.parallel.frozen_state import BufferSnapshot, FrozenState
+from lockstep.parallel.parallelize import LocalModel, unwrap_local_model
 from lockstep.parallel.replica import DIGEST_FACTOR, Replica, digest_of
 from lockstep.parallel.sharded_replica import ShardedReplica
-from lockstep.record.events import note
+from lockstep.record.events import append_event
 from lockstep.record.tracker import BackgroundTracker, Tracker
-from lockstep.runtime.exit_report import plainly
+from lockstep.runtime.exit_report import error_summary
 from lockstep.runtime.numerics import seed_generators
-from lockstep.runtime.signals import Signals, Stopped
-from lockstep.training.checkpointer import Keeper
-from lockstep.training.state_transfer import StatesDiffer, hand_over, roles
-from lockstep.units import show_seconds, shown
+from lockstep.runtime.signals import Stopped, StopSignals
+from lockstep.training.checkpointer import Checkpointer
+from lockstep.training.state_transfer import StateMismatchError, transfer_roles, transfer_state
+from lockstep.units import format_duration, join_names
 
 log = logging.getLogger("lockstep")
 
-# What is compared: trained weights and a slice of the rest at a vote, all weights at a member's first vote, all state before a save.
+# What is compared: trained weights and a slice of the rest at a vote; all weights at a member's first vote; all state before a save.
 WEIGHTS, ALL_WEIGHTS, STATE = "weights", "weights and buffers", "weights or optimizer state"
-IN_A_ROW = 3  # divergences after which the loop itself is at fault
-LINGER_S = 1.0  # who leaves may hold the store over which the others form their group
+MAX_DIVERGENCES = 3  # in a row; then the loop itself is nondeterministic
+LINGER_S = 1.0  # a leaving worker may hold the store over which the others form their group
 
 
-class Drained(SystemExit):
-    """This worker has left the run as it was asked to, and the others go on without it."""
+class HostDrained(SystemExit):
+    """This worker has left the run because its host is drained; the run continues without it."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -58,149 +59,170 @@ class Drained(SystemExit):
 
 @dataclass
 class Divergence:
-    """Count divergences in a row: replicas that differ after the first update since all had the same state.
+    """Counter of divergences in a row: replicas that differ after the first update since all
+    received the same state.
 
-    A bit may flip then once. Three times in a row, with no generation of a new worker in between that was alike after its first update, is
-    the loop's own doing. All members of a generation have the same count: it is told when the generation forms.
+    One such divergence may be a flipped bit. MAX_DIVERGENCES in a row, with no generation in
+    between that has a new worker and is equal after its first update, are the fault of the loop.
+    All members of a generation have the same count, which is exchanged when it forms.
     """
 
     count: int = 0
     generation: int = -1
     first_step: int = 0  # of the generation
-    proven: bool = False  # all were alike after an update of this generation
+    proven: bool = False  # all replicas were equal after an update of this generation
     joined: bool = False  # the generation has a new worker
 
-    def enter(self, world: World, step: int) -> None:
-        """Start a new count when the generation is new; `step` is its first step."""
+    def start_generation(self, world: World, step: int) -> None:
+        """Take the count of all members when the generation is new; `step` is its first step."""
         if self.generation != world.generation:
-            self.count = max((int(one.get("diverged", 0)) for one in world.standings), default=0)
+            self.count = max((int(standing.get("diverged", 0)) for standing in world.standings), default=0)
             self.generation, self.first_step, self.proven = world.generation, step, False
-            self.joined = bool(roles(world.standings)[2]) if world.standings else False
+            self.joined = bool(transfer_roles(world.standings)[2]) if world.standings else False
 
-    def passed(self, step: int) -> None:
+    def record_equal(self, step: int) -> None:
         """Record that all replicas are equal after `step` steps."""
         if step > self.first_step and not self.proven:
             self.proven = True
             self.count = 0 if self.joined else self.count
 
-    def failed(self, step: int) -> None:
+    def record_difference(self, step: int) -> None:
         """Record that replicas differ after `step` steps."""
         self.count += step > self.first_step and not self.proven
 
 
-class Team:
-    """`model` trained by all replicas together. Under an agent it heals; elsewhere a lost replica is an error.
+class ReplicaGroup:
+    """`model` trained by all replicas together. Under an agent it recovers from lost workers;
+    elsewhere a lost replica is an error.
 
-    model          a module, of which each worker has a whole replica; or what this worker holds of one (parallel/parallelize.py)
-    keeper         has the state that a joiner is given; None: nobody can join
+    model          a module, of which each worker has a whole replica; or the part of it that this
+                   worker holds (parallel/parallelize.py)
+    checkpointer   provides the state for a worker that joins; None: no worker can join
     micro_batches, seed, reduce, bucket_bytes   see Replica
-    together       see ShardedReplica
-    signals        wishes to stop, agreed on at each step, for the loop to heed. None: the team itself saves and ends the loop when it is
-                   to stop
-    tracker        has the lines of steps that a lost leader did not write; they are written before a joiner is given the state
-    verify_every   steps from one comparison of all replicas' weights to the next; 0: never. At 1 no gradient of a replica whose
-                   weights differ is ever used; above that all go back to a checkpoint when one differs. What is saved is compared
-                   before in any case, the optimizer's state with it
-    rehearse       in the first step of a start, run micro-batch 0 twice on every worker. UsageError where its loss is not the same each
-                   time: then the data or the random numbers do not follow from the step and the number of the micro-batch
-    on_nonfinite   a loss or gradient that is not finite: "raise" DivergedError before the update; "ignore" where infinite gradients are
-                   expected and skipped, as by a GradScaler
-    local_buffers  buffers that the forward pass changes (BatchNorm's statistics) are accepted: they are each worker's own, rank 0's are
-                   saved, and the bits depend on the number of workers
+    reduce_once_per_step  see ShardedReplica
+    signals        stop signals, agreed on at each step, for the loop to act on. None: the group
+                   itself saves and ends the loop
+    tracker        holds the metrics that a lost rank 0 did not write; they are written before a
+                   joiner receives the state
+    verify_every   steps between two comparisons of all replicas' weights; 0: never. At 1 a gradient
+                   of a replica whose weights differ is never used; above that all replicas return
+                   to a checkpoint when one differs. The state is always compared before it is
+                   saved, including the optimizer's
+    rehearse       in the first step of a start, run micro-batch 0 twice on every worker. UsageError
+                   when the losses differ: then data or random numbers do not follow from the step
+                   and the number of the micro-batch
+    on_nonfinite   for a loss or gradient that is not finite: "raise" a DivergedError before the
+                   update; "ignore" where infinite gradients are expected and skipped, as with a
+                   GradScaler
+    local_buffers  accept buffers that the forward pass changes (BatchNorm's statistics): each
+                   worker has its own, those of rank 0 are saved, and the bits depend on the number
+                   of workers
     """
 
     def __init__(
         self,
         world: World,
-        model: nn.Module | Held,
-        keeper: Keeper | None = None,
+        model: nn.Module | LocalModel,
+        checkpointer: Checkpointer | None = None,
         *,
         micro_batches: int,
         seed: int = 0,
         reduce: Literal["ordered", "fast"] = "ordered",
         bucket_bytes: int = 25_000_000,
-        signals: Signals | None = None,
+        signals: StopSignals | None = None,
         tracker: Tracker | BackgroundTracker | None = None,
         verify_every: int = 1,
-        together: bool = False,
+        reduce_once_per_step: bool = False,
         rehearse: bool = True,
         on_nonfinite: Literal["raise", "ignore"] = "raise",
         local_buffers: bool = False,
     ) -> None:
-        if keeper:
-            refuse_another_keeper(keeper, world, model)
-        world.take(self)
-        self.world, self.keeper, self.tracker, self.verify_every, self.board = world, keeper, tracker, verify_every, world.board
+        if checkpointer:
+            refuse_other_checkpointer(checkpointer, world, model)
+        world.register(self)
+        self.world, self.checkpointer, self.tracker, self.board = world, checkpointer, tracker, world.board
+        self.verify_every, self.on_nonfinite, self.local_buffers = verify_every, on_nonfinite, local_buffers
         self.replica: Replica | ShardedReplica
-        self.module, self.held = whole_or_held(model)
-        if self.held:
-            self.replica = ShardedReplica(self.held, micro_batches=micro_batches, seed=seed, together=together)
-            self.replica.wires.laying = world.more_groups
+        self.module, self.local_model = unwrap_local_model(model)
+        if self.local_model:
+            self.replica = ShardedReplica(
+                self.local_model, micro_batches=micro_batches, seed=seed, reduce_once_per_step=reduce_once_per_step
+            )
+            self.replica.groups.form_context = world.track_subgroups
         else:
             self.replica = Replica(
-                self.module, micro_batches=micro_batches, seed=seed, reduce=reduce, bucket_bytes=bucket_bytes, equal=world.fresh
+                self.module,
+                micro_batches=micro_batches,
+                seed=seed,
+                reduce=reduce,
+                bucket_bytes=bucket_bytes,
+                init_sync=world.first_generation,
             )
         # A joiner does not rehearse: the others would not take part, and the loop may have its own collectives.
-        self.rehearses = rehearse and world.fresh
-        self.local_buffers = local_buffers
-        self._trained, self.untrained = self.replica.parameters, self._what_is_untrained()
-        self.compare_all = True  # a member has come whose frozen weights nobody has compared yet
-        self.on_nonfinite = on_nonfinite
-        self.squares: torch.Tensor | None = None
-        self.replica.board = world.board
-        if world.membership:
-            self.replica.waits.broken = world.broken
+        self.rehearses = rehearse and world.first_generation
+        self._trained, self.frozen_state = self.replica.parameters, self._make_frozen_state()
+        self.compare_all = True  # the frozen weights of a new member have not been compared yet
+        self.grad_norm_squared: torch.Tensor | None = None
         self.stops = signals is None and world.membership is not None
-        self.signals = Signals().__enter__() if self.stops else signals  # until the process ends
-        self.verdict = Verdict(0.0)
+        self.signals = StopSignals().__enter__() if self.stops else signals  # until the process exits
+        self.decision = StepDecision(0.0)
         self.leaving = False
-        self.alike_at = -1  # the newest step after which all were found alike
+        self.identical_at = -1  # the last step after which all replicas were found equal
         self.divergence = Divergence()
-        self.unfinished: int | None = None  # the step whose loop has not come to its end
-        if keeper and verify_every:
-            keeper.alike = self.alike
-        if world.membership:
-            world.membership.wants = self.wants
-        self.suspects = world.membership.arbiter.suspects() if world.membership else []
-        if isinstance(world.board, FaultyBoard):
-            world.board.flip = partial(flip_bit, [p for p in (*self.replica.parameters, *self.untrained.frozen) if p.numel()])
+        self.unfinished: int | None = None  # the step whose micro-batch loop has not ended
+        if checkpointer and verify_every:
+            checkpointer.compare_before_saving(self.replicas_identical)
+        self.divergence_records = world.membership.generation_log.divergence_records() if world.membership else []
+        self._attach_to_world()
+
+    def _attach_to_world(self) -> None:
+        """Connect the replica's collectives, the stop signal and injected faults to the world."""
+        self.replica.board = self.world.board
+        if self.world.membership:
+            self.replica.waits.generation_error = self.world.generation_error
+            self.world.membership.local_stop_signal = self.stop_signal
+        if isinstance(self.world.board, FaultInjectingBoard):
+            parameters = [p for p in (*self.replica.parameters, *self.frozen_state.frozen) if p.numel()]
+            self.world.board.flip = partial(flip_bit, parameters)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """The model's forward pass."""
+        """Run the model's forward pass."""
         return self.replica(*inputs, **named)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """The backward pass of a micro-batch; its loss is kept for the vote."""
+        """Run the backward pass of a micro-batch; its loss becomes part of the vote."""
         self.replica.backward(loss)
 
     def exposed_s(self) -> float:
-        """Seconds that this step waited for the wire after its last gradient was computed."""
+        """Return the seconds of this step spent waiting for communication after the backward."""
         return self.replica.exposed_s()
 
-    def __enter__(self) -> Team:
+    def __enter__(self) -> ReplicaGroup:
         return self
 
     def __exit__(self, kind: object = None, *_: object) -> None:
-        self.world.give_back(self)
+        self.world.unregister(self)
         self.replica.__exit__()
         if kind is None:
             self._refuse_unfinished()
 
     @property
     def loss(self) -> float:
-        """The sum of the losses of the step's micro-batches, over all replicas; its bits do not depend on their number."""
-        return self.verdict.loss
+        """The sum of the step's losses over all replicas, the same bits for any number of them."""
+        return self.decision.loss
 
     def micro_batches(self, step: int) -> Iterator[int]:
-        """Collective. The numbers of this replica's micro-batches of `step`, until the step's gradient is whole and agreed.
+        """Collective. Yield the numbers of this replica's micro-batches of `step`, until its
+        gradient is complete and agreed on.
 
-        A loop that is left before (break, or zip with something shorter) has no gradients, and the next step or save is a UsageError.
+        A loop that ends early (break, or zip with something shorter) has no gradients, and the next
+        step or save is a UsageError.
         """
         self._refuse_unfinished()
         self.world.standing = self._standing(step)
-        if self.stops and self.verdict.stop:
+        if self.stops and self.decision.stop:
             self._stop(step)
-        if self.verdict.regroup and self.world.membership:
+        if self.decision.regroup and self.world.membership:
             self._regroup(step, "members change", voted=False)
         self.world.ledger.switch("training", time.monotonic())
         self.unfinished = step
@@ -222,313 +244,347 @@ class Team:
 
     def _until_committed(self, step: int) -> Iterator[int]:
         while True:
-            voted, began_s = False, time.monotonic()
-            self.divergence.enter(self.world, step)
+            voted, start_s = False, time.monotonic()
+            self.divergence.start_generation(self.world, step)
             compared = ALL_WEIGHTS if self.compare_all else WEIGHTS
-            buffers: dict[str, Buffer] = {}
+            buffers: dict[str, BufferSnapshot] = {}
             try:
                 if self.rehearses and isinstance(self.replica, Replica):
-                    self.rehearses = False  # not when the step is done again: some have rehearsed by then, others have not
+                    self.rehearses = False  # not when the step is retried: only some ranks may have rehearsed by then
                     yield from self._rehearse(self.replica, step)
                 for k in self.replica.micro_batches(step):
-                    self._follow_what_is_trained()
-                    buffers = buffers or self.untrained.buffers()
+                    self._update_trained_parameters()
+                    buffers = buffers or self.frozen_state.buffers()
                     self.board.enter("forward", step + 1)
                     yield k
                 self._refuse_another_loss(step)
-                self.untrained.refuse_changes(buffers, step)
-                self.squares = self.replica.squares()
+                self.frozen_state.refuse_changes(buffers, step)
+                self.grad_norm_squared = self.replica.grad_norm_squared()
                 vote = self._vote(step, compared)
                 self.board.enter("voting")
-                self.board.collective()
+                self.board.enter_collective()
                 voted = True
-                verdict = agree(self.world, vote, told=self.replica.told(self.world.size), unit=self.replica.unit)
-                if not verdict.differ:
+                losses_per_rank = self.replica.losses_per_rank(self.world.size)
+                decision = vote_on_step(self.world, vote, losses_per_rank=losses_per_rank, replica_size=self.replica.workers_per_replica)
+                if not decision.divergent_ranks:
                     if vote.digest:
-                        self._found_alike(step)
+                        self._record_identical(step)
                     self._name_culprits(step)
-                    return self._commit(step, verdict)
+                    return self._commit(step, decision)
                 voted = False
-                self._refuse_divergence(step)
-                self._throw_out(step, verdict.differ, verdict.digests, compared)
+                self._refuse_repeated_divergence(step)
+                self._evict_divergent(step, decision.divergent_ranks, decision.digests, compared)
                 why = "replicas differ"
             except Exception as error:
-                if not self.world.lost(error):
+                if not self.world.is_peer_loss(error):
                     raise
-                why = plainly(error)
-                error.__traceback__ = None  # it holds the broken group
+                why = error_summary(error)
+                error.__traceback__ = None  # it references the group
             if not voted:
-                self.world.ledger.lost(time.monotonic() - began_s, time.monotonic())
+                self.world.ledger.move_to_lost(time.monotonic() - start_s, time.monotonic())
             if self._regroup(step, why, voted=voted):
                 return
 
-    def _follow_what_is_trained(self) -> None:
-        """Update the frozen weights after layers were frozen or unfrozen. UsageError when a trained parameter is in no optimizer."""
-        if self.keeper and "trained" in self.keeper.facts:
-            self.keeper.warn_of_other_trained()
+    def _update_trained_parameters(self) -> None:
+        """Follow frozen and unfrozen layers. UsageError for a parameter in no optimizer."""
+        if self.checkpointer and "trained" in self.checkpointer.facts:
+            self.checkpointer.warn_if_trained_layers_changed()
         if self.replica.parameters is self._trained:
             return
-        if self.keeper:
-            self.keeper.refuse_what_is_left_out()
-        self._trained, self.untrained = self.replica.parameters, self._what_is_untrained()
+        if self.checkpointer:
+            self.checkpointer.refuse_unsaved_parameters()
+        self._trained, self.frozen_state = self.replica.parameters, self._make_frozen_state()
 
-    def _what_is_untrained(self) -> Untrained:
-        """The frozen weights that this worker holds, and the buffers."""
-        frozen = [p for p in (self.held or self.module).parameters() if not p.requires_grad]
-        return Untrained(self.module, frozen, local_buffers=self.local_buffers)
+    def _make_frozen_state(self) -> FrozenState:
+        """Return the frozen weights that this worker holds, and the buffers."""
+        frozen = [p for p in (self.local_model or self.module).parameters() if not p.requires_grad]
+        return FrozenState(self.module, frozen, local_buffers=self.local_buffers)
 
     def _rehearse(self, replica: Replica, step: int) -> Iterator[int]:
-        """Collective. Micro-batch 0 on every replica. UsageError when it has not the same loss on all of them."""
+        """Collective. Yield micro-batch 0. UsageError when its loss differs between ranks."""
         for k in replica.rehearsal(step):
             self.board.enter("forward", step + 1)
             yield k
         self.board.enter("voting")
-        self.board.collective()
-        losses = gather(self.world, str(replica.rehearsed))
+        self.board.enter_collective()
+        losses = all_gather_json(self.world, str(replica.rehearsed))
         if len(set(losses)) > 1:
             listed = ", ".join(f"{loss} on rank {rank}" for rank, loss in enumerate(losses))
-            raise not_keyed(f"the loss of micro-batch 0 of step {step} is not the same on all workers: {listed}")
+            raise nondeterministic_loss_error(f"the loss of micro-batch 0 of step {step} is not the same on all workers: {listed}")
 
     def _refuse_another_loss(self, step: int) -> None:
-        """UsageError where this worker has done micro-batch 0 and its loss is not the one of the rehearsal."""
+        """UsageError when micro-batch 0 has another loss here than in the rehearsal."""
         replica = self.replica
         if isinstance(replica, Replica) and replica.rehearsed is not None:
             before, replica.rehearsed = replica.rehearsed, None
-            if replica.mine.start == 0 and str(now := replica.losses()[0]) != str(before):
-                raise not_keyed(f"the loss of micro-batch 0 of step {step} is {before} the first time and {now} the second time")
+            if replica.own_leaves.start == 0 and str(now := replica.losses()[0]) != str(before):
+                what = f"the loss of micro-batch 0 of step {step} is {before} the first time and {now} the second time"
+                raise nondeterministic_loss_error(what)
 
     def _stop(self, step: int) -> None:
-        """End a loop that asks nobody whether it is to end: all have agreed."""
-        if self.keeper:
-            self.keeper.save(step)
-            self.keeper.close()
-        raise Stopped(self.verdict.stop)
+        """Save, and end a loop without stop handling of its own, once all ranks agreed to stop."""
+        if self.checkpointer:
+            self.checkpointer.save(step)
+            self.checkpointer.close()
+        raise Stopped(self.decision.stop)
 
-    def _commit(self, step: int, verdict: Verdict) -> None:
-        """All have agreed on `step`: from here on this replica stands behind it."""
+    def _commit(self, step: int, decision: StepDecision) -> None:
+        """Commit `step`, which all ranks have agreed on."""
         if self.on_nonfinite == "raise":
-            self._refuse_to_diverge(step, verdict)
-        self.compare_all = self.compare_all and not self._looks(step)
+            self._raise_if_diverged(step, decision)
+        self.compare_all = self.compare_all and not self._compares(step)
         self.board.enter("updating")
-        self.verdict = verdict
-        if self.keeper:
-            self.keeper.moved_on()
+        self.decision = decision
+        if self.checkpointer:
+            self.checkpointer.drop_save_request()
         self.world.standing = self._standing(step + 1)
         # Later draws are then equal on all replicas, whatever micro-batch each computed last.
-        seed_generators(mix(self.replica.seed, step, self.replica.leaves) >> 1, self.world.device)
+        seed_generators(splitmix64(self.replica.seed, step, self.replica.leaves) >> 1, self.world.device)
 
     def _standing(self, step: int) -> dict[str, Any]:
+        """Return this worker's progress, which is exchanged when a generation forms."""
         return {
             "at": "step",
             "step": step,
-            "verdict": asdict(self.verdict),
+            "decision": asdict(self.decision),
             "diverged": self.divergence.count,
             "compare_all": self.compare_all,
         }
 
-    def _refuse_to_diverge(self, step: int, verdict: Verdict) -> None:
-        """DivergedError, on all replicas alike, when the agreed loss or the gradient is not finite."""
+    def _raise_if_diverged(self, step: int, decision: StepDecision) -> None:
+        """DivergedError, on all replicas, when the agreed loss or the gradient is not finite."""
         if isinstance(self.replica, Replica):
-            wrong = not_finite({name: p.grad for name, p in self.module.named_parameters() if p.grad is not None})
+            wrong = nonfinite_tensors({name: p.grad for name, p in self.module.named_parameters() if p.grad is not None})
         else:
-            wrong = [] if self.squares is None or bool(self.squares.isfinite()) else ["its norm"]
-        if wrong or not verdict.finite:
+            wrong = [] if self.grad_norm_squared is None or bool(self.grad_norm_squared.isfinite()) else ["its norm"]
+        if wrong or not decision.finite:
             raise DivergedError(
-                f"loss {verdict.loss} in step {step + 1}" + (f", gradient not finite: {shown(wrong)}" if wrong else ""),
+                f"loss {decision.loss} in step {step + 1}" + (f", gradient not finite: {join_names(wrong)}" if wrong else ""),
                 "agreed by all replicas before the update, which was not made; the checkpoints before are whole",
-                "lower the learning rate or clip the gradients; where a GradScaler skips such steps: Team(..., on_nonfinite='ignore')",
+                "lower the learning rate or clip the gradients; with a GradScaler: ReplicaGroup(..., on_nonfinite='ignore')",
             )
 
-    def wants(self) -> str:
-        """The signal with which this worker wants the run to stop; "" for none, also when only its host is to be taken away."""
-        return "" if self._drains() or not self.signals else self.signals.received
+    def stop_signal(self) -> str:
+        """Return the signal that asks to stop the run; "" for none, or to drain the host only."""
+        return "" if self._is_drained() or not self.signals else self.signals.received
 
-    def _drains(self) -> bool:
+    def _is_drained(self) -> bool:
         membership = self.world.membership
-        return bool(membership and membership.seat.drain and self.signals and self.signals.received == "SIGUSR1")
+        return bool(membership and membership.worker_env.drain and self.signals and self.signals.received == "SIGUSR1")
 
-    def _looks(self, step: int) -> bool:
-        """Whether the replicas are compared at the vote on `step`."""
-        return bool(self.verify_every) and step % self.verify_every == 0 and self.world.size > self.replica.unit
+    def _compares(self, step: int) -> bool:
+        """True when the replicas are compared at the vote on `step`."""
+        return bool(self.verify_every) and step % self.verify_every == 0 and self.world.size > self.replica.workers_per_replica
 
     def _vote(self, step: int, compared: str) -> Vote:
         membership = self.world.membership
-        self.leaving = self.leaving or self._drains()
-        wants = self.wants() or (membership.stop_wanted if membership else "")
-        save_failed = bool(self.keeper and self.keeper.must_stop())
-        joiners = bool(membership and membership.waiting)
-        digest = self._digest(compared, step) if self._looks(step) else 0
-        return Vote(self.replica.losses(), wants=wants, save_failed=save_failed, joiners=joiners, leaves=self.leaving, digest=digest)
+        self.leaving = self.leaving or self._is_drained()
+        stop = self.stop_signal() or (membership.stop_signal if membership else "")
+        save_failed = bool(self.checkpointer and self.checkpointer.save_failed())
+        joiners = bool(membership and membership.joiner_count)
+        digest = self._digest(compared, step) if self._compares(step) else 0
+        return Vote(
+            self.replica.losses(), stop_signal=stop, save_failed=save_failed, joiners_waiting=joiners, leaving=self.leaving, digest=digest
+        )
 
-    def alike(self, step: int) -> bool:
-        """Collective. Whether all replicas hold the same weights and optimizer state after `step` steps; False, too, when somebody is lost.
+    # -- comparing the replicas ---------------------------------------------------------------------------------------
 
-        Those that do not are thrown out.
+    def replicas_identical(self, step: int) -> bool:
+        """Collective. True when all replicas hold the same weights and optimizer state after `step`
+        steps.
+
+        False when a peer is lost, too. Replicas that differ are evicted.
         """
         self._refuse_unfinished()
-        world, unit = self.world, self.replica.unit
+        world, unit = self.world, self.replica.workers_per_replica
         if world.size <= unit:
             return True
         try:
-            digests = gather(world, self._digest(STATE))
-            differ = differing(digests, unit)
-            if differ:
-                self._refuse_divergence(step)
+            digests = all_gather_json(world, self._digest(STATE))
+            divergent = find_divergent_ranks(digests, unit)
+            if divergent:
+                self._refuse_repeated_divergence(step)
         except Exception as error:
-            if not world.lost(error):
+            if not world.is_peer_loss(error):
                 raise
-            error.__traceback__ = None  # it holds the broken group
+            error.__traceback__ = None  # it references the group
             return False
-        if not differ:
-            self._found_alike(step)
+        if not divergent:
+            self._record_identical(step)
             return True
-        self._throw_out(step, differ, digests, STATE)
+        self._evict_divergent(step, divergent, digests, STATE)
         return False
 
-    def _found_alike(self, step: int) -> None:
-        self.alike_at = step
-        self.divergence.passed(step)
+    def _record_identical(self, step: int) -> None:
+        self.identical_at = step
+        self.divergence.record_equal(step)
 
-    def _refuse_divergence(self, step: int) -> None:
-        """Collective. UsageError when the replicas differ again after all had the same state: that is no flipped bit."""
-        again = [path for path, found in self.suspects if found["step"] == step]
-        self.divergence.failed(step)
+    def _refuse_repeated_divergence(self, step: int) -> None:
+        """Collective. UsageError when replicas differ again: that is not a flipped bit."""
+        again = [path for path, record in self.divergence_records if record["step"] == step]
+        self.divergence.record_difference(step)
         self.world.standing = self.world.standing | {"diverged": self.divergence.count}
-        if not again and self.divergence.count < IN_A_ROW:
+        if not again and self.divergence.count < MAX_DIVERGENCES:
             return
         names = self._differing_tensors()
         for path in again:
             path.unlink(missing_ok=True)
         raise UsageError(
-            f"the replicas differ again before step {step + 1}, after all of them had taken the same state: {shown(names)}",
+            f"the replicas differ again before step {step + 1}, after all of them had taken the same state: {join_names(names)}",
             "the digest of each tensor on each worker",
             "the update must be the same on every worker: no data, state or rank that differs, random numbers only from the global "
-            "generators of torch, NumPy or random, and as many on each worker. Where one host alone differs, test its memory",
+            "generators of torch, NumPy or random, and as many on each worker. If one host alone differs, test its memory",
         )
 
     def _differing_tensors(self) -> list[str]:
         """Collective. Return the names of the tensors that differ between replicas."""
-        unit = self.replica.unit
-        state = self.keeper.capture() if self.keeper else capture(self.held.named if self.held else self.module)
-        digests = gather(self.world, {name: str(digest_of([tensor])) for name, tensor in state.items()})
-        return [name for name in state if len({one.get(name) for one in digests[self.world.rank % unit :: unit]}) > 1]
+        unit = self.replica.workers_per_replica
+        state = (
+            self.checkpointer.state_dict()
+            if self.checkpointer
+            else get_state_dict(self.local_model.local_params if self.local_model else self.module)
+        )
+        digests = all_gather_json(self.world, {name: str(digest_of([tensor])) for name, tensor in state.items()})
+        return [name for name in state if len({rank_digests.get(name) for rank_digests in digests[self.world.rank % unit :: unit]}) > 1]
 
     def _digest(self, what: str, step: int = 0) -> int:
-        """64 bits over WEIGHTS (of `step`), ALL_WEIGHTS or STATE of this replica."""
+        """Return 64 bits over WEIGHTS (of `step`), ALL_WEIGHTS or STATE of this replica."""
         slice_number = step // max(1, self.verify_every) if what == WEIGHTS else None
-        weights = (self.replica.digest() + DIGEST_FACTOR * self.untrained.digest(slice_number)) % 2**64
-        return weights ^ (self.keeper.optimizer_digest() if self.keeper and what == STATE else 0)
+        weights = (self.replica.digest() + DIGEST_FACTOR * self.frozen_state.digest(slice_number)) % 2**64
+        return weights ^ (self.checkpointer.optimizer_digest() if self.checkpointer and what == STATE else 0)
 
-    def _throw_out(self, step: int, differ: Sequence[int], digests: Sequence[int | None], what_differs: str) -> None:
-        """Go on without the replicas whose weights are not those of the majority; FencedError on these themselves.
+    def _evict_divergent(self, step: int, divergent: Sequence[int], digests: Sequence[int | None], what: str) -> None:
+        """Continue without the replicas whose state differs from the majority; FencedError on these
+        replicas.
 
-        Where there is no majority nobody can be trusted, and where not every step was compared a gradient of theirs may have been used:
-        then all start anew, from a checkpoint of a step after which all were alike. When they come to this step again, it shows who was
-        wrong.
+        FencedError on all when there is no majority, or when steps between two comparisons may have
+        used their gradients: then all workers restart from a checkpoint of a step after which all
+        were equal. The repeated steps show which replica was wrong.
         """
         world = self.world
-        listed = ", ".join(f"rank {rank} ({world.members[rank]})" if world.members else f"rank {rank}" for rank in differ)
-        what = f"the {what_differs} of {listed} differ before step {step + 1}"
-        held = [rank for rank, digest in enumerate(digests) if digest is not None]
-        undecided = world.membership is None or list(differ) == held
-        if undecided or self.verify_every > 1:
-            how = "none is in the majority" if undecided else "their gradients may have been used"
-            told = {world.members[rank]: str(digests[rank]) for rank in held if world.members}
-            world.condemn(f"{what}, and {how}", {"step": step, "what": what_differs, "digests": told})
-            if self.keeper:
-                self.keeper.store.go_back(self.alike_at if self.alike_at >= 0 else max(0, step - self.verify_every))
-            raise FencedError(f"{what}, and {how}", "a bit has flipped in one of them, or their updates differ", "the same command goes on")
-        log.error("%s from those of the others: a bit has flipped there", what)
-        if world.rank in differ:
-            raise FencedError(what, "a bit has flipped here", "this worker is started anew and takes the state of the others")
-        for rank in differ:
-            world.evict(rank, f"its {what_differs} differ before step {step + 1}")
+        listed = ", ".join(f"rank {rank} ({world.members[rank]})" if world.members else f"rank {rank}" for rank in divergent)
+        message = f"the {what} of {listed} differ before step {step + 1}"
+        holders = [rank for rank, digest in enumerate(digests) if digest is not None]
+        no_majority = world.membership is None or list(divergent) == holders
+        if no_majority or self.verify_every > 1:
+            message += ", and none is in the majority" if no_majority else ", and their gradients may have been used"
+            digest_of_member = {world.members[rank]: str(digests[rank]) for rank in holders if world.members}
+            world.mark_untrusted(message, {"step": step, "what": what, "digests": digest_of_member})
+            if self.checkpointer:
+                self.checkpointer.store.set_aside_after(self.identical_at if self.identical_at >= 0 else max(0, step - self.verify_every))
+            raise FencedError(message, "a bit has flipped in one of them, or their updates differ", "the same command resumes the run")
+        log.error("%s from those of the others: a bit has flipped there", message)
+        if world.rank in divergent:
+            raise FencedError(message, "a bit has flipped here", "this worker is restarted and receives the state of the others")
+        for rank in divergent:
+            world.evict(rank, f"its {what} differ before step {step + 1}")
 
     def _name_culprits(self, step: int) -> None:
-        """Now that a step is done again at which replicas differed, say which of them was wrong."""
-        unit, place = self.replica.unit, self.world.rank
-        if not self.suspects or place >= unit:
+        """Report which replica was wrong, once the step at which replicas differed is repeated."""
+        unit, position = self.replica.workers_per_replica, self.world.rank
+        if not self.divergence_records or position >= unit:
             return
-        for path, found in self.suspects:
-            if step == found["step"]:
-                right = str(self._digest(found["what"], step))
-                wrong = [id for id, digest in list(found["digests"].items())[place::unit] if digest != right]
+        for path, record in self.divergence_records:
+            if step == record["step"]:
+                right = str(self._digest(record["what"], step))
+                wrong = [id for id, digest in list(record["digests"].items())[position::unit] if digest != right]
                 if wrong:
-                    log.error("before step %d the %s of %s were wrong: a bit had flipped there", step + 1, found["what"], ", ".join(wrong))
-                    note(path.parent.parent, "culprit found", step=step, wrong=wrong, why="the step was done again from a checkpoint")
-            if step >= found["step"]:
+                    log.error("before step %d the %s of %s were wrong: a bit had flipped there", step + 1, record["what"], ", ".join(wrong))
+                    append_event(
+                        path.parent.parent, "culprit found", step=step, wrong=wrong, why="the step was done again from a checkpoint"
+                    )
+            if step >= record["step"]:
                 path.unlink(missing_ok=True)
-        self.suspects = [(path, found) for path, found in self.suspects if step < found["step"]]
+        self.divergence_records = [(path, record) for path, record in self.divergence_records if step < record["step"]]
+
+    # -- the next generation ------------------------------------------------------------------------------------------
 
     def _regroup(self, step: int, why: str, *, voted: bool) -> bool:
-        """Collective. Go on with the members of the next generation; True when `step` is committed, as others have heard that all agreed.
+        """Collective. Continue with the members of the next generation; True when `step` is
+        committed, since others learned the vote.
 
-        voted  this replica's gradient of `step` is whole, and it said so
+        voted  this replica's gradient of `step` is complete, and it has voted for it
         """
-        world, began_s = self.world, time.monotonic()
-        before = world.ledger.switch("regrouping", began_s)
+        world, start_s = self.world, time.monotonic()
+        before = world.ledger.switch("regrouping", start_s)
         self.board.enter("joining")
-        self.replica.forget()
+        self.replica.release_groups()
+        why = self._form_next_generation(step, why)
+        newest, sources, joined = transfer_roles(world.standings)
+        # The same on all ranks, so that their digests can be compared.
+        compare_all = bool(joined) or any(standing.get("compare_all") for standing in world.standings)
+        seconds = time.monotonic() - start_s
+        world.ledger.switch(before, time.monotonic())
+        if world.shows_progress():
+            log.warning("%s; continuing with %d %s after %s", why, world.size, "workers"[: 6 + (world.size > 1)], format_duration(seconds))
+        if world.leader and world.membership:
+            facts = {"why": why, "workers": list(world.members), "joined": joined, "step": newest, "seconds": round(seconds, 4)}
+            append_event(world.membership.folder, "regrouped", generation=world.generation, **facts)
+        if newest == step:
+            self.decision = replace(self.decision, regroup=False)
+            self.compare_all = compare_all
+            if self.checkpointer:
+                self.checkpointer.retry_save(step)
+            return False
+        if newest != step + 1 or not voted:
+            raise PeersLostError(f"this worker is at step {step}, the others at {newest}", self.world.members[self.world.rank])
+        self._commit(step, replace(StepDecision(**self.world.standings[sources[0]]["decision"]), regroup=False))
+        self.compare_all = compare_all
+        return True
+
+    def _form_next_generation(self, step: int, why: str) -> str:
+        """Collective. Leave the group, form the next one and send the state to its joiners, until
+        all of it succeeds.
+
+        Return why the last attempt was necessary. HostDrained when this worker leaves.
+        """
+        world = self.world
         while True:
             try:
                 world.leave_group("its host is taken away" if self.leaving else why, leaving=self.leaving)
                 world.form_next()
                 if self.tracker:
                     self.tracker.take_over(step + 1)
-                hand_over(world, self.keeper.capture if self.keeper else None, self.replica.unit, partial(self._digest, STATE))
-                break
-            except StatesDiffer as error:
+                get_state = self.checkpointer.state_dict if self.checkpointer else None
+                transfer_state(world, get_state, self.replica.workers_per_replica, partial(self._digest, STATE))
+                return why
+            except StateMismatchError as error:
                 why = error.what
-                self._throw_out(roles(world.standings)[0], differing(error.digests, self.replica.unit), error.digests, STATE)
+                divergent = find_divergent_ranks(error.digests, self.replica.workers_per_replica)
+                self._evict_divergent(transfer_roles(world.standings)[0], divergent, error.digests, STATE)
             except FencedError:
                 if not self.leaving:
                     raise
                 time.sleep(LINGER_S)
-                raise Drained from None
+                raise HostDrained from None
             except Exception as error:
-                if not self.world.lost(error):
+                if not self.world.is_peer_loss(error):
                     raise
-                why = plainly(error)
+                why = error_summary(error)
                 error.__traceback__ = None
-        first, sources, joined = roles(world.standings)
-        new = bool(joined) or any(one.get("compare_all") for one in world.standings)  # the same on all: their digests must be, too
-        seconds = time.monotonic() - began_s
-        world.ledger.switch(before, time.monotonic())
-        if world.shows():
-            who = "1 worker goes" if world.size == 1 else f"{world.size} workers go"
-            log.warning("%s; %s on after %s", why, who, show_seconds(seconds))
-        if world.leader and world.membership:
-            facts = {"why": why, "workers": list(world.members), "joined": joined, "step": first, "seconds": round(seconds, 4)}
-            note(world.membership.folder, "regrouped", generation=world.generation, **facts)
-        if first == step:
-            self.verdict = replace(self.verdict, regroup=False)
-            self.compare_all = new
-            if self.keeper:
-                self.keeper.take_over(step)
-            return False
-        if first != step + 1 or not voted:
-            raise PeersLostError(f"this worker stands at step {step}, the others at {first}", self.world.members[self.world.rank])
-        self._commit(step, replace(Verdict(**self.world.standings[sources[0]]["verdict"]), regroup=False))
-        self.compare_all = new
-        return True
 
 
-def not_keyed(what: str) -> UsageError:
-    """The error for a loop that is not a function of the step and the micro-batch."""
+def nondeterministic_loss_error(what: str) -> UsageError:
+    """Return the error for a loop whose loss is not a function of the step and the micro-batch."""
     return UsageError(
         what,
         "the first step of a start runs micro-batch 0 twice on every worker, to compare the loss",
         "data and random numbers of a micro-batch must follow from its step and number alone: no DataLoader or iterator consumed in the "
         "loop, no prefetched batch, no unseeded data set, no rank in a seed, only deterministic kernels (docs/loop.md); "
-        "Team(rehearse=False) leaves the comparison out",
+        "ReplicaGroup(rehearse=False) skips the comparison",
     )
 
 
-def refuse_another_keeper(keeper: Keeper, world: World, model: nn.Module | Held) -> None:
-    """Raise a UsageError when the keeper saves another model than the team trains."""
-    module, held = whole_or_held(model)
-    same = held is not None or (isinstance(keeper.model, nn.Module) and bare(keeper.model) is bare(module))
-    if keeper.world is not world or keeper.held is not held or not same:
-        what = f"the Team trains {kind_of(module)}, the Keeper saves another {kind_of(keeper.model)}"
-        raise UsageError(what, "Keeper(folder, world, model, ...) and Team(world, model, ...)", "give the same World and module to both")
-    keeper.refuse_what_is_left_out()
+def refuse_other_checkpointer(checkpointer: Checkpointer, world: World, model: nn.Module | LocalModel) -> None:
+    """UsageError when the checkpointer saves another model than the group trains."""
+    module, local_model = unwrap_local_model(model)
+    same = local_model is not None or (
+        isinstance(checkpointer.model, nn.Module) and unwrap_model(checkpointer.model) is unwrap_model(module)
+    )
+    if checkpointer.world is not world or checkpointer.local_model is not local_model or not same:
+        raise UsageError(
+            f"the ReplicaGroup trains {model_name(module)}, the Checkpointer saves another {model_name(checkpointer.model)}",
+            "Checkpointer(folder, world, model, ...) and ReplicaGroup(world, model, ...)",
+            "give the same World and module to both",
+        )
+    checkpointer.refuse_unsaved_parameters()

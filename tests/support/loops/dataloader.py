@@ -11,8 +11,8 @@ from tiny import MICRO_BATCHES, loss_of, make_model, make_points
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep.elastic.world import World
-from lockstep.training.checkpointer import Keeper
-from lockstep.training.replica_group import Team
+from lockstep.training.checkpointer import Checkpointer
+from lockstep.training.replica_group import ReplicaGroup
 
 
 def endless(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -26,9 +26,9 @@ def train(steps: int = 6, out: Path = Path("run")) -> None:
         model, (inputs, targets) = make_model(), make_points()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         batches = endless(DataLoader(TensorDataset(inputs, targets), batch_size=2, shuffle=True))
-        with Keeper(out / "checkpoints", world, model, optimizer, every_steps=2) as keeper:
+        with Checkpointer(out / "checkpoints", world, model, optimizer, every_steps=2) as keeper:
             step = keeper.resume()
-            with Team(world, model, keeper, micro_batches=MICRO_BATCHES) as team:
+            with ReplicaGroup(world, model, keeper, micro_batches=MICRO_BATCHES) as team:
                 while step < steps:
                     for _ in team.micro_batches(step):
                         rows, wanted = next(batches)

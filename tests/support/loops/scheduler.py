@@ -8,8 +8,8 @@ import torch
 from tiny import MICRO_BATCHES, ORDER, loss_of, make_model, make_points
 
 from lockstep.elastic.world import World
-from lockstep.training.checkpointer import Keeper
-from lockstep.training.replica_group import Team
+from lockstep.training.checkpointer import Checkpointer
+from lockstep.training.replica_group import ReplicaGroup
 
 
 def train(steps: int = 6, out: Path = Path("run")) -> None:
@@ -17,9 +17,9 @@ def train(steps: int = 6, out: Path = Path("run")) -> None:
         model, (inputs, targets) = make_model(), make_points()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
-        with Keeper(out / "checkpoints", world, model, optimizer, state={"scheduler": scheduler}, every_steps=2) as keeper:
+        with Checkpointer(out / "checkpoints", world, model, optimizer, state={"scheduler": scheduler}, every_steps=2) as keeper:
             step = keeper.resume()
-            with Team(world, model, keeper, micro_batches=MICRO_BATCHES) as team:
+            with ReplicaGroup(world, model, keeper, micro_batches=MICRO_BATCHES) as team:
                 while step < steps:
                     for k in team.micro_batches(step):
                         rows = ORDER.ids(step, k)

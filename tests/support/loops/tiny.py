@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from lockstep.data.order import UniformOrder
 
 MICRO_BATCHES = 6
-ORDER = UniformOrder(48, batch=12, micro_batches=MICRO_BATCHES)
+ORDER = UniformOrder(48, batch_size=12, micro_batches=MICRO_BATCHES)
 
 
 def make_model(*more: nn.Module) -> nn.Sequential:

@@ -1,16 +1,18 @@
-"""Hosts with workers, and what befalls them: a history of faults, played event by event in one process, without waiting.
+"""Discrete-event simulation: a cluster of workers under a history of faults, in one process.
 
-The protocol is the real one (lockstep/elastic/protocol.py). What surrounds it is at least as unkind as the real thing:
+The protocol is the real one (lockstep/elastic/protocol). Its environment is at least as hostile as
+the real one:
 
-    clocks   each worker has its own, off by anything and wrong by up to 1%
-    links    keep their order; what is cut off waits, and is lost with the link when that breaks
-    a kill   is told to the peers by the kernel; a host that loses power tells nobody
-    a stop   holds both threads of a worker; its kernel goes on accepting
-    disk     takes a random time, does what it was asked though the worker may have died, and may report a failure of what it did
-    groups   form when all are there and reach each other; their collectives reach some and not the others (worker.py)
-    agents   start a worker anew, and kill those that the newest generation goes on without
+    clocks   each worker has its own, with any offset and up to 1% drift
+    links    keep their order; blocked messages wait, and are lost if the link breaks
+    kill     the kernel tells the peers; a host that loses power tells no peer
+    stop     suspends both threads of a worker; its kernel still accepts connections
+    disk     random latency; completes requests of dead workers; may report an error after success
+    groups   form when all members reach each other; a collective may complete for some ranks only
+    agents   restart workers, and kill those that the newest generation removed
 
-`play` raises Violation when a promise (promises.py) does not hold; all is decided by the history and its seed.
+`play` raises Violation when an invariant (invariants.py) does not hold. The history and its seed
+determine everything.
 """
 
 from __future__ import annotations
@@ -18,75 +20,85 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from support.simulation.promises import STARTED_S, Promises, Violation, check
-from support.simulation.surroundings import Clock, Folder, Host, Network, State
+from support.simulation.environment import Clock, Folder, Host, Network, State
+from support.simulation.invariants import STARTED_S, Invariants, Violation, check
 from support.simulation.worker import FORM_S, Group, Worker
 
-from lockstep.elastic.generation_log import Record
-from lockstep.elastic.protocol import Limits, Look, Protocol, Send
+from lockstep.elastic.generation_log import Generation
+from lockstep.elastic.protocol.decisions import ElasticLimits
+from lockstep.elastic.protocol.effects import ReadLog, Send
+from lockstep.elastic.protocol.state import Protocol
 
-LIMITS = Limits(beat_s=0.5, silent_s=2.5, look_s=0.25, gather_s=4.0, takeover_s=6.0)
-# When nothing more happens all are members and train after, at most: a start (2 s), the wait for an old generation that does not answer,
-# the wait for all to come, and three times the wait for one that is silent and for a group that does not form.
-SETTLE_S = 2 + LIMITS.takeover_s + LIMITS.gather_s + 3 * (LIMITS.silent_s + FORM_S)
-STAY_S = 2.0  # so long all must be well
-STAY_APART_S = LIMITS.takeover_s + LIMITS.gather_s + 4  # so long when some can never reach the others: they must not disturb them
+LIMITS = ElasticLimits(heartbeat_s=0.5, heartbeat_timeout_s=2.5, log_poll_s=0.25, rendezvous_timeout_s=4.0, takeover_s=6.0)
+# After the last fault all workers train within: a start (2 s), the takeover of a generation that
+# does not answer, a rendezvous, and three times a heartbeat timeout and a group that does not form.
+SETTLE_S = 2 + LIMITS.takeover_s + LIMITS.rendezvous_timeout_s + 3 * (LIMITS.heartbeat_timeout_s + FORM_S)
+STABLE_S = 2.0  # the cluster must stay well for this time
+# The same if some workers can never reach the others: they must not disturb them.
+STABLE_APART_S = LIMITS.takeover_s + LIMITS.rendezvous_timeout_s + 4
 
-SEATS = ("kill", "stop", "reset", "dawdle", "evict", "drain")  # what befalls workers
-HOSTS = ("power", "cut", "drop", "part", "lag", "crawl", "slow disk", "bad disk", "agent")  # what befalls hosts
-LASTING = ("power", "cut", "part", "drain")  # what may be for good
-HARMLESS = ("reset", "dawdle", "lag", "slow disk", "bad disk", "agent")  # what must not cost anybody its place
+WORKER_FAULTS = ("kill", "stop", "reset", "slow leave", "evict", "drain")
+HOST_FAULTS = ("power", "cut", "one-way cut", "cut pair", "slow network", "very slow network", "slow disk", "bad disk", "agent")
+LASTING = ("power", "cut", "cut pair", "drain")  # may be permanent
+HARMLESS = ("reset", "slow leave", "slow network", "slow disk", "bad disk", "agent")  # must not remove any worker
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens, when, to which seats or hosts (modulo how many there are), and for how long (None: for good).
+    """A fault: kind, start, targets (indices of workers or hosts), duration (None: permanent).
 
-    kill, stop    SIGKILL; SIGSTOP and SIGCONT
-    reset         all connections break; dawdle: the main thread is slow to leave a group
-    evict, drain  the vote names it, as its state differs; its host is about to be taken away
-    power, agent  the host is off; its agent is dead
-    cut, drop     no way between these hosts and all others; or only none from these to the others
-    part          no way between two hosts that others still reach
-    lag, crawl    messages from and to these hosts take longer, by less or by more than makes one silent
-    slow disk, bad disk   an answer takes seconds; or is that it has failed
+    kill, stop         SIGKILL; SIGSTOP and SIGCONT
+    reset              all connections of the worker break
+    slow leave         its main thread is slow to leave a group
+    evict, drain       the vote evicts it, as its state differs; its host will be taken away in 5 s
+    power, agent       the host is off; its agent is dead
+    cut, one-way cut   no route between these hosts and all others; or none from these to the others
+    cut pair           no route between two hosts that others still reach
+    slow network, very slow network   extra latency below, or above, the heartbeat timeout
+    slow disk, bad disk   requests take seconds; or fail, also after success
     """
 
     kind: str
     at_s: float
-    whom: frozenset[int]
-    lasts_s: float | None
+    targets: frozenset[int]
+    duration_s: float | None
 
 
 @dataclass(frozen=True)
 class History:
-    """A cluster and what befalls it; `seed` decides all that is left to chance. `unit`: workers of a replica."""
+    """A cluster and its faults; `seed` determines everything random."""
 
     seed: int
     hosts: int
     slots: int
-    least: int
-    most: int
+    min_workers: int
+    max_workers: int
     faults: tuple[Fault, ...]
-    unit: int = 1
+    replica_size: int = 1
 
 
 class Cluster:
-    """All there is."""
+    """The whole simulation."""
 
     def __init__(self, history: History, protocol: type[Protocol] = Protocol, folder: type[Folder] = Folder) -> None:
         self.history, self.protocol, self.folder = history, protocol, folder()
         self.clock = Clock(history.seed)
         self.network = Network(self.clock)
-        self.promises = Promises(self)
-        self.limits = replace(LIMITS, expected=history.hosts * history.slots, least=history.least, most=history.most, unit=history.unit)
+        self.invariants = Invariants(self)
+        self.limits = replace(
+            LIMITS,
+            expected_workers=history.hosts * history.slots,
+            min_workers=history.min_workers,
+            max_workers=history.max_workers,
+            replica_size=history.replica_size,
+        )
         self.hosts = [Host("abcdefgh"[index], [None] * history.slots) for index in range(history.hosts)]
-        self.workers: dict[str, Worker] = {}  # id -> every worker that ever was
+        self.workers: dict[str, Worker] = {}  # id -> worker, dead ones included
         self.groups: dict[str, Group] = {}  # token -> group
-        self.stores: dict[str, Worker] = {}  # token -> who proposed it, and has the store over which its group forms
+        self.stores: dict[str, Worker] = {}  # token -> its proposer, which hosts the store
         self.drained: set[tuple[str, int]] = set()  # (host, slot)
-        self.calm_s = self.settled_s = 0.0
-        self.story: list[str] = []
+        self.last_fault_end_s = self.settled_s = 0.0
+        self.trace: list[str] = []
         self.tokens = 0
         for host in self.hosts:
             self.clock.at(self.clock.between(0, 2), lambda host=host: self.agent(host))  # type: ignore[misc]
@@ -94,105 +106,109 @@ class Cluster:
             self._plan(fault)
 
     def play(self) -> None:
-        """Until all is well, and stays so for a while, after the last fault."""
-        apart = any(fault.lasts_s is None and fault.kind in ("cut", "part") for fault in self.history.faults)
-        well_s, next_s = None, self.calm_s
+        """Run until the cluster is well, and stays so, after the last fault."""
+        apart = any(fault.duration_s is None and fault.kind in ("cut", "cut pair") for fault in self.history.faults)
+        well_s, next_s = None, self.last_fault_end_s
         while True:
             self.clock.step()
             if self.clock.now_s < next_s:
                 continue
-            next_s, missing = self.clock.now_s + 0.25, self.promises.missing()
+            next_s, missing = self.clock.now_s + 0.25, self.invariants.missing()
             if missing:
                 well_s = None
-                check(self.clock.now_s < self.calm_s + SETTLE_S, f"{SETTLE_S:g} s after the last fault: {missing}")
+                check(self.clock.now_s < self.last_fault_end_s + SETTLE_S, f"{SETTLE_S:g} s after the last fault: {missing}")
             elif well_s is None:
                 well_s = self.clock.now_s
-            elif self.clock.now_s > well_s + (STAY_APART_S if apart else STAY_S):
+            elif self.clock.now_s > well_s + (STABLE_APART_S if apart else STABLE_S):
                 break
-        self.settled_s = well_s - self.calm_s
+        self.settled_s = well_s - self.last_fault_end_s
         if all(fault.kind in HARMLESS and fault.at_s >= STARTED_S for fault in self.history.faults):
-            self.promises.at_rest()
+            self.invariants.at_rest()
 
     def note(self, who: str, what: object) -> None:
-        """For whoever reads the story of a violation."""
-        if not isinstance(what, Look) and not (isinstance(what, Send) and what.message["kind"] == "beat"):
-            self.story.append(f"{self.clock.now_s:7.3f} {who:8} {what}")
+        """Add a line to the trace of a violation."""
+        if not isinstance(what, ReadLog) and not (isinstance(what, Send) and what.message["kind"] == "beat"):
+            self.trace.append(f"{self.clock.now_s:7.3f} {who:8} {what}")
 
     def token(self) -> str:
         self.tokens += 1
         return f"{self.tokens:04d}"
 
-    # -- what workers share -------------------------------------------------------------------------------------------------
+    # -- shared by the workers ------------------------------------------------------------------------------------------
 
     @property
     def living(self) -> list[Worker]:
-        return [one for host in self.hosts for one in host.seats if one and one.alive]
+        return [worker for host in self.hosts for worker in host.workers_by_slot if worker and worker.alive]
 
     @property
-    def chairs(self) -> int:
-        """How many workers there would be if all had started."""
+    def target_size(self) -> int:
+        """The number of workers once all have started."""
         return sum((host.name, slot) not in self.drained for host in self.hosts if host.on for slot in range(self.history.slots))
 
     def agent(self, host: Host) -> None:
-        """It kills the workers that the newest generation goes on without, and fills empty seats."""
+        """Kill the workers that the newest generation removed, and start workers in empty slots."""
         self.clock.after(self.clock.between(0.2, 0.5), lambda: self.agent(host))
-        if not host.on or host.ills["agent"]:
+        if not host.on or host.active_faults["agent"]:
             return
         newest = self.folder.newest
-        for out in newest.out if newest and not host.ills["bad disk"] else ():
+        for out in newest.out if newest and not host.active_faults["bad disk"] else ():
             if self.workers[out.id].host is host:
                 self.workers[out.id].end()
-        for slot, worker in enumerate(host.seats):
+        for slot, worker in enumerate(host.workers_by_slot):
             if (worker is None or not worker.alive) and (host.name, slot) not in self.drained:
-                host.seats[slot] = worker = Worker(self, host, slot, len(self.workers) + 1)
+                host.workers_by_slot[slot] = worker = Worker(self, host, slot, len(self.workers) + 1)
                 self.workers[worker.me.id] = worker
 
-    def gather(self, group: Group) -> None:
-        """The group forms when all are there and reach each other and the store."""
-        there, store = group.workers, self.stores[group.record.token]
-        if group.formed or group.lost or len(there) < len(group.record.members) or not store.alive:
+    def try_to_form(self, group: Group) -> None:
+        """Form the group if all members have arrived and reach each other and the store."""
+        workers, store = group.workers, self.stores[group.generation.token]
+        if group.formed or group.lost or len(workers) < len(group.generation.members) or not store.alive:
             return
-        if all(self.network.joined(one.host, other.host) for one in there for other in (*there, store)):
+        if all(self.network.both_ways_open(worker.host, other.host) for worker in workers for other in (*workers, store)):
             group.formed = True
-            for one in there:
-                one.main.after(self.clock.between(0.01, 0.1), one.main.begin)
+            for worker in workers:
+                worker.main.after(self.clock.between(0.01, 0.1), worker.main.begin)
         else:
-            self.clock.after(0.2, lambda: self.gather(group))
+            self.clock.after(0.2, lambda: self.try_to_form(group))
 
-    def propose(self, worker: Worker, record: Record) -> Record:
-        """The record of that number that wins."""
-        self.stores[record.token] = worker
+    def propose(self, worker: Worker, generation: Generation) -> Generation:
+        """Return the generation of that number that won."""
+        self.stores[generation.token] = worker
         known = len(self.folder.log)
-        winner = self.folder.propose(record)
+        winner = self.folder.propose(generation)
         if len(self.folder.log) > known:
-            self.note("----", f"{record.number} {[one.id for one in record.members]} step {record.step}: {record.reason}")
-            self.promises.publish(record)
+            self.note(
+                "----", f"{generation.number} {[member.id for member in generation.members]} step {generation.step}: {generation.reason}"
+            )
+            self.invariants.publish(generation)
         return winner
 
     def save(self, number: int, state: State) -> None:
-        """A checkpoint, by a member of generation `number`."""
+        """Save a checkpoint as a member of generation `number`."""
         if self.folder.save(number, state):
-            self.promises.accept(number, state)
+            self.invariants.accept(number, state)
 
     # -- faults -------------------------------------------------------------------------------------------------------------
 
     def _plan(self, fault: Fault) -> None:
-        lasts_s = fault.lasts_s if fault.lasts_s is not None or fault.kind in LASTING else 3.0
-        self.calm_s = max(self.calm_s, fault.at_s + (lasts_s or 0))
-        self.clock.at(fault.at_s, lambda: self._befall(fault, True))
-        if lasts_s is not None:
-            self.clock.at(fault.at_s + lasts_s, lambda: self._befall(fault, False))
+        duration_s = fault.duration_s if fault.duration_s is not None or fault.kind in LASTING else 3.0
+        self.last_fault_end_s = max(self.last_fault_end_s, fault.at_s + (duration_s or 0))
+        self.clock.at(fault.at_s, lambda: self._apply(fault, True))
+        if duration_s is not None:
+            self.clock.at(fault.at_s + duration_s, lambda: self._apply(fault, False))
 
-    def _befall(self, fault: Fault, begins: bool) -> None:
-        self.note("****", f"{fault.kind} {sorted(fault.whom)} {'begins' if begins else 'ends'}")
-        if fault.kind in SEATS:
-            for index in sorted({index % (self.history.hosts * self.history.slots) for index in fault.whom}):
-                self._befall_seat(fault.kind, self.hosts[index // self.history.slots], index % self.history.slots, begins)
+    def _apply(self, fault: Fault, begins: bool) -> None:
+        self.note("****", f"{fault.kind} {sorted(fault.targets)} {'begins' if begins else 'ends'}")
+        if fault.kind in WORKER_FAULTS:
+            for index in sorted({index % (self.history.hosts * self.history.slots) for index in fault.targets}):
+                self._apply_to_worker(fault.kind, self.hosts[index // self.history.slots], index % self.history.slots, begins)
         else:
-            self._befall_hosts(fault.kind, [self.hosts[index] for index in sorted({it % len(self.hosts) for it in fault.whom})], begins)
+            self._apply_to_hosts(
+                fault.kind, [self.hosts[index] for index in sorted({it % len(self.hosts) for it in fault.targets})], begins
+            )
 
-    def _befall_seat(self, kind: str, host: Host, slot: int, begins: bool) -> None:
-        worker, place = host.seats[slot], (host.name, slot)
+    def _apply_to_worker(self, kind: str, host: Host, slot: int, begins: bool) -> None:
+        worker, place = host.workers_by_slot[slot], (host.name, slot)
         if kind == "drain":
             (self.drained.add if begins else self.drained.discard)(place)
         if worker is None or not worker.alive:
@@ -208,40 +224,40 @@ class Cluster:
                 worker.resume()
             case "reset", True:
                 worker.reset()
-            case "dawdle", _:
+            case "slow leave", _:
                 worker.main.slow = begins
             case "drain", True:
                 worker.main.drains = True
                 self.clock.after(5, worker.end)
             case "evict", _:
-                for one in self.living:
-                    one.main.evicts = worker.me.id if begins else ""
+                for voter in self.living:
+                    voter.main.evicts = worker.me.id if begins else ""
 
-    def _befall_hosts(self, kind: str, hosts: Sequence[Host], begins: bool) -> None:
+    def _apply_to_hosts(self, kind: str, hosts: Sequence[Host], begins: bool) -> None:
         match kind:
-            case "cut" | "drop" | "part":
+            case "cut" | "one-way cut" | "cut pair":
                 others = [host for host in self.hosts if host not in hosts]
-                pairs = [(hosts[0], hosts[-1])] if kind == "part" else [(one, other) for one in hosts for other in others]
-                for one, other in [(one, other) for one, other in pairs if one is not other]:
-                    for way in [(one.name, other.name), (other.name, one.name)][: 1 if kind == "drop" else 2]:
-                        (self.network.block if begins else self.network.unblock)(way)
-                    one.trouble.change(begins, self.clock.now_s)
+                pairs = [(hosts[0], hosts[-1])] if kind == "cut pair" else [(host, other) for host in hosts for other in others]
+                for host, other in [(host, other) for host, other in pairs if host is not other]:
+                    for direction in [(host.name, other.name), (other.name, host.name)][: 1 if kind == "one-way cut" else 2]:
+                        (self.network.block if begins else self.network.unblock)(direction)
+                    host.trouble.change(begins, self.clock.now_s)
                     other.trouble.change(begins, self.clock.now_s)
             case _:
                 for host in hosts:
-                    host.ills[kind] += 1 if begins else -1
-                for host in hosts if kind == "power" else self.hosts if kind == "crawl" else ():
+                    host.active_faults[kind] += 1 if begins else -1
+                for host in hosts if kind == "power" else self.hosts if kind == "very slow network" else ():
                     host.trouble.change(begins, self.clock.now_s)
-                for worker in [worker for host in hosts for worker in host.seats if worker and not host.on]:
-                    worker.end(quietly=True)
+                for worker in [worker for host in hosts for worker in host.workers_by_slot if worker and not host.on]:
+                    worker.end(silently=True)
 
 
 def play(history: History, protocol: type[Protocol] = Protocol, folder: type[Folder] = Folder) -> Cluster:
-    """A history, played to its end. Violation, with its story, when a promise does not hold."""
+    """Play a history to its end. Violation, with its trace, when an invariant does not hold."""
     cluster = Cluster(history, protocol, folder)
     try:
         cluster.play()
     except Violation as violation:
-        violation.add_note("\n".join(cluster.story[-200:]))
+        violation.add_note("\n".join(cluster.trace[-200:]))
         raise
     return cluster

@@ -1,8 +1,9 @@
-"""One worker: its member thread, which is the protocol with links and a clock, and a main thread that forms groups and trains in them.
+"""A simulated worker: a membership thread (the protocol with links and a clock), a main thread.
 
-What a collective has come to may reach some members and not the others; one that misses somebody fails for some and hangs for the others
-until it is cut. The first collective of a group compares steps and hands out the state; each of the others is a step: all its
-micro-batches, summed, and the vote.
+The result of a collective may reach some members and not others. A collective with a missing member
+fails for some and hangs for the others until the group is aborted. The first collective of a group
+compares steps and transfers the state. Each later one is a step: the sum of all micro-batches, and
+the vote.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from support.simulation.surroundings import BREAK_S, Event, Host, Line, State, Trouble
+from support.simulation.environment import BREAK_S, Connection, Event, Host, State, Trouble
 
-from lockstep.elastic.generation_log import Member, Record
-from lockstep.elastic.protocol import Connect, Cut, Effect, Form, Leave, Look, Prepare, Propose, Report, Send
+from lockstep.elastic.generation_log import Generation, Member
+from lockstep.elastic.protocol.decisions import LeaveReport
+from lockstep.elastic.protocol.effects import AbortGroup, Connect, Effect, Exit, FormGroup, GetReady, Propose, ReadLog, Send
 
 if TYPE_CHECKING:
     from support.simulation.cluster import Cluster
@@ -27,16 +29,16 @@ FACTS = {"torch": "2.13"}
 
 
 class Worker:
-    """A process on a host, as the others see it, and its member thread."""
+    """A process on a host, and its membership thread."""
 
     def __init__(self, cluster: Cluster, host: Host, slot: int, number: int) -> None:
         self.cluster, self.clock, self.host, self.slot = cluster, cluster.clock, host, slot
         self.me = Member(f"{host.name}/{slot}/{number}", host.name, slot, number, f"127.0.0.1:{number + 1}")
         self.alive, self.stopped = True, False
         self.trouble = Trouble()
-        self.lines: dict[str, list[Line]] = {}
-        self.seen: dict[str, int] = {}  # id -> how often it had signed
-        self.main = Main(self)
+        self.connections: dict[str, list[Connection]] = {}
+        self.seen: dict[str, int] = {}  # id -> writes of its liveness file seen
+        self.main = MainThread(self)
         self._asleep: list[Event] = []
         self._offset_s, self._rate = self.clock.between(-1e5, 1e5), self.clock.between(0.99, 1.01)
         self.protocol = cluster.protocol(self.me, cluster.limits, cluster.token, self.now_s)
@@ -45,13 +47,13 @@ class Worker:
 
     @property
     def now_s(self) -> float:
-        """By its own clock, which is off by anything and wrong by up to 1%."""
+        """Time of its own clock, with any offset and up to 1% drift."""
         return self._offset_s + self._rate * self.clock.now_s
 
     # -- life -----------------------------------------------------------------------------------------------------------
 
     def take(self, event: Event) -> None:
-        """An event in this process: now, when it is continued, or never."""
+        """Run an event in this process: now, after SIGCONT, or never."""
         if self.stopped and self.alive:
             self._asleep.append(event)
         elif self.alive:
@@ -61,49 +63,49 @@ class Worker:
         self.clock.after(delay_s, lambda: self.take(event))
 
     def resume(self) -> None:
-        """SIGCONT."""
+        """Handle SIGCONT."""
         self.stopped, asleep, self._asleep = False, self._asleep, []
         for event in asleep:
             self.take(event)
 
-    def end(self, *, quietly: bool = False) -> None:
-        """It is no more. Quietly: its host has lost power, and no kernel tells anybody."""
+    def end(self, *, silently: bool = False) -> None:
+        """End the process. silently: its host lost power, so no kernel resets the connections."""
         if self.alive:
             self.alive = False
-            self.main.vanish(quietly)
-            self.reset(quietly=quietly)
+            self.main.disappear(silently)
+            self.reset(silently=silently)
 
-    def reset(self, *, quietly: bool = False) -> None:
-        """All its connections break."""
-        for line in [line for lines in self.lines.values() for line in lines]:
-            line.close(line.ends.index(self), quietly=quietly)
+    def reset(self, *, silently: bool = False) -> None:
+        """Break all its connections."""
+        for connection in [connection for connections in self.connections.values() for connection in connections]:
+            connection.close(connection.ends.index(self), silently=silently)
 
-    # -- the member thread ------------------------------------------------------------------------------------------------
+    # -- the membership thread ------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
         self.tell("tick")
         self.after(TICK_S * self.clock.between(0.9, 1.1), self.tick)
 
     def ask(self) -> None:
-        """It has warmed up. When somebody of the newest generation answers it joins, else it begins, with whoever else begins."""
+        """Join the newest generation if a member answers, else start with other new workers."""
         newest = self.cluster.folder.newest
-        members = [self.cluster.workers[one.id] for one in newest.members] if newest else []
-        joins = any(one.alive and self.cluster.network.joined(self.host, one.host) for one in members)
+        members = [self.cluster.workers[member.id] for member in newest.members] if newest else []
+        joins = any(worker.alive and self.cluster.network.both_ways_open(self.host, worker.host) for worker in members)
         self.cluster.folder.room[self.me.id] = self.me
-        self.do(self.protocol.ask(self.now_s, FACTS if joins else {}, joins=joins))
+        self.do(self.protocol.request_join(self.now_s, FACTS if joins else {}, is_joining=joins))
 
     def join(self) -> None:
-        """It is warm, and joins those that began without it."""
+        """Join, with a model, the workers that started without this one."""
         self.cluster.folder.room[self.me.id] = self.me
-        self.do(self.protocol.ask(self.now_s, FACTS, joins=True))
+        self.do(self.protocol.request_join(self.now_s, FACTS, is_joining=True))
 
     def tell(self, what: str, *values: Any) -> None:
-        """Tell the protocol, and do what it says."""
+        """Pass an event to the protocol and carry out the effects."""
         if self.alive:
             self.do(getattr(self.protocol, what)(*values, self.now_s))
 
     def do(self, effects: list[Effect]) -> None:
-        """Carry out what the protocol wants."""
+        """Carry out the protocol's effects."""
         for effect in effects:
             if not self.alive:
                 return
@@ -112,59 +114,59 @@ class Worker:
                 case Connect(member):
                     self.connect(self.cluster.workers[member.id])
                 case Send(id, message):
-                    for line in self.lines.get(id, [])[:1]:
-                        line.send(line.ends.index(self), json.loads(json.dumps(message)))
-                case Look(known):
+                    for connection in self.connections.get(id, [])[:1]:
+                        connection.send(connection.ends.index(self), json.loads(json.dumps(message)))
+                case ReadLog(known):
                     self.disk(lambda: self.look(known), self.looked)
-                case Propose(record):
-                    self.disk(lambda: self.cluster.propose(self, record), lambda winner: self.tell("proposed", winner))
-                case Cut():
+                case Propose(generation):
+                    self.disk(lambda: self.cluster.propose(self, generation), lambda winner: self.tell("on_proposed", winner))
+                case AbortGroup():
                     self.main.cut()
-                case Form(record):
-                    self.main.form(record)
-                case Prepare():
+                case FormGroup(generation):
+                    self.main.form(generation)
+                case GetReady():
                     self.after(self.clock.between(0.2, 1.5), self.join)
-                case Leave():
+                case Exit():
                     self.after(self.clock.between(0, 1), self.end)
 
-    def look(self, known: int) -> tuple[Record | None, list[Member], list[str]]:
-        """What the folder shows: the newest record, who has ever waited, and who has signed since the last look."""
+    def look(self, known: int) -> tuple[Generation | None, list[Member], list[str]]:
+        """Return (newest generation, registered workers, ids with a changed liveness file)."""
         folder = self.cluster.folder
-        if self.protocol.signs:
+        if self.protocol.writes_liveness:
             folder.signs[self.me.id] = folder.signs.get(self.me.id, 0) + 1
         alive = [id for id, count in folder.signs.items() if count != self.seen.get(id, count)]
         self.seen = dict(folder.signs)
         return folder.newest if len(folder.log) > known else None, list(folder.room.values()), alive
 
-    def looked(self, found: tuple[Record | None, list[Member], list[str]]) -> None:
+    def looked(self, found: tuple[Generation | None, list[Member], list[str]]) -> None:
         newest, room, alive = found
-        self.do(self.protocol.looked(newest, room, self.now_s, alive))
+        self.do(self.protocol.on_log_read(newest, room, self.now_s, alive))
 
     def disk(self, work: Callable[[], Any], answer: Callable[[Any], None] | None = None) -> None:
-        """Ask something of the disk. It happens though the worker ends meanwhile, and a failure may be reported of what has happened."""
-        took_s = self.clock.between(0.3, 3) if self.host.ills["slow disk"] else self.clock.between(0.001, 0.02)
-        bad, chance = self.host.ills["bad disk"] > 0, self.clock.chance
+        """Request disk work: done even if the worker dies; may report a failure after success."""
+        took_s = self.clock.between(0.3, 3) if self.host.active_faults["slow disk"] else self.clock.between(0.001, 0.02)
+        bad, rng = self.host.active_faults["bad disk"] > 0, self.clock.rng
 
         def happen() -> None:
-            found = None if bad and chance.random() < 0.7 else work()
+            found = None if bad and rng.random() < 0.7 else work()
             if bad:
-                self.after(took_s * chance.random(), lambda: self.tell("disk_failed"))
+                self.after(took_s * rng.random(), lambda: self.tell("on_disk_error"))
             elif answer:
-                self.after(took_s * chance.random(), lambda: answer(found))
+                self.after(took_s * rng.random(), lambda: answer(found))
 
-        self.clock.after(took_s * chance.random(), happen)
+        self.clock.after(took_s * rng.random(), happen)
 
     # -- links ------------------------------------------------------------------------------------------------------------
 
     def connect(self, other: Worker) -> None:
-        """Knock; the other one answers on a new line, its kernel refuses (on this host at once), or nothing comes back."""
+        """Open a connection: the peer accepts, its kernel refuses, or nothing answers."""
         if other.host is self.host and not other.alive:
-            self.tell("connect_failed", other.me.id, True)
+            self.tell("on_connect_failed", other.me.id, True)
             return
-        knock = Knock()
+        attempt = ConnectAttempt()
 
         def arrive() -> None:
-            if not other.host.on or not self.cluster.network.joined(self.host, other.host):
+            if not other.host.on or not self.cluster.network.both_ways_open(self.host, other.host):
                 return
             if other.alive:
                 other.take(answer)
@@ -172,44 +174,44 @@ class Worker:
                 self.after(self.cluster.network.latency_s(other.host, self.host), lambda: fail(True))
 
         def answer() -> None:
-            if not knock.over:
-                line = Line(self.cluster.network, self, other)
-                other.link(self.me.id, line)
-                line.send(1, knock)
+            if not attempt.over:
+                connection = Connection(self.cluster.network, self, other)
+                other.link(self.me.id, connection)
+                connection.send(1, attempt)
 
         def fail(refused: bool) -> None:
-            if not knock.over:
-                knock.over = True
-                self.tell("connect_failed", other.me.id, refused)
+            if not attempt.over:
+                attempt.over = True
+                self.tell("on_connect_failed", other.me.id, refused)
 
         self.clock.after(self.cluster.network.latency_s(self.host, other.host), arrive)
         self.after(CONNECT_S, lambda: fail(False))
 
-    def receive(self, line: Line, end: int, message: Any) -> None:
-        if message is None or (isinstance(message, Knock) and message.over):
-            line.close(end)
-        elif isinstance(message, Knock):
+    def receive(self, connection: Connection, end: int, message: Any) -> None:
+        if message is None or (isinstance(message, ConnectAttempt) and message.over):
+            connection.close(end)
+        elif isinstance(message, ConnectAttempt):
             message.over = True
-            self.link(line.peer(end), line)
+            self.link(connection.peer(end), connection)
         else:
-            self.tell("heard", line.peer(end), message)
+            self.tell("on_message", connection.peer(end), message)
 
-    def link(self, id: str, line: Line) -> None:
-        self.lines.setdefault(id, []).append(line)
-        self.tell("link_up", id)
+    def link(self, id: str, connection: Connection) -> None:
+        self.connections.setdefault(id, []).append(connection)
+        self.tell("on_link_up", id)
 
-    def unlink(self, id: str, line: Line) -> None:
-        """The protocol hears of it when it was the last line to that peer."""
-        lines = self.lines.get(id, [])
-        if line in lines:
-            lines.remove(line)
-            if not lines:
-                self.take(lambda: self.tell("link_down", id))
+    def unlink(self, id: str, connection: Connection) -> None:
+        """Drop a connection; the protocol learns of it if it was the last one to that peer."""
+        connections = self.connections.get(id, [])
+        if connection in connections:
+            connections.remove(connection)
+            if not connections:
+                self.take(lambda: self.tell("on_link_down", id))
 
 
 @dataclass
-class Knock:
-    """An attempt to connect; over: it was answered, or given up."""
+class ConnectAttempt:
+    """An attempt to connect; over: it was answered or timed out."""
 
     over: bool = False
 
@@ -218,11 +220,11 @@ class Knock:
 
 
 @dataclass
-class Ballot:
-    """What a member brings into a collective.
+class CollectiveInput:
+    """A member's input to a collective.
 
-    wishes      "join": joiners wait; "drain": it wants out; or the id of one to be evicted
-    checkpoint  the newest, as rank 0 of a group finds it
+    wishes      "join": joiners wait; "drain": it leaves the run; or the id of a member to evict
+    checkpoint  the newest, from rank 0
     """
 
     state: State | None
@@ -232,26 +234,26 @@ class Ballot:
 
 
 class Group:
-    """The process group of a generation: who has come, who has gone again, and what was brought into its collectives, in their order."""
+    """A process group: its arrived and lost members, and the inputs of its collectives."""
 
-    def __init__(self, record: Record) -> None:
-        self.record, self.formed = record, False
-        self.there: dict[str, Worker] = {}
+    def __init__(self, generation: Generation) -> None:
+        self.generation, self.formed = generation, False
+        self.arrived: dict[str, Worker] = {}
         self.lost: set[str] = set()
-        self.collectives: list[dict[str, Ballot]] = []
+        self.collectives: list[dict[str, CollectiveInput]] = []
 
     @property
     def workers(self) -> list[Worker]:
-        return [self.there[one.id] for one in self.record.members if one.id in self.there]
+        return [self.arrived[member.id] for member in self.generation.members if member.id in self.arrived]
 
 
-class Main:
-    """The main thread.
+class MainThread:
+    """The main thread of a worker.
 
-    ready    the state after the step for which it has voted, with its whole gradient; it is committed when all have voted
-    waits    in a collective
-    coming   the collective is complete, and its result on the way to this member
-    leaving  what it waits in was cut
+    ready           state after the step it voted for; committed once all ranks have voted
+    in_collective   it waits in a collective
+    result_pending  the collective is complete, and its result is on the way to this member
+    aborting        its group was aborted
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -259,151 +261,161 @@ class Main:
         self.state: State | None = None
         self.ready: State | None = None
         self.group: Group | None = None
-        self.left: Report | None = None
-        self.turn = 0
-        self.waits = self.coming = self.leaving = False
+        self.left: LeaveReport | None = None
+        self.collective_index = 0
+        self.in_collective = self.result_pending = self.aborting = False
         self.slow = self.drains = False
         self.evicts = ""
-        self.breaks_up = self.clock.chance.random() < 0.5  # a connection that hangs is found by the hub, not by its time-out
+        self.breaks_up = self.clock.rng.random() < 0.5  # the coordinator detects a hanging connection, not its timeout
 
     # -- form -------------------------------------------------------------------------------------------------------------
 
-    def form(self, record: Record) -> None:
-        """Into the group of a generation; out again when it does not form in time."""
-        self.cluster.promises.form(self, record)
-        group = self.group = self.cluster.groups.setdefault(record.token, Group(record))
-        self.turn, self.waits, self.coming, self.leaving = 0, False, False, False
+    def form(self, generation: Generation) -> None:
+        """Form the group of a generation; leave it if it does not form in time."""
+        self.cluster.invariants.form(self, generation)
+        group = self.group = self.cluster.groups.setdefault(generation.token, Group(generation))
+        self.collective_index, self.in_collective, self.result_pending, self.aborting = 0, False, False, False
 
         def arrive() -> None:
-            group.there[self.worker.me.id] = self.worker
+            group.arrived[self.worker.me.id] = self.worker
             self.after(FORM_S, lambda: None if group.formed else self.leave("the group did not form"))
-            self.cluster.gather(group)
+            self.cluster.try_to_form(group)
 
         self.after(self.clock.between(0.001, 0.02), arrive)
 
     def begin(self) -> None:
-        """The group has formed. A step that all have agreed on is committed; then states are compared, and handed to who has none."""
+        """The group has formed: commit an agreed step, compare states, transfer them to joiners."""
         assert self.group is not None
-        record, leads = self.group.record, self.group.record.rank_of(self.worker.me.id) == 0
-        if self.state and self.ready and self.state[0] < record.step == self.ready[0]:
+        generation, leads = self.group.generation, self.group.generation.rank_of(self.worker.me.id) == 0
+        if self.state and self.ready and self.state[0] < generation.step == self.ready[0]:
             self.commit(self.ready)
         self.ready = None
-        self.cluster.promises.begin(self, record)
-        if leads and self.state is None and self.worker.host.ills["bad disk"]:
+        self.cluster.invariants.begin(self, generation)
+        if leads and self.state is None and self.worker.host.active_faults["bad disk"]:
             self.after(0.5, self.begin)
         else:
-            self.worker.tell("know", FACTS)
-            self.bring(Ballot(self.state, checkpoint=self.cluster.folder.checkpoint if leads else None))
+            self.worker.tell("set_fingerprint", FACTS)
+            self.enter_collective(CollectiveInput(self.state, checkpoint=self.cluster.folder.checkpoint if leads else None))
 
     # -- train ------------------------------------------------------------------------------------------------------------
 
     def vote(self) -> None:
-        """Its micro-batches are done. From here on it holds the whole gradient, though it may never hear what has come of the vote."""
+        """Vote. It holds the whole gradient now; the result of the vote may never arrive."""
         assert self.group is not None and self.state is not None
-        record, me = self.group.record, self.worker.me.id
-        rank, size = record.rank_of(me) or 0, len(record.members)
-        wishes = {"join"} if rank == 0 and self.worker.protocol.waiting else set()
+        generation, me = self.group.generation, self.worker.me.id
+        rank, size = generation.rank_of(me) or 0, len(generation.members)
+        wishes = {"join"} if rank == 0 and self.worker.protocol.joiner_count else set()
         wishes |= {"drain"} if self.drains else set()
-        wishes |= {self.evicts} if self.evicts in self.group.there else set()
+        wishes |= {self.evicts} if self.evicts in self.group.arrived else set()
         self.ready = after_step(self.state, range(MICRO_BATCHES))
-        self.bring(Ballot(self.state, range(MICRO_BATCHES * rank // size, MICRO_BATCHES * (rank + 1) // size), frozenset(wishes)))
+        micro_batches = range(MICRO_BATCHES * rank // size, MICRO_BATCHES * (rank + 1) // size)
+        self.enter_collective(CollectiveInput(self.state, micro_batches, frozenset(wishes)))
 
-    def bring(self, ballot: Ballot) -> None:
-        """Take part in the next collective; whoever comes last completes it."""
+    def enter_collective(self, contribution: CollectiveInput) -> None:
+        """Take part in the next collective; the last member completes it."""
         group = self.group
         assert group is not None
-        if self.turn == len(group.collectives):
+        if self.collective_index == len(group.collectives):
             group.collectives.append({})
-        ballots = group.collectives[self.turn]
-        ballots[self.worker.me.id] = ballot
-        self.waits = True
-        if len(ballots) == len(group.record.members):
-            for one in group.workers:
-                if one.main.group is group and not one.main.leaving:
-                    one.main.coming = True
-                    one.main.after(self.clock.between(0.002, 0.05), one.main.hear)
+        contributions = group.collectives[self.collective_index]
+        contributions[self.worker.me.id] = contribution
+        self.in_collective = True
+        if len(contributions) == len(group.generation.members):
+            for worker in group.workers:
+                if worker.main.group is group and not worker.main.aborting:
+                    worker.main.result_pending = True
+                    worker.main.after(self.clock.between(0.002, 0.05), worker.main.receive_result)
         elif group.lost:
-            self.suffer()
+            self.fail_or_hang()
 
-    def hear(self, late_s: float = 0.0) -> None:
-        """The result of the collective reaches this member."""
+    def receive_result(self, late_s: float = 0.0) -> None:
+        """Process the result of the collective at this member."""
         group = self.group
-        if group is None or not self.coming:
+        if group is None or not self.result_pending:
             return
-        if any(self.cluster.network.blocked[one.host.name, self.worker.host.name] for one in group.workers):
-            hub = next((one for one in group.workers if one.alive and one.main.group is group and one.protocol.leads), None)
-            if late_s > BREAK_S and hub and self.breaks_up:
-                hub.tell("break_up", "nobody moves, and nobody is to blame")
-            if late_s > BREAK_S and not (hub and self.breaks_up):
+        if any(self.cluster.network.blocked[worker.host.name, self.worker.host.name] for worker in group.workers):
+            coordinator = next(
+                (worker for worker in group.workers if worker.alive and worker.main.group is group and worker.protocol.is_coordinator), None
+            )
+            if late_s > BREAK_S and coordinator and self.breaks_up:
+                coordinator.tell("regroup", "no progress, and no rank is to blame")
+            if late_s > BREAK_S and not (coordinator and self.breaks_up):
                 self.leave("a connection timed out")
             else:
-                self.after(0.2, lambda: self.hear(late_s + 0.2))
+                self.after(0.2, lambda: self.receive_result(late_s + 0.2))
             return
-        ballots = list(group.collectives[self.turn].values())
-        first, self.turn, self.waits, self.coming = self.turn == 0, self.turn + 1, False, False
-        states = {one.state for one in ballots if one.state} or {one.checkpoint for one in ballots if one.checkpoint}
-        self.state = self.cluster.promises.equal(group.record, states)
-        wishes: frozenset[str] = frozenset().union(*(one.wishes for one in ballots))
+        contributions = list(group.collectives[self.collective_index].values())
+        first, self.collective_index, self.in_collective, self.result_pending = (
+            self.collective_index == 0,
+            self.collective_index + 1,
+            False,
+            False,
+        )
+        states = {value.state for value in contributions if value.state} or {
+            value.checkpoint for value in contributions if value.checkpoint
+        }
+        self.state = self.cluster.invariants.equal(group.generation, states)
+        wishes: frozenset[str] = frozenset().union(*(value.wishes for value in contributions))
         if not first:
-            self.commit(after_step(self.state, [one for ballot in ballots for one in ballot.micro_batches]))
+            self.commit(after_step(self.state, [number for contribution in contributions for number in contribution.micro_batches]))
         for id in sorted(wishes - {"join", "drain"}):
             self.worker.tell("evict", id, "its state differs")
         if not wishes:
             self.after(self.clock.between(0.1, 0.4), self.vote)
-        elif not self.leaving:
-            self.leave("to let others in" if "join" in wishes else "somebody leaves")
+        elif not self.aborting:
+            self.leave("joiners wait" if "join" in wishes else "a member leaves")
 
     def commit(self, state: State) -> None:
-        """The step counts."""
+        """Commit a step."""
         assert self.group is not None
-        record = self.group.record
-        self.cluster.promises.commit(self, record, state)
-        self.cluster.note(self.worker.me.id, f"commits {state[0]} in {record.number}")
+        generation = self.group.generation
+        self.cluster.invariants.commit(self, generation, state)
+        self.cluster.note(self.worker.me.id, f"commits {state[0]} in {generation.number}")
         self.state, self.ready = state, None
-        if record.rank_of(self.worker.me.id) == 0 and state[0] % SAVE_EVERY == 0:
-            self.worker.disk(lambda: self.cluster.save(record.number, state))
+        if generation.rank_of(self.worker.me.id) == 0 and state[0] % SAVE_EVERY == 0:
+            self.worker.disk(lambda: self.cluster.save(generation.number, state))
 
     # -- leave ------------------------------------------------------------------------------------------------------------
 
     def cut(self) -> None:
-        """All that waits in the group ends; the thread comes out of it when it comes out."""
-        if self.group and not self.leaving:
-            self.leaving = True
-            self.coming = self.coming and self.clock.chance.random() < 0.5
+        """Abort the group: the thread leaves it after a delay."""
+        if self.group and not self.aborting:
+            self.aborting = True
+            self.result_pending = self.result_pending and self.clock.rng.random() < 0.5
             self.after(self.clock.between(1, 3) if self.slow else self.clock.between(0.005, 0.05), lambda: self.leave("cut"))
 
-    def suffer(self) -> None:
-        """Somebody is lost: the collective fails here, or hangs until it is cut."""
-        if self.clock.chance.random() < 0.5:
+    def fail_or_hang(self) -> None:
+        """A member is lost: the collective fails here, or hangs until the group is aborted."""
+        if self.clock.rng.random() < 0.5:
             self.after(self.clock.between(0.01, 0.05), lambda: self.leave("the collective failed"))
 
     def leave(self, why: str) -> None:
-        """Out of the group, and say so."""
+        """Leave the group and report it."""
         assert self.group is not None
-        self.vanish(quietly=False)
-        report = self.left = Report(self.group.record.number, self.state[0] if self.state else -1, self.drains, why)
+        self.disappear(silently=False)
+        report = self.left = LeaveReport(self.group.generation.number, self.state[0] if self.state else -1, self.drains, why)
         self.group = None
         self.cluster.note(self.worker.me.id, report)
-        self.worker.tell("left", report)
+        self.worker.tell("on_group_left", report)
 
-    def vanish(self, quietly: bool) -> None:
-        """The others' connections to this one end, and perhaps with them what was still on its way."""
+    def disappear(self, silently: bool) -> None:
+        """Break the other members' connections to this one, perhaps losing pending results."""
         group, me = self.group, self.worker.me.id
         if group is None or me in group.lost:
             return
         group.lost.add(me)
-        for main in [one.main for one in group.workers if one is not self.worker]:
-            if main.group is group and main.waits:
-                main.coming = main.coming and self.clock.chance.random() < 0.7
-                if not main.coming and not quietly:
-                    main.suffer()
+        for main in [worker.main for worker in group.workers if worker is not self.worker]:
+            if main.group is group and main.in_collective:
+                main.result_pending = main.result_pending and self.clock.rng.random() < 0.7
+                if not main.result_pending and not silently:
+                    main.fail_or_hang()
 
     def after(self, delay_s: float, event: Event) -> None:
-        """Unless the thread has left the group by then."""
+        """Run an event later, unless the thread has left the group by then."""
         group = self.group
         self.worker.after(delay_s, lambda: event() if self.group is group else None)
 
 
 def after_step(state: State, micro_batches: list[int] | range) -> State:
-    """The state after one more step, with these micro-batches in its gradient."""
+    """Return the state after a step with these micro-batches in its gradient."""
     return state[0] + 1, hash((state, tuple(sorted(micro_batches))))

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its run, and what run.json is: compared, rebuilt, refused."""
+"""Facts of a checkpoint and run.json: compared, rebuilt, refused."""
 
 from __future__ import annotations
 
@@ -8,35 +8,41 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.checkpoint.fingerprints import differences, make_run_id, newest_facts, read_run_id, warnings
-from lockstep.checkpoint.store import Store
+from lockstep.checkpoint.fingerprints import fingerprint_changes, make_run_id, newest_facts, read_run_id, tolerated_changes
+from lockstep.checkpoint.store import CheckpointStore
 from lockstep.cli.main import main
 from lockstep.cli.run_options import open_run
-from lockstep.config.schema import bits_as_text, read_run, resolve, to_json, write_run
+from lockstep.config.resolve import resolve
+from lockstep.config.rules import bit_deciding_values
+from lockstep.config.saved_run import read_run, to_json, write_run
 from lockstep.errors import CheckpointError, ConfigError
 
 FACTS = {"run_id": "0123456789abcdef", "fingerprints": {"seed": "1", "corpus": "c" * 64, "asked": "x" * 200}}
 
 
-def test_each_fact_that_must_be_equal_is_named_with_both_values_unless_it_was_allowed_to_change() -> None:
+def test_changed_fingerprints_are_named_with_both_values() -> None:
     now = {"run_id": "fedcba9876543210", "fingerprints": {"seed": "2", "corpus": "d" * 64, "asked": "y" * 200, "new": "5"}}
-    told = differences(FACTS, now)
+    told = fingerprint_changes(FACTS, now)
     assert told[0] == "run_id was 0123456789abcdef, is fedcba9876543210" and told[1] == "seed was 1, is 2"
-    assert told[2:] == [f"corpus was {'c' * 64}, is {'d' * 64}", "asked is not what it was"]
-    assert differences(FACTS, now, allowed={"run_id", "corpus", "asked"}) == ["seed was 1, is 2"]
-    assert differences(FACTS, FACTS) == [] and differences({}, now) == [], "a checkpoint of an earlier version says nothing"
+    assert told[2:] == [f"corpus was {'c' * 64}, is {'d' * 64}", "asked has changed"]
+    assert fingerprint_changes(FACTS, now, allowed={"run_id", "corpus", "asked"}) == ["seed was 1, is 2"]
+    assert fingerprint_changes(FACTS, FACTS) == [] and fingerprint_changes({}, now) == [], "a checkpoint of an earlier version says nothing"
 
 
-def test_another_machine_and_another_code_are_told_and_not_refused() -> None:
+def test_other_machine_and_code_are_reported_and_not_refused() -> None:
     before = {"numerics": {"torch": "2.11", "threads": "1"}, "code": {"own loop": "a.py, sources 1"}, "flags": {"--lr": "0.1"}}
     now = {"numerics": {"torch": "2.13", "threads": "1"}, "code": {"own loop": "a.py, sources 2"}, "flags": {"--lr": "0.2"}}
-    assert differences(before, now) == []
-    assert warnings(before, now) == ["torch was 2.11, is 2.13", "own loop was a.py, sources 1, is a.py, sources 2", "--lr was 0.1, is 0.2"]
+    assert fingerprint_changes(before, now) == []
+    assert tolerated_changes(before, now) == [
+        "torch was 2.11, is 2.13",
+        "own loop was a.py, sources 1, is a.py, sources 2",
+        "--lr was 0.1, is 0.2",
+    ]
 
 
-def test_every_value_that_decides_bits_is_a_fact_but_not_where_the_data_lies() -> None:
+def test_values_that_decide_bits_are_fingerprints_and_data_paths_are_not() -> None:
     one, other = (resolve(None, {"optim.learning_rate": rate, "data.dataset": place}) for rate, place in ((0.1, "a"), (0.2, "b")))
-    assert set(bits_as_text(one.run).items()) ^ set(bits_as_text(other.run).items()) == {
+    assert set(bit_deciding_values(one.run).items()) ^ set(bit_deciding_values(other.run).items()) == {
         ("optim.learning_rate", "0.1"),
         ("optim.learning_rate", "0.2"),
     }
@@ -62,8 +68,8 @@ def test_an_edited_or_damaged_run_json_is_refused(tmp_path: Path) -> None:
             assert "is damaged or was edited" in str(error)
 
 
-def test_a_lost_run_json_is_taken_from_the_newest_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    begun, store = resolve(None, {"seed": "3"}), Store(tmp_path / "checkpoints")
+def test_missing_run_json_is_rebuilt_from_the_newest_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    begun, store = resolve(None, {"seed": "3"}), CheckpointStore(tmp_path / "checkpoints")
     store.save(5, {"model.x": torch.zeros(1)}, {"run": to_json(resolve(None, {"seed": "2"}))})
     store.save(9, {"model.x": torch.ones(1)}, {"run": to_json(begun)})
     with caplog.at_level(logging.WARNING, "lockstep"):
@@ -76,7 +82,7 @@ def test_a_lost_run_json_is_taken_from_the_newest_checkpoint(tmp_path: Path, cap
     assert newest_facts(tmp_path / "checkpoints")[0] == 5, "a damaged one says nothing"  # type: ignore[index]
 
 
-def test_the_same_files_seen_from_another_folder_are_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_files_from_another_folder_are_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "texts").mkdir()
     words = {"data.kind": "files", "data.test": ""}
     monkeypatch.chdir(tmp_path)
@@ -100,11 +106,11 @@ def test_a_run_folder_has_one_id_and_a_damaged_one_is_refused(tmp_path: Path) ->
     assert make_run_id(tmp_path, "0123456789abcdef") == "0123456789abcdef", "a lost one is taken from the newest checkpoint"
 
 
-def test_shown_overrides_hold_from_the_checkpoint_that_resume_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_overrides_from_the_resumed_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = resolve(None, {})
     write_run(tmp_path, run)
     for step in (5, 9):
-        Store(tmp_path / "checkpoints").save(step, {"model.x": torch.zeros(1)}, {"run": to_json(run)})
+        CheckpointStore(tmp_path / "checkpoints").save(step, {"model.x": torch.zeros(1)}, {"run": to_json(run)})
     for resume, first in (("auto", 10), ("5", 6)):
         assert main(["train", "--out", str(tmp_path), "--show", "--resume", resume, "--override", "optim.learning_rate=1e-4"]) == 0
         assert capsys.readouterr().out.endswith(f"--override, from step {first} on\n")

@@ -16,10 +16,10 @@ from torch.optim.swa_utils import AveragedModel
 
 from lockstep.checkpoint.state_dict import digest
 from lockstep.checkpoint.stateful import differing_paths, pack, unpack
-from lockstep.checkpoint.store import Store
+from lockstep.checkpoint.store import CheckpointStore
 from lockstep.elastic.world import World
 from lockstep.errors import CheckpointError, LockstepError, UsageError
-from lockstep.training.checkpointer import Keeper
+from lockstep.training.checkpointer import Checkpointer
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "StepLR": lambda o: schedulers.StepLR(o, 2, 0.7),
@@ -45,7 +45,7 @@ class Run:
         self.scheduler = SCHEDULERS[scheduler](first)
         self.ema = AveragedModel(self.model, avg_fn=lambda old, new, _: 0.9 * old + 0.1 * new)
         state = {"scheduler": self.scheduler, "ema": self.ema, "scaler": torch.amp.GradScaler("cpu", enabled=False)}
-        self.keeper = Keeper(folder, alone(), self.model, self.optimizers, state=state, every_steps=3)
+        self.checkpointer = Checkpointer(folder, alone(), self.model, self.optimizers, state=state, every_steps=3)
 
     def train(self, steps: range) -> str:
         for step in steps:
@@ -56,9 +56,9 @@ class Run:
             loss = [1.0] if isinstance(self.scheduler, schedulers.ReduceLROnPlateau) else []
             self.scheduler.step(*loss)
             self.ema.update_parameters(self.model)
-            self.keeper.save_if_due(step + 1)
-        self.keeper.close()
-        return digest(self.keeper.capture())
+            self.checkpointer.save_if_due(step + 1)
+        self.checkpointer.close()
+        return digest(self.checkpointer.state_dict())
 
 
 def alone() -> World:
@@ -66,19 +66,19 @@ def alone() -> World:
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_a_resumed_run_has_the_learning_rates_and_bits_of_an_undisturbed_one(tmp_path: Path, scheduler: str) -> None:
+def test_resumed_run_has_the_learning_rates_and_bits_of_an_uninterrupted_one(tmp_path: Path, scheduler: str) -> None:
     undisturbed = Run(tmp_path / "undisturbed", scheduler)
     right = undisturbed.train(range(9))
     Run(tmp_path / "resumed", scheduler).train(range(4))
     again = Run(tmp_path / "resumed", scheduler)
-    step = again.keeper.resume()
+    step = again.checkpointer.resume()
     assert step == 3
     assert again.train(range(step, 9)) == right
     assert again.optimizers[0].param_groups[0]["lr"] == undisturbed.optimizers[0].param_groups[0]["lr"] != 0.1
-    assert digest(Store(tmp_path / "resumed").load(9).tensors) == right
+    assert digest(CheckpointStore(tmp_path / "resumed").load(9).tensors) == right
 
 
-def test_values_and_types_come_back_as_they_were() -> None:
+def test_values_and_types_are_restored_exactly() -> None:
     tree = {
         "numbers": [1, -0.0, math.inf, 2**80, 0.1, True, None, "text \ud800"],
         3: (1, (2.5,)),
@@ -111,19 +111,19 @@ class Odd:
         ({"odd": Odd({1, 2})}, "state.odd.inner.0 is a set, which a checkpoint cannot hold"),
         ({"odd": Odd(torch.eye(2).to_sparse())}, "cannot hold a tensor of torch.float32, torch.sparse_coo\n  state.odd.inner.0"),
         ({"odd": 0.5}, "state 'odd' is a float, which has no state_dict and load_state_dict"),
-        ({"a.b": Odd(1)}, "'a.b' is no name of a state"),
+        ({"a.b": Odd(1)}, "'a.b' is not a name for a state"),
         ({"second": torch.optim.SGD(nn.Linear(1, 1).parameters())}, "state 'second' is an optimizer"),
     ],
 )
-def test_state_that_cannot_be_saved_is_refused_at_construction(tmp_path: Path, state: dict[str, Any], what: str) -> None:
+def test_unsupported_state_is_refused_at_construction(tmp_path: Path, state: dict[str, Any], what: str) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(LockstepError, match=what):
-        Keeper(tmp_path, alone(), model, torch.optim.SGD(model.parameters()), state=state)
+        Checkpointer(tmp_path, alone(), model, torch.optim.SGD(model.parameters()), state=state)
 
 
-def keeper_of(folder: Path, optimizers: Callable[[nn.Module], Any], **state: Any) -> Keeper:
+def keeper_of(folder: Path, optimizers: Callable[[nn.Module], Any], **state: Any) -> Checkpointer:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    return Keeper(folder, alone(), model, optimizers(model), state=state)
+    return Checkpointer(folder, alone(), model, optimizers(model), state=state)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -133,44 +133,44 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("optimizers", "state", "what"),
     [
-        (sgd, {}, "in the checkpoint, but not in Keeper\\(state=...\\): state.odd"),
+        (sgd, {}, "in the checkpoint, but not in Checkpointer\\(state=...\\): state.odd"),
         (sgd, {"odd": Odd(1), "more": Odd(2)}, "missing in the checkpoint: state.more"),
         (lambda m: torch.optim.AdamW(m.parameters()), {"odd": Odd(1)}, "the checkpoint's optimizers are SGD, this run's AdamW"),
         (lambda m: [torch.optim.SGD(one.parameters()) for one in m], {"odd": Odd(1)}, "optimizers are SGD, this run's SGD, SGD"),
         (lambda m: torch.optim.SGD([{"params": one.parameters()} for one in m]), {"odd": Odd(1)}, "hold other parameters"),
-        (sgd, {"odd": Odd(2)}, "state.odd \\(Odd\\) is not what was saved after load_state_dict: state.odd.inner.0"),
+        (sgd, {"odd": Odd(2)}, "state.odd \\(Odd\\) differs from the saved state after load_state_dict: state.odd.inner.0"),
     ],
 )
-def test_a_checkpoint_of_other_state_or_optimizers_is_refused_by_name(
+def test_checkpoint_of_other_state_or_optimizers_is_refused_by_name(
     tmp_path: Path, optimizers: Callable[[nn.Module], Any], state: dict[str, Any], what: str
 ) -> None:
-    with keeper_of(tmp_path, sgd, odd=Odd(1)) as keeper:
-        keeper.save(1)
+    with keeper_of(tmp_path, sgd, odd=Odd(1)) as checkpointer:
+        checkpointer.save(1)
     with pytest.raises(CheckpointError, match=what):
         keeper_of(tmp_path, optimizers, **state).resume()
 
 
-def test_a_checkpoint_without_parameter_groups_is_refused(tmp_path: Path) -> None:
-    keeper = keeper_of(tmp_path, sgd)
-    keeper.store.save(1, {name: one for name, one in keeper.capture().items() if name.startswith(("model.", "optim."))}, {})
+def test_checkpoint_without_parameter_groups_is_refused(tmp_path: Path) -> None:
+    checkpointer = keeper_of(tmp_path, sgd)
+    checkpointer.store.save(1, {name: one for name, one in checkpointer.state_dict().items() if name.startswith(("model.", "optim."))}, {})
     with pytest.raises(CheckpointError, match="missing in the checkpoint: groups"):
-        keeper.resume()
+        checkpointer.resume()
 
 
-def test_parameters_in_two_optimizers_and_what_is_no_optimizer_are_refused(tmp_path: Path) -> None:
+def test_shared_parameters_and_non_optimizers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"several optimizers hold the same parameters: 0\.weight"):
         keeper_of(tmp_path, lambda m: [sgd(m), sgd(m)])
     with pytest.raises(UsageError, match="not an optimizer of torch: StepLR"):
         keeper_of(tmp_path, lambda m: [schedulers.StepLR(sgd(m), 1)])
 
 
-def test_a_learning_rate_in_a_tensor_is_restored_in_place(tmp_path: Path) -> None:
+def test_learning_rate_tensor_is_restored_in_place(tmp_path: Path) -> None:
     def adamw(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5))
 
-    with keeper_of(tmp_path, adamw) as keeper:
-        keeper.optimizers[0].param_groups[0]["lr"].fill_(0.25)
-        keeper.save(1)
+    with keeper_of(tmp_path, adamw) as checkpointer:
+        checkpointer.optimizers[0].param_groups[0]["lr"].fill_(0.25)
+        checkpointer.save(1)
     again = keeper_of(tmp_path, adamw)
     rate: Tensor = again.optimizers[0].param_groups[0]["lr"]
     again.resume()

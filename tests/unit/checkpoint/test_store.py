@@ -1,4 +1,4 @@
-"""Checkpoints on paper: which to resume, which to delete, bytes in files, folders that are and are not checkpoints. No torch."""
+"""Resume and retention decisions, file contents, states of checkpoint folders. No torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints import save
 
-from lockstep.checkpoint import commands, commit
-from lockstep.checkpoint import folder as seal
-from lockstep.checkpoint import safetensors_io as tensorfile
-from lockstep.checkpoint.policy import choose, expendable
-from lockstep.checkpoint.safetensors_io import Spec
+from lockstep.checkpoint import commands, commit, safetensors_io
+from lockstep.checkpoint.folder import committed_steps, lock_marker, pinned, retire, sweep, unlock_marker
+from lockstep.checkpoint.policy import choose_resume_step, steps_to_delete
+from lockstep.checkpoint.safetensors_io import TensorSpec
 from lockstep.errors import CheckpointError, UsageError
 
 
@@ -35,19 +34,19 @@ from lockstep.errors import CheckpointError, UsageError
         ("00000200", [200], 200),
     ],
 )
-def test_resume_chooses_a_step_and_says_why(resume: str, steps: list[int], expected: int | None) -> None:
-    step, reason = choose(resume, steps)
+def test_resume_chooses_a_step_with_a_reason(resume: str, steps: list[int], expected: int | None) -> None:
+    step, reason = choose_resume_step(resume, steps)
     assert step == expected
     assert (str(expected) if expected is not None else "step 0") in reason
 
 
-def test_what_cannot_be_resumed_says_what_there_is() -> None:
+def test_errors_list_the_available_checkpoints() -> None:
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 150\n.*checkpoints: 100, 200"):
-        choose("150", [100, 200])
+        choose_resume_step("150", [100, 200])
     with pytest.raises(CheckpointError, match="no checkpoint to resume from"):
-        choose("required", [])
+        choose_resume_step("required", [])
     with pytest.raises(UsageError, match="'newest' is neither a step nor"):
-        choose("newest", [100])
+        choose_resume_step("newest", [100])
 
 
 @pytest.mark.parametrize(
@@ -64,68 +63,68 @@ def test_what_cannot_be_resumed_says_what_there_is() -> None:
 def test_retention_keeps_the_newest_the_protected_and_the_last_good(
     steps: list[int], keep: int, protect: list[int], good: int | None, gone: list[int]
 ) -> None:
-    assert expendable(steps, keep=keep, protect=protect, good=good) == gone
+    assert steps_to_delete(steps, keep=keep, protect=protect, good=good) == gone
 
 
-ITEMS = st.sampled_from(sorted(tensorfile.ITEM_BYTES))
+ITEMS = st.sampled_from(sorted(safetensors_io.ITEM_BYTES))
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 TENSORS = st.dictionaries(st.text(min_size=1, max_size=8), st.tuples(ITEMS, SHAPES), max_size=8)
 
 
 @settings(max_examples=60, deadline=None)
 @given(TENSORS, st.integers(1, 200), st.randoms(use_true_random=False))
-def test_tensors_come_back_from_files_of_any_size_with_one_digest(
+def test_tensors_are_restored_from_files_of_any_size_with_one_digest(
     tensors: dict[str, tuple[str, tuple[int, ...]]], file_bytes: int, random: object
 ) -> None:
-    specs = [Spec(name, dtype, shape) for name, (dtype, shape) in tensors.items()]
+    specs = [TensorSpec(name, dtype, shape) for name, (dtype, shape) in tensors.items()]
     data = {spec.name: memoryview(os.urandom(spec.bytes)) for spec in specs}
     found = {}
-    for part in tensorfile.split(specs, file_bytes):
+    for part in safetensors_io.split_into_files(specs, file_bytes):
         assert sum(spec.bytes for spec in part) <= file_bytes or len([spec for spec in part if spec.bytes]) == 1
-        content = memoryview(b"".join(bytes(chunk) for chunk in tensorfile.chunks(part, data.__getitem__, {"a": "b"})))
-        for spec, view in tensorfile.tensors_in(content):
+        content = memoryview(b"".join(bytes(chunk) for chunk in safetensors_io.file_chunks(part, data.__getitem__, {"a": "b"})))
+        for spec, view in safetensors_io.parse_tensors(content):
             start = content.nbytes - sum(s.bytes for s in part)
             assert start % 8 == 0
             found[spec.name] = (spec, view)
     assert {name: (spec, bytes(view)) for name, (spec, view) in found.items()} == {s.name: (s, bytes(data[s.name])) for s in specs}
-    before = tensorfile.digest({s.name: tensorfile.fingerprint(s, data[s.name]) for s in specs})
-    assert before == tensorfile.digest({name: tensorfile.fingerprint(*pair) for name, pair in found.items()})
+    before = safetensors_io.digest_of_fingerprints({s.name: safetensors_io.tensor_fingerprint(s, data[s.name]) for s in specs})
+    assert before == safetensors_io.digest_of_fingerprints({name: safetensors_io.tensor_fingerprint(*pair) for name, pair in found.items()})
 
 
-def test_the_digest_is_the_same_in_every_version() -> None:
-    lines = {n: tensorfile.fingerprint(Spec(n, "F32", (2,)), memoryview(n.encode() * 8)) for n in ("b", "a")}
+def test_digest_is_stable_across_versions() -> None:
+    lines = {n: safetensors_io.tensor_fingerprint(TensorSpec(n, "F32", (2,)), memoryview(n.encode() * 8)) for n in ("b", "a")}
     assert lines["a"] == '["a", "F32", [2], "1f3ce40415a2081fa3eee75fc39fff8e56c22270d1a978a7249b592dcebd20b4"]'
-    assert tensorfile.digest(lines) == "1b8677a8152cd4ca50a695290fd9711bb5d5dfbe4a49a44206f314d7de2c3360"
+    assert safetensors_io.digest_of_fingerprints(lines) == "1b8677a8152cd4ca50a695290fd9711bb5d5dfbe4a49a44206f314d7de2c3360"
 
 
-def test_a_folder_counts_only_with_its_marker(tmp_path: Path) -> None:
+def test_folder_without_marker_is_not_a_checkpoint(tmp_path: Path) -> None:
     for step in (1, 20, 123_456_789):
         save(tmp_path, step)
     (save(tmp_path, 30) / "COMMITTED").unlink()
     (tmp_path / "step-5").mkdir()
     (tmp_path / "step-00000006").write_text("a file")
     save(tmp_path, 40).rename(tmp_path / "step-00000040.damaged")
-    assert seal.committed_steps(tmp_path) == [1, 20, 123_456_789]
-    assert seal.committed_steps(tmp_path / "missing") == []
+    assert committed_steps(tmp_path) == [1, 20, 123_456_789]
+    assert committed_steps(tmp_path / "missing") == []
 
 
-def test_a_checkpoint_under_the_name_of_another_step_is_damaged(tmp_path: Path) -> None:
+def test_checkpoint_renamed_to_another_step_is_damaged(tmp_path: Path) -> None:
     save(tmp_path, 10).rename(tmp_path / "step-00000011")
     ok, lines = commands.verify(tmp_path)
-    assert not ok and "do not fit together" in lines[0]
+    assert not ok and "do not match: one of them was changed" in lines[0]
 
 
-def test_a_later_format_is_no_damage(tmp_path: Path) -> None:
+def test_later_format_is_not_damage(tmp_path: Path) -> None:
     path = save(tmp_path, 10)
     value = json.loads((path / "manifest.json").read_bytes())
     manifest = json.dumps(value | {"format": 2}).encode()
     (path / "manifest.json").write_bytes(manifest)
-    (path / "COMMITTED").write_bytes(commit.seal_content(10, manifest))
+    (path / "COMMITTED").write_bytes(commit.marker_content(10, manifest))
     with pytest.raises(CheckpointError, match=r"has format 2, this version reads format 1[\s\S]*newer version of lockstep"):
         commands.verify(tmp_path)
 
 
-def test_the_commands_take_the_run_folder_or_its_checkpoints(tmp_path: Path) -> None:
+def test_commands_accept_the_run_folder_or_its_checkpoints(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     save(folder, 100)
     save(folder, 200, ["tensors-00000.safetensors", "tensors-00001.safetensors"])
@@ -141,13 +140,13 @@ def test_the_commands_take_the_run_folder_or_its_checkpoints(tmp_path: Path) -> 
         False,
         [
             "step 100 is whole",
-            "step 200 is damaged: notes.txt does not belong here: the manifest does not name it",
+            "step 200 is damaged: notes.txt does not belong here: the manifest does not list it",
             "not a checkpoint: .step-00000300.0123456789abcdef",
         ],
     )
 
 
-def test_a_folder_without_checkpoints_is_not_called_whole(tmp_path: Path) -> None:
+def test_folder_without_checkpoints_is_not_whole(tmp_path: Path) -> None:
     assert commands.verify(tmp_path) == (False, [f"there is no committed checkpoint in {tmp_path}"])
     assert "no committed checkpoint" in commands.list_table(tmp_path)
     for call in (lambda: commands.digest_line(tmp_path), lambda: commands.verify(tmp_path / "missing")):
@@ -158,17 +157,17 @@ def test_a_folder_without_checkpoints_is_not_called_whole(tmp_path: Path) -> Non
         commands.digest_line(tmp_path, 7)
 
 
-def test_export_writes_the_models_tensors_alone(tmp_path: Path) -> None:
+def test_export_writes_only_the_tensors_of_the_model(tmp_path: Path) -> None:
     with commit.Attempt(tmp_path, 3) as attempt:
-        specs = [Spec("model.w", "F32", (4,)), Spec("optim.w.exp_avg", "F32", (4,)), Spec("model.b", "BF16", (2, 3))]
+        specs = [TensorSpec("model.w", "F32", (4,)), TensorSpec("optim.w.exp_avg", "F32", (4,)), TensorSpec("model.b", "BF16", (2, 3))]
         attempt.put(
             "tensors-00000.safetensors",
-            tensorfile.chunks(specs, lambda name: memoryview(name[-1:].encode() * 16)[: 12 if name[-1] == "b" else 16]),
+            safetensors_io.file_chunks(specs, lambda name: memoryview(name[-1:].encode() * 16)[: 12 if name[-1] == "b" else 16]),
         )
         attempt.commit()
     line = commands.export(tmp_path, None, tmp_path / "out.safetensors")
     assert "step 3: 2 tensors" in line
-    found = {spec.name: (spec, data) for spec, data in tensorfile.tensors_in(tensorfile.mapped(tmp_path / "out.safetensors"))}
+    found = {spec.name: (spec, data) for spec, data in safetensors_io.parse_tensors(safetensors_io.map_file(tmp_path / "out.safetensors"))}
     assert {name: (spec.dtype, spec.shape, bytes(data)) for name, (spec, data) in found.items()} == {
         "w": ("F32", (4,), b"w" * 16),
         "b": ("BF16", (2, 3), b"b" * 12),
@@ -177,7 +176,7 @@ def test_export_writes_the_models_tensors_alone(tmp_path: Path) -> None:
         commands.export(tmp_path, None, tmp_path / "missing" / "out.safetensors")
 
 
-def test_the_commands_do_without_torch(tmp_path: Path) -> None:
+def test_commands_do_not_import_torch(tmp_path: Path) -> None:
     save(tmp_path, 5)
     code = (
         "import sys; from pathlib import Path; from lockstep.checkpoint import commands as c; p = Path(sys.argv[1])\n"
@@ -186,11 +185,11 @@ def test_the_commands_do_without_torch(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
 
 
-def test_a_sweep_takes_what_is_proved_dead_and_nothing_else(tmp_path: Path) -> None:
+def test_sweep_removes_only_abandoned_folders(tmp_path: Path) -> None:
     living = commit.Attempt(tmp_path, 1)
     dead = commit.Attempt(tmp_path, 2)
     dead.put("facts.json", [b"{}"])
-    seal.release(dead.seal)  # as the kernel does when a process dies
+    unlock_marker(dead.marker)  # as the kernel does when a process dies
     newborn = tmp_path / ".step-00000003.0123456789abcdef"
     newborn.mkdir()
     retired = save(tmp_path, 4)
@@ -202,24 +201,24 @@ def test_a_sweep_takes_what_is_proved_dead_and_nothing_else(tmp_path: Path) -> N
     foreign = tmp_path / ".step-7.mine"
     foreign.mkdir()
     kept = {living.path, sealless, foreign, save(tmp_path, 8)}
-    seal.sweep(tmp_path)
+    sweep(tmp_path)
     assert set(tmp_path.iterdir()) == kept
     with living as attempt:
         assert attempt.commit()
-    assert seal.committed_steps(tmp_path) == [1, 8]
+    assert committed_steps(tmp_path) == [1, 8]
 
 
-def test_a_sweep_leaves_files_that_are_not_ours(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_sweep_keeps_foreign_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = save(tmp_path, 4)
     (path / "COMMITTED").rename(path / "REMOVING")
     (path / "thesis.tex").write_text("mine")
     for _ in range(2):
-        seal.sweep(tmp_path)
+        sweep(tmp_path)
         assert sorted(os.listdir(path)) == ["REMOVING", "thesis.tex"]
     assert "thesis.tex" in caplog.text
 
 
-def test_what_lies_at_the_place_of_a_checkpoint_is_set_aside_unless_it_is_provably_unfinished(tmp_path: Path) -> None:
+def test_other_things_at_the_name_of_a_checkpoint_are_set_aside(tmp_path: Path) -> None:
     unmarked = save(tmp_path, 4)
     (unmarked / "COMMITTED").unlink()
     save(tmp_path, 4)
@@ -233,13 +232,13 @@ def test_what_lies_at_the_place_of_a_checkpoint_is_set_aside_unless_it_is_provab
     (leftover / "COMMITTED").rename(leftover / "WRITING")
     for step in (5, 6, 7):
         save(tmp_path, step)
-    assert seal.committed_steps(tmp_path) == [4, 5, 6, 7]
+    assert committed_steps(tmp_path) == [4, 5, 6, 7]
     assert commands.verify(tmp_path)[0]
     assert (elsewhere / "WRITING").exists()
     assert sorted(p.name for p in tmp_path.glob("*.unmarked")) == [f"step-0000000{n}.unmarked" for n in (4, 5, 6)]
 
 
-def test_of_two_committers_of_one_step_exactly_one_wins(tmp_path: Path) -> None:
+def test_exactly_one_of_two_commits_of_a_step_wins(tmp_path: Path) -> None:
     with commit.Attempt(tmp_path, 9) as first, commit.Attempt(tmp_path, 9) as second:
         first.put("facts.json", [b"1"])
         second.put("facts.json", [b"2"])
@@ -252,16 +251,16 @@ def test_of_two_committers_of_one_step_exactly_one_wins(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/locks").exists(), reason="needs /proc/locks to see who waits")
 @pytest.mark.parametrize("saved_anew", [True, False])
-def test_a_reader_that_waited_through_a_deletion_reads_what_is_there_then(tmp_path: Path, saved_anew: bool) -> None:
+def test_reader_that_waited_for_a_deletion_reads_the_current_checkpoint(tmp_path: Path, saved_anew: bool) -> None:
     path = save(tmp_path, 9)
-    held = seal.lock_seal(path / "COMMITTED", fcntl.LOCK_EX)  # as retention has it
+    held = lock_marker(path / "COMMITTED", fcntl.LOCK_EX)  # as retention has it
     assert held is not None
     inode = os.fstat(held).st_ino
     found = []
 
     def read() -> None:
-        with seal.pinned(tmp_path, 9) as pinned:
-            found.append((pinned, seal.lock_seal(path / "COMMITTED", fcntl.LOCK_EX | fcntl.LOCK_NB)))
+        with pinned(tmp_path, 9) as checkpoint:
+            found.append((checkpoint, lock_marker(path / "COMMITTED", fcntl.LOCK_EX | fcntl.LOCK_NB)))
 
     reader = threading.Thread(target=read)
     reader.start()
@@ -272,15 +271,15 @@ def test_a_reader_that_waited_through_a_deletion_reads_what_is_there_then(tmp_pa
     path.rename(tmp_path / "on its way out")
     if saved_anew:
         save(tmp_path, 9)
-    seal.release(held)
+    unlock_marker(held)
     reader.join()
     assert found == [(path if saved_anew else None, None)]  # pinned: nobody else gets the lock
 
 
-def test_a_linked_checkpoint_is_read_but_never_deleted(tmp_path: Path) -> None:
+def test_linked_checkpoint_is_read_but_not_deleted(tmp_path: Path) -> None:
     save(tmp_path / "a", 9)
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "step-00000009").symlink_to(tmp_path / "a" / "step-00000009")
     assert commands.verify(tmp_path / "b")[0]
-    assert not seal.retire(tmp_path / "b", 9)
+    assert not retire(tmp_path / "b", 9)
     assert commands.verify(tmp_path / "a")[0]

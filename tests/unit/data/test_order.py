@@ -1,4 +1,4 @@
-"""The order: a pure function of (seed, step), every sample exactly once an epoch, seeking costs nothing."""
+"""Data order: a pure function of (seed, step), every sample exactly once per epoch, constant-time seek."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.order import BucketOrder, Shape, UniformOrder, choose_lengths, choose_shapes, permute
+from lockstep.data.order import BucketOrder, BucketShape, UniformOrder, choose_bucket_lengths, choose_bucket_shapes, permute
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
@@ -19,19 +19,19 @@ def test_permute_is_a_permutation(size: int, key: int) -> None:
     assert sorted(permute(np.arange(size), size, key)) == list(range(size))
 
 
-def test_permutations_of_three_are_all_found_equally_often() -> None:
+def test_permutations_of_three_are_uniform() -> None:
     seen = Counter(tuple(permute(np.arange(3), 3, key)) for key in range(3000))
     assert len(seen) == 6 and min(seen.values()) > 400 and max(seen.values()) < 600
 
 
-def test_each_position_lands_everywhere_equally_often() -> None:
+def test_images_of_each_position_are_uniform() -> None:
     landed = np.bincount([int(permute(np.array([7]), 10, key)[0]) for key in range(5000)], minlength=10)
     chi_square = float(((landed - 500) ** 2 / 500).sum())
     assert chi_square < 30  # 9 degrees of freedom: exceeded once in 2,000 fair draws, and the draw is fixed
 
 
-def test_the_order_is_these_ids_forever() -> None:
-    """A change here would silently reorder every run that is resumed."""
+def test_the_order_never_changes() -> None:
+    """A change would silently reorder every resumed run."""
     assert permute(np.arange(8), 8, 1).tolist() == FIRST_EIGHT
     assert UniformOrder(1000, 8, 4, seed=3).ids(5, 2).tolist() == UNIFORM
 
@@ -42,7 +42,7 @@ UNIFORM = [55, 719]
 
 @given(st.integers(1, 50), st.integers(1, 4), st.integers(1, 5), st.integers(0, 9))
 @settings(max_examples=60, deadline=None)
-def test_uniform_order_shows_every_sample_once_an_epoch(samples: int, k: int, rows: int, seed: int) -> None:
+def test_uniform_order_has_every_sample_once_per_epoch(samples: int, k: int, rows: int, seed: int) -> None:
     order = UniformOrder(samples, k * rows, k, seed)
     row = np.concatenate([order.ids(step, i) for step in range(-(-2 * samples // (k * rows))) for i in range(k)])
     assert sorted(row[:samples]) == sorted(row[samples : 2 * samples]) == list(range(samples))
@@ -50,11 +50,11 @@ def test_uniform_order_shows_every_sample_once_an_epoch(samples: int, k: int, ro
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=200), st.integers(1, 5), st.integers(1, 9), st.integers(0, 9))
 @settings(max_examples=60, deadline=None)
-def test_bucket_order_shows_every_sample_once_an_epoch_within_the_budget(lengths: list[int], shapes: int, k: int, seed: int) -> None:
+def test_bucket_order_has_every_sample_once_per_epoch_within_the_budget(lengths: list[int], shapes: int, k: int, seed: int) -> None:
     array = np.array(lengths, dtype=np.int32)
-    found, _ = choose_shapes(array, tokens=64, shapes=shapes)
+    found, _ = choose_bucket_shapes(array, tokens=64, shapes=shapes)
     order = BucketOrder(array, found, micro_batches=k, seed=seed)
-    epoch = order.micro_batches_an_epoch
+    epoch = order.micro_batches_per_epoch
     for first in (0, epoch):
         ids = [order.ids(*divmod(g, k)) for g in range(first, first + epoch)]
         assert sorted(np.concatenate(ids)) == list(range(len(lengths)))
@@ -63,19 +63,19 @@ def test_bucket_order_shows_every_sample_once_an_epoch_within_the_budget(lengths
             assert len(some) <= shape.rows and array[some].max() <= shape.length and shape.rows * shape.length <= 64
 
 
-def test_more_than_256_shapes_keep_every_sample_in_a_bucket_that_holds_it() -> None:
+def test_more_than_256_shapes_keep_every_sample_in_a_bucket_it_fits() -> None:
     lengths = np.repeat(np.arange(1, 301, dtype=np.int32), 2)
-    shapes, _ = choose_shapes(lengths, tokens=600, shapes=300)
+    shapes, _ = choose_bucket_shapes(lengths, tokens=600, shapes=300)
     order = BucketOrder(lengths, shapes, micro_batches=4, seed=1)
     assert len(shapes) == 300
-    for g in range(order.micro_batches_an_epoch):
+    for g in range(order.micro_batches_per_epoch):
         step, k = divmod(g, 4)
         assert lengths[order.ids(step, k)].max() <= order.shape(step, k).length
 
 
 def test_epochs_differ_and_seeds_differ() -> None:
     lengths = np.full(100, 8, dtype=np.int32)
-    orders = [BucketOrder(lengths, [Shape(10, 8)], micro_batches=10, seed=seed) for seed in (1, 2)]
+    orders = [BucketOrder(lengths, [BucketShape(10, 8)], micro_batches=10, seed=seed) for seed in (1, 2)]
     rows = [np.concatenate([o.ids(s, k) for k in range(10)]).tolist() for o in orders for s in (0, 1)]
     assert len({tuple(row) for row in rows}) == 4
 
@@ -91,19 +91,19 @@ def test_choose_lengths_is_optimal() -> None:
 
     for shapes in range(1, 5):
         least = min(cells((*some, 8)) for size in range(shapes) for some in combinations(present[:-1], size))
-        assert cells(tuple(choose_lengths(histogram, shapes))) == least
+        assert cells(tuple(choose_bucket_lengths(histogram, shapes))) == least
 
 
 def test_seek_to_step_1_000_000_of_10_million_samples_in_5_seconds() -> None:
     lengths = (np.arange(10_000_000) * 7919 % 120 + 4).astype(np.int32)
     begin = time.process_time()
-    shapes, _ = choose_shapes(lengths, tokens=4096, shapes=6)
+    shapes, _ = choose_bucket_shapes(lengths, tokens=4096, shapes=6)
     order = BucketOrder(lengths, shapes, micro_batches=8, seed=1)
     ids = order.ids(1_000_000, 3)
-    assert len(ids) and time.process_time() - begin < 5  # the promise of docs/order.md, in CPU time: the machine may be busy
+    assert len(ids) and time.process_time() - begin < 5  # the promise of docs/data-order.md, in CPU time: the machine may be busy
 
 
 @pytest.mark.parametrize("batch", [7, 9])
-def test_a_batch_that_cannot_be_cut_evenly_is_refused(batch: int) -> None:
-    with pytest.raises(ValueError, match=f"batch={batch}"):
+def test_a_batch_that_cannot_be_split_evenly_is_refused(batch: int) -> None:
+    with pytest.raises(ValueError, match=f"batch_size={batch}"):
         UniformOrder(100, batch, 4)

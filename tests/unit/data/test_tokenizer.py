@@ -1,4 +1,4 @@
-"""Text to ids and back; the same vocabulary in every process."""
+"""Tokenizers: encoding and decoding; the same vocabulary in every process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.data.pairs import cldr
-from lockstep.data.tokenizer import BEGIN, END, LONGEST_WORD, PAD, SPECIALS, UNKNOWN, WORDS_OF_DOCUMENTS, Tokenizer, with_short_words
+from lockstep.data.tokenizer import BEGIN, END, MAX_WORD, PAD, SPECIALS, UNKNOWN, WORDS_OF_DOCUMENTS, Tokenizer, truncate_words
 from lockstep.errors import DataError
 
 ALL = "[PAD] [BEGIN] [END] [UNKNOWN]"
@@ -24,14 +24,14 @@ TRAIN_ELSEWHERE = """
 import sys
 from lockstep.data.pairs import cldr
 from lockstep.data.tokenizer import Tokenizer
-made = cldr.pairs("en", "it", limit=3000, held_out=50)
+made = cldr.generate_pairs("en", "it", limit=3000, held_out=50)
 texts = [side for pair in made.train for side in pair]
-print(Tokenizer.train(iter(texts), kind=sys.argv[1], vocabulary=2000, min_frequency=2, lowercase=False).fingerprint)
+print(Tokenizer.train(iter(texts), kind=sys.argv[1], vocab_size=2000, min_frequency=2, lowercase=False).fingerprint)
 """
 
 
 def train(kind: str = "bpe", texts: list[str] = TEXTS, vocabulary: int = 400, lowercase: bool = False) -> Tokenizer:
-    return Tokenizer.train(texts, kind=kind, vocabulary=vocabulary, min_frequency=1, lowercase=lowercase)  # type: ignore[arg-type]
+    return Tokenizer.train(texts, kind=kind, vocab_size=vocabulary, min_frequency=1, lowercase=lowercase)  # type: ignore[arg-type]
 
 
 BPE = train()
@@ -45,20 +45,20 @@ def test_special_tokens_have_the_first_four_ids() -> None:
 
 @given(st.text())
 @settings(deadline=None, max_examples=300)
-def test_bpe_gives_every_text_back_unchanged(text: str) -> None:
+def test_bpe_restores_every_text(text: str) -> None:
     assert BPE.decode(BPE.encode([text])) == [text]
 
 
 @given(st.lists(st.sampled_from([*SPECIALS, " ", "a", "", "[", "PAD", "]"])))
 @settings(deadline=None, max_examples=200)
-def test_special_tokens_written_by_a_user_are_only_text(pieces: list[str]) -> None:
+def test_special_tokens_in_a_text_are_ordinary_text(pieces: list[str]) -> None:
     text = "".join(pieces)
     (ids,) = BPE.encode([text])
     assert not {PAD, BEGIN, END, UNKNOWN} & set(ids)
     assert BPE.decode([ids]) == [text]
 
 
-def test_special_tokens_are_only_text_after_loading_and_for_words_too(tmp_path: Path) -> None:
+def test_special_tokens_in_a_text_are_ordinary_text_after_loading(tmp_path: Path) -> None:
     for kind in ("bpe", "word"):
         train(kind).save(tmp_path / "tokenizer.json")
         (ids,) = Tokenizer.load(tmp_path / "tokenizer.json").encode([ALL])
@@ -66,13 +66,13 @@ def test_special_tokens_are_only_text_after_loading_and_for_words_too(tmp_path: 
         assert not {PAD, BEGIN, END, UNKNOWN} & set(ids)
 
 
-def test_digits_are_tokens_of_their_own_and_a_word_is_one_token_wherever_it_stands() -> None:
+def test_digits_are_single_tokens_and_a_word_has_the_same_token_everywhere() -> None:
     often = train(texts=["July 2024 July", "2024 2024 2024 12 12"] * 50)
     tokens = [often._inner.id_to_token(i) for i in often.encode(["July 2024 July"])[0]]
     assert tokens == ["ĠJuly", "Ġ2", "0", "2", "4", "ĠJuly"]
 
 
-def test_decoding_leaves_special_ids_out_but_shows_what_is_unknown() -> None:
+def test_decoding_drops_special_ids_except_unknown() -> None:
     word = train("word", ["the cat sat"])
     (ids,) = word.encode(["the dog sat"])
     assert ids.count(UNKNOWN) == 1
@@ -87,34 +87,34 @@ def test_lower_case_is_part_of_the_tokenizer(tmp_path: Path) -> None:
     assert lower.fingerprint != BPE.fingerprint
 
 
-def test_a_saved_tokenizer_is_the_same_and_is_read_by_the_library_itself(tmp_path: Path) -> None:
+def test_a_saved_tokenizer_is_equal_and_readable_by_the_library(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     BPE.save(path)
     loaded = Tokenizer.load(path)
-    assert (loaded.fingerprint, loaded.size, loaded.encode(TEXTS)) == (BPE.fingerprint, BPE.size, BPE.encode(TEXTS))
+    assert (loaded.fingerprint, loaded.vocab_size, loaded.encode(TEXTS)) == (BPE.fingerprint, BPE.vocab_size, BPE.encode(TEXTS))
     assert set(json.loads(path.read_text())["model"]["vocab"]) >= set(SPECIALS)
 
 
 @pytest.mark.parametrize("kind", ["bpe", "word"])
-def test_trained_alike_in_any_order_thread_count_and_process(kind: str) -> None:
-    made = cldr.pairs("en", "it", limit=3000, held_out=50)
+def test_training_does_not_depend_on_order_threads_or_process(kind: str) -> None:
+    made = cldr.generate_pairs("en", "it", limit=3000, held_out=50)
     texts = [side for pair in made.train for side in pair]
-    here = Tokenizer.train(texts, kind=kind, vocabulary=2000, min_frequency=2, lowercase=False).fingerprint  # type: ignore[arg-type]
+    here = Tokenizer.train(texts, kind=kind, vocab_size=2000, min_frequency=2, lowercase=False).fingerprint  # type: ignore[arg-type]
     random.Random(0).shuffle(texts)
-    assert Tokenizer.train(texts, kind=kind, vocabulary=2000, min_frequency=2, lowercase=False).fingerprint == here  # type: ignore[arg-type]
+    assert Tokenizer.train(texts, kind=kind, vocab_size=2000, min_frequency=2, lowercase=False).fingerprint == here  # type: ignore[arg-type]
     for threads, seed, parallel in (("1", "1", "true"), ("3", "2", "true"), ("2", "3", "false")):
         env = {**os.environ, "RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": seed, "TOKENIZERS_PARALLELISM": parallel}
         command = [sys.executable, "-c", TRAIN_ELSEWHERE, kind]
         assert subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.strip() == here
 
 
-def test_the_fingerprint_changes_with_what_is_learned() -> None:
+def test_the_fingerprint_depends_on_the_vocabulary() -> None:
     assert len({BPE.fingerprint, train("word").fingerprint, train(vocabulary=300).fingerprint, train(texts=TEXTS[:4]).fingerprint}) == 4
 
 
-def test_vocabulary_is_kept_to_its_size() -> None:
-    assert train(vocabulary=300).size == 300
-    assert train("word", vocabulary=8).size == 8
+def test_the_vocabulary_has_the_configured_size() -> None:
+    assert train(vocabulary=300).vocab_size == 300
+    assert train("word", vocabulary=8).vocab_size == 8
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"model": 1}', "\0\1"])
@@ -126,7 +126,7 @@ def test_a_damaged_tokenizer_is_a_data_error(tmp_path: Path, content: str) -> No
     assert str(path) in str(error.value)
 
 
-def test_a_missing_or_foreign_tokenizer_is_a_data_error(tmp_path: Path) -> None:
+def test_a_missing_or_incompatible_tokenizer_is_a_data_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is no tokenizer"):
         Tokenizer.load(tmp_path / "tokenizer.json")
     BPE.save(tmp_path / "tokenizer.json")
@@ -137,10 +137,10 @@ def test_a_missing_or_foreign_tokenizer_is_a_data_error(tmp_path: Path) -> None:
 
 
 def test_a_very_long_word_does_not_slow_the_training_of_a_tokenizer() -> None:
-    """Merges learned from the whole of these take minutes."""
+    """Without truncation, learning the merges of these words takes minutes."""
     words = "".join(random.Random(1).choices("abcdefghij", k=1_000_000))
     texts = ["some text here\n" * 50, words, " " * 300_000, "short " * 10]
-    found = Tokenizer.train_on_documents(texts, vocabulary=2000, min_frequency=2)
+    found = Tokenizer.train_on_documents(texts, vocab_size=2000, min_frequency=2)
     assert found.decode(found.encode([words[:2000]])) == [words[:2000]]
-    texts = ["some text here\n" * 50, "x" * LONGEST_WORD, "=" * LONGEST_WORD + "\n" * LONGEST_WORD]
-    assert list(with_short_words(texts, WORDS_OF_DOCUMENTS)) == texts
+    texts = ["some text here\n" * 50, "x" * MAX_WORD, "=" * MAX_WORD + "\n" * MAX_WORD]
+    assert list(truncate_words(texts, WORDS_OF_DOCUMENTS)) == texts

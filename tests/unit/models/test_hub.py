@@ -13,17 +13,16 @@ import tokenizers
 import torch
 
 from lockstep.cli.main import main
-from lockstep.config.schema import resolve
+from lockstep.config.resolve import resolve
 from lockstep.data.text.chat_tokenizer import ChatTokenizer
 from lockstep.data.tokenizer import Tokenizer
 from lockstep.errors import CheckpointError, DataError, LockstepError, UsageError
-from lockstep.models import hub
-from lockstep.models import llama_io as pretrained
-from lockstep.models.initial_weights import Beginning
-from lockstep.models.llama import Llama, Scaling, Shape, build
+from lockstep.models import hub, llama_io
+from lockstep.models.initial_weights import InitialWeights
+from lockstep.models.llama import Llama, LlamaConfig, RopeScaling, build_llama
 
 CPU = torch.device("cpu")
-SHAPE = Shape(300, 16, 2, 2, 1, 8, 24, context=64, rope_scaling=Scaling(4.0, 1.0, 4.0, 32))
+CONFIG = LlamaConfig(300, 16, 2, 2, 1, 8, 24, max_seq_len=64, rope_scaling=RopeScaling(4.0, 1.0, 4.0, 32))
 ODD: list[Any] = [
     None, True, False, -1, 0, 1, 7, 10**9, 10**40, 1.5, -0.5, math.nan, math.inf, "", "x", "1", [], [1], ["x"], [None], {}, {"x": 1},
 ]  # fmt: skip
@@ -41,8 +40,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model with its tokenizer."""
     torch.set_num_threads(1)
     path = tmp_path_factory.mktemp("hub") / "small"
-    hub.write_hub(path, SHAPE, dict(build(SHAPE, device=CPU, seed=1).named_parameters()))
-    Tokenizer.train_on_documents(["a cat"] * 3, vocabulary=300, min_frequency=1).save_for_llama(path)
+    hub.write_hub(path, CONFIG, dict(build_llama(CONFIG, device=CPU, seed=1).named_parameters()))
+    Tokenizer.train_on_documents(["a cat"] * 3, vocab_size=300, min_frequency=1).save_for_llama(path)
     (path / "generation_config.json").unlink()
     return path
 
@@ -51,29 +50,30 @@ def with_config(folder: Path, to: Path, config: dict[str, Any]) -> Path:
     """The folder again with another config.json."""
     to.mkdir(exist_ok=True)
     for path in folder.iterdir():
-        if path.name != hub.CONFIG and not (to / path.name).exists():
+        if path.name != hub.CONFIG_FILE and not (to / path.name).exists():
             (to / path.name).symlink_to(path)
-    (to / hub.CONFIG).write_text(json.dumps(config))
+    (to / hub.CONFIG_FILE).write_text(json.dumps(config))
     return to
 
 
 def logits(folder: Path) -> torch.Tensor:
-    loaded = pretrained.load(folder, device=CPU)
-    ChatTokenizer.load(loaded.tokenizer, loaded.config)
+    loaded = llama_io.load_llama(folder, device=CPU)
+    ChatTokenizer.load(loaded.tokenizer, loaded.hf_config)
     with torch.no_grad():
         found: torch.Tensor = loaded.model(torch.arange(50)[None])
     return found
 
 
+@pytest.mark.slow
 def test_odd_values_in_every_key_of_a_config_are_refused_or_change_nothing(folder: Path, tmp_path: Path) -> None:
-    """A value of the right type may be another model; then its logits are finite, and the key is one that is read."""
-    config = json.loads((folder / hub.CONFIG).read_text())
+    """A valid value may be another model; then its logits are finite, and its key is in READ_KEYS."""
+    config = json.loads((folder / hub.CONFIG_FILE).read_text())
     right = logits(folder)
     inner = [("rope_scaling", key) for key in [*config["rope_scaling"], "rope_theta", "partial_rotary_factor", "unknown"]]
-    keys = [(key,) for key in sorted({*hub.READ, *hub.PLAIN, *hub.HARMLESS, *config, "layer_types", "unknown"})]
+    keys = [(key,) for key in sorted({*hub.READ_KEYS, *hub.FIXED_KEYS, *hub.HARMLESS_KEYS, *config, "layer_types", "unknown"})]
     refused = 0
     for path in [*keys, *inner]:
-        for value in ODD if path[0] not in hub.HARMLESS or path[0] == "eos_token_id" else ODD[6:16:3]:
+        for value in ODD if path[0] not in hub.HARMLESS_KEYS or path[0] == "eos_token_id" else ODD[6:16:3]:
             changed = json.loads(json.dumps(config))
             (changed if len(path) == 1 else changed[path[0]])[path[-1]] = value
             try:
@@ -81,11 +81,11 @@ def test_odd_values_in_every_key_of_a_config_are_refused_or_change_nothing(folde
             except (CheckpointError, DataError) as error:
                 refused += 1
                 assert error.what and error.where and error.hint, (path, value)
-                assert path[-1] in str(error) or path[-1] in hub.READ, (path, value, str(error))
+                assert path[-1] in str(error) or path[-1] in hub.READ_KEYS, (path, value, str(error))
                 continue
             assert torch.isfinite(found).all(), (path, value)
-            assert path[0] in hub.READ or torch.equal(found, right), (path, value)
-            assert path[0] not in hub.PLAIN or value is None or value == hub.PLAIN[path[0]]
+            assert path[0] in hub.READ_KEYS or torch.equal(found, right), (path, value)
+            assert path[0] not in hub.FIXED_KEYS or value is None or value == hub.FIXED_KEYS[path[0]]
             assert value is None or path[-1] not in ("unknown", "layer_types") or value == []
     assert refused > 400
 
@@ -93,7 +93,7 @@ def test_odd_values_in_every_key_of_a_config_are_refused_or_change_nothing(folde
 @pytest.mark.parametrize("content", ["[]", "5", "{", '{"a":' * 5000, '{"vocab_size": ' + "9" * 5000 + "}", "\xff"])
 def test_a_config_that_is_no_object_is_refused(folder: Path, tmp_path: Path, content: str) -> None:
     bad = with_config(folder, tmp_path / "bad", {})
-    (bad / hub.CONFIG).write_bytes(content.encode("latin-1"))
+    (bad / hub.CONFIG_FILE).write_bytes(content.encode("latin-1"))
     with pytest.raises(CheckpointError):
         logits(bad)
 
@@ -112,7 +112,7 @@ def test_a_config_that_is_no_object_is_refused(folder: Path, tmp_path: Path, con
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(folder: Path, tmp_path: Path, more: dict[str, Any], says: str) -> None:
-    config = json.loads((folder / hub.CONFIG).read_text()) | more
+    config = json.loads((folder / hub.CONFIG_FILE).read_text()) | more
     with pytest.raises(CheckpointError) as caught:
         hub.open_hub(with_config(folder, tmp_path / "bad", config))
     assert says in caught.value.what
@@ -138,7 +138,7 @@ PUBLISHED = {  # keys that published Llamas have besides those of every one: Lla
 
 
 def test_the_keys_of_published_models_change_nothing(folder: Path, tmp_path: Path) -> None:
-    config = json.loads((folder / hub.CONFIG).read_text()) | PUBLISHED
+    config = json.loads((folder / hub.CONFIG_FILE).read_text()) | PUBLISHED
     assert torch.equal(logits(with_config(folder, tmp_path / "published", config)), logits(folder))
 
 
@@ -155,7 +155,7 @@ ROPES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", ROPES)
 def test_rotary_positions_are_those_of_transformers(folder: Path, tmp_path: Path, name: str) -> None:
     transformers = pytest.importorskip("transformers")
-    config = json.loads((folder / hub.CONFIG).read_text()) | {"rope_theta": 20_000.0} | ROPES[name]
+    config = json.loads((folder / hub.CONFIG_FILE).read_text()) | {"rope_theta": 20_000.0} | ROPES[name]
     changed = with_config(folder, tmp_path / "rope", config)
     right = transformers.LlamaForCausalLM.from_pretrained(changed, dtype=torch.float32)
     with torch.no_grad():
@@ -163,7 +163,7 @@ def test_rotary_positions_are_those_of_transformers(folder: Path, tmp_path: Path
 
 
 def test_odd_values_in_every_field_of_a_header_are_refused(folder: Path, tmp_path: Path) -> None:
-    content = (folder / hub.WHOLE).read_bytes()
+    content = (folder / hub.WEIGHTS_FILE).read_bytes()
     length = int.from_bytes(content[:8], "little")
     header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
     name = "model.norm.weight"
@@ -183,33 +183,33 @@ def test_odd_values_in_every_field_of_a_header_are_refused(folder: Path, tmp_pat
         bad = tmp_path / f"{number}.safetensors"
         bad.write_bytes(len(text).to_bytes(8, "little") + text + data)
         with pytest.raises(LockstepError) as caught:
-            hub.matched(hub.places_in(bad), SHAPE, tmp_path)
+            hub.match_tensors(hub.tensor_locations(bad), CONFIG, tmp_path)
         assert isinstance(caught.value, CheckpointError) and caught.value.where and caught.value.hint, case
     for text in (b'{"a":' * 5000, b'{"a": ' + b"9" * 5000 + b"}", b'{"a": {}, "a": {}}'):
         bad = tmp_path / "odd.safetensors"
         bad.write_bytes(len(text).to_bytes(8, "little") + text)
-        with pytest.raises(CheckpointError, match="no header"):
-            hub.places_in(bad)
+        with pytest.raises(CheckpointError, match="no valid safetensors header"):
+            hub.tensor_locations(bad)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_sizes_are_those_of_the_whole_model_in_its_order(tied: bool) -> None:
-    shape = replace(SHAPE, layers=12, tied=tied)
+    config = replace(CONFIG, n_layers=12, tie_embeddings=tied)
     with torch.device("meta"):
-        right = [(name, tuple(parameter.shape)) for name, parameter in Llama(shape).named_parameters()]
-    assert list(hub.sizes_of(shape).items()) == right
+        right = [(name, tuple(parameter.shape)) for name, parameter in Llama(config).named_parameters()]
+    assert list(hub.parameter_shapes(config).items()) == right
 
 
 def test_a_damaged_shape_of_a_run_is_refused(folder: Path, tmp_path: Path) -> None:
-    pretrained.import_hub(folder, tmp_path / "run")
-    about = json.loads((tmp_path / "run" / pretrained.MODEL).read_text())
+    llama_io.import_hub(folder, tmp_path / "run")
+    about = json.loads((tmp_path / "run" / llama_io.MODEL).read_text())
     for key in about["shape"]:
-        for value in (-1, 0, math.nan, "x", [], {"x": 1}, 10**9 if key not in ("context", "rope_base") else True):
-            if key == "tied" and not value:
+        for value in (-1, 0, math.nan, "x", [], {"x": 1}, 10**9 if key not in ("max_seq_len", "rope_theta") else True):
+            if key == "tie_embeddings" and not value:
                 continue
-            (tmp_path / "run" / pretrained.MODEL).write_text(json.dumps(about | {"shape": {**about["shape"], key: value}}))
+            (tmp_path / "run" / llama_io.MODEL).write_text(json.dumps(about | {"shape": {**about["shape"], key: value}}))
             with pytest.raises(LockstepError):
-                pretrained.load(tmp_path / "run", device=CPU)
+                llama_io.load_llama(tmp_path / "run", device=CPU)
 
 
 # -- texts in, and the model out again --------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def test_more_tokens_than_the_model_has_positions_are_refused(folder: Path, caps
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_said_to_be_one(folder: Path, tmp_path: Path) -> None:
-    larger = with_config(folder, tmp_path / "larger", json.loads((folder / hub.CONFIG).read_text()))
+    larger = with_config(folder, tmp_path / "larger", json.loads((folder / hub.CONFIG_FILE).read_text()))
     inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     inner.add_tokens([f"new{number}" for number in range(60)])
     (larger / "tokenizer.json").unlink()
@@ -253,15 +253,15 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_said_to_be_one(folder: P
 
 
 def test_another_context_keeps_the_token_ids_of_a_config(folder: Path) -> None:
-    old = json.loads((folder / hub.CONFIG).read_text()) | {
+    old = json.loads((folder / hub.CONFIG_FILE).read_text()) | {
         "bos_token_id": 1,
         "eos_token_id": [2, 6],
         "pad_token_id": 0,
         "dtype": "bfloat16",
     }
-    longer = replace(SHAPE, context=128)
+    longer = replace(CONFIG, max_seq_len=128)
     found = hub.config_to_write(longer, old, "F32")
-    assert hub.shape_of(found, "") == longer
+    assert hub.config_from_hf(found, "") == longer
     assert {key: found[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")} == {
         "bos_token_id": 1,
         "eos_token_id": [2, 6],
@@ -273,13 +273,13 @@ def test_another_context_keeps_the_token_ids_of_a_config(folder: Path) -> None:
 def test_export_writes_the_numbers_of_the_import_or_those_asked_for(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run that began with bf16 weights and trained them in fp32; here the import itself stands for it, with fp32 in its checkpoint."""
-    pretrained.import_hub(folder, tmp_path / "run")
-    about = json.loads((tmp_path / "run" / pretrained.MODEL).read_text())
+    """As a run that started from bf16 weights and trained them in fp32; here the import has fp32 in its checkpoint."""
+    llama_io.import_hub(folder, tmp_path / "run")
+    about = json.loads((tmp_path / "run" / llama_io.MODEL).read_text())
     for number, (began, asked, right) in enumerate(
         [("bfloat16", "", torch.bfloat16), ("", "", torch.float32), ("bfloat16", "float16", torch.float16)]
     ):
-        (tmp_path / "run" / pretrained.MODEL).write_text(json.dumps(about | ({"dtype": began} if began else {})))
+        (tmp_path / "run" / llama_io.MODEL).write_text(json.dumps(about | ({"dtype": began} if began else {})))
         words = [
             "checkpoint",
             "export",
@@ -292,8 +292,10 @@ def test_export_writes_the_numbers_of_the_import_or_those_asked_for(
         back = hub.open_hub(tmp_path / f"out{number}")
         first = hub.open_hub(folder).tensors
         assert all(torch.equal(back.tensors[name], first[name].to(right)) and back.tensors[name].dtype == right for name in first)
-        assert str(right) == "torch." + back.config["torch_dtype"]
-    with pytest.raises(CheckpointError, match="x has numbers up to 1e"):
-        pretrained.cast("x", torch.tensor([1e6]), torch.float16)
-    begun = Beginning.of(resolve(None, {"task": "sft", "data.kind": "drills", "llama.start": str(tmp_path / "out0")}).run, SHAPE.vocabulary)
-    assert begun.about()["dtype"] == "bfloat16"
+        assert str(right) == "torch." + back.hf_config["torch_dtype"]
+    with pytest.raises(CheckpointError, match="x has values up to 1e"):
+        llama_io.cast_tensor("x", torch.tensor([1e6]), torch.float16)
+    begun = InitialWeights.of(
+        resolve(None, {"task": "sft", "data.kind": "drills", "llama.init_from": str(tmp_path / "out0")}).run, CONFIG.vocab_size
+    )
+    assert begun.to_json()["dtype"] == "bfloat16"

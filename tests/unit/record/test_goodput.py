@@ -1,4 +1,4 @@
-"""The record of time: whatever happens, the categories add up to the wall time."""
+"""Goodput ledger: the categories always add up to the wall time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lockstep.record.goodput import CATEGORIES, Ledger
 
 categories = st.sampled_from(CATEGORIES)
 seconds = st.floats(0, 1e6)
-deeds = st.lists(
+events = st.lists(
     st.one_of(
         st.tuples(st.just("switch"), categories, seconds),
         st.tuples(st.just("move"), st.tuples(categories, categories, st.floats(-10, 1e7)), seconds),
         st.tuples(st.just("lost"), seconds, seconds),
-        st.tuples(st.just("look"), st.none(), seconds),
+        st.tuples(st.just("summary"), st.none(), seconds),
         st.tuples(st.just("joined by another host"), st.floats(-1e9, 1e9), seconds),
         st.tuples(st.just("restarted"), st.floats(-1e3, 1e6), seconds),
     ),
@@ -27,21 +27,21 @@ deeds = st.lists(
 
 
 @settings(deadline=None)
-@given(deeds, st.floats(-1e6, 1e6))
-def test_whatever_happens_the_categories_add_up_to_the_wall_time(deeds: list[tuple[str, object, float]], start_s: float) -> None:
+@given(events, st.floats(-1e6, 1e6))
+def test_categories_add_up_to_the_wall_time(events: list[tuple[str, object, float]], start_s: float) -> None:
     now_s, wall_clock_s, elapsed_s = start_s, 1.8e9, 0.0
     ledger = Ledger(now_s)
-    for deed, facts, passed_s in deeds:
+    for event, facts, passed_s in events:
         now_s, wall_clock_s, elapsed_s = now_s + passed_s, wall_clock_s + passed_s, elapsed_s + passed_s
-        match deed, facts:
+        match event, facts:
             case "switch", category:
                 before = ledger.category
                 assert ledger.switch(category, now_s) == before  # type: ignore[arg-type]
             case "move", (source, target, amount):
                 assert 0 <= ledger.move(source, target, amount, now_s) <= max(amount, 0)
             case "lost", amount:
-                ledger.lost(amount, now_s)  # type: ignore[arg-type]
-            case "look", _:
+                ledger.move_to_lost(amount, now_s)  # type: ignore[arg-type]
+            case "summary", _:
                 ledger.summary(now_s)
             case "joined by another host", other_clock_s:
                 value = json.loads(json.dumps(ledger.to_json(now_s, wall_clock_s)))
@@ -57,7 +57,7 @@ def test_whatever_happens_the_categories_add_up_to_the_wall_time(deeds: list[tup
     assert all(value >= 0 for value in values.values())
     assert math.isclose(values["wall_s"], elapsed_s, rel_tol=1e-9, abs_tol=1e-4)
     assert math.isclose(math.fsum(values[f"{name}_s"] for name in CATEGORIES), values["wall_s"])
-    assert 0 <= values["goodput"] <= 1 and ledger.show(now_s).startswith("goodput")
+    assert 0 <= values["goodput"] <= 1 and ledger.describe(now_s).startswith("goodput")
 
 
 def an_hour_with_a_failure() -> Ledger:
@@ -67,19 +67,19 @@ def an_hour_with_a_failure() -> Ledger:
     ledger.move("training", "data", 36.0, 3000.0)
     back = ledger.switch("saving", 3000.0)
     ledger.switch(back, 3072.0)
-    ledger.lost(5.0, 3600.0)  # the step that broke began at 3595
+    ledger.move_to_lost(5.0, 3600.0)  # the failed step began at 3595
     ledger.switch("regrouping", 3600.0)
     ledger.switch("training", 3600.3)
     return ledger
 
 
-def test_an_hour_in_one_line() -> None:
-    assert an_hour_with_a_failure().show(3700.0) == (
+def test_describe() -> None:
+    assert an_hour_with_a_failure().describe(3700.0) == (
         "goodput 93.2%: training 93.2%, exposed communication 2.0%, data wait 1.0%, saving 2.0%, lost work 0.1%, starting 1.7%, of 60 min"
     )
 
 
-def test_the_summary_has_each_category_in_seconds() -> None:
+def test_summary_has_seconds_per_category() -> None:
     values = an_hour_with_a_failure().summary(3700.0)
     assert values["wall_s"] == pytest.approx(3600) and values["lost_s"] == 5 and values["starting_s"] == 60
     assert values["regrouping_s"] == pytest.approx(0.3) and values["down_s"] == values["other_s"] == 0
@@ -87,10 +87,10 @@ def test_the_summary_has_each_category_in_seconds() -> None:
     assert values["goodput"] == values["training_s"] / values["wall_s"]
 
 
-def test_the_curves_are_what_the_summary_says_so_far() -> None:
+def test_metrics() -> None:
     ledger = Ledger(0.0, "training")
     ledger.switch("regrouping", 3.0)
-    assert ledger.curves(4.0) == {
+    assert ledger.metrics(4.0) == {
         "goodput": 0.75,
         "lost_seconds_so_far": 0.0,
         "regrouping_seconds_so_far": 1.0,
@@ -99,41 +99,41 @@ def test_the_curves_are_what_the_summary_says_so_far() -> None:
     }
 
 
-def test_more_than_was_trained_cannot_be_moved() -> None:
+def test_no_category_becomes_negative() -> None:
     ledger = Ledger(0.0, "training")
     assert ledger.move("training", "communication", 9.0, 4.0) == 4.0
-    assert ledger.lost(1.0, 4.0) == 0.0
+    assert ledger.move_to_lost(1.0, 4.0) == 0.0
     assert ledger.summary(4.0)["communication_s"] == 4.0
 
 
-def test_a_start_the_next_day_counts_the_night_as_down() -> None:
+def test_restart_counts_the_gap_as_down() -> None:
     saved = an_hour_with_a_failure().to_json(3700.0, wall_clock_s=1.8e9)
     again = Ledger.from_json(saved, 12.0, wall_clock_s=1.8e9 + 8 * 3600)
     values = again.summary(72.0)
     assert values["down_s"] == 8 * 3600 and values["wall_s"] == pytest.approx(9 * 3600 + 60) and values["starting_s"] == 120
 
 
-def test_a_new_leader_whose_clock_is_wrong_counts_no_gap() -> None:
+def test_new_leader_with_a_wrong_clock_counts_no_gap() -> None:
     saved = an_hour_with_a_failure().to_json(3700.0, wall_clock_s=1.8e9)
     assert Ledger.from_json(saved, 9e9, "training").summary(9e9 + 1)["wall_s"] == pytest.approx(3601)
     set_back = Ledger.from_json(saved, 0.0, wall_clock_s=1.8e9 - 3600)
     assert set_back.summary(0.0)["wall_s"] == pytest.approx(3600)
 
 
-def test_a_gap_may_be_something_else_than_down() -> None:
+def test_gap_category() -> None:
     saved = Ledger(0.0).to_json(1.0, wall_clock_s=100.0)
     assert Ledger.from_json(saved, 0.0, wall_clock_s=103.0, gap="regrouping").summary(0.0)["regrouping_s"] == 3.0
 
 
-def test_before_any_time_has_passed_nothing_is_divided() -> None:
-    assert Ledger(7.0).show(7.0) == "goodput: no time has passed"
+def test_no_time_has_passed() -> None:
+    assert Ledger(7.0).describe(7.0) == "goodput: no time has passed"
     assert Ledger(7.0).summary(7.0)["goodput"] == 0.0
-    assert Ledger(7.0).summary(6.0)["wall_s"] == 0.0, "a clock that goes back counts nothing"
+    assert Ledger(7.0).summary(6.0)["wall_s"] == 0.0, "a clock that is set back adds nothing"
 
 
 @pytest.mark.parametrize(
     "value", [{}, {"seconds": None}, {"seconds": {"data": "x"}}, {"seconds": {"data": -1}}, {"seconds": {"data": "nan"}}]
 )
-def test_what_is_no_record_is_refused(value: dict[str, object]) -> None:
+def test_invalid_json_is_rejected(value: dict[str, object]) -> None:
     with pytest.raises((KeyError, TypeError, ValueError)):
         Ledger.from_json(value, 0.0)

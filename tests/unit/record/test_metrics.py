@@ -1,4 +1,4 @@
-"""metrics.jsonl has every step once, whatever happened to the processes that wrote it and to the disk beneath them."""
+"""metrics.jsonl has every step once, despite kills of its writers and full disks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import DataError, LockstepError
-from lockstep.record.metrics import Metrics, offset_after, read
+from lockstep.record.metrics import MetricsFile, offset_after, read_metrics
 
 
 def values(step: int) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def values(step: int) -> dict[str, Any]:
 
 
 def log_steps(path: Path, from_step: int, to_step: int) -> None:
-    metrics = Metrics(path, from_step)
+    metrics = MetricsFile(path, from_step)
     for step in range(from_step + 1, to_step + 1):
         metrics.log(step, values(step))
     metrics.close()
@@ -37,14 +37,14 @@ def undisturbed(tmp_path: Path) -> bytes:
     return (tmp_path / "undisturbed.jsonl").read_bytes()
 
 
-def test_a_line_is_one_json_object_with_the_step_first(undisturbed: bytes) -> None:
+def test_line_is_a_json_object_with_the_step_first(undisturbed: bytes) -> None:
     assert json.loads(undisturbed.splitlines()[6]) == {"step": 7, "loss": 1 / 7, "tokens": 107, "seconds": 0.25}
     assert undisturbed.startswith(b'{"step": 1, ')
 
 
 @settings(max_examples=60, deadline=None)
 @given(torn_at=st.integers(0, 10_000), checkpoint=st.integers(0, 30), last=st.integers(0, 30))
-def test_a_run_torn_at_any_byte_and_resumed_at_any_checkpoint_has_the_same_file(
+def test_run_torn_at_any_byte_and_resumed_has_the_same_file(
     torn_at: int, checkpoint: int, last: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
@@ -57,14 +57,14 @@ def test_a_run_torn_at_any_byte_and_resumed_at_any_checkpoint_has_the_same_file(
     assert path.read_bytes() == whole
 
 
-def test_a_process_killed_while_it_writes_loses_and_doubles_nothing(tmp_path: Path) -> None:
+def test_process_killed_while_writing_loses_and_repeats_nothing(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     writer = (
-        "import sys; from pathlib import Path; from lockstep.record.metrics import Metrics\n"
-        "metrics = Metrics(Path(sys.argv[1]), int(sys.argv[2]))\n"
+        "import sys; from pathlib import Path; from lockstep.record.metrics import MetricsFile\n"
+        "metrics = MetricsFile(Path(sys.argv[1]), int(sys.argv[2]))\n"
         "while True:\n"
-        "    metrics.log(metrics.last + 1, {'loss': 1 / (metrics.last + 1), 'seconds': 0.5})\n"
-        "    if metrics.last % 50 == 0: print(metrics.last, flush=True)\n"
+        "    metrics.log(metrics.last_step + 1, {'loss': 1 / (metrics.last_step + 1), 'seconds': 0.5})\n"
+        "    if metrics.last_step % 50 == 0: print(metrics.last_step, flush=True)\n"
     )
     checkpoint = 0
     for _ in range(4):
@@ -74,15 +74,15 @@ def test_a_process_killed_while_it_writes_loses_and_doubles_nothing(tmp_path: Pa
             seen = [int(process.stdout.readline()) for _ in range(3)]
             process.send_signal(signal.SIGKILL)
         checkpoint = seen[-1] - 20
-    Metrics(path, checkpoint).close()
-    assert [(line["step"], line["loss"]) for line in read(path)] == [(step, 1 / step) for step in range(1, checkpoint + 1)]
+    MetricsFile(path, checkpoint).close()
+    assert [(line["step"], line["loss"]) for line in read_metrics(path)] == [(step, 1 / step) for step in range(1, checkpoint + 1)]
     assert checkpoint > 300
 
 
-def test_steps_written_after_the_checkpoint_are_cut_away_at_once(tmp_path: Path, undisturbed: bytes) -> None:
+def test_steps_after_the_checkpoint_are_truncated_at_once(tmp_path: Path, undisturbed: bytes) -> None:
     path = tmp_path / "undisturbed.jsonl"
-    Metrics(path, 20).close()
-    assert [line["step"] for line in read(path)] == list(range(1, 21))
+    MetricsFile(path, 20).close()
+    assert [line["step"] for line in read_metrics(path)] == list(range(1, 21))
     assert undisturbed.startswith(path.read_bytes())
 
 
@@ -94,37 +94,37 @@ def test_steps_written_after_the_checkpoint_are_cut_away_at_once(tmp_path: Path,
         ([1, 2, 3], 5, "the last line is step 3"),
     ],
 )
-def test_a_missing_or_doubled_step_is_an_error_that_names_the_line(lines: list[int], from_step: int, problem: str, tmp_path: Path) -> None:
+def test_missing_or_repeated_step_is_an_error_with_the_line(lines: list[int], from_step: int, problem: str, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"step": {step}, "loss": 1}}\n' for step in lines))
     before = path.read_bytes()
     with pytest.raises(DataError, match=problem) as caught:
-        Metrics(path, from_step)
+        MetricsFile(path, from_step)
     assert str(path) in caught.value.where
     assert "move metrics.jsonl aside" in caught.value.hint
-    assert path.read_bytes() == before, "a file that is not understood is left as it was"
+    assert path.read_bytes() == before, "an invalid file is not changed"
 
 
-def test_a_damaged_line_before_the_checkpoint_is_found(tmp_path: Path, undisturbed: bytes) -> None:
+def test_damaged_line_before_the_checkpoint_is_found(tmp_path: Path, undisturbed: bytes) -> None:
     path = tmp_path / "undisturbed.jsonl"
     path.write_bytes(undisturbed.replace(b'{"step": 9,', b'{"st\x00p": 9,'))
     with pytest.raises(DataError, match="line 9 is torn"):
-        Metrics(path, 20)
-    Metrics(path, 8).close()
-    assert len(read(path)) == 8, "beyond the checkpoint it does not matter"
+        MetricsFile(path, 20)
+    MetricsFile(path, 8).close()
+    assert len(read_metrics(path)) == 8, "damage after the checkpoint does not matter"
 
 
-def test_a_file_that_was_moved_aside_begins_where_the_run_goes_on(tmp_path: Path) -> None:
+def test_new_file_begins_at_the_resumed_step(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log_steps(path, 400, 410)
     log_steps(path, 405, 410)
-    assert [line["step"] for line in read(path)] == list(range(401, 411))
-    Metrics(path, 300).close()
-    assert read(path) == []
+    assert [line["step"] for line in read_metrics(path)] == list(range(401, 411))
+    MetricsFile(path, 300).close()
+    assert read_metrics(path) == []
 
 
-def test_a_step_logged_twice_or_left_out_is_refused(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path / "metrics.jsonl", 3)
+def test_repeated_or_skipped_step_is_rejected(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl", 3)
     metrics.log(4, {})
     for step in (4, 6):
         with pytest.raises(LockstepError, match=f"step {step} was logged after step 4"):
@@ -132,78 +132,78 @@ def test_a_step_logged_twice_or_left_out_is_refused(tmp_path: Path) -> None:
     metrics.close()
 
 
-def test_numbers_that_json_does_not_know_are_valid_json_and_come_back(tmp_path: Path) -> None:
+def test_non_finite_numbers_round_trip_as_valid_json(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    metrics = Metrics(path, 0)
+    metrics = MetricsFile(path, 0)
     metrics.log(1, {"loss": math.nan, "norm": math.inf, "low": -math.inf, "deep": [math.nan], "name": "città"})
     metrics.close()
 
-    def refuse(word: str) -> None:
-        raise AssertionError(f"{word} is no JSON")
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
 
     raw = json.loads(path.read_text(), parse_constant=refuse)
     assert raw == {"step": 1, "loss": "NaN", "norm": "Infinity", "low": "-Infinity", "deep": ["NaN"], "name": "città"}
-    line = read(path)[0]
+    line = read_metrics(path)[0]
     assert math.isnan(line["loss"]) and line["norm"] == math.inf and line["low"] == -math.inf
 
 
 @given(loss=st.floats(allow_nan=False))
 @settings(max_examples=50, deadline=None)
-def test_every_float_comes_back_with_the_same_bits(loss: float, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_floats_round_trip_with_the_same_bits(loss: float, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
-    metrics = Metrics(path, 0)
+    metrics = MetricsFile(path, 0)
     metrics.log(1, {"loss": loss})
     metrics.close()
-    assert math.copysign(1, read(path)[0]["loss"]) == math.copysign(1, loss) and read(path)[0]["loss"] == loss
+    assert math.copysign(1, read_metrics(path)[0]["loss"]) == math.copysign(1, loss) and read_metrics(path)[0]["loss"] == loss
 
 
 FULL_DISK = """
 import logging, resource, signal, sys
 from pathlib import Path
-from lockstep.record.metrics import Metrics, read
+from lockstep.record.metrics import MetricsFile, read_metrics
 logging.basicConfig(format="%(message)s", stream=sys.stdout)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 path = Path(sys.argv[1])
-metrics = Metrics(path, 0)
+metrics = MetricsFile(path, 0)
 def log(steps):
     for step in steps:
         metrics.log(step, {"loss": 1 / step})
 log(range(1, 11))
-limit = path.stat().st_size + 15  # the next line fits half: the kernel writes that half
+limit = path.stat().st_size + 15  # only a part of the next line fits: the kernel writes that part
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 log(range(11, 21))
-print("WHILE FULL", [line["step"] for line in read(path)], path.read_bytes().endswith(b"}\\n"))
+print("WHILE FULL", [line["step"] for line in read_metrics(path)], path.read_bytes().endswith(b"}\\n"))
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 log(range(21, 26))
 resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, resource.RLIM_INFINITY))
 log(range(26, 28))
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 metrics.close()
-print("AT LAST", [line["step"] for line in read(path)] == list(range(1, 28)))
+print("AT LAST", [line["step"] for line in read_metrics(path)] == list(range(1, 28)))
 """
 
 
-def test_a_full_disk_neither_stops_the_run_nor_leaves_a_gap(tmp_path: Path) -> None:
+def test_full_disk_neither_stops_the_run_nor_leaves_a_gap(tmp_path: Path) -> None:
     command = [sys.executable, "-c", FULL_DISK, str(tmp_path / "metrics.jsonl")]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert f"WHILE FULL {list(range(1, 11))} True" in said, "half a line is taken back, readers never see it"
-    assert said[-1] == "AT LAST True"
-    assert sum("cannot be written" in line for line in said) == 2, "each outage is said once, not once a step"
-    assert sum("can be written again" in line for line in said) == 2
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert f"WHILE FULL {list(range(1, 11))} True" in output, "a partial line is truncated, readers never see it"
+    assert output[-1] == "AT LAST True"
+    assert sum("cannot be written" in line for line in output) == 2, "each outage is logged once, not once per step"
+    assert sum("can be written again" in line for line in output) == 2
 
 
-def test_a_folder_that_cannot_be_written_is_an_error_before_the_first_step(tmp_path: Path) -> None:
+def test_unwritable_folder_is_an_error_before_the_first_step(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="metrics cannot be written"):
-        Metrics(tmp_path / "file" / "metrics.jsonl", 0)
+        MetricsFile(tmp_path / "file" / "metrics.jsonl", 0)
 
 
-def test_a_long_file_is_opened_without_holding_it_in_memory(tmp_path: Path) -> None:
+def test_long_file_is_opened_in_constant_memory(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with open(path, "w") as file:
         file.writelines(f'{{"step": {step}, "loss": 0.123456789, "tokens": 2048, "seconds": 0.1}}\n' for step in range(1, 100_001))
     tracemalloc.start()
-    metrics = Metrics(path, 99_990)
+    metrics = MetricsFile(path, 99_990)
     assert next(metrics.after(99_989))["step"] == 99_990
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()

@@ -1,4 +1,4 @@
-"""What is shown while a run runs: lines in a pipe, a bar on a terminal, nothing from the other processes of a node."""
+"""Progress display: lines in a pipe, a bar on a terminal, nothing from other processes of a node."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import sys
 
 import pytest
 
-from lockstep.record.progress import Progress, due
+from lockstep.record.progress import ProgressDisplay, is_line_due
 
 RUN = """
 import sys
-from lockstep.record.progress import Progress
-total, start, log_every, leader = (int(word) for word in sys.argv[1:5])
-with Progress(total, start, lambda: bool(leader), log_every=log_every) as progress:
+from lockstep.record.progress import ProgressDisplay
+total, start, log_every, leader = (int(argument) for argument in sys.argv[1:5])
+with ProgressDisplay(total, start, lambda: bool(leader), log_every=log_every) as progress:
     for step in range(start + 1, total + 1):
         progress.step(step, {"loss": 1.5})
         if "wait" in sys.argv and step == 20:
@@ -30,40 +30,40 @@ def run(*words: object) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_pipe_gets_a_plain_line_every_so_many_steps_and_for_the_first_and_last() -> None:
+def test_pipe_gets_lines_at_the_interval_and_for_the_first_and_last_step() -> None:
     out, err = run(50, 3, 20, 1).communicate()
     assert out == "".join(f"step {step}  loss 1.500\n" for step in (4, 20, 40, 50))
     assert err == "ended\n"
 
 
-def test_a_line_is_seen_while_the_run_goes_on() -> None:
+def test_lines_are_flushed() -> None:
     with run(50, 0, 20, 1, "wait") as process:
         assert process.stdout is not None and process.stdin is not None
         assert process.stdout.readline() == "step 1  loss 1.500\n"
-        assert process.stdout.readline() == "step 20  loss 1.500\n", "flushed: the run waits for us before it goes on"
+        assert process.stdout.readline() == "step 20  loss 1.500\n", "flushed: the run waits for input before the next step"
         process.stdin.write("\n")
         process.stdin.flush()
         assert process.stdout.readline() == "step 40  loss 1.500\n"
 
 
-def test_the_other_processes_of_a_node_show_nothing() -> None:
+def test_other_processes_of_a_node_show_nothing() -> None:
     out, err = run(50, 0, 1, 0).communicate()
     assert out == "" and err == "ended\n"
 
 
-def test_a_reader_that_goes_away_ends_the_lines_and_not_the_run() -> None:
+def test_run_continues_when_the_reader_exits() -> None:
     with run(50, 0, 1, 1, "wait") as process:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         process.stdout.readline()
         process.stdout.close()
         process.stdin.write("\n")
         process.stdin.flush()
-        said = process.stderr.read()
+        errors = process.stderr.read()
         assert process.wait() == 0
-    assert said.count("nothing is shown from here on") == 1 and said.endswith("ended\n")
+    assert errors.count("standard output was closed") == 1 and errors.endswith("ended\n")
 
 
-def test_a_terminal_gets_the_lines_above_a_bar_that_is_taken_away() -> None:
+def test_terminal_gets_lines_above_a_bar() -> None:
     parent, child = pty.openpty()
     command = [sys.executable, "-c", RUN, "50", "0", "20", "1"]
     env = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
@@ -73,7 +73,7 @@ def test_a_terminal_gets_the_lines_above_a_bar_that_is_taken_away() -> None:
     while True:
         try:
             part = os.read(parent, 4096)
-        except OSError:  # Linux says EIO when the other side is closed
+        except OSError:  # EIO on Linux when the other side is closed
             break
         if not part:
             break
@@ -87,16 +87,16 @@ def test_a_terminal_gets_the_lines_above_a_bar_that_is_taken_away() -> None:
     assert "step 10  loss" not in text
 
 
-def test_without_a_bar_no_control_character_is_written() -> None:
+def test_no_control_characters_without_a_bar() -> None:
     stream = io.StringIO()
-    with Progress(10, 0, lambda: True, log_every=5, stream=stream) as progress:
+    with ProgressDisplay(10, 0, lambda: True, log_every=5, stream=stream) as progress:
         for step in range(1, 11):
             progress.step(step, {"loss": 2.0})
-        progress.say("saved [step 10]")
+        progress.print_line("saved [step 10]")
     assert stream.getvalue().splitlines() == [*(f"step {step}  loss 2.000" for step in (1, 5, 10)), "saved [step 10]"]
     assert "\x1b" not in stream.getvalue()
 
 
 @pytest.mark.parametrize(("step", "shown"), [(101, True), (102, False), (120, True), (999, False), (1000, True), (1001, False)])
-def test_which_lines_are_due(step: int, shown: bool) -> None:
-    assert due(step, start=100, total=1000, log_every=20) is shown
+def test_is_line_due(step: int, shown: bool) -> None:
+    assert is_line_due(step, start=100, total=1000, log_every=20) is shown

@@ -1,4 +1,4 @@
-"""The meter on paper: a clock that is set by hand, rates worked out by hand."""
+"""Step timer with a manual clock and rates computed by hand."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import math
 import psutil
 import pytest
 
-from lockstep.record.step_timer import Meter, flops_per_token, peak_flops, peak_resident_bytes, step_line
+from lockstep.record.step_timer import StepTimer, flops_per_token, format_step_line, peak_flops, peak_resident_bytes
 
 
 class Clock:
-    """Seconds since the test began, moved by hand."""
+    """A clock that only `sleep` advances."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -23,24 +23,24 @@ class Clock:
         self.now += seconds
 
 
-def a_step(meter: Meter, clock: Clock, tokens: int = 1000) -> dict[str, float]:
-    with meter.timing("data"):
+def a_step(timer: StepTimer, clock: Clock, tokens: int = 1000) -> dict[str, float]:
+    with timer.timing("data"):
         clock.sleep(0.25)
     clock.sleep(1.0)
-    meter.add("communication", 0.5)
+    timer.add("communication", 0.5)
     clock.sleep(0.5)
-    with meter.timing("saving"):
+    with timer.timing("saving"):
         clock.sleep(0.125)
-    with meter.timing("overhead"):
+    with timer.timing("overhead"):
         clock.sleep(0.125)
-    return meter.step(tokens)
+    return timer.step(tokens)
 
 
-def test_every_second_is_counted_once_and_parts_begin_anew_with_each_step() -> None:
+def test_each_second_is_counted_once_and_categories_reset_at_each_step() -> None:
     clock = Clock()
-    meter = Meter(clock=clock, memory=lambda: 7)
+    timer = StepTimer(clock=clock, memory=lambda: 7)
     for _ in range(3):
-        values = a_step(meter, clock)
+        values = a_step(timer, clock)
         assert values["seconds"] == 2.0
         assert values["data_seconds"] == 0.25
         assert values["communication_seconds"] == 0.5
@@ -49,72 +49,72 @@ def test_every_second_is_counted_once_and_parts_begin_anew_with_each_step() -> N
         assert values["tokens_per_second"] == 500
         assert values["data_wait"] == 0.125 and values["exposed_communication"] == 0.25
         assert values["memory_bytes"] == 7
-        assert "mfu" not in values, "no peak is known"
+        assert "mfu" not in values, "the peak is unknown"
 
 
-def test_what_lies_between_two_steps_belongs_to_the_second() -> None:
+def test_time_between_two_steps_belongs_to_the_second() -> None:
     clock = Clock()
-    meter = Meter(clock=clock)
-    a_step(meter, clock)
+    timer = StepTimer(clock=clock)
+    a_step(timer, clock)
     clock.sleep(3.0)
-    assert a_step(meter, clock)["seconds"] == 5.0
+    assert a_step(timer, clock)["seconds"] == 5.0
 
 
-def test_what_was_set_up_before_the_start_is_not_training_time() -> None:
+def test_setup_before_the_start_is_not_training_time() -> None:
     clock = Clock()
-    meter = Meter(clock=clock)
-    with meter.timing("data"):
+    timer = StepTimer(clock=clock)
+    with timer.timing("data"):
         clock.sleep(60.0)
-    meter.start()
-    assert a_step(meter, clock)["seconds"] == 2.0
+    timer.start()
+    assert a_step(timer, clock)["seconds"] == 2.0
 
 
-def test_a_wait_is_counted_even_when_it_ends_in_an_error() -> None:
+def test_wait_that_raises_is_counted() -> None:
     clock = Clock()
-    meter = Meter(clock=clock)
-    with pytest.raises(ConnectionError), meter.timing("communication"):
+    timer = StepTimer(clock=clock)
+    with pytest.raises(ConnectionError), timer.timing("communication"):
         clock.sleep(1.5)
         raise ConnectionError
-    assert meter.step(0)["communication_seconds"] == 1.5
+    assert timer.step(0)["communication_seconds"] == 1.5
 
 
-def test_the_first_step_leaves_the_rate_as_soon_as_there_is_another() -> None:
+def test_first_step_is_dropped_once_there_is_another() -> None:
     clock = Clock()
-    meter = Meter(clock=clock)
+    timer = StepTimer(clock=clock)
     clock.sleep(100.0)
-    assert meter.step(1000)["tokens_per_second"] == 10
+    assert timer.step(1000)["tokens_per_second"] == 10
     for _ in range(2):
         clock.sleep(1.0)
-        values = meter.step(1000)
+        values = timer.step(1000)
     assert values["tokens_per_second"] == 1000
 
 
-def test_the_rate_follows_the_newest_steps_only() -> None:
+def test_rate_covers_the_newest_steps_only() -> None:
     clock = Clock()
-    meter = Meter(clock=clock, window_steps=4)
+    timer = StepTimer(clock=clock, window_steps=4)
     rates = []
     for seconds in [1.0] * 6 + [2.0] * 5:
         clock.sleep(seconds)
-        rates.append(meter.step(100)["tokens_per_second"])
+        rates.append(timer.step(100)["tokens_per_second"])
     assert rates[5] == 100 and rates[-1] == 50
     assert rates[7] == pytest.approx(400 / 6), "two fast and two slow steps"
 
 
-def test_mfu_is_the_rate_times_the_work_over_the_peak_of_all_devices() -> None:
+def test_mfu() -> None:
     clock = Clock()
-    meter = Meter(clock=clock, flops_per_token=6e9, peak_flops=989e12)
+    timer = StepTimer(clock=clock, flops_per_token=6e9, peak_flops=989e12)
     clock.sleep(0.5)
-    values = meter.step(250_000, devices=8)
+    values = timer.step(250_000, devices=8)
     assert values["mfu"] == pytest.approx(500_000 * 6e9 / (8 * 989e12))
     assert values["tokens_per_second_per_device"] == 500_000 / 8
 
 
-def test_a_clock_that_stands_still_divides_by_nothing() -> None:
-    assert math.isfinite(Meter(clock=lambda: 1.0).step(10)["tokens_per_second"])
+def test_clock_that_does_not_advance() -> None:
+    assert math.isfinite(StepTimer(clock=lambda: 1.0).step(10)["tokens_per_second"])
 
 
-def test_work_per_token_is_six_a_parameter_and_twelve_a_position_looked_at() -> None:
-    # Forward: 2 a parameter, and scores and mixing at 2 * width each for every position and layer; backward: twice that.
+def test_flops_per_token() -> None:
+    # Forward: 2 per parameter, plus 2 * width for scores and for mixing per position and layer; backward: twice that.
     forward = 2 * 1000 + 2 * (2 * 8 * 4 + 2 * 8 * 4)
     assert flops_per_token(parameters=1000, layers=2, width=8, length=4) == forward + 2 * forward
 
@@ -144,17 +144,17 @@ def test_work_per_token_is_six_a_parameter_and_twelve_a_position_looked_at() -> 
         ("cpu", None, None),
     ],
 )
-def test_the_peak_is_that_of_this_very_device_or_unknown(name: str, bf16: float | None, fp32: float | None) -> None:
+def test_peak_flops_of_known_devices(name: str, bf16: float | None, fp32: float | None) -> None:
     assert peak_flops(name, "bf16") == (None if bf16 is None else pytest.approx(bf16))
     assert peak_flops(name, "fp32") == (None if fp32 is None else pytest.approx(fp32))
 
 
-def test_peak_memory_is_in_bytes_and_at_least_what_is_held_now() -> None:
+def test_peak_resident_bytes() -> None:
     now = psutil.Process().memory_info().rss
     assert 0.9 * now < peak_resident_bytes() < psutil.virtual_memory().total
 
 
-def test_the_line_reads_as_the_docs_show_it() -> None:
+def test_format_step_line() -> None:
     values = {
         "loss": 2.3141,
         "norm": 0.8123,
@@ -165,6 +165,6 @@ def test_the_line_reads_as_the_docs_show_it() -> None:
         "memory_bytes": 61 * 2**30,
         "seconds": 0.1,
     }
-    assert step_line(1200, values) == "step 1,200  loss 2.314  norm 0.81  tok/s 41.2 k  mfu 38%  exposed comm 3%  mem 61.0 GiB"
-    assert step_line(7, {"loss": math.nan, "data_wait": 0.2}) == "step 7  loss nan  data wait 20%"
-    assert step_line(7, {}) == "step 7"
+    assert format_step_line(1200, values) == "step 1,200  loss 2.314  norm 0.81  tok/s 41.2 k  mfu 38%  exposed comm 3%  mem 61.0 GiB"
+    assert format_step_line(7, {"loss": math.nan, "data_wait": 0.2}) == "step 7  loss nan  data wait 20%"
+    assert format_step_line(7, {}) == "step 7"

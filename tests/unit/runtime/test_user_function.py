@@ -1,4 +1,4 @@
-"""A user's function by its name."""
+"""Loading a user's function by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
-def test_a_file_is_loaded_with_its_neighbours_in_reach(folder: Path) -> None:
+def test_file_can_import_its_neighbors(folder: Path) -> None:
     (folder / "loops").mkdir()
     (folder / "loops/my_parts.py").write_text("ANSWER = 42\n")
     (folder / "loops/my_loop.py").write_text("from my_parts import ANSWER\ndef train(): return ANSWER\n")
@@ -33,7 +33,7 @@ def test_a_file_is_loaded_with_its_neighbours_in_reach(folder: Path) -> None:
     assert load_function(str(folder / "loops/my_loop.py") + ":train") is function
 
 
-def test_a_module_is_found_in_the_current_folder(folder: Path) -> None:
+def test_module_in_the_current_folder_is_found(folder: Path) -> None:
     (folder / "my_package").mkdir()
     (folder / "my_package/__init__.py").touch()
     (folder / "my_package/loop.py").write_text("def train(): return 7\n")
@@ -54,19 +54,19 @@ def test_a_module_is_found_in_the_current_folder(folder: Path) -> None:
         ("nowhere/at_all.py:train", "no file"),
     ],
 )
-def test_a_name_that_leads_nowhere_is_an_error_with_the_nearest_ones(folder: Path, spelled: str, says: str) -> None:
+def test_unknown_name_is_an_error_with_the_nearest_names(folder: Path, spelled: str, says: str) -> None:
     (folder / "my_loop.py").write_text("NUMBER = 1\ndef train(): ...\ndef evaluate(): ...\n")
     with pytest.raises(UsageError, match=says):
         load_function(spelled)
 
 
-def test_a_file_with_the_name_of_a_loaded_module_is_refused(folder: Path) -> None:
+def test_file_named_like_a_loaded_module_is_rejected(folder: Path) -> None:
     (folder / "json.py").write_text("def train(): ...\n")
     with pytest.raises(UsageError, match="another name"):
         load_function("json.py:train")
 
 
-def test_what_a_file_raises_while_it_loads_is_its_own_error(folder: Path) -> None:
+def test_errors_while_loading_pass_through(folder: Path) -> None:
     (folder / "broken_loop.py").write_text("import there_is_no_such_module\n")
     for spelled in ("broken_loop.py:train", "broken_loop:train"):
         with pytest.raises(ModuleNotFoundError, match="there_is_no_such_module"):
@@ -83,7 +83,7 @@ def test_what_a_file_raises_while_it_loads_is_its_own_error(folder: Path) -> Non
         ("positional", {"first": "1"}, "takes no --first"),
     ],
 )
-def test_an_argument_that_a_function_cannot_be_given_is_refused(folder: Path, function: str, flags: dict[str, str], says: str) -> None:
+def test_flags_that_do_not_fit_the_function_are_rejected(folder: Path, function: str, flags: dict[str, str], says: str) -> None:
     (folder / "odd.py").write_text(
         "from dataclasses import dataclass\n@dataclass\nclass Shape:\n    width: int = 1\n"
         "def shaped(shape: Shape = Shape()): ...\ndef several(*numbers: int, **options: int): ...\ndef positional(first: int = 1, /): ...\n"
@@ -93,6 +93,6 @@ def test_an_argument_that_a_function_cannot_be_given_is_refused(folder: Path, fu
 
 
 @pytest.mark.parametrize("command", ["train", "launch", "drill"])
-def test_no_worker_is_no_number_of_workers(capsys: pytest.CaptureFixture[str], command: str) -> None:
+def test_zero_workers_are_rejected(capsys: pytest.CaptureFixture[str], command: str) -> None:
     assert main([command, "odd.py:train", "--workers", "0"]) == 2
     assert "argument --workers: '0' is no whole number from 1 to" in capsys.readouterr().err

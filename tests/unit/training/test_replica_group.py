@@ -1,4 +1,4 @@
-"""What a Team and its Keeper refuse when they are constructed, and at a step. One process, real groups and files."""
+"""What ReplicaGroup and Checkpointer refuse at construction and in a step. One process, real groups and files."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
-from lockstep.checkpoint.store import Store
+from lockstep.checkpoint.store import CheckpointStore
 from lockstep.elastic.world import World
 from lockstep.errors import DivergedError, UsageError
-from lockstep.parallel import frozen_state as untrained
-from lockstep.training.checkpointer import Keeper
-from lockstep.training.replica_group import Team
+from lockstep.parallel import frozen_state
+from lockstep.training.checkpointer import Checkpointer
+from lockstep.training.replica_group import ReplicaGroup
 
 
 @pytest.fixture
@@ -30,56 +30,62 @@ def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
 
 
-def one_step(team: Team, step: int, optimizer: torch.optim.Optimizer) -> None:
-    for k in team.micro_batches(step):
-        team.backward(team(torch.full((2, 3), float(step + k))).square().sum())
+def one_step(replicas: ReplicaGroup, step: int, optimizer: torch.optim.Optimizer) -> None:
+    for k in replicas.micro_batches(step):
+        replicas.backward(replicas(torch.full((2, 3), float(step + k))).square().sum())
     optimizer.step()
 
 
 # The state of an own loop.
 
 
-def test_trained_parameters_in_no_optimizer_are_refused_by_name_and_frozen_ones_are_not(world: World, tmp_path: Path) -> None:
+def test_trained_parameters_in_no_optimizer_are_refused_by_name(world: World, tmp_path: Path) -> None:
     model = layers()
-    keeper = Keeper(tmp_path, world, model, torch.optim.SGD(model[0].parameters(), lr=0.1))
-    with pytest.raises(UsageError, match=r"2 trained parameters are in no optimizer that the Keeper knows: 1\.weight, 1\.bias"):
-        Team(world, model, keeper, micro_batches=1)
+    checkpointer = Checkpointer(tmp_path, world, model, torch.optim.SGD(model[0].parameters(), lr=0.1))
+    with pytest.raises(UsageError, match=r"2 trained parameters are in no optimizer that the Checkpointer knows: 1\.weight, 1\.bias"):
+        ReplicaGroup(world, model, checkpointer, micro_batches=1)
     model[1].requires_grad_(False)
-    with Team(world, model, keeper, micro_batches=1):
+    with ReplicaGroup(world, model, checkpointer, micro_batches=1):
         pass
 
 
-def test_a_second_team_or_keeper_is_refused_until_the_first_is_closed(world: World, tmp_path: Path) -> None:
+def test_second_replica_group_or_checkpointer_is_refused_until_the_first_is_closed(world: World, tmp_path: Path) -> None:
     model = layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Keeper(tmp_path / "first", world, model, optimizer) as keeper, Team(world, model, keeper, micro_batches=1):
-        with pytest.raises(UsageError, match="a second Team on one World"):
-            Team(world, model, keeper, micro_batches=1)
-        with pytest.raises(UsageError, match="a second Keeper on one World"):
-            Keeper(tmp_path / "second", world, model, optimizer)
-    with Keeper(tmp_path / "second", world, model, optimizer) as keeper, Team(world, model, keeper, micro_batches=1):
+    with (
+        Checkpointer(tmp_path / "first", world, model, optimizer) as checkpointer,
+        ReplicaGroup(world, model, checkpointer, micro_batches=1),
+    ):
+        with pytest.raises(UsageError, match="a second ReplicaGroup on one World"):
+            ReplicaGroup(world, model, checkpointer, micro_batches=1)
+        with pytest.raises(UsageError, match="a second Checkpointer on one World"):
+            Checkpointer(tmp_path / "second", world, model, optimizer)
+    with (
+        Checkpointer(tmp_path / "second", world, model, optimizer) as checkpointer,
+        ReplicaGroup(world, model, checkpointer, micro_batches=1),
+    ):
         pass
 
 
-def test_a_keeper_of_another_module_is_refused(world: World, tmp_path: Path) -> None:
+def test_checkpointer_of_another_module_is_refused(world: World, tmp_path: Path) -> None:
     model = layers()
-    keeper = Keeper(tmp_path, world, model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(UsageError, match="the Team trains Sequential, the Keeper saves another Sequential"):
-        Team(world, layers(), keeper, micro_batches=1)
+    checkpointer = Checkpointer(tmp_path, world, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(UsageError, match="the ReplicaGroup trains Sequential, the Checkpointer saves another Sequential"):
+        ReplicaGroup(world, layers(), checkpointer, micro_batches=1)
 
 
-def test_weights_whose_memory_was_exchanged_are_in_the_digest(world: World) -> None:
-    """As an average of weights does that is put in their place for a while: p.data = average."""
+def test_digest_covers_weights_whose_memory_was_replaced(world: World) -> None:
+    """As when averaged weights replace them for a while: p.data = average."""
     model = layers()
-    with Team(world, model, micro_batches=1) as team:
-        before = team.replica.digest()
+    with ReplicaGroup(world, model, micro_batches=1) as replicas:
+        before = replicas.replica.digest()
         model[0].weight.data = model[0].weight.data.clone().mul_(2.0)
-        assert team.replica.digest() != before
+        assert replicas.replica.digest() != before
         model[0].weight.data.mul_(0.5)
-        assert team.replica.digest() == before
+        assert replicas.replica.digest() == before
 
 
-def test_a_buffer_that_begins_within_a_word_is_hashed(world: World) -> None:
+def test_unaligned_buffer_is_hashed(world: World) -> None:
     class Shifted(nn.Module):
         table: torch.Tensor
 
@@ -89,14 +95,14 @@ def test_a_buffer_that_begins_within_a_word_is_hashed(world: World) -> None:
             self.register_buffer("table", torch.arange(5.0)[1:3])
 
     model = Shifted()
-    with Team(world, model, micro_batches=1) as team:
-        before = team.untrained.digest()
+    with ReplicaGroup(world, model, micro_batches=1) as replicas:
+        before = replicas.frozen_state.digest()
         model.table[0] = 7.0
-        assert team.untrained.digest() != before
+        assert replicas.frozen_state.digest() != before
 
 
 class Warmup:
-    """A user's own class around a scheduler."""
+    """A user's class that wraps a scheduler."""
 
     def __init__(self, scheduler: Any) -> None:
         self.inner = [scheduler]
@@ -116,14 +122,17 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_scheduler_that_the_keeper_does_not_know_is_refused(world: World, tmp_path: Path, name: str) -> None:
+def test_unregistered_scheduler_is_refused(world: World, tmp_path: Path, name: str) -> None:
     model = layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = SCHEDULERS[name](optimizer)
-    with Keeper(tmp_path, world, model, optimizer) as keeper, pytest.raises(UsageError, match="sets the learning rate of SGD"):
-        Team(world, model, keeper, micro_batches=1)
+    with Checkpointer(tmp_path, world, model, optimizer) as checkpointer, pytest.raises(UsageError, match="sets the learning rate of SGD"):
+        ReplicaGroup(world, model, checkpointer, micro_batches=1)
     for known in (scheduler, Warmup(scheduler)):
-        with Keeper(tmp_path, world, model, optimizer, state={"any": known}) as keeper, Team(world, model, keeper, micro_batches=1):
+        with (
+            Checkpointer(tmp_path, world, model, optimizer, state={"any": known}) as checkpointer,
+            ReplicaGroup(world, model, checkpointer, micro_batches=1),
+        ):
             pass
 
 
@@ -137,48 +146,52 @@ LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("what", LOSSES)
-def test_a_loss_or_gradient_that_is_not_finite_ends_the_run_before_the_update(world: World, tmp_path: Path, what: str) -> None:
+def test_nonfinite_loss_or_gradient_ends_the_run_before_the_update(world: World, tmp_path: Path, what: str) -> None:
     model = layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     refused = pytest.raises(DivergedError, match=what)
-    with refused as found, Keeper(tmp_path, world, model, optimizer) as keeper, Team(world, model, keeper, micro_batches=1) as team:
-        one_step(team, 0, optimizer)
+    with (
+        refused as found,
+        Checkpointer(tmp_path, world, model, optimizer) as checkpointer,
+        ReplicaGroup(world, model, checkpointer, micro_batches=1) as replicas,
+    ):
+        one_step(replicas, 0, optimizer)
         before = [p.detach().clone() for p in model.parameters()]
-        for _ in team.micro_batches(1):
-            team.backward(LOSSES[what](team(torch.ones(2, 3))))
+        for _ in replicas.micro_batches(1):
+            replicas.backward(LOSSES[what](replicas(torch.ones(2, 3))))
     assert found.value.exit_code == 4
     assert all(map(torch.equal, before, model.parameters()))
 
 
-def test_gradients_that_are_not_finite_can_be_left_to_a_scaler(world: World, tmp_path: Path) -> None:
+def test_nonfinite_gradients_can_be_left_to_a_scaler(world: World, tmp_path: Path) -> None:
     model = layers()
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-3), torch.amp.GradScaler("cpu", init_scale=2.0**120)
     with (
-        Keeper(tmp_path, world, model, optimizer, state={"scaler": scaler}) as keeper,
-        Team(world, model, keeper, micro_batches=1, on_nonfinite="ignore") as team,
+        Checkpointer(tmp_path, world, model, optimizer, state={"scaler": scaler}) as checkpointer,
+        ReplicaGroup(world, model, checkpointer, micro_batches=1, on_nonfinite="ignore") as replicas,
     ):
         for step in range(3):
-            for _ in team.micro_batches(step):
-                team.backward(scaler.scale(team(torch.full((2, 3), 1e4)).square().sum()))
+            for _ in replicas.micro_batches(step):
+                replicas.backward(scaler.scale(replicas(torch.full((2, 3), 1e4)).square().sum()))
             scaler.step(optimizer)
             scaler.update()
-        keeper.save(3)
+        checkpointer.save(3)
     assert scaler.get_scale() < 2.0**120 and all(bool(p.isfinite().all()) for p in model.parameters())
 
 
-def test_a_state_that_is_not_finite_is_not_saved_and_the_last_finite_checkpoint_stays(world: World, tmp_path: Path) -> None:
+def test_nonfinite_state_is_not_saved_and_the_last_checkpoint_stays(world: World, tmp_path: Path) -> None:
     model = layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     model.register_buffer("mask", torch.full((3,), float("-inf")))
     refused = pytest.raises(DivergedError, match=r"not finite after step 2: optim\.0\.weight\.momentum_buffer\n.*checkpoints: 1")
-    with refused, Keeper(tmp_path, world, model, optimizer, keep=1) as keeper:
+    with refused, Checkpointer(tmp_path, world, model, optimizer, keep=1) as checkpointer:
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
-        keeper.save(1)
-        assert keeper.saver and keeper.saver.wait()
+        checkpointer.save(1)
+        assert checkpointer.saver and checkpointer.saver.wait()
         optimizer.state[model[0].weight]["momentum_buffer"][0, 0] = float("inf")
-        keeper.save(2)
-    assert keeper.store.steps() == [1]
+        checkpointer.save(2)
+    assert checkpointer.store.steps() == [1]
 
 
 # Buffers and frozen weights.
@@ -197,33 +210,36 @@ class Counting(nn.Module):
         return self.inner(rows)
 
 
-def test_buffers_that_the_forward_pass_changes_are_refused_by_name_before_the_update(world: World) -> None:
+def test_buffers_changed_by_the_forward_pass_are_refused_by_name(world: World) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = model[0].weight.detach().clone()
     names = r"1\.running_mean, 1\.running_var, 1\.num_batches_tracked \(BatchNorm1d\)"
     assert isinstance(model[1], nn.BatchNorm1d)
-    with pytest.raises(UsageError, match=f"passes of step 1: {names}"), Team(world, model, micro_batches=2) as team:
-        one_step(team, 0, optimizer)
+    with pytest.raises(UsageError, match=f"passes of step 1: {names}"), ReplicaGroup(world, model, micro_batches=2) as replicas:
+        one_step(replicas, 0, optimizer)
     assert torch.equal(before, model[0].weight)
-    with Team(world, model, micro_batches=2, local_buffers=True) as team:
-        one_step(team, 0, optimizer)
+    with ReplicaGroup(world, model, micro_batches=2, local_buffers=True) as replicas:
+        one_step(replicas, 0, optimizer)
     model[1].eval()
-    with Team(world, model, micro_batches=2) as team:
-        one_step(team, 0, optimizer)
-    with pytest.raises(UsageError, match=r": seen \(Counting\)"), Team(world, persistent := Counting(True), micro_batches=2) as team:
-        one_step(team, 0, torch.optim.SGD(persistent.parameters()))
-    with Team(world, cache := Counting(False), micro_batches=2) as team:
-        one_step(team, 0, torch.optim.SGD(cache.parameters()))
+    with ReplicaGroup(world, model, micro_batches=2) as replicas:
+        one_step(replicas, 0, optimizer)
+    with (
+        pytest.raises(UsageError, match=r": seen \(Counting\)"),
+        ReplicaGroup(world, persistent := Counting(True), micro_batches=2) as replicas,
+    ):
+        one_step(replicas, 0, torch.optim.SGD(persistent.parameters()))
+    with ReplicaGroup(world, cache := Counting(False), micro_batches=2) as replicas:
+        one_step(replicas, 0, torch.optim.SGD(cache.parameters()))
 
 
-def test_every_byte_of_frozen_weights_and_buffers_is_hashed_within_as_many_steps_as_there_are_slices(
+def test_every_byte_of_frozen_weights_and_buffers_is_hashed_in_one_cycle_of_slices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(untrained, "SLICE_BYTES", 64)
+    monkeypatch.setattr(frozen_state, "SLICE_BYTES", 64)
     frozen = [torch.zeros(9, dtype=torch.bfloat16), torch.zeros(50), torch.zeros(0), torch.zeros(3, 5).t(), torch.tensor(1.0)]
     module = nn.BatchNorm1d(4)
-    rest = untrained.Untrained(module, frozen)
+    rest = frozen_state.FrozenState(module, frozen)
     count = len(rest.slices)
     assert count == 7
     before, whole = [rest.digest(number) for number in range(count)], rest.digest()
@@ -237,32 +253,30 @@ def test_every_byte_of_frozen_weights_and_buffers_is_hashed_within_as_many_steps
     assert [rest.digest(number + count) for number in range(count)] == before and rest.digest() == whole
 
 
-def test_a_layer_that_is_frozen_otherwise_after_a_resume_is_a_warning(
-    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_layers_frozen_differently_after_a_resume_are_a_warning(world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for start, frozen, warned in ((0, False, False), (1, False, False), (2, True, True)):
         model = layers()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model[0].requires_grad_(not frozen)
         caplog.clear()
-        with Keeper(tmp_path / "checkpoints", world, model, optimizer) as keeper:
-            assert keeper.resume() == start
-            with Team(world, model, keeper, micro_batches=1) as team:
-                one_step(team, start, optimizer)
-            keeper.save(start + 1)
+        with Checkpointer(tmp_path / "checkpoints", world, model, optimizer) as checkpointer:
+            assert checkpointer.resume() == start
+            with ReplicaGroup(world, model, checkpointer, micro_batches=1) as replicas:
+                one_step(replicas, start, optimizer)
+            checkpointer.save(start + 1)
         assert ("other layers frozen: 0.bias, 0.weight changed since" in caplog.text) is warned, caplog.text
 
 
-def test_a_checkpoint_is_loaded_in_a_phase_without_a_limit(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_a_checkpoint_has_no_time_limit(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Keeper(tmp_path / "checkpoints", world, model, optimizer) as keeper:
-        keeper.resume()
-        keeper.save(1)
+    with Checkpointer(tmp_path / "checkpoints", world, model, optimizer) as checkpointer:
+        checkpointer.resume()
+        checkpointer.save(1)
     phases = []
-    load = Store.load_newest
-    monkeypatch.setattr(Store, "load_newest", lambda store: phases.append(world.board.phase) or load(store))
+    load = CheckpointStore.load_newest
+    monkeypatch.setattr(CheckpointStore, "load_newest", lambda store: phases.append(world.board.phase) or load(store))
     before = world.board.phase
-    with Keeper(tmp_path / "checkpoints", world, model, optimizer) as keeper:
-        assert keeper.resume() == 1 and world.board.phase == before
+    with Checkpointer(tmp_path / "checkpoints", world, model, optimizer) as checkpointer:
+        assert checkpointer.resume() == 1 and world.board.phase == before
     assert phases == ["preparing"]

@@ -1,7 +1,7 @@
-"""Token ids of one split in memory-mapped arrays: any pair in a few microseconds, whatever the size of the corpus.
+"""Token ids of one split in memory-mapped arrays: access to a pair takes a few microseconds.
 
-For each side, `ids` holds the ids of all sentences end to end, without special ones, and `offsets` (sentences + 1) where each begins.
-Processes of one machine share the pages; nothing is read but what is asked for.
+For each side, `ids` holds the concatenated ids of all sentences without special ids, and `offsets`
+(sentences + 1,) the first position of each. Processes of one machine share the pages.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Ints = npt.NDArray[np.int64]
 SIDES = ("source", "target")
 
 
-def write_side(folder: Path, split: str, side: str, rows: Iterable[list[int]], vocabulary: int) -> list[Path]:
-    """Write one side of a split; returns the files, flushed to the disk. 16-bit ids where the vocabulary allows it."""
-    ids, ends = array("H" if vocabulary <= 1 << 16 else "I"), array("q", [0])
+def write_side(folder: Path, split: str, side: str, rows: Iterable[list[int]], vocab_size: int) -> list[Path]:
+    """Write and sync one side of a split; return the files. Uses 16-bit ids if possible."""
+    ids, ends = array("H" if vocab_size <= 1 << 16 else "I"), array("q", [0])
     for row in rows:
         ids.extend(row)
         ends.append(len(ids))
@@ -39,7 +39,7 @@ def write_side(folder: Path, split: str, side: str, rows: Iterable[list[int]], v
 
 
 class EncodedPairs:
-    """The pairs of a split as token ids. `lengths` (n, 2) int32: source and target tokens, END included."""
+    """Token ids of a split. lengths: (n, 2) int32, source and target, END included."""
 
     def __init__(self, ids: list[npt.NDArray[np.unsignedinteger]], offsets: list[Ints]) -> None:
         self._ids, self._offsets = ids, offsets
@@ -47,41 +47,42 @@ class EncodedPairs:
 
     @classmethod
     def open(cls, folder: Path, split: str) -> EncodedPairs:
-        """The split that `write_side` wrote under `folder`. DataError when a file is missing or its arrays do not fit together."""
+        """Map a split. DataError if a file is missing or the arrays are inconsistent."""
         arrays: dict[str, list[npt.NDArray[np.unsignedinteger]]] = {"ids": [], "offsets": []}
-        for name, found in arrays.items():
+        for name, loaded in arrays.items():
             for side in SIDES:
                 path = folder / f"{split}.{side}.{name}.npy"
                 try:
-                    found.append(np.load(path, mmap_mode="r"))
+                    loaded.append(np.load(path, mmap_mode="r"))
                 except (OSError, ValueError) as error:
                     what = f"{path} cannot be opened: {error}"
                     raise DataError(what, "a file of the prepared corpus", "remove its folder to prepare it again") from None
         offsets = [np.asarray(o, dtype=np.int64) for o in arrays["offsets"]]
         if len({len(o) for o in offsets}) > 1 or any(o[-1] != len(i) for o, i in zip(offsets, arrays["ids"], strict=True)):
-            raise DataError(f"the arrays of {split} do not fit together", str(folder), "remove the folder to prepare the corpus again")
+            raise DataError(f"the arrays of {split} are inconsistent", str(folder), "remove the folder to prepare the corpus again")
         return cls(arrays["ids"], offsets)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def gather(self, ids: Ints, rows: int, source_length: int, target_length: int) -> tuple[Ints, Ints, Ints]:
-        """(source (rows, S), target (rows, T), labels (rows, T)) int64 of the pairs `ids`, filled up with PAD.
+        """Return source (rows, S), target (rows, T) and labels (rows, T), int64, padded with PAD.
 
-        source = sentence, END; target = BEGIN, sentence; labels = sentence, END. Rows beyond len(ids) are PAD throughout.
-        ValueError when there are more ids than rows, or a pair is longer than its side.
+        source = sentence, END; target = BEGIN, sentence; labels = sentence, END. Rows beyond
+        len(ids) are PAD. ValueError if there are more ids than rows, or a pair is longer than its
+        side.
         """
         if len(ids) > rows:
             raise ValueError(f"{len(ids)} pairs do not fit into {rows} rows")
-        source = self._ended(0, ids, rows, source_length)
-        labels = self._ended(1, ids, rows, target_length)
+        source = self._with_end(0, ids, rows, source_length)
+        labels = self._with_end(1, ids, rows, target_length)
         target = np.zeros_like(labels)
         target[: len(ids), 0] = BEGIN
         target[:, 1:] = np.where(labels[:, :-1] == END, PAD, labels[:, :-1])
         return source, target, labels
 
-    def _ended(self, side: int, ids: Ints, rows: int, length: int) -> Ints:
-        """(rows, length): each sentence, END, PAD."""
+    def _with_end(self, side: int, ids: Ints, rows: int, length: int) -> Ints:
+        """Return (rows, length): each sentence, END, PAD."""
         out = np.full((rows, length), PAD, dtype=np.int64)
         if not len(ids):
             return out

@@ -1,7 +1,8 @@
-"""Pairs from a Hugging Face dataset, such as Helsinki-NLP/opus_books (en-it), or from a folder of the same shape.
+"""Pairs and texts from a Hugging Face dataset, such as Helsinki-NLP/opus_books (en-it), or a local folder.
 
-A file of its own because importing `datasets` takes seconds: `corpus` imports this file only when a run asks for it.
-The column `translation` holds one text for each language; columns named by the languages, or `source` and `target`, do as well.
+A separate module because importing `datasets` takes seconds: it is imported on demand. Pairs come from
+a column `translation` with a text per language, or from columns named after the languages or `source`
+and `target`.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from lockstep.errors import DataError
 
 
 def read_dataset(name: str, subset: str, source: str, target: str, splits: dict[str, str]) -> dict[str, Pairs]:
-    """Pairs of each split that is there.
+    """Return the pairs of each split that exists.
 
-    name     of a dataset on the hub, or a folder: one that `save_to_disk` wrote, or one with data files (parquet, jsonl, csv)
-    splits   our split -> the dataset's name for it; "" takes the split of our name if there is one, and none otherwise
-    DataError: no such dataset or subset, no such split or column. The hub is asked only when the dataset is not in the user's cache.
+    name    dataset on the hub, or a folder: of `save_to_disk`, or with data files (parquet, jsonl, csv)
+    splits  our split -> the dataset's name of it; "": the split of our name, if it exists
+    DataError: no such dataset, subset, split or column. The hub is contacted only if the dataset is not cached.
     """
     where = f"data.dataset={name} data.subset={subset}"
-    found = load(name, subset, where)
+    dataset = load(name, subset, where)
     pairs = {}
-    for ours, wanted in choose_splits(splits, list(found), where).items():
-        split = found[wanted]
+    for ours, wanted in choose_splits(splits, list(dataset), where).items():
+        split = dataset[wanted]
         texts = {column: split[column][:] for column in split.column_names if column in ("translation", source, target, "source", "target")}
         if not texts:
             what = f"no column for {source!r} and {target!r}, but {', '.join(split.column_names)}"
@@ -38,57 +39,58 @@ def read_dataset(name: str, subset: str, source: str, target: str, splits: dict[
     return pairs
 
 
-def choose_splits(asked: Mapping[str, str], there: Sequence[str], where: str) -> dict[str, str]:
-    """Our split -> the dataset's name for it: the one asked for; else the one of our name, unless another split of ours asks for it.
+def choose_splits(requested: Mapping[str, str], available: Sequence[str], where: str) -> dict[str, str]:
+    """Return our split -> the dataset's split: the requested one, else the one of our name unless it is
+    requested for another split of ours.
 
-    DataError: the dataset has no such split, or two of ours ask for one, whose rows would be on both sides.
+    DataError if a split does not exist, or is used twice.
     """
     chosen: dict[str, str] = {}
-    for ours, theirs in asked.items():
-        taken = ours in [name for other, name in asked.items() if other != ours]
-        wanted = theirs or ("train" if ours == "train" else ours if ours in there and not taken else "")
-        if wanted and wanted not in there:
-            near = get_close_matches(wanted, there, n=1, cutoff=0.0) or ["none"]
-            raise DataError(f"the dataset has no split {wanted!r}, but {', '.join(there)}", where, f"try data.{ours}={near[0]}")
-        if twice := [other for other, name in chosen.items() if wanted and name == wanted]:
-            raise DataError(f"data.{twice[0]} and data.{ours} are one split, {wanted!r}", where, "name another one, or leave one out")
+    for ours, theirs in requested.items():
+        taken = ours in [name for other, name in requested.items() if other != ours]
+        wanted = theirs or ("train" if ours == "train" else ours if ours in available and not taken else "")
+        if wanted and wanted not in available:
+            near = get_close_matches(wanted, available, n=1, cutoff=0.0) or ["none"]
+            raise DataError(f"the dataset has no split {wanted!r}, but {', '.join(available)}", where, f"try data.{ours}={near[0]}")
+        if used := [other for other, name in chosen.items() if wanted and name == wanted]:
+            raise DataError(f"data.{used[0]} and data.{ours} are one split, {wanted!r}", where, "use another split, or remove one")
         if wanted:
             chosen[ours] = wanted
     return chosen
 
 
-def splits_of(name: str, subset: str, asked: Mapping[str, str]) -> dict[str, str]:
-    """`choose_splits` of a dataset."""
+def splits_of(name: str, subset: str, requested: Mapping[str, str]) -> dict[str, str]:
+    """Apply `choose_splits` to a dataset."""
     where = f"data.dataset={name} data.subset={subset}"
-    return choose_splits(asked, list(load(name, subset, where)), where)
+    return choose_splits(requested, list(load(name, subset, where)), where)
 
 
 def read_column(name: str, subset: str, split: str, column: str) -> Iterator[tuple[int, str]]:
-    """(number, text) of each row of one split, read from its files as they are asked for; rows without a text are left out.
+    """Yield (number, text) of each row of a split; skip rows without a text.
 
     DataError: no such dataset or column.
     """
     where = f"data.dataset={name} data.subset={subset}"
     rows = load(name, subset, where)[split]
     if column not in rows.column_names:
-        raise DataError(f"no column {column!r}, but {', '.join(rows.column_names)}", where, "set data.column to one that is there")
+        raise DataError(f"no column {column!r}, but {', '.join(rows.column_names)}", where, "set data.column to one of its columns")
     for number, row in enumerate(rows.select_columns([column])):
         if isinstance(text := row[column], str):
             yield number, text
 
 
-@lru_cache(maxsize=1)  # a run reads its dataset several times, and the hub is asked at each loading
+@lru_cache(maxsize=1)  # a run reads its dataset several times, and each load contacts the hub
 def load(name: str, subset: str, where: str) -> datasets.DatasetDict:
-    """The dataset; one without splits is a split train. Whatever keeps it from loading becomes a DataError with its reason."""
+    """Load the dataset. Without splits, it becomes the split train. DataError if it fails."""
     folder = Path(name)
     try:
         if folder.is_dir() and ((folder / "dataset_dict.json").exists() or (folder / "state.json").exists()):
-            found = datasets.load_from_disk(name)
+            dataset = datasets.load_from_disk(name)
         else:
-            found = datasets.load_dataset(name, subset or None)
-        return datasets.DatasetDict({"train": found}) if isinstance(found, datasets.Dataset) else found
+            dataset = datasets.load_dataset(name, subset or None)
+        return datasets.DatasetDict({"train": dataset}) if isinstance(dataset, datasets.Dataset) else dataset
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = " ".join(str(error).split())
         what = f"the dataset cannot be loaded: {reason[:300]}"
-        hint = "is the name right, and the network there? a folder that `save_to_disk` wrote, or one with parquet files, needs none"
+        hint = "check the name and the network; a folder of `save_to_disk`, or one with parquet files, needs no network"
         raise DataError(what, where, hint) from error

@@ -1,6 +1,6 @@
-"""Token ids of a micro-batch on the device: what the order names, gathered from memory-mapped arrays.
+"""Loader of pairs: gathers the micro-batches of the order from memory-mapped arrays.
 
-There is no worker process and no queue: gathering 2,000 tokens takes a third of a millisecond, a hundredth of the step it is for.
+It needs no worker process and no queue: gathering 2,000 tokens takes 0.3 ms, 1% of a step.
 """
 
 from __future__ import annotations
@@ -15,34 +15,37 @@ from lockstep.data.pairs.encoded import EncodedPairs
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """source (B, S) with its end mark; target (B, T) behind a begin mark; labels (B, T) before an end mark. Filled up with PAD."""
+class PairBatch:
+    """source (B, S): sentence, END; target (B, T): BEGIN, sentence; labels (B, T): sentence, END;
+    padded with PAD.
+    """
 
     source: torch.Tensor
     target: torch.Tensor
     labels: torch.Tensor
 
 
-class Loader:
-    """Micro-batches of `pairs` in `order`, on `device`. Holds no position: any step may be asked for at any time.
+class PairLoader:
+    """Micro-batches of `pairs` in `order`, on `device`. Stateless: steps can be requested in any
+    order.
 
-    fixed_shapes  each micro-batch has the shape that the order names, so that a compiler meets few; otherwise both sides end with their
-                  longest sentence, which is a function of the micro-batch alone and so the same on any number of processes
+    fixed_shapes  pad each micro-batch to the shape of its bucket, so that torch.compile sees few shapes;
+                  otherwise to its longest sentence, which depends on the micro-batch only
     """
 
     def __init__(self, pairs: EncodedPairs, order: BucketOrder, device: torch.device, *, fixed_shapes: bool = False) -> None:
         self.pairs, self.order, self.device, self.fixed_shapes = pairs, order, device, fixed_shapes
 
-    def tokens(self, step: int) -> int:
-        """Target tokens of the whole step, end marks included, over the micro-batches of all replicas."""
+    def tokens_in_step(self, step: int) -> int:
+        """Number of target tokens of the step, END included, over the micro-batches of all replicas."""
         ids = np.concatenate([self.order.ids(step, k) for k in range(self.order.micro_batches)])
         return int(self.pairs.lengths[ids, 1].sum())
 
-    def micro_batch(self, step: int, k: int) -> MicroBatch:
-        """Micro-batch `k` of step `step`: as many rows as the order names, empty ones at its end."""
+    def micro_batch(self, step: int, k: int) -> PairBatch:
+        """Return micro-batch `k` of step `step`, padded with empty rows."""
         shape, ids = self.order.shape(step, k), self.order.ids(step, k)
         longest = (shape.length, shape.length) if self.fixed_shapes else tuple(int(n) for n in self.pairs.lengths[ids].max(axis=0))
         tensors = [torch.from_numpy(array) for array in self.pairs.gather(ids, shape.rows, *longest)]
         if self.device.type == "cuda":
             tensors = [tensor.pin_memory().to(self.device, non_blocking=True) for tensor in tensors]
-        return MicroBatch(*tensors)
+        return PairBatch(*tensors)

@@ -1,9 +1,9 @@
-"""From the text of a run to what its processes open: a tokenizer, token ids in memory-mapped arrays, and the held-out text.
+"""Prepare the parallel corpus of a run: tokenizer, token ids in memory-mapped arrays, held-out text.
 
-The leader prepares once; `prepared.json` is written last (marker.py).
+Rank 0 prepares once, and writes `prepared.json` last (data/manifest.py).
 
-Too long a pair (`data.max_tokens`, the end mark included) is left out of the arrays of every split, and counted. The held-out text keeps
-it: BLEU and its like are over all held-out pairs; only their loss leaves the long ones out.
+Pairs longer than `data.max_tokens`, END included, are dropped from the arrays of every split and counted.
+The held-out text keeps them: BLEU and the other scores cover all held-out pairs, the loss does not.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import schema as config
-from lockstep.data.manifest import MARKER, compare, read_marker, refuse_another
+from lockstep.data.manifest import MANIFEST, read_manifest, refuse_other_settings, verify_files
 from lockstep.data.pairs import corpus
-from lockstep.data.pairs.corpus import SPLITS, Corpus, Report
+from lockstep.data.pairs.corpus import SPLITS, Corpus, CorpusReport
 from lockstep.data.pairs.encoded import SIDES, EncodedPairs, write_side
 from lockstep.data.pairs.textfiles import Pairs
 from lockstep.data.tokenizer import Tokenizer
@@ -27,12 +27,12 @@ from lockstep.files import sha256_file, write_atomic, write_json
 
 log = logging.getLogger("lockstep")
 
-AT_ONCE = 50_000  # texts encoded at a time: the library's results are large
+ENCODE_BATCH = 50_000  # texts encoded at once: the results of the library need much memory
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """An opened corpus. `fingerprints` has "corpus" (every text), "tokenizer" and "asked" (the settings it was made with)."""
+class PreparedPairs:
+    """A prepared corpus. fingerprints: "corpus" (all texts), "tokenizer", "asked" (settings)."""
 
     folder: Path
     tokenizer: Tokenizer
@@ -40,38 +40,37 @@ class Prepared:
     validation: EncodedPairs
     test: EncodedPairs
     fingerprints: dict[str, str]
-    report: Report
+    report: CorpusReport
 
     def text(self, split: str) -> Pairs:
-        """The held-out pairs of "validation" or "test" as text: all of them, also those too long for the arrays."""
+        """Return all pairs of "validation" or "test" as text, including too long ones."""
         lines = (self.folder / f"{split}.jsonl").read_text(encoding="utf-8").split("\n")
-        found = (json.loads(line) for line in lines if line)
-        return [(row["source"], row["target"]) for row in found]
+        return [(row["source"], row["target"]) for row in map(json.loads, filter(None, lines))]
 
 
-def prepare(data: config.Data, tokens: config.Tokens, folder: Path) -> None:
-    """For the leader: have the corpus ready under `folder`. Returns at once when it is there.
+def prepare(data: config.DataOptions, options: config.TokenizerOptions, folder: Path) -> None:
+    """For rank 0: prepare the corpus under `folder`. If it exists, only compare the settings.
 
-    DataError when another corpus is there, or when this one cannot be read.
+    DataError if another corpus is in the folder, or this one cannot be read.
     """
-    asked = settings(data, tokens)
-    if (folder / MARKER).exists():
+    settings = corpus_settings(data, options)
+    if (folder / MANIFEST).exists():
         try:
-            asked["corpus"] = corpus.fingerprint(data)
-        except DataError as error:  # the text's files are gone, and the run has all that it needs
-            log.warning("going on with the corpus that was prepared in %s; its text cannot be compared: %s", folder, error.what)
-        refuse_another(read_marker(folder)["asked"], asked, folder)
+            settings["corpus"] = corpus.fingerprint(data)
+        except DataError as error:  # source files are gone; the prepared corpus is sufficient
+            log.warning("using the prepared corpus in %s; its source cannot be compared: %s", folder, error.what)
+        refuse_other_settings(read_manifest(folder)["asked"], settings, folder)
         return
     folder.mkdir(parents=True, exist_ok=True)
-    asked["corpus"] = corpus.fingerprint(data)
-    text = corpus.read(data)
+    settings["corpus"] = corpus.fingerprint(data)
+    text = corpus.read_corpus(data)
     log.info(text.report.line())
     tokenizer = Tokenizer.train(
         (sentence for pair in text.train for sentence in pair),
-        kind=tokens.kind,
-        vocabulary=tokens.vocabulary,
-        min_frequency=tokens.min_frequency,
-        lowercase=tokens.lowercase,
+        kind=options.kind,
+        vocab_size=options.vocab_size,
+        min_frequency=options.min_frequency,
+        lowercase=options.lowercase,
     )
     tokenizer.save(folder / "tokenizer.json")
     files, too_long = write_arrays(folder, text, tokenizer, data.max_tokens)
@@ -88,14 +87,14 @@ def prepare(data: config.Data, tokens: config.Tokens, folder: Path) -> None:
             report = replace(report, kept=kept, left_out={**report.left_out, reason: count})
     if not report.kept["train"]:
         what = f"no training pair has at most {data.max_tokens} tokens"
-        raise DataError(what, "data.max_tokens", "raise it, or cut the text into sentences")
-    log.info("tokenizer: %d entries (%s, %d asked for)", tokenizer.size, tokens.kind, tokens.vocabulary)
+        raise DataError(what, "data.max_tokens", "increase it, or split the text into sentences")
+    log.info("tokenizer: %d entries (%s, %d asked for)", tokenizer.vocab_size, options.kind, options.vocab_size)
     write_json(
-        folder / MARKER,
+        folder / MANIFEST,
         {
             "corpus": text.fingerprint,
             "tokenizer": tokenizer.fingerprint,
-            "asked": asked,
+            "asked": settings,
             "report": asdict(report),
             "too_long": too_long,
             "files": {path.name: sha256_file(path) for path in [folder / "tokenizer.json", *files]},
@@ -104,7 +103,7 @@ def prepare(data: config.Data, tokens: config.Tokens, folder: Path) -> None:
 
 
 def write_arrays(folder: Path, text: Corpus, tokenizer: Tokenizer, max_tokens: int) -> tuple[list[Path], dict[str, int]]:
-    """The token ids of every split; returns the files, and how many pairs of each split were too long (splits with none left out)."""
+    """Write the ids of every split. Return the files, and the number of long pairs by split."""
     files: list[Path] = []
     too_long: dict[str, int] = {}
     for split in SPLITS:
@@ -112,36 +111,37 @@ def write_arrays(folder: Path, text: Corpus, tokenizer: Tokenizer, max_tokens: i
         both = [list(encode(tokenizer, [pair[side] for pair in pairs])) for side in range(len(SIDES))]
         fits = [max(len(a), len(b)) < max_tokens for a, b in zip(*both, strict=True)]
         for side, rows in zip(SIDES, both, strict=True):
-            files += write_side(folder, split, side, (row for row, fit in zip(rows, fits, strict=True) if fit), tokenizer.size)
+            files += write_side(folder, split, side, (row for row, fit in zip(rows, fits, strict=True) if fit), tokenizer.vocab_size)
         if not all(fits):
             too_long[split] = fits.count(False)
     return files, too_long
 
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> Iterator[list[int]]:
-    for start in range(0, len(texts), AT_ONCE):
-        yield from tokenizer.encode(texts[start : start + AT_ONCE])
+    for start in range(0, len(texts), ENCODE_BATCH):
+        yield from tokenizer.encode(texts[start : start + ENCODE_BATCH])
 
 
-def settings(data: config.Data, tokens: config.Tokens) -> dict[str, Any]:
-    """What decides the prepared files besides the corpus itself, as it stands in the marker."""
-    return {"max_tokens": data.max_tokens, **{f"tokens.{name}": value for name, value in asdict(tokens).items()}}
+def corpus_settings(data: config.DataOptions, options: config.TokenizerOptions) -> dict[str, Any]:
+    """Return the settings that the files depend on, besides the corpus, for the manifest."""
+    return {"max_tokens": data.max_tokens, **{f"tokenizer.{name}": value for name, value in asdict(options).items()}}
 
 
-def open_prepared(folder: Path) -> Prepared:
-    """The corpus under `folder`, every file compared with its sha256. DataError when one is missing or damaged.
+def open_prepared(folder: Path) -> PreparedPairs:
+    """Open the corpus under `folder` and verify the sha256 of every file: about one second per
+    gigabyte.
 
-    Cost: one reading of the files, about a second a gigabyte.
+    DataError if a file is missing or damaged.
     """
-    marker = read_marker(folder)
-    compare({folder / name: digest for name, digest in marker["files"].items()}, folder)
-    asked = json.dumps(marker["asked"], sort_keys=True)
-    return Prepared(
+    manifest = read_manifest(folder)
+    verify_files({folder / name: digest for name, digest in manifest["files"].items()}, folder)
+    settings = json.dumps(manifest["asked"], sort_keys=True)
+    return PreparedPairs(
         folder=folder,
         tokenizer=Tokenizer.load(folder / "tokenizer.json"),
         train=EncodedPairs.open(folder, "train"),
         validation=EncodedPairs.open(folder, "validation"),
         test=EncodedPairs.open(folder, "test"),
-        fingerprints={"corpus": marker["corpus"], "tokenizer": marker["tokenizer"], "asked": asked},
-        report=Report(**marker["report"]),
+        fingerprints={"corpus": manifest["corpus"], "tokenizer": manifest["tokenizer"], "asked": settings},
+        report=CorpusReport(**manifest["report"]),
     )

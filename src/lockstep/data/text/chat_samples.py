@@ -1,11 +1,13 @@
-"""Chats as they are trained: which of their tokens are answers, exactly.
+"""Training samples from chats: token ids, and a loss mask over exactly the answers.
 
-    chat    JSONL, plain or .gz: {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]} a line
-    drills  questions made here by rule, each with one right answer, to try fine-tuning with: nothing to download
+    chat    JSONL, plain or .gz; one {"messages": [{"role": "user", "content": "Hello"},
+            {"role": "assistant", "content": "Hi."}]} per line
+    drills  generated questions with one correct answer each, to try fine-tuning without a download
 
-A chat is written by its model's own template and tokenized once, as a whole. Each answer must begin where it would when it is generated:
-the ids of the chat up to there are the ids of the prompt. What is learnt of an answer ends with the token that ends a turn. What a
-template does not write (tools, names, a role) is refused by its name.
+A chat is rendered by the chat template of its model and tokenized once, as a whole. The ids before an
+answer must equal the ids of its prompt at generation. The loss mask of an answer ends with the token
+that ends the turn. A part of a chat that the template does not render (tools, names, a role) is an
+error.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from datetime import datetime
 from typing import Any
 
 from lockstep.config import schema as config
-from lockstep.data.order import mix
-from lockstep.data.pairs.textfiles import json_in
+from lockstep.data.order import splitmix64
+from lockstep.data.pairs.textfiles import parse_json_line
 from lockstep.data.text.chat_tokenizer import ChatTokenizer, Message
 from lockstep.data.text.documents import Split, choose_split, files_of, records_of, splits_of
 from lockstep.data.text.prepare import Sample
@@ -28,13 +30,17 @@ from lockstep.errors import DataError
 
 log = logging.getLogger("lockstep")
 
-SPLIT_TOKEN = "with an answer that begins inside a token"
-CHATTED = datetime(2024, 7, 26)  # the day that a template which tells the day is given: Llama 3.1's own default
+SPLIT_TOKEN = "with an answer that starts inside a token"
+RENDER_DATE = datetime(2024, 7, 26)  # date for templates that print one: the default of Llama 3.1
 
 
 @dataclass(frozen=True)
 class Chat:
-    """The messages up to the last answer that is trained on, the source for messages to users, and the tools that the prompt lists."""
+    """A chat up to its last trained answer.
+
+    where  source of the chat, for error messages
+    tools  tool definitions for the prompt
+    """
 
     messages: list[Message]
     where: str
@@ -42,164 +48,170 @@ class Chat:
 
     @property
     def answers(self) -> list[int]:
-        """The numbers of the messages that are learnt: a weight of 0 leaves an answer out."""
+        """Numbers of the messages with a loss: answers, without those of weight 0."""
         return [number for number, m in enumerate(self.messages) if m["role"] == "assistant" and m.get("weight", 1)]
 
 
-def chats(data: config.Data, left_out: Counter[str]) -> Iterator[tuple[Split, Chat]]:
-    """Every chat with its split, as `documents` has it. Those without an answer are counted. DataError: a line is no chat."""
+def chats(data: config.DataOptions, dropped: Counter[str]) -> Iterator[tuple[Split, Chat]]:
+    """Yield every chat with its split. Chats without an answer are dropped and counted.
+
+    DataError if a line is not a chat.
+    """
     named = splits_of(data)
     for split in named:
-        found = drills(data.pairs) if data.kind == "drills" else read_chats(data, split)
-        for chat in found:
+        for chat in drills(data.pairs) if data.kind == "drills" else read_chats(data, split):
             del chat.messages[max(chat.answers, default=-1) + 1 :]
             if not chat.messages:
-                left_out["without an answer"] += 1
+                dropped["without an answer"] += 1
                 continue
             chosen = choose_split(json.dumps(chat.messages), data.held_out_share) if split == "train" else split
             yield ("train" if split == "train" and chosen in named else chosen), chat
 
 
-def read_chats(data: config.Data, split: Split) -> Iterator[Chat]:
-    """The chats in the files of a split."""
+def read_chats(data: config.DataOptions, split: Split) -> Iterator[Chat]:
+    """Yield the chats in the files of a split."""
     for path in files_of(data, split):
-        yield from (chat_in(line, where) for where, line in records_of(path))
+        yield from (parse_chat(line, where) for where, line in records_of(path))
 
 
-SHAPE_OF_A_CHAT = 'write {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
-REFUSED = ("functions", "documents", "chat_template_kwargs", "weight")  # beside the messages; other keys there are notes
+CHAT_EXAMPLE = 'write {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
+UNSUPPORTED_KEYS = ("functions", "documents", "chat_template_kwargs", "weight")  # of a chat; unknown keys are ignored
 
 
-def chat_in(line: bytes, where: str) -> Chat:
-    """The chat in a line of JSON. DataError when it is none. A key that is null or empty counts as absent."""
-    found = json_in(line, where)
-    messages = found.get("messages") if isinstance(found, dict) else None
-    if not isinstance(messages, list) or not all(is_message(one) for one in messages):
-        raise DataError(f"this is no chat: {line[:80].decode(errors='replace')!r}", where, SHAPE_OF_A_CHAT)
-    if refused := [key for key in REFUSED if found.get(key)]:
-        raise DataError(f"the chat has {refused[0]!r}, which is not read", where, "remove it; tools go into 'tools'")
-    tools = found.get("tools") or None
+def parse_chat(line: bytes, where: str) -> Chat:
+    """Return the chat in a line of JSON. Null and empty keys count as absent. DataError."""
+    record = parse_json_line(line, where)
+    messages = record.get("messages") if isinstance(record, dict) else None
+    if not isinstance(messages, list) or not all(map(is_message, messages)):
+        raise DataError(f"not a chat: {line[:80].decode(errors='replace')!r}", where, CHAT_EXAMPLE)
+    if unsupported := [key for key in UNSUPPORTED_KEYS if record.get(key)]:
+        raise DataError(f"the chat has {unsupported[0]!r}, which is not supported", where, "remove it; tools go into 'tools'")
+    tools = record.get("tools") or None
     if not isinstance(tools, list | None):
         raise DataError(f"'tools' is {json.dumps(tools)[:80]}", where, "write a list of objects")
-    kept: list[Message] = [
-        {key: value for key, value in one.items() if key == "content" or value not in (None, "", [], {})} for one in messages
+    cleaned: list[Message] = [
+        {key: value for key, value in message.items() if key == "content" or value not in (None, "", [], {})} for message in messages
     ]
-    for number, one in enumerate(kept, start=1):
-        if one.get("weight", 1) not in (0, 1) or ("weight" in one and one["role"] != "assistant"):
-            what = f"message {number} of role {one['role']!r} has the weight {json.dumps(one['weight'])}"
-            raise DataError(what, where, "give an answer the weight 1 to learn it, 0 to leave it out, and no other message one")
-    return Chat(kept, where, tools)
+    for number, message in enumerate(cleaned, start=1):
+        if message.get("weight", 1) not in (0, 1) or ("weight" in message and message["role"] != "assistant"):
+            what = f"message {number} of role {message['role']!r} has the weight {json.dumps(message['weight'])}"
+            raise DataError(what, where, "set a weight only for answers: 1 to train on it, 0 to skip it")
+    return Chat(cleaned, where, tools)
 
 
-def is_message(one: Any) -> bool:
-    """Only an answer that calls tools may have no text."""
-    if not isinstance(one, dict) or not isinstance(one.get("role"), str):
+def is_message(value: Any) -> bool:
+    """Whether a JSON value is a message. Only an answer that calls tools may have no text."""
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         return False
-    return isinstance(one.get("content"), str) or (
-        one.get("content") is None and one["role"] == "assistant" and bool(one.get("tool_calls"))
-    )
+    calls_tools = value.get("content") is None and value["role"] == "assistant" and bool(value.get("tool_calls"))
+    return isinstance(value.get("content"), str) or calls_tools
 
 
-class SplitToken(DataError):
-    """An answer that begins inside a token of the whole chat: generated, it would follow other ids than those it was trained behind."""
+class SplitTokenError(DataError):
+    """An answer starts inside a token of the chat: at generation, other ids would precede it."""
 
 
-def refuse_unwritten(tokenizer: ChatTokenizer, chat: Chat) -> None:
-    """DataError names what of a chat the template does not write, or would not be learnt: the model would learn something else."""
+def refuse_unrendered(tokenizer: ChatTokenizer, chat: Chat) -> None:
+    """DataError if the template does not render a part of the chat, or an answer contains the end
+    of a turn.
 
-    def written(messages: list[Message], tools: list[Any] | None) -> str:
+    A part is not rendered if the text stays the same without it.
+    """
+
+    def render(messages: list[Message], tools: list[Any] | None) -> str:
         try:
-            return tokenizer.render(messages, answer=False, now=lambda: CHATTED, tools=tools)
+            return tokenizer.render(messages, add_generation_prompt=False, now=lambda: RENDER_DATE, tools=tools)
         except DataError:
-            return ""  # the template looks at what was taken away
+            return ""  # the template needs the removed part
 
-    whole = tokenizer.render(chat.messages, answer=False, now=lambda: CHATTED, tools=chat.tools)
+    whole = tokenizer.render(chat.messages, add_generation_prompt=False, now=lambda: RENDER_DATE, tools=chat.tools)
     without: list[tuple[str, list[Message], list[Any] | None]] = [("'tools'", chat.messages, None)] if chat.tools else []
     for number, message in enumerate(chat.messages):
         before, after = chat.messages[:number], chat.messages[number + 1 :]
         for key in message.keys() - {"role", "content", "weight"}:
-            less = {other: value for other, value in message.items() if other != key}
-            without.append((f"{key!r} of message {number + 1}", [*before, less, *after], chat.tools))
+            reduced = {other: value for other, value in message.items() if other != key}
+            without.append((f"{key!r} of message {number + 1}", [*before, reduced, *after], chat.tools))
         if (text := (message.get("content") or "").strip()) and text not in whole:
             without.append((f"message {number + 1}, of role {message['role']!r}", [*before, *after], chat.tools))
-    ends = [token for token in map(tokenizer.inner.id_to_token, sorted(tokenizer.ends)) if token]
+    eos_tokens = [token for token in map(tokenizer.inner.id_to_token, sorted(tokenizer.eos_ids)) if token]
     for number in chat.answers:
-        if typed := [token for token in ends if token in (chat.messages[number].get("content") or "")]:
-            what = f"answer {number + 1} contains {typed[0]!r}, the token that ends a turn: nothing behind it would be learnt"
-            raise DataError(what, f"{chat.where}; {tokenizer.folder}", "remove it from the text; the template writes it")
+        if contained := [token for token in eos_tokens if token in (chat.messages[number].get("content") or "")]:
+            what = f"answer {number + 1} contains {contained[0]!r}, the token that ends a turn: the text after it would not be trained"
+            raise DataError(what, f"{chat.where}; {tokenizer.folder}", "remove it from the text; the template adds it")
     for what, messages, tools in without:
-        if written(messages, tools) == whole:
-            hint = "remove it from the chat, or use a model whose template writes it"
-            raise DataError(f"the chat template does not write {what}", f"{chat.where}; {tokenizer.folder}", hint)
+        if render(messages, tools) == whole:
+            hint = "remove it from the chat, or use a model whose template renders it"
+            raise DataError(f"the chat template does not render {what}", f"{chat.where}; {tokenizer.folder}", hint)
 
 
 def encode(tokenizer: ChatTokenizer, chat: Chat) -> tuple[list[int], list[bool]]:
-    """(the ids of a chat up to the end of its last answer, which of them are learnt).
+    """Return (ids, loss mask) of a chat up to the end of its last answer.
 
-    DataError: the template does not write a longer chat as a continuation of a shorter one, or ends an answer with no token.
-    SplitToken: the ids of the chat up to an answer are not those of the prompt that it would be generated from.
+    DataError: the template does not render a longer chat as a continuation of a shorter one, or does
+    not end an answer with an eos token. SplitTokenError: the ids before an answer differ from the ids
+    of its prompt.
     """
     inner = tokenizer.inner
-    whole = tokenizer.render(chat.messages[: max(chat.answers) + 1], answer=False, now=lambda: CHATTED, tools=chat.tools)
+    whole = tokenizer.render(chat.messages[: max(chat.answers) + 1], add_generation_prompt=False, now=lambda: RENDER_DATE, tools=chat.tools)
     encoding = inner.encode(whole, add_special_tokens=False)
     ids: list[int] = encoding.ids
-    counts = [False] * len(ids)
+    loss_mask = [False] * len(ids)
     for number in chat.answers:
-        prompt = tokenizer.render(chat.messages[:number], now=lambda: CHATTED, tools=chat.tools)
-        until = tokenizer.render(chat.messages[: number + 1], answer=False, now=lambda: CHATTED, tools=chat.tools)
-        if not until.startswith(prompt) or not whole.startswith(until):
-            what = f"the chat template does not write answer {number + 1} behind what was said before it"
-            raise DataError(what, f"{chat.where}; {tokenizer.folder}", "use a template that leaves earlier turns as they are")
-        before = inner.encode(prompt, add_special_tokens=False).ids
-        if ids[: len(before)] != before:
-            near = whole[max(0, len(prompt) - 10) : len(prompt) + 10]
-            what = f"answer {number + 1} begins inside a token: {near!r}"
-            hint = "begin the answer with other characters, or use a template that ends its prompt with a special token or a line break"
-            raise SplitToken(what, f"{chat.where}; {tokenizer.folder}", hint)
-        inside = (place for place in range(len(before), len(ids)) if encoding.offsets[place][0] < len(until))
-        end = next((place for place in inside if ids[place] in tokenizer.ends), None)
+        prompt = tokenizer.render(chat.messages[:number], now=lambda: RENDER_DATE, tools=chat.tools)
+        turn = tokenizer.render(chat.messages[: number + 1], add_generation_prompt=False, now=lambda: RENDER_DATE, tools=chat.tools)
+        if not turn.startswith(prompt) or not whole.startswith(turn):
+            what = f"the chat template does not append answer {number + 1} to the turns before it"
+            raise DataError(what, f"{chat.where}; {tokenizer.folder}", "use a template that does not rewrite earlier turns")
+        prompt_ids = inner.encode(prompt, add_special_tokens=False).ids
+        if ids[: len(prompt_ids)] != prompt_ids:
+            context = whole[max(0, len(prompt) - 10) : len(prompt) + 10]
+            what = f"answer {number + 1} starts inside a token: {context!r}"
+            hint = "start the answer with other characters, or use a template that ends its prompt with a special token or a line break"
+            raise SplitTokenError(what, f"{chat.where}; {tokenizer.folder}", hint)
+        answer = (i for i in range(len(prompt_ids), len(ids)) if encoding.offsets[i][0] < len(turn))
+        end = next((i for i in answer if ids[i] in tokenizer.eos_ids), None)
         if end is None:
-            what = "the chat template ends an answer with no token that ends a turn"
-            hint = "name that token in eos_token_id of generation_config.json, beside the tokenizer"
+            what = "the chat template does not end an answer with an eos token"
+            hint = "set eos_token_id in the generation_config.json beside the tokenizer"
             raise DataError(what, f"{chat.where}; {tokenizer.folder}", hint)
-        counts[len(before) : end + 1] = [True] * (end + 1 - len(before))
-    return ids, counts
+        loss_mask[len(prompt_ids) : end + 1] = [True] * (end + 1 - len(prompt_ids))
+    return ids, loss_mask
 
 
 def last_answer(tokenizer: ChatTokenizer, record: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-    """(the prompt, the last answer without its end) of a held-out chat, in the ids that it would be trained with."""
+    """Return (prompt ids, ids of the last answer without its eos token) of a held-out chat."""
     chat = Chat(record["messages"], "a held-out chat", record.get("tools"))
-    ids, counts = encode(tokenizer, chat)
-    begin = len(tokenizer.encode_chat(chat.messages[:-1], now=lambda: CHATTED, tools=chat.tools))
-    return ids[:begin], ids[begin : len(counts) - 1 - counts[::-1].index(True)]
+    ids, loss_mask = encode(tokenizer, chat)
+    start = len(tokenizer.encode_chat(chat.messages[:-1], now=lambda: RENDER_DATE, tools=chat.tools))
+    return ids[:start], ids[start : len(loss_mask) - 1 - loss_mask[::-1].index(True)]
 
 
-def chat_samples(tokenizer: ChatTokenizer, data: config.Data, length: int, left_out: Counter[str]) -> Iterator[Sample]:
-    """Each chat as it is trained; those that do not fit into a row of `length` are counted."""
-    for split, chat in chats(data, left_out):
-        refuse_unwritten(tokenizer, chat)
+def chat_samples(tokenizer: ChatTokenizer, data: config.DataOptions, length: int, dropped: Counter[str]) -> Iterator[Sample]:
+    """Yield each chat as a sample. Drop and count those longer than a row of `length` tokens."""
+    for split, chat in chats(data, dropped):
+        refuse_unrendered(tokenizer, chat)
         try:
-            ids, counts = encode(tokenizer, chat)
-        except SplitToken as error:
-            if not left_out[SPLIT_TOKEN]:
-                log.warning("left out: %s (%s); %s", error.what, error.where, error.hint)
-            left_out[SPLIT_TOKEN] += 1
+            ids, loss_mask = encode(tokenizer, chat)
+        except SplitTokenError as error:
+            if not dropped[SPLIT_TOKEN]:
+                log.warning("dropped: %s (%s); %s", error.what, error.where, error.hint)
+            dropped[SPLIT_TOKEN] += 1
             continue
-        if len(ids) > length + 1:  # the last one is only predicted
-            left_out[f"longer than a row of {length} tokens"] += 1
+        if len(ids) > length + 1:  # the last id is only a label
+            dropped[f"longer than a row of {length} tokens"] += 1
             continue
         size = sum(len((chat.messages[number].get("content") or "").encode()) for number in chat.answers)
         tools = {"tools": chat.tools} if chat.tools else {}
-        yield Sample(split, ids, counts, {"messages": chat.messages, **tools}, size)
+        yield Sample(split, ids, loss_mask, {"messages": chat.messages, **tools}, size)
 
 
 # -- drills -----------------------------------------------------------------------------------------------------------
 
 
 def drills(count: int) -> Iterator[Chat]:
-    """`count` questions with their answers, the same ones always: which number is larger, what follows it, a small sum."""
+    """Yield `count` fixed questions with answers: compare two numbers, count by one, add."""
     for number in range(count):
-        kind, first, second = (mix(0xD811, number, place) for place in range(3))
+        kind, first, second = (splitmix64(0xD811, number, i) for i in range(3))
         a, b = 10 + first % 90, 10 + second % 90
         question, answer = (
             (f"Which is larger, {a} or {b}?", str(max(a, b))),

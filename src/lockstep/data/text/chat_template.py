@@ -1,7 +1,9 @@
-"""Chat templates, rendered in a process of their own: a template is a program by a stranger, which may loop forever or fill the memory.
+"""Chat templates, rendered in a separate process: a template is untrusted code that could loop forever or
+exhaust the memory.
 
-One process serves all templates. It reads a request per line and answers with a line, both JSON. In it jinja's sandbox hides Python's
-insides; the kernel ends the process when one request takes CPU_S seconds of processor time, and gives it no more than MEMORY_BYTES.
+One process renders all templates. It reads one JSON request per line and writes one JSON response per
+line. jinja's sandbox hides Python's internals. The kernel kills the process if a request takes CPU_S
+seconds of CPU time, and limits its memory to MEMORY_BYTES.
 """
 
 from __future__ import annotations
@@ -25,25 +27,25 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 CPU_S = 2.0
 MEMORY_BYTES = 1 << 30
-TEXT_CHARACTERS = 1 << 24
+MAX_CHARACTERS = 1 << 24
 
-# A tag of transformers' own around what the model is to learn; here a block like any other, with the same spaces around it.
-ANSWER, END_OF_ANSWER = (re.compile(r"(\{%[-+]?\s*)" + word + r"(\s*[-+]?%\})") for word in ("generation", "endgeneration"))
+# A tag of transformers around the text to learn. It is replaced by `if true`, which keeps the same white space.
+GENERATION, END_GENERATION = (re.compile(r"(\{%[-+]?\s*)" + word + r"(\s*[-+]?%\})") for word in ("generation", "endgeneration"))
 
 
 class TemplateError(Exception):
-    """Why a template was not rendered."""
+    """A template failed or exceeded a limit."""
 
 
-class Renderer:
-    """The process that renders, started when it is needed first."""
+class TemplateRenderer:
+    """The rendering process, started on first use."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
-        self.owner = 0  # a process that was forked from the owner starts its own
+        self.owner = 0  # a forked child starts its own process
 
     def render(self, template: str, values: Mapping[str, Any], now: datetime) -> str:
-        """The text of a template. TemplateError when it fails or exceeds a limit."""
+        """Render a template. TemplateError if it fails or exceeds a limit."""
         if self.process is None or self.owner != os.getpid() or self.process.poll() is not None:
             self.start()
         assert self.process and self.process.stdin and self.process.stdout
@@ -54,15 +56,15 @@ class Renderer:
         line = self.process.stdout.readline()
         if not line:
             code = self.process.wait()
-            slow = code == -signal.SIGPROF
-            raise TemplateError(f"it takes more than {CPU_S:g} s" if slow else f"its process ended with exit code {code}")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise TemplateError(answer["error"])
-        return str(answer["text"])
+            timed_out = code == -signal.SIGPROF
+            raise TemplateError(f"it takes more than {CPU_S:g} s" if timed_out else f"its process exited with code {code}")
+        response = json.loads(line)
+        if "error" in response:
+            raise TemplateError(response["error"])
+        return str(response["text"])
 
     def start(self) -> None:
-        """Start the process, instead of one that has ended."""
+        """Start the process, in place of an exited one."""
         self.close()
         command = [sys.executable, "-P", "-m", "lockstep.data.text.chat_template"]
         self.process = subprocess.Popen(
@@ -71,7 +73,7 @@ class Renderer:
         self.owner = os.getpid()
 
     def close(self) -> None:
-        """End the process; the next request starts another one."""
+        """Stop the process. The next request starts another one."""
         if self.process and self.owner == os.getpid() and self.process.stdin and self.process.stdout:
             with suppress(BrokenPipeError):
                 self.process.stdin.close()
@@ -80,53 +82,53 @@ class Renderer:
         self.process = None
 
 
-renderer = Renderer()
+renderer = TemplateRenderer()
 atexit.register(renderer.close)
 
 
-# -- in the process that renders --------------------------------------------------------------------------------------
+# -- in the rendering process -----------------------------------------------------------------------------------------
 
 
 def serve() -> None:
-    """Answer requests until there are no more."""
+    """Serve requests until standard input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_PROF, CPU_S)
-        answer: dict[str, str]
+        response: dict[str, str]
         try:
-            answer = {"text": rendered(**json.loads(line))}
+            response = {"text": render(**json.loads(line))}
         except MemoryError:
-            answer = {"error": f"it needs more than {MEMORY_BYTES >> 20:,} MiB"}
-        except Exception as error:  # whatever a stranger's program raises
-            answer = {"error": str(error) or type(error).__name__}
+            response = {"error": f"it needs more than {MEMORY_BYTES >> 20:,} MiB"}
+        except Exception as error:  # anything that untrusted code raises
+            response = {"error": str(error) or type(error).__name__}
         signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+        sys.stdout.buffer.write(json.dumps(response).encode() + b"\n")
         sys.stdout.buffer.flush()
 
 
-def rendered(template: str, values: dict[str, Any], now: str) -> str:
-    moment = datetime.fromisoformat(now)
-    text = compiled(template).render(values | {"strftime_now": moment.strftime})
-    if len(text) > TEXT_CHARACTERS:
+def render(template: str, values: dict[str, Any], now: str) -> str:
+    current = datetime.fromisoformat(now)
+    text = compiled(template).render(values | {"strftime_now": current.strftime})
+    if len(text) > MAX_CHARACTERS:
         raise jinja2.TemplateError(f"it writes {len(text):,} characters")
     return text
 
 
 @lru_cache(maxsize=8)
 def compiled(template: str) -> jinja2.Template:
-    """A chat template, ready to be rendered, in the sandbox."""
-    room = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    room.filters["tojson"] = to_json
-    room.globals["raise_exception"] = complain
-    return room.from_string(END_OF_ANSWER.sub(r"\1endif\2", ANSWER.sub(r"\1if true\2", template)))
+    """Compile a chat template in the sandbox."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    return environment.from_string(END_GENERATION.sub(r"\1endif\2", GENERATION.sub(r"\1if true\2", template)))
 
 
 def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
-    """As transformers has it: jinja's own escapes HTML, which is no part of a prompt."""
+    """The filter of transformers. jinja's own escapes HTML, which does not belong in a prompt."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def complain(message: str) -> NoReturn:
+def raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 

@@ -1,8 +1,8 @@
 """Rows of equal length for a Llama, from a stream of documents.
 
-`CutRows` lays the documents end to end and cuts: row i holds positions i * length .. (i + 1) * length, whatever document they belong to.
-`PackedRows` puts whole chats into a row, the longest first, each where it leaves least room (best fit decreasing).
-Either way a row knows its documents, and a label is what follows in the same one.
+`CutRows` concatenates the documents: row i holds positions i * length .. (i + 1) * length.
+`PackedRows` packs whole chats into rows by best fit decreasing.
+Both know the document of each position. A label is the next token of the same document.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lockstep.data.order import UniformOrder, mix, permute
-from lockstep.data.text.token_stream import Ints, Stream
+from lockstep.data.order import UniformOrder, permute, splitmix64
+from lockstep.data.text.token_stream import Ints, TokenStream
 
-IGNORED = -100  # a label that counts nothing (models/llama.py)
+IGNORE_INDEX = -100  # label of positions without a loss (models/llama.py)
 
 
 @dataclass(frozen=True)
 class TextBatch:
-    """tokens, labels, documents: (B, T) int64 as `Llama.forward` takes them; documents None where each row is of one document."""
+    """tokens, labels, documents: (B, T) int64, as for `Llama.forward`; documents is None if each
+    row is one document.
+    """
 
     tokens: Tensor
     labels: Tensor
@@ -39,17 +41,17 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
 
     def row(self, i: int) -> tuple[Ints, Ints, Ints]:
-        """(tokens, labels, documents) of row i, each (length,)."""
+        """Return (tokens, labels, documents) of row i, each (length,)."""
 
-    def counts(self, ids: Ints) -> Ints:
-        """How many labels count in each of the rows."""
+    def label_counts(self, ids: Ints) -> Ints:
+        """Return the number of labels that are not ignored in each row."""
 
 
 @dataclass(frozen=True)
 class CutRows:
-    """Rows cut from a stream; what is left behind the last whole row is left out."""
+    """Rows cut from a stream. The tokens after the last full row are dropped."""
 
-    stream: Stream
+    stream: TokenStream
     length: int
 
     def __len__(self) -> int:
@@ -58,103 +60,102 @@ class CutRows:
     def row(self, i: int) -> tuple[Ints, Ints, Ints]:
         return window(self.stream, i * self.length, self.length)
 
-    def counts(self, ids: Ints) -> Ints:
+    def label_counts(self, ids: Ints) -> Ints:
         begin = ids * self.length
         return self.length - self.stream.ends_in(begin, begin + self.length)
 
 
-def window(stream: Stream, begin: int, length: int) -> tuple[Ints, Ints, Ints]:
-    """(tokens, labels, documents) at positions begin .. begin + length - 1, fewer at the end of the stream.
-
-    The label of a document's last token is IGNORED: nothing follows it.
+def window(stream: TokenStream, begin: int, length: int) -> tuple[Ints, Ints, Ints]:
+    """Return (tokens, labels, documents) at positions begin .. begin + length - 1, fewer at the end
+    of the stream. The label of a document's last token is IGNORED.
     """
     end = min(begin + length, stream.tokens)
     ids = stream.read(begin, min(end + 1, stream.tokens))
     documents = stream.documents_at(begin, min(end + 1, stream.tokens))
-    labels = np.full(end - begin, IGNORED, np.int64)
+    labels = np.full(end - begin, IGNORE_INDEX, np.int64)
     follows = documents[1:] == documents[: len(documents) - 1]
-    labels[: len(follows)] = np.where(follows, ids[1:], IGNORED)
+    labels[: len(follows)] = np.where(follows, ids[1:], IGNORE_INDEX)
     return ids[: end - begin], labels, documents[: end - begin]
 
 
 class PackedRows:
-    """Rows of whole documents of a stream that has `counts`; none is longer than `length` + 1."""
+    """Rows of whole documents of a stream with a loss mask. No document is longer than `length` + 1."""
 
-    def __init__(self, stream: Stream, length: int, *, seed: int) -> None:
+    def __init__(self, stream: TokenStream, length: int, *, seed: int) -> None:
         self.stream, self.length = stream, length
-        sizes = np.diff(stream.offsets) - 1  # the last token has nothing to predict
+        sizes = np.diff(stream.offsets) - 1  # the last token is only a label
         self.members = pack(sizes, length, seed)
-        learnt = np.array(
-            [int(stream.read_counts(int(a) + 1, int(b)).sum()) for a, b in zip(stream.offsets, stream.offsets[1:], strict=False)]
+        trained = np.array(
+            [int(stream.read_loss_mask(int(a) + 1, int(b)).sum()) for a, b in zip(stream.offsets, stream.offsets[1:], strict=False)]
         )
-        self._counts = np.array([int(learnt[members].sum()) for members in self.members], dtype=np.int64)
+        self._label_counts = np.array([int(trained[members].sum()) for members in self.members], dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.members)
 
     def row(self, i: int) -> tuple[Ints, Ints, Ints]:
-        tokens, labels = np.zeros(self.length, np.int64), np.full(self.length, IGNORED, np.int64)
-        documents = np.full(self.length, len(self.members[i]), np.int64)  # what is left over is a document of its own
-        at = 0
+        tokens, labels = np.zeros(self.length, np.int64), np.full(self.length, IGNORE_INDEX, np.int64)
+        documents = np.full(self.length, len(self.members[i]), np.int64)  # padding is a document of its own
+        position = 0
         for number, member in enumerate(self.members[i]):
             begin, end = (int(self.stream.offsets[member + n]) for n in (0, 1))
-            ids, counts = self.stream.read(begin, end), self.stream.read_counts(begin, end)
-            there = slice(at, at + len(ids) - 1)
-            tokens[there], documents[there] = ids[:-1], number
-            labels[there] = np.where(counts[1:], ids[1:], IGNORED)
-            at += len(ids) - 1
+            ids, loss_mask = self.stream.read(begin, end), self.stream.read_loss_mask(begin, end)
+            span = slice(position, position + len(ids) - 1)
+            tokens[span], documents[span] = ids[:-1], number
+            labels[span] = np.where(loss_mask[1:], ids[1:], IGNORE_INDEX)
+            position += len(ids) - 1
         return tokens, labels, documents
 
-    def counts(self, ids: Ints) -> Ints:
-        return self._counts[ids]
+    def label_counts(self, ids: Ints) -> Ints:
+        return self._label_counts[ids]
 
 
 def pack(sizes: npt.NDArray[np.int64], length: int, seed: int) -> list[list[int]]:
-    """Numbers of documents for each row: the longest first, each into the row that it leaves least room in (best fit decreasing).
+    """Pack documents into rows by best fit decreasing; return the document numbers of each row.
 
-    sizes  (documents,), none above `length`. Documents of one size come in the order of a permutation of `seed`.
+    sizes  (documents,), at most `length` each. Documents of equal size are ordered by a permutation of `seed`.
     """
-    shuffled = permute(np.arange(len(sizes)), len(sizes), mix(seed, 0xBED)) if len(sizes) else np.zeros(0, np.int64)
+    shuffled = permute(np.arange(len(sizes)), len(sizes), splitmix64(seed, 0xBED)) if len(sizes) else np.zeros(0, np.int64)
     order = shuffled[np.argsort(-sizes[shuffled], kind="stable")]
     rows: list[list[int]] = []
-    by_room: list[list[int]] = [[] for _ in range(length + 1)]
-    has_room = 0  # bit r: there is a row with room r
+    rows_by_space: list[list[int]] = [[] for _ in range(length + 1)]
+    spaces = 0  # bit s is set if a row has space s
     for document in order.tolist():
         size = int(sizes[document])
-        fitting = has_room >> size
+        fitting = spaces >> size
         if fitting:
-            room = size + (fitting & -fitting).bit_length() - 1
-            row = by_room[room].pop()
-            if not by_room[room]:
-                has_room ^= 1 << room
+            space = size + (fitting & -fitting).bit_length() - 1
+            row = rows_by_space[space].pop()
+            if not rows_by_space[space]:
+                spaces ^= 1 << space
             rows[row].append(document)
         else:
-            room, row = length, len(rows)
+            space, row = length, len(rows)
             rows.append([document])
-        by_room[room - size].append(row)
-        has_room |= 1 << (room - size)
+        rows_by_space[space - size].append(row)
+        spaces |= 1 << (space - size)
     return rows
 
 
 @dataclass(frozen=True)
 class RowLoader:
-    """Micro-batches of rows in `order`, on `device`. Holds no position: any step may be asked for at any time."""
+    """Micro-batches of rows in `order`, on `device`. Stateless: steps can be requested in any order."""
 
     rows: Rows
     order: UniformOrder
     device: torch.device
 
-    def tokens(self, step: int) -> int:
-        """Labels of the whole step that count, over all micro-batches."""
+    def tokens_in_step(self, step: int) -> int:
+        """Number of labels that are not ignored, over all micro-batches of the step."""
         ids = np.concatenate([self.order.ids(step, k) for k in range(self.order.micro_batches)])
-        return int(self.rows.counts(ids).sum())
+        return int(self.rows.label_counts(ids).sum())
 
     def micro_batch(self, step: int, k: int) -> TextBatch:
         return batch_of([self.rows.row(int(i)) for i in self.order.ids(step, k)], self.device)
 
 
 def batch_of(rows: list[tuple[Ints, Ints, Ints]], device: torch.device) -> TextBatch:
-    """Rows of one length, together on the device."""
+    """Stack rows of equal length on the device."""
     tokens, labels, documents = (torch.from_numpy(np.stack(column)) for column in zip(*rows, strict=True))
     several = bool((documents != documents[:, :1]).any())
     if device.type == "cuda":

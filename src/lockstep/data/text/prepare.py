@@ -1,11 +1,11 @@
-"""From the documents or chats of a run to what its processes open: token ids in streams, the tokenizer, the held-out text.
+"""Prepare the documents or chats of a run: token streams, the tokenizer, the held-out text.
 
-    RUN/tokenizer/           the files of the tokenizer: trained here, or those of the model that the run starts from
-    RUN/data/train.*         a stream of ids (stream.py); validation and test likewise
-    RUN/data/validation.jsonl, test.jsonl    the held-out documents or chats themselves
-    RUN/data/prepared.json   written last: what was asked for, counts, the sha256 of every file
+    RUN/tokenizer/           the tokenizer: trained here, or that of the model in llama.init_from
+    RUN/data/train.*         a token stream (token_stream.py); the same for validation and test
+    RUN/data/validation.jsonl, test.jsonl    the held-out documents or chats
+    RUN/data/prepared.json   written last: settings, counts, the sha256 of every file
 
-The leader prepares once, holding a few megabytes at a time; what was cut short is done again.
+Rank 0 prepares once, with a few megabytes of memory. An interrupted preparation is repeated.
 """
 
 from __future__ import annotations
@@ -22,147 +22,154 @@ from typing import Any
 
 import tokenizers
 
-from lockstep.config.schema import Run
-from lockstep.data.manifest import MARKER, compare, read_marker, refuse_another
+from lockstep.config.schema import RunConfig
+from lockstep.data.manifest import MANIFEST, read_manifest, refuse_other_settings, verify_files
 from lockstep.data.text.chat_tokenizer import ChatTokenizer
 from lockstep.data.text.documents import SPLITS, Document, Split, in_groups
-from lockstep.data.text.token_stream import Stream, Writer
+from lockstep.data.text.token_stream import TokenStream, TokenStreamWriter
 from lockstep.data.tokenizer import Tokenizer
 from lockstep.errors import DataError
 from lockstep.files import sha256_file, write_json
-from lockstep.units import show_bytes, show_count
+from lockstep.units import format_bytes, format_count
 
 log = logging.getLogger("lockstep")
 
-TRAINED_ON_BYTES = 200_000_000  # of text: more does not change the words of a tokenizer
-AT_ONCE_BYTES = 4_000_000  # of text are encoded together
+TOKENIZER_CHARACTERS = 200_000_000  # of training text; more hardly changes a tokenizer
+ENCODE_CHARACTERS = 4_000_000  # of text per call of the tokenizer
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A document or a chat as it is trained. `record` is what is kept of a held-out one; `counts`: which ids are learnt, None: all."""
+    """An encoded document or chat.
+
+    loss_mask  which ids have a loss; None: all
+    record     the line that is stored if the sample is held out
+    """
 
     split: Split
     ids: list[int]
-    counts: list[bool] | None
+    loss_mask: list[bool] | None
     record: dict[str, Any]
-    bytes: int  # of text that is learnt
+    bytes: int  # of text with a loss
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """Opened data. `bytes` of learnt text by split; `fingerprints` has "data" (every id) and "tokenizer"."""
+class PreparedText:
+    """Prepared data. bytes: text with a loss, by split; fingerprints: "data" and "tokenizer"."""
 
     folder: Path
     tokenizer: ChatTokenizer
-    train: Stream
-    validation: Stream
-    test: Stream
+    train: TokenStream
+    validation: TokenStream
+    test: TokenStream
     bytes: dict[str, int]
     fingerprints: dict[str, str]
 
     def records(self, split: str) -> list[dict[str, Any]]:
-        """The held-out documents {"name", "text"} or chats {"messages"}."""
+        """Return the held-out documents {"name", "text"} or chats {"messages"}."""
         with open(self.folder / f"{split}.jsonl", encoding="utf-8") as file:
             return [json.loads(line) for line in file]
 
 
-def train_tokenizer(run: Run, texts: Iterable[str], folder: Path) -> None:
-    """Train the tokenizer of a new Llama and leave its files in `folder`."""
+def train_tokenizer(run: RunConfig, texts: Iterable[str], folder: Path) -> None:
+    """Train the tokenizer of a new Llama and write its files to `folder`."""
     tokenizer = Tokenizer.train_on_documents(
-        until(texts, TRAINED_ON_BYTES), vocabulary=run.tokens.vocabulary, min_frequency=run.tokens.min_frequency
+        take_characters(texts, TOKENIZER_CHARACTERS), vocab_size=run.tokenizer.vocab_size, min_frequency=run.tokenizer.min_frequency
     )
     tokenizer.save_for_llama(folder)
-    log.info("tokenizer: %d entries (%d asked for)", tokenizer.size, run.tokens.vocabulary)
+    log.info("tokenizer: %d entries (%d asked for)", tokenizer.vocab_size, run.tokenizer.vocab_size)
 
 
 def prepare(
-    run: Run,
+    run: RunConfig,
     folder: Path,
     source: Callable[[], dict[str, Any]],
     tokenizer: ChatTokenizer,
     samples: Callable[[Counter[str]], Iterator[Sample]],
 ) -> None:
-    """For the leader: have the streams ready under `folder`. Returns at once when they are there.
+    """For rank 0: prepare the streams under `folder`. If they exist, only compare the settings.
 
-    source   tells what the samples are read from; compared when they are there already
-    samples  gives them, and counts those that it leaves out by their reason
-    DataError: other data is there, this cannot be read, or a split is empty.
+    source   returns a description of the source of the samples, to be compared
+    samples  yields the samples, and counts dropped ones by reason
+    DataError: other data is in the folder, the source cannot be read, or a split is empty.
     """
-    asked = settings(run)
-    if (folder / MARKER).exists():
+    settings = stream_settings(run)
+    if (folder / MANIFEST).exists():
         try:
-            asked["source"] = source()
-        except DataError as error:  # the text's files are gone, or seen from another folder, and the run has all that it needs
-            log.warning("going on with the data that was prepared in %s; its text cannot be compared: %s", folder, error.what)
-        refuse_another(read_marker(folder)["asked"], asked, folder)
+            settings["source"] = source()
+        except DataError as error:  # source files are gone or moved; the prepared data is sufficient
+            log.warning("using the prepared data in %s; its source cannot be compared: %s", folder, error.what)
+        refuse_other_settings(read_manifest(folder)["asked"], settings, folder)
         return
-    asked["source"] = source()
+    settings["source"] = source()
     folder.mkdir(parents=True, exist_ok=True)
-    left_out: Counter[str] = Counter()
+    dropped: Counter[str] = Counter()
     text_bytes = dict.fromkeys(SPLITS, 0)
-    writers: dict[str, Writer] = {}
-    with ExitStack() as held:
-        records = {split: held.enter_context(open(folder / f"{split}.jsonl", "w", encoding="utf-8")) for split in SPLITS[1:]}
+    writers: dict[str, TokenStreamWriter] = {}
+    with ExitStack() as stack:
+        records = {split: stack.enter_context(open(folder / f"{split}.jsonl", "w", encoding="utf-8")) for split in SPLITS[1:]}
         for split in SPLITS:
             size = tokenizer.inner.get_vocab_size(with_added_tokens=True)
-            writers[split] = Writer(folder, split, size, counted=run.task == "sft")
-        for sample in samples(left_out):
-            writers[sample.split].add(sample.ids, sample.counts)
+            writers[split] = TokenStreamWriter(folder, split, size, has_loss_mask=run.task == "sft")
+        for sample in samples(dropped):
+            writers[sample.split].add(sample.ids, sample.loss_mask)
             text_bytes[sample.split] += sample.bytes
             if sample.split in records:
                 records[sample.split].write(json.dumps(sample.record, ensure_ascii=False) + "\n")
-    unheld = [split for split in SPLITS[1:] if not run.data.held_out_share and not getattr(run.data, split)]  # training without them
-    if empty := [split for split in SPLITS if not writers[split].documents and split not in unheld]:
-        counted = "; ".join(f"{count:,} {reason}" for reason, count in left_out.items()) or "nothing was left out"
-        hint = "raise data.held_out_share, name files for it, or train without: data.held_out_share=0"
+    optional = [split for split in SPLITS[1:] if not run.data.held_out_share and not getattr(run.data, split)]  # held_out_share=0
+    if empty := [split for split in SPLITS if not writers[split].documents and split not in optional]:
+        counts = "; ".join(f"{count:,} {reason}" for reason, count in dropped.items()) or "nothing was dropped"
+        hint = "increase data.held_out_share, give files for it, or train without it: data.held_out_share=0"
         hint = hint if empty[0] != "train" else "is this the right file or column?"
-        raise DataError(f"there is nothing in the split {empty[0]}: {counted}", f"data.kind={run.data.kind}", hint)
+        raise DataError(f"the split {empty[0]} is empty: {counts}", f"data.kind={run.data.kind}", hint)
     files = [path for split in SPLITS for path in writers[split].close()] + [folder / f"{split}.jsonl" for split in SPLITS[1:]]
     report = {s: {"documents": writers[s].documents, "tokens": writers[s].tokens, "bytes": text_bytes[s]} for s in SPLITS}
-    for split, one in report.items():
-        figures = f"{one['documents']:,} documents, {show_count(one['tokens'])} tokens, {show_bytes(one['bytes'])}"
+    for split, sizes in report.items():
+        figures = f"{sizes['documents']:,} documents, {format_count(sizes['tokens'])} tokens, {format_bytes(sizes['bytes'])}"
         log.info("%s: %s", split, figures)
-    for reason, count in left_out.items():
-        log.info("left out: %d %s", count, reason)
+    for reason, count in dropped.items():
+        log.info("dropped: %d %s", count, reason)
     write_json(
-        folder / MARKER,
+        folder / MANIFEST,
         {
             "corpus": run.data.kind,
             "tokenizer": sha256_file(tokenizer.folder / "tokenizer.json"),
-            "asked": asked,
-            "report": report | {"left_out": dict(left_out)},
+            "asked": settings,
+            "report": report | {"left_out": dict(dropped)},
             "files": {path.name: sha256_file(path) for path in files},
         },
     )
 
 
-def settings(run: Run) -> dict[str, Any]:
-    """What decides the streams besides their source, as it stands in the marker."""
+def stream_settings(run: RunConfig) -> dict[str, Any]:
+    """Return the settings that the streams depend on, besides their source, for the manifest."""
     data = {f"data.{k}": v for k, v in asdict(run.data).items() if k in ("kind", "column", "held_out_share", "pairs")}
-    tokens = {f"tokens.{k}": v for k, v in asdict(run.tokens).items() if k in ("vocabulary", "min_frequency")}
-    longest = {"batch.length": run.batch.length} if run.task == "sft" else {}
-    return {"task": run.task, **data, **({} if run.llama.start else tokens), **longest}
+    tokenizer = {f"tokenizer.{k}": v for k, v in asdict(run.tokenizer).items() if k in ("vocab_size", "min_frequency")}
+    seq_len = {"batch.seq_len": run.batch.seq_len} if run.task == "sft" else {}
+    return {"task": run.task, **data, **({} if run.llama.init_from else tokenizer), **seq_len}
 
 
-def open_prepared(folder: Path, tokenizer: ChatTokenizer) -> Prepared:
-    """The data under `folder`, every file compared with its sha256: about a second a gigabyte. DataError when one is missing or damaged."""
-    marker = read_marker(folder)
-    expected = {folder / name: digest for name, digest in marker["files"].items()}
-    expected[tokenizer.folder / "tokenizer.json"] = marker["tokenizer"]
-    compare(expected, folder)
-    streams = {split: Stream.open(folder, split) for split in SPLITS}
-    return Prepared(
+def open_prepared(folder: Path, tokenizer: ChatTokenizer) -> PreparedText:
+    """Open the data under `folder` and verify the sha256 of every file: about one second per gigabyte.
+
+    DataError if a file is missing or damaged.
+    """
+    manifest = read_manifest(folder)
+    expected = {folder / name: digest for name, digest in manifest["files"].items()}
+    expected[tokenizer.folder / "tokenizer.json"] = manifest["tokenizer"]
+    verify_files(expected, folder)
+    streams = {split: TokenStream.open(folder, split) for split in SPLITS}
+    return PreparedText(
         folder,
         tokenizer,
         **streams,
-        bytes={split: marker["report"][split]["bytes"] for split in SPLITS},
-        fingerprints={"data": json.dumps(marker["files"], sort_keys=True), "tokenizer": marker["tokenizer"]},
+        bytes={split: manifest["report"][split]["bytes"] for split in SPLITS},
+        fingerprints={"data": json.dumps(manifest["files"], sort_keys=True), "tokenizer": manifest["tokenizer"]},
     )
 
 
 def carry_tokenizer(source: list[Path], folder: Path) -> None:
-    """Copy the files of a tokenizer."""
+    """Copy the files of a tokenizer to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in source:
         shutil.copyfile(path, folder / path.name)
@@ -171,32 +178,32 @@ def carry_tokenizer(source: list[Path], folder: Path) -> None:
 # -- documents --------------------------------------------------------------------------------------------------------
 
 
-def document_samples(tokenizer: ChatTokenizer, found: Iterable[tuple[Split, Document]]) -> Iterator[Sample]:
-    """Each document between what its tokenizer puts before a text and its end mark; a special token's name in a text is only text."""
+def document_samples(tokenizer: ChatTokenizer, documents: Iterable[tuple[Split, Document]]) -> Iterator[Sample]:
+    """Yield each document with the prefix of the tokenizer and the end token."""
     inner = tokenizers.Tokenizer.from_str(tokenizer.inner.to_str())
     inner.encode_special_tokens = True
-    begin, end = list(inner.encode("").ids), end_of(tokenizer)
-    if begin[-1:] == [end]:
-        begin = begin[:-1]  # a tokenizer that puts the end there by itself
-    for batch in in_groups(found, AT_ONCE_BYTES, size=lambda one: len(one[1].text)):
+    prefix, end = list(inner.encode("").ids), end_of(tokenizer)
+    if prefix[-1:] == [end]:
+        prefix = prefix[:-1]  # this tokenizer appends the end token itself
+    for batch in in_groups(documents, ENCODE_CHARACTERS, size=lambda item: len(item[1].text)):
         texts = [document.text for _, document in batch]
         for (split, document), encoding in zip(batch, inner.encode_batch_fast(texts, add_special_tokens=False), strict=True):
             record = {"name": document.name, "text": document.text}
-            yield Sample(split, [*begin, *encoding.ids, end], None, record, len(document.text.encode()))
+            yield Sample(split, [*prefix, *encoding.ids, end], None, record, len(document.text.encode()))
 
 
 def end_of(tokenizer: ChatTokenizer) -> int:
-    """The id that ends a document. DataError when the tokenizer has none."""
-    found = tokenizer.inner.token_to_id(tokenizer.specials.get("eos_token", ""))
-    if found is None and len(tokenizer.ends) == 1:
-        found = next(iter(tokenizer.ends))
-    if found is None:
+    """Return the id that ends a document. DataError if the tokenizer has none."""
+    eos_id = tokenizer.inner.token_to_id(tokenizer.special_tokens.get("eos_token", ""))
+    if eos_id is None and len(tokenizer.eos_ids) == 1:
+        eos_id = next(iter(tokenizer.eos_ids))
+    if eos_id is None:
         raise DataError("the tokenizer names no token that ends a text", str(tokenizer.folder), "set eos_token in tokenizer_config.json")
-    return int(found)
+    return int(eos_id)
 
 
-def until(texts: Iterable[str], size: int) -> Iterator[str]:
-    """The first texts that have `size` characters together."""
+def take_characters(texts: Iterable[str], size: int) -> Iterator[str]:
+    """Yield the first texts with `size` characters in total."""
     for text in texts:
         yield text
         size -= len(text)

@@ -18,9 +18,9 @@ from babel.messages.catalog import Catalog
 from babel.messages.mofile import write_mo
 
 from lockstep.config import schema as config
-from lockstep.config.schema import Data
+from lockstep.config.schema import DataOptions
 from lockstep.data.pairs import catalogues, corpus
-from lockstep.data.pairs.corpus import read
+from lockstep.data.pairs.corpus import read_corpus
 from lockstep.data.pairs.textfiles import Pairs
 from lockstep.errors import ConfigError, DataError
 
@@ -39,8 +39,8 @@ def two_files(folder: Path, suffix: str = "", name: str = "train") -> tuple[str,
     return write(folder / f"{name}.en{suffix}", ENGLISH), write(folder / f"{name}.it{suffix}", ITALIAN)
 
 
-def files(*train: str, held_out: int = 4, **more: object) -> Data:
-    return replace(Data(kind="files", train=train, held_out=held_out), **more)  # type: ignore[arg-type]
+def files(*train: str, held_out: int = 4, **more: object) -> DataOptions:
+    return replace(DataOptions(kind="files", train=train, held_out=held_out), **more)  # type: ignore[arg-type]
 
 
 def all_pairs(found: corpus.Corpus) -> Pairs:
@@ -52,7 +52,7 @@ def all_pairs(found: corpus.Corpus) -> Pairs:
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_two_texts_plain_or_gz(tmp_path: Path, suffix: str) -> None:
-    found = read(files(*two_files(tmp_path, suffix)))
+    found = read_corpus(files(*two_files(tmp_path, suffix)))
     assert all_pairs(found) == sorted(zip(ENGLISH, ITALIAN, strict=True))
     assert [len(found.train), len(found.validation), len(found.test)] == [32, 4, 4]
 
@@ -62,7 +62,7 @@ def test_two_texts_plain_or_gz(tmp_path: Path, suffix: str) -> None:
 def test_tsv_with_and_without_a_heading(tmp_path: Path, suffix: str, heading: list[str]) -> None:
     order = {"": "{en}\t{it}", "en\tit": "{en}\t{it}", "it\tnote\ten": "{it}\tx\t{en}"}["".join(heading)]
     rows = [order.format(en=en, it=it) for en, it in zip(ENGLISH, ITALIAN, strict=True)]
-    assert all_pairs(read(files(write(tmp_path / f"a.tsv{suffix}", heading + rows)))) == sorted(zip(ENGLISH, ITALIAN, strict=True))
+    assert all_pairs(read_corpus(files(write(tmp_path / f"a.tsv{suffix}", heading + rows)))) == sorted(zip(ENGLISH, ITALIAN, strict=True))
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
@@ -71,12 +71,12 @@ def test_tsv_with_and_without_a_heading(tmp_path: Path, suffix: str, heading: li
 )
 def test_jsonl_in_three_shapes(tmp_path: Path, suffix: str, shape: str) -> None:
     rows = [shape % (json.dumps(en), json.dumps(it)) for en, it in zip(ENGLISH, ITALIAN, strict=True)]
-    assert all_pairs(read(files(write(tmp_path / f"a.jsonl{suffix}", rows)))) == sorted(zip(ENGLISH, ITALIAN, strict=True))
+    assert all_pairs(read_corpus(files(write(tmp_path / f"a.jsonl{suffix}", rows)))) == sorted(zip(ENGLISH, ITALIAN, strict=True))
 
 
 def test_splits_that_are_given_are_taken_and_only_the_others_held_out(tmp_path: Path) -> None:
     train, validation = two_files(tmp_path), two_files(tmp_path, name="validation")
-    found = read(files(*train, validation=validation))
+    found = read_corpus(files(*train, validation=validation))
     assert (len(found.train), len(found.validation), len(found.test)) == (36, 40, 4)
     assert found.report.kept == {"train": 36, "validation": 40, "test": 4}
 
@@ -86,26 +86,26 @@ def test_lines_end_at_line_feeds_alone(tmp_path: Path) -> None:
     odd = ["one\u2028line", "two\x0blines\x0c", "three\x85", "four\x1c"] * 10
     en = write(tmp_path / "a.en", odd, end="\r\n")
     (tmp_path / "a.it").write_bytes("\ufeff".encode() + "\n".join(ITALIAN).encode())  # a byte order mark, and no feed at the end
-    found = read(files(en, str(tmp_path / "a.it")))
+    found = read_corpus(files(en, str(tmp_path / "a.it")))
     assert all_pairs(found) == sorted((a.strip(), b) for a, b in zip(odd, ITALIAN, strict=True))
 
 
 def test_empty_lines_are_left_out_and_counted(tmp_path: Path) -> None:
     en = write(tmp_path / "a.en", ["", " ", "only English", *ENGLISH])
     it = write(tmp_path / "a.it", ["", "solo italiano", "\t", *ITALIAN])
-    report = read(files(en, it)).report
+    report = read_corpus(files(en, it)).report
     assert report.left_out == {"empty on one side": 2, "empty on both sides": 1}
     assert report.read == sum(report.kept.values()) + sum(report.left_out.values()) == 43
-    assert report.line() == "43 pairs read: 32 train, 4 validation, 4 test; left out: 2 empty on one side; 1 empty on both sides"
+    assert report.line() == "43 pairs read: 32 train, 4 validation, 4 test; dropped: 2 empty on one side, 1 empty on both sides"
 
 
 # Files that are bad.
 
 
-def refused(data: Data, *words: str, kind: type[DataError | ConfigError] = DataError) -> None:
+def refused(data: DataOptions, *words: str, kind: type[DataError | ConfigError] = DataError) -> None:
     """Reading `data` fails with a message of three parts that has all of `words`."""
     with pytest.raises(kind) as error:
-        read(data)
+        read_corpus(data)
     assert error.value.what and error.value.where and error.value.hint
     for word in words:
         assert word in str(error.value), str(error.value)
@@ -137,10 +137,10 @@ def test_missing_files_and_wrong_numbers_of_files_are_refused(tmp_path: Path) ->
     en, it = two_files(tmp_path)
     refused(files(en, f"{it}x"), f"{it}x", "No such file")
     refused(files(en, str(tmp_path)), str(tmp_path), "Is a directory")
-    refused(files(), "data.train names 0 files")
-    refused(files(en), "data.train names 1 file", ".tsv")
-    refused(files(en, it, en), "data.train names 3 files")
-    refused(files(en, it, test=(en,)), "data.test names 1 file")
+    refused(files(), "data.train has 0 files")
+    refused(files(en), "data.train has 1 file", ".tsv")
+    refused(files(en, it, en), "data.train has 3 files")
+    refused(files(en, it, test=(en,)), "data.test has 1 file")
 
 
 @pytest.mark.parametrize(("lines", "words"), [(["", "  ", ""], "none has text"), ([], "nothing was read")])
@@ -160,7 +160,7 @@ def test_an_empty_validation_text_is_refused(tmp_path: Path) -> None:
 def test_too_small_a_corpus_to_hold_out_is_refused_with_a_number_that_works(tmp_path: Path) -> None:
     paths = two_files(tmp_path)
     refused(files(*paths, held_out=11), "40 pairs are too few", "data.held_out to 2")
-    assert len(read(files(*paths, held_out=2)).test) == 2
+    assert len(read_corpus(files(*paths, held_out=2)).test) == 2
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_too_small_a_corpus_to_hold_out_is_refused_with_a_number_that_works(tmp_
         ('{"translation": {"en": "x"}}', "no columns 'en' and 'it', but en"),
         ('{"en": 3, "it": "y"}', "int and str"),
         ('["x", "y"]', "no columns"),
-        ('{"en": "x"', "no JSON"),
+        ('{"en": "x"', "not JSON"),
     ],
 )
 def test_bad_jsonl_is_refused_with_its_line(tmp_path: Path, line: str, words: str) -> None:
@@ -180,11 +180,11 @@ def test_bad_jsonl_is_refused_with_its_line(tmp_path: Path, line: str, words: st
 
 def test_bad_tsv_is_refused_with_its_line(tmp_path: Path) -> None:
     refused(files(write(tmp_path / "a.tsv", ["a\tb", "c\td\te"])), "3 columns in line 2")
-    refused(files(write(tmp_path / "a.tsv", ["id\ten\tde", "1\tc\td"])), "no heading with 'en' and 'it'")
+    refused(files(write(tmp_path / "a.tsv", ["id\ten\tde", "1\tc\td"])), "no header with 'en' and 'it'")
 
 
 def test_a_field_that_the_kind_does_not_use_is_refused(tmp_path: Path) -> None:
-    refused(Data(train=two_files(tmp_path)), "data.kind=cldr", "data.train", "files", kind=ConfigError)
+    refused(DataOptions(train=two_files(tmp_path)), "data.kind=cldr", "data.train", "files", kind=ConfigError)
     refused(files(*two_files(tmp_path), dataset="x"), "data.dataset", "huggingface", kind=ConfigError)
 
 
@@ -218,12 +218,12 @@ def test_equal_sources_never_straddle_the_splits() -> None:
 def test_the_fingerprint_follows_the_bytes_of_the_files(tmp_path: Path) -> None:
     paths = two_files(tmp_path)
     data = files(*paths)
-    before, text_before = corpus.fingerprint(data), read(data).fingerprint
+    before, text_before = corpus.fingerprint(data), read_corpus(data).fingerprint
     assert corpus.fingerprint(data) == before
     assert corpus.fingerprint(replace(data, held_out=5)) != before
     write(Path(paths[1]), [*ITALIAN[:-1], "Altro."])
     assert corpus.fingerprint(data) != before
-    assert read(data).fingerprint != text_before
+    assert read_corpus(data).fingerprint != text_before
 
 
 def test_the_fingerprint_does_not_care_where_the_files_lie(tmp_path: Path) -> None:
@@ -232,11 +232,11 @@ def test_the_fingerprint_does_not_care_where_the_files_lie(tmp_path: Path) -> No
 
 
 def test_cldr_by_way_of_the_corpus() -> None:
-    data = Data(pairs=2000, held_out=50)
-    found = read(data)
+    data = DataOptions(pairs=2000, held_out=50)
+    found = read_corpus(data)
     assert found.report.kept == {"train": 2000, "validation": 50, "test": 50}
     assert found.report.read == 2100 + sum(found.report.left_out.values())
-    assert found.fingerprint == read(data).fingerprint
+    assert found.fingerprint == read_corpus(data).fingerprint
     assert corpus.fingerprint(data) == corpus.fingerprint(data) != corpus.fingerprint(replace(data, target="de"))
 
 
@@ -256,8 +256,8 @@ def compiled(path: Path, messages: dict[str, str | tuple[str, str]], language: s
     return path
 
 
-def gettext(*train: Path, target: str = "it", held_out: int = 1, source: str = "en") -> Data:
-    return Data(kind="gettext", source=source, target=target, train=tuple(map(str, train)), held_out=held_out)
+def gettext(*train: Path, target: str = "it", held_out: int = 1, source: str = "en") -> DataOptions:
+    return DataOptions(kind="gettext", source=source, target=target, train=tuple(map(str, train)), held_out=held_out)
 
 
 FIVE = {f"The file number {i} is not there": f"Il file numero {i} non è presente" for i in range(9)}
@@ -266,10 +266,10 @@ FIVE = {f"The file number {i} is not there": f"Il file numero {i} non è present
 def test_catalogues_are_read_where_they_lie(tmp_path: Path) -> None:
     compiled(tmp_path / "it/LC_MESSAGES/one.mo", {**FIVE})
     compiled(tmp_path / "de/LC_MESSAGES/one.mo", {key: f"Datei {i} ist nicht da" for i, key in enumerate(FIVE)})
-    assert all_pairs(read(gettext(tmp_path))) == sorted(FIVE.items())
-    assert all_pairs(read(gettext(tmp_path / "it/LC_MESSAGES/one.mo"))) == sorted(FIVE.items())
-    assert all_pairs(read(gettext(tmp_path, source="it", target="en"))) == sorted((b, a) for a, b in FIVE.items())
-    both = all_pairs(read(gettext(tmp_path, source="it", target="de")))
+    assert all_pairs(read_corpus(gettext(tmp_path))) == sorted(FIVE.items())
+    assert all_pairs(read_corpus(gettext(tmp_path / "it/LC_MESSAGES/one.mo"))) == sorted(FIVE.items())
+    assert all_pairs(read_corpus(gettext(tmp_path, source="it", target="en"))) == sorted((b, a) for a, b in FIVE.items())
+    both = all_pairs(read_corpus(gettext(tmp_path, source="it", target="de")))
     assert both == sorted((FIVE[key], f"Datei {i} ist nicht da") for i, key in enumerate(FIVE))
 
 
@@ -284,7 +284,7 @@ def test_messages_that_are_no_sentences_are_left_out_and_counted(tmp_path: Path)
     }
     compiled(tmp_path / "it/LC_MESSAGES/one.mo", {**FIVE, **more})
     compiled(tmp_path / "it/LC_MESSAGES/two.mo", {"The file number 0 is not there": "Un'altra traduzione"})
-    found = read(gettext(tmp_path))
+    found = read_corpus(gettext(tmp_path))
     assert found.report.left_out == {"fewer than 5 words": 1, "other placeholders": 1, "not translated": 1, "the same source again": 1}
     extra = set(all_pairs(found)) - set(FIVE.items())
     assert extra == {
@@ -315,11 +315,11 @@ def test_missing_and_damaged_catalogues_are_refused(tmp_path: Path) -> None:
     refused(gettext(tmp_path, target="fr"), "no gettext catalogue for 'fr'", "1 other languages")
     refused(gettext(tmp_path, target="it_IT"), "nearest: it")
     refused(gettext(tmp_path, target="en"), "both 'en'")
-    refused(gettext(path, source="de"), "does not say which of 'de' and 'it'")
+    refused(gettext(path, source="de"), "does not contain its language, 'de' or 'it'")
     content = path.read_bytes()
     for damaged in (b"", content[:4], content[:40], content[: len(content) // 2], b"\0" + content[1:]):
         path.write_bytes(damaged)
-        refused(gettext(tmp_path), str(path), "no whole gettext catalogue")
+        refused(gettext(tmp_path), str(path), "not a valid gettext catalogue")
 
 
 def test_real_catalogues_of_this_machine() -> None:
@@ -327,25 +327,25 @@ def test_real_catalogues_of_this_machine() -> None:
         pytest.skip(f"no Italian catalogues under {catalogues.LOCALES}")
     pairs, left_out = catalogues.read_catalogues([], "en", "it")
     assert len({source for source, _ in pairs}) == len(pairs) > 100
-    assert all(len(source.split()) >= catalogues.WORDS for source, _ in pairs)
+    assert all(len(source.split()) >= catalogues.MIN_WORDS for source, _ in pairs)
     assert left_out["fewer than 5 words"] > 0
 
 
 # The real corpus.
 
 
-def multi30k() -> Data:
+def multi30k() -> DataOptions:
     if not MULTI30K.is_dir():
         pytest.skip(f"the Multi30k corpus is not at {MULTI30K}")
 
     def pair(name: str) -> tuple[str, str]:
         return str(MULTI30K / f"{name}.en.gz"), str(MULTI30K / f"{name}.de.gz")
 
-    return Data(kind="files", target="de", train=pair("train"), validation=pair("val"), test=pair("test_2016_flickr"))
+    return DataOptions(kind="files", target="de", train=pair("train"), validation=pair("val"), test=pair("test_2016_flickr"))
 
 
 def test_multi30k_is_read_whole() -> None:
-    found = read(multi30k())
+    found = read_corpus(multi30k())
     assert found.report.kept == {"train": 29_000, "validation": 1014, "test": 1000}
     assert found.report.left_out == {}
     assert found.train[0][0].startswith("Two young, White males")
@@ -379,27 +379,27 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def books(folder: Path, **more: object) -> Data:
-    return replace(Data(kind="huggingface", dataset=str(folder), held_out=3), **more)  # type: ignore[arg-type]
+def books(folder: Path, **more: object) -> DataOptions:
+    return replace(DataOptions(kind="huggingface", dataset=str(folder), held_out=3), **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["alone", "parquet"])
 def test_a_local_dataset_of_the_hubs_schema(hub: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
-    found = read(books(hub / name))
+    found = read_corpus(books(hub / name))
     assert set(all_pairs(found)) == set(zip(ENGLISH, ITALIAN, strict=True)) - {(ENGLISH[7], ITALIAN[7])}
     assert found.report.left_out == {"empty on one side": 1}
     assert (len(found.train), len(found.validation), len(found.test)) == (33, 3, 3)
 
 
 def test_a_datasets_own_splits_are_taken(hub: Path) -> None:
-    found = read(books(hub / "splits"))
+    found = read_corpus(books(hub / "splits"))
     assert (len(found.train), len(found.validation), len(found.test)) == (36, 5, 3)
-    assert read(books(hub / "splits", test=("validation",))).test == found.validation
+    assert read_corpus(books(hub / "splits", test=("validation",))).test == found.validation
 
 
 def test_columns_named_by_the_languages(hub: Path) -> None:
-    assert all_pairs(read(books(hub / "flat"))) == sorted(zip(ENGLISH, ITALIAN, strict=True))
+    assert all_pairs(read_corpus(books(hub / "flat"))) == sorted(zip(ENGLISH, ITALIAN, strict=True))
 
 
 def test_a_local_dataset_has_the_fingerprint_of_its_files(hub: Path) -> None:
@@ -414,5 +414,5 @@ def test_datasets_that_do_not_fit_are_refused(hub: Path, tmp_path: Path, monkeyp
     refused(books(hub / "splits", test=("dev",)), "no split 'dev', but train, validation", "data.test")
     refused(books(tmp_path / "absent"), "cannot be loaded", "absent")
     refused(books(tmp_path), "cannot be loaded")
-    refused(config.Data(kind="huggingface"), "needs a dataset", kind=ConfigError)
+    refused(config.DataOptions(kind="huggingface"), "needs data.dataset", kind=ConfigError)
     refused(books(hub / "splits", test=("a", "b")), "several splits", kind=ConfigError)

@@ -1,4 +1,4 @@
-"""Token ids from memory-mapped arrays: the right ids in the right cells."""
+"""Token ids from memory-mapped arrays: correct ids at correct positions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def by_hand(rows: Rows, begin: bool, end: bool, height: int, width: int) -> Rows
     st.data(),
 )
 @settings(deadline=None, max_examples=150)
-def test_gather_gives_what_a_loop_over_rows_would(
+def test_gather_equals_a_loop_over_rows(
     tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[list[int], list[int]]], data: st.DataObject
 ) -> None:
     source, target = [a for a, _ in pairs], [b for _, b in pairs]
@@ -52,7 +52,7 @@ def test_gather_gives_what_a_loop_over_rows_would(
         assert array.tolist() == expected
 
 
-def test_lengths_count_the_end_mark(tmp_path: Path) -> None:
+def test_lengths_include_end(tmp_path: Path) -> None:
     encoded = written(tmp_path, [[5, 6], [], [7]], [[5], [6, 7, 8], [9]])
     assert len(encoded) == 3
     assert encoded.lengths.dtype == np.int32
@@ -78,13 +78,13 @@ def test_ids_take_two_bytes_where_the_vocabulary_allows(tmp_path: Path, vocabula
     assert encoded.gather(np.array([0]), 1, 2, 2)[2].tolist() == [[largest, END]]
 
 
-def test_no_pairs_at_all_is_a_split_too(tmp_path: Path) -> None:
+def test_an_empty_split(tmp_path: Path) -> None:
     encoded = written(tmp_path, [], [])
     assert len(encoded) == 0
     assert encoded.gather(np.zeros(0, dtype=np.int64), 2, 3, 3)[2].tolist() == [[PAD] * 3] * 2
 
 
-def test_missing_torn_or_mixed_arrays_are_data_errors(tmp_path: Path) -> None:
+def test_missing_truncated_or_mixed_arrays_are_data_errors(tmp_path: Path) -> None:
     written(tmp_path, [[5, 6]], [[7]])
     (tmp_path / "train.target.ids.npy").write_bytes(b"\x93NUMPY")
     with pytest.raises(DataError, match=r"train\.target\.ids\.npy cannot be opened"):
@@ -93,11 +93,11 @@ def test_missing_torn_or_mixed_arrays_are_data_errors(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be opened"):
         EncodedPairs.open(tmp_path, "train")
     write_side(tmp_path, "train", "target", [[7], [8]], 1000)
-    with pytest.raises(DataError, match="do not fit together"):
+    with pytest.raises(DataError, match="are inconsistent"):
         EncodedPairs.open(tmp_path, "train")
 
 
-def test_gathering_costs_far_less_than_a_step(tmp_path: Path) -> None:
+def test_gathering_is_much_faster_than_a_step(tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     rows = [draw.integers(4, 999, size=n).tolist() for n in draw.integers(4, 30, size=20_000)]
     encoded = written(tmp_path, rows, rows)

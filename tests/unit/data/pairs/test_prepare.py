@@ -1,4 +1,4 @@
-"""A corpus is prepared once, whole, and is the one that was asked for; or an error says how it is not."""
+"""Preparation of a corpus: once, completely, and with the requested settings, or an error."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep.config.schema import Data, Tokens
+from lockstep.config.schema import DataOptions, TokenizerOptions
 from lockstep.data.pairs import prepare as module
 from lockstep.data.pairs.prepare import open_prepared, prepare
 from lockstep.data.tokenizer import END
 from lockstep.errors import DataError
 
-SMALL, TOKENS = Data(pairs=1500, held_out=40), Tokens(vocabulary=1000)
+SMALL, TOKENS = DataOptions(pairs=1500, held_out=40), TokenizerOptions(vocab_size=1000)
 MULTI30K = Path(__file__).parents[4].parent / "shared/data/multi30k"
 
 
@@ -35,18 +35,18 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def ready(whole: Path, tmp_path: Path) -> Path:
-    """A prepared folder that a test may spoil."""
+    """A copy of the prepared folder for one test."""
     return Path(shutil.copytree(whole, tmp_path / "data"))
 
 
-def texts(folder: Path, sentences: list[str]) -> Data:
+def texts(folder: Path, sentences: list[str]) -> DataOptions:
     for language in ("en", "it"):
         (folder / f"t.{language}").write_text("".join(f"{sentence}\n" for sentence in sentences))
-    return Data(kind="files", train=(str(folder / "t.en"), str(folder / "t.it")), held_out=1)
+    return DataOptions(kind="files", train=(str(folder / "t.en"), str(folder / "t.it")), held_out=1)
 
 
-def test_what_is_opened_is_what_was_read(ready: Path) -> None:
-    found, text = open_prepared(ready), module.corpus.read(SMALL)
+def test_the_opened_corpus_equals_the_source(ready: Path) -> None:
+    found, text = open_prepared(ready), module.corpus.read_corpus(SMALL)
     assert found.text("validation") == text.validation
     assert found.text("test") == text.test
     for split in ("train", "validation", "test"):
@@ -61,25 +61,25 @@ def test_what_is_opened_is_what_was_read(ready: Path) -> None:
 
 def test_the_vocabulary_is_learned_from_training_text_alone(tmp_path: Path) -> None:
     data = texts(tmp_path, [f"word{chr(97 + i) * 6} again" for i in range(8)])
-    prepare(data, Tokens(kind="word", min_frequency=1), tmp_path / "data")
+    prepare(data, TokenizerOptions(kind="word", min_frequency=1), tmp_path / "data")
     found = open_prepared(tmp_path / "data")
     held = {found.text(split)[0][0] for split in ("validation", "test")}
     assert len(held) == 2
     assert found.tokenizer.decode(found.tokenizer.encode(sorted(held))) == ["[UNKNOWN] again"] * 2
 
 
-def test_a_second_time_costs_nothing_and_changes_nothing(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_preparation_changes_nothing(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in ready.iterdir()}
-    monkeypatch.setattr(module.corpus, "read", lambda data: pytest.fail("the text was read again"))
+    monkeypatch.setattr(module.corpus, "read_corpus", lambda data: pytest.fail("the text was read again"))
     prepare(SMALL, TOKENS, ready)
     assert {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in ready.iterdir()} == before
 
 
 def test_two_preparations_are_equal_byte_for_byte(ready: Path, tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from lockstep.config.schema import Data, Tokens; "
+        "import sys; from pathlib import Path; from lockstep.config.schema import DataOptions, TokenizerOptions; "
         "from lockstep.data.pairs.prepare import prepare;"
-        "prepare(Data(pairs=1500, held_out=40), Tokens(vocabulary=1000), Path(sys.argv[1]))"
+        "prepare(DataOptions(pairs=1500, held_out=40), TokenizerOptions(vocab_size=1000), Path(sys.argv[1]))"
     )
     env = {**os.environ, "PYTHONHASHSEED": "7", "RAYON_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "other")], env=env, check=True)
@@ -91,18 +91,18 @@ def test_two_preparations_are_equal_byte_for_byte(ready: Path, tmp_path: Path) -
     ("data", "tokens", "words"),
     [
         (replace(SMALL, pairs=1600), TOKENS, "corpus differs"),
-        (SMALL, replace(TOKENS, vocabulary=900), "tokens.vocabulary: prepared with 1000, asked for 900"),
-        (replace(SMALL, max_tokens=64), replace(TOKENS, kind="word"), "max_tokens, tokens.kind differ"),
+        (SMALL, replace(TOKENS, vocab_size=900), "tokenizer.vocab_size: prepared with 1000, asked for 900"),
+        (replace(SMALL, max_tokens=64), replace(TOKENS, kind="word"), "max_tokens, tokenizer.kind differ"),
     ],
 )
-def test_another_corpus_in_the_folder_is_refused_with_both(ready: Path, data: Data, tokens: Tokens, words: str) -> None:
+def test_another_corpus_in_the_folder_is_refused(ready: Path, data: DataOptions, tokens: TokenizerOptions, words: str) -> None:
     with pytest.raises(DataError) as error:
         prepare(data, tokens, ready)
     assert words in str(error.value)
     assert str(ready) in error.value.where
 
 
-def test_text_that_changed_is_refused_and_text_that_is_gone_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_changed_files_are_refused_and_missing_files_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     data = texts(tmp_path, [f"sentence number {i}" for i in range(20)])
     prepare(data, TOKENS, tmp_path / "data")
     texts(tmp_path, [f"sentence number {i}" for i in range(21)])
@@ -111,12 +111,12 @@ def test_text_that_changed_is_refused_and_text_that_is_gone_is_a_warning(tmp_pat
     (tmp_path / "t.en").unlink()
     with caplog.at_level(logging.WARNING, "lockstep"):
         prepare(data, TOKENS, tmp_path / "data")
-    assert "its text cannot be compared" in caplog.text
-    with pytest.raises(DataError, match=r"tokens\.kind differs"):
+    assert "its source cannot be compared" in caplog.text
+    with pytest.raises(DataError, match=r"tokenizer\.kind differs"):
         prepare(data, replace(TOKENS, kind="word"), tmp_path / "data")
 
 
-def test_too_long_pairs_leave_the_arrays_and_are_counted_but_held_out_text_keeps_them(tmp_path: Path) -> None:
+def test_too_long_pairs_are_dropped_from_the_arrays_but_kept_in_held_out_text(tmp_path: Path) -> None:
     short, long = "a b c", " ".join("abcdefghijklmnop")
     train = [f"{short} {i}" for i in range(10)] + [f"{long} {i}" for i in range(5)]
     data = replace(texts(tmp_path, train), max_tokens=12)
@@ -136,13 +136,13 @@ def test_too_long_pairs_leave_the_arrays_and_are_counted_but_held_out_text_keeps
     assert json.loads((tmp_path / "data/prepared.json").read_text())["too_long"] == {"train": 5, "validation": 1, "test": 5}
 
 
-def test_the_longest_that_fits_has_max_tokens_with_its_end_mark(tmp_path: Path) -> None:
+def test_the_longest_pair_has_max_tokens_including_end(tmp_path: Path) -> None:
     data = texts(tmp_path, ["1 2 3 4", "1 2 3", "1 2 5", "1 2 4", "1 2 6"] * 2)
     prepare(replace(data, max_tokens=4), TOKENS, tmp_path / "data")
     assert open_prepared(tmp_path / "data").train.lengths.max() == 4
 
 
-def test_a_corpus_of_nothing_but_long_pairs_is_refused(tmp_path: Path) -> None:
+def test_a_corpus_of_only_long_pairs_is_refused(tmp_path: Path) -> None:
     data = texts(tmp_path, [f"one two three four five six {i}" for i in range(9)])
     with pytest.raises(DataError, match="no training pair has at most 4 tokens"):
         prepare(replace(data, max_tokens=4), TOKENS, tmp_path / "data")
@@ -150,7 +150,7 @@ def test_a_corpus_of_nothing_but_long_pairs_is_refused(tmp_path: Path) -> None:
         open_prepared(tmp_path / "data")
 
 
-def test_a_flipped_bit_or_a_missing_file_is_found_on_opening(ready: Path) -> None:
+def test_a_flipped_bit_or_a_missing_file_is_detected_on_opening(ready: Path) -> None:
     names = sorted(path.name for path in ready.iterdir())
     assert len(names) == 16
     for name in names:
@@ -170,7 +170,7 @@ def test_a_flipped_bit_or_a_missing_file_is_found_on_opening(ready: Path) -> Non
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
-def test_a_damaged_marker_is_a_data_error_for_both(ready: Path, content: str) -> None:
+def test_a_damaged_manifest_is_a_data_error_for_both(ready: Path, content: str) -> None:
     (ready / "prepared.json").write_text(content)
     with pytest.raises(DataError, match="damaged"):
         open_prepared(ready)
@@ -178,12 +178,13 @@ def test_a_damaged_marker_is_a_data_error_for_both(ready: Path, content: str) ->
         prepare(SMALL, TOKENS, ready)
 
 
-def test_a_preparation_killed_at_any_moment_is_done_again(whole: Path, tmp_path: Path) -> None:
-    """The marker comes last: whatever a killed process left is written over, never taken for a corpus."""
+@pytest.mark.slow
+def test_a_preparation_killed_at_any_time_is_repeated(whole: Path, tmp_path: Path) -> None:
+    """The manifest is written last: files of a killed process are overwritten."""
     program = (
-        "import sys; from pathlib import Path; from lockstep.config.schema import Data, Tokens; "
+        "import sys; from pathlib import Path; from lockstep.config.schema import DataOptions, TokenizerOptions; "
         "from lockstep.data.pairs.prepare import prepare;"
-        "print('go', flush=True); prepare(Data(pairs=1500, held_out=40), Tokens(vocabulary=1000), Path(sys.argv[1]))"
+        "print('go', flush=True); prepare(DataOptions(pairs=1500, held_out=40), TokenizerOptions(vocab_size=1000), Path(sys.argv[1]))"
     )
     folder = tmp_path / "data"
     for wait_s in (0.1, 0.3, 0.5):
@@ -207,26 +208,27 @@ def test_lower_case_reaches_the_arrays(tmp_path: Path) -> None:
     assert found.tokenizer.decode(found.tokenizer.encode(["HELLO There 3"])) == ["hello there 3"]
 
 
-def test_multi30k_is_prepared_whole(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_multi30k_is_prepared_completely(tmp_path: Path) -> None:
     if not MULTI30K.is_dir():
         pytest.skip(f"the Multi30k corpus is not at {MULTI30K}")
 
     def pair(name: str) -> tuple[str, str]:
         return str(MULTI30K / f"{name}.en.gz"), str(MULTI30K / f"{name}.de.gz")
 
-    data = Data(kind="files", target="de", train=pair("train"), validation=pair("val"), test=pair("test_2016_flickr"))
-    prepare(data, Tokens(vocabulary=8000, lowercase=True), tmp_path / "data")
+    data = DataOptions(kind="files", target="de", train=pair("train"), validation=pair("val"), test=pair("test_2016_flickr"))
+    prepare(data, TokenizerOptions(vocab_size=8000, lowercase=True), tmp_path / "data")
     found = open_prepared(tmp_path / "data")
     assert (len(found.train), len(found.validation), len(found.test)) == (29_000, 1014, 1000)
-    assert found.tokenizer.size == 8000
+    assert found.tokenizer.vocab_size == 8000
     assert 14 < found.train.lengths[:, 1].mean() < 17
 
 
 @pytest.mark.parametrize("kind", ["cldr", "files"])
-def test_nothing_need_be_held_out(tmp_path: Path, kind: str) -> None:
+def test_holding_out_is_optional(tmp_path: Path, kind: str) -> None:
     (tmp_path / "pairs.tsv").write_text("".join(f"the cat {i}\tdie Katze {i}\n" for i in range(30)))
-    source = Data(kind="files", train=(str(tmp_path / "pairs.tsv"),), target="de") if kind == "files" else Data(pairs=300)
-    prepare(replace(source, held_out=0), Tokens(vocabulary=300), tmp_path / "data")
+    source = DataOptions(kind="files", train=(str(tmp_path / "pairs.tsv"),), target="de") if kind == "files" else DataOptions(pairs=300)
+    prepare(replace(source, held_out=0), TokenizerOptions(vocab_size=300), tmp_path / "data")
     found = open_prepared(tmp_path / "data")
     assert len(found.train) > 20 and len(found.validation) == len(found.test) == 0
     assert not found.text("validation") and not found.text("test")

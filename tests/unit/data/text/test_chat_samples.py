@@ -1,4 +1,4 @@
-"""Chats in the tokens of many families: trained as they are generated, and as transformers writes them."""
+"""Chats with many tokenizer families: training ids equal generation ids, and those of transformers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,23 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
-from lockstep.config.schema import Data
-from lockstep.data.text.chat_samples import CHATTED, Chat, SplitToken, chat_in, chat_samples, chats, encode, last_answer, refuse_unwritten
+from lockstep.config.schema import DataOptions
+from lockstep.data.text.chat_samples import (
+    RENDER_DATE,
+    Chat,
+    SplitTokenError,
+    chat_samples,
+    chats,
+    encode,
+    last_answer,
+    parse_chat,
+    refuse_unrendered,
+)
 from lockstep.data.text.chat_template import renderer
 from lockstep.data.text.chat_tokenizer import ChatTokenizer
 from lockstep.data.tokenizer import CHAT_SPECIALS, Tokenizer
 from lockstep.errors import DataError
-from lockstep.tasks.text_evaluator import told
+from lockstep.tasks.text_evaluator import answer_text
 
 TEXT = ["the cat sat on the mat, two dogs lay on the log. [INST] </s> <|user|>\n<|assistant|>\n", "Ein Hund: süße Äpfel! <<SYS>>"] * 9
 SPECIALS = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", *CHAT_SPECIALS, "<|begin_of_text|>"]
@@ -80,7 +90,7 @@ def metaspace(scheme: Any) -> tokenizers.Tokenizer:
 
 
 def legacy() -> tokenizers.Tokenizer:
-    """As converted from sentencepiece by older releases: Llama 2, TinyLlama, Zephyr. No pre-tokenizer; unknown letters are bytes."""
+    """As converted from sentencepiece by older releases (Llama 2, TinyLlama, Zephyr): no pre-tokenizer, byte fallback."""
     inner = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
@@ -133,7 +143,7 @@ TALK = [
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_chat_is_trained_in_the_ids_that_are_generated(inner: tokenizers.Tokenizer, name: str) -> None:
+def test_training_ids_equal_generation_ids(inner: tokenizers.Tokenizer, name: str) -> None:
     transformers = pytest.importorskip("transformers")
     tokenizer = tokenizer_with(inner, TEMPLATES[name], ENDS[name])
     theirs = transformers.PreTrainedTokenizerFast(
@@ -146,9 +156,9 @@ def test_a_chat_is_trained_in_the_ids_that_are_generated(inner: tokenizers.Token
         assert prompt == theirs.apply_chat_template(TALK[:turn], add_generation_prompt=True)["input_ids"]
         assert ids[: len(prompt)] == prompt and counts[len(prompt)] and not counts[len(prompt) - 1]
         answer = ids[len(prompt) : counts.index(False, len(prompt)) if False in counts[len(prompt) :] else None]
-        assert answer[-1] in tokenizer.ends and not set(answer[:-1]) & tokenizer.ends
-        text = told(tokenizer, prompt, answer[:-1])
-        assert text.strip() == TALK[turn]["content"], "what is trained is the answer, whole"
+        assert answer[-1] in tokenizer.eos_ids and not set(answer[:-1]) & tokenizer.eos_ids
+        text = answer_text(tokenizer, prompt, answer[:-1])
+        assert text.strip() == TALK[turn]["content"], "the loss mask covers the whole answer"
         assert text[:1] == (" " if name == "llama 2" else TALK[turn]["content"][:1]), (
             "a space that belongs to the answer is trained and seen"
         )
@@ -158,7 +168,7 @@ def test_a_chat_is_trained_in_the_ids_that_are_generated(inner: tokenizers.Token
     assert last_answer(tokenizer, {"messages": TALK}) == (prompt, answer[:-1])
 
 
-def test_a_weight_of_zero_leaves_an_answer_out(tmp_path: Path) -> None:
+def test_an_answer_of_weight_zero_has_no_loss(tmp_path: Path) -> None:
     tokenizer = ours(tmp_path)
     talk = [*TALK[:1], {**TALK[1], "weight": 0}, *TALK[2:]]
     (whole, both), (ids, counts) = (encode(tokenizer, Chat(messages, "here")) for messages in (list(TALK), talk))
@@ -166,28 +176,28 @@ def test_a_weight_of_zero_leaves_an_answer_out(tmp_path: Path) -> None:
     assert ids == whole and counts == [False] * prompt + both[prompt:]
     path = tmp_path / "chats.jsonl"
     path.write_text(json.dumps({"messages": [*TALK[:3], {**TALK[3], "weight": 0}]}) + "\n")
-    ((_, chat),) = chats(Data(kind="chat", train=(str(path),), held_out_share=0.0), Counter())
+    ((_, chat),) = chats(DataOptions(kind="chat", train=(str(path),), held_out_share=0.0), Counter())
     assert chat.messages == TALK[:2]
 
 
-def test_an_answer_inside_a_token_is_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The prompt ends with a space, which the answer's first token takes, if that begins with a letter."""
+def test_an_answer_that_starts_inside_a_token_is_dropped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The prompt ends with a space, which merges with the first letter of the answer."""
     with_specials = byte_level()
     with_specials.add_special_tokens(["</s>"])
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
     bad = tokenizer_with(with_specials, template, "</s>")
-    with pytest.raises(SplitToken, match="answer 2 begins inside a token: '"):
+    with pytest.raises(SplitTokenError, match="answer 2 starts inside a token: '"):
         encode(bad, Chat(list(TALK[:2]), "here"))
     path = tmp_path / "chats.jsonl"
     answers = ["the mat", "the log", "(the dog)"]
     path.write_text("".join(json.dumps({"messages": [TALK[0], {"role": "assistant", "content": text}]}) + "\n" for text in answers))
     left_out: Counter[str] = Counter()
-    kept = list(chat_samples(bad, Data(kind="chat", train=(str(path),), held_out_share=0.0), 99, left_out))
-    assert len(kept) + left_out["with an answer that begins inside a token"] == 3 and len(kept) < 2
+    kept = list(chat_samples(bad, DataOptions(kind="chat", train=(str(path),), held_out_share=0.0), 99, left_out))
+    assert len(kept) + left_out["with an answer that starts inside a token"] == 3 and len(kept) < 2
     assert "line 1" in caplog.text
 
 
-# -- what a template does not write -----------------------------------------------------------------------------------
+# -- what a template does not render -----------------------------------------------------------------------------------
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 WITH_TOOLS = (
@@ -200,7 +210,7 @@ WITH_TOOLS = (
 
 def ours(folder: Path, template: str | None = None) -> ChatTokenizer:
     if not (folder / "tokenizer").exists():
-        Tokenizer.train_on_documents(TEXT, vocabulary=340, min_frequency=2).save_for_llama(folder / "tokenizer")
+        Tokenizer.train_on_documents(TEXT, vocab_size=340, min_frequency=2).save_for_llama(folder / "tokenizer")
     if template:
         shutil.copytree(folder / "tokenizer", folder / "other", dirs_exist_ok=True)
         (folder / "other/chat_template.jinja").write_text(template)
@@ -226,30 +236,30 @@ RESULT = {"role": "tool", "content": "42"}
         (line(ASK, {**ANSWER, "reasoning_content": "hm"}), "'reasoning_content' of message 2"),
     ],
 )
-def test_what_the_template_does_not_write_is_refused_by_name(tmp_path: Path, chat: bytes, says: str) -> None:
-    with pytest.raises(DataError, match=f"does not write {says}") as caught:
-        refuse_unwritten(ours(tmp_path), chat_in(chat, "chats.jsonl, line 7"))
+def test_parts_that_the_template_does_not_render_are_refused(tmp_path: Path, chat: bytes, says: str) -> None:
+    with pytest.raises(DataError, match=f"does not render {says}") as caught:
+        refuse_unrendered(ours(tmp_path), parse_chat(chat, "chats.jsonl, line 7"))
     assert "chats.jsonl, line 7" in caught.value.where
 
 
-def test_an_answer_that_types_the_end_of_a_turn_is_refused(tmp_path: Path) -> None:
+def test_an_answer_that_contains_the_end_of_a_turn_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"answer 2 contains '<\|eot_id\|>'"):
-        refuse_unwritten(ours(tmp_path), chat_in(line(ASK, {**ANSWER, "content": "say <|eot_id|> to end"}), "here"))
+        refuse_unrendered(ours(tmp_path), parse_chat(line(ASK, {**ANSWER, "content": "say <|eot_id|> to end"}), "here"))
 
 
 def test_a_role_that_the_template_drops_is_refused(inner: tokenizers.Tokenizer) -> None:
     tokenizer = tokenizer_with(inner, TEMPLATES["zephyr"], "</s>")
-    with pytest.raises(DataError, match="does not write message 2, of role 'tool'"):
-        refuse_unwritten(tokenizer, chat_in(line(ASK, RESULT, ANSWER), "here"))
+    with pytest.raises(DataError, match="does not render message 2, of role 'tool'"):
+        refuse_unrendered(tokenizer, parse_chat(line(ASK, RESULT, ANSWER), "here"))
 
 
-def test_what_the_template_writes_is_trained_as_transformers_writes_it(tmp_path: Path) -> None:
+def test_rendered_parts_equal_those_of_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     tokenizer = ours(tmp_path, WITH_TOOLS)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "other")
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
-    chat = chat_in(line({**ASK, "name": "Ann"}, CALLING, RESULT, ANSWER, tools=tools), "here")
-    refuse_unwritten(tokenizer, chat)
+    chat = parse_chat(line({**ASK, "name": "Ann"}, CALLING, RESULT, ANSWER, tools=tools), "here")
+    refuse_unrendered(tokenizer, chat)
     ids, counts = encode(tokenizer, chat)
     raw = [{**ASK, "name": "Ann"}, CALLING, RESULT, ANSWER]
     assert ids == theirs.apply_chat_template(raw, tools=tools)["input_ids"]
@@ -261,24 +271,24 @@ def test_what_the_template_writes_is_trained_as_transformers_writes_it(tmp_path:
 @pytest.mark.parametrize(
     ("chat", "says"),
     [
-        (line(ASK, {"role": "assistant", "content": None}), "no chat"),
-        (line({"role": "user"}, ANSWER), "no chat"),
+        (line(ASK, {"role": "assistant", "content": None}), "not a chat"),
+        (line({"role": "user"}, ANSWER), "not a chat"),
         (line(ASK, {**ANSWER, "weight": 0.5}), "weight 0.5"),
         (line({**ASK, "weight": 1}, ANSWER), "role 'user' has the weight 1"),
         (line(ASK, ANSWER, functions=[{}]), "'functions'"),
         (line(ASK, ANSWER, tools="add"), "'tools' is"),
         (line(ASK, {"role": "assistant", "content": "\ud800"}), "lone surrogate"),
-        (b"\xff{}", "no JSON"),
-        (b"[" * 5000, "no JSON"),
-        (b'{"messages": ' + b"9" * 5000 + b"}", "no JSON"),
+        (b"\xff{}", "not JSON"),
+        (b"[" * 5000, "not JSON"),
+        (b'{"messages": ' + b"9" * 5000 + b"}", "not JSON"),
     ],
 )
 def test_a_malformed_chat_is_refused(chat: bytes, says: str) -> None:
     with pytest.raises(DataError, match=says):
-        chat_in(chat, "here")
+        parse_chat(chat, "here")
 
 
-# -- templates are programs by strangers ------------------------------------------------------------------------------
+# -- templates are untrusted code -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -292,16 +302,17 @@ def test_a_malformed_chat_is_refused(chat: bytes, says: str) -> None:
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
     ],
 )
-def test_a_template_that_takes_too_much_is_refused_and_the_next_one_works(tmp_path: Path, template: str, says: str) -> None:
+@pytest.mark.slow
+def test_a_template_beyond_a_limit_is_refused_and_the_next_one_works(tmp_path: Path, template: str, says: str) -> None:
     bad = ours(tmp_path, template)
     with pytest.raises(DataError, match=says):
         bad.render(TALK)
     assert "the cat" in ours(tmp_path).render(TALK)
 
 
-def test_rendering_survives_the_end_of_its_process(tmp_path: Path) -> None:
+def test_rendering_survives_the_exit_of_its_process(tmp_path: Path) -> None:
     tokenizer = ours(tmp_path, "{{ strftime_now('%Y') }}{{ messages[0].content }}")
-    assert tokenizer.render(TALK, now=lambda: CHATTED) == "2024" + TALK[0]["content"]
+    assert tokenizer.render(TALK, now=lambda: RENDER_DATE) == "2024" + TALK[0]["content"]
     assert renderer.process
     renderer.process.kill()
     renderer.process.wait()

@@ -1,4 +1,4 @@
-"""Documents and chats as they are read: held out by what they say, cut, refused with their line."""
+"""Reading documents and chats: held out by hash, split, refused with their line."""
 
 from __future__ import annotations
 
@@ -10,28 +10,30 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config.schema import Data, resolve
+from lockstep.config.resolve import resolve
+from lockstep.config.schema import DataOptions
 from lockstep.data.text import documents as reader
 from lockstep.data.text.chat_samples import chats, drills
 from lockstep.data.text.documents import SPLITS, documents, source_of
 from lockstep.errors import ConfigError, DataError
 
-TEXT = Data(kind="text", held_out_share=0.2)
+TEXT = DataOptions(kind="text", held_out_share=0.2)
 
 
-def split_of(data: Data) -> dict[str, str]:
+def split_of(data: DataOptions) -> dict[str, str]:
     return {document.text: split for split, document in documents(data)}
 
 
-def test_the_standard_library_is_there_and_its_packages_are_not() -> None:
-    found = list(documents(Data(kind="stdlib")))
+@pytest.mark.slow
+def test_the_standard_library_without_installed_packages() -> None:
+    found = list(documents(DataOptions(kind="stdlib")))
     names = {document.name: split for split, document in found}
     assert {"argparse.py", "json/decoder.py"} <= names.keys() and not any(name.startswith("site-packages") for name in names)
     shares = {split: sum(one == split for one in names.values()) / len(names) for split in ("validation", "test")}
     assert all(0.004 < share < 0.03 for share in shares.values()), shares
 
 
-def test_equal_texts_are_on_one_side_in_any_order(tmp_path: Path) -> None:
+def test_equal_texts_are_in_one_split_in_any_order(tmp_path: Path) -> None:
     texts = [f"text {i % 60}\n" for i in range(120)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in texts[::-1]).encode()))
@@ -42,7 +44,7 @@ def test_equal_texts_are_on_one_side_in_any_order(tmp_path: Path) -> None:
     assert len(both) == 240 and {document.text: split for split, document in both} == forwards
 
 
-def test_a_split_that_is_named_is_that_split_whole(tmp_path: Path) -> None:
+def test_a_split_with_files_consists_of_these_files(tmp_path: Path) -> None:
     for name in ("train", "held"):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"body": f"{name} {i}"}) + "\n\n" for i in range(50)))
     data = replace(TEXT, column="body", train=(f"{tmp_path}/train.jsonl",), validation=(f"{tmp_path}/held.jsonl",))
@@ -78,11 +80,11 @@ def test_the_source_of_documents_is_the_same_from_every_folder_and_another_when_
         ("a.txt", b"good\n\xff\xfe", r"a\.txt is not UTF-8: byte 0xff"),
         ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}\n', "no text in the column 'text', but txt"),
         ("a.jsonl", b"[1]\n", "no text in the column 'text', but list"),
-        ("a.jsonl", b"{\n", "this is no JSON"),
+        ("a.jsonl", b"{\n", "not JSON"),
         ("a.txt.gz", b"\x1f\x8bgarbage", "cannot be read"),
     ],
 )
-def test_what_cannot_be_read_is_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_unreadable_files_are_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         list(documents(replace(TEXT, train=(str(tmp_path / name),))))
@@ -92,7 +94,7 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path, name: str, content: byte
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Datasets of text as the hub has them (one column `text`): written by save_to_disk, with its own splits, and as parquet files."""
+    """Text datasets like those of the hub (one column `text`): from save_to_disk, with own splits, as parquet."""
     datasets = pytest.importorskip("datasets")
     folder = tmp_path_factory.mktemp("hub")
     texts = [f"Document {i}: häuser.\n" for i in range(60)]
@@ -105,9 +107,9 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_column_of_a_dataset_is_read(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
-    data = Data(kind="huggingface", held_out_share=0.1)
+    data = DataOptions(kind="huggingface", held_out_share=0.1)
     held = split_of(replace(data, dataset=str(hub / "parquet")))
-    assert sorted(held) == sorted(f"Document {i}: häuser.\n" for i in range(60)), "what is empty or none is left out"
+    assert sorted(held) == sorted(f"Document {i}: häuser.\n" for i in range(60)), "rows without text are dropped"
     assert Counter(held.values()).keys() == {"train", "validation", "test"}
     own = Counter(split for split, _ in documents(replace(data, dataset=str(hub / "splits"), validation=("validation",))))
     assert own["validation"] == 5 and own["train"] + own["test"] == 60
@@ -121,15 +123,15 @@ def test_a_column_of_a_dataset_is_read(hub: Path, tmp_path: Path, monkeypatch: p
         ({"dataset": "absent"}, "cannot be loaded"),
     ],
 )
-def test_a_dataset_without_what_is_asked_for_is_refused(hub: Path, tmp_path: Path, more: dict[str, object], message: str) -> None:
+def test_a_missing_column_or_split_is_refused(hub: Path, tmp_path: Path, more: dict[str, object], message: str) -> None:
     named = {name: str(tmp_path / "absent") if name == "dataset" else one for name, one in more.items()}
     with pytest.raises(DataError, match=message):
-        list(documents(replace(Data(kind="huggingface", dataset=str(hub / "splits")), **named)))  # type: ignore[arg-type]
+        list(documents(replace(DataOptions(kind="huggingface", dataset=str(hub / "splits")), **named)))  # type: ignore[arg-type]
 
 
-def test_the_splits_of_a_dataset_are_taken_as_they_are(hub: Path, tmp_path: Path) -> None:
+def test_the_splits_of_a_dataset_are_used_unchanged(hub: Path, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    data = Data(kind="huggingface", held_out_share=0.1)
+    data = DataOptions(kind="huggingface", held_out_share=0.1)
     own = Counter(split for split, _ in documents(replace(data, dataset=str(hub / "splits"))))
     assert own["validation"] == 5 and own["train"] + own["test"] == 60, "without being named"
     rows = datasets.Dataset.from_list([{"text": f"Document {i}."} for i in range(60)])
@@ -156,7 +158,7 @@ def test_the_splits_of_a_dataset_are_taken_as_they_are(hub: Path, tmp_path: Path
         ({"validation": "test", "test": "validation"}, {"train": "train", "validation": "test", "test": "validation"}),
     ],
 )
-def test_a_split_that_another_one_takes_is_not_taken_twice(asked: dict[str, str], right: dict[str, str]) -> None:
+def test_a_split_is_not_used_twice(asked: dict[str, str], right: dict[str, str]) -> None:
     reader = pytest.importorskip("lockstep.data.pairs.huggingface")
     assert reader.choose_splits({"train": "", "validation": "", "test": "", **asked}, list(SPLITS), "here") == right
 
@@ -165,12 +167,12 @@ def test_a_file_in_two_splits_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
     data = replace(TEXT, train=(f"{tmp_path}/*.jsonl",), validation=(f"{tmp_path}/../{tmp_path.name}/a.jsonl",))
     for read in (documents(data), chats(replace(data, kind="chat"), Counter())):
-        with pytest.raises(DataError, match=r"is in data\.train and in data\.validation"):
+        with pytest.raises(DataError, match=r"is both in data\.train and in data\.validation"):
             list(read)
 
 
 @pytest.mark.parametrize("text", ["".join(f"line {i}: häuser\n" for i in range(900)), " ".join(map(str, range(3000))), "x" * 3000])
-def test_a_few_documents_are_held_out_inside(tmp_path: Path, text: str) -> None:
+def test_parts_of_few_documents_are_held_out(tmp_path: Path, text: str) -> None:
     paths = [tmp_path / "a.txt", tmp_path / "b.txt"]
     for number in (1, 2):
         for path in paths[:number]:
@@ -188,25 +190,25 @@ def test_a_few_documents_are_held_out_inside(tmp_path: Path, text: str) -> None:
     assert [split for split, _ in documents(replace(data, held_out_share=0.0))] == ["train"] * 2
 
 
-def test_chats_end_with_an_answer(tmp_path: Path) -> None:
+def test_chats_are_cut_after_the_last_answer(tmp_path: Path) -> None:
     user, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
     lines = [{"messages": [user, answer, user]}, {"messages": [user]}, {"messages": [user, answer]}]
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     left_out: Counter[str] = Counter()
-    found = [chat.messages for _, chat in chats(Data(kind="chat", train=(str(path),), held_out_share=0.0), left_out)]
+    found = [chat.messages for _, chat in chats(DataOptions(kind="chat", train=(str(path),), held_out_share=0.0), left_out)]
     assert found == [[user, answer], [user, answer]] and left_out == {"without an answer": 1}
     path.write_text('{"messages": [{"role": "user"}]}\n')
-    with pytest.raises(DataError, match="this is no chat"):
-        list(chats(Data(kind="chat", train=(str(path),)), left_out))
+    with pytest.raises(DataError, match="not a chat"):
+        list(chats(DataOptions(kind="chat", train=(str(path),)), left_out))
 
 
-def test_drills_need_no_file_that_a_recipe_names() -> None:
-    data = Data(kind="drills", train=("chats.jsonl",), pairs=20, held_out_share=0.2)
+def test_drills_ignore_the_files_of_a_recipe() -> None:
+    data = DataOptions(kind="drills", train=("chats.jsonl",), pairs=20, held_out_share=0.2)
     assert source_of(data) == {} and sum(1 for _ in chats(data, Counter())) == 20
 
 
-def test_drills_are_right_and_always_the_same() -> None:
+def test_drills_are_correct_and_deterministic() -> None:
     first, again = list(drills(300)), list(drills(300))
     assert first == again
     for chat in first:
@@ -222,15 +224,15 @@ def test_drills_are_right_and_always_the_same() -> None:
         ({"task": "pretrain"}, r"task pretrain does not read data\.kind=cldr"),
         ({"data.kind": "stdlib"}, r"task translate does not read data\.kind=stdlib"),
         ({"task": "sft", "data.kind": "chat"}, r"data\.train is empty"),
-        ({"task": "pretrain", "data.kind": "stdlib", "batch.tokens": "1000"}, r"do not consist of rows of batch\.length=512"),
-        ({"task": "pretrain", "data.kind": "stdlib", "llama.context": "128"}, r"llama\.context=128"),
-        ({"task": "pretrain", "data.kind": "stdlib", "tokens.lowercase": "true"}, "keeps every byte"),
+        ({"task": "pretrain", "data.kind": "stdlib", "batch.tokens": "1000"}, r"is not a multiple of batch\.seq_len=512"),
+        ({"task": "pretrain", "data.kind": "stdlib", "llama.max_seq_len": "128"}, r"llama\.max_seq_len=128"),
+        ({"task": "pretrain", "data.kind": "stdlib", "tokenizer.lowercase": "true"}, "keeps every byte"),
         ({"task": "sft", "data.kind": "drills", "lora.rank": "8"}, "adapters need a trained model"),
         ({"task": "sft", "data.kind": "drills", "lora.rank": "8", "lora.targets": ""}, "lora.targets is empty"),
-        ({"task": "sft", "data.kind": "drills", "lora.targets": "query,other"}, "lora.targets names other"),
-        ({"task": "pretrain", "data.kind": "stdlib", "llama.shape": "7M"}, "llama.shape = '7M'"),
+        ({"task": "sft", "data.kind": "drills", "lora.targets": "query,other"}, "unknown lora.targets: other"),
+        ({"task": "pretrain", "data.kind": "stdlib", "llama.size": "7M"}, "llama.size = '7M'"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(flags: dict[str, str], message: str) -> None:
+def test_conflicting_values_are_refused(flags: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(None, flags)

@@ -1,4 +1,4 @@
-"""Streams of token ids: written as they come, read at any place; the same arithmetic at 10**9 tokens."""
+"""Token streams: written sequentially, read at any position, also with 10**9 tokens."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.data.order import UniformOrder
-from lockstep.data.text.token_stream import Stream, Writer
+from lockstep.data.text.token_stream import TokenStream, TokenStreamWriter
 from lockstep.errors import DataError
 from lockstep.files import write_json
 
 DOCUMENTS = [[1, 5, 6, 2], [1, 2], [1, *range(3, 30), 2], [1, 70_000 % 60_000, 2]]
 
 
-def written(folder: Path, vocabulary: int = 1 << 16, shard_tokens: int = 7) -> Stream:
-    writer = Writer(folder, "train", vocabulary, counted=True, shard_tokens=shard_tokens)
+def written(folder: Path, vocabulary: int = 1 << 16, shard_tokens: int = 7) -> TokenStream:
+    writer = TokenStreamWriter(folder, "train", vocabulary, has_loss_mask=True, shard_tokens=shard_tokens)
     for ids in DOCUMENTS:
         writer.add(ids, [i % 2 == 0 for i in ids])
     assert all(path.exists() for path in writer.close())
-    return Stream.open(folder, "train")
+    return TokenStream.open(folder, "train")
 
 
 @pytest.mark.parametrize("vocabulary", [1 << 16, 1 << 17])
-def test_every_stretch_is_read_across_files_as_it_was_written(tmp_path: Path, vocabulary: int) -> None:
+def test_every_span_is_read_across_files_as_written(tmp_path: Path, vocabulary: int) -> None:
     stream, flat = written(tmp_path, vocabulary), [i for ids in DOCUMENTS for i in ids]
     owner = [number for number, ids in enumerate(DOCUMENTS) for _ in ids]
     assert len(stream) == len(DOCUMENTS) and stream.tokens == len(flat) and len(stream.ids) == -(-len(flat) // 7)
     for begin in range(len(flat)):
         for end in range(begin + 1, len(flat) + 1):
             assert stream.read(begin, end).tolist() == flat[begin:end]
-            assert stream.read_counts(begin, end).tolist() == [i % 2 == 0 for i in flat[begin:end]]
+            assert stream.read_loss_mask(begin, end).tolist() == [i % 2 == 0 for i in flat[begin:end]]
             assert stream.documents_at(begin, end).tolist() == owner[begin:end]
             ends = sum(int(o) in range(begin + 1, end + 1) for o in stream.offsets[1:])
             assert stream.ends_in(np.array([begin]), np.array([end])).tolist() == [ends]
 
 
-def test_a_file_that_was_cut_off_is_refused(tmp_path: Path) -> None:
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     written(tmp_path)
     path = tmp_path / "train.00001.ids"
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(DataError, match=r"train\.00001\.ids has 13 bytes, not 14"):
-        Stream.open(tmp_path, "train")
+        TokenStream.open(tmp_path, "train")
 
 
 @pytest.fixture(scope="module")
-def billion(tmp_path_factory: pytest.TempPathFactory) -> Stream:
-    """10**9 tokens in a million documents. The files have holes where ids are zero, so nothing is written but the offsets."""
+def billion(tmp_path_factory: pytest.TempPathFactory) -> TokenStream:
+    """10**9 tokens in a million documents. The id files are sparse: only the offsets are written."""
     folder, tokens, shard_tokens, documents = tmp_path_factory.mktemp("billion"), 10**9, 1 << 26, 10**6
     for number, first in enumerate(range(0, tokens, shard_tokens)):
         with open(folder / f"train.{number:05d}.ids", "wb") as file:
@@ -62,10 +62,10 @@ def billion(tmp_path_factory: pytest.TempPathFactory) -> Stream:
     write_json(
         folder / "train.json", {"documents": documents, "tokens": tokens, "bits": 16, "counted": False, "shard_tokens": shard_tokens}
     )
-    return Stream.open(folder, "train")
+    return TokenStream.open(folder, "train")
 
 
-def test_a_billion_tokens_are_sought_at_once(billion: Stream) -> None:
+def test_seeking_in_a_billion_tokens_is_fast(billion: TokenStream) -> None:
     assert billion.read(0, 2).tolist() == [7, 0] and billion.read((1 << 26) - 1, (1 << 26) + 1).tolist() == [0, 8]
     assert billion.read(10**9 - 1, 10**9).tolist() == [9]
     assert billion.documents_at(999_999, 1_000_001).tolist() == [999, 1000]

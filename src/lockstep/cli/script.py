@@ -1,0 +1,215 @@
+"""A user's script: `lockstep run FILE.py`, `lockstep launch FILE.py`, and lockstep.launch(main) in the script itself.
+
+Every worker runs the file as `python FILE.py` would. A script that imports lockstep heals in place: one lost worker is replaced while the
+others keep their state.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import runpy
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from types import GenericAlias
+from typing import Any, get_type_hints
+
+from lockstep import log
+from lockstep.errors import UsageError
+
+# Options of ours that may also stand behind FILE.py; the first other word there begins the arguments of the script.
+BEHIND = ("--workers", "--min", "--max", "--hosts", "--host", "--ssh", "--restart")
+
+
+def launch(main: Callable[..., object], *, workers: int | None = None) -> None:
+    """Train with `main` on several workers of this machine: the last line of a script, under `if __name__ == "__main__":`.
+
+    main     a function of this script. Command-line flags are its keyword arguments, converted by its annotations: --steps 100
+    workers  processes; None: one for each GPU, two on a CPU
+
+    In a worker (of lockstep, torchrun or srun) it calls main. Otherwise this process becomes `lockstep run FILE.py`, which starts the
+    workers, replaces those that are lost, and exits with the code of the run; launch does not return then.
+    """
+    from lockstep.runtime.environment import read_rank_info
+    from lockstep.runtime.subprocesses import worker_main
+    from lockstep.runtime.worker_env import read_worker_env
+
+    if seat := read_worker_env(os.environ):
+        call(main, sys.argv[1:], Path(seat.folder))
+        return
+    place, _ = read_rank_info(os.environ)
+    if place is not None:
+        log.set_up_logging(rank=place.rank)
+        if code := worker_main(lambda: call(main, sys.argv[1:])):
+            sys.exit(code)
+        return
+    script = sys.modules["__main__"]
+    file = getattr(script, "__file__", None)
+    if not file or getattr(script, "__spec__", None) is not None:
+        what = "lockstep.launch in a program that is not a script file"
+        raise UsageError(what, str(file or "a terminal or notebook"), "write the loop to FILE.py and start python FILE.py")
+    takes = parameters_of(main)
+    out = given_out(sys.argv[1:]) or (takes["out"].default if "out" in takes else None)
+    words = ["--workers", str(workers)] if workers is not None else []
+    words += ["--out", str(out)] if isinstance(out, str | os.PathLike) else []
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "lockstep", "run", *words, str(file), "--", *sys.argv[1:]])
+
+
+def call(function: Callable[..., object], words: list[str], folder: Path | None = None) -> None:
+    """Call a user's function with command-line flags as its keyword arguments; one without parameters reads sys.argv itself.
+
+    folder  of the run, for the parameter `out` where no flag sets it
+    """
+    from lockstep.config.resolve import parse_flags
+    from lockstep.runtime.numerics import seed_unseeded_generators
+
+    seed_unseeded_generators()  # before the function makes its data and its model
+    named = arguments_of(function, getattr(function, "__name__", "main"), parse_flags(words), folder) if parameters_of(function) else {}
+    function(**named)
+
+
+def parameters_of(function: Callable[..., object]) -> dict[str, inspect.Parameter]:
+    """The parameters of a function that a flag can set."""
+    parameters = inspect.signature(function).parameters.values()
+    return {one.name: one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+
+
+def arguments_of(function: Callable[..., object], spelled: str, flags: Mapping[str, str], folder: Path | None = None) -> dict[str, object]:
+    """The keyword arguments of a user's function in command-line flags, checked against its annotations.
+
+    folder  of the run, for the parameter `out` where no flag sets it
+    UsageError for a flag that it does not take, one that it needs, and a value that does not fit.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    takes = parameters_of(function)
+    hint = f"it takes {', '.join('--' + name for name in takes) or 'nothing'}"
+    given = ({"out": str(folder)} if folder and "out" in takes else {}) | dict(flags)
+    if unknown := [name for name in flags if name not in takes]:
+        raise UsageError(f"{spelled} takes no --{unknown[0]}", "command line", hint)
+    if missing := [name for name, one in takes.items() if one.default is one.empty and name not in given]:
+        raise UsageError(f"{spelled} needs --{missing[0]}", "command line", hint)
+    try:
+        hints = {"out": Path} | get_type_hints(function, include_extras=True)
+    except NameError as error:
+        what = f"an annotation of {spelled} cannot be read: {error}"
+        raise UsageError(what, "command line", "import it outside of TYPE_CHECKING") from None
+    named: dict[str, object] = {}
+    for name, text in given.items():
+        try:
+            listed: Any = GenericAlias(list, (hints.get(name, str),))  # pydantic gives a dataclass by itself no config
+            named[name] = TypeAdapter(listed, config={"arbitrary_types_allowed": True}).validate_python([text])[0]
+        except ValidationError as error:
+            raise UsageError(f"--{name} {text!r}: {error.errors()[0]['msg']}", "command line", f"see {spelled}") from None
+    return named
+
+
+def run_file(file: Path, arguments: list[str]) -> int:
+    """Run the script in this worker as `python FILE.py ARGUMENTS` does; its exit code."""
+    from lockstep.runtime.numerics import seed_unseeded_generators
+
+    seed_unseeded_generators()
+    sys.argv = [str(file), *arguments]
+    sys.path.insert(0, str(file.resolve().parent))
+    try:
+        runpy.run_path(str(file), run_name="__main__")
+    except SystemExit as left:
+        if left.code not in (None, 0):
+            raise
+    return 0
+
+
+# The command line.
+
+
+def split_at_script(words: list[str], values: Mapping[str, int]) -> tuple[list[str], str, list[str]]:
+    """(our words, FILE.py, the script's arguments); FILE.py is "" where the words name no script.
+
+    values  the options of ours, each with the number of its values
+    Our options stand before FILE.py, or directly behind it (BEHIND). What follows, or follows --, is the script's.
+    """
+    ours: list[str] = []
+    script, rest = "", list(words)
+    while rest:
+        name, equals, _ = rest[0].partition("=")
+        if name in (values if not script else set(BEHIND) & set(values)):
+            taken = 1 if equals else 1 + values[name]
+            ours, rest = ours + rest[:taken], rest[taken:]
+        elif script or not name.endswith(".py"):
+            break
+        else:
+            script = rest.pop(0)
+    return (ours, script, rest[1:] if rest[:1] == ["--"] else rest) if script else (list(words), "", [])
+
+
+def given_out(arguments: list[str]) -> str:
+    """The value of --out among a script's arguments; "" when it is not there."""
+    for word, following in pairwise([*arguments, ""]):
+        if word == "--out" or word.startswith("--out="):
+            return word.partition("=")[2] or following
+    return ""
+
+
+def read_script(file: Path) -> ast.Module:
+    """The parsed script. UsageError when there is none, or it is not Python."""
+    try:
+        return ast.parse(file.read_bytes(), str(file))
+    except FileNotFoundError:
+        raise UsageError(f"there is no file {file}", f"command line, seen from {Path.cwd()}", "give the path of a script") from None
+    except (SyntaxError, ValueError) as error:
+        raise UsageError(f"{file} is not Python: {error}", "command line", "python FILE.py shows the place") from None
+
+
+def imports_lockstep(script: ast.Module) -> bool:
+    """Whether the script itself imports lockstep, anywhere."""
+    names = [alias.name for node in ast.walk(script) if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in ast.walk(script) if isinstance(node, ast.ImportFrom)]
+    return any(name.partition(".")[0] == "lockstep" for name in names)
+
+
+def session_folder(script: ast.Module) -> str:
+    """The folder that the script gives to its Session, where it is written down in it; "" otherwise.
+
+    Found are Session("runs/a"), Session(Path("runs/a")), and a name that is a parameter with such a default or a constant of the module.
+    """
+    functions = [node for node in ast.walk(script) if isinstance(node, ast.FunctionDef)]
+    for scope in [*functions, script]:
+        known = dict(constants(script)) | dict(constants(scope))
+        for node in ast.walk(scope):
+            if isinstance(node, ast.Call) and "Session" in (getattr(node.func, "id", ""), getattr(node.func, "attr", "")):
+                given = [*node.args[:1], *(word.value for word in node.keywords if word.arg == "out")]
+                found = [text_of(one) or known.get(getattr(one, "id", ""), "") for one in given]
+                if found and found[0]:
+                    return found[0]
+    return ""
+
+
+def constants(scope: ast.AST) -> Iterator[tuple[str, str]]:
+    """(name, text) of a function's parameters with a literal default, or of a module's literals."""
+    if isinstance(scope, ast.FunctionDef):
+        named = [*scope.args.posonlyargs, *scope.args.args]
+        pairs = [
+            *zip(named[::-1], scope.args.defaults[::-1], strict=False),
+            *zip(scope.args.kwonlyargs, scope.args.kw_defaults, strict=True),
+        ]
+        yield from ((parameter.arg, text_of(default)) for parameter, default in pairs if text_of(default))
+    elif isinstance(scope, ast.Module):
+        assigned = [node for node in scope.body if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)]
+        yield from ((getattr(node.targets[0], "id", ""), text_of(node.value)) for node in assigned if text_of(node.value))
+
+
+def text_of(node: ast.AST | None) -> str:
+    """The text of "text" or Path("text"); "" for anything else."""
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Path" and len(node.args) == 1:
+        node = node.args[0]
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def folder_of(file: Path, script: ast.Module, given: Path | None, arguments: Collection[str]) -> Path:
+    """The run's folder: --out of ours, --out among the script's arguments, the one in the script, or runs/NAME."""
+    return given or Path(given_out(list(arguments)) or session_folder(script) or Path("runs") / file.stem)

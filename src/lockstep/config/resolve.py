@@ -1,0 +1,176 @@
+"""Resolve the configuration of a run from its sources.
+
+The value of a key is taken from the first of: a flag (`--optim.learning_rate 1e-3`), an environment
+variable (`LOCKSTEP_OPTIM_LEARNING_RATE`), the run file (TOML), the saved run (when it resumes), the
+default. All unknown keys and invalid values are reported together, with the nearest known names.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from lockstep.config.rules import DECAY_STEPS, conflicts
+from lockstep.config.schema import ResolvedRun, build_config, config_fields, flatten
+from lockstep.errors import ConfigError
+
+AS_STEPS = "as steps"  # origin of optim.decay_steps when it follows `steps`
+
+# Keys of run files before run.json had a format number, where the spelling does not lead to the new name.
+FORMER_KEYS = {
+    "batch.shapes": "batch.buckets",
+    "heal.gather_s": "elastic.rendezvous_timeout_s",
+    "heal.hang_s": "elastic.hang_timeout_s",
+    "heal.silent_s": "elastic.heartbeat_timeout_s",
+    "layout.parts": "layout.pipeline_chunks",
+    "llama.context": "llama.max_seq_len",
+    "llama.start": "llama.init_from",
+    "memory.recompute": "memory.activation_checkpoint",
+    "model.feed_forward": "model.ffn_dim",
+    "optim.decay": "optim.schedule",
+    "shard.units_ahead": "fsdp.prefetch_units",
+    "tokens.vocabulary": "tokenizer.vocab_size",
+}
+
+
+def recipes() -> dict[str, Path]:
+    """The run files that are part of Lockstep, by name: in the installed package, or beside src/."""
+    package = Path(__file__).parents[1]
+    paths = [*sorted((package / "recipes").glob("*.toml")), *sorted((package.parents[1] / "recipes").glob("*.toml"))]
+    return {path.stem: path for path in reversed(paths)}
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the dotted keys of a TOML file, or of the recipe with this name if there is no such file.
+
+    ConfigError if it is missing, unreadable or not TOML.
+    """
+    if not path.exists() and str(path.parent) in (".", "recipes") and path.suffix in ("", ".toml"):
+        path = recipes().get(path.stem, path)
+    try:
+        return flatten(tomllib.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        present = sorted(str(p) for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
+        present = present or [f"recipes/{name}.toml" for name in sorted(recipes())]
+        hint = f"available: {', '.join(present)}" if present else "give the path of a TOML file, or none for the default values"
+        raise ConfigError(f"there is no run file {path}", "given on the command line", hint) from None
+    except (ValueError, RecursionError) as error:
+        what = f"{path} is not TOML: {error}"
+        raise ConfigError(what, "the run file", "fix this line; tables are [section], strings are in quotes") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", str(path), "give a file that this user can read") from None
+
+
+def parse_flags(words: list[str]) -> dict[str, str]:
+    """Return `--key value` and `--key=value` as a mapping. ConfigError for anything else."""
+    flags: dict[str, str] = {}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            raise ConfigError(f"{word!r} is neither an option nor the value of one", "command line", "write --section.key value")
+        key, equals, text = word[2:].partition("=")
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise ConfigError(f"--{key} has no value", "command line", f"write --{key} VALUE")
+            text = rest.pop(0)
+        flags[key] = text
+    return flags
+
+
+def nearest_keys(key: str, known: list[str]) -> list[str]:
+    """Up to three known keys that `key` may stand for: its new name, the same last word in another
+    section, its initials (lr), or a similar spelling."""
+    if key in FORMER_KEYS:
+        return [FORMER_KEYS[key]]
+    last = key.rpartition(".")[2]
+    same = [k for k in known if last in (k.rpartition(".")[2], "".join(word[0] for word in k.rpartition(".")[2].split("_")))]
+    return (same or difflib.get_close_matches(key, known, n=3, cutoff=0.6))[:3]
+
+
+def environment_variable(key: str) -> str:
+    """The environment variable of a key: "optim.learning_rate" -> "LOCKSTEP_OPTIM_LEARNING_RATE"."""
+    return "LOCKSTEP_" + key.upper().replace(".", "_")
+
+
+def refuse_unknown_variables(environ: Mapping[str, str], others: Sequence[str]) -> None:
+    """ConfigError with the nearest names for LOCKSTEP_ variables that Lockstep does not read.
+
+    others  variables that are not keys of a run
+    """
+    keys = list(config_fields())
+    known = {*map(environment_variable, keys), *others}
+    unknown = [name for name in environ if name.startswith("LOCKSTEP_") and name not in known]
+    if unknown:
+        key = unknown[0].removeprefix("LOCKSTEP_").lower().replace("_", ".", 1)
+        near = difflib.get_close_matches(unknown[0], others, n=1, cutoff=0.85) or [
+            environment_variable(name) for name in nearest_keys(key, keys)
+        ]
+        what = f"unknown variable {', '.join(unknown)}"
+        hint = f"write {' or '.join(near)}" if near else "unset it; lockstep train --help lists the values of a run"
+        raise ConfigError(what, "environment", hint)
+
+
+def resolve(
+    file: Path | None = None,
+    flags: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+    saved: ResolvedRun | None = None,
+    *,
+    decay_follows_steps: bool = True,
+) -> ResolvedRun:
+    """Return the configuration from a run file, flags and the environment, on top of a saved run.
+
+    decay_follows_steps  optim.decay_steps equals `steps` when no source sets it
+
+    ConfigError lists everything that is wrong.
+    """
+    known = config_fields()
+    key_of_variable = {environment_variable(key): key for key in known}
+    layers: list[tuple[str, Mapping[str, Any]]] = [
+        (str(file), read_toml(file) if file else {}),
+        ("LOCKSTEP_* in the environment", {key_of_variable[n]: text for n, text in (environ or {}).items() if n in key_of_variable}),
+        ("command line", flags or {}),
+    ]
+    values = flatten(asdict(saved.run)) if saved else {key: member.default for key, member in known.items()}
+    origin = dict(saved.origin) if saved else {key: "default" for key in known}
+    problems: list[tuple[str, str, str]] = []  # (what, where, hint)
+    for source, layer in layers:
+        for key, raw in layer.items():
+            if key not in known:
+                near = nearest_keys(key, list(known))
+                problems.append((f"unknown key {key!r}", source, f"perhaps {' or '.join(near)}" if near else "see lockstep train --help"))
+                continue
+            try:
+                values[key], origin[key] = known[key].parse(raw), source
+            except ValueError as error:
+                problems.append((f"{key} = {shorten(raw)}: {error}", source, known[key].doc))
+    if problems:
+        whats, wheres, hints = zip(*problems, strict=True)
+        what = whats[0] if len(problems) == 1 else f"{len(problems)} invalid values: {'; '.join(whats)}"
+        raise ConfigError(what, "\n".join(dict.fromkeys(wheres)), "\n".join(dict.fromkeys(hints)))
+    if decay_follows_steps and all(DECAY_STEPS not in layer for _, layer in layers):
+        values[DECAY_STEPS], origin[DECAY_STEPS] = max(1, values["steps"]), AS_STEPS
+    run = build_config(values)
+    for what, keys, hint in conflicts(run):
+        raise ConfigError(what, ", ".join(f"{key} from {origin[key]}" for key in keys.split()), hint)
+    return ResolvedRun(run, origin, saved.overrides if saved else ())
+
+
+def shorten(raw: object) -> str:
+    """The repr of a value, cut to a length that fits a message."""
+    try:
+        text = repr(raw)
+    except (ValueError, RecursionError):  # an int with more digits than Python prints, or deep nesting
+        return f"({type(raw).__name__}, too large to print)"
+    return text if len(text) <= 80 else f"{text[:70]}... ({len(text):,} characters)"
+
+
+def with_precision(resolved: ResolvedRun, precision: Literal["auto", "bf16", "fp32"], origin: str) -> ResolvedRun:
+    """Return the run with compute.precision set, and the reason as its origin."""
+    run = replace(resolved.run, compute=replace(resolved.run.compute, precision=precision))
+    return replace(resolved, run=run, origin=resolved.origin | {"compute.precision": origin})

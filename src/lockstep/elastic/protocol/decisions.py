@@ -1,0 +1,179 @@
+"""Membership decisions as pure functions: the next generation, joiners to admit or refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from lockstep.elastic.generation_log import Generation, Member, Removed
+
+RUN_FACT_PREFIXES = ("run ", "--")  # of facts that the user asked for: "run steps", "--steps" of a user's loop
+
+
+@dataclass(frozen=True)
+class ElasticLimits:
+    """Timeouts and numbers of workers.
+
+    heartbeat_s           interval between heartbeats
+    heartbeat_timeout_s   without a message for longer, a peer counts as lost
+    log_poll_s            interval between reads of the log while waiting for a generation
+    rendezvous_timeout_s  how long a start waits for `expected_workers` once `min_workers` are there
+    takeover_s            how long new workers wait for members of the newest generation that
+                          neither answer nor update their liveness file
+    hang_timeout_s        time without progress before the blocking rank is identified
+    evaluate_timeout_s    the same for a rank that evaluates
+    on_hang               remove the culprits ("evict"), end the run ("abort"), or only log ("warn")
+    expected_workers      workers that a start waits for
+    min_workers           training waits below this number
+    max_workers           at most this many train at once
+    replica_size          workers per replica, adjacent in rank; incomplete replicas are removed
+    """
+
+    heartbeat_s: float = 0.5
+    heartbeat_timeout_s: float = 2.5
+    log_poll_s: float = 0.25
+    rendezvous_timeout_s: float = 30.0
+    takeover_s: float = 30.0
+    hang_timeout_s: float = 10.0
+    evaluate_timeout_s: float = 1800.0
+    on_hang: Literal["evict", "abort", "warn"] = "evict"
+    expected_workers: int = 1
+    min_workers: int = 1
+    max_workers: int = 1_000_000
+    replica_size: int = 1
+
+    @property
+    def for_stopping(self) -> ElasticLimits:
+        """Limits of a run that only saves and stops: one replica is enough."""
+        return replace(self, min_workers=self.replica_size)
+
+
+@dataclass(frozen=True)
+class LeaveReport:
+    """A member's report after its main thread has left generation `number`.
+
+    step     committed steps, or steps that it must commit because all ranks agreed; < 0: no state
+    leaving  it leaves the run, because its host is drained
+    lost     ids of members that it cannot reach; filled in by the protocol
+    """
+
+    number: int
+    step: int
+    leaving: bool = False
+    why: str = ""
+    lost: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Joiner:
+    """A worker that asks to join, its fingerprint, and the ids of the members it reaches."""
+
+    member: Member
+    fingerprint: Mapping[str, str]
+    reaches: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class CoordinatorView:
+    """Everything that a coordinator's decision depends on.
+
+    dead  id -> why a member counts as gone
+    """
+
+    generation: Generation
+    reports: Mapping[str, LeaveReport]
+    dead: Mapping[str, str]
+    joiners: Sequence[Joiner]
+
+
+def next_generation(view: CoordinatorView, limits: ElasticLimits, token: str) -> tuple[Generation | None, str]:
+    """Return (the generation to propose, the reason), or (None, what the coordinator waits for)."""
+    members, reports, number = view.generation.members, view.reports, view.generation.number + 1
+    missing = [member for member in members if member.id not in reports and member.id not in view.dead]
+    if missing:
+        return None, f"waiting for {member_names(missing)} to leave generation {view.generation.number}"
+    alive = [member for member in members if member.id not in view.dead]
+    removed = [Removed(member.id, view.dead[member.id]) for member in members if member.id in view.dead]
+    leaving = [member for member in alive if reports[member.id].leaving]
+    if len(leaving) < len(alive):
+        removed += [Removed(member.id, reports[member.id].why or "leaving") for member in leaving]
+        alive = [member for member in alive if member not in leaving]
+    elif not select_joiners(view.joiners, alive, limits):
+        return None, "no member would stay"  # otherwise the last members stay until a joiner has their state
+    stay: list[Member] = []
+    for member in alive:
+        unreachable = next((other for other in stay if member.id in reports[other.id].lost and other.id in reports[member.id].lost), None)
+        if unreachable:
+            removed.append(Removed(member.id, f"it and {member_names([unreachable])} cannot reach each other"))
+        else:
+            stay.append(member)
+    stay, incomplete = split_whole_replicas(members, stay, limits.replica_size)
+    removed += [Removed(member.id, "its replica is incomplete") for member in incomplete]
+    if not stay and incomplete:
+        reason = "no complete replica is left; resuming from the newest checkpoint"
+        return Generation(number, token, (), "", view.generation.step, reason, tuple(removed)), reason
+    new = select_joiners(view.joiners, stay, limits)
+    if len(stay) + len(new) < limits.min_workers:
+        return None, f"too few workers: {len(stay) + len(new)} available, at least {limits.min_workers} required"
+    causes = [f"{one.id.rpartition('/')[0]}: {one.why}" for one in removed] + ([f"{member_names(new)} joined"] if new else [])
+    reason = "; ".join(causes) or next((report.why for report in reports.values() if report.why), "regrouped")
+    step = max(reports[member.id].step for member in stay)
+    return Generation(number, token, (*stay, *new), "", step, reason, tuple(removed)), reason
+
+
+def select_joiners(joiners: Iterable[Joiner], stay: Sequence[Member], limits: ElasticLimits) -> list[Member]:
+    """Return the joiners to admit: whole replicas that reach every staying member."""
+    fit = [joiner.member for joiner in joiners if all(member.id in joiner.reaches for member in stay)]
+    if limits.replica_size > 1:
+        fit.sort(key=lambda member: member.sort_key)  # workers of one host make a replica
+    return first_whole_replicas(fit, max(0, limits.max_workers - len(stay)), limits.replica_size)
+
+
+def first_whole_replicas(members: Sequence[Member], most: int, replica_size: int) -> list[Member]:
+    """Return as many of the first `most` members as make whole replicas."""
+    return list(members[: min(len(members), most) // replica_size * replica_size])
+
+
+def split_whole_replicas(members: Sequence[Member], stay: Sequence[Member], replica_size: int) -> tuple[list[Member], list[Member]]:
+    """Split `stay` into (members whose whole replica stays, the others)."""
+    if replica_size == 1:
+        return list(stay), []
+    replicas = [members[first : first + replica_size] for first in range(0, len(members), replica_size)]
+    kept = [member for replica in replicas if all(member in stay for member in replica) for member in replica]
+    return kept, [member for member in stay if member not in kept]
+
+
+def rendezvous_status(workers: Sequence[Member], limits: ElasticLimits) -> str:
+    """Describe what a start waits for."""
+    names, timeout_s = member_names(workers), limits.rendezvous_timeout_s
+    if len(workers) < limits.min_workers:
+        return f"too few workers: {len(workers)} available ({names}), at least {limits.min_workers} required"
+    expected = f"{len(workers)} of {limits.expected_workers} available ({names})"
+    return f"waiting for workers: {expected}; training starts without the others after {timeout_s:g} s"
+
+
+def member_names(members: Sequence[Member]) -> str:
+    """ "a/0, b/1"."""
+    return ", ".join(f"{member.host}/{member.slot}" for member in members)
+
+
+def describe_differences(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
+    """Describe how two fingerprints differ; "" when they are equal."""
+
+    def shown(value: str | None) -> str:
+        return "not set" if value is None else repr(value)
+
+    keys = [key for key in {**ours, **theirs} if theirs.get(key) != ours.get(key)]
+    return "; ".join(f"{key} is {shown(theirs.get(key))} there and {shown(ours.get(key))} here" for key in keys)
+
+
+def refusal_reason(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
+    """Return why a worker with the fingerprint `theirs` cannot join; "" when it can."""
+    asked_there, asked_here = (
+        {key: value for key, value in facts.items() if key.startswith(RUN_FACT_PREFIXES)} for facts in (theirs, ours)
+    )
+    if differences := describe_differences(asked_there, asked_here):
+        return f"it was started for a different run: {differences}"
+    differences = describe_differences(theirs, ours)
+    return f"it would compute different bits: {differences}" if differences else ""

@@ -1,0 +1,19 @@
+"""The device that this process computes on."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from lockstep.runtime.environment import RankInfo, choose_device
+
+
+def select_device(info: RankInfo | None) -> tuple[torch.device, str]:
+    """Return (device of this worker, reason). A GPU becomes the current device."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    name, why = choose_device(os.environ, info, gpus)
+    device = torch.device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device, why

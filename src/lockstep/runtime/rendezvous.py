@@ -1,0 +1,186 @@
+"""The rendezvous of workers without an agent: a TCPStore on rank 0, then a process group.
+
+It waits for all ranks, or fails with the numbers of the missing ones: a run never starts smaller
+than requested.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore  # torch.distributed has them too, untyped
+
+from lockstep.errors import PeersLostError, UsageError
+from lockstep.runtime.environment import RankInfo
+from lockstep.runtime.exit_report import error_summary, is_peer_loss
+from lockstep.runtime.process_group import init_default_group
+
+
+def rendezvous(info: RankInfo, timeout_s: float, source: str) -> Store:
+    """Collective. Return a store that all workers share, after all of them have connected.
+
+    timeout_s  for missing workers
+    source     where `info` comes from, for messages
+    """
+    os.environ.pop("LOCKSTEP_LISTEN_FD", None)  # the socket is consumed below; child processes do not have it
+    if info.size == 1:
+        if info.listen_fd is not None:
+            os.close(info.listen_fd)
+        return HashStore()
+    deadline_s = time.monotonic() + timeout_s
+    is_master = info.rank == 0 and not info.launcher_has_store
+    listen_fd = None
+    if is_master:
+        listen_fd = listen_on_master_port(info) if info.listen_fd is None else check_listening_socket(info.listen_fd)
+    try:
+        wait_for_master(info, deadline_s, timeout_s)
+        store: Store = TCPStore(
+            info.master_addr,
+            info.master_port,
+            info.size,
+            is_master=is_master,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listen_fd,
+        )
+        store = PrefixStore(f"lockstep-{info.attempt}", store)
+        wait_for_all_ranks(info, store, deadline_s, timeout_s, source)
+    except RuntimeError as error:
+        if not is_peer_loss(error):
+            raise
+        raise PeersLostError(
+            f"rank 0's store at {info.master_addr}:{info.master_port} failed during the rendezvous of {info.size} workers",
+            source,
+            "another worker failed first, see its log",
+        ) from error
+    return store
+
+
+def check_listening_socket(descriptor: int) -> int:
+    """Return the inherited file descriptor. UsageError if it is not a listening socket."""
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as inherited:
+            listening = inherited.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    except OSError:
+        listening = 0
+    if not listening:
+        raise UsageError(
+            f"descriptor {descriptor} is not a listening socket",
+            f"environment: LOCKSTEP_LISTEN_FD={descriptor}",
+            "something between `lockstep` and this worker closed it; start the workers without a shell in between",
+        )
+    return descriptor
+
+
+def listen_on_master_port(info: RankInfo) -> int:
+    """Return a file descriptor that listens on the master port, on the master address if possible.
+
+    UsageError if the port is busy.
+    """
+    dual = socket.has_dualstack_ipv6()
+    any_address = ("", socket.AF_INET6 if dual else socket.AF_INET, dual)
+    try:
+        for address, family, both in [*local_master_address(info.master_addr), any_address]:
+            try:
+                return socket.create_server((address, info.master_port), family=family, backlog=1024, dualstack_ipv6=both).detach()
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL or not address:
+                    raise
+        raise AssertionError("any_address comes last")
+    except OSError as error:
+        busy = error.errno == errno.EADDRINUSE
+        raise UsageError(
+            f"port {info.master_port} is busy" if busy else f"cannot listen on port {info.master_port}: {error.strerror}",
+            f"MASTER_PORT, on {socket.gethostname()}, set by {info.launcher}",
+            f"give all machines another port; to see what holds it: ss -ltnp 'sport = :{info.master_port}'",
+        ) from None
+
+
+def local_master_address(master_addr: str) -> list[tuple[str, socket.AddressFamily, bool]]:
+    """Return [(address, family, False)] of the master; [] if other machines may resolve another
+    one.
+
+    A machine may resolve its own name to a loopback address (Debian: 127.0.1.1), where other
+    machines cannot reach it.
+    """
+    try:
+        family, _, _, _, (address, *_) = socket.getaddrinfo(master_addr, None, type=socket.SOCK_STREAM)[0]
+    except OSError:
+        return []
+    loopback = ipaddress.ip_address(str(address).partition("%")[0]).is_loopback
+    return [] if loopback and master_addr not in (address, "localhost") else [(str(address), family, False)]
+
+
+def wait_for_master(info: RankInfo, deadline_s: float, timeout_s: float) -> None:
+    """Wait until the master port accepts connections. PeersLostError if it does not.
+
+    torch's own client would flood the terminal while it waits.
+    """
+    pause_s = 0.02
+    while True:
+        try:
+            left_s = max(0.1, deadline_s - time.monotonic())
+            socket.create_connection((info.master_addr, info.master_port), timeout=left_s).close()
+            return
+        except OSError as error:
+            if time.monotonic() + pause_s > deadline_s:
+                raise PeersLostError(
+                    f"rank {info.rank} cannot reach rank 0 at {info.master_addr}:{info.master_port}: {error}",
+                    f"tried for {timeout_s:g} s from {socket.gethostname()}; set by {info.launcher}",
+                    "is rank 0 running? does the name resolve here? does a firewall block the port? "
+                    f"Try: nc -vz {info.master_addr} {info.master_port}",
+                ) from None
+        time.sleep(pause_s)
+        pause_s = min(1.0, 2 * pause_s)
+
+
+def wait_for_all_ranks(info: RankInfo, store: Store, deadline_s: float, timeout_s: float, source: str) -> None:
+    """Collective. Wait for all ranks. UsageError for wrong ones, PeersLostError for missing ones."""
+    size = int(store.compare_set("size", "", str(info.size)))
+    if size != info.size:
+        raise UsageError(
+            f"different world sizes: {info.size} here, {size} on other workers",
+            f"{source}; on {socket.gethostname()}, pid {os.getpid()}",
+            "start all machines with the same number of workers",
+        )
+    if store.add(f"rank {info.rank}", 1) > 1:
+        raise UsageError(
+            f"another worker already has rank {info.rank}",
+            f"{source}; on {socket.gethostname()}, pid {os.getpid()}",
+            "too many workers were started, two machines have the same number, or an earlier run still holds the port",
+        )
+    pause_s, arrived = 0.005, store.add("came", 1)
+    while arrived < size:
+        if time.monotonic() > deadline_s:
+            missing = [str(rank) for rank in range(size) if not store.check([f"rank {rank}"])]
+            raise PeersLostError(
+                f"{size - len(missing)} of {size} workers arrived within {timeout_s:g} s: "
+                f"missing rank {', '.join(missing[:20])}{' ...' if len(missing) > 20 else ''}",
+                source,
+                "start the missing workers, or set the world size to the number of workers; nothing was trained",
+            )
+        time.sleep(pause_s)
+        pause_s = min(0.2, 2 * pause_s)
+        arrived = store.add("came", 0)
+
+
+def init_static_group(info: RankInfo, store: Store, device: torch.device, timeout_s: float) -> None:
+    """Collective. Initialize the process group over a store, which is not needed for it afterwards."""
+    try:
+        init_default_group(store, info.rank, info.size, device, timeout_s)
+    except RuntimeError as error:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
+        raise PeersLostError(
+            f"rank {info.rank} could not connect to the other {info.size - 1} workers: {error_summary(error)}",
+            f"GLOO_SOCKET_IFNAME={interface} on {socket.gethostname()}",
+            "another worker may have failed, see its log; or set GLOO_SOCKET_IFNAME to the interface between the machines (ip -br addr)",
+        ) from error

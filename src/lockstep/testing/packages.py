@@ -1,0 +1,129 @@
+"""The package graph: which package imports which, and whether every import points downward.
+
+    python -m lockstep.testing.packages [SRC/lockstep]
+
+Prints one line per package, lowest layer first, with the packages it imports and the number of import statements, then a few sizes of
+the code. Exits with code 1 and names the imports when one of them points upward or a layer contains a cycle. It reads the source with
+`ast` and imports nothing, so imports inside functions and under `TYPE_CHECKING` count too. The root `__init__.py` does not count: it
+lists the public API and loads it lazily.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+from statistics import median
+
+# Lowest first. A package may import from its own layer and from those listed before it.
+LAYERS = (
+    ("errors", "units", "files", "log", "layout", "tensor_slice"),
+    ("config",),
+    ("record",),
+    ("data",),
+    ("runtime",),
+    ("elastic",),
+    ("agent",),
+    ("checkpoint",),
+    ("models",),
+    ("parallel",),
+    ("generation",),
+    ("training",),
+    ("tasks",),
+    ("train", "session", "evaluate"),
+    ("testing",),
+    ("cli", "__main__"),
+)
+LEVEL = {package: level for level, layer in enumerate(LAYERS) for package in layer}
+
+Imports = dict[tuple[str, str], list[str]]  # (importing package, imported package): "module -> module" of each import statement
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    top = Path(arguments[0]) if arguments else Path(__file__).parents[1]
+    trees = {name: ast.parse(path.read_text(), str(path)) for name, path in modules(top).items()}
+    imports = package_imports(trees)
+    print("\n".join([*graph_lines(trees, imports), sizes({path: trees[name] for name, path in modules(top).items()})]))
+    problems = find_problems(trees, imports)
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+def modules(top: Path) -> dict[str, Path]:
+    """Return the modules below the package folder `top` by dotted name without `lockstep.`; the root `__init__` is left out."""
+    paths = {path.relative_to(top).with_suffix(""): path for path in sorted(top.rglob("*.py"))}
+    return {".".join(part for part in name.parts if part != "__init__"): path for name, path in paths.items() if str(name) != "__init__"}
+
+
+def package_imports(trees: dict[str, ast.Module]) -> Imports:
+    imports: Imports = defaultdict(list)
+    for importer, tree in trees.items():
+        for node in ast.walk(tree):
+            for imported in imported_modules(node, trees):
+                source, target = importer.partition(".")[0], imported.partition(".")[0]
+                if source != target:
+                    imports[source, target].append(f"{importer} -> {imported}")
+    return imports
+
+
+def imported_modules(node: ast.AST, known: dict[str, ast.Module]) -> set[str]:
+    """Return the modules of Lockstep that an import statement names; names of the public API (`from lockstep import Session`) are none."""
+    names: set[str] = set()
+    if isinstance(node, ast.Import):
+        names = {alias.name for alias in node.names}
+    elif isinstance(node, ast.ImportFrom):
+        if node.level:
+            raise SyntaxError(f"relative import of {node.module!r}: write it as an absolute one")
+        names = {f"{node.module}.{alias.name}" for alias in node.names}
+    names = {name.removeprefix("lockstep.") for name in names if name.startswith("lockstep.")}
+    return {name if name in known else name.rpartition(".")[0] for name in names} - {""}
+
+
+def find_problems(trees: dict[str, ast.Module], imports: Imports) -> list[str]:
+    """Return what breaks the layers: packages without a layer, upward imports, cycles among the packages of one layer."""
+    packages = {name.partition(".")[0] for name in trees}
+    problems = [
+        f"package {package} has no layer: add it to LAYERS and to docs/architecture.md" for package in sorted(packages - set(LEVEL))
+    ]
+    for (source, target), statements in sorted(imports.items()):
+        if LEVEL.get(target, 0) > LEVEL.get(source, len(LAYERS)):
+            problems += [f"upward import: {statement}" for statement in statements]
+    for layer in LAYERS:
+        left = set(layer)
+        while leaves := {package for package in left if not any((package, other) in imports for other in left)}:
+            left -= leaves
+        if left:
+            problems.append(f"import cycle among {', '.join(sorted(left))}")
+    return problems
+
+
+def graph_lines(trees: dict[str, ast.Module], imports: Imports) -> list[str]:
+    files = Counter(name.partition(".")[0] for name in trees)
+    lines = [f"{len(imports)} package arrows, {sum(map(len, imports.values()))} imports; lowest layer first"]
+    for level, layer in enumerate(LAYERS):
+        for package in (package for package in layer if files[package]):
+            targets = sorted((target for source, target in imports if source == package), key=lambda target: LEVEL.get(target, 0))
+            arrows = ", ".join(f"{target} {len(imports[package, target])}" for target in targets)
+            count = f"{files[package]:3} file" + "s" * (files[package] > 1)
+            lines.append(f"{level:2}  {package:13}{count}" + f"  -> {arrows}" * bool(arrows))
+    return lines
+
+
+def sizes(trees: dict[Path, ast.Module]) -> str:
+    lines = {path: path.read_text().count("\n") for path in trees}
+    functions = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    classes = Counter(node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    longest = max(lines, key=lambda path: lines[path])
+    return (
+        f"{len(lines)} files, {sum(lines.values()):,} lines; median file {median(lines.values()):.0f}, largest {longest.name} "
+        f"{lines[longest]}; functions over 60 lines: {sum((f.end_lineno or 0) - f.lineno >= 60 for f in functions)}, "
+        f"with more than 7 parameters: {sum(len(f.args.posonlyargs + f.args.args + f.args.kwonlyargs) > 7 for f in functions)}; "
+        f"names of several classes: {', '.join(sorted(name for name, count in classes.items() if count > 1)) or 'none'}"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,230 @@
+"""Build what the loop needs from the run: folder lock, checkpointer, replica group, state."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.config import schema as config
+from lockstep.config.resolve import with_precision
+from lockstep.config.rules import DATA_PATHS, bit_deciding_values, shared_values
+from lockstep.config.saved_run import read_run, to_json, write_run
+from lockstep.config.schema import ResolvedRun, RunConfig
+from lockstep.elastic.consensus import StepDecision, run_on_rank0
+from lockstep.elastic.world import World
+from lockstep.errors import CheckpointError, DivergedError, UsageError
+from lockstep.files import try_lock
+from lockstep.parallel.parallelize import LocalModel
+from lockstep.record import events
+from lockstep.record.goodput import Ledger
+from lockstep.record.metrics import iter_steps
+from lockstep.record.tracker import BackgroundTracker, Tracker
+from lockstep.runtime.numerics import choose_precision
+from lockstep.runtime.signals import StopSignals
+from lockstep.training.checkpointer import Checkpointer
+from lockstep.training.replica_group import ReplicaGroup
+
+log = logging.getLogger("lockstep")
+
+
+# -- before the loop --------------------------------------------------------------------------------------------------
+
+
+def resolve_precision(resolved: ResolvedRun, device: torch.device) -> ResolvedRun:
+    """Replace `compute.precision = auto` by a choice for this device, which run.json records."""
+    if resolved.run.compute.precision != "auto":
+        return resolved
+    precision, reason = choose_precision(device)
+    log.info("compute.precision = %s: %s", precision, reason)
+    return with_precision(resolved, precision, f"chosen: {reason}")
+
+
+@contextmanager
+def lock_run_folder(folder: Path, resolved: ResolvedRun, *, alone: bool = True) -> Iterator[None]:
+    """Hold `folder` for this training, with its run.json written. For rank 0.
+
+    alone  take the folder's lock; False under an agent, where the generation log keeps another
+           training away
+    UsageError when another training holds it, or when it cannot be written.
+    """
+    lock = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = try_lock(folder / "run.lock") if alone else None
+        if alone and lock is None:
+            raise UsageError(
+                f"another training is already running in {folder}",
+                f"it holds {folder}/run.lock",
+                "wait for it, end it, or give another --out",
+            )
+        earlier_run = read_run(folder) if resolved.overrides else None
+        known_overrides = earlier_run.overrides if earlier_run else ()
+        write_run(folder, resolved)
+    except OSError as error:
+        raise UsageError(
+            f"{folder} cannot be written: {error.strerror}",
+            "given with --out",
+            "give a folder that this user can write, on a disk with space",
+        ) from None
+    for override in resolved.overrides:
+        if override not in known_overrides:
+            events.append_event(folder, "override", step=override.step, values=override.values)
+            log.info("from step %d on: %s", override.step + 1, ", ".join(f"{key} = {item}" for key, item in override.values.items()))
+    try:
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def run_fingerprints(resolved: ResolvedRun, task_fingerprints: Mapping[str, str]) -> dict[str, str]:
+    """Return the values that must be equal on all workers: task, configuration, overrides."""
+    fingerprints = dict(task_fingerprints)
+    fingerprints |= {f"run {key}": text for key, text in shared_values(resolved.run).items() if key not in DATA_PATHS}
+    return fingerprints | {"run overrides": json.dumps([asdict(override) for override in resolved.overrides])}
+
+
+def make_checkpointer(
+    run: RunConfig, folder: Path, world: World, model: LocalModel, optimizer: torch.optim.Optimizer, saved: Callable[[str], bool]
+) -> Checkpointer:
+    return Checkpointer(
+        folder / "checkpoints",
+        world,
+        model,
+        optimizer,
+        every_steps=run.checkpoint.every_steps,
+        keep=run.checkpoint.keep,
+        on_error=run.checkpoint.on_error,
+        saved=saved,
+    )
+
+
+def make_tracker(resolved: ResolvedRun, folder: Path, world: World, first_step: int) -> Tracker:
+    track = resolved.run.track
+    return Tracker(
+        folder,
+        leader=world.is_leader_now,
+        from_step=first_step,
+        run=to_json(resolved)["values"],
+        tensorboard=track.tensorboard,
+        wandb=track.wandb,
+        project=track.project,
+    )
+
+
+def make_replica_group(
+    run: RunConfig, world: World, model: LocalModel, checkpointer: Checkpointer, signals: StopSignals, tracker: BackgroundTracker
+) -> ReplicaGroup:
+    return ReplicaGroup(
+        world,
+        model,
+        checkpointer,
+        micro_batches=run.batch.micro_batches,
+        seed=run.seed,
+        reduce=run.parallel.reduce,
+        bucket_bytes=run.parallel.bucket_bytes,
+        signals=signals,
+        tracker=tracker,
+        verify_every=run.elastic.verify_every,
+        reduce_once_per_step=run.fsdp.reduce == "per_step",
+        rehearse=False,  # the data of a task follow from the step
+        on_nonfinite="ignore",  # raise_if_diverged uses the norm, which the loop computes in any case
+    )
+
+
+# -- resuming ---------------------------------------------------------------------------------------------------------
+
+
+def resume_run(checkpointer: Checkpointer, resolved: ResolvedRun, folder: Path, how: str, task_fingerprints: Mapping[str, str]) -> int:
+    """Collective. Load the checkpoint that `how` names and the run's ledger; return its step."""
+    saved_facts = {"run": to_json(resolved), "fingerprints": dict(task_fingerprints) | bit_deciding_values(resolved.run)}
+    first_step = checkpointer.resume(how, run_fingerprints(resolved, task_fingerprints), saved_facts)
+    refuse_other_overrides(checkpointer.facts, resolved, first_step)
+    _warn_of_other_layout(checkpointer.facts, resolved.run.layout)
+    _resume_ledger(checkpointer.world, checkpointer.facts, first_step, folder)
+    return first_step
+
+
+def refuse_other_overrides(facts: Mapping[str, Any], resolved: ResolvedRun, step: int) -> None:
+    """CheckpointError when the checkpoint of `step` was trained with other overrides."""
+    saved = facts["run"].get("overrides", []) if "run" in facts else []
+    before = [override for override in saved if override["step"] < step]
+    now = [asdict(override) for override in resolved.overrides if override.step < step]
+    if "run" in facts and before != now:
+        raise CheckpointError(
+            f"the checkpoint of step {step} was trained with the overrides {before}, and the run has {now}",
+            "--override, as run.json and the checkpoint have it",
+            "put back the run.json of this run, or give another folder with --out",
+        )
+
+
+def _warn_of_other_layout(facts: Mapping[str, Any], layout: config.LayoutOptions) -> None:
+    """Warn when the checkpoint with these facts was saved in a layout with other bits."""
+    saved_layout = facts["run"]["values"].get("layout", {}) if "run" in facts else {}
+    for axis, size in saved_layout.items():
+        if axis in ("tensor", "pipeline", "pipeline_chunks") and size != getattr(layout, axis):
+            log.warning("layout.%s is %s, it was %s: from here on other bits, equal to rounding", axis, getattr(layout, axis), size)
+
+
+def _resume_ledger(world: World, facts: Mapping[str, Any], first_step: int, folder: Path) -> None:
+    """Collective, except for a joiner, which received the ledger of the others. Continue the time
+    account of the run.
+
+    It continues from the checkpoint, or from the run's first start. Training behind `first_step`
+    counts as lost, and the time in which no worker ran as down.
+    """
+    if not world.first_generation:
+        return
+
+    def read_files() -> tuple[dict[str, Any] | None, float]:
+        seconds_after = (line.get("seconds", 0.0) for line in iter_steps(folder / "metrics.jsonl", after=first_step))
+        return facts.get("time") or _empty_ledger(folder), math.fsum(seconds_after)
+
+    saved_ledger, lost_s = run_on_rank0(world, read_files)
+    if saved_ledger is None:
+        return
+    now_s = time.monotonic()
+    starting_s = world.ledger.summary(now_s)["wall_s"]
+    world.ledger = Ledger.from_json(saved_ledger, now_s, wall_clock_s=time.time())
+    world.ledger.move("down", "starting", math.inf if world.generation == 1 else starting_s, now_s)
+    world.ledger.move("down", "lost", lost_s, now_s)
+
+
+def _empty_ledger(folder: Path) -> dict[str, Any] | None:
+    """Return an empty ledger that starts with the run's first event; None without events."""
+    history = events.read_events(folder)
+    return {"wall_clock_s": datetime.fromisoformat(history[0]["time"]).timestamp(), "seconds": {}} if history else None
+
+
+# -- in a step --------------------------------------------------------------------------------------------------------
+
+
+def raise_if_diverged(decision: StepDecision, step: int, norm: float) -> None:
+    """Raise a DivergedError, on all ranks, when the agreed loss or the gradient norm is not finite:
+    the update is not made.
+
+    norm  the same bits on all ranks
+    """
+    if not (decision.finite and math.isfinite(norm)):
+        raise DivergedError(
+            f"loss {decision.loss} and gradient norm {norm} in step {step + 1}",
+            "agreed by all processes before the update, which was not made",
+            "lower optim.learning_rate, lengthen optim.warmup_steps, or set optim.clip_norm; the checkpoints before are whole",
+        )
+
+
+def account_step(ledger: Ledger, values: Mapping[str, Any]) -> None:
+    """Move the step's waiting for communication and data from training to their own accounts."""
+    ledger.move("training", "communication", values.get("communication_seconds", 0.0), time.monotonic())
+    ledger.move("training", "data", values.get("data_seconds", 0.0), time.monotonic())

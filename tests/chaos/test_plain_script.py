@@ -1,0 +1,118 @@
+"""A script for torchrun under `lockstep run` and `lockstep launch`: unchanged, restarted as a whole, on one host and on two."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support.hosts import living
+
+from lockstep.runtime.worker_env import running_workers, state_folder
+
+SCRIPT = Path(__file__).parents[1] / "support" / "plain_ddp.py"
+HOSTS = "".join(f'[[host]]\nname = "{name}"\naddress = "127.0.0.1"\nworkers = 1\n' for name in "ab")
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("LOCKSTEP_TMP", str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(tmp_path)
+    yield
+    for pid in left(tmp_path):
+        os.kill(pid, signal.SIGKILL)
+
+
+def left(folder: Path) -> list[int]:
+    """The processes that this test has started and that still run."""
+    return [pid for pid in living(folder) if pid != os.getpid()]
+
+
+def lockstep(*words: str | Path) -> list[str]:
+    return [sys.executable, "-m", "lockstep", *map(str, words)]
+
+
+def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(lockstep("run", SCRIPT, *words), capture_output=True, text=True, timeout=120, check=False)
+
+
+def report() -> list[str]:
+    path = Path("report")
+    return sorted(path.read_text().splitlines()) if path.exists() else []
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    until_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until_s, f"{what}: {report()}"
+        time.sleep(0.02)
+
+
+def test_it_has_the_environment_and_the_result_that_torchrun_gives_it() -> None:
+    done = run("--workers", "2")
+    assert done.returncode == 0, done.stderr
+    ours = report()
+    assert ours[0] == "rank 0 ends with " + ours[0].rpartition(" ")[2] and ours[1] == "rank 0 of 2 local 0 restart 0 step 0 ours []"
+    for name in ("saved.pt", "report"):
+        Path(name).unlink()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
+    subprocess.run(torchrun, capture_output=True, timeout=120, check=True)
+    assert report() == ours
+
+
+@pytest.mark.parametrize("fail", ["kill", "error"])
+def test_all_restart_together_when_one_fails(fail: str) -> None:
+    done = run("--workers", "2", "--fail", fail)
+    assert done.returncode == 0, done.stderr
+    restarted = [line for line in report() if "restart 1" in line]
+    assert restarted == [f"rank {rank} of 2 local {rank} restart 1 step 10 ours []" for rank in (0, 1)], report()
+    assert len([line for line in report() if " ends with " in line]) == 2
+
+
+def test_an_error_that_comes_again_ends_the_run_with_its_traceback_and_code() -> None:
+    done = run("--workers", "2", "--fail", "always")
+    assert done.returncode == 1 and "ValueError: a bad record" in done.stderr, done.stderr
+    assert "plain_ddp.py of rank 1 exited with code 1" in done.stderr and len(report()) == 6
+
+
+def test_a_wrong_argument_ends_the_run_at_once() -> None:
+    done = run("--workers", "2", "--stepz", "4")
+    assert done.returncode == 2 and "unrecognized arguments: --stepz 4" in done.stderr and not report(), done.stderr
+
+
+def test_a_signal_goes_to_the_script_and_ends_the_run(tmp_path: Path) -> None:
+    process = subprocess.Popen(lockstep("run", SCRIPT, "--workers", "2", "--steps", "1000000"), stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: len(report()) == 2, "the start")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert not left(tmp_path)
+
+
+def test_a_host_is_lost_and_comes_back_on_two_hosts(tmp_path: Path) -> None:
+    Path("hosts.toml").write_text(HOSTS)
+
+    def start(host: str) -> subprocess.Popen[bytes]:
+        words = ("launch", "--hosts", "hosts.toml", "--host", host, "--min", "1", SCRIPT, "--steps", "100", "--pause", "0.05")
+        with open(f"{host}.log", "ab") as output:
+            return subprocess.Popen(lockstep(*words), stdout=output, stderr=output, start_new_session=True)
+
+    agents = {host: start(host) for host in "ab"}
+    wait_for(lambda: Path("saved.pt").exists(), "the first steps")
+    assert [line for line in report() if "of 2" in line], report()
+    agents["b"].kill()
+    for worker in running_workers(state_folder(Path("runs/plain_ddp"), "b")).values():
+        os.kill(worker.pid, signal.SIGKILL)
+    agents["b"].wait()
+    wait_for(lambda: any("of 1 local 0 restart 1" in line for line in report()), "a alone")
+    agents["b"] = start("b")
+    wait_for(lambda: len([line for line in report() if "of 2" in line and "restart 2" in line]) == 2, "both again")
+    for host, agent in agents.items():
+        assert agent.wait(90) == 0, Path(f"{host}.log").read_text()
+    assert len([line for line in report() if " ends with " in line]) == 2

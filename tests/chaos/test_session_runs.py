@@ -1,0 +1,121 @@
+"""lockstep.Session with real workers: one sha256 on any number of them, through a kill, a stop and a resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.checkpoint.commands import digest_line
+from lockstep.record import events, metrics
+
+SCRIPT = Path(__file__).parents[1] / "support" / "loops" / "session.py"
+STEPS = 40
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_TMP", str(tmp_path))
+
+
+def lockstep(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lockstep", *map(str, words)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environ, check=False)
+
+
+def train(folder: Path, workers: int, **flags: Any) -> subprocess.CompletedProcess[str]:
+    words = [f"--{name}={value}" for name, value in flags.items()]
+    return lockstep("train", f"{SCRIPT}:train", "--out", folder, "--workers", str(workers), *words)
+
+
+def lines_of(folder: Path) -> list[tuple[int, float, float, float | None]]:
+    """(step, loss, norm, error) of each line of metrics.jsonl."""
+    return [(line["step"], line["loss"], line["norm"], line.get("error")) for line in metrics.iter_steps(folder / "metrics.jsonl")]
+
+
+def test_one_sha256_and_one_record_on_1_and_2_workers_through_a_kill_a_stop_and_a_resume(tmp_path: Path) -> None:
+    alone, two, disturbed = (tmp_path / name for name in ("alone", "two", "disturbed"))
+    for folder, workers, num_workers in ((alone, 1, 0), (two, 2, 2)):
+        done = train(folder, workers, num_workers=num_workers)
+        assert done.returncode == 0, done.stderr
+    disturbed.mkdir()
+    (disturbed / "disturb").write_text(json.dumps({"kill": 13, "stop": 25}))
+    stopped = train(disturbed, 3, num_workers=1)
+    assert stopped.returncode == 75, stopped.stderr
+    assert digest_line(disturbed).startswith("step 26 "), "the step with the signal was committed and saved"
+    assert any(event.get("joined") for event in events.read_events(disturbed) if event["event"] == "regrouped"), (
+        "a worker was replaced in place"
+    )
+    done = train(disturbed, 2)
+    assert done.returncode == 0, done.stderr
+    digests = {digest_line(folder) for folder in (alone, two, disturbed)}
+    assert len(digests) == 1 and digests.pop().startswith(f"step {STEPS} sha256 ")
+    assert lines_of(alone) == lines_of(two) == lines_of(disturbed) and len(lines_of(alone)) == STEPS
+    assert [error is not None for *_, error in lines_of(alone)] == [step % 10 == 0 for step in range(1, STEPS + 1)]
+
+
+def test_a_session_in_another_folder_than_its_run_is_refused(tmp_path: Path) -> None:
+    loop = tmp_path / "loop.py"
+    loop.write_text(f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})\nimport session\ndef main(): session.train('elsewhere', 2)\n")
+    done = lockstep("train", f"{loop}:main", "--out", tmp_path / "run", "--workers", "1")
+    assert done.returncode == 2 and f"this Session's folder is elsewhere, the run's is {tmp_path / 'run'}" in done.stderr, done.stderr
+
+
+@pytest.fixture(scope="module")
+def digest(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of the script with 12 steps, on one worker."""
+    folder = tmp_path_factory.mktemp("one") / "run"
+    done = lockstep("run", "--out", folder, SCRIPT, "--workers", "1", "--steps", "12")
+    assert done.returncode == 0, done.stderr
+    return digest_line(folder)
+
+
+STARTS = {
+    "run": ["-m", "lockstep", "run", SCRIPT, "--workers", "3", "--steps", "12"],
+    "launch": ["-m", "lockstep", "launch", SCRIPT, "--workers", "2", "--steps=12"],
+    "python": [SCRIPT, "--steps", "12"],
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT, "--steps", "12"],
+}
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_each_way_to_start_a_script_ends_with_the_same_sha256_in_the_folder_of_its_session(start: str, digest: str, tmp_path: Path) -> None:
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *map(str, STARTS[start])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environ, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    assert digest_line(tmp_path / "runs" / "session") == digest
+    sizes = [line["workers"] for line in metrics.iter_steps(tmp_path / "runs" / "session" / "metrics.jsonl")]
+    assert sizes == [3 if start == "run" else 2] * 12
+
+
+def test_a_worker_of_a_script_is_replaced_in_place(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "disturb").write_text(json.dumps({"kill": 5, "stop": 20}))
+    done = lockstep("run", "--out", folder, SCRIPT, "--workers", "3")
+    assert done.returncode == 75, done.stderr
+    assert any(event.get("joined") for event in events.read_events(folder) if event["event"] == "regrouped")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["run", "missing.py"], "there is no file missing.py"),
+        (["run", "run.toml"], "'run.toml' is no script"),
+        (["run", "torn.py"], "torn.py is not Python"),
+        (["train", "torn.py"], "'torn.py' names no function"),
+        (["run", SCRIPT, "--stepz", "3"], "train takes no --stepz"),
+    ],
+)
+def test_a_script_that_cannot_run_is_refused(words: list[str | Path], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("torn.py").write_text("def\n")
+    done = lockstep(*words)
+    assert done.returncode == 2 and says in done.stderr, done.stderr

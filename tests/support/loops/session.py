@@ -1,0 +1,70 @@
+"""A loop with lockstep.Session that uses all of it: a scheduler, worker processes, random numbers in samples and model, an evaluation.
+
+RUN/disturb holds JSON: {"kill": STEP, "stop": STEP}. The worker in slot 1 kills itself in the first, slot 0 asks for a stop in the second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import lockstep
+
+
+class Points(Dataset[tuple[Tensor, Tensor]]):
+    """600 points with noise that is drawn for each sample anew."""
+
+    def __init__(self) -> None:
+        self.inputs = torch.rand(600, 2, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[i] + 0.01 * torch.randn(2), self.inputs[i].sum()
+
+
+def train(out: str = "runs/session", steps: int = 40, num_workers: int = 0) -> None:
+    model = nn.Sequential(nn.Linear(2, 16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 1), nn.Flatten(0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.7)
+    with lockstep.Session(out, micro_batches=6, save_every=10) as session:
+        model, optimizer = session.prepare(model, optimizer)
+        session.state(scheduler=scheduler)
+        loader = session.loader(Points(), batch_size=24, num_workers=num_workers)
+        for step in session.steps(steps):
+            for inputs, targets in loader(step):
+                disturb(Path(out) / "disturb", session.world, step)
+                session.backward(nn.functional.mse_loss(model(inputs), targets))
+            norm = session.clip_grad_norm_(0.5)
+            optimizer.step()
+            scheduler.step()
+            session.log(step, norm=norm)
+            if step % 10 == 9:
+                error = session.evaluate(lambda batch: (model(batch[0]) - batch[1]).abs().mean(), Points(), batch_size=100)
+                session.log(step, error=error)
+
+
+def disturb(path: Path, world: lockstep.World, step: int) -> None:
+    """Do what the file orders in this step, once."""
+    orders = json.loads(path.read_text()) if path.exists() else {}
+    slot, done = world.slot_or_rank, path.with_name("killed")
+    if step == orders.get("kill") and slot == 1 and not done.exists():
+        done.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if step == orders.get("stop") and slot == 0:
+        path.unlink(missing_ok=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+    if orders and world.size < 3:
+        time.sleep(0.05)  # time for the next worker to join
+
+
+if __name__ == "__main__":
+    lockstep.launch(train, workers=2)

@@ -1,0 +1,65 @@
+"""A script as people write it for torchrun, for test_plain_script.py: nothing of Lockstep is imported.
+
+It saves every 5 steps to OUT, and fails once in step 12 of rank 1 when asked to: --fail kill, error, or always (each time).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--fail", default="")
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    rank, size, saved = dist.get_rank(), dist.get_world_size(), Path("saved.pt")
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = 0
+    if saved.exists():
+        found = torch.load(saved)
+        model.module.load_state_dict(found["model"])
+        step = found["step"]
+    ours = [name for name in os.environ if name.startswith("LOCKSTEP_") and name != "LOCKSTEP_TMP"]
+    count, local = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["LOCAL_RANK"]
+    report(f"rank {rank} of {size} local {local} restart {count} step {step} ours {ours}")
+    while step < args.steps:
+        rows = torch.rand(8, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+        model(rows).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        time.sleep(args.pause)
+        if rank == 0 and step % 5 == 0:
+            torch.save({"model": model.module.state_dict(), "step": step}, "saved.tmp")
+            os.replace("saved.tmp", saved)
+        if rank == 1 and step == 12 and args.fail and (args.fail == "always" or not Path("failed").exists()):
+            Path("failed").touch()
+            if args.fail == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("a bad record")
+    report(f"rank {rank} ends with {model.module.weight.sum().item():.9f}")
+    dist.destroy_process_group()
+
+
+def report(line: str) -> None:
+    """Append a line to the file "report"."""
+    with open("report", "a") as file:
+        file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""`import lockstep`: the public names, loaded when they are used, and what a script of the user's is taken for."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import lockstep
+from lockstep.cli.script import arguments_of, call, folder_of, given_out, imports_lockstep, session_folder, split_at_script
+from lockstep.errors import LockstepError, UsageError
+
+SOURCE = Path(lockstep.__file__).parent
+
+
+def test_every_public_name_is_there_and_listed() -> None:
+    assert sorted(lockstep.__all__) == lockstep.__all__ and set(lockstep.__all__) <= set(dir(lockstep))
+    for name in lockstep.__all__:
+        assert getattr(lockstep, name) is not None
+        assert name == "__version__" or inspect.getdoc(getattr(lockstep, name)) or issubclass(getattr(lockstep, name), LockstepError), name
+    assert not hasattr(lockstep, "no_such_name")
+
+
+def test_an_editor_sees_the_names_that_are_loaded() -> None:
+    tree = ast.parse((SOURCE / "__init__.py").read_text())
+    (typed,) = (node for node in tree.body if isinstance(node, ast.If))
+    seen = {alias.asname or alias.name for node in ast.walk(typed) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert seen | {"__version__"} == set(lockstep.__all__) and (SOURCE / "py.typed").exists()
+
+
+def test_importing_lockstep_imports_neither_torch_nor_numpy() -> None:
+    code = "import sys, lockstep; dir(lockstep); lockstep.UsageError; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_there_is_one_version() -> None:
+    project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["project"]
+    assert project.get("version", lockstep.__version__) == lockstep.__version__
+    shown = subprocess.run([sys.executable, "-m", "lockstep", "--version"], capture_output=True, text=True, check=True).stdout
+    assert shown == f"{lockstep.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "ours", "script", "arguments"),
+    [
+        ("loop.py", "", "loop.py", ""),
+        ("loop.py --workers 4 --steps 9", "--workers 4", "loop.py", "--steps 9"),
+        ("--out a --workers=2 loop.py --workers 3 --out b", "--out a --workers=2 --workers 3", "loop.py", "--out b"),
+        ("loop.py -- --workers 4", "", "loop.py", "--workers 4"),
+        ("loop.py --lr 1 --workers 4", "", "loop.py", "--lr 1 --workers 4"),
+        ("loop.py --help", "", "loop.py", "--help"),
+        ("--ssh loop.py data.txt", "--ssh", "loop.py", "data.txt"),
+        ("run.toml --steps 4", "run.toml --steps 4", "", ""),
+        ("loop.py:main --steps 4", "loop.py:main --steps 4", "", ""),
+    ],
+)
+def test_what_follows_the_script_is_its_own(words: str, ours: str, script: str, arguments: str) -> None:
+    found = split_at_script(words.split(), {"--out": 1, "--workers": 1, "--ssh": 0, "--help": 0})
+    assert found == (ours.split(), script, arguments.split())
+
+
+@pytest.mark.parametrize(
+    ("source", "folder"),
+    [
+        ("lockstep.Session('runs/a', micro_batches=2)", "runs/a"),
+        ("def main(out: str = 'runs/b'):\n    with Session(out, micro_batches=2): ...", "runs/b"),
+        ("def main(*, out=Path('runs/c')):\n    with Session(out=out, micro_batches=2): ...", "runs/c"),
+        ("def main(steps, out='runs/e'):\n    with Session(out, micro_batches=2): ...", "runs/e"),
+        ("OUT = 'runs/d'\ndef main():\n    with Session(OUT, micro_batches=2): ...", "runs/d"),
+        ("def main(out):\n    with Session(out, micro_batches=2): ...", "runs/loop"),
+        ("print('no session')", "runs/loop"),
+    ],
+)
+def test_the_folder_of_a_script_is_its_sessions(source: str, folder: str) -> None:
+    script = ast.parse(source)
+    assert folder_of(Path("code/loop.py"), script, None, []) == Path(folder)
+    assert folder_of(Path("code/loop.py"), script, None, ["--steps", "3", "--out=given"]) == Path("given")
+    assert folder_of(Path("code/loop.py"), script, Path("ours"), ["--out", "given"]) == Path("ours")
+    assert session_folder(script) in (folder, "") and given_out(["--out", "x"]) == "x"
+
+
+@pytest.mark.parametrize(
+    ("source", "imports"),
+    [
+        ("import lockstep", True),
+        ("from lockstep.session import Session", True),
+        ("import torch, lockstepper", False),
+        ("from . import x", False),
+    ],
+)
+def test_a_script_that_imports_lockstep_is_told_from_one_that_does_not(source: str, imports: bool) -> None:
+    assert imports_lockstep(ast.parse(source)) is imports
+
+
+def test_flags_are_the_arguments_of_main() -> None:
+    def main(out: str = "runs/own", steps: int = 200, *, rate: float = 0.1) -> None:
+        called.append((out, steps, rate))
+
+    called: list[tuple[str, int, float]] = []
+    call(main, ["--steps", "3", "--rate=0.5"])
+    call(main, ["--steps", "4"], Path("/runs/x"))
+    call(lambda: called.append(("", 0, 0.0)), ["positional", "of", "its", "own"])
+    assert called == [("runs/own", 3, 0.5), ("/runs/x", 4, 0.1), ("", 0, 0.0)]
+    with pytest.raises(UsageError, match="main takes no --stepz"):
+        call(main, ["--stepz", "3"])
+    with pytest.raises(UsageError, match="--steps 'many': Input should be a valid integer"):
+        arguments_of(main, "main", {"steps": "many"})
