@@ -22,8 +22,8 @@ TOP = Path(__file__).parents[1]
 FIRST_COMMIT = "bfc2139"
 
 # Ratchets: what the tree has now. Lower them when the tree gets better; the goal is 0.5 and 0.
-LIMIT = 12.1  # hits per 1,000 words
-WIDE_LIMIT = 247  # lines of Markdown prose over 100 columns
+LIMIT = 2.7  # hits per 1,000 words
+WIDE_LIMIT = 225  # lines of Markdown prose over 100 columns
 
 PATTERNS = {
     "vague actor": r"\b(?:nobody|somebody|everybody|whoever|whomever|whom|whatever|whichever)\b",

@@ -36,7 +36,7 @@ exec(settings["first"])
 try:
     folder = Path(settings["run_folder"]) if settings["run_folder"] else None
     command = settings["command"] or [sys.executable, "worker.py"]
-    limits = Limits(**settings["limits"])
+    limits = LaunchLimits(**settings["limits"])
     sys.exit(launch(command, settings["workers"], run_folder=folder, port=settings["port"], environ=os.environ, limits=limits))
 except LockstepError as error:
     print(error, file=sys.stderr)

@@ -31,7 +31,7 @@ HABITS = {
     "scaler": "",
     "optimizers": "",
     "zero_grad": "zero_grad",
-    "plain_backward": r"team\.backward",
+    "plain_backward": r"backward\(\) was not called",
     "dataloader": "micro-batch",
     "unseeded": "",
     "batchnorm": "running_mean|running_var|num_batches_tracked",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from test_layouts import held_by, model_named, one_step, replica_of
+from test_layouts import local_model_of, model_named, one_step, replica_of
 
 from lockstep.checkpoint import commands
 from lockstep.config.schema import OptimOptions
@@ -42,7 +42,7 @@ def go_on(world: World, layout: Layout, folder: str, steps: int, wild: bool = Fa
     wild  with dropout and bf16 products
     """
     model = model_named("translator", dropout=0.1 if wild else 0.0)
-    held = held_by(world, model, layout, torch.float32)
+    held = local_model_of(world, model, layout, torch.float32)
     optimizer = adamw(held, OptimOptions(learning_rate=3e-3))
     losses = []
     with Checkpointer(Path(folder), world, held, optimizer) as checkpointer, replica_of(held, 4) as replica:
@@ -103,7 +103,7 @@ def test_damaged_shard_is_detected_and_the_previous_checkpoint_loaded(tmp_path: 
 
 def resumed(world: World, layout: Layout, folder: str, how: str) -> tuple[bool, str]:
     """Return (True when this worker can read its slices, the outcome of the collective resume)."""
-    held = held_by(world, model_named("translator"), layout, torch.float32)
+    held = local_model_of(world, model_named("translator"), layout, torch.float32)
     checkpointer = Checkpointer(Path(folder), world, held, adamw(held, OptimOptions()))
     try:
         checkpointer.store.load_slices(FIRST, held.slices)

@@ -140,9 +140,9 @@ def test_joiner_reads_the_run_id_after_the_others_created_it(tmp_path: Path, mon
 def test_edited_loop_resumes_with_a_warning_and_an_event(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sources, "own", {"own loop": "loop.py, sources 1"})
+    monkeypatch.setattr(sources, "user_code", {"own loop": "loop.py, sources 1"})
     save(tmp_path, 3)
-    monkeypatch.setattr(sources, "own", {"own loop": "loop.py, sources 2"})
+    monkeypatch.setattr(sources, "user_code", {"own loop": "loop.py, sources 2"})
     with caplog.at_level(logging.WARNING, "lockstep"):
         assert checkpointer(tmp_path).resume() == 3
     assert "this run continues with other bits than where it started: own loop was loop.py, sources 1, is loop.py, sources 2" in caplog.text

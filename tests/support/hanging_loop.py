@@ -46,7 +46,7 @@ def train(steps: int = 1000, out: Path = Path("run")) -> None:
         with ReplicaGroup(here, model, keeper, micro_batches=6) as team, Tracker(out, leader=here.is_leader_now, from_step=step) as tracker:
             while step < steps:
                 for k in team.micro_batches(step):
-                    own, first = step % 10 == 9, k == team.replica.mine[0]
+                    own, first = step % 10 == 9, k == team.replica.own_leaves[0]
                     fault = take_order(out / f"{'collective' if own else 'trouble'}-{here.slot_or_rank}") if first else ""
                     if own and first and fault != "skip":
                         dist.all_reduce(torch.ones(2 if fault == "shape" else 3))

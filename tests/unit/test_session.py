@@ -160,7 +160,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
             session.prepare(model, optimizer)
         with refused(r"session\.backward outside of the loop"):
             session.backward(prepared(INPUTS).mean())
-        with refused("'b.c' is no name of a state"):
+        with refused("'b.c' is not a name for a state"):
             session.state(**{"b.c": optimizer})
         loader = session.loader(Noisy(), batch_size=4)
         for step in session.steps(2):
