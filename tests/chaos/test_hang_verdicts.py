@@ -1,9 +1,9 @@
 """Injected hangs in real processes: each is reported correctly within 15 s, slow ranks are not.
 
-A user's loop (hanging_loop.py) on three workers has one fault after the other in the worker of
-slot 1. It is stopped in the end, and has the bits of an undisturbed run on one worker.
-`elastic.hang_timeout_s` is 3 s here: a verdict is due after about 6 s. test_fault_matrix.py has a stopped
-worker and a cut link, too, under `lockstep train`.
+The tests inject faults into the worker of slot 1 of a user's loop (hanging_loop.py) on three
+workers, stop it, and compare its bits with an undisturbed run on one worker. The hang timeout is
+3 s, so a verdict is due after about 6 s. fault_matrix/ injects a stopped worker and a cut
+link under `lockstep train`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lockstep.checkpoint.commands import digest_line
 LOOP = f"{Path(__file__).parents[1] / 'support' / 'hanging_loop.py'}:train"
 VERDICT_S = 15.0
 STOPPED_S = 8.0  # far longer than elastic.heartbeat_timeout_s and `elastic.hang_timeout_s`
-slow_test = pytest.mark.skipif(os.environ.get("LOCKSTEP_CHAOS") != "1", reason="long test: LOCKSTEP_CHAOS=1")
+long = pytest.mark.long
 
 # fault -> pattern of the verdict, or of the reason of the next generation; WHO: the worker.
 FORWARD = r"WHO has been in the forward pass of step \d+ for \d.*, at hanging_loop\.py:\d+ in run_fault: "
@@ -57,22 +57,22 @@ def seconds_until_reported(training: Training, fault: str) -> float:
     before = training.newest
     victim, earlier = training.member(1), reported_reasons(training)
     who = re.escape(f"rank {before.rank_of(victim.id)} (host here, slot 1, pid {victim.pid})")
-    began_s = time.monotonic()
+    started_s = time.monotonic()
     inject(training, fault, "collective" if fault in ("skip", "shape") else "trouble")
 
-    def right() -> bool:
+    def is_reported() -> bool:
         return any(re.search(HANGS[fault].replace("WHO", who), text) for text in reported_reasons(training) - earlier)
 
-    training.wait(right, 30, what=f"the right report of {fault!r}, after {reported_reasons(training) - earlier},")
-    seconds = time.monotonic() - began_s
+    training.wait(is_reported, 30, what=f"the right report of {fault!r}, after {reported_reasons(training) - earlier},")
+    seconds = time.monotonic() - started_s
     training.wait_until_whole(before)
     return seconds
 
 
 def inject(training: Training, fault: str, kind: str = "trouble") -> None:
-    """Write the order for a fault atomically."""
-    (training.run / "order").write_text(fault)
-    (training.run / "order").rename(training.run / f"{kind}-1")
+    """Write the file of a fault atomically."""
+    (training.run / "fault").write_text(fault)
+    (training.run / "fault").rename(training.run / f"{kind}-1")
 
 
 def reported_reasons(training: Training) -> Counter[str]:
@@ -93,7 +93,7 @@ def check_bits(training: Training) -> None:
     training.assert_nothing_left()
 
 
-@pytest.mark.parametrize("faults", [pytest.param(("skip",), id="one"), pytest.param(tuple(HANGS), id="all eight", marks=slow_test)])
+@pytest.mark.parametrize("faults", [pytest.param(("skip",), id="one"), pytest.param(tuple(HANGS), id="all eight", marks=long)])
 def test_each_hang_is_reported(training: Training, faults: tuple[str, ...]) -> None:
     training.wait_for_step(30)
     seconds = {fault: seconds_until_reported(training, fault) for fault in faults}
@@ -115,14 +115,14 @@ def test_slow_is_no_hang(training: Training) -> None:
     check_bits(training)
 
 
-@slow_test
+@long
 def test_run_continues_after_all_its_processes_were_stopped(training: Training) -> None:
     """As when a laptop sleeps or a virtual machine is moved: no worker counts as silent."""
     training.wait_for_step(30)
     before, step = training.newest, training.step
-    everything = [training.agents["here"].pid, training.forkserver(), *(sitter.pid for sitter in training.processes().values())]
+    pids = [training.agents["here"].pid, training.forkserver(), *(process.pid for process in training.processes().values())]
     for number, pause_s in ((signal.SIGSTOP, STOPPED_S), (signal.SIGCONT, 0.0)):
-        for pid in everything:
+        for pid in pids:
             os.kill(pid, number)
         time.sleep(pause_s)
     training.wait_for_step(step + 50)

@@ -35,20 +35,20 @@ from lockstep.runtime.worker_env import WorkerEnv
 @pytest.fixture
 def member(tmp_path: Path) -> Iterator[Membership]:
     mark = create_run_folder(tmp_path / "run", "here")
-    env = WorkerEnv(str(tmp_path / "run"), str(tmp_path), "here", 0, 1, 1, 1, 8, "127.0.0.1", folder_mark=mark)
+    env = WorkerEnv(str(tmp_path / "run"), str(tmp_path), "here", 0, 1, 1, 1, 8, "127.0.0.1", folder_id=mark)
     membership = Membership(env, ElasticLimits(), on_abort=lambda: None)
     yield membership
     membership.close()
 
 
-def door(member: Membership) -> socket.socket:
+def connect_to(member: Membership) -> socket.socket:
     host, _, port = member.me.address.rpartition(":")
     connection = socket.create_connection((host, int(port)), timeout=5)
     connection.settimeout(5)
     return connection
 
 
-def closed(connection: socket.socket) -> bool:
+def is_closed(connection: socket.socket) -> bool:
     """Whether the peer closes the connection instead of answering."""
     try:
         while connection.recv(65536):
@@ -70,7 +70,7 @@ def test_control_command_needs_the_token(member: Membership) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "says"),
+    ("data", "expected"),
     [
         (LENGTH_PREFIX.pack(MAX_FRAME_BYTES + 1), "above the limit of"),
         (LENGTH_PREFIX.pack(16) + bytes(range(200, 216)), "malformed message"),
@@ -80,22 +80,24 @@ def test_control_command_needs_the_token(member: Membership) -> None:
         (LENGTH_PREFIX.pack(2) + b"[]", "without a kind"),
         (b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", "above the limit of"),
     ],
-    ids=["oversized", "garbage", "a command at once", "a wrong proof", "no name", "no object", "a browser"],
+    ids=["oversized", "garbage", "a command before the handshake", "a wrong proof", "no member id", "not an object", "a browser"],
 )
-def test_unauthenticated_peer_is_refused_and_logged(member: Membership, data: bytes, says: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_unauthenticated_peer_is_refused_and_logged(
+    member: Membership, data: bytes, expected: str, caplog: pytest.LogCaptureFixture
+) -> None:
     logging.getLogger("lockstep").propagate = True
-    with caplog.at_level(logging.WARNING, logger="lockstep"), door(member) as connection:
+    with caplog.at_level(logging.WARNING, logger="lockstep"), connect_to(member) as connection:
         connection.sendall(data)
-        assert closed(connection)
-    assert says in caplog.text and "127.0.0.1" in caplog.text
+        assert is_closed(connection)
+    assert expected in caplog.text and "127.0.0.1" in caplog.text
     assert send_control_message(member.me.address, read_token(member.folder), {"kind": "status"})["kind"] == "status"
 
 
 def test_silent_peer_is_disconnected(member: Membership) -> None:
-    began_s = time.monotonic()
-    with door(member) as connection:
-        assert closed(connection)
-    assert 0.5 < time.monotonic() - began_s < 5
+    started_s = time.monotonic()
+    with connect_to(member) as connection:
+        assert is_closed(connection)
+    assert 0.5 < time.monotonic() - started_s < 5
 
 
 def test_listener_is_bound_to_the_address_of_the_run(member: Membership) -> None:
@@ -111,7 +113,7 @@ def test_token_readable_by_other_users_is_refused(tmp_path: Path) -> None:
 
 
 def test_token_is_never_sent(member: Membership) -> None:
-    with door(member) as connection:
+    with connect_to(member) as connection:
         hello = connection.recv(65536)
     assert read_token(member.folder) not in hello and json.loads(hello[LENGTH_PREFIX.size :])["kind"] == "hello"
 
@@ -119,73 +121,73 @@ def test_token_is_never_sent(member: Membership) -> None:
 def test_refused_worker_retries_and_is_logged_once(member: Membership, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("lockstep").propagate = True
     mark = create_run_folder(tmp_path / "other", "there")
-    env = WorkerEnv(str(tmp_path / "other"), str(tmp_path), "there", 0, 1, 1, 1, 8, "127.0.0.1", folder_mark=mark)
-    arbiter = GenerationLog(tmp_path / "other" / "generations")
-    arbiter.propose(Generation(1, new_token(), (member.me,), "", 0, "for the test"))
+    env = WorkerEnv(str(tmp_path / "other"), str(tmp_path), "there", 0, 1, 1, 1, 8, "127.0.0.1", folder_id=mark)
+    log = GenerationLog(tmp_path / "other" / "generations")
+    log.propose(Generation(1, new_token(), (member.me,), "", 0, "for the test"))
     with caplog.at_level(logging.WARNING, logger="lockstep"):
-        stranger = Membership(env, ElasticLimits(), on_abort=lambda: None)
-        refused = counted(member)
-        stranger.request_join({}, is_joining=True)
+        outsider = Membership(env, ElasticLimits(), on_abort=lambda: None)
+        refused = collect_refusals(member)
+        outsider.request_join({}, is_joining=True)
         time.sleep(2.0)
-        at_first = len(refused)
+        first_refusals = len(refused)
         time.sleep(2.0)
-        stranger.close()
-    assert at_first > 2
-    assert len(refused) - at_first < 15  # a look is 0.25 s, and no longer 10 ms
+        outsider.close()
+    assert first_refusals > 2
+    assert len(refused) - first_refusals < 15  # it retries every 0.25 s, no longer every 10 ms
     assert caplog.text.count("the peer does not have this run's token") == 1
 
 
-def counted(member: Membership) -> list[object]:
+def collect_refusals(member: Membership) -> list[object]:
     """Return a list that collects every refused connection of `member`."""
     seen: list[object] = []
-    due = member._refusals.due
+    due = member.connections._refusals.due
 
-    def count(what: object, now_s: float) -> int:
-        seen.append(what)
-        return due(what, now_s)  # type: ignore[arg-type]
+    def count(refusal: object, now_s: float) -> int:
+        seen.append(refusal)
+        return due(refusal, now_s)  # type: ignore[arg-type]
 
-    member._refusals.due = count  # type: ignore[method-assign]
+    member.connections._refusals.due = count  # type: ignore[method-assign]
     return seen
 
 
-@pytest.mark.parametrize("what", ["no token", "another token", "the log is empty", "no waiting room"])
-def test_foreign_folder_is_an_error_and_stays_unchanged(tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("state", ["no token", "another token", "the log is empty", "no waiting room"])
+def test_foreign_folder_is_an_error_and_stays_unchanged(tmp_path: Path, state: str) -> None:
     run = tmp_path / "run"
     mark = create_run_folder(run, "here")
     GenerationLog(run / "generations").propose(Generation(1, new_token(), (), "", 0, "for the test"))
-    env = WorkerEnv(str(run), str(tmp_path), "here", 0, 1, 1, 1, 8, "127.0.0.1", folder_mark=mark, known_generation=1)
+    env = WorkerEnv(str(run), str(tmp_path), "here", 0, 1, 1, 1, 8, "127.0.0.1", folder_id=mark, known_generation=1)
     assert folder_error(env) == ""
     run.rename(tmp_path / "away")
     run.mkdir()
-    if what != "no token":
+    if state != "no token":
         create_run_folder(run, "here")
-    if what not in ("no token", "another token"):
+    if state not in ("no token", "another token"):
         (run / "token").unlink()
         shutil.copy(tmp_path / "away" / "token", run / "token")
-    if what == "no waiting room":
+    if state == "no waiting room":
         shutil.copytree(tmp_path / "away" / "generations", run / "generations", dirs_exist_ok=True)
         (run / "waiting").rmdir()
     before = sorted(run.rglob("*"))
     assert folder_error(env)
     with pytest.raises(OSError):
-        Membership(env, ElasticLimits(), on_abort=lambda: None) if "token" in what else waiting_or_log(run, env)
+        Membership(env, ElasticLimits(), on_abort=lambda: None) if "token" in state else waiting_or_log(run, env)
     assert sorted(run.rglob("*")) == before
 
 
 def waiting_or_log(run: Path, env: WorkerEnv) -> None:
-    """Do what a worker does first with the log and the waiting room."""
+    """Access the log and the waiting room as a starting worker does."""
     GenerationLog(run / "generations", since=env.known_generation).newest()
     waiting.register(run, Member("here/0/a", "here", 0, 1, "127.0.0.1:1"))
 
 
-@pytest.mark.parametrize("gone", ["the folder", "its records"])
-def test_missing_log_is_neither_read_as_empty_nor_created(tmp_path: Path, gone: str) -> None:
+@pytest.mark.parametrize("missing", ["the folder", "its records"])
+def test_missing_log_is_neither_read_as_empty_nor_created(tmp_path: Path, missing: str) -> None:
     run = tmp_path / "run"
     create_run_folder(run, "here")
     log = GenerationLog(run / "generations")
     log.propose(Generation(1, new_token(), (), "", 0, "for the test"))
     (run / "generations").rename(run / "away")
-    if gone == "its records":
+    if missing == "its records":
         (run / "generations").mkdir()
     before = sorted(run.rglob("*"))
     for number in (1, 2):
@@ -225,7 +227,7 @@ class ManInTheMiddle:
         for end in self.sockets:
             end.close()
 
-    def take(self, link: Link) -> bytes:
+    def take_frame(self, link: Link) -> bytes:
         """Return the next frame that the link sends."""
         link.flush()
         source = self.at_client if link is self.client else self.at_server
@@ -233,24 +235,24 @@ class ManInTheMiddle:
         head = source.recv(LENGTH_PREFIX.size, socket.MSG_WAITALL)
         return head + source.recv(LENGTH_PREFIX.unpack(head)[0], socket.MSG_WAITALL)
 
-    def give(self, link: Link, *frames: bytes) -> list[dict[str, object]]:
+    def deliver(self, link: Link, *frames: bytes) -> list[dict[str, object]]:
         """Pass frames to the link; return the messages it accepts."""
         (self.at_client if link is self.client else self.at_server).sendall(b"".join(frames))
         select.select([link.socket], [], [], 5)
         return link.receive()
 
     def handshake(self) -> None:
-        """Pass the handshake on unchanged."""
+        """Pass the unchanged handshake."""
         for sender, receiver in ((self.server, self.client), (self.client, self.server), (self.server, self.client)):
-            assert self.give(receiver, self.take(sender)) == []
+            assert self.deliver(receiver, self.take_frame(sender)) == []
         assert (self.client.id, self.server.id) == ("b/0/y", "a/0/x")
 
-    def say(self, link: Link, *kinds: str) -> list[bytes]:
+    def frames_of(self, link: Link, *kinds: str) -> list[bytes]:
         """Return the frames of messages of these kinds."""
         frames = []
         for kind in kinds:
             link.send({"kind": kind})
-            frames.append(self.take(link))
+            frames.append(self.take_frame(link))
         return frames
 
 
@@ -258,8 +260,8 @@ def test_messages_pass_in_both_directions() -> None:
     with ManInTheMiddle() as middle:
         middle.handshake()
         for sender, receiver in ((middle.client, middle.server), (middle.server, middle.client)):
-            frames = middle.say(sender, "one", "two", "three")
-            assert [message["kind"] for message in middle.give(receiver, *frames)] == ["one", "two", "three"]
+            frames = middle.frames_of(sender, "one", "two", "three")
+            assert [message["kind"] for message in middle.deliver(receiver, *frames)] == ["one", "two", "three"]
 
 
 def flipped(data: bytes, at: int) -> bytes:
@@ -273,7 +275,7 @@ def flipped(data: bytes, at: int) -> bytes:
 def test_wrong_frame_closes_the_connection(attack: str) -> None:
     with ManInTheMiddle() as middle, ManInTheMiddle() as other:
         middle.handshake()
-        first, second = middle.say(middle.client, "one", "two")
+        first, second = middle.frames_of(middle.client, "one", "two")
         if attack == "of another connection":
             other.handshake()
         sent = {
@@ -282,26 +284,26 @@ def test_wrong_frame_closes_the_connection(attack: str) -> None:
             "repeated": [first, first],
             "dropped": [second],
             "swapped": [second, first],
-            "sent back": middle.say(middle.server, "one"),
+            "sent back": middle.frames_of(middle.server, "one"),
             "unsigned": [encode_frame({"kind": "stop"})],
-            "of another connection": other.say(other.client, "one") if other.client.id else [],
+            "of another connection": other.frames_of(other.client, "one") if other.client.id else [],
         }[attack]
         with pytest.raises(AuthenticationError, match="altered, repeated, dropped or reordered"):
-            middle.give(middle.server, *sent)
+            middle.deliver(middle.server, *sent)
         if attack == "sent back":
             with pytest.raises(AuthenticationError):
-                middle.give(middle.client, first)
+                middle.deliver(middle.client, first)
 
 
 def test_handshake_with_a_changed_address_is_refused() -> None:
     with ManInTheMiddle() as middle:
-        middle.give(middle.client, middle.take(middle.server))
-        handshake = json.loads(middle.take(middle.client)[LENGTH_PREFIX.size :])
+        middle.deliver(middle.client, middle.take_frame(middle.server))
+        handshake = json.loads(middle.take_frame(middle.client)[LENGTH_PREFIX.size :])
         handshake["member"]["address"] = "10.0.0.66:1"
         with pytest.raises(AuthenticationError, match="wrong proof"):
-            middle.give(middle.server, encode_frame(handshake))
+            middle.deliver(middle.server, encode_frame(handshake))
 
 
 def test_unauthenticated_peer_may_send_little() -> None:
     with ManInTheMiddle() as middle, pytest.raises(AuthenticationError, match="above the limit of 65536"):
-        middle.give(middle.server, LENGTH_PREFIX.pack(MAX_FRAME_BYTES // 2) + bytes(100))
+        middle.deliver(middle.server, LENGTH_PREFIX.pack(MAX_FRAME_BYTES // 2) + bytes(100))

@@ -1,8 +1,8 @@
-"""A user's loop for test_hang_verdicts.py, with its own collective and faults on order.
+"""A user's loop for test_hang_verdicts.py, with a user collective and injected faults.
 
-A test orders a fault with the file RUN/trouble-SLOT, or RUN/collective-SLOT for the loop's own
-collective; the worker removes it first. That collective runs at every tenth step only: a worker
-whose group breaks inside it exits, while the other faults test recovery in place.
+A test writes a fault to the file RUN/trouble-SLOT, or RUN/collective-SLOT for the collective; the
+worker removes the file first. The collective runs at every tenth step only: a worker whose group
+breaks inside it exits, while the other faults test recovery in place.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lockstep.data.order import UniformOrder
-from lockstep.elastic import world
+from lockstep.elastic import generation_group
 from lockstep.elastic.protocol.decisions import ElasticLimits
-from lockstep.elastic.world import World
+from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.record.tracker import Tracker
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.replica_group import ReplicaGroup
 
-world.FORM_S = 4.0  # a formed group has a longer timeout than one that forms
+generation_group.FORM_TIMEOUT_S = 4.0  # a formed group has a longer timeout than one that forms
 
 HANG_S, EVALUATE_S, SAVE_EVERY = 3.0, 9.0, 25
 PAUSE_S = 0.02  # a step of this model takes 2 ms
@@ -37,35 +37,40 @@ def train(steps: int = 1000, out: Path = Path("run")) -> None:
     torch.manual_seed(0)
     model, points = nn.Sequential(nn.Linear(2, 16), nn.GELU(), nn.Linear(16, 1)), torch.rand(600, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    order, limits = (
-        UniformOrder(len(points), batch_size=24, micro_batches=6),
-        ElasticLimits(hang_timeout_s=HANG_S, evaluate_timeout_s=EVALUATE_S),
-    )
-    with World.join(limits=limits) as here, Checkpointer(out / "checkpoints", here, model, optimizer, every_steps=SAVE_EVERY) as keeper:
-        step = keeper.resume()
-        with ReplicaGroup(here, model, keeper, micro_batches=6) as team, Tracker(out, leader=here.is_leader_now, from_step=step) as tracker:
+    order = UniformOrder(len(points), batch_size=24, micro_batches=6)
+    limits = ElasticLimits(hang_timeout_s=HANG_S, evaluate_timeout_s=EVALUATE_S)
+    with (
+        ElasticRuntime.join(limits=limits) as current,
+        Checkpointer(out / "checkpoints", current, model, optimizer, every_steps=SAVE_EVERY) as checkpointer,
+    ):
+        step = checkpointer.resume()
+        with (
+            ReplicaGroup(current, model, checkpointer, micro_batches=6) as replicas,
+            Tracker(out, leader=current.is_leader, from_step=step) as tracker,
+        ):
             while step < steps:
-                for k in team.micro_batches(step):
-                    own, first = step % 10 == 9, k == team.replica.own_leaves[0]
-                    fault = take_order(out / f"{'collective' if own else 'trouble'}-{here.slot_or_rank}") if first else ""
-                    if own and first and fault != "skip":
+                for k in replicas.micro_batches(step):
+                    has_collective, is_first = step % 10 == 9, k == replicas.replica.own_leaves[0]
+                    kind = "collective" if has_collective else "trouble"
+                    fault = take_fault(out / f"{kind}-{current.slot_or_rank}") if is_first else ""
+                    if has_collective and is_first and fault != "skip":
                         dist.all_reduce(torch.ones(2 if fault == "shape" else 3))
                     if fault.startswith("evaluate"):
-                        with here.during("evaluating"):
+                        with current.during("evaluating"):
                             time.sleep(float(fault.removeprefix("evaluate")))
-                    elif not own and fault:
+                    elif not has_collective and fault:
                         run_fault(fault, points)
                     rows = points[order.ids(step, k)]
-                    team.backward(nn.functional.mse_loss(team(rows)[:, 0], rows.sum(1)) / 6)
+                    replicas.backward(nn.functional.mse_loss(replicas(rows)[:, 0], rows.sum(1)) / 6)
                 time.sleep(PAUSE_S)
                 optimizer.step()
                 step += 1
-                tracker.step(step, {"loss": team.loss, "norm": 0.0})
-                keeper.save_if_due(step)
+                tracker.step(step, {"loss": replicas.loss, "norm": 0.0})
+                checkpointer.save_if_due(step)
 
 
-def take_order(path: Path) -> str:
-    """Remove and return an order; "" for none."""
+def take_fault(path: Path) -> str:
+    """Remove the file at `path` and return the fault in it; "" for none."""
     try:
         text = path.read_text()
         path.unlink()
@@ -75,7 +80,7 @@ def take_order(path: Path) -> str:
 
 
 def run_fault(fault: str, points: torch.Tensor) -> None:
-    """Run an ordered fault."""
+    """Run a fault."""
     if fault == "sleep":
         time.sleep(3600)
     elif fault == "stop":

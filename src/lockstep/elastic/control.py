@@ -1,8 +1,7 @@
-"""Control a running run, from any host that sees its folder: show its workers, and stop it.
+"""Show the workers of a run and stop it, from any host that sees its folder.
 
-The newest generation contains the addresses of its members, the waiting room those of workers that
-wait to join. A request is authenticated with the run's token, which only the owner of the run
-folder can read.
+The newest generation and the waiting room contain the addresses of the workers. The run's token,
+which only the owner of the run folder can read, authenticates requests.
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ def status_row(rank: int | None, member: Member, reply: Mapping[str, Any]) -> di
 
 
 def running_evaluators(run: Path) -> list[dict[str, Any]]:
-    """Return the evaluators in the run folder, without local ones that have exited."""
+    """Return the evaluators in the run folder that may be running."""
     evaluators = []
     for path in sorted((run / "evaluators").glob("[!.]*.json")):
         with suppress(OSError, ValueError, KeyError, TypeError):  # deleted meanwhile, or damaged

@@ -3,17 +3,14 @@
     RUN/generations/000007.json            members, step and reason of generation 7
     RUN/generations/000007.suspects.json   its replicas differ: its state is not trusted
 
-A generation is written to a temporary file, which link(2) then gives its name; link(2) fails if the
-name is taken. So exactly one of all proposals for a number wins, no process hosts the log, and the
-two halves of a cut network cannot both continue. A proposer that loses reads the winner and adopts
-it. link(2) is atomic on local disks and on NFS. An NFS client may report a failure after success (a
-lost reply), so the winner is always read back and recognized by its random token.
-
-The messages between members (membership.py) only make a change of members fast. Correctness depends
-on this log alone.
+A generation is written to a temporary file, to which link(2) then gives its name, unless the name
+is taken. So exactly one proposal for a number wins, no process hosts the log, and the two halves of
+a cut network cannot both continue. link(2) is atomic on local disks and on NFS, but an NFS client
+may report a failure after success (a lost reply). So a proposer always reads the winner back and
+recognizes it by its random token. The messages between members only make a change fast.
 
 If replicas differ without a majority, every member that detects it writes the second file before it
-leaves. Members that lost their peers too early to detect it learn it from there.
+leaves, for members that lost their peers too early to detect it.
 """
 
 from __future__ import annotations
@@ -90,7 +87,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class Generation:
-    """One generation.
+    """A numbered list of members.
 
     number   from 1, without gaps
     token    random; distinguishes proposals of the same number
@@ -112,7 +109,6 @@ class Generation:
     end: RunResult | None = None
 
     def rank_of(self, id: str) -> int | None:
-        """Return the rank of a member; None if it is not in this generation."""
         return next((rank for rank, member in enumerate(self.members) if member.id == id), None)
 
     def to_json(self) -> dict[str, Any]:
@@ -139,9 +135,8 @@ def new_token() -> str:
 class GenerationLog:
     """The log of generations in `folder`. Every method raises OSError when the disk fails.
 
-    It never creates the folder. If a generation seen before is missing, the disk is unavailable.
-
-    since  newest generation that another process has seen
+    It never creates the folder. A missing generation that was seen before, here or by another
+    process (`since`), means that the disk is unavailable.
     """
 
     def __init__(self, folder: Path, since: int = 0) -> None:
@@ -180,10 +175,7 @@ class GenerationLog:
         return self.read(generation.number)
 
     def mark_untrusted(self, number: int, why: str, facts: dict[str, Any]) -> None:
-        """Mark a generation's state as untrusted: every member restarts from a checkpoint.
-
-        facts  digests from which a later run can tell which worker was wrong
-        """
+        """Make every member restart from a checkpoint. facts: digests of each worker."""
         write_json(self.folder / f"{number:06d}.suspects.json", add_checksum({"why": why, **facts}))
 
     def untrusted_reason(self, number: int) -> str:
@@ -215,6 +207,5 @@ class GenerationLog:
         return self.folder / f"{number:06d}.json"
 
     def _require(self, number: int) -> None:
-        """Raise FileNotFoundError if generation `number`, seen before, is missing."""
         if number and not self._path(number).exists():
             raise FileNotFoundError(errno.ENOENT, f"the log lacks generation {number}", str(self.folder))

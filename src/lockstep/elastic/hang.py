@@ -7,7 +7,7 @@ library are on the status board. A collective that the user's loop calls shows i
 thread.
 
     a rank outside a collective makes no progress     it is the culprit, the others wait for it
-    a rank outside makes progress, or may take long   no hang, whatever the others wait for
+    a rank outside makes progress, or may take long   no hang, though the others wait
     all wait, in different collectives                ranks in the less common ones are culprits
     all wait, in the same collective                  the network is to blame, no rank
 """
@@ -19,49 +19,30 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Literal
 
+from lockstep.elastic.protocol.decisions import ElasticLimits
 from lockstep.runtime.status_board import Phase, Status
 from lockstep.units import format_bytes, format_duration
 
 WAITING: tuple[Phase, ...] = ("waiting for others", "joining", "reducing", "voting")
 
-ALLOWANCES_S: dict[Phase, float] = {
+ALLOWANCES_S: dict[Phase, float] = {  # without progress, in phases that may take longer
     "starting": 120.0,
     "joining": 120.0,
     "preparing": math.inf,  # takes as long as the corpus; a stopped or exited process is reported all the same
     "compiling": 600.0,
     "saving": 600.0,
-    "evaluating": 1800.0,
 }
+# Entering a phase or a collective is progress. A rank may be without progress for `hang_timeout_s`, or longer:
+MEDIAN_STEPS = 10.0  # for slow machines
+FIRST_STEP_S = 60.0  # in a generation's first step, which warms up
+COMMON_S = 300.0  # before all ranks are killed if all hang outside collectives: their shared cause (a disk) may recover
 
 Action = Literal["evict", "regroup", "abort", "warn"]
-
-
-@dataclass(frozen=True)
-class HangLimits:
-    """When lack of progress is a hang. Entering a phase or a collective is progress.
-
-    hang_timeout_s       seconds without progress
-    median_steps         the same in median steps, if longer: allows for slow machines
-    first_step_s         seconds in a generation's first step, which warms up
-    allowances_s         seconds for the phases that may take longer
-    common_s             seconds before all ranks are killed if all hang outside collectives: their
-                         shared cause (a disk) may recover
-    heartbeat_timeout_s  seconds without a heartbeat after which a member is reported as silent
-    action               remove the culprits ("evict"), end the run ("abort"), or log it ("warn")
-    """
-
-    hang_timeout_s: float = 10.0
-    median_steps: float = 10.0
-    first_step_s: float = 60.0
-    allowances_s: Mapping[Phase, float] = field(default_factory=ALLOWANCES_S.copy)
-    common_s: float = 300.0
-    heartbeat_timeout_s: float = 3.0
-    action: Literal["evict", "abort", "warn"] = "evict"
 
 
 @dataclass(frozen=True)
@@ -99,9 +80,9 @@ class HangVerdict:
     action: Action
 
 
-def diagnose(members: Iterable[MemberSnapshot], limits: HangLimits | None = None) -> HangVerdict | None:
+def diagnose(members: Iterable[MemberSnapshot], limits: ElasticLimits | None = None) -> HangVerdict | None:
     """Return the verdict on a generation; None if nothing hangs or a rank is only slow."""
-    limits = limits or HangLimits()
+    limits = limits or ElasticLimits()
     present = sorted((member for member in members if member.status.phase != "idle"), key=lambda member: member.rank)
     step_s = max((member.status.step_s for member in present), default=0.0)
     late = [member for member in present if stalled_s(member, limits) > stall_limit_s(member, limits, step_s)]
@@ -129,7 +110,7 @@ def user_collective(member: MemberSnapshot) -> str:
     return match[1] if match else ""
 
 
-def cannot_move(member: MemberSnapshot, limits: HangLimits) -> Literal["", "exited", "stopped", "unheard"]:
+def cannot_move(member: MemberSnapshot, limits: ElasticLimits) -> Literal["", "exited", "stopped", "unheard"]:
     """Return why the member's process cannot run at all; "" if it can."""
     if member.state in ("Z", "X"):
         return "exited"
@@ -138,40 +119,41 @@ def cannot_move(member: MemberSnapshot, limits: HangLimits) -> Literal["", "exit
     return "unheard" if member.state == "" and member.silent_s > limits.heartbeat_timeout_s else ""
 
 
-def stalled_s(member: MemberSnapshot, limits: HangLimits) -> float:
+def stalled_s(member: MemberSnapshot, limits: ElasticLimits) -> float:
     """Return seconds without progress; for a stopped process, since its last heartbeat."""
     stopped = cannot_move(member, limits) in ("stopped", "unheard")
     return min(member.status.moved_s, member.silent_s) if stopped else member.status.moved_s
 
 
-def stall_limit_s(member: MemberSnapshot, limits: HangLimits, step_s: float) -> float:
+def stall_limit_s(member: MemberSnapshot, limits: ElasticLimits, step_s: float) -> float:
     """Return the allowed seconds without progress. step_s: median step of the slowest member."""
     if cannot_move(member, limits):
         return limits.hang_timeout_s
-    first_s = limits.first_step_s if member.status.first_step else 0.0
-    return max(limits.hang_timeout_s, limits.median_steps * step_s, first_s, limits.allowances_s.get(member.status.phase, 0.0))
+    first_s = FIRST_STEP_S if member.status.first_step else 0.0
+    allowance_s = limits.evaluate_timeout_s if member.status.phase == "evaluating" else ALLOWANCES_S.get(member.status.phase, 0.0)
+    return max(limits.hang_timeout_s, MEDIAN_STEPS * step_s, first_s, allowance_s)
 
 
 # Verdicts.
 
 
-def blame_culprits(culprits: Sequence[MemberSnapshot], others: Sequence[MemberSnapshot], limits: HangLimits) -> HangVerdict:
+def blame_culprits(culprits: Sequence[MemberSnapshot], others: Sequence[MemberSnapshot], limits: ElasticLimits) -> HangVerdict:
     """Some members hang by themselves; the others wait for them."""
     clauses = "; ".join([*describe_all(culprits, limits), *describe_waiting(others, "it" if is_single(culprits) else "them")])
     subject = "It" if is_single(culprits) else "They"
-    return HangVerdict(ids_by_rank(culprits), f"{clauses}. {action_words(subject, culprits, others, limits)}", limits.action)
+    return HangVerdict(ids_by_rank(culprits), f"{clauses}. {action_words(subject, culprits, others, limits)}", limits.on_hang)
 
 
-def blame_shared_cause(members: Sequence[MemberSnapshot], limits: HangLimits) -> HangVerdict:
+def blame_shared_cause(members: Sequence[MemberSnapshot], limits: ElasticLimits) -> HangVerdict:
     """All members hang, each by itself."""
     clauses = "; ".join(describe_all(members, limits))
     cause = f"none of the {len(members)} ranks makes progress or waits for another, so look for a shared cause, such as a disk: {clauses}."
-    if limits.action == "evict" and min(member.status.moved_s for member in members) <= limits.common_s:
-        return HangVerdict((), f"{cause} They have {format_duration(limits.common_s)} to recover.", "warn")
-    return HangVerdict(ids_by_rank(members), f"{cause} {action_words('They', members, (), limits)}", limits.action)
+    if limits.on_hang == "evict" and min(member.status.moved_s for member in members) <= COMMON_S:
+        return HangVerdict((), f"{cause} They have {format_duration(COMMON_S)} to recover.", "warn")
+    return HangVerdict(ids_by_rank(members), f"{cause} {action_words('They', members, (), limits)}", limits.on_hang)
 
 
-def blame_mismatch(members: Sequence[MemberSnapshot], limits: HangLimits) -> HangVerdict:
+def blame_mismatch(members: Sequence[MemberSnapshot], limits: ElasticLimits) -> HangVerdict:
     """All members wait in collectives, the same or different ones."""
     groups: dict[tuple[object, ...], list[MemberSnapshot]] = {}
     for member in members:
@@ -190,11 +172,11 @@ def blame_mismatch(members: Sequence[MemberSnapshot], limits: HangLimits) -> Han
     )
     rule = "Every rank must call the same collectives, in the same order and with tensors of the same size."
     end = action_words(rank_words(culprits).capitalize(), culprits, members, limits)
-    action: Action = "regroup" if limits.action == "evict" and not culprits else limits.action
+    action: Action = "regroup" if limits.on_hang == "evict" and not culprits else limits.on_hang
     return HangVerdict(ids_by_rank(culprits), f"mismatched collectives: {clauses}. {rule} {end}", action)
 
 
-def blame_network(members: Sequence[MemberSnapshot], limits: HangLimits) -> HangVerdict:
+def blame_network(members: Sequence[MemberSnapshot], limits: ElasticLimits) -> HangVerdict:
     """All members are in one collective, and it does not complete."""
     hosts = sorted({member.host for member in members})
     between = f"the network between {joined(hosts)}" if len(hosts) > 1 else f"their connection on {hosts[0]}"
@@ -203,7 +185,7 @@ def blame_network(members: Sequence[MemberSnapshot], limits: HangLimits) -> Hang
     else:
         where = f"{collective_with_number(members[0])} for {longest_stall(members)}{at_line(members[0])}"
         cause = f"all {len(members)} ranks have been in {where}; none is missing, so {between} makes no progress"
-    return HangVerdict((), f"{cause}. {action_words('', (), members, limits)}", "regroup" if limits.action == "evict" else limits.action)
+    return HangVerdict((), f"{cause}. {action_words('', (), members, limits)}", "regroup" if limits.on_hang == "evict" else limits.on_hang)
 
 
 # Their words.
@@ -226,7 +208,7 @@ PHASE_WORDS: dict[Phase, str] = {
 }
 
 
-def describe_all(members: Sequence[MemberSnapshot], limits: HangLimits) -> list[str]:
+def describe_all(members: Sequence[MemberSnapshot], limits: ElasticLimits) -> list[str]:
     """Return a clause for each group of members with the same problem at the same line."""
     groups: dict[tuple[object, ...], list[MemberSnapshot]] = {}
     for member in members:
@@ -236,8 +218,7 @@ def describe_all(members: Sequence[MemberSnapshot], limits: HangLimits) -> list[
     return [describe_group(group, limits) for group in groups.values()]
 
 
-def describe_group(group: Sequence[MemberSnapshot], limits: HangLimits) -> str:
-    """Return a clause for members with the same problem at the same line."""
+def describe_group(group: Sequence[MemberSnapshot], limits: ElasticLimits) -> str:
     first, subject = group[0], f"{who(group)} {have(group)}"
     where = PHASE_WORDS[first.status.phase].format(step=first.status.step, generation=first.status.generation)
     been = f"{have(group)} been {where} for {format_duration(max(member.status.since_s for member in group))}{at_line(first)}"
@@ -267,7 +248,6 @@ def describe_waiting(others: Sequence[MemberSnapshot], pronoun: str) -> list[str
 
 
 def collective_words(member: MemberSnapshot) -> str:
-    """Name the collective that a member waits in."""
     status = member.status
     if name := user_collective(member):
         return f"its own {name} in step {status.step}"
@@ -287,11 +267,11 @@ def collective_with_number(member: MemberSnapshot) -> str:
     return f"{collective_words(member)} (collective {status.collective} of generation {status.generation}{size})"
 
 
-def action_words(subject: str, culprits: Sequence[MemberSnapshot], others: Sequence[MemberSnapshot], limits: HangLimits) -> str:
+def action_words(subject: str, culprits: Sequence[MemberSnapshot], others: Sequence[MemberSnapshot], limits: ElasticLimits) -> str:
     """Describe the action. subject: the culprits, as the sentence calls them."""
-    if limits.action == "abort":
+    if limits.on_hang == "abort":
         return "The run is aborted."
-    if limits.action == "warn":
+    if limits.on_hang == "warn":
         return "No action is taken."
     if not culprits:
         return "All ranks form a new group and retry the step."
@@ -313,7 +293,6 @@ def who(members: Sequence[MemberSnapshot]) -> str:
 
 
 def rank_words(members: Sequence[MemberSnapshot]) -> str:
-    """ "rank 1", "ranks 0, 2 and 3"."""
     ranks = sorted(member.rank for member in members)
     return f"rank{'' if is_single(members) else 's'} {joined([str(rank) for rank in ranks])}"
 

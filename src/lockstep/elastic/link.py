@@ -6,10 +6,9 @@
     P(words) = HMAC-SHA256(token, words)
 
 The token is in the run folder, readable by its owner alone (mode 600), and never sent. Nothing
-received is unpickled or evaluated. A frame is four bytes of length and that much JSON. After this
+received is unpickled or evaluated. A frame is four bytes of length and that much JSON. After the
 handshake, each frame starts with a MAC over its number and text, under a key of the connection
-and direction. A frame that was altered, repeated, dropped, reordered or reflected closes the
-connection, as do a frame above MAX_FRAME_BYTES, malformed bytes and a wrong proof.
+and direction: an altered, repeated, dropped, reordered or reflected frame closes the connection.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ import select
 import socket
 import struct
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,11 +51,7 @@ def make_token(run: Path) -> None:
 
 
 def read_token(run: Path) -> bytes:
-    """Read the run's token.
-
-    OSError: missing. DamagedFileError (an OSError): malformed, for an empty token is no secret.
-    UsageError: users other than its owner can read it.
-    """
+    """Read the run's token. OSError: missing or damaged. UsageError: other users can read it."""
     path = run / "token"
     with open(path, "rb", opener=open_regular) as file:
         if os.fstat(file.fileno()).st_mode & 0o077:
@@ -102,7 +98,7 @@ def encode_frame(message: dict[str, Any], signer: Signer | None = None) -> bytes
 
 @dataclass
 class Link:
-    """One non-blocking connection with its partly read and partly written frames.
+    """A non-blocking connection with its partly read and partly written frames.
 
     id         of the peer; "" until it has authenticated
     is_client  this side opened the connection, to reach the member `expected_id`
@@ -136,35 +132,31 @@ class Link:
         self._outgoing += encode_frame(message, self._signer)
 
     @property
+    def is_control(self) -> bool:
+        """Whether the authenticated peer is a control command (`send_control_message`)."""
+        return self.id.startswith("control/")
+
+    @property
     def has_outgoing(self) -> bool:
         return bool(self._outgoing)
 
     def flush(self) -> None:
         """Write as much as the socket accepts. OSError when the connection is broken."""
-        while self._outgoing:
-            try:
+        with suppress(BlockingIOError):
+            while self._outgoing:
                 del self._outgoing[: self.socket.send(self._outgoing)]
-            except BlockingIOError:
-                return
 
     def receive(self) -> list[dict[str, Any]]:
         """Return the complete messages received after the handshake.
 
         EOFError: closed by the peer. OSError: broken. AuthenticationError: an invalid frame.
         """
-        closed = False
-        while True:
-            try:
+        closed, messages = False, []
+        with suppress(BlockingIOError):
+            while not closed and len(self._incoming) <= self._max_bytes + LENGTH_PREFIX.size:
                 chunk = self.socket.recv(65536)
-            except BlockingIOError:
-                break
-            if not chunk:
-                closed = True
-                break
-            self._incoming += chunk
-            if len(self._incoming) > self._max_bytes + LENGTH_PREFIX.size:
-                break
-        messages = []
+                self._incoming += chunk
+                closed = not chunk
         while len(self._incoming) >= LENGTH_PREFIX.size:
             (length,) = LENGTH_PREFIX.unpack_from(self._incoming)
             if length > self._max_bytes:
@@ -183,12 +175,10 @@ class Link:
 
     @property
     def _max_bytes(self) -> int:
-        """Maximum size of a received frame in bytes."""
         return MAX_FRAME_BYTES if self.id else MAX_HANDSHAKE_BYTES
 
     @staticmethod
     def _verified(signed: bytes, signer: Signer) -> bytes:
-        """Return the text of a signed frame."""
         mac, text = signed[:MAC_BYTES], signed[MAC_BYTES:]
         if not hmac.compare_digest(mac, signer.next_mac(text)):
             raise AuthenticationError("a frame was altered, repeated, dropped or reordered in transit")

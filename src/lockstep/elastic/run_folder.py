@@ -5,9 +5,9 @@
     RUN/waiting       the waiting room (waiting_room.py)
     RUN/logs          output of the workers
 
-A folder on a shared disk may be unavailable for a while: unmounted, read-only, empty, or another
-run's in its place. So a missing subfolder is never created again while the run lives: there would
-be two logs once the disk is back. A process that needs it waits.
+A folder on a shared disk may be unavailable for a while: unmounted, read-only, empty, or replaced.
+While the run lives, a missing subfolder is never created again: there would be two logs once the
+disk is back. A process that needs it waits.
 """
 
 from __future__ import annotations
@@ -57,16 +57,13 @@ def read_folder_id(run: Path) -> str:
 def read_worker_token(env: WorkerEnv) -> bytes:
     """Read the token of a worker's run. OSError when the folder is unavailable or another run's."""
     token = read_token(Path(env.folder))
-    if env.folder_mark and folder_id(token) != env.folder_mark:
+    if env.folder_id and folder_id(token) != env.folder_id:
         raise OSError(errno.ESTALE, "the folder has the token of another run", env.folder)
     return token
 
 
 def folder_error(env: WorkerEnv) -> str:
-    """Return why the folder of a worker's run is unusable now; "" when it is usable.
-
-    UsageError: users other than the owner can read its token.
-    """
+    """Return why the folder of a worker's run is unusable; "" if usable. UsageError: unsafe token."""
     run = Path(env.folder)
     try:
         read_worker_token(env)
@@ -102,7 +99,7 @@ def wait_until_usable(env: WorkerEnv) -> None:
 def may_be_folder_error(error: BaseException | None) -> bool:
     """Whether an unavailable run folder may have caused an error, here or on another worker."""
     if isinstance(error, SaveFailedError):
-        return False  # ends the run, whatever its cause
+        return False  # always ends the run
     while error is not None:
         if isinstance(error, OSError | DataError | CheckpointError) or type(error) is LockstepError:
             return True

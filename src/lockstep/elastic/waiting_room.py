@@ -51,7 +51,6 @@ def read_liveness(run: Path, members: Iterable[Member]) -> dict[str, str]:
 
 
 def unregister(run: Path, me: Member, *, with_liveness: bool = False) -> None:
-    """Remove this worker from the waiting room."""
     file_of(run, me).unlink(missing_ok=True)
     if with_liveness:
         file_of(run, me, "sign").unlink(missing_ok=True)

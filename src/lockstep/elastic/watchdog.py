@@ -1,6 +1,6 @@
-"""The coordinator's watchdog: collects each member's status from heartbeats and reports hangs.
+"""The coordinator's watchdog: collects the status of members and reports hangs.
 
-The diagnosis is hang.py's. It is made twice: to detect a hang, and again with the culprits' stacks.
+It calls `hang.diagnose` twice: to detect a hang, and again with the stacks of the culprits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.elastic.generation_log import Generation, Member
-from lockstep.elastic.hang import HangLimits, HangVerdict, MemberSnapshot, diagnose
+from lockstep.elastic.hang import HangVerdict, MemberSnapshot, diagnose
+from lockstep.elastic.protocol.decisions import ElasticLimits
 from lockstep.runtime import status_board as board
 from lockstep.runtime.status_board import Status
 from lockstep.runtime.worker_env import process_stat
@@ -23,13 +24,13 @@ STACK_S = 1.0  # how long to wait for the stack of a culprit
 
 @dataclass
 class Watchdog:
-    """What the coordinator knows of the members.
+    """Collects heartbeats and stacks.
 
-    host       its own host, where it can see the state of processes
+    host       of the coordinator, where it can see the state of processes
     ask_stack  requests the stack of a member's main thread; `on_stack` takes the answer
     """
 
-    limits: HangLimits
+    limits: ElasticLimits
     host: str
     ask_stack: Callable[[str], None]
     statuses: dict[str, tuple[Status, float]] = field(default_factory=dict)  # id -> (newest, when)
@@ -40,12 +41,10 @@ class Watchdog:
     _reported: tuple[Any, ...] = ()
 
     def on_heartbeat(self, id: str, status: Mapping[str, Any] | None, now_s: float) -> None:
-        """Store the status of a member."""
         if status:
             self.statuses[id] = (Status(**status), now_s)
 
     def on_stack(self, id: str, text: str) -> None:
-        """Store the stack of a member's main thread."""
         self.stacks[id] = text
 
     def reset(self) -> None:

@@ -3,13 +3,13 @@
 The protocol is the real one (lockstep/elastic/protocol). Its environment is at least as hostile as
 the real one:
 
-    clocks   each worker has its own, with any offset and up to 1% drift
-    links    keep their order; blocked messages wait, and are lost if the link breaks
-    kill     the kernel tells the peers; a host that loses power tells no peer
+    clocks   one per worker, with any offset and up to 1% drift
+    links    keep their order; blocked messages wait until the link is open or breaks
+    kill     the kernel tells the peers; a host without power does not
     stop     suspends both threads of a worker; its kernel still accepts connections
     disk     random latency; completes requests of dead workers; may report an error after success
     groups   form when all members reach each other; a collective may complete for some ranks only
-    agents   restart workers, and kill those that the newest generation removed
+    agents   restart workers, and kill the ones removed by the newest generation
 
 `play` raises Violation when an invariant (invariants.py) does not hold. The history and its seed
 determine everything.
@@ -27,7 +27,7 @@ from support.simulation.worker import FORM_S, Group, Worker
 from lockstep.elastic.generation_log import Generation
 from lockstep.elastic.protocol.decisions import ElasticLimits
 from lockstep.elastic.protocol.effects import ReadLog, Send
-from lockstep.elastic.protocol.state import Protocol
+from lockstep.elastic.protocol.transitions import Protocol
 
 LIMITS = ElasticLimits(heartbeat_s=0.5, heartbeat_timeout_s=2.5, log_poll_s=0.25, rendezvous_timeout_s=4.0, takeover_s=6.0)
 # After the last fault all workers train within: a start (2 s), the takeover of a generation that
@@ -125,10 +125,10 @@ class Cluster:
         if all(fault.kind in HARMLESS and fault.at_s >= STARTED_S for fault in self.history.faults):
             self.invariants.at_rest()
 
-    def note(self, who: str, what: object) -> None:
+    def note(self, name: str, event: object) -> None:
         """Add a line to the trace of a violation."""
-        if not isinstance(what, ReadLog) and not (isinstance(what, Send) and what.message["kind"] == "beat"):
-            self.trace.append(f"{self.clock.now_s:7.3f} {who:8} {what}")
+        if not isinstance(event, ReadLog) and not (isinstance(event, Send) and event.message["kind"] == "beat"):
+            self.trace.append(f"{self.clock.now_s:7.3f} {name:8} {event}")
 
     def token(self) -> str:
         self.tokens += 1
@@ -142,7 +142,7 @@ class Cluster:
 
     @property
     def target_size(self) -> int:
-        """The number of workers once all have started."""
+        """The number of workers after every slot has started."""
         return sum((host.name, slot) not in self.drained for host in self.hosts if host.on for slot in range(self.history.slots))
 
     def agent(self, host: Host) -> None:
@@ -151,9 +151,9 @@ class Cluster:
         if not host.on or host.active_faults["agent"]:
             return
         newest = self.folder.newest
-        for out in newest.out if newest and not host.active_faults["bad disk"] else ():
-            if self.workers[out.id].host is host:
-                self.workers[out.id].end()
+        for removed in newest.out if newest and not host.active_faults["bad disk"] else ():
+            if self.workers[removed.id].host is host:
+                self.workers[removed.id].end()
         for slot, worker in enumerate(host.workers_by_slot):
             if (worker is None or not worker.alive) and (host.name, slot) not in self.drained:
                 host.workers_by_slot[slot] = worker = Worker(self, host, slot, len(self.workers) + 1)
@@ -167,7 +167,7 @@ class Cluster:
         if all(self.network.both_ways_open(worker.host, other.host) for worker in workers for other in (*workers, store)):
             group.formed = True
             for worker in workers:
-                worker.main.after(self.clock.between(0.01, 0.1), worker.main.begin)
+                worker.main.after(self.clock.between(0.01, 0.1), worker.main.on_formed)
         else:
             self.clock.after(0.2, lambda: self.try_to_form(group))
 
@@ -197,25 +197,25 @@ class Cluster:
         if duration_s is not None:
             self.clock.at(fault.at_s + duration_s, lambda: self._apply(fault, False))
 
-    def _apply(self, fault: Fault, begins: bool) -> None:
-        self.note("****", f"{fault.kind} {sorted(fault.targets)} {'begins' if begins else 'ends'}")
+    def _apply(self, fault: Fault, starts: bool) -> None:
+        self.note("****", f"{fault.kind} {sorted(fault.targets)} {'starts' if starts else 'ends'}")
         if fault.kind in WORKER_FAULTS:
             for index in sorted({index % (self.history.hosts * self.history.slots) for index in fault.targets}):
-                self._apply_to_worker(fault.kind, self.hosts[index // self.history.slots], index % self.history.slots, begins)
+                self._apply_to_worker(fault.kind, self.hosts[index // self.history.slots], index % self.history.slots, starts)
         else:
             self._apply_to_hosts(
-                fault.kind, [self.hosts[index] for index in sorted({it % len(self.hosts) for it in fault.targets})], begins
+                fault.kind, [self.hosts[index] for index in sorted({index % len(self.hosts) for index in fault.targets})], starts
             )
 
-    def _apply_to_worker(self, kind: str, host: Host, slot: int, begins: bool) -> None:
-        worker, place = host.workers_by_slot[slot], (host.name, slot)
+    def _apply_to_worker(self, kind: str, host: Host, slot: int, starts: bool) -> None:
+        worker = host.workers_by_slot[slot]
         if kind == "drain":
-            (self.drained.add if begins else self.drained.discard)(place)
+            (self.drained.add if starts else self.drained.discard)((host.name, slot))
         if worker is None or not worker.alive:
             return
         if kind not in HARMLESS:
-            worker.trouble.change(begins, self.clock.now_s)
-        match kind, begins:
+            worker.trouble.change(starts, self.clock.now_s)
+        match kind, starts:
             case "kill", True:
                 worker.end()
             case "stop", True:
@@ -225,29 +225,29 @@ class Cluster:
             case "reset", True:
                 worker.reset()
             case "slow leave", _:
-                worker.main.slow = begins
+                worker.main.slow = starts
             case "drain", True:
                 worker.main.drains = True
                 self.clock.after(5, worker.end)
             case "evict", _:
                 for voter in self.living:
-                    voter.main.evicts = worker.me.id if begins else ""
+                    voter.main.evicts = worker.me.id if starts else ""
 
-    def _apply_to_hosts(self, kind: str, hosts: Sequence[Host], begins: bool) -> None:
+    def _apply_to_hosts(self, kind: str, hosts: Sequence[Host], starts: bool) -> None:
         match kind:
             case "cut" | "one-way cut" | "cut pair":
                 others = [host for host in self.hosts if host not in hosts]
                 pairs = [(hosts[0], hosts[-1])] if kind == "cut pair" else [(host, other) for host in hosts for other in others]
                 for host, other in [(host, other) for host, other in pairs if host is not other]:
                     for direction in [(host.name, other.name), (other.name, host.name)][: 1 if kind == "one-way cut" else 2]:
-                        (self.network.block if begins else self.network.unblock)(direction)
-                    host.trouble.change(begins, self.clock.now_s)
-                    other.trouble.change(begins, self.clock.now_s)
+                        (self.network.block if starts else self.network.unblock)(direction)
+                    host.trouble.change(starts, self.clock.now_s)
+                    other.trouble.change(starts, self.clock.now_s)
             case _:
                 for host in hosts:
-                    host.active_faults[kind] += 1 if begins else -1
+                    host.active_faults[kind] += 1 if starts else -1
                 for host in hosts if kind == "power" else self.hosts if kind == "very slow network" else ():
-                    host.trouble.change(begins, self.clock.now_s)
+                    host.trouble.change(starts, self.clock.now_s)
                 for worker in [worker for host in hosts for worker in host.workers_by_slot if worker and not host.on]:
                     worker.end(silently=True)
 

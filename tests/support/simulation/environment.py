@@ -50,8 +50,8 @@ class Trouble:
     count: int = 0
     until_s: float = 0.0
 
-    def change(self, begins: bool, now_s: float) -> None:
-        self.count += 1 if begins else -1
+    def change(self, starts: bool, now_s: float) -> None:
+        self.count += 1 if starts else -1
         self.until_s = now_s + 8
 
     def since(self, moment_s: float) -> bool:
@@ -151,9 +151,9 @@ class Connection:
 
     def flush(self, end: int) -> None:
         """Deliver what was blocked on its way from `end`."""
-        waiting = list(self.blocked_messages[end])
+        messages = list(self.blocked_messages[end])
         self.blocked_messages[end].clear()
-        for message in waiting:
+        for message in messages:
             self._deliver(end, message)
 
     def close(self, end: int, *, silently: bool = False) -> None:
@@ -173,8 +173,8 @@ class Folder:
     def __init__(self) -> None:
         self.log: list[Generation] = []
         self.checkpoint: State = (0, 0)
-        self.room: dict[str, Member] = {}  # every worker that ever registered
-        self.signs: dict[str, int] = {}  # id -> writes of its liveness file
+        self.waiting_members: dict[str, Member] = {}  # every worker that ever registered
+        self.liveness_writes: dict[str, int] = {}  # id -> writes of its liveness file
 
     @property
     def newest(self) -> Generation | None:

@@ -31,13 +31,13 @@ class Invariants:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.committed: dict[int, State] = {}  # step -> state of its first commit
-        self.began_s: list[float] = []  # publication times of the generations
+        self.published_s: list[float] = []  # publication times of the generations
         self.committed_s: dict[int, float] = {}  # generation -> time of its last commit
 
     def publish(self, generation: Generation) -> None:
         """Check a new generation in the log."""
         log, workers, number = self.cluster.folder.log, self.cluster.workers, generation.number
-        self.began_s.append(self.cluster.clock.now_s)
+        self.published_s.append(self.cluster.clock.now_s)
         ids, limits = [member.id for member in generation.members], self.cluster.limits
         check(number == len(log), f"generation {number} follows generation {len(log) - 1}")
         check(number <= 5 * (2 + len(self.cluster.history.faults)), f"generation {number} after {self.cluster.history.faults}")
@@ -70,9 +70,11 @@ class Invariants:
         self._joiners_are_reachable(generation, before)
 
     def _had_no_fault(self, worker: Worker) -> bool:
-        """Whether it had no fault in the previous generation."""
+        """Whether a worker had no fault in the previous generation."""
         return (
-            worker.alive and not worker.main.drains and not any(it.since(self.began_s[-2]) for it in (worker.trouble, worker.host.trouble))
+            worker.alive
+            and not worker.main.drains
+            and not any(trouble.since(self.published_s[-2]) for trouble in (worker.trouble, worker.host.trouble))
         )
 
     def _cut_s(self) -> float | None:
@@ -89,7 +91,7 @@ class Invariants:
         workers, network = self.cluster.workers, self.cluster.network
         proposer, since_s = self.cluster.stores[generation.token], self.cluster.clock.now_s - SEEN_S
         cut_s = self._cut_s()
-        for worker in [workers[it.id] for it in generation.members if it.id not in before] if cut_s else []:
+        for worker in [workers[member.id] for member in generation.members if member.id not in before] if cut_s else []:
             away = not network.both_ways_open(worker.host, proposer.host) and cut_s < since_s
             check(not away, f"generation {generation.number} lets in {worker.me.id}, which {proposer.me.id} does not reach")
 
@@ -97,11 +99,11 @@ class Invariants:
         """Of a cut network the larger side continues, or of halves the leader's, if enough."""
         if before is None or not before.members or self.cluster.limits.replica_size > 1 or not self._cut_s():
             return
-        there = [member.id for member in before.members if self.cluster.workers[member.id].alive]
-        stay = [id for id in there if generation.rank_of(id) is not None]
-        larger = 2 * len(stay) + (there[:1] == stay[:1]) > len(there)
-        enough = len(there) - len(stay) >= self.cluster.limits.min_workers
-        check(larger or not enough, f"of the sides of {there} the smaller one continued: {stay}")
+        alive = [member.id for member in before.members if self.cluster.workers[member.id].alive]
+        stay = [id for id in alive if generation.rank_of(id) is not None]
+        larger = 2 * len(stay) + (alive[:1] == stay[:1]) > len(alive)
+        enough = len(alive) - len(stay) >= self.cluster.limits.min_workers
+        check(larger or not enough, f"of the sides of {alive} the smaller one continued: {stay}")
 
     def _starts_at_their_step(self, generation: Generation, stay: list[Worker]) -> None:
         """Staying members have left the old generation; the new one starts at their largest step.
@@ -129,7 +131,7 @@ class Invariants:
         )
         check(main.group is None, f"{main.worker.me.id} forms generation {generation.number} within another")
 
-    def begin(self, main: MainThread, generation: Generation) -> None:
+    def formed(self, main: MainThread, generation: Generation) -> None:
         """The group has formed, and every agreed step is committed."""
         steps = main.state[0] if main.state else generation.step
         check(
@@ -149,14 +151,15 @@ class Invariants:
         fenced, no checkpoint of it counts (`accept`).
         """
         me, (step, content), log = main.worker.me.id, state, self.cluster.folder.log
-        check(main.state is not None and step == main.state[0] + 1, f"{me} goes from {main.state} to {state}")
+        check(main.state is not None and step == main.state[0] + 1, f"{me} commits {state} after {main.state}")
         check(main.worker.alive and main.group is not None, f"{me} is in no group and commits step {step}")
         check(self.committed.setdefault(step, state) == state, f"step {step} is committed twice: {self.committed[step][1]}, {content}")
         if len(log) > generation.number:
             survive = {member.id for member in generation.members} & {member.id for member in log[generation.number].members}
             allowed = not survive or step <= log[generation.number].step + 1
             check(
-                allowed, f"{me} commits step {step} in {generation.number}; {generation.number + 1} began at {log[generation.number].step}"
+                allowed,
+                f"{me} commits step {step} in {generation.number}; the next started at {log[generation.number].step}",
             )
         self.committed_s[generation.number] = self.cluster.clock.now_s
 
@@ -169,7 +172,7 @@ class Invariants:
     def at_rest(self) -> None:
         """Harmless faults alone lead to no second generation."""
         log = self.cluster.folder.log
-        check(len(log) == 1, f"nothing happened, and there are {len(log)} generations: {[generation.reason for generation in log]}")
+        check(len(log) == 1, f"{len(log)} generations after harmless faults: {[generation.reason for generation in log]}")
 
     def missing(self) -> str:
         """Return why not every worker that can train does; "" if the cluster is well."""

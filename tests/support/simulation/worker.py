@@ -83,7 +83,7 @@ class Worker:
     # -- the membership thread ------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        self.tell("tick")
+        self.report("tick")
         self.after(TICK_S * self.clock.between(0.9, 1.1), self.tick)
 
     def ask(self) -> None:
@@ -91,20 +91,20 @@ class Worker:
         newest = self.cluster.folder.newest
         members = [self.cluster.workers[member.id] for member in newest.members] if newest else []
         joins = any(worker.alive and self.cluster.network.both_ways_open(self.host, worker.host) for worker in members)
-        self.cluster.folder.room[self.me.id] = self.me
-        self.do(self.protocol.request_join(self.now_s, FACTS if joins else {}, is_joining=joins))
+        self.cluster.folder.waiting_members[self.me.id] = self.me
+        self.carry_out(self.protocol.request_join(self.now_s, FACTS if joins else {}, is_joining=joins))
 
     def join(self) -> None:
         """Join, with a model, the workers that started without this one."""
-        self.cluster.folder.room[self.me.id] = self.me
-        self.do(self.protocol.request_join(self.now_s, FACTS, is_joining=True))
+        self.cluster.folder.waiting_members[self.me.id] = self.me
+        self.carry_out(self.protocol.request_join(self.now_s, FACTS, is_joining=True))
 
-    def tell(self, what: str, *values: Any) -> None:
+    def report(self, event: str, *values: Any) -> None:
         """Pass an event to the protocol and carry out the effects."""
         if self.alive:
-            self.do(getattr(self.protocol, what)(*values, self.now_s))
+            self.carry_out(getattr(self.protocol, event)(*values, self.now_s))
 
-    def do(self, effects: list[Effect]) -> None:
+    def carry_out(self, effects: list[Effect]) -> None:
         """Carry out the protocol's effects."""
         for effect in effects:
             if not self.alive:
@@ -117,11 +117,11 @@ class Worker:
                     for connection in self.connections.get(id, [])[:1]:
                         connection.send(connection.ends.index(self), json.loads(json.dumps(message)))
                 case ReadLog(known):
-                    self.disk(lambda: self.look(known), self.looked)
+                    self.disk(lambda: self.read_log(known), self.on_log_read)
                 case Propose(generation):
-                    self.disk(lambda: self.cluster.propose(self, generation), lambda winner: self.tell("on_proposed", winner))
+                    self.disk(lambda: self.cluster.propose(self, generation), lambda winner: self.report("on_proposed", winner))
                 case AbortGroup():
-                    self.main.cut()
+                    self.main.abort()
                 case FormGroup(generation):
                     self.main.form(generation)
                 case GetReady():
@@ -129,39 +129,39 @@ class Worker:
                 case Exit():
                     self.after(self.clock.between(0, 1), self.end)
 
-    def look(self, known: int) -> tuple[Generation | None, list[Member], list[str]]:
+    def read_log(self, known: int) -> tuple[Generation | None, list[Member], list[str]]:
         """Return (newest generation, registered workers, ids with a changed liveness file)."""
         folder = self.cluster.folder
         if self.protocol.writes_liveness:
-            folder.signs[self.me.id] = folder.signs.get(self.me.id, 0) + 1
-        alive = [id for id, count in folder.signs.items() if count != self.seen.get(id, count)]
-        self.seen = dict(folder.signs)
-        return folder.newest if len(folder.log) > known else None, list(folder.room.values()), alive
+            folder.liveness_writes[self.me.id] = folder.liveness_writes.get(self.me.id, 0) + 1
+        alive = [id for id, count in folder.liveness_writes.items() if count != self.seen.get(id, count)]
+        self.seen = dict(folder.liveness_writes)
+        return folder.newest if len(folder.log) > known else None, list(folder.waiting_members.values()), alive
 
-    def looked(self, found: tuple[Generation | None, list[Member], list[str]]) -> None:
-        newest, room, alive = found
-        self.do(self.protocol.on_log_read(newest, room, self.now_s, alive))
+    def on_log_read(self, result: tuple[Generation | None, list[Member], list[str]]) -> None:
+        newest, waiting_members, alive = result
+        self.carry_out(self.protocol.on_log_read(newest, waiting_members, self.now_s, alive))
 
     def disk(self, work: Callable[[], Any], answer: Callable[[Any], None] | None = None) -> None:
         """Request disk work: done even if the worker dies; may report a failure after success."""
-        took_s = self.clock.between(0.3, 3) if self.host.active_faults["slow disk"] else self.clock.between(0.001, 0.02)
+        duration_s = self.clock.between(0.3, 3) if self.host.active_faults["slow disk"] else self.clock.between(0.001, 0.02)
         bad, rng = self.host.active_faults["bad disk"] > 0, self.clock.rng
 
         def happen() -> None:
-            found = None if bad and rng.random() < 0.7 else work()
+            result = None if bad and rng.random() < 0.7 else work()
             if bad:
-                self.after(took_s * rng.random(), lambda: self.tell("on_disk_error"))
+                self.after(duration_s * rng.random(), lambda: self.report("on_disk_error"))
             elif answer:
-                self.after(took_s * rng.random(), lambda: answer(found))
+                self.after(duration_s * rng.random(), lambda: answer(result))
 
-        self.clock.after(took_s * rng.random(), happen)
+        self.clock.after(duration_s * rng.random(), happen)
 
     # -- links ------------------------------------------------------------------------------------------------------------
 
     def connect(self, other: Worker) -> None:
         """Open a connection: the peer accepts, its kernel refuses, or nothing answers."""
         if other.host is self.host and not other.alive:
-            self.tell("on_connect_failed", other.me.id, True)
+            self.report("on_connect_failed", other.me.id, True)
             return
         attempt = ConnectAttempt()
 
@@ -182,7 +182,7 @@ class Worker:
         def fail(refused: bool) -> None:
             if not attempt.over:
                 attempt.over = True
-                self.tell("on_connect_failed", other.me.id, refused)
+                self.report("on_connect_failed", other.me.id, refused)
 
         self.clock.after(self.cluster.network.latency_s(self.host, other.host), arrive)
         self.after(CONNECT_S, lambda: fail(False))
@@ -194,11 +194,11 @@ class Worker:
             message.over = True
             self.link(connection.peer(end), connection)
         else:
-            self.tell("on_message", connection.peer(end), message)
+            self.report("on_message", connection.peer(end), message)
 
     def link(self, id: str, connection: Connection) -> None:
         self.connections.setdefault(id, []).append(connection)
-        self.tell("on_link_up", id)
+        self.report("on_link_up", id)
 
     def unlink(self, id: str, connection: Connection) -> None:
         """Drop a connection; the protocol learns of it if it was the last one to that peer."""
@@ -206,7 +206,7 @@ class Worker:
         if connection in connections:
             connections.remove(connection)
             if not connections:
-                self.take(lambda: self.tell("on_link_down", id))
+                self.take(lambda: self.report("on_link_down", id))
 
 
 @dataclass
@@ -283,18 +283,18 @@ class MainThread:
 
         self.after(self.clock.between(0.001, 0.02), arrive)
 
-    def begin(self) -> None:
+    def on_formed(self) -> None:
         """The group has formed: commit an agreed step, compare states, transfer them to joiners."""
         assert self.group is not None
         generation, leads = self.group.generation, self.group.generation.rank_of(self.worker.me.id) == 0
         if self.state and self.ready and self.state[0] < generation.step == self.ready[0]:
             self.commit(self.ready)
         self.ready = None
-        self.cluster.invariants.begin(self, generation)
+        self.cluster.invariants.formed(self, generation)
         if leads and self.state is None and self.worker.host.active_faults["bad disk"]:
-            self.after(0.5, self.begin)
+            self.after(0.5, self.on_formed)
         else:
-            self.worker.tell("set_fingerprint", FACTS)
+            self.worker.report("set_fingerprint", FACTS)
             self.enter_collective(CollectiveInput(self.state, checkpoint=self.cluster.folder.checkpoint if leads else None))
 
     # -- train ------------------------------------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ class MainThread:
                 (worker for worker in group.workers if worker.alive and worker.main.group is group and worker.protocol.is_coordinator), None
             )
             if late_s > BREAK_S and coordinator and self.breaks_up:
-                coordinator.tell("regroup", "no progress, and no rank is to blame")
+                coordinator.report("regroup", "no progress, and no rank is to blame")
             if late_s > BREAK_S and not (coordinator and self.breaks_up):
                 self.leave("a connection timed out")
             else:
@@ -359,7 +359,7 @@ class MainThread:
         if not first:
             self.commit(after_step(self.state, [number for contribution in contributions for number in contribution.micro_batches]))
         for id in sorted(wishes - {"join", "drain"}):
-            self.worker.tell("evict", id, "its state differs")
+            self.worker.report("evict", id, "its state differs")
         if not wishes:
             self.after(self.clock.between(0.1, 0.4), self.vote)
         elif not self.aborting:
@@ -377,12 +377,12 @@ class MainThread:
 
     # -- leave ------------------------------------------------------------------------------------------------------------
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """Abort the group: the thread leaves it after a delay."""
         if self.group and not self.aborting:
             self.aborting = True
             self.result_pending = self.result_pending and self.clock.rng.random() < 0.5
-            self.after(self.clock.between(1, 3) if self.slow else self.clock.between(0.005, 0.05), lambda: self.leave("cut"))
+            self.after(self.clock.between(1, 3) if self.slow else self.clock.between(0.005, 0.05), lambda: self.leave("aborted"))
 
     def fail_or_hang(self) -> None:
         """A member is lost: the collective fails here, or hangs until the group is aborted."""
@@ -396,7 +396,7 @@ class MainThread:
         report = self.left = LeaveReport(self.group.generation.number, self.state[0] if self.state else -1, self.drains, why)
         self.group = None
         self.cluster.note(self.worker.me.id, report)
-        self.worker.tell("on_group_left", report)
+        self.worker.report("on_group_left", report)
 
     def disappear(self, silently: bool) -> None:
         """Break the other members' connections to this one, perhaps losing pending results."""

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.elastic.hang import HangLimits, HangVerdict, MemberSnapshot, diagnose, innermost, stack_of
+from lockstep.elastic.hang import HangVerdict, MemberSnapshot, diagnose, innermost, stack_of
+from lockstep.elastic.protocol.decisions import ElasticLimits
 from lockstep.runtime.status_board import PHASES, Phase, Status
 
 MODEL = """\
@@ -87,7 +88,7 @@ HANGS: dict[str, tuple[list[MemberSnapshot], list[int], str, list[str]]] = {
         ],
     ),
     "SIGSTOP": (
-        with_rank(1, state="T", silent_s=11.0),  # in the same collective as all others
+        with_rank(1, state="T", silent_s=11.0),  # in the same collective as the others
         [1],
         "evict",
         ["rank 1 (host a, slot 1, pid 4710) is stopped", "in the reduction of step 118", "ranks 0, 2 and 3 have waited for it"],
@@ -231,13 +232,13 @@ def test_injected_hang_gets_the_right_verdict(name: str) -> None:
 
 SLOW: dict[str, list[MemberSnapshot]] = {
     "all move": [replace(member, status=in_phase("forward", 9.9)) for member in four()],
-    "the last one still computes": with_rank(1, status=in_phase("backward", 9.0, collective=39)),
+    "the last rank still computes": with_rank(1, status=in_phase("backward", 9.0, collective=39)),
     "a long checkpoint on the leader": with_rank(0, status=in_phase("saving", 500, step=117, collective=39)),
     "a long evaluation on one rank": with_rank(2, status=in_phase("evaluating", 1700, step=117, collective=39)),
     "one compiles": with_rank(2, status=in_phase("compiling", 90, collective=39), state="R", silent_s=40),  # with the GIL held
     "a first batch": [replace(member, status=replace(member.status, first_step=True, moved_s=50, since_s=50)) for member in four()],
     "slow steps": [replace(member, status=in_phase("reducing", 40, step_s=5)) for member in four()],
-    "the slowest one's steps count": with_rank(3, status=in_phase("backward", 40, collective=39, step_s=5)),
+    "the steps of the slowest rank count": with_rank(3, status=in_phase("backward", 40, collective=39, step_s=5)),
     "stopped for a moment, in a long checkpoint": with_rank(0, status=in_phase("saving", 500, step=117), state="T", silent_s=4),
     "no answer for a moment": with_rank(0, status=in_phase("saving", 500, step=117), state="", silent_s=4),
     "below the least number of replicas": [replace(member, status=in_phase("waiting for others", 4000)) for member in four()],
@@ -255,7 +256,7 @@ def test_configured_action_is_taken() -> None:
     members = with_rank(2, status=in_phase("forward", 12))
     for action, end in (("abort", "The run is aborted."), ("warn", "No action is taken.")):
         for case in (members, four(), HANGS["all with a shared cause"][0], HANGS["mismatched shape"][0]):
-            verdict = diagnose(case, HangLimits(action=action))  # type: ignore[arg-type]
+            verdict = diagnose(case, ElasticLimits(on_hang=action))  # type: ignore[arg-type]
             assert verdict and verdict.action == action and verdict.paragraph.endswith(end)
 
 
@@ -337,7 +338,7 @@ def test_hang_does_not_go_away_by_itself(members: list[MemberSnapshot], seconds:
 
 def wait_here(ready: threading.Event, done: threading.Event) -> None:
     ready.set()
-    done.wait()  # the line that is looked for
+    done.wait()  # the expected line
 
 
 def test_stack_of_a_thread_ends_where_it_waits() -> None:
@@ -353,7 +354,7 @@ def test_stack_of_a_thread_ends_where_it_waits() -> None:
         thread.join()
     assert "threading.py" in stack.splitlines()[-1]
     line = innermost(stack)
-    assert line.startswith("test_hang.py:") and line.endswith(" in wait_here: `done.wait()  # the line that is looked for`")
+    assert line.startswith("test_hang.py:") and line.endswith(" in wait_here: `done.wait()  # the expected line`")
     assert stack_of(thread.ident) == "", "the thread has exited"
 
 

@@ -24,10 +24,10 @@ from support.simulation.environment import Folder, State
 from support.simulation.invariants import Violation
 
 from lockstep.elastic.generation_log import Generation, Member, Removed, RunResult
-from lockstep.elastic.protocol import decisions, state
+from lockstep.elastic.protocol import decisions, state, transitions
 from lockstep.elastic.protocol.decisions import CoordinatorView, ElasticLimits, Joiner, LeaveReport
 from lockstep.elastic.protocol.effects import AbortGroup, Connect, Effect, Exit, GetReady, LogMessage, Propose, ReadLog, Send
-from lockstep.elastic.protocol.state import Protocol
+from lockstep.elastic.protocol.transitions import Protocol
 
 HISTORIES = int(os.environ.get("LOCKSTEP_HISTORIES", "500"))
 SEED = int(os.environ.get("LOCKSTEP_SEED", "0"))
@@ -96,9 +96,18 @@ def in_replicas(history: History) -> History:
     )
 
 
+def some_history_in_replicas(rng: random.Random) -> History:
+    return in_replicas(some_history(rng))
+
+
 @pytest.mark.parametrize("number", range(max(20, HISTORIES // 10)))
 def test_replicas_of_two_are_complete_or_removed(number: int) -> None:
-    play(in_replicas(some_history(random.Random(f"{SEED} {number}"))))
+    play(some_history_in_replicas(random.Random(f"{SEED} {number}")))
+
+
+@pytest.mark.parametrize("number", [50, 245, 280])
+def test_partner_of_a_lost_worker_is_replaced_while_too_few_workers_are_left(number: int) -> None:
+    play(some_history_in_replicas(random.Random(number)))
 
 
 @pytest.mark.parametrize("number", range(max(20, HISTORIES // 10)))
@@ -111,7 +120,7 @@ def test_larger_side_continues_in_a_new_generation(number: int) -> None:
 def test_invariants_hold_in_random_histories() -> None:
     count: Counter[str] = Counter()
     settled_s: list[float] = []
-    began_s = time.perf_counter()
+    started_s = time.perf_counter()
 
     @seed(SEED)
     @settings(max_examples=HISTORIES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
@@ -126,7 +135,7 @@ def test_invariants_hold_in_random_histories() -> None:
     invariants_hold()
     worst = sorted(settled_s)
     print(f"\nseed {SEED}: {', '.join(f'{number:,} {what}' for what, number in count.items())}")
-    print(f"{time.perf_counter() - began_s:.0f} s; all train after the last fault: median {worst[len(worst) // 2]:.1f} s, ", end="")
+    print(f"{time.perf_counter() - started_s:.0f} s; all train after the last fault: median {worst[len(worst) // 2]:.1f} s, ", end="")
     print(f"99 of 100 within {worst[len(worst) * 99 // 100]:.1f} s, longest {worst[-1]:.1f} s, bound {SETTLE_S:g} s")
 
 
@@ -276,7 +285,7 @@ class Greedy(Protocol):
 
 
 class Hurried(Protocol):
-    """The smaller side gives the larger one no time to learn whom it reaches."""
+    """The smaller side gives the larger one no time to probe its members."""
 
     def _committed_at_most(self, max_workers: int) -> bool:
         return max_workers == 0 and super()._committed_at_most(max_workers)
@@ -290,7 +299,7 @@ class Hospitable(Protocol):
 
 
 class Incurious(Protocol):
-    """When a group did not form, no member checks whom it reaches."""
+    """When a group effects not form, members do not probe each other."""
 
     @property
     def _made_no_progress(self) -> bool:
@@ -316,6 +325,13 @@ class Loyal(Protocol):
 
     def __init__(self, me: Member, limits: ElasticLimits, *others: Any) -> None:
         super().__init__(me, replace(limits, takeover_s=math.inf), *others)
+
+
+class Keeping(Protocol):
+    """It keeps members of incomplete replicas while too few workers are left."""
+
+    def _release(self, members: Sequence[Member]) -> list[Effect]:
+        return []
 
 
 NEXT_GENERATION, NEWCOMERS = decisions.next_generation, decisions.select_joiners
@@ -346,6 +362,7 @@ BROKEN = {
     Impatient: "nothing",
     Patient: "hosts",
     Loyal: "hosts",
+    Keeping: some_history_in_replicas,
 }
 
 
@@ -356,14 +373,14 @@ def test_broken_variants_violate_an_invariant(broken: Any, monkeypatch: pytest.M
     how: dict[str, Any] = {}
     if not isinstance(broken, type):
         name = "select_joiners" if broken in (all_welcome, crowd) else "next_generation"
-        for module in (decisions, state):
-            monkeypatch.setattr(module, name, broken)
+        for module in (decisions, state, transitions):
+            monkeypatch.setattr(module, name, broken, raising=False)
     else:
         how["folder" if issubclass(broken, Folder) else "protocol"] = broken
     with pytest.raises(Violation):
         for number in range(300):
             rng, kind = random.Random(number), BROKEN[broken]
-            play(some_history(rng, [kind], hosts=2, faults=FEW) if isinstance(kind, str) else kill_then_cut(rng), **how)
+            play(some_history(rng, [kind], hosts=2, faults=FEW) if isinstance(kind, str) else kind(rng), **how)
 
 
 # Cases that the histories do not cover.
@@ -424,9 +441,9 @@ def test_worker_on_standby_gets_ready_before_it_is_admitted() -> None:
     worker.on_link_up("a/1/x", 0.0)
     asks = [effect for effect in other.on_link_up("a/0/x", 0.0) if isinstance(effect, Send)]
     assert worker.on_message("a/1/x", asks[0].message, 0.5) == [] and worker.joiners, "before training starts it may still start with them"
-    (told,) = worker.set_fingerprint({"torch": "2.13"}, 1.0)
-    assert isinstance(told, Send) and told.message == {"kind": "prepare"} and worker.joiner_count == 0
-    assert other.on_message("a/0/x", told.message, 1.0) == [GetReady()] and other.on_message("a/0/x", told.message, 1.1) == []
+    (sent,) = worker.set_fingerprint({"torch": "2.13"}, 1.0)
+    assert isinstance(sent, Send) and sent.message == {"kind": "prepare"} and worker.joiner_count == 0
+    assert other.on_message("a/0/x", sent.message, 1.0) == [GetReady()] and other.on_message("a/0/x", sent.message, 1.1) == []
     other.request_join(5.0, {"torch": "2.13"}, is_joining=True)
     (joins,) = [effect for effect in other.on_log_read(None, [], 5.0) if isinstance(effect, Send)]
     worker.on_message("a/1/x", joins.message, 5.0)
@@ -463,8 +480,8 @@ def test_stopped_process_does_not_count_its_own_pause_as_silence() -> None:
 
 def test_regroup_keeps_all_members() -> None:
     worker = started(0, 1)
-    cut, told = worker.regroup("no progress", 1.0)
-    assert cut == AbortGroup("no progress") and isinstance(told, Send) and told.message["kind"] == "over"
+    abort, sent = worker.regroup("no progress", 1.0)
+    assert abort == AbortGroup("no progress") and isinstance(sent, Send) and sent.message["kind"] == "over"
     left = {"kind": "left", "number": 1, "step": 7, "leaving": False, "why": "cut", "lost": [], "dead": {}, "doubts": True}
     worker.on_message("a/1/x", left, 1.0)
     (proposal,) = worker.on_group_left(LeaveReport(1, 7, why="cut"), 1.0)
@@ -474,9 +491,9 @@ def test_regroup_keeps_all_members() -> None:
 def test_regroup_keeps_members_that_reach_each_other() -> None:
     worker = started(0, 1, 2)
     worker.regroup("no progress", 1.0)
-    told = {"kind": "left", "number": 1, "step": 7, "leaving": False, "why": "cut", "dead": {}, "doubts": True}
-    worker.on_message("a/1/x", {**told, "lost": ["a/2/x"]}, 1.0)
-    worker.on_message("a/2/x", {**told, "lost": ["a/1/x"]}, 1.0)
+    report = {"kind": "left", "number": 1, "step": 7, "leaving": False, "why": "cut", "dead": {}, "doubts": True}
+    worker.on_message("a/1/x", {**report, "lost": ["a/2/x"]}, 1.0)
+    worker.on_message("a/2/x", {**report, "lost": ["a/1/x"]}, 1.0)
     (proposal,) = worker.on_group_left(LeaveReport(1, 7, why="cut"), 1.0)
     assert isinstance(proposal, Propose) and proposal.generation.members == (member(0), member(1)) and proposal.generation.step == 7
     other = protocol(1)
@@ -484,7 +501,7 @@ def test_regroup_keeps_members_that_reach_each_other() -> None:
     other.on_log_read(generation(1, 0, 1, 2), [], 0.0)
     other.on_link_up("a/0/x", 0.0)
     other.on_message("a/0/x", {"kind": "over", "number": 1, "why": "no progress", "dead": {}, "doubts": True}, 1.0)
-    assert Connect(member(2)) in other.on_group_left(LeaveReport(1, 7, why="cut"), 1.0), "it checks whom it reaches before it reports"
+    assert Connect(member(2)) in other.on_group_left(LeaveReport(1, 7, why="cut"), 1.0), "it probes the others before it reports"
 
 
 def test_last_leaving_member_stays_until_a_joiner_has_its_state() -> None:
@@ -500,8 +517,8 @@ def test_reason_names_removed_members_and_joiners() -> None:
     view = CoordinatorView(
         generation(3, 0, 1), {"a/0/x": LeaveReport(3, 5)}, {"a/1/x": "exited"}, [Joiner(member(2), {}, frozenset({"a/0/x"}))]
     )
-    found, reason = NEXT_GENERATION(view, ElasticLimits(), "token")
-    assert found and found.out == (Removed("a/1/x", "exited"),) and reason == "a/1: exited; a/2 joined"
+    successor, reason = NEXT_GENERATION(view, ElasticLimits(), "token")
+    assert successor and successor.out == (Removed("a/1/x", "exited"),) and reason == "a/1: exited; a/2 joined"
 
 
 # Stopping.
@@ -520,11 +537,11 @@ def below_least(stops: str = "") -> tuple[Protocol, list[Effect]]:
 
 @pytest.mark.parametrize("before", [False, True])
 def test_stop_request_lowers_min_workers(before: bool) -> None:
-    worker, did = below_least("SIGTERM" if before else "")
+    worker, effects = below_least("SIGTERM" if before else "")
     if not before:
-        assert did == [LogMessage("too few workers: 1 available, at least 2 required")]
-        did = worker.request_stop("SIGTERM", 2.0)
-    (proposal,) = did
+        assert effects == [LogMessage("too few workers: 1 available, at least 2 required")]
+        effects = worker.request_stop("SIGTERM", 2.0)
+    (proposal,) = effects
     assert isinstance(proposal, Propose) and proposal.generation.members == (member(0),) and proposal.generation.step == 7
     assert proposal.generation.end is None and worker.stop_signal == "SIGTERM"
 
@@ -533,8 +550,45 @@ def test_stop_request_lowers_min_workers(before: bool) -> None:
 def test_stopping_run_still_needs_a_complete_replica(stops: str) -> None:
     limits = ElasticLimits(min_workers=4, replica_size=2)
     view = CoordinatorView(generation(1, 0, 1, 2, 3), {f"a/{slot}/x": LeaveReport(1, 7) for slot in (0, 1, 2)}, {"a/3/x": "exited"}, [])
-    found, _ = NEXT_GENERATION(view, limits.for_stopping if stops else limits, "token")
-    assert (found and found.members) == ((member(0), member(1)) if stops else None)
+    successor, _ = NEXT_GENERATION(view, limits.for_stopping if stops else limits, "token")
+    assert (successor and successor.members) == ((member(0), member(1)) if stops else None)
+
+
+def in_two_replicas(slot: int) -> Protocol:
+    """Worker a/SLOT, which has left generation 1: two replicas of two workers, all required."""
+    worker = protocol(slot)
+    worker.limits = replace(worker.limits, min_workers=4, replica_size=2)
+    worker.request_join(0.0, {})
+    worker.on_log_read(generation(1, 0, 1, 2, 3), [], 0.0)
+    for other in {0, 1, 2, 3} - {slot}:
+        worker.on_link_up(member(other).id, 0.0)
+    worker.on_group_left(LeaveReport(1, 7, why="lost"), 1.0)
+    return worker
+
+
+def left(worker: int, *dead: int) -> dict[str, Any]:
+    """The message of worker a/WORKER after leaving generation 1 at step 7."""
+    facts = {"step": 7, "leaving": False, "why": "lost", "lost": [], "doubts": False}
+    return {"kind": "left", "number": 1, **facts, "dead": {member(slot).id: "exited" for slot in dead}}
+
+
+def test_partner_of_a_lost_worker_is_released_while_too_few_workers_are_left() -> None:
+    coordinator = in_two_replicas(0)
+    coordinator.on_message("a/1/x", left(1, 3), 1.0)
+    effects = coordinator.on_message("a/2/x", left(2, 3), 1.0)
+    assert LogMessage("too few workers: 2 available, at least 4 required") in effects
+    (update,) = [effect.message for effect in effects if isinstance(effect, Send) and effect.id == "a/2/x"]
+    assert update["dead"] == {"a/2/x": "its replica is incomplete", "a/3/x": "exited"}
+    released = Exit("this worker was removed from the run: its replica is incomplete", fenced=True)
+    assert in_two_replicas(2).on_message("a/0/x", update, 2.0) == [released]
+
+
+def test_coordinator_of_an_incomplete_replica_releases_itself() -> None:
+    coordinator = in_two_replicas(0)
+    coordinator.on_message("a/2/x", left(2, 1), 1.0)
+    effects = coordinator.on_message("a/3/x", left(3, 1), 1.0)
+    assert Exit("this worker was removed from the run: its replica is incomplete", fenced=True) in effects
+    assert coordinator.phase == "gone" and not any(isinstance(effect, Propose) for effect in effects)
 
 
 def test_stop_request_of_a_member_that_has_left_reaches_the_coordinator() -> None:
@@ -544,13 +598,13 @@ def test_stop_request_of_a_member_that_has_left_reaches_the_coordinator() -> Non
     other.on_link_up("a/0/x", 0.0)
     other.on_message("a/0/x", {"kind": "over", "number": 1, "why": "lost", "dead": {"a/2/x": "exited"}, "doubts": False}, 1.0)
     other.on_group_left(LeaveReport(1, 7, why="lost"), 1.0)
-    (told,) = other.request_stop("SIGTERM", 2.0)
-    assert isinstance(told, Send) and told.id == "a/0/x" and told.message["kind"] == "left" and told.message["stops"] == "SIGTERM"
+    (sent,) = other.request_stop("SIGTERM", 2.0)
+    assert isinstance(sent, Send) and sent.id == "a/0/x" and sent.message["kind"] == "left" and sent.message["stops"] == "SIGTERM"
     coordinator = started(0, 1, 2)
     coordinator.limits = replace(coordinator.limits, min_workers=3)
     coordinator.dead["a/2/x"] = "exited"
     coordinator.on_group_left(LeaveReport(1, 7, why="lost"), 1.0)
-    (proposal,) = [effect for effect in coordinator.on_message("a/1/x", told.message, 2.0) if isinstance(effect, Propose)]
+    (proposal,) = [effect for effect in coordinator.on_message("a/1/x", sent.message, 2.0) if isinstance(effect, Propose)]
     assert proposal.generation.members == (member(0), member(1)) and proposal.generation.step == 7
 
 
@@ -559,11 +613,11 @@ def test_stop_request_of_a_worker_on_standby_reaches_the_members() -> None:
     other.request_join(0.0, {})
     other.on_log_read(generation(1, 0), [], 0.0)
     other.on_link_up("a/0/x", 0.0)
-    (told,) = other.request_stop("SIGTERM", 1.0)
-    assert isinstance(told, Send) and told.message["kind"] == "join"
+    (sent,) = other.request_stop("SIGTERM", 1.0)
+    assert isinstance(sent, Send) and sent.message["kind"] == "join"
     coordinator = started(0)
     coordinator.on_link_up("a/1/x", 1.0)
-    coordinator.on_message("a/1/x", told.message, 1.0)
+    coordinator.on_message("a/1/x", sent.message, 1.0)
     assert coordinator.stop_signal == "SIGTERM" and coordinator.phase == "in" and not coordinator.generation_error, (
         "the vote of the next step has it"
     )
@@ -586,8 +640,8 @@ def test_start_logs_what_it_waits_for_when_that_changes() -> None:
     worker.limits = replace(worker.limits, expected_workers=3, min_workers=2)
     worker.request_join(0.0, {})
     worker.on_log_read(None, [], 0.0)
-    said = [(tick, effect.text) for tick in range(100) for effect in worker.tick(tick * 0.2) if isinstance(effect, LogMessage)]
-    assert [text for _, text in said] == ["too few workers: 1 available (a/0), at least 2 required"] and said[0][0] >= 12
+    logged = [(tick, effect.text) for tick in range(100) for effect in worker.tick(tick * 0.2) if isinstance(effect, LogMessage)]
+    assert [text for _, text in logged] == ["too few workers: 1 available (a/0), at least 2 required"] and logged[0][0] >= 12
     worker.on_link_up("a/1/x", 20.0)
     join = {"kind": "join", "number": 0, "member": vars(member(1)), "facts": {}, "reaches": []}
     (effect,) = [effect for effect in worker.on_message("a/1/x", join, 20.0) if isinstance(effect, LogMessage)]

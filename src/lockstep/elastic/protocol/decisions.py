@@ -1,4 +1,4 @@
-"""Membership decisions as pure functions: the next generation, joiners to admit or refuse."""
+"""Membership decisions: the next generation, joiners to admit or refuse."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Literal
 from lockstep.elastic.generation_log import Generation, Member, Removed
 
 RUN_FACT_PREFIXES = ("run ", "--")  # of facts that the user asked for: "run steps", "--steps" of a user's loop
+INCOMPLETE = "its replica is incomplete"
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class ElasticLimits:
 
 @dataclass(frozen=True)
 class LeaveReport:
-    """A member's report after its main thread has left generation `number`.
+    """A member's report that its main thread has left generation `number`.
 
     step     committed steps, or steps that it must commit because all ranks agreed; < 0: no state
     leaving  it leaves the run, because its host is drained
@@ -76,10 +77,7 @@ class Joiner:
 
 @dataclass(frozen=True)
 class CoordinatorView:
-    """Everything that a coordinator's decision depends on.
-
-    dead  id -> why a member counts as gone
-    """
+    """All inputs of a coordinator's decision. dead: id -> why a member counts as gone."""
 
     generation: Generation
     reports: Mapping[str, LeaveReport]
@@ -89,10 +87,45 @@ class CoordinatorView:
 
 def next_generation(view: CoordinatorView, limits: ElasticLimits, token: str) -> tuple[Generation | None, str]:
     """Return (the generation to propose, the reason), or (None, what the coordinator waits for)."""
-    members, reports, number = view.generation.members, view.reports, view.generation.number + 1
-    missing = [member for member in members if member.id not in reports and member.id not in view.dead]
+    number, missing = view.generation.number + 1, missing_reports(view)
     if missing:
         return None, f"waiting for {member_names(missing)} to leave generation {view.generation.number}"
+    survivors = split_members(view, limits)
+    if survivors is None:
+        return None, "no member would stay"
+    stay, incomplete, removed = survivors
+    if not stay and incomplete:
+        reason = "no complete replica is left; resuming from the newest checkpoint"
+        return Generation(number, token, (), "", view.generation.step, reason, tuple(removed)), reason
+    new = select_joiners(view.joiners, stay, limits)
+    if len(stay) + len(new) < limits.min_workers:
+        return None, f"too few workers: {len(stay) + len(new)} available, at least {limits.min_workers} required"
+    causes = [f"{member.id.rpartition('/')[0]}: {member.why}" for member in removed] + ([f"{member_names(new)} joined"] if new else [])
+    reason = "; ".join(causes) or next((report.why for report in view.reports.values() if report.why), "regrouped")
+    step = max(view.reports[member.id].step for member in stay)
+    return Generation(number, token, (*stay, *new), "", step, reason, tuple(removed)), reason
+
+
+def members_to_release(view: CoordinatorView, limits: ElasticLimits) -> list[Member]:
+    """Return the members of incomplete replicas, while complete ones wait for more workers.
+
+    A released member exits, and its replacement can complete a replica.
+    """
+    survivors = None if missing_reports(view) else split_members(view, limits)
+    return survivors[1] if survivors else []
+
+
+def missing_reports(view: CoordinatorView) -> list[Member]:
+    """Return the members that are neither gone nor have reported."""
+    return [member for member in view.generation.members if member.id not in view.reports and member.id not in view.dead]
+
+
+def split_members(view: CoordinatorView, limits: ElasticLimits) -> tuple[list[Member], list[Member], list[Removed]] | None:
+    """Return the members (that stay, of incomplete replicas, to remove).
+
+    None: all are leaving, and no joiner can take over their state yet.
+    """
+    members, reports = view.generation.members, view.reports
     alive = [member for member in members if member.id not in view.dead]
     removed = [Removed(member.id, view.dead[member.id]) for member in members if member.id in view.dead]
     leaving = [member for member in alive if reports[member.id].leaving]
@@ -100,7 +133,7 @@ def next_generation(view: CoordinatorView, limits: ElasticLimits, token: str) ->
         removed += [Removed(member.id, reports[member.id].why or "leaving") for member in leaving]
         alive = [member for member in alive if member not in leaving]
     elif not select_joiners(view.joiners, alive, limits):
-        return None, "no member would stay"  # otherwise the last members stay until a joiner has their state
+        return None
     stay: list[Member] = []
     for member in alive:
         unreachable = next((other for other in stay if member.id in reports[other.id].lost and other.id in reports[member.id].lost), None)
@@ -109,17 +142,7 @@ def next_generation(view: CoordinatorView, limits: ElasticLimits, token: str) ->
         else:
             stay.append(member)
     stay, incomplete = split_whole_replicas(members, stay, limits.replica_size)
-    removed += [Removed(member.id, "its replica is incomplete") for member in incomplete]
-    if not stay and incomplete:
-        reason = "no complete replica is left; resuming from the newest checkpoint"
-        return Generation(number, token, (), "", view.generation.step, reason, tuple(removed)), reason
-    new = select_joiners(view.joiners, stay, limits)
-    if len(stay) + len(new) < limits.min_workers:
-        return None, f"too few workers: {len(stay) + len(new)} available, at least {limits.min_workers} required"
-    causes = [f"{one.id.rpartition('/')[0]}: {one.why}" for one in removed] + ([f"{member_names(new)} joined"] if new else [])
-    reason = "; ".join(causes) or next((report.why for report in reports.values() if report.why), "regrouped")
-    step = max(reports[member.id].step for member in stay)
-    return Generation(number, token, (*stay, *new), "", step, reason, tuple(removed)), reason
+    return stay, incomplete, removed + [Removed(member.id, INCOMPLETE) for member in incomplete]
 
 
 def select_joiners(joiners: Iterable[Joiner], stay: Sequence[Member], limits: ElasticLimits) -> list[Member]:
@@ -145,7 +168,7 @@ def split_whole_replicas(members: Sequence[Member], stay: Sequence[Member], repl
 
 
 def rendezvous_status(workers: Sequence[Member], limits: ElasticLimits) -> str:
-    """Describe what a start waits for."""
+    """Return the log line of a start that waits for workers."""
     names, timeout_s = member_names(workers), limits.rendezvous_timeout_s
     if len(workers) < limits.min_workers:
         return f"too few workers: {len(workers)} available ({names}), at least {limits.min_workers} required"

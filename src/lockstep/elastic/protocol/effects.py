@@ -1,4 +1,4 @@
-"""Effects: what the protocol asks the membership thread to do."""
+"""Effects: requests of the protocol to the membership thread."""
 
 from __future__ import annotations
 
@@ -25,10 +25,7 @@ class Send:
 
 @dataclass(frozen=True)
 class ReadLog:
-    """Read the newest generation above `known`, the waiting room and the liveness files.
-
-    `on_log_read` or `on_disk_error` follows.
-    """
+    """Read the log above `known`, and the waiting room; `on_log_read` or `on_disk_error` follows."""
 
     known: int
 
@@ -42,26 +39,26 @@ class Propose:
 
 @dataclass(frozen=True)
 class AbortGroup:
-    """The process group is broken: abort every collective that waits in it."""
+    """Abort every collective of the process group."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class FormGroup:
-    """This worker is a member of `generation`: its main thread may form the process group."""
+    """Let the main thread form the process group of `generation`, which has this worker."""
 
     generation: Generation
 
 
 @dataclass(frozen=True)
 class GetReady:
-    """The run has started without this worker: build the model, then request to join."""
+    """Build the model, then ask to join: the run has started without this worker."""
 
 
 @dataclass(frozen=True)
 class Exit:
-    """This worker leaves for good: removed from the run (`fenced`), refused, or the run ended."""
+    """Leave for good: removed from the run (`fenced`), refused, or the run ended."""
 
     why: str
     fenced: bool = False
@@ -70,8 +67,6 @@ class Exit:
 
 @dataclass(frozen=True)
 class LogMessage:
-    """A line for the log."""
-
     text: str
 
 

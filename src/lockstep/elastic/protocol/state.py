@@ -1,70 +1,25 @@
-"""Membership protocol: one worker's state and reactions, without sockets, files or clocks.
+"""The state of the membership protocol in one worker, and its derived values.
 
-Each worker has one `Protocol`. Its membership thread (membership.py) reports every event with the
-time of its own monotonic clock and carries out the effects that the protocol returns. The
-simulation in tests/support/simulation drives the same code through random histories of faults.
-
-Phases of a worker:
-
-    out    not in a generation: a new worker, or one on standby
-    in     in `generation`: forming its group, or training
-    left   its main thread has left the group and reported its step (LeaveReport)
-    gone   removed, refused, or the run ended
-
-The *coordinator* is the first member of the generation that is not gone: rank 0, or the rank that
-would succeed it. Every member holds a link to it and receives its heartbeats. When the group
-breaks, every member leaves it and reports to the coordinator. Once each other member has reported,
-exited or timed out, the coordinator proposes the next generation to the log (generation_log.py);
-a proposer that loses adopts the winner. If the network is cut in two, the larger side proposes
-first. The smaller side waits as long again and proceeds only if the log is still unchanged.
-
-Lost or repeated messages are harmless: each heartbeat re-sends the sender's state (`_update_for`),
-and a member heard from again counts as alive. Correctness depends on the log alone: two members
-that both believe to be the coordinator both propose, and one of them wins.
-
-A stop request travels with these messages. It lowers `min_workers`: the remaining workers form one
-more generation, whose vote contains the request, and save. Without a training generation there is
-nothing to save: the first waiting worker records the end of the run in the log.
-
-A joiner asks every member. The members agree on a step (in its vote), leave the group after it,
-and form the next generation with the joiner. If no member of a generation is left, new workers
-gather around the first of them and resume from a checkpoint.
-
-A worker of a new start asks without a fingerprint: it has no model yet. Once the members train
-(they have a fingerprint) they do not admit such a worker. They tell it to get ready, and it asks
-again as a joiner.
+Only transitions.py changes it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.elastic.generation_log import Generation, Member, Removed, RunResult
-from lockstep.elastic.protocol.decisions import (
-    CoordinatorView,
-    ElasticLimits,
-    Joiner,
-    LeaveReport,
-    first_whole_replicas,
-    member_names,
-    next_generation,
-    refusal_reason,
-    rendezvous_status,
-    select_joiners,
-)
-from lockstep.elastic.protocol.effects import AbortGroup, Connect, Effect, Exit, FormGroup, GetReady, LogMessage, Propose, ReadLog, Send
-from lockstep.runtime.signals import stop_exit_code
+from lockstep.elastic.generation_log import Generation, Member
+from lockstep.elastic.protocol.decisions import ElasticLimits, Joiner, LeaveReport, select_joiners
 
 
 @dataclass
-class Protocol:
-    """One worker's membership. Each event method takes the time and returns the effects, in order.
+class MembershipState:
+    """What one worker knows about its membership and the other workers.
 
     tokens               returns a new random token for each proposal
-    after                newest generation when this start began: a recorded end up to it is ignored
+    after                newest generation before this start: a recorded end up to it is ignored
     fingerprint          values that must be equal on all members; empty until this worker trains
     join_requested       the main thread has asked to join
     is_joining           it asked while others trained, and starts with no other worker
@@ -116,7 +71,6 @@ class Protocol:
 
     @property
     def others(self) -> list[Member]:
-        """Members of the generation except this worker."""
         return [member for member in self.generation.members if member.id != self.me.id] if self.generation else []
 
     def coordinator(self) -> Member | None:
@@ -127,7 +81,6 @@ class Protocol:
 
     @property
     def is_coordinator(self) -> bool:
-        """Whether this worker coordinates its generation."""
         return self.phase in ("in", "left") and self.coordinator() == self.me
 
     @property
@@ -143,162 +96,7 @@ class Protocol:
         """Whether to update the liveness file, which keeps unreachable workers from taking over."""
         return self.phase == "in" and self.is_coordinator
 
-    # -- requests of the main thread ------------------------------------------------------------------------------------
-
-    def request_join(self, now_s: float, fingerprint: Mapping[str, str], *, is_joining: bool = False) -> list[Effect]:
-        """The worker is ready to join. is_joining: only workers that train already."""
-        self.join_requested, self.fingerprint, self.is_joining = True, fingerprint, is_joining
-        self._log_read_s = now_s
-        return [ReadLog(0)]
-
-    def set_fingerprint(self, fingerprint: Mapping[str, str], now_s: float) -> list[Effect]:
-        """This worker trains from now on. Check each waiting joiner against its fingerprint."""
-        self.fingerprint, joiners, self.joiners = fingerprint, list(self.joiners.values()), {}
-        return [effect for joiner in joiners for effect in self._on_join_request(joiner, now_s)]
-
-    def on_group_left(self, report: LeaveReport, now_s: float) -> list[Effect]:
-        """The main thread has left the process group."""
-        if self.phase != "in" or report.number != self.number:
-            return []
-        self.phase = "left"
-        self.reports[self.me.id] = report
-        self.generation_error = self.generation_error or report.why or "left"
-        return self._advance(now_s)
-
-    def evict(self, id: str, why: str, now_s: float) -> list[Effect]:
-        """Remove a member that hangs or whose state differs."""
-        if id == self.me.id:
-            return self._exit_removed(why)
-        self.dead.setdefault(id, why)
-        return self._advance(now_s)
-
-    def regroup(self, why: str, now_s: float) -> list[Effect]:
-        """Form a generation of all members that reach each other: no rank caused the hang."""
-        self.partition_suspected = True
-        return [*self._end_generation(why), *self._advance(now_s)]
-
-    def request_stop(self, name: str, now_s: float) -> list[Effect]:
-        """Save and stop the run, as on the signal `name`."""
-        self.stop_signal = self.stop_signal or name
-        return self._advance(now_s)
-
-    def stop_admitting(self) -> list[Effect]:
-        """Admit no more joiners and wait for no workers: the run is about to end."""
-        self.limits = replace(self.limits, min_workers=1, max_workers=0)
-        return []
-
-    def abort_start(self) -> list[Effect]:
-        """Stop taking part: another training runs in this folder."""
-        self.phase = "gone"
-        return []
-
-    # -- network events -------------------------------------------------------------------------------------------------
-
-    def on_link_up(self, id: str, now_s: float) -> list[Effect]:
-        """A link to a peer is open; either side may have opened it."""
-        self.links.add(id)
-        self.last_heard_s[id] = now_s
-        self._last_sent.pop(id, None)
-        self._connect_after_s.pop(id, None)
-        return self._advance(now_s)
-
-    def on_link_down(self, id: str, now_s: float) -> list[Effect]:
-        """The last link to a peer closed. Another connection attempt shows whether it exited."""
-        self.links.discard(id)
-        self.joiners.pop(id, None)
-        self._connect_after_s.pop(id, None)
-        return [*self._connect([member for member in self._monitored() if member.id == id], now_s), *self._advance(now_s)]
-
-    def on_connect_failed(self, id: str, refused: bool, now_s: float) -> list[Effect]:
-        """A link could not be opened. A refused connection proves that the process exited."""
-        self._connect_after_s[id] = now_s + self.limits.log_poll_s
-        if refused:
-            self.dead.setdefault(id, "exited")
-        return self._advance(now_s)
-
-    def on_message(self, id: str, message: Mapping[str, Any], now_s: float) -> list[Effect]:
-        """Handle a message of a linked peer."""
-        self.last_heard_s[id] = now_s
-        kind, number = message["kind"], int(message.get("number", self.number))
-        if self.phase == "gone" or kind == "beat":
-            return []
-        self.stop_signal = self.stop_signal or str(message.get("stops", ""))
-        if kind == "record":
-            return self._adopt(Generation.from_json(message["record"]), now_s)
-        if kind == "prepare":
-            return self._on_get_ready()
-        if kind == "refused":
-            self.phase = "gone"
-            return [Exit(str(message["why"]))]
-        if number > self.number:
-            return [ReadLog(self.number)]
-        if number < self.number and self.generation:
-            return [Send(id, {"kind": "record", "record": self.generation.to_json()})]
-        if kind == "join":
-            joiner = Joiner(Member.from_json(message["member"]), dict(message["facts"]), frozenset(message["reaches"]))
-            return self._on_join_request(joiner, now_s)
-        if kind not in ("left", "over") or self.phase == "out":
-            return []
-        if self.me.id in message["dead"]:
-            return self._exit_removed(str(message["dead"][self.me.id]))
-        self.dead = {**message["dead"], **self.dead}
-        self.partition_suspected = self.partition_suspected or bool(message["doubts"])
-        if kind == "left":
-            leaving, why, lost = bool(message["leaving"]), str(message["why"]), tuple(message["lost"])
-            self.reports[id] = LeaveReport(number, int(message["step"]), leaving, why, lost)
-        return [*self._end_generation(str(message["why"]) or f"{id} left"), *self._advance(now_s)]
-
-    # -- disk events ----------------------------------------------------------------------------------------------------
-
-    def on_log_read(
-        self, newest: Generation | None, waiting_members: Sequence[Member], now_s: float, alive: Iterable[str] = ()
-    ) -> list[Effect]:
-        """The log and the waiting room were read.
-
-        newest  the newest generation, if it is newer than the one known
-        alive   ids whose liveness file (`writes_liveness`) has changed since the last read
-        """
-        self._has_read_log = True
-        self.waiting_members = tuple(member for member in waiting_members if member.id != self.me.id)
-        if self.phase == "out" and self.generation:
-            self.last_heard_s |= {id: now_s for id in alive if self.generation.rank_of(id) is not None}
-        return self._adopt(newest, now_s) if newest else self._advance(now_s)
-
-    def on_proposed(self, winner: Generation, now_s: float) -> list[Effect]:
-        """The log holds a generation of the proposed number: this worker's or another's."""
-        self._pending_proposal = 0
-        return self._adopt(winner, now_s)
-
-    def on_disk_error(self, now_s: float) -> list[Effect]:
-        """The log could not be read or written; it is tried again."""
-        self._pending_proposal, self._disk_retry_s = 0, now_s + self.limits.log_poll_s
-        return []
-
-    # -- clock ----------------------------------------------------------------------------------------------------------
-
-    def tick(self, now_s: float) -> list[Effect]:
-        """Advance the clock. Call at least once per heartbeat interval; more often does no harm."""
-        passed_s = now_s - self.now_s
-        if self.phase == "gone" or passed_s < self.limits.heartbeat_s / 10:
-            return []
-        stopped_s = max(0.0, passed_s - self.limits.heartbeat_s)  # this process was stopped: not the peers' silence
-        self.now_s = now_s
-        monitored = [member.id for member in self._monitored()]
-        self.last_heard_s = {id: min(now_s, self.last_heard_s.get(id, now_s) + stopped_s) for id in monitored}
-        self.joiners = {id: joiner for id, joiner in self.joiners.items() if not self._is_silent(id)}
-        effects: list[Effect] = []
-        if now_s - self._last_heartbeat_s >= self.limits.heartbeat_s:
-            self._last_heartbeat_s, self._last_sent = now_s, {}
-        pause_s = self.limits.log_poll_s if self.phase != "in" else 4 * self.limits.log_poll_s
-        if now_s - self._log_read_s >= pause_s and (self.phase != "out" or self.join_requested):
-            self._log_read_s = now_s
-            effects.append(ReadLog(self.number))
-        return [*effects, *self._advance(now_s)]
-
-    # -- peers ----------------------------------------------------------------------------------------------------------
-
     def _silence_s(self, id: str) -> float:
-        """Return the seconds since a monitored peer was last heard from."""
         return self.now_s - self.last_heard_s.get(id, self.now_s)
 
     def _is_silent(self, id: str) -> bool:
@@ -309,7 +107,6 @@ class Protocol:
         return self.dead.get(id) or (f"no heartbeat for {self.limits.heartbeat_timeout_s:g} s" if self._is_silent(id) else "")
 
     def _is_late(self, id: str) -> bool:
-        """Whether to try the next candidate, too."""
         return id in self.dead or (id not in self.links and self._silence_s(id) > self.limits.heartbeat_s)
 
     def _wanted_peers(self) -> list[Member]:
@@ -351,7 +148,7 @@ class Protocol:
 
     @property
     def _made_no_progress(self) -> bool:
-        """Whether this worker left a generation without a step: perhaps the network is cut."""
+        """Whether this worker left a generation without a step: the network may be cut."""
         return self._committed_at_most(0)
 
     def _committed_at_most(self, steps: int) -> bool:
@@ -376,7 +173,7 @@ class Protocol:
         return longest_s <= (1 + self._committed_at_most(1) + len(alive) - len(silent)) * self.limits.heartbeat_timeout_s
 
     def _reachable_joiners(self) -> list[Joiner]:
-        """Return the joiners heard from recently. A cut joiner is found later than a member."""
+        """Return the joiners heard from recently: the loss of a joiner is detected late."""
         return [joiner for id, joiner in self.joiners.items() if self._silence_s(id) <= 2 * self.limits.heartbeat_s]
 
     @property
@@ -385,167 +182,4 @@ class Protocol:
         return self.phase == "left" and (not self._made_no_progress or self._reachability_known(self.others))
 
     def _reachability_known(self, members: Sequence[Member]) -> bool:
-        """Whether it is known of each member if this worker reaches it."""
         return all(member.id in self.links or member.id == self.me.id or self._loss_reason(member.id) for member in members)
-
-    # -- actions --------------------------------------------------------------------------------------------------------
-
-    def _advance(self, now_s: float) -> list[Effect]:
-        """Return everything that is due, whatever has happened."""
-        if self.phase == "gone":
-            return []
-        effects: list[Effect] = []
-        for member in self.others:
-            if why := self._loss_reason(member.id):
-                effects += self._end_generation(f"{member_names([member])}: {why}")
-        effects += self._connect(self._wanted_peers(), now_s)
-        effects += self._propose_start(now_s) if self.phase == "out" else self._propose(now_s)
-        return [*effects, *self._send_updates()]
-
-    def _end_generation(self, why: str) -> list[Effect]:
-        """Abort the group. The other members learn it from this worker's updates."""
-        if self.phase != "in" or self.generation_error:
-            return []
-        self.generation_error = why
-        return [AbortGroup(why)]
-
-    def _exit_removed(self, why: str) -> list[Effect]:
-        """Exit: the run continues without this worker."""
-        effects = self._end_generation(why)
-        self.phase = "gone"
-        return [*effects, Exit(f"this worker was removed from the run: {why}", fenced=True)]
-
-    def _connect(self, members: Sequence[Member], now_s: float) -> list[Effect]:
-        """Open links to the members that have none."""
-        new = [member for member in members if member.id not in self.links and self._connect_after_s.get(member.id, now_s) <= now_s]
-        self._connect_after_s |= {member.id: math.inf for member in new}
-        return [Connect(member) for member in new]
-
-    def _send_updates(self) -> list[Effect]:
-        """Send each peer its update if it has changed, and at each heartbeat (see `tick`)."""
-        updates = {id: self._update_for(id) for id in sorted(self.links)}
-        sent, self._last_sent = self._last_sent, updates
-        return [Send(id, update) for id, update in updates.items() if sent.get(id) != update]
-
-    def _update_for(self, id: str) -> dict[str, Any]:
-        """Return what a peer should know: join request, report, generation error, heartbeat."""
-        stop = {"stops": self.stop_signal} if self.stop_signal else {}
-        if self.phase == "out" and self.join_requested and any(member.id == id for member in self._join_targets()):
-            reaches = sorted(member.id for member in self._active_members() if member.id in self.links)
-            request = {"member": vars(self.me), "facts": dict(self.fingerprint), "reaches": reaches}
-            return {"kind": "join", "number": self.number, **request, **stop}
-        if not self.generation_error or all(member.id != id for member in self.others):
-            return {"kind": "beat"}
-        dead = {member.id: self.dead[member.id] for member in self.others if member.id in self.dead}
-        known, coordinator = {"dead": dead, "doubts": self.partition_suspected, **stop}, self.coordinator()
-        if self._report_ready and ((coordinator and coordinator.id == id) or self.reports[self.me.id].leaving):
-            lost = [member.id for member in self.others if self._is_silent(member.id)]
-            return {"kind": "left", **vars(self.reports[self.me.id]), "lost": lost, **known}
-        return {"kind": "over", "number": self.number, "why": self.generation_error, **known}
-
-    def _join_targets(self) -> list[Member]:
-        """Return the workers to ask: all active members once probed, else the first candidate."""
-        members = self._active_members()
-        if not members:
-            return [self._first_candidate()]
-        return members if self._reachability_known(members) else []
-
-    def _may_propose(self, now_s: float) -> bool:
-        return self._pending_proposal <= self.number and now_s >= self._disk_retry_s
-
-    def _propose(self, now_s: float) -> list[Effect]:
-        """As coordinator, propose the next generation once every member has reported or is gone."""
-        if self.generation is None or not self.is_coordinator or not self._report_ready:
-            return []
-        if self._may_be_minority or not self._may_propose(now_s):
-            return []
-        gone = {member.id: why for member in self.others if (why := self._loss_reason(member.id))}
-        limits = self.limits.for_stopping if self.stop_signal else self.limits
-        view = CoordinatorView(self.generation, self.reports, gone, self._reachable_joiners())
-        generation, reason = next_generation(view, limits, self.tokens())
-        if generation is None:
-            return [] if reason.startswith("waiting") else self._log_status(reason)
-        self._pending_proposal = generation.number
-        return [Propose(generation)]
-
-    def _propose_start(self, now_s: float) -> list[Effect]:
-        """As the first candidate, propose a generation of all waiting workers if none trains."""
-        if not self.join_requested or not self._has_read_log:
-            return []
-        active = self._active_members()
-        if self.is_joining and self.generation and not active:
-            self.phase = "gone"
-            return [Exit("no member is left to join; this worker restarts with the others", fenced=True)]
-        if active or self._first_candidate() != self.me:
-            self._rendezvous_since_s = None
-            return []
-        if self.stop_signal:
-            return self._propose_end() if self._may_propose(now_s) else []
-        self._rendezvous_since_s = now_s if self._rendezvous_since_s is None else self._rendezvous_since_s
-        waited_s, limits = now_s - self._rendezvous_since_s, self.limits
-        late = waited_s >= limits.rendezvous_timeout_s
-        wanted = limits.min_workers if late else max(limits.expected_workers, limits.min_workers)
-        workers = [self.me, *sorted((joiner.member for joiner in self.joiners.values()), key=lambda member: member.sort_key)]
-        if len(workers) < wanted or not self._may_propose(now_s):
-            return self._log_status(rendezvous_status(workers, limits)) if waited_s >= limits.heartbeat_timeout_s else []
-        members = tuple(first_whole_replicas(workers, limits.max_workers, limits.replica_size))
-        if not members:
-            return []
-        no_answer = f"no answer for {limits.takeover_s:g} s"
-        removed = tuple(Removed(member.id, self.dead.get(member.id, no_answer)) for member in self._members())
-        restarted = self.generation is not None and not self.generation.end
-        reason = f"no member of generation {self.number} is left; resuming from the newest checkpoint" if restarted else "start"
-        self._pending_proposal = self.number + 1
-        return [Propose(Generation(self.number + 1, self.tokens(), members, "", 0, reason, removed))]
-
-    def _log_status(self, text: str) -> list[Effect]:
-        """Log what this worker waits for, when that has changed."""
-        previous, self._last_status = self._last_status, text
-        return [LogMessage(text)] if text != previous else []
-
-    def _propose_end(self) -> list[Effect]:
-        """Record the end of the run: no generation trains, so there is nothing to save."""
-        self._pending_proposal, step = self.number + 1, self.generation.step if self.generation else 0
-        reason = f"stopped by {self.stop_signal} while its workers waited to start"
-        end = RunResult(stop_exit_code(self.stop_signal), reason)
-        return [Propose(Generation(self._pending_proposal, self.tokens(), (), "", step, reason, end=end))]
-
-    def _on_join_request(self, joiner: Joiner, now_s: float) -> list[Effect]:
-        id = joiner.member.id
-        if self.fingerprint and self.phase in ("in", "left") and not joiner.fingerprint:
-            return [Send(id, {"kind": "prepare"})]
-        if self.fingerprint and joiner.fingerprint and (why := refusal_reason(joiner.fingerprint, self.fingerprint)):
-            where = f"(there: {member_names([joiner.member])}, here: {member_names([self.me])})"
-            return [Send(id, {"kind": "refused", "why": f"{why} {where}"})]
-        self.joiners[id] = joiner
-        return self._advance(now_s)
-
-    def _on_get_ready(self) -> list[Effect]:
-        """The workers that this one asked train already: stop asking until it has a model."""
-        if self.phase != "out" or not self.join_requested or self.fingerprint:
-            return []
-        self.join_requested, self._rendezvous_since_s = False, None
-        return [GetReady()]
-
-    def _adopt(self, generation: Generation, now_s: float) -> list[Effect]:
-        """Adopt a newer generation, as a member or not."""
-        if generation.number <= self.number:
-            return self._advance(now_s)
-        was_in = self.phase in ("in", "left")
-        effects = self._end_generation("a newer generation exists")
-        self.generation, self.generation_error, self.partition_suspected, self.reports = generation, "", False, {}
-        self._rendezvous_since_s, self._last_status = None, ""
-        self.joiners = {id: joiner for id, joiner in self.joiners.items() if generation.rank_of(id) is None}
-        self.last_heard_s = {id: heard_s for id, heard_s in self.last_heard_s.items() if id in self.joiners}
-        message = {"kind": "record", "record": generation.to_json()}
-        effects += [Send(id, message) for id in sorted(self.links)]
-        if generation.end and (was_in or generation.number > self.after):
-            self.phase = "gone"
-            return [*effects, Exit("the run ended", end=generation.end)]
-        if generation.rank_of(self.me.id) is not None:
-            self.phase = "in"
-            effects.append(FormGroup(generation))
-        elif was_in:
-            why = next((removed.why for removed in generation.out if removed.id == self.me.id), "it was not there")
-            return [*effects, *self._exit_removed(why)]
-        return [*effects, *self._advance(now_s)]

@@ -1,0 +1,232 @@
+"""The connections of a worker to its peers: accept, connect, authenticate, send and receive."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import resource
+import selectors
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from lockstep.elastic.generation_log import Member
+from lockstep.elastic.link import AuthenticationError, Link
+from lockstep.elastic.log_limiter import LogLimiter
+from lockstep.elastic.protocol.effects import Effect
+from lockstep.elastic.protocol.transitions import Protocol
+
+log = logging.getLogger("lockstep")
+CONNECT_S = 1.0  # time for a new connection to authenticate
+RETRY_S = 0.01  # interval between connection attempts to an exiting process
+KEEP_S = 0.05  # minimum age of an unauthenticated connection that is closed in favor of a new one
+EXITING_S = 1.0  # how long a member that closes new connections counts as exiting
+REFUSAL_LOG_S = 10.0  # interval between log lines about one peer refused for one reason
+
+
+class Connections:
+    """The listener and all links of a worker. All methods but `wake` are for its membership thread.
+
+    apply       carries out the effects of `protocol`, which learns of every link
+    on_message  handles a message. KeyError, TypeError, ValueError: malformed, which closes the link
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        token: bytes,
+        protocol: Protocol,
+        apply: Callable[[Sequence[Effect]], None],
+        on_message: Callable[[Link, dict[str, Any]], None],
+    ) -> None:
+        self._listener, self._token, self._protocol, self._apply, self._on_message = listener, token, protocol, apply, on_message
+        self._links: dict[int, Link] = {}  # by file descriptor
+        self._exiting: list[Member] = []  # connect again in the next turn
+        self._exiting_since_s: dict[str, float] = {}
+        self._refusals = LogLimiter(REFUSAL_LOG_S)
+        self._listener_paused = False  # until the next turn
+        self._wake_reader, self._wake_writer = os.pipe()
+        os.set_blocking(self._wake_reader, False)
+        os.set_blocking(self._wake_writer, False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    def descriptors(self) -> set[int]:
+        return {self._listener.fileno(), *self._links}
+
+    def wake(self) -> None:
+        """Make `serve` return soon; for any thread."""
+        with suppress(BlockingIOError, OSError):
+            os.write(self._wake_writer, b".")
+
+    def serve(self, timeout_s: float) -> None:
+        """Wait for events for up to `timeout_s` and process them."""
+        ready = self._selector.select(RETRY_S if self._exiting or self._listener_paused else timeout_s)
+        if self._listener_paused:
+            self._listener_paused = False
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        for key, events in ready:
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fd == self._wake_reader:
+                with suppress(BlockingIOError):
+                    os.read(self._wake_reader, 65536)
+            elif (link := self._links.get(key.fd)) is not None:
+                self._serve_link(link, events)
+
+    def retry(self, now_s: float) -> None:
+        """Drop links that have not authenticated in time, and connect again to exiting peers."""
+        for link in [link for link in self._links.values() if not link.id and now_s - link.opened_s > CONNECT_S]:
+            self._fail(link, refused=False)
+        exiting, self._exiting = self._exiting, []
+        for member in exiting:
+            self.connect(member)
+
+    def connect(self, member: Member) -> None:
+        host, _, port = member.address.rpartition(":")
+        try:
+            connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        except OSError as error:  # out of descriptors
+            log.debug("cannot open a connection to %s: %s", member.id, error)
+            self._on_connect_failed(member.id, refused=False)
+            return
+        connection.setblocking(False)
+        code = connection.connect_ex((host, int(port)))
+        if code not in (0, errno.EINPROGRESS):
+            connection.close()
+            self._on_connect_failed(member.id, refused=code == errno.ECONNREFUSED)
+            return
+        self._add(connection, is_client=True, expected_id=member.id, member=vars(member))
+
+    def send(self, id: str, message: Mapping[str, Any]) -> None:
+        for link in [link for link in self._links.values() if link.id == id][:1]:
+            link.send(dict(message))
+            self._flush(link)
+
+    def close(self) -> None:
+        for link in list(self._links.values()):
+            self._drop(link)
+        self._selector.close()
+        self._listener.close()
+        os.close(self._wake_reader)
+
+    def _accept(self) -> None:
+        """Accept waiting connections. Unauthenticated peers may use an eighth of the descriptors.
+
+        At the limit, a new connection replaces the oldest such one if that is older than KEEP_S.
+        """
+        limit = max_unauthenticated()
+        while True:
+            unauthenticated = [link for link in self._links.values() if not link.is_client and not link.id]
+            oldest = min(unauthenticated, key=lambda link: link.opened_s) if unauthenticated else None
+            if oldest and len(unauthenticated) >= limit:
+                if time.monotonic() - oldest.opened_s < KEEP_S:
+                    self._pause_listener()
+                    return
+                self._refuse(oldest, f"more than {limit} unauthenticated connections are open")
+            try:
+                self._add(self._listener.accept()[0], is_client=False)
+            except BlockingIOError:
+                return
+            except ConnectionError:  # already closed by its peer
+                continue
+            except OSError as error:  # out of descriptors or memory
+                if oldest:
+                    self._refuse(oldest, f"no connection can be accepted ({error.strerror})")
+                self._pause_listener()
+                return
+
+    def _pause_listener(self) -> None:
+        """Ignore the listener until the next turn."""
+        if not self._listener_paused:
+            self._listener_paused = True
+            self._selector.unregister(self._listener)
+
+    def _on_connect_failed(self, id: str, *, refused: bool) -> None:
+        self._apply(self._protocol.on_connect_failed(id, refused, time.monotonic()))
+
+    def _add(self, connection: socket.socket, *, is_client: bool, **expected: Any) -> None:
+        link = Link(connection, self._token, self._protocol.me.id, vars(self._protocol.me), is_client, time.monotonic(), **expected)
+        self._links[connection.fileno()] = link
+        self._selector.register(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, link)
+
+    def _serve_link(self, link: Link, events: int) -> None:
+        was_authenticated = bool(link.id)
+        try:
+            error = link.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if error:
+                raise OSError(error, os.strerror(error))
+            messages = link.receive() if events & selectors.EVENT_READ else []
+            if link.id and not was_authenticated:
+                self._on_authenticated(link)
+            for message in messages:
+                self._on_message(link, message)
+            self._flush(link)
+        except (EOFError, ConnectionResetError):
+            self._fail(link, refused=False, exiting=link.is_client and not link.id)
+        except OSError as error:
+            self._fail(link, refused=error.errno == errno.ECONNREFUSED)
+        except (AuthenticationError, KeyError, TypeError, ValueError) as error:
+            self._refuse(link, str(error))
+
+    def _refuse(self, link: Link, why: str) -> None:
+        try:
+            peer = str(link.socket.getpeername()[0])
+        except OSError:
+            peer = "an unknown address"
+        if times := self._refusals.due((peer, why), time.monotonic()):
+            log.warning("refused a connection from %s%s: %s", peer, f", {times} times" if times > 1 else "", why)
+        self._fail(link, refused=False)
+
+    def _on_authenticated(self, link: Link) -> None:
+        self._exiting_since_s.pop(link.expected_id, None)
+        if link.is_client and link.id != link.expected_id:  # another worker has its port now
+            self._fail(link, refused=True)
+        elif not link.is_control and len([other for other in self._links.values() if other.id == link.id]) == 1:
+            self._apply(self._protocol.on_link_up(link.id, time.monotonic()))
+
+    def _flush(self, link: Link) -> None:
+        try:
+            link.flush()
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.has_outgoing else 0)
+            self._selector.modify(link.socket, wanted, link)
+        except KeyError:
+            return  # dropped in the meantime
+        except OSError:
+            self._fail(link, refused=False)
+
+    def _drop(self, link: Link) -> None:
+        if self._links.pop(link.socket.fileno(), None) is not None:
+            self._selector.unregister(link.socket)
+        link.socket.close()
+
+    def _fail(self, link: Link, *, refused: bool, exiting: bool = False) -> None:
+        """Drop a link that broke or was never established.
+
+        exiting  the peer accepted the connection and closed it before the handshake: the kernel is
+                 tearing down a killed process, which takes longer the more memory it had, and soon
+                 refuses. A peer that does so for longer than EXITING_S rejects this worker.
+        """
+        authenticated = link.id and not (link.is_client and link.id != link.expected_id)
+        self._drop(link)
+        if authenticated and not link.is_control:
+            if not any(other.id == link.id for other in self._links.values()):
+                self._apply(self._protocol.on_link_down(link.id, time.monotonic()))
+        elif exiting and time.monotonic() - self._exiting_since_s.setdefault(link.expected_id, time.monotonic()) < EXITING_S:
+            self._exiting.append(Member(**link.member))
+        elif link.is_client:
+            if refused:
+                self._exiting_since_s.pop(link.expected_id, None)
+            self._on_connect_failed(link.expected_id, refused=refused)
+
+
+def max_unauthenticated() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(16, min(256, soft // 8)) if soft != resource.RLIM_INFINITY else 256

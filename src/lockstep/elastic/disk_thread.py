@@ -1,0 +1,147 @@
+"""The thread that accesses the run folder for the membership thread.
+
+A shared disk may block for minutes, and a member without heartbeats counts as gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public at run time
+
+from lockstep.elastic import waiting_room
+from lockstep.elastic.generation_log import Generation, GenerationLog, Member, RunResult, new_token
+from lockstep.elastic.protocol.effects import Effect
+from lockstep.elastic.protocol.transitions import Protocol
+from lockstep.runtime.worker_env import is_loopback_reachable
+
+log = logging.getLogger("lockstep")
+Call = Callable[[Callable[[], Sequence[Effect]]], None]
+
+
+class DiskThread:
+    """Carries out requests in order.
+
+    call                calls a function on the membership thread: `protocol` receives the results
+    on_second_training  the liveness file of this unreachable member changes: another host trains in
+                        this folder
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        generation_log: GenerationLog,
+        protocol: Protocol,
+        call: Call,
+        on_second_training: Callable[[Member], Sequence[Effect]],
+    ) -> None:
+        self.run, self.generation_log, self.protocol, self.call = run, generation_log, protocol, call
+        self.me, self.on_second_training = protocol.me, on_second_training
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._reading_log = False
+        self._registered = False  # in the waiting room
+        self._liveness: Mapping[str, str] = {}  # id -> newest content of its liveness file
+        self._store: TCPStore | None = None  # of the generation that this worker proposed last
+        self.thread = threading.Thread(target=self._run, name="lockstep-disk", daemon=True)
+        self.thread.start()
+
+    def submit(self, job: Callable[[], object]) -> None:
+        self._jobs.put(job)
+
+    def read_log(self, known: int) -> None:
+        """Read the newest generation above `known`, unless a read is pending.
+
+        Outside a generation, read the waiting room and the liveness files, too.
+        """
+        if self._reading_log:
+            return
+        self._reading_log = True
+        outside, writes_liveness = self.protocol.phase == "out", self.protocol.writes_liveness
+        registers = outside and self.protocol.join_requested
+        members = self.protocol.generation.members if self.protocol.generation else ()
+
+        def read() -> None:
+            if registers and not self._registered:
+                waiting_room.register(self.run, self.me)
+                self._registered = True
+            if writes_liveness:
+                waiting_room.write_liveness(self.run, self.me)
+            newest = self.generation_log.newest(known)
+            waiting_members = list(waiting_room.registered_members(self.run)) if outside else []
+            before, self._liveness = self._liveness, waiting_room.read_liveness(self.run, members) if outside else {}
+            alive = [id for id, content in self._liveness.items() if before.get(id, content) != content]
+            for member in members:
+                if member.id in alive and not is_loopback_reachable(member.loopback):
+                    self.call(partial(self.on_second_training, member))
+                    return
+            self.call(lambda: self.protocol.on_log_read(newest, waiting_members, time.monotonic(), alive))
+
+        self.submit(read)
+
+    def propose(self, generation: Generation, address: str) -> None:
+        """Propose a generation with a store at `address`, which listens before the proposal is visible."""
+
+        def propose() -> None:
+            with socket.create_server((address, 0), backlog=1024) as listener:
+                host, port = listener.getsockname()[:2]
+                proposal = replace(generation, store=f"{host}:{port}")
+                winner = self.generation_log.propose(proposal)
+                if winner.token == proposal.token and proposal.members:
+                    size, fd = len(proposal.members), listener.detach()
+                    try:
+                        self._store = TCPStore(host, port, size, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+                    except RuntimeError as error:  # out of descriptors
+                        raise OSError(None, f"cannot open a store: {error}") from error
+            self.call(lambda: self.protocol.on_proposed(winner, time.monotonic()))
+
+        self.submit(propose)
+
+    def record_end(self, end: RunResult, timeout_s: float) -> None:
+        """Record the end of the run in the log; give up after `timeout_s`."""
+        done = threading.Event()
+
+        def record() -> None:
+            with suppress(OSError):
+                newest = self.generation_log.newest()
+                while newest is None or not newest.end:  # another worker may propose, too
+                    number, step = (newest.number + 1, newest.step) if newest else (1, 0)
+                    reason = end.text or "the run ended"
+                    newest = self.generation_log.propose(Generation(number, new_token(), (), "", step, reason, end=end))
+                recorded = newest
+                self.call(lambda: self.protocol.on_proposed(recorded, time.monotonic()))
+            done.set()
+
+        self.submit(record)
+        done.wait(timeout_s)
+
+    def unregister(self) -> None:
+        def unregister() -> None:
+            waiting_room.unregister(self.run, self.me)
+            self._registered = False
+
+        self.submit(unregister)
+
+    def close(self, timeout_s: float) -> None:
+        """Remove this worker's files. If the disk blocks, the thread exits with the process."""
+        self.submit(lambda: waiting_room.unregister(self.run, self.me, with_liveness=True))
+        self._jobs.put(None)
+        self.thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except OSError as error:
+                log.debug("run folder: %s", error)
+                self.call(lambda: self.protocol.on_disk_error(time.monotonic()))
+            finally:
+                self._reading_log = False
