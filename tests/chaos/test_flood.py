@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 from support.hosts import Host, Training
-from test_wire import door, member
+from test_wire import connect_to, member
 
+from lockstep.elastic.connections import max_unauthenticated
 from lockstep.elastic.generation_log import Member
 from lockstep.elastic.link import read_token, send_control_message
-from lockstep.elastic.membership import Membership, max_unauthenticated
+from lockstep.elastic.membership import Membership
 from lockstep.elastic.protocol.effects import AbortGroup, Connect
 
 __all__ = ["member"]
@@ -27,11 +28,11 @@ FLOOD = Path(__file__).parents[1] / "support" / "flood.py"
 
 def test_the_oldest_of_too_many_unauthenticated_connections_is_dropped_and_requests_are_answered(member: Membership) -> None:
     limit = max_unauthenticated()
-    flood = [door(member) for _ in range(limit)]
+    flood = [connect_to(member) for _ in range(limit)]
     time.sleep(0.3)  # none of them is new any more
-    flood += [door(member) for _ in range(5)]
+    flood += [connect_to(member) for _ in range(5)]
     assert send_control_message(member.me.address, read_token(member.folder), {"kind": "status"})["kind"] == "status"
-    assert len(member._links) <= limit
+    assert len(member.connections) <= limit
     for connection in flood[:5]:
         while connection.recv(65536):
             pass
@@ -58,7 +59,7 @@ def test_a_flood_and_a_killed_worker_do_not_end_the_run(tmp_path: Path, monkeypa
         finally:
             flood.kill()
             flood.communicate()
-        assert not training.says("Too many open files")
+        assert not training.wrote("Too many open files")
     finally:
         training.close()
 
@@ -73,7 +74,7 @@ def test_a_member_out_of_descriptors_recovers(member: Membership) -> None:
             member._call(lambda: [Connect(Member("there/0/a", "there", 0, 1, member.me.address))])
             member._call(lambda: [AbortGroup("for the test")])
             time.sleep(0.5)
-            assert member._threads[0].is_alive() and member._threads[1].is_alive()
+            assert member.thread.is_alive() and member.disk.thread.is_alive()
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         assert send_control_message(member.me.address, read_token(member.folder), {"kind": "status"})["kind"] == "status"
@@ -82,11 +83,11 @@ def test_a_member_out_of_descriptors_recovers(member: Membership) -> None:
 def test_aborting_a_group_is_retried_if_no_descriptor_was_free(member: Membership) -> None:
     calls: list[int] = []
 
-    def cut() -> None:
+    def fail_to_abort() -> None:
         calls.append(1)
         raise OSError(errno.EMFILE, "Too many open files")
 
-    member.on_abort = cut
+    member.aborter.on_abort = fail_to_abort
     member._call(lambda: [AbortGroup("for the test")])
     assert send_control_message(member.me.address, read_token(member.folder), {"kind": "status"})["kind"] == "status"
-    assert calls and member._threads[0].is_alive()
+    assert calls and member.thread.is_alive()

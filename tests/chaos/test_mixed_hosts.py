@@ -85,7 +85,7 @@ def test_a_host_with_different_code_or_kernels_cannot_join(start: Callable[..., 
         training.start_agent(host)
         agent = training.agents.pop("b")
         training.wait(lambda: agent.poll() is not None, what="the refusal")
-        assert agent.returncode == 2 and training.says(message) and training.newest == before, training.report()
+        assert agent.returncode == 2 and training.wrote(message) and training.newest == before, training.report()
 
     (tmp_path / "loop.py").write_text(EDITED)
     refused(hosts[1], r"own loop is 'loop.py, sources \w+' there and 'loop.py, sources \w+' here \(there: b/0, here: a/0\)")
@@ -117,9 +117,9 @@ class SharedFolder:
             )
         return self.agents[-1]
 
-    def wait_for(self, done: Callable[[], bool], what: str) -> None:
+    def wait_for(self, result: Callable[[], bool], what: str) -> None:
         until_s = time.monotonic() + 90
-        while not done():
+        while not result():
             outputs = {path.name: path.read_text(errors="replace")[-3000:] for path in self.folder.glob("*.out")}
             assert time.monotonic() < until_s, f"{what} did not happen: {outputs}"
             time.sleep(0.05)

@@ -1,4 +1,6 @@
-"""A script for torchrun under `lockstep run` and `lockstep launch`: unchanged, restarted as a whole, on one host and on two."""
+"""An unchanged torchrun script under `lockstep run` and `lockstep launch`, on one host and on two:
+one failure restarts all its processes.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,12 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(tmp_path)
     yield
-    for pid in left(tmp_path):
+    for pid in running_processes(tmp_path):
         os.kill(pid, signal.SIGKILL)
 
 
-def left(folder: Path) -> list[int]:
-    """The processes that this test has started and that still run."""
+def running_processes(folder: Path) -> list[int]:
+    """Return the processes that this test started and that still run."""
     return [pid for pid in living(folder) if pid != os.getpid()]
 
 
@@ -54,11 +56,11 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
-def test_it_has_the_environment_and_the_result_that_torchrun_gives_it() -> None:
-    done = run("--workers", "2")
-    assert done.returncode == 0, done.stderr
+def test_a_script_gets_the_environment_and_the_result_that_torchrun_gives_it() -> None:
+    result = run("--workers", "2")
+    assert result.returncode == 0, result.stderr
     ours = report()
-    assert ours[0] == "rank 0 ends with " + ours[0].rpartition(" ")[2] and ours[1] == "rank 0 of 2 local 0 restart 0 step 0 ours []"
+    assert ours[0].startswith("rank 0 finished with ") and ours[1] == "rank 0 of 2 local 0 restart 0 step 0 ours []"
     for name in ("saved.pt", "report"):
         Path(name).unlink()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
@@ -68,22 +70,22 @@ def test_it_has_the_environment_and_the_result_that_torchrun_gives_it() -> None:
 
 @pytest.mark.parametrize("fail", ["kill", "error"])
 def test_all_restart_together_when_one_fails(fail: str) -> None:
-    done = run("--workers", "2", "--fail", fail)
-    assert done.returncode == 0, done.stderr
+    result = run("--workers", "2", "--fail", fail)
+    assert result.returncode == 0, result.stderr
     restarted = [line for line in report() if "restart 1" in line]
     assert restarted == [f"rank {rank} of 2 local {rank} restart 1 step 10 ours []" for rank in (0, 1)], report()
-    assert len([line for line in report() if " ends with " in line]) == 2
+    assert len([line for line in report() if " finished with " in line]) == 2
 
 
-def test_an_error_that_comes_again_ends_the_run_with_its_traceback_and_code() -> None:
-    done = run("--workers", "2", "--fail", "always")
-    assert done.returncode == 1 and "ValueError: a bad record" in done.stderr, done.stderr
-    assert "plain_ddp.py of rank 1 exited with code 1" in done.stderr and len(report()) == 6
+def test_a_repeated_error_ends_the_run_with_its_traceback_and_code() -> None:
+    result = run("--workers", "2", "--fail", "always")
+    assert result.returncode == 1 and "ValueError: a bad record" in result.stderr, result.stderr
+    assert "plain_ddp.py of rank 1 exited with code 1" in result.stderr and len(report()) == 6
 
 
 def test_a_wrong_argument_ends_the_run_at_once() -> None:
-    done = run("--workers", "2", "--stepz", "4")
-    assert done.returncode == 2 and "unrecognized arguments: --stepz 4" in done.stderr and not report(), done.stderr
+    result = run("--workers", "2", "--stepz", "4")
+    assert result.returncode == 2 and "unrecognized arguments: --stepz 4" in result.stderr and not report(), result.stderr
 
 
 def test_a_signal_goes_to_the_script_and_ends_the_run(tmp_path: Path) -> None:
@@ -92,7 +94,7 @@ def test_a_signal_goes_to_the_script_and_ends_the_run(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
-    assert not left(tmp_path)
+    assert not running_processes(tmp_path)
 
 
 def test_a_host_is_lost_and_comes_back_on_two_hosts(tmp_path: Path) -> None:
@@ -115,4 +117,4 @@ def test_a_host_is_lost_and_comes_back_on_two_hosts(tmp_path: Path) -> None:
     wait_for(lambda: len([line for line in report() if "of 2" in line and "restart 2" in line]) == 2, "both again")
     for host, agent in agents.items():
         assert agent.wait(90) == 0, Path(f"{host}.log").read_text()
-    assert len([line for line in report() if " ends with " in line]) == 2
+    assert len([line for line in report() if " finished with " in line]) == 2

@@ -109,7 +109,7 @@ def test_a_run_started_by_ssh_stops_resumes_recovers_and_has_the_same_bits(train
     assert len(training.events("evaluator started")) == 1, training.events("evaluator started")
 
 
-@pytest.mark.skipif(os.environ.get("LOCKSTEP_CHAOS") != "1", reason="the long part: LOCKSTEP_CHAOS=1")
+@pytest.mark.long
 def test_the_run_continues_after_its_launcher_is_killed(training: Training, truth: Truth) -> None:
     launcher = launch(training)
     training.wait_for_step(8)

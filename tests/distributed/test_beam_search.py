@@ -41,7 +41,7 @@ def sentences(count: int, seed: int, longest: int = 14) -> list[list[int]]:
 
 def uncached(model: Translator, source: torch.Tensor, max_tokens: int) -> list[list[int]]:
     """Greedy decoding without a cache, one sentence at a time."""
-    found = []
+    translations = []
     for row, limit in zip(source, max_lengths(source, max_tokens).tolist(), strict=True):
         ids = [BEGIN]
         while len(ids) <= limit:
@@ -49,8 +49,8 @@ def uncached(model: Translator, source: torch.Tensor, max_tokens: int) -> list[l
             if token == END:
                 break
             ids.append(token)
-        found.append(ids[1:])
-    return found
+        translations.append(ids[1:])
+    return translations
 
 
 def score(model: Translator, source: list[int], ids: list[int], length_penalty: float) -> float:
@@ -63,13 +63,13 @@ def score(model: Translator, source: list[int], ids: list[int], length_penalty: 
 @torch.inference_mode()
 def test_cached_greedy_decoding_is_the_uncached_argmax(model: Translator) -> None:
     source = pad_rows(sentences(24, seed=1), torch.device("cpu"))
-    found = greedy_search(model, source, max_tokens=44)
-    assert found == uncached(model, source, 44)
-    assert len(set(map(len, found))) > 4, "the test is worth little when all translations are equally long"
+    translations = greedy_search(model, source, max_tokens=44)
+    assert translations == uncached(model, source, 44)
+    assert len(set(map(len, translations))) > 4, "the test is worth little when all translations are equally long"
 
 
 @torch.inference_mode()
-def test_a_cache_that_grows_gives_what_a_large_one_gives(model: Translator) -> None:
+def test_a_growing_cache_gives_the_same_logits_as_a_large_one(model: Translator) -> None:
     """With END forbidden, decoding runs far beyond the first capacity."""
     source = pad_rows(sentences(3, seed=2), torch.device("cpu"))
     tokens = torch.full((3, 1), BEGIN)
@@ -77,10 +77,10 @@ def test_a_cache_that_grows_gives_what_a_large_one_gives(model: Translator) -> N
     for position in range(40):
         if position == small.capacity:
             small.grow()
-        one, other = model.step(tokens, small), model.step(tokens, large)
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-        one[..., END] = -torch.inf
-        tokens = one.argmax(-1)
+        logits, expected = model.step(tokens, small), model.step(tokens, large)
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+        logits[..., END] = -torch.inf
+        tokens = logits.argmax(-1)
 
 
 def test_one_beam_is_greedy(model: Translator) -> None:
@@ -89,18 +89,18 @@ def test_one_beam_is_greedy(model: Translator) -> None:
 
 
 @torch.inference_mode()
-def test_beam_search_finds_what_is_at_least_as_probable_as_greedy(model: Translator) -> None:
+def test_beam_search_is_at_least_as_probable_as_greedy(model: Translator) -> None:
     """On average, and for nearly every sentence: a beam may drop the greedy path half-way."""
     rows = sentences(40, seed=4, longest=9)
     source = pad_rows(rows, torch.device("cpu"))
-    found = list(zip(greedy_search(model, source), beam_search(model, source, beams=5, length_penalty=0.0), strict=True))
-    gains = [score(model, row, other, 0.0) - score(model, row, one, 0.0) for row, (one, other) in zip(rows, found, strict=True)]
-    assert sum(gains) > 0.1, "a wider search finds something better"
+    translations = list(zip(greedy_search(model, source), beam_search(model, source, beams=5, length_penalty=0.0), strict=True))
+    gains = [score(model, row, beam, 0.0) - score(model, row, greedy, 0.0) for row, (greedy, beam) in zip(rows, translations, strict=True)]
+    assert sum(gains) > 0.1, "a wider search improves some sentences"
     assert sum(gain < -1e-4 for gain in gains) <= 2
 
 
 @torch.inference_mode()
-def test_beams_attend_to_their_own_past(model: Translator) -> None:
+def test_each_beam_attends_to_its_past(model: Translator) -> None:
     """A beam's probability equals that of its words computed without a cache."""
     rows = sentences(6, seed=5, longest=8)
     source = pad_rows(rows, torch.device("cpu"))
@@ -121,13 +121,13 @@ def test_beams_attend_to_their_own_past(model: Translator) -> None:
 def test_a_translation_does_not_depend_on_its_batch(model: Translator, beams: int) -> None:
     rows = sentences(21, seed=6)
     together = pad_rows(rows, torch.device("cpu"))
-    found = beam_search(model, together, beams=beams) if beams > 1 else greedy_search(model, together)
-    for row, ids in zip(rows, found, strict=True):
+    translations = beam_search(model, together, beams=beams) if beams > 1 else greedy_search(model, together)
+    for row, ids in zip(rows, translations, strict=True):
         alone = pad_rows([row], torch.device("cpu"))
         assert (beam_search(model, alone, beams=beams) if beams > 1 else greedy_search(model, alone)) == [ids]
 
 
-def test_batches_hold_every_row_once_within_the_budget() -> None:
+def test_batches_contain_every_row_once_within_the_budget() -> None:
     lengths = [3, 9, 1, 4, 4, 30, 2, 9]
     batches = batches_by_length(lengths, tokens=18)
     assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
@@ -136,14 +136,14 @@ def test_batches_hold_every_row_once_within_the_budget() -> None:
     assert all(len(batch) * max(lengths[i] for i in batch) <= 18 for batch in batches[1:])
 
 
-def test_translations_come_in_the_order_of_the_texts_and_empty_texts_stay_empty(model: Translator) -> None:
+def test_translations_are_in_the_order_of_the_texts_and_empty_texts_stay_empty(model: Translator) -> None:
     words = [f"w{i}" for i in range(80)]
     tokenizer = Tokenizer.train([" ".join(words)] * 2, kind="word", vocab_size=VOCABULARY, min_frequency=1, lowercase=False)
     assert tokenizer.vocab_size == VOCABULARY
     known = tokenizer.decode([[i] for i in range(4, VOCABULARY)])
     texts = [" ".join(known[i : i + n]) for i, n in enumerate((3, 1, 6, 2, 5, 1, 4))]
     texts.insert(2, "")
-    found = translate(model, tokenizer, texts, batch_tokens=12)
-    assert found[2] == ""
-    assert found == [translate(model, tokenizer, [text])[0] for text in texts]
-    assert len(set(found)) > 5, "the test is worth little when all translations are alike"
+    translations = translate(model, tokenizer, texts, batch_tokens=12)
+    assert translations[2] == ""
+    assert translations == [translate(model, tokenizer, [text])[0] for text in texts]
+    assert len(set(translations)) > 5, "the test is worth little when all translations are alike"

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.ranks import run_ranks
 
 from lockstep.checkpoint.state_dict import get_state_dict
 from lockstep.checkpoint.store import CheckpointStore
@@ -25,6 +26,7 @@ from lockstep.config.saved_run import write_run
 from lockstep.config.schema import RunConfig
 from lockstep.data.pairs.prepare import open_prepared, prepare
 from lockstep.data.tokenizer import BEGIN, END
+from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.elastic.world import World
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.models.build import build_translator
@@ -32,14 +34,13 @@ from lockstep.models.load_translator import load_translator, newest_steps
 from lockstep.record.metrics import read_metrics
 from lockstep.tasks.evaluate import append_record, best_of, evaluate, evaluate_at_end, next_action, read_run
 from lockstep.tasks.scores import score
-from lockstep.testing.ranks import run_ranks
 
 LAST = 3
-ALONE = World(0, 1, 0, 1, "here", torch.device("cpu"))
+ALONE = ElasticRuntime(World(0, 1, 0, 1, "here", torch.device("cpu")))
 CHECKED = ["loss", "perplexity", "tokens", "pairs", "bleu", "chrf", "cer", "wer", "exact_match", "averaged", "bleu_signature"]
 
 
-def say(number: int) -> tuple[str, str]:
+def sentence_pair(number: int) -> tuple[str, str]:
     """Return a pair of sentences whose length depends on `number`."""
     digits = [int(d) for d in str(number)]
     few = number % 5 + 1
@@ -54,7 +55,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     numbers = rng.sample(range(1000), 150)
     files = {"train": numbers[:90], "validation": numbers[90:137], "test": numbers[137:]}
     for name, chosen in files.items():
-        (folder / f"{name}.tsv").write_text("".join("\t".join(say(n)) + "\n" for n in chosen))
+        (folder / f"{name}.tsv").write_text("".join("\t".join(sentence_pair(n)) + "\n" for n in chosen))
     flags = {"data.kind": "files", "steps": LAST, "evaluate.at_end": 5, "tokenizer.kind": "word", "tokenizer.min_frequency": 1}
     flags |= {"model.dim": 16, "model.n_heads": 2, "model.encoder_layers": 1, "model.decoder_layers": 1, "model.ffn_dim": 16}
     resolved = resolve(None, flags | {f"data.{name}": [str(folder / f"{name}.tsv")] for name in files})
@@ -88,8 +89,8 @@ def steps(folder: Path) -> list[int]:
     return [line["step"] for line in lines(folder)]
 
 
-def evaluate_here(world: World, folder: Path, options: dict[str, Any]) -> str:
-    return evaluate(folder, world, **options)
+def evaluate_here(runtime: ElasticRuntime, folder: Path, options: dict[str, Any]) -> str:
+    return evaluate(folder, runtime, **options)
 
 
 def in_process(folder: Path, **options: Any) -> multiprocessing.process.BaseProcess:
@@ -104,12 +105,12 @@ def be_evaluator(folder: Path, options: dict[str, Any]) -> None:
     os._exit(7 if evaluate(folder, ALONE, **options) else 0)
 
 
-def until(condition: Any, process: multiprocessing.process.BaseProcess | None = None) -> None:
+def wait_until(condition: Any, process: multiprocessing.process.BaseProcess | None = None) -> None:
     """Wait for a condition; fail after 60 s, or when `process` has exited."""
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, "not in time"
-        assert process is None or process.is_alive() or condition(), f"the evaluator ended with {process.exitcode}"
+        assert process is None or process.is_alive() or condition(), f"the evaluator exited with {process.exitcode}"
         time.sleep(0.01)
 
 
@@ -139,14 +140,14 @@ def test_any_number_of_ranks_gives_the_same_scores(folder: Path, options: dict[s
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     save(folder, 1)
     save(folder, 2)
-    answers = []
+    records = []
     for size in (1, 3):
         (folder / "evaluations.jsonl").unlink(missing_ok=True)
         run_ranks(evaluate_here, size, folder, options)
         [line] = lines(folder)
-        answers.append({key: line[key] for key in CHECKED})
-    assert answers[0] == answers[1]
-    assert answers[0]["averaged"] == ([1, 2] if options else [2])
+        records.append({key: line[key] for key in CHECKED})
+    assert records[0] == records[1]
+    assert records[0]["averaged"] == ([1, 2] if options else [2])
 
 
 def test_checkpoints_are_averaged_in_float64(folder: Path) -> None:
@@ -156,27 +157,27 @@ def test_checkpoints_are_averaged_in_float64(folder: Path) -> None:
     last_two = [store.load(step).tensors for step in (2, 3)]
     model = load_translator(folder, average=2).model
     for name, parameter in model.named_parameters():
-        right = ((last_two[0]["model." + name].double() + last_two[1]["model." + name].double()) / 2).float()
-        assert torch.equal(parameter, right)
+        expected = ((last_two[0]["model." + name].double() + last_two[1]["model." + name].double()) / 2).float()
+        assert torch.equal(parameter, expected)
     assert newest_steps([1, 2, 3, 4], 3, 2) == (2, 3)
     assert newest_steps([1, 2, 3], 3, 9) == (1, 2, 3)
     assert newest_steps([1, 2, 3], 3, 0) == newest_steps([1, 2, 3], 3, 1) == (3,)
 
 
 def test_scores_equal_hand_computed_values() -> None:
-    right = ["the cat sat", "a dog"]
-    perfect = score(right, right, language="en")
+    expected = ["the cat sat", "a dog"]
+    perfect = score(expected, expected, language="en")
     assert (perfect["exact_match"], perfect["cer"], perfect["wer"], perfect["chrf"]) == (1.0, 0.0, 0.0, 100.0)
-    found = score(["the cat sit down", "A dog"], right, language="en")
-    assert found["exact_match"] == 0.0
-    assert found["wer"] == (2 + 1) / 5  # sat -> sit, + down; a -> A
-    assert found["cer"] == (1 + 5 + 1) / 16
-    lower = score(["the cat sit down", "A dog"], right, language="en", lowercase=True)
+    scores = score(["the cat sit down", "A dog"], expected, language="en")
+    assert scores["exact_match"] == 0.0
+    assert scores["wer"] == (2 + 1) / 5  # sat -> sit, + down; a -> A
+    assert scores["cer"] == (1 + 5 + 1) / 16
+    lower = score(["the cat sit down", "A dog"], expected, language="en", lowercase=True)
     assert (lower["exact_match"], lower["wer"]) == (0.5, 2 / 5)
-    assert "case:lc" in str(lower["bleu_signature"]) and "case:mixed" in str(found["bleu_signature"])
+    assert "case:lc" in str(lower["bleu_signature"]) and "case:mixed" in str(scores["bleu_signature"])
     assert "tok:zh" in str(score(["我们"], ["我们"], language="zh")["bleu_signature"])
     with pytest.raises(ValueError, match="1 translations for 2"):
-        score(["one"], right, language="en")
+        score(["one"], expected, language="en")
 
 
 # -- once -------------------------------------------------------------------------------------------------------------
@@ -186,8 +187,8 @@ def test_a_step_is_scored_once_per_spec(folder: Path) -> None:
     save(folder, 2)
     for options in ({}, {}, {"beams": 2}, {"split": "test"}, {"average": 2}, {"beams": 2}, {"lowercase": True}):
         evaluate(folder, ALONE, **options)  # type: ignore[arg-type]
-    asked = [(line["split"], line["beams"], line["average"], line["lowercase"]) for line in lines(folder)]
-    assert asked == [
+    specs = [(line["split"], line["beams"], line["average"], line["lowercase"]) for line in lines(folder)]
+    assert specs == [
         ("validation", 1, 0, False),
         ("validation", 2, 0, False),
         ("test", 1, 0, False),
@@ -239,7 +240,7 @@ def late(folder: Path) -> Iterator[Path]:
     def train() -> None:
         for step in range(1, LAST + 1):
             if step > 1:
-                until(lambda step=step: step - 1 in steps(folder))  # type: ignore[misc]
+                wait_until(lambda step=step: step - 1 in steps(folder))  # type: ignore[misc]
             save(folder, step)
 
     thread = threading.Thread(target=train, daemon=True)
@@ -262,7 +263,7 @@ def test_a_killed_and_restarted_evaluator_writes_each_line_once(folder: Path) ->
     while len(steps(folder)) < LAST and kills < 6:
         before = len(steps(folder))
         process = in_process(folder, follow=True)
-        until(lambda before=before: len(steps(folder)) > before, process)  # type: ignore[misc]
+        wait_until(lambda before=before: len(steps(folder)) > before, process)  # type: ignore[misc]
         time.sleep(rng.random() * 0.1)
         if process.is_alive():
             process.kill()
@@ -276,7 +277,7 @@ def test_a_killed_and_restarted_evaluator_writes_each_line_once(folder: Path) ->
 def test_sigterm_stops_a_waiting_evaluator(folder: Path) -> None:
     save(folder, 1)
     process = in_process(folder, follow=True)
-    until(lambda: steps(folder) == [1], process)
+    wait_until(lambda: steps(folder) == [1], process)
     assert process.pid is not None
     os.kill(process.pid, signal.SIGTERM)
     process.join(timeout=20)

@@ -6,8 +6,8 @@
         training.kill(training.leader)
         training.assert_same_bits(undisturbed)  same bits, each step once, nothing left
 
-A namespace exists as long as a process runs in it. Each has a keeper process, which exits with this
-one, so nothing is left behind.
+A namespace exists as long as a process runs in it. Each has a holder process, which exits with this
+process, so nothing is left behind.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ class Host:
     name: str = "here"
     address: str = "127.0.0.1"
     enter: tuple[str, ...] = ()
-    keeper: int = 0
+    holder: int = 0
 
     def ports(self) -> list[int]:
         """Return the listening ports above 1023; [] for this machine itself, which other processes
         use too.
         """
-        lines = Path(f"/proc/{self.keeper}/net/tcp").read_text().splitlines()[1:] if self.keeper else []
+        lines = Path(f"/proc/{self.holder}/net/tcp").read_text().splitlines()[1:] if self.holder else []
         rows = [line.split() for line in lines]
         ports = [int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == LISTEN_STATE]
         return [port for port in ports if port > 1023]
@@ -120,33 +120,33 @@ class Network:
 
     def drop_packets(self, source: Host, target: Host) -> None:
         """Drop all packets from `source` to `target`; the other direction works."""
-        ip(source.keeper, f"neigh replace {target.address} lladdr {NOWHERE} dev eth0 nud permanent")
+        ip(source.holder, f"neigh replace {target.address} lladdr {NOWHERE} dev eth0 nud permanent")
 
     def restore_packets(self, source: Host, target: Host) -> None:
         """Undo `drop_packets`."""
-        ip(source.keeper, f"neigh del {target.address} dev eth0")
+        ip(source.holder, f"neigh del {target.address} dev eth0")
 
     def limit_rate(self, host: Host, rate: str = "1mbit") -> None:
         """Limit the rate of the host's link, in each direction."""
-        for pid, name in ((self.switch, self._port(host)), (host.keeper, "eth0")):
+        for pid, name in ((self.switch, self._port(host)), (host.holder, "eth0")):
             command = f"tc qdisc replace dev {name} root tbf rate {rate} burst 16kb latency 400ms"
             subprocess.run([*enter(pid), *command.split()], check=True)
 
 
 class namespace:
-    """Context manager for a new network namespace; returns the pid of its keeper."""
+    """Context manager for a new network namespace; returns the pid of its holder process."""
 
     def __enter__(self) -> int:
-        self.keeper = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
-        assert self.keeper.stdin and self.keeper.stdout
+        self.holder = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        assert self.holder.stdin and self.holder.stdout
         with suppress(BrokenPipeError):
-            self.keeper.stdin.write(b"?")
-        if not self.keeper.stdout.read(1):
+            self.holder.stdin.write(b"?")
+        if not self.holder.stdout.read(1):
             raise PermissionError("cannot create a network namespace here")
-        return self.keeper.pid
+        return self.holder.pid
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.keeper.communicate()
+        self.holder.communicate()
 
 
 def enter(pid: int) -> tuple[str, ...]:
@@ -301,7 +301,7 @@ class Training:
         logs = [*self.folder.glob("*.out"), *self.run.glob("logs/*-[1-9].log")]
         return "\n".join(path.read_text(errors="replace") for path in logs)
 
-    def says(self, pattern: str) -> bool:
+    def wrote(self, pattern: str) -> bool:
         """Return whether the output of the agents and workers matches."""
         return re.search(pattern, self.text()) is not None
 

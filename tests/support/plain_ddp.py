@@ -1,6 +1,7 @@
-"""A script as people write it for torchrun, for test_plain_script.py: nothing of Lockstep is imported.
+"""An ordinary torchrun script, for test_plain_script.py. It does not import Lockstep.
 
-It saves every 5 steps to OUT, and fails once in step 12 of rank 1 when asked to: --fail kill, error, or always (each time).
+It saves every 5 steps. With --fail kill or error, rank 1 fails once in step 12; with --fail always,
+each time.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = 0
     if saved.exists():
-        found = torch.load(saved)
-        model.module.load_state_dict(found["model"])
-        step = found["step"]
+        state = torch.load(saved)
+        model.module.load_state_dict(state["model"])
+        step = state["step"]
     ours = [name for name in os.environ if name.startswith("LOCKSTEP_") and name != "LOCKSTEP_TMP"]
     count, local = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["LOCAL_RANK"]
     report(f"rank {rank} of {size} local {local} restart {count} step {step} ours {ours}")
@@ -51,7 +52,7 @@ def main() -> None:
             if args.fail == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ValueError("a bad record")
-    report(f"rank {rank} ends with {model.module.weight.sum().item():.9f}")
+    report(f"rank {rank} finished with {model.module.weight.sum().item():.9f}")
     dist.destroy_process_group()
 
 

@@ -8,179 +8,40 @@ next agent adopts them; under `lockstep train` the kernel ends them with it.
 It sleeps until a worker exits (its pidfd becomes readable), the forkserver answers or a signal
 arrives, and polls the generation log ten times a second. It kills local workers that the newest
 generation removed, whether they are alive, stopped or hanging. A record with a result ends the
-run. restart_policy.py decides what follows from a worker's exit.
-
-A stop signal is forwarded to the workers, which include it in their vote. Workers that wait to join
-have no vote. If no local worker has one, the agent asks a worker of another host to stop the run
-(elastic/control.py), and exits with the run.
+run. restart_policy.py decides what follows from a worker's exit, stop_requests.py how a stop
+signal reaches the workers.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import select
 import signal
 import sys
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
+from lockstep.agent.config import AgentConfig
 from lockstep.agent.evaluator_process import EvaluatorProcess
 from lockstep.agent.event_log import EventLog
-from lockstep.agent.forkserver import WorkerProgram, become_subreaper
+from lockstep.agent.forkserver import WorkerProgram
+from lockstep.agent.generation_reader import GenerationReader
 from lockstep.agent.lock import PriorState, agent_lock, kill_all
-from lockstep.agent.restart_policy import (
-    DEFAULT_POLICY,
-    RestartPolicy,
-    SlotHistory,
-    decide_restart,
-    fails_only_here,
-    is_crash,
-    is_own_fault,
-    summarize,
-)
-from lockstep.agent.worker_pool import RETRY_S, StartedWorker, WorkerPool
-from lockstep.elastic import control, generation_log, waiting_room
-from lockstep.elastic.generation_log import Generation, GenerationLog, Member, new_token
-from lockstep.errors import DamagedFileError, LockstepError, UsageError
-from lockstep.files import open_regular, read_bytes
-from lockstep.runtime import status_board
+from lockstep.agent.restart_policy import decide_restart, fails_only_here, is_crash, is_own_fault, summarize
+from lockstep.agent.slots import RunEnd, Slot, Worker, exited, last_status, phase_of, read_exit_report, reap_orphans, signal_due, write_log
+from lockstep.agent.stop_requests import StopRequests
+from lockstep.agent.worker_pool import RETRY_S, PendingWorker, WorkerPool
+from lockstep.elastic import waiting_room
+from lockstep.elastic.generation_log import Generation
+from lockstep.errors import LockstepError, UsageError
 from lockstep.runtime.exit_report import ExitReport, WorkerExit, exit_kind, summarize_exits
-from lockstep.runtime.signals import EXIT_INTERRUPTED, STOP_SIGNALS
-from lockstep.runtime.status_board import Status
-from lockstep.runtime.subprocesses import SignalInbox, kill_group, last_lines, now_s, open_worker_log
-from lockstep.runtime.worker_env import (
-    ProcessIdentity,
-    WorkerEnv,
-    exit_report_path,
-    identify_process,
-    is_loopback_reachable,
-    state_folder,
-    write_worker_process,
-)
+from lockstep.runtime.processes import PR_SET_CHILD_SUBREAPER, now_s, open_worker_log, prctl
+from lockstep.runtime.signals import EXIT_INTERRUPTED, STOP_SIGNALS, SignalInbox
+from lockstep.runtime.worker_env import ProcessIdentity, WorkerEnv, exit_report_path, identify_process, state_folder, write_worker_process
 
 log = logging.getLogger("lockstep")
 TOUCH_INTERVAL_S = 3600.0
-STOP_REQUEST_S = 1.0  # between two attempts to make another worker stop the run; also the time limit of each attempt
-STEP_PHASES = ("data", "forward", "backward", "reducing", "voting", "updating", "saving")
-
-
-@dataclass(frozen=True)
-class AgentTimeouts:
-    """How long an agent waits, in seconds.
-
-    poll_s         between two reads of the generation log
-    grace_s        from a stop signal until SIGKILL (a step and a checkpoint), and from the end of a
-                   completed run until SIGTERM
-    exit_s         from the end of a failed run until SIGTERM to workers that have not exited, and
-                   from SIGTERM until SIGKILL
-    failed_exit_s  from a worker's failure report until SIGKILL, if the process does not exit
-    import_s       for the forkserver to import everything
-    fork_s         for the forkserver to fork one worker
-    stop_reply_s   for workers of other hosts to accept a stop request, when no local worker is left
-    final_eval_s   for the evaluator to score the last checkpoint of a completed run
-    """
-
-    poll_s: float = 0.1
-    grace_s: float = 300.0
-    exit_s: float = 2.0
-    failed_exit_s: float = 10.0
-    import_s: float = 120.0
-    fork_s: float = 5.0
-    stop_reply_s: float = 5.0
-    final_eval_s: float = 600.0
-
-
-@dataclass
-class Worker:
-    """A running worker.
-
-    pidfd         readable once it has exited; never refers to another process (pidfd_open(2))
-    is_child      this agent must wait for it; otherwise an earlier agent started it
-    signals_sent  signals sent in order to end it
-    stop_sent     it received the stop signal
-    kill_at       (monotonic time of the SIGKILL, reason); None: not to be killed
-    """
-
-    slot: int
-    process: ProcessIdentity
-    pidfd: int
-    is_child: bool
-    started_s: float
-    signals_sent: list[int] = field(default_factory=list)
-    stop_sent: bool = False
-    kill_at: tuple[float, str] | None = None
-
-    @property
-    def pid(self) -> int:
-        """The process id, which is also its process group id and session id."""
-        return self.process.pid
-
-    def signal(self, number: int) -> None:
-        """Send a signal."""
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.pidfd, number)
-
-
-@dataclass
-class Slot:
-    """A place for one worker on this host.
-
-    start_at_s  when to request a worker; None: one runs, one is starting, or no further one starts
-    had_worker  a worker ran here before
-    log_offset  size of the slot's log when its newest worker was requested
-    last_exit   of its previous worker
-    """
-
-    number: int
-    start_at_s: float | None = 0.0
-    had_worker: bool = False
-    log_offset: int = 0
-    worker: Worker | None = None
-    last_exit: WorkerExit | None = None
-    history: SlotHistory = SlotHistory()
-
-
-@dataclass(frozen=True)
-class RunEnd:
-    """The end of the run: exit code, text to print, monotonic time when this agent learned of it."""
-
-    code: int
-    text: str
-    at_s: float
-
-
-@dataclass(frozen=True)
-class AgentConfig:
-    """What an agent is started with.
-
-    host, address     name of this host, unique in the run; where its servers listen
-    slots             workers of this host
-    expected_workers  on all hosts, that the first generation waits for
-    min_workers       below which training waits
-    max_workers       that train at once; others wait to join
-    lives_on          workers outlive the agent and SIGUSR1 drains this host; else they end with it
-    environ           for the workers, extended by the agent's own variables
-    flags             of a user's own loop, equal on all workers
-    command           the workers' settings, by name; running workers are adopted if they are equal
-    evaluator         run an evaluator process beside the workers
-    """
-
-    host: str
-    address: str
-    slots: int
-    expected_workers: int
-    min_workers: int
-    max_workers: int
-    lives_on: bool
-    environ: Mapping[str, str]
-    flags: Mapping[str, str] = field(default_factory=dict)
-    command: Mapping[str, str] = field(default_factory=dict)
-    evaluator: bool = False
-    timeouts: AgentTimeouts = AgentTimeouts()
-    policy: RestartPolicy = DEFAULT_POLICY
 
 
 def run_agent(program: WorkerProgram, folder: Path, config: AgentConfig) -> int:
@@ -189,17 +50,14 @@ def run_agent(program: WorkerProgram, folder: Path, config: AgentConfig) -> int:
     Call it from the main thread. Errors: UsageError, before anything was started.
     """
     if sys.platform != "linux":
-        raise UsageError(
-            f"the agent does not support {sys.platform}",
-            "it needs pidfd_open(2) and prctl(2)",
-            "start the workers with torchrun -m lockstep train",
-        )
-    host, slots, lives_on, timeouts = config.host, config.slots, config.lives_on, config.timeouts
-    state = state_folder(folder, host)
+        hint = "start the workers with torchrun -m lockstep COMMAND"
+        raise UsageError(f"the agent does not support {sys.platform}", "it needs pidfd_open(2) and prctl(2)", hint)
+    host, slots, lives_on = config.host, config.slots, config.lives_on
+    state = state_folder(folder, host, temporary=bool(config.master_port))
     sizes = {"--workers": slots, "--min": config.min_workers, "--max": config.max_workers}
     command = {**config.command, **{name: str(size) for name, size in sizes.items()}}
     with SignalInbox() as inbox, agent_lock(folder, state, host, command, slots=slots, lives_on=lives_on) as prior:
-        become_subreaper()
+        prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of exited workers become children of this process
         worker_env = WorkerEnv(
             folder=str(folder.resolve()),
             state=str(state),
@@ -213,13 +71,11 @@ def run_agent(program: WorkerProgram, folder: Path, config: AgentConfig) -> int:
             after_generation=prior.base_generation,
             agent_pid=0 if lives_on else os.getpid(),
             drain=lives_on,
-            folder_mark=prior.folder_id,
+            folder_id=prior.folder_id,
             flags=dict(config.flags),
+            master_port=config.master_port,
         )
-        events = EventLog(folder, host)
-        pool = WorkerPool(program, config.environ, events, import_s=timeouts.import_s, fork_s=timeouts.fork_s)
-        evaluator = EvaluatorProcess(folder, host, config.environ, events) if config.evaluator else None
-        agent = Agent(worker_env, prior, pool, events, config, evaluator)
+        agent = Agent(program, folder, config, worker_env, prior)
         try:
             code, text = agent.run(inbox)
         finally:
@@ -232,28 +88,18 @@ def run_agent(program: WorkerProgram, folder: Path, config: AgentConfig) -> int:
 class Agent:
     """The agent of one host and run.
 
-    asked        stop and drain signals received, in order; asked_s: monotonic time of the first one
-    next_ask_s   when to ask another worker to stop the run; stop_heard_s: when one last accepted
-    shown_errors one-line summaries of worker errors that were already logged
+    run_end       the end of the run, once it is known
+    shown_errors  one-line summaries of worker errors that were already logged
     """
 
-    def __init__(
-        self,
-        worker_env: WorkerEnv,
-        prior: PriorState,
-        pool: WorkerPool,
-        events: EventLog,
-        config: AgentConfig,
-        evaluator: EvaluatorProcess | None,
-    ) -> None:
-        self.worker_env, self.pool, self.events, self.evaluator = worker_env, pool, events, evaluator
-        self.timeouts, self.policy = config.timeouts, config.policy
-        self.folder, self.state = Path(worker_env.folder), Path(worker_env.state)
-        self.generation_log = GenerationLog(self.folder / "generations", since=prior.newest.number if prior.newest else 0)
-        self.newest, self.known = prior.newest, prior.base_generation  # generations after `known` are not applied yet
-        self.asked: list[int] = []
-        self.asked_s: float | None = None
-        self.next_ask_s = self.stop_heard_s = 0.0
+    def __init__(self, program: WorkerProgram, folder: Path, config: AgentConfig, worker_env: WorkerEnv, prior: PriorState) -> None:
+        self.worker_env, self.timeouts, self.policy = worker_env, config.timeouts, config.policy
+        self.folder, self.state, self.host = Path(worker_env.folder), Path(worker_env.state), worker_env.host
+        self.events = EventLog(folder, self.host)
+        self.pool = WorkerPool(program, config.environ, self.events, import_s=self.timeouts.import_s, fork_s=self.timeouts.fork_s)
+        self.evaluator = EvaluatorProcess(folder, self.host, config.environ, self.events) if config.evaluator else None
+        self.stops = StopRequests(self.folder, self.host, self.events, self.timeouts, drains=worker_env.drain)
+        self.generations = GenerationReader(self.folder, prior, self.events)
         self.run_end: RunEnd | None = None
         self.shown_errors: set[str] = set()
         self.touched_s = now_s()
@@ -272,22 +118,24 @@ class Agent:
             self.workers
             or self.pool.pending
             or any(slot.start_at_s is not None for slot in self.slots.values())
-            or self.waits_for_run_end()
+            or (not self.run_end and self.stops.awaits_run_end(self.generations.newest, self.workers))
         ):
             self.request_due_workers()
             for started in self.pool.poll():
                 self.on_worker_started(self.slots[started.slot], started)
             for number in inbox.wait(self.sleep_s(), [*self.pool.descriptors(), *[worker.pidfd for worker in self.workers]]):
-                if number == signal.SIGINT and (number in self.asked or self.run_end):
+                if number == signal.SIGINT and (number in self.stops.received or self.run_end):
                     kill_all({worker.slot: worker.process for worker in self.workers})
                     return EXIT_INTERRUPTED, "killed all workers; the same command resumes from the newest checkpoint"
-                if number in STOP_SIGNALS:
-                    self.forward_signal(number)
+                if number in STOP_SIGNALS and number not in self.stops.received:
+                    self.on_signal(number)
             self.touch_state_folder()
-            self.poll_generation_log()  # before exits are handled: a worker that exited because the run ended is not restarted
+            for record, before in self.generations.read_new():  # first: a worker that exited because the run ended is not restarted
+                self.apply_generation(record, before)
             for worker in exited(self.workers):
                 self.on_worker_exit(worker)
-            self.request_stop_elsewhere()
+            if not self.run_end:
+                self.stops.request_elsewhere(self.generations.newest, self.workers)
             self.escalate_signals()
             if self.evaluator:
                 self.evaluator.poll()
@@ -295,7 +143,7 @@ class Agent:
                 known = {worker.pid for worker in self.workers} | self.pool.pids()
                 reap_orphans(known | (self.evaluator.pids() if self.evaluator else set()))
         code, text = self.result()
-        if self.evaluator and not code and not self.is_draining:
+        if self.evaluator and not code and not self.stops.is_draining:
             self.wait_for_evaluator(self.evaluator, inbox)
         return code, text
 
@@ -306,7 +154,6 @@ class Agent:
             pass
 
     def sleep_s(self) -> float:
-        """Return how long to sleep if nothing happens."""
         waits = [slot.start_at_s - now_s() for slot in self.slots.values() if slot.start_at_s is not None]
         return max(0.0, min([self.timeouts.poll_s, *waits]))
 
@@ -320,16 +167,17 @@ class Agent:
 
     def result(self) -> tuple[int, str]:
         """Return (exit code, text to print) after all workers have exited."""
-        if self.run_end:
+        if self.run_end and self.policy.restart:
             return self.run_end.code, self.run_end.text
         exits = [slot.last_exit for slot in self.slots.values() if slot.last_exit]
-        if not exits and self.is_draining:
+        if not exits and self.stops.is_draining:
             return 0, ""
         if not exits:
-            what = f"received {signal.Signals(self.asked[0]).name} before any worker had started"
-            return 128 + self.asked[0], str(LockstepError(what, f"{self.worker_env.host}, {self.folder}"))
-        left = [one for one in exits if exit_kind(one) == "completed"]
-        return summarize_exits(left or exits, asked=self.asked, grace_s=self.timeouts.grace_s)
+            number = self.stops.received[0]
+            what = f"received {signal.Signals(number).name} before any worker had started"
+            return 128 + number, str(LockstepError(what, f"{self.host}, {self.folder}"))
+        completed = [last_exit for last_exit in exits if exit_kind(last_exit) == "completed"] if self.policy.restart else []
+        return summarize_exits(completed or exits, asked=self.stops.received, grace_s=self.timeouts.grace_s)
 
     def close(self) -> None:
         """Release everything. Workers keep running under `launch`, and are killed under `train`."""
@@ -340,76 +188,17 @@ class Agent:
             kill_all({worker.slot: worker.process for worker in self.workers})
         for worker in self.workers:
             os.close(worker.pidfd)
-        reap_orphans(set())
+        reap_orphans(())
 
     # -- stopping -------------------------------------------------------------------------------------------------------------
 
-    def forward_signal(self, number: int) -> None:
-        """Forward a stop or drain signal to the workers, once, and start no more workers."""
-        if number in self.asked:
-            return
-        self.asked.append(number)
-        self.asked_s = self.asked_s or now_s()
+    def on_signal(self, number: int) -> None:
+        """Forward a stop or drain signal to the workers, and start no more workers."""
+        self.stops.add(number)
         self.stop_starting()
-        self.events.add("signal passed on", f"the agent received {signal.Signals(number).name}")
-        waiting = [] if self.is_drain(number) else self.waiting_members()
-        waiting_pids = {member.pid for member in waiting if member.host == self.worker_env.host}
-        for worker in self.workers:
-            if worker.pid not in waiting_pids:  # a waiting worker has nothing to save and exits with the run
-                worker.stop_sent = True
-                worker.signal(number)
-
-    def is_drain(self, number: int) -> bool:
-        """Return whether a signal drains only this host."""
-        return number == signal.SIGUSR1 and self.worker_env.drain
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether this host leaves and the run continues without it."""
-        return any(map(self.is_drain, self.asked)) and not self.stop_signal
-
-    @property
-    def stop_signal(self) -> str:
-        """Name of the first signal received here that stops the run; "" for none."""
-        return next((signal.Signals(number).name for number in self.asked if not self.is_drain(number)), "")
-
-    def waiting_members(self) -> list[Member]:
-        """Return the workers registered in the run folder's waiting room; [] if it cannot be read."""
-        with suppress(OSError):
-            return list(waiting_room.registered_members(self.folder))
-        return []
-
-    def stop_recipients(self) -> list[Member]:
-        """Return the workers that can be asked to stop the run; local ones only while they run."""
-        pids = {worker.pid for worker in self.workers}
-        recipients = control.stop_recipients(self.newest, self.waiting_members())
-        return [member for member in recipients if member.host != self.worker_env.host or member.pid in pids]
-
-    def request_stop_elsewhere(self) -> None:
-        """Ask another worker to stop the run if no local one has a vote. Blocks up to 2 s."""
-        if not self.stop_signal or self.run_end or now_s() < self.next_ask_s:
-            return
-        voters = {member.pid for member in self.newest.members if member.host == self.worker_env.host} if self.newest else set()
-        drained_first = any(map(self.is_drain, self.asked))  # a worker only obeys the first signal that it receives
-        if not drained_first and any(worker.stop_sent and worker.pid in voters for worker in self.workers):
-            return
-        recipient = control.request_stop(
-            self.folder, self.stop_recipients(), self.stop_signal, within_s=STOP_REQUEST_S, each_s=STOP_REQUEST_S
-        )
-        if recipient and not self.stop_heard_s:
-            self.events.add("stop passed on", f"{recipient.id.rpartition('/')[0]} accepted the stop; no worker of this host has a vote")
-        self.stop_heard_s = now_s() if recipient else self.stop_heard_s
-        self.next_ask_s = now_s() + STOP_REQUEST_S
-
-    def waits_for_run_end(self) -> bool:
-        """Return whether the agent waits without workers, having asked others to stop."""
-        if not self.stop_signal or self.run_end or self.asked_s is None:
-            return False
-        until_s = min(max(self.asked_s, self.stop_heard_s) + self.timeouts.stop_reply_s, self.asked_s + self.timeouts.grace_s)
-        return now_s() < until_s and bool(self.stop_recipients())
+        self.stops.forward(number, self.workers)
 
     def stop_starting(self) -> None:
-        """Start no more workers."""
         self.pool.cancel()
         for slot in self.slots.values():
             slot.start_at_s = None
@@ -419,78 +208,32 @@ class Agent:
         self.run_end = RunEnd(code, text, now_s())
         self.stop_starting()
         self.events.add("run ended", reason)
-        # A host of the same name with another loopback network is another host.
-        hosts = {member.host if is_loopback_reachable(member.loopback) else "" for member in self.newest.members} if self.newest else set()
-        if fails_only_here(code, hosts, self.worker_env.host):
-            return
-        number, step = (self.newest.number, self.newest.step) if self.newest else (0, 0)
-        try:
-            while True:
-                proposal = Generation(number + 1, new_token(), (), "", step, reason, end=generation_log.RunResult(code, text))
-                accepted = self.generation_log.propose(proposal)
-                if accepted.end:
-                    break
-                number, step = accepted.number, accepted.step
-        except OSError as error:
-            self.events.warn("cannot write the end of the run into the generation log; other hosts may not learn of it", error)
+        if not fails_only_here(code, self.generations.active_hosts(), self.host):
+            self.generations.record_end(code, text, reason)
 
     def escalate_signals(self) -> None:
         """Send SIGTERM, then SIGKILL, to workers that should have exited."""
         now = now_s()
         for worker in self.workers:
-            if not worker.kill_at and (report := read_report(self.state, worker.slot)) and not report.finished:
+            if not worker.kill_at and (report := read_exit_report(self.state, worker.slot)) and not report.finished:
                 delay_s = self.timeouts.failed_exit_s
                 worker.kill_at = now + delay_s, f"reported a failure and did not exit within {delay_s:g} s"
-            number, reason = signal_due(
-                now,
-                worker.signals_sent,
-                kill_at=worker.kill_at,
-                run_end=self.run_end,
-                asked_s=self.asked_s,
-                timeouts=self.timeouts,
-            )
+            number, reason = signal_due(worker, now, run_end=self.run_end, asked_s=self.stops.received_s, timeouts=self.timeouts)
             if number:
                 worker.signals_sent.append(number)
                 self.events.add(f"{signal.Signals(number).name} sent", reason, slot=worker.slot, pid=worker.pid)
                 worker.signal(number)
 
-    # -- generation log -------------------------------------------------------------------------------------------------------
-
-    def poll_generation_log(self) -> None:
-        """Apply each generation written since the last call."""
-        try:
-            newest = self.generation_log.newest(self.known)
-            last = newest.number if newest else 0
-            for number in range(self.known + 1, last + 1):
-                before = self.newest if self.newest and self.newest.number == number - 1 else self.read_generation(number - 1)
-                try:
-                    self.newest = self.generation_log.read(number)
-                except DamagedFileError as error:
-                    if number == last:
-                        raise
-                    self.events.warn(f"skipping generation {number}", error)
-                    continue
-                self.known = number
-                self.apply_generation(self.newest, before)
-        except OSError as error:
-            self.events.warn("cannot read the generation log", error)
-
-    def read_generation(self, number: int) -> Generation | None:
-        """Return a generation; None if it cannot be read."""
-        with suppress(OSError):
-            return self.generation_log.read(number)
-        return None
-
     def apply_generation(self, record: Generation, before: Generation | None) -> None:
         """Schedule SIGKILL for local workers that were removed; end if the run ended."""
         members = {member.id: member for member in before.members} if before else {}
-        for out in record.out:
-            member = members.get(out.id)
-            slot = self.slots.get(member.slot) if member and member.host == self.worker_env.host else None
+        for removed in record.out:
+            member = members.get(removed.id)
+            slot = self.slots.get(member.slot) if member and member.host == self.host else None
             if member and slot and slot.worker and slot.worker.pid == member.pid:
                 # A worker that leaves because this host is drained needs a moment to exit.
-                delay_s = self.timeouts.exit_s if signal.SIGUSR1 in self.asked else 0.0
-                slot.worker.kill_at = now_s() + delay_s, f"removed from generation {record.number}: {out.why}"
+                delay_s = self.timeouts.exit_s if signal.SIGUSR1 in self.stops.received else 0.0
+                slot.worker.kill_at = now_s() + delay_s, f"removed from generation {record.number}: {removed.why}"
         if record.end and not self.run_end:
             self.run_end = RunEnd(record.end.code, record.end.text, now_s())
             self.stop_starting()
@@ -498,7 +241,6 @@ class Agent:
     # -- workers --------------------------------------------------------------------------------------------------------------
 
     def request_due_workers(self) -> None:
-        """Request a worker for each slot that is due."""
         for slot in self.slots.values():
             if slot.start_at_s is not None and slot.start_at_s <= now_s():
                 try:
@@ -512,23 +254,22 @@ class Agent:
         """Request a worker. Slot 0 writes to the agent's terminal, the others to their logs."""
         with suppress(OSError):
             exit_report_path(self.state, slot.number).unlink(missing_ok=True)
-            waiting_room.remove_stale_files(self.folder, self.worker_env.host, slot.number)
-        worker_env = replace(self.worker_env, slot=slot.number, known_generation=self.known)
+            waiting_room.remove_stale_files(self.folder, self.host, slot.number)
+        worker_env = replace(self.worker_env, slot=slot.number, known_generation=self.generations.known)
         if slot.number == 0:
             self.pool.request(worker_env, 1, 2, restarted=slot.had_worker)
             return
         try:
-            output, _ = open_worker_log(self.folder, slot.number, self.worker_env.host, make=False)
+            output = open_worker_log(self.folder, slot.number, self.host)
         except UsageError as error:
             self.events.warn(f"slot {slot.number} writes to the terminal", error)
             self.pool.request(worker_env, 2, 2, restarted=slot.had_worker)
             return
-        assert output is not None
         with output:
             slot.log_offset = output.tell()
             self.pool.request(worker_env, output.fileno(), output.fileno(), restarted=slot.had_worker)
 
-    def on_worker_started(self, slot: Slot, started: StartedWorker) -> None:
+    def on_worker_started(self, slot: Slot, started: PendingWorker) -> None:
         """Record the process of `slot` and let the worker run."""
         process = identify_process(started.pid, slot.log_offset)
         slot.worker, slot.had_worker = Worker(slot.number, process, os.pidfd_open(started.pid), True, now_s()), True
@@ -538,8 +279,8 @@ class Agent:
             self.events.warn(f"cannot record the process of slot {slot.number}; the next agent would not find it", error)
         self.events.add("worker started", started.method, slot=slot.number, pid=started.pid)  # before it can do anything
         with suppress(BrokenPipeError):
-            os.write(started.gate, b".")
-        os.close(started.gate)
+            os.write(started.gate_writer, b".")
+        os.close(started.gate_writer)
 
     def adopt(self, slot: Slot, process: ProcessIdentity) -> None:
         """Manage a worker that an earlier agent started."""
@@ -558,18 +299,18 @@ class Agent:
         """Collect the exit of a worker, remove what it left behind, and restart it or end the run."""
         slot = self.slots[worker.slot]
         slot.worker = None
-        last_exit = slot.last_exit = self.collect_exit(worker)
+        last_exit = slot.last_exit = self.collect_exit(slot, worker)
         with suppress(OSError):
-            waiting_room.remove_stale_files(self.folder, self.worker_env.host, worker.slot)
-        status = self.last_status(worker)
+            waiting_room.remove_stale_files(self.folder, self.host, worker.slot)
+        status, newest = last_status(self.state, worker), self.generations.newest
         decision, slot.history = decide_restart(
             last_exit,
             slot.history,
             lived_s=last_exit.at_s - worker.started_s,
             # A crash counts at the worker's own step, a kill at the step of the run.
-            step=status.step - 1 if status and is_crash(last_exit) else self.newest.step if self.newest else -1,
+            step=status.step - 1 if status and is_crash(last_exit) else newest.step if newest else -1,
             phase=phase_of(status),
-            stopping=bool(self.asked or self.run_end),
+            stopping=bool(self.stops.received or self.run_end),
             policy=self.policy,
         )
         self.events.add("worker ended", decision.reason, slot=worker.slot, pid=worker.pid)
@@ -580,95 +321,17 @@ class Agent:
             self.shown_errors.add(summary)
             slot.start_at_s = now_s() + decision.delay_s
         elif decision.action == "end":
-            self.end_run(decision.code, decision.text, f"{last_exit} on {self.worker_env.host}: {decision.reason}")
+            self.end_run(decision.code, decision.text, f"{last_exit} on {self.host}: {decision.reason}")
 
-    def last_status(self, worker: Worker) -> Status | None:
-        """Return the status on the worker's board; None if it has not written one yet."""
-        with suppress(OSError):
-            status = status_board.read_status(self.state / f"{worker.slot}.board")
-            return status if status.pid == worker.pid else None
-        return None
-
-    def collect_exit(self, worker: Worker) -> WorkerExit:
-        """Wait for a worker that has exited, kill its process group, and return how it exited."""
-        os.close(worker.pidfd)
-        if worker.is_child:
-            kill_group(worker.pid)  # before the wait: until then its pid, which is also its group id, cannot be reused
-            code: int | None = os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
-        else:
-            if not Path(f"/proc/{worker.pid}").exists():  # the kernel does not reuse the number of an existing group
-                kill_group(worker.pid)
-            code = -worker.signals_sent[-1] if worker.signals_sent else None
-        report = read_report(self.state, worker.slot)
-        if not report and self.is_draining and code in (None, -signal.SIGUSR1):  # it waited or was starting: nothing to hand over
+    def collect_exit(self, slot: Slot, worker: Worker) -> WorkerExit:
+        """Reap a worker that has exited, write its log, and return how it exited."""
+        code = worker.reap()
+        report = read_exit_report(self.state, slot.number)
+        if not report and self.stops.is_draining and code in (None, -signal.SIGUSR1):  # it waited or was starting: nothing to hand over
             report = ExitReport(0, now_s(), finished=True, drained=True)
             worker.signals_sent.append(signal.SIGUSR1)
-        if not report:
-            with suppress(OSError):
-                waiting_room.remove_stale_files(self.folder, self.worker_env.host, worker.slot)
-        path = self.folder / "logs" / f"{self.worker_env.host}-{worker.slot}.log"
-        log_path = tail = ""
-        with suppress(OSError):
-            before = self.slots[worker.slot].last_exit
-            if report and report.trace:
-                repeated = bool(before and before.report and before.report.trace == report.trace)
-                with open(path, "ab", opener=open_regular) as output:
-                    output.write(b"the same error again\n" if repeated else report.trace.encode("utf-8", "backslashreplace"))
-            elif worker.slot and not report:
-                with open(path, "rb", opener=open_regular) as output:
-                    tail = last_lines(output, worker.process.begun_at_byte)
-            log_path = str(path) if path.exists() else ""
-        return WorkerExit(worker.slot, worker.pid, code, now_s(), tuple(worker.signals_sent), report, log_path, tail, title="slot")
-
-
-def signal_due(
-    now_s: float,
-    sent: Sequence[int],
-    *,
-    kill_at: tuple[float, str] | None,
-    run_end: RunEnd | None,
-    asked_s: float | None,
-    timeouts: AgentTimeouts,
-) -> tuple[int, str]:
-    """Return (signal to send to a worker now, reason); 0: none.
-
-    sent     signals sent to it so far in order to end it
-    kill_at  (time of its SIGKILL, reason)
-    asked_s  when the workers were asked to stop
-    """
-    due: tuple[int, str] = (0, "")
-    if run_end:
-        delay_s = timeouts.exit_s if run_end.code else timeouts.grace_s
-        if now_s >= run_end.at_s + delay_s:
-            kill = now_s >= run_end.at_s + delay_s + timeouts.exit_s
-            due = signal.SIGKILL if kill else signal.SIGTERM, f"did not exit within {delay_s:g} s after the run ended"
-    elif asked_s is not None and now_s >= asked_s + timeouts.grace_s:
-        due = signal.SIGKILL, f"did not stop within {timeouts.grace_s:g} s"
-    if kill_at and now_s >= kill_at[0]:
-        due = signal.SIGKILL, kill_at[1]
-    return (0, "") if due[0] in sent else due
-
-
-def phase_of(status: Status | None) -> str:
-    """Describe the phase and step of a worker; "" outside of a step."""
-    return f"{status.phase} phase of step {status.step}" if status and status.step > 0 and status.phase in STEP_PHASES else ""
-
-
-def read_report(state: Path, slot: int) -> ExitReport | None:
-    """Return the exit report of the worker in `slot`; None if it wrote none."""
-    with suppress(OSError, ValueError, TypeError):
-        return ExitReport.from_line(read_bytes(exit_report_path(state, slot)))
-    return None
-
-
-def exited(workers: Sequence[Worker]) -> list[Worker]:
-    """Return the workers that have exited."""
-    ready, _, _ = select.select([worker.pidfd for worker in workers], [], [], 0)
-    return [worker for worker in workers if worker.pidfd in ready]
-
-
-def reap_orphans(known: set[int]) -> None:
-    """Wait for exited processes that workers left behind, except those in `known`."""
-    with suppress(ChildProcessError):
-        while (child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and child.si_pid not in known:
-            os.waitpid(child.si_pid, 0)
+        path = self.folder / "logs" / f"{self.host}-{slot.number}.log"
+        tail = write_log(path, slot, report, worker.process.log_offset)
+        is_static = bool(self.worker_env.master_port)  # its folder is temporary, and its slots are its ranks
+        log_path, title = str(path) if path.exists() and not is_static else "", "rank" if is_static else "slot"
+        return WorkerExit(slot.number, worker.pid, code, now_s(), tuple(worker.signals_sent), report, log_path, tail, title)

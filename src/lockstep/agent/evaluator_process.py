@@ -17,10 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.agent.event_log import EventLog
-from lockstep.agent.forkserver import die_with_parent
 from lockstep.files import write_json
-from lockstep.runtime.subprocesses import now_s, open_worker_log
-from lockstep.runtime.worker_env import process_stat
+from lockstep.runtime.processes import die_with_parent, now_s, open_worker_log
+from lockstep.runtime.worker_env import WORKER_ENV, process_stat
 
 INITIAL_DELAY_S = 1.0  # before the first restart; doubles with each further one
 MAX_DELAY_S = 60.0
@@ -33,16 +32,15 @@ class EvaluatorProcess:
 
     def __init__(self, folder: Path, host: str, environ: Mapping[str, str], events: EventLog) -> None:
         self.folder, self.host, self.events = folder, host, events
-        self.environ = {name: value for name, value in environ.items() if not name.startswith("LOCKSTEP_SEAT")}
+        self.environ = {name: value for name, value in environ.items() if name != WORKER_ENV}
         self.process: subprocess.Popen[bytes] | None = None
         self.start_at_s: float | None = 0.0
         self.delay_s = INITIAL_DELAY_S
         self.record_path = folder / "evaluators" / f"{host}.json"
 
     def poll(self) -> None:
-        """Handle its exit, and start it when it is due."""
-        if self.process is not None and (code := self.process.poll()) is not None:
-            self._on_exit(code)
+        if self.process and (code := self.process.poll()) is not None:
+            self._on_exit(self.process.pid, code)
         # Without a checkpoint there is nothing to evaluate, and no run.json to read.
         if self.start_at_s is not None and now_s() >= self.start_at_s and (self.folder / "run.json").exists():
             self._start()
@@ -56,8 +54,7 @@ class EvaluatorProcess:
         return self.process is not None and self.process.poll() is None
 
     def close(self) -> None:
-        """Terminate it."""
-        if self.process is not None and self.process.poll() is None:
+        if self.process and self.is_running:
             self.process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(5.0)
@@ -74,9 +71,7 @@ class EvaluatorProcess:
             die_with_parent(agent)
 
         try:
-            output, _ = open_worker_log(self.folder, 1, f"{self.host}-{ROLE}", make=False)
-            assert output is not None
-            with output:
+            with open_worker_log(self.folder, 1, f"{self.host}-{ROLE}") as output:
                 self.process = subprocess.Popen(
                     [sys.executable, "-m", "lockstep", "evaluate", str(self.folder), "--follow"],
                     env=self.environ,
@@ -87,7 +82,8 @@ class EvaluatorProcess:
                     preexec_fn=in_child,  # noqa: PLW1509  the agent has one thread
                 )
             self.record_path.parent.mkdir(exist_ok=True)
-            write_json(self.record_path, {"role": ROLE, "host": self.host, **self._identity(self.process.pid)})
+            identity = {"machine": socket.gethostname(), "pid": self.process.pid, "started": process_stat(self.process.pid)[1]}
+            write_json(self.record_path, {"role": ROLE, "host": self.host, **identity})
         except (OSError, subprocess.SubprocessError) as error:
             self.events.warn("cannot start the evaluator", error)
             self._schedule_restart()
@@ -95,13 +91,7 @@ class EvaluatorProcess:
         self.start_at_s = None
         self.events.add("evaluator started", "the run has one", pid=self.process.pid)
 
-    @staticmethod
-    def _identity(pid: int) -> dict[str, int | str]:
-        """Return what tells other processes of this machine whether it still runs."""
-        return {"machine": socket.gethostname(), "pid": pid, "started": process_stat(pid)[1]}
-
-    def _on_exit(self, code: int) -> None:
-        pid = self.process.pid if self.process else 0
+    def _on_exit(self, pid: int, code: int) -> None:
         self.process = None
         if code == 0:
             self.events.add("evaluator ended", "the run is finished", pid=pid)

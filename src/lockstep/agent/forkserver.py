@@ -1,16 +1,14 @@
 """A process that imports torch once and forks workers within milliseconds.
 
 Importing torch and what the first optimizer needs takes two seconds; a fork takes five
-milliseconds. So the agent starts one process that imports everything and then only forks. It starts
-no thread, because a fork would copy the locks of other threads but not the threads. It does not
-touch a GPU and knows nothing about the workers' task.
+milliseconds. The forkserver starts no thread, because a fork would copy the locks of other threads
+but not the threads, and does not touch a GPU.
 
 A worker is forked twice. The intermediate process exits at once, and the kernel makes the agent the
 worker's parent, because the agent is a subreaper (prctl(2), PR_SET_CHILD_SUBREAPER). So the agent
-waits for the worker like for any child and gets its exit code, and workers survive a killed
-forkserver. The worker then blocks at a gate, a pipe, until the agent has recorded its process. If
-the agent dies before that, the pipe loses its writer and the worker exits: no worker runs
-unrecorded.
+gets the worker's exit code, and workers survive a killed forkserver. The worker then blocks at a
+gate, a pipe, until the agent has recorded its process. If the agent dies before that, the pipe
+loses its writer and the worker exits: no worker runs unrecorded.
 
     agent -> forkserver     {"slot": 3, "spec": {...}} with three file descriptors: stdout, stderr, gate
     forkserver -> agent     {"ready": true} or {"unusable": REASON}, once
@@ -19,12 +17,10 @@ unrecorded.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -33,11 +29,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from lockstep.runtime.processes import PR_SET_NAME, die_with_parent, prctl
 from lockstep.runtime.user_function import load_function
 
-PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36  # <linux/prctl.h>
 MAX_MESSAGE_BYTES = 1 << 16  # longer command lines need execve
-PRELOAD = ("torch", "torch._dynamo", "lockstep.cli.main", "lockstep.train")  # constructing the first optimizer imports torch._dynamo
+PRELOAD = ("torch", "torch._dynamo", "lockstep.cli.main", "lockstep.cli.worker")  # constructing the first optimizer imports torch._dynamo
 # numpy's OpenBLAS starts a thread for each core when it is loaded. The user's own setting wins.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 
@@ -69,13 +65,9 @@ class WorkerSpec:
     """
 
     entry: str
-    argv: tuple[str, ...]
+    argv: Sequence[str]
     environ: Mapping[str, str] = field(default_factory=dict)
     agent: int = 0
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> WorkerSpec:
-        return WorkerSpec(**{**value, "argv": tuple(value["argv"])})
 
 
 # In the agent.
@@ -144,17 +136,6 @@ def spawn(spec: WorkerSpec, environ: Mapping[str, str], descriptors: Sequence[in
     return os.posix_spawn(sys.executable, arguments, dict(environ), file_actions=actions, setsid=True)
 
 
-def become_subreaper() -> None:
-    """Become the parent of every descendant whose own parent exits."""
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
-
-
-def prctl(option: int, value: int | bytes) -> None:
-    """prctl(2)."""
-    rest = [ctypes.c_ulong(0)] * 3
-    ctypes.CDLL(None).prctl(option, value if isinstance(value, bytes) else ctypes.c_ulong(value), *rest)
-
-
 # In the forkserver.
 
 
@@ -162,7 +143,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run as a forkserver, or as a worker that was started without one."""
     role, descriptor, *rest = arguments
     if role == "worker":
-        return run_worker(WorkerSpec.from_json(json.loads(rest[0])), int(descriptor))
+        return run_worker(WorkerSpec(**json.loads(rest[0])), int(descriptor))
     prctl(PR_SET_NAME, b"lockstep-forker")  # at most 15 bytes; command lines do not tell a forkserver from its workers
     die_with_parent(int(rest[0]))
     with socket.socket(fileno=int(descriptor)) as channel:
@@ -207,7 +188,7 @@ def serve(channel: socket.socket) -> tuple[WorkerSpec, int] | None:
         if pid == 0:
             channel.close()
             os.setsid()
-            return WorkerSpec.from_json(request["spec"]), take_descriptors(descriptors)
+            return WorkerSpec(**request["spec"]), take_descriptors(descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
         if pid > 0:
@@ -267,13 +248,6 @@ def run_worker(spec: WorkerSpec, gate: int) -> int:
     sys.argv = ["lockstep", *spec.argv]
     module, _, name = spec.entry.partition(":")
     return int(getattr(importlib.import_module(module), name)(list(spec.argv)) or 0)
-
-
-def die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when `parent` exits. If it has exited already, exit now."""
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(128 + signal.SIGKILL)
 
 
 if __name__ == "__main__":

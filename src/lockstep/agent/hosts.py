@@ -57,17 +57,12 @@ class Host:
         try:
             ip = str(socket.getaddrinfo(self.reached_at, None, type=socket.SOCK_STREAM)[0][4][0])
         except OSError as error:
-            raise ConfigError(
-                f"cannot resolve {self.reached_at} on {socket.gethostname()}: {error.strerror}",
-                f"address of the host {self.name}",
-                "write its IP address (ip -br addr shows it)",
-            ) from None
+            what = f"cannot resolve {self.reached_at} on {socket.gethostname()}: {error.strerror}"
+            raise ConfigError(what, f"address of the host {self.name}", "write its IP address (ip -br addr shows it)") from None
         if ip.startswith("127.") and ip != self.reached_at:  # Debian's /etc/hosts maps a machine's own name to 127.0.1.1
-            raise ConfigError(
-                f"{self.reached_at} is {ip} on {socket.gethostname()}, where other machines cannot reach it",
-                f"address of the host {self.name}",
-                "write its IP address in the network between the hosts (ip -br addr shows it)",
-            )
+            what = f"{self.reached_at} is {ip} on {socket.gethostname()}, where other machines cannot reach it"
+            hint = "write its IP address in the network between the hosts (ip -br addr shows it)"
+            raise ConfigError(what, f"address of the host {self.name}", hint)
         return ip
 
 
@@ -81,7 +76,6 @@ class Hosts:
 
     @property
     def workers(self) -> int:
-        """Number of workers on all hosts together."""
         return sum(host.workers for host in self.host)
 
     def find(self, name: str, source: str) -> Host:
@@ -107,11 +101,8 @@ def parse_hosts(values: Mapping[str, Any], source: str, hint: str = FORMAT_HINT)
     try:
         hosts = TypeAdapter(Hosts).validate_python(values)
     except ValidationError as error:
-        problems = [
-            f"{format_location(item['loc'])}: {item['msg'].replace('Unexpected keyword argument', 'unknown key')}"
-            for item in error.errors()
-        ]
-        raise ConfigError("; ".join(problems), source, hint) from None
+        problems = "; ".join(f"{format_location(item['loc'])}: {item['msg']}" for item in error.errors())
+        raise ConfigError(problems.replace("Unexpected keyword argument", "unknown key"), source, hint) from None
     duplicates = [name for name, count in Counter(host.name for host in hosts.host).items() if count > 1]
     if duplicates:
         raise ConfigError(f"several hosts are named {', '.join(duplicates)}", source, "give each host a unique name")

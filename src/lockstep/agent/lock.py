@@ -3,10 +3,10 @@
 The agent holds the file lock state/agent.lock, which the kernel releases when the agent dies. The
 file tells the next agent:
 
-    pid       of the holder
-    after     the newest generation before the workers were started: a result recorded up to there belongs to an earlier run
-    lives_on  whether the workers outlive their agent
-    mark      id of the run folder: while workers run, another folder in its place is refused
+    pid              of the holder
+    base_generation  the newest one before the workers were started: an earlier result is not theirs
+    lives_on         whether the workers outlive their agent
+    folder_id        of the run folder: while workers run, another folder in its place is refused
 
 While there are workers, state/agent.command holds the settings that they were started with: JSON,
 value by name.
@@ -28,7 +28,7 @@ from lockstep.elastic.generation_log import Generation, GenerationLog
 from lockstep.elastic.run_folder import create_run_folder, read_folder_id
 from lockstep.errors import DamagedFileError, UsageError
 from lockstep.files import add_checksum, open_regular, read_json, try_lock, verify_checksum, write_json
-from lockstep.runtime.subprocesses import kill_group, open_worker_log
+from lockstep.runtime.processes import kill_group, open_worker_log
 from lockstep.runtime.worker_env import ProcessIdentity, running_workers
 
 log = logging.getLogger("lockstep")
@@ -56,12 +56,11 @@ class PriorState:
 def agent_lock(folder: Path, state: Path, host: str, command: Mapping[str, str], *, slots: int, lives_on: bool) -> Iterator[PriorState]:
     """Context manager: be the agent of `host` for the run in `folder`, which is prepared.
 
-    UsageError if there is another agent, if surviving workers do not fit this start, or if the
-    folder cannot be used.
+    UsageError if there is another agent, other workers survived, or the folder cannot be used.
     """
     with hold_lock(state / "agent.lock", folder, host) as lock:
         before, running = read_lock(lock), running_workers(state)
-        folder_id = prepare_folder(folder, slots, host, str(before.get("mark", "")) if running and before.get("lives_on") else "")
+        folder_id = prepare_folder(folder, slots, host, str(before.get("folder_id", "")) if running and before.get("lives_on") else "")
         newest = newest_generation(folder)
         if running and not before.get("lives_on"):
             kill_all(running)  # their agent is dead, and the kernel is about to end them
@@ -71,8 +70,8 @@ def agent_lock(folder: Path, state: Path, host: str, command: Mapping[str, str],
             check_same_command(running, folder, read_command(state), command)
         else:
             write_json(state / COMMAND_FILE, add_checksum(command))
-        base = int(before["after"]) if running else newest.number if newest else 0
-        write_lock(lock, {"pid": os.getpid(), "after": base, "lives_on": lives_on, "mark": folder_id})
+        base = int(before["base_generation"]) if running else newest.number if newest else 0
+        write_lock(lock, {"pid": os.getpid(), "base_generation": base, "lives_on": lives_on, "folder_id": folder_id})
         yield PriorState(newest, base, running, folder_id)
         remove_stale_files(state)
 
@@ -84,11 +83,8 @@ def hold_lock(path: Path, folder: Path, host: str) -> Iterator[BinaryIO]:
     if descriptor is None:
         with open(path, "rb", opener=open_regular) as file:
             holder = read_lock(file).get("pid", "unknown")
-        raise UsageError(
-            f"another training is already running in {folder}: the agent of {host}, pid {holder}",
-            f"it holds {path}",
-            f"wait for it, stop it (kill {holder}), or choose another --out",
-        )
+        what = f"another training is already running in {folder}: the agent of {host}, pid {holder}"
+        raise UsageError(what, f"it holds {path}", f"wait for it, stop it (kill {holder}), or choose another --out")
     with open(descriptor, "r+b", buffering=0) as lock:
         yield lock
 
@@ -117,22 +113,15 @@ def prepare_folder(folder: Path, slots: int, host: str, expected_id: str = "") -
     try:
         folder_id = read_folder_id(folder) if expected_id else create_run_folder(folder, host)
         if folder_id != expected_id and expected_id:
-            raise UsageError(
-                f"{folder} is not the folder that the workers of {host} train in: it has {'another' if folder_id else 'no'} token",
-                "the disk is not mounted, or another one is",
-                "mount it again, or choose another --out",
-            )
+            what = f"{folder} is not the folder that the workers of {host} train in: it has {'another' if folder_id else 'no'} token"
+            raise UsageError(what, "the disk is not mounted, or another one is", "mount it again, or choose another --out")
+        (folder / "logs").mkdir(exist_ok=True)
         for slot in range(1, slots):
-            output, _ = open_worker_log(folder, slot, host)
-            if output:
-                output.close()
+            open_worker_log(folder, slot, host).close()
         return folder_id
     except OSError as error:
-        raise UsageError(
-            f"cannot write {folder}: {error.strerror}",
-            "given with --out",
-            "choose a folder that this user can write, on a disk with free space",
-        ) from None
+        hint = "choose a folder that this user can write, on a disk with free space"
+        raise UsageError(f"cannot write {folder}: {error.strerror}", "given with --out", hint) from None
 
 
 def newest_generation(folder: Path) -> Generation | None:
@@ -143,27 +132,25 @@ def newest_generation(folder: Path) -> Generation | None:
     except DamagedFileError:
         raise
     except OSError as error:
-        raise UsageError(
-            f"cannot read the generation log: {error}", str(generation_log.folder), "repair it, or choose another --out"
-        ) from None
+        hint = "repair it, or choose another --out"
+        raise UsageError(f"cannot read the generation log: {error}", str(generation_log.folder), hint) from None
 
 
 def check_same_launch(running: Mapping[int, ProcessIdentity], folder: Path, slots: int, lives_on: bool) -> None:
     """UsageError if this start cannot adopt the workers that an earlier `launch` left running."""
-    pids = ", ".join(str(process.pid) for process in running.values())
-    stop = f"stop them first: lockstep launch --stop {folder}"
+    what, fix = "", ""
     if not lives_on:
-        raise UsageError(
-            f"workers of `lockstep launch` are training in {folder}: pid {pids}",
-            "their agent was killed, and they kept training",
-            f"run lockstep launch again, which adopts them; or {stop}",
-        )
-    if max(running) >= slots:
-        raise UsageError(
-            f"{max(running) + 1} workers are training in {folder} on this host, but {slots} were requested: pid {pids}",
-            "their agent was killed, and they kept training",
-            f"request as many workers as are running, or {stop}",
-        )
+        what, fix = f"workers of `lockstep launch` are training in {folder}", "run lockstep launch again, which adopts them;"
+    elif max(running) >= slots:
+        what = f"{max(running) + 1} workers are training in {folder} on this host, but {slots} were requested"
+        fix = "request as many workers as are running,"
+    if what:
+        hint = f"{fix} or stop them first: lockstep launch --stop {folder}"
+        raise UsageError(f"{what}: {join_pids(running)}", "their agent was killed, and they kept training", hint)
+
+
+def join_pids(running: Mapping[int, ProcessIdentity]) -> str:
+    return f"pid {', '.join(str(process.pid) for process in running.values())}"
 
 
 def read_command(state: Path) -> dict[str, str]:
@@ -174,11 +161,8 @@ def read_command(state: Path) -> dict[str, str]:
     except FileNotFoundError:
         return {}
     except ValueError as error:
-        raise DamagedFileError(
-            f"{COMMAND_FILE}, the command that the workers of this host were started with, is damaged: {error}",
-            str(path),
-            "stop them first (lockstep launch --stop RUN), then remove it",
-        ) from None
+        what = f"{COMMAND_FILE}, the command that the workers of this host were started with, is damaged: {error}"
+        raise DamagedFileError(what, str(path), "stop them first (lockstep launch --stop RUN), then remove it") from None
 
 
 def check_same_command(running: Mapping[int, ProcessIdentity], folder: Path, before: Mapping[str, str], now: Mapping[str, str]) -> None:
@@ -186,11 +170,9 @@ def check_same_command(running: Mapping[int, ProcessIdentity], folder: Path, bef
     differing = [name for name in dict.fromkeys([*before, *now]) if before and before.get(name) != now.get(name)]
     if differing:
         differences = [f"{name} is {before.get(name) or 'not set'} for them and {now.get(name) or 'not set'} here" for name in differing]
-        raise UsageError(
-            f"workers that were started with another command are training in {folder}: {'; '.join(differences)}",
-            f"pid {', '.join(str(process.pid) for process in running.values())}; their agent was killed, and they kept training",
-            f"give the same command, which adopts them; or stop them first: lockstep launch --stop {folder}",
-        )
+        what = f"workers that were started with another command are training in {folder}: {'; '.join(differences)}"
+        hint = f"give the same command, which adopts them; or stop them first: lockstep launch --stop {folder}"
+        raise UsageError(what, f"{join_pids(running)}; their agent was killed, and they kept training", hint)
 
 
 def kill_all(running: Mapping[int, ProcessIdentity]) -> None:

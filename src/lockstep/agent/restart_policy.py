@@ -1,17 +1,22 @@
 """What follows from a worker's exit: a restart, nothing, or the end of the run.
 
 A worker that was killed or lost its peers is restarted at once. If it exits again without progress,
-each further restart is delayed longer. An error of its own may be bad luck: the other workers retry
-the step, and so does the restarted worker. When workers of one slot fail at the same step again and
-again, the program or its data is at fault, and the run ends with that error. A signal that a
-process causes itself (SIGSEGV and the like) counts as such an error. SIGKILL comes from outside at
-any moment and ends no run, unless it strikes in the same phase of the same step again and again:
+each further restart is delayed longer. A worker's own error may be bad luck: the other workers
+retry the step, and so does the restarted worker. When workers of one slot fail at the same step
+several times in a row, the program or its data is at fault, and the run ends with that error. A
+signal that a process causes itself (SIGSEGV and the like) counts as such an error. SIGKILL comes
+from outside at any moment and ends no run, unless it repeats in the same phase of the same step:
 then the kernel ran out of memory there. What no retry can fix (the run's config, damaged data, a
 loss that is not finite) ends the run the first time.
+
+The steps of a plain script are unknown (cli/restart_all.py). Its errors count as errors in a row if
+the worker lived less than `crash_reset_s` before each. The workers of a static group
+(agent/static_group.py) cannot be replaced: the first failure ends the run.
 """
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -33,6 +38,8 @@ class RestartPolicy:
     initial_delay_s  before the second restart in a row, then doubled; the first is immediate
     max_delay_s      upper limit of the delay
     reset_after_s    a worker that lived this long resets the count of restarts
+    crash_reset_s    a worker that lived this long resets the count of own errors
+    restart          restart workers at all
     """
 
     max_crashes: int = 3
@@ -40,9 +47,11 @@ class RestartPolicy:
     initial_delay_s: float = 0.5
     max_delay_s: float = 30.0
     reset_after_s: float = 60.0
+    crash_reset_s: float = math.inf
+    restart: bool = True
 
 
-DEFAULT_POLICY = RestartPolicy()
+PLAIN_SCRIPT_POLICY = RestartPolicy(crash_reset_s=600.0)
 
 
 @dataclass(frozen=True)
@@ -88,26 +97,25 @@ def decide_restart(
     stopping  the run is stopping, or this host is draining
     """
     report, outcome, summary = worker_exit.report, exit_kind(worker_exit), summarize(worker_exit)
-    if report and report.finished and report.drained:
-        return RestartDecision("done", f"{summary}: its host is drained"), history
-    if stopping or (report and report.finished) or outcome == "completed":
-        return RestartDecision("done", summary), history
-    if exit_code_of(worker_exit) in FATAL:
-        return RestartDecision("end", summary, code=exit_code_of(worker_exit), text=failure_text(worker_exit)), history
+    drained = bool(report and report.finished and report.drained)
+    if drained or stopping or (report and report.finished) or outcome == "completed":
+        return RestartDecision("done", f"{summary}: its host is drained" if drained else summary), history
+    code = exit_code_of(worker_exit)
+    if code in FATAL or not policy.restart:
+        return RestartDecision("end", summary, code=code or 1, text=failure_text(worker_exit)), history
 
     step = report.step if report else step
     progress = step > history.step
-    crashes = (0 if progress else history.crashes) + is_own_fault(worker_exit)
+    crashes = (0 if progress or lived_s >= policy.crash_reset_s else history.crashes) + is_own_fault(worker_exit)
     restarts = 0 if progress or lived_s >= policy.reset_after_s else history.restarts
     phase = phase if is_sigkill(worker_exit) else ""
     kills = (history.kills if phase == history.phase else 0) + 1 if phase else 0
     now = SlotHistory(restarts + 1, crashes, max(step, history.step), kills, phase)
     if is_own_fault(worker_exit) and crashes >= policy.max_crashes:
         where = f"at step {step}" if step >= 0 else "before its first step"
-        cause = f"by {signal_name(worker_exit.signal)}" if is_crash(worker_exit) else "with an error of its own"
-        return end_the_run(
-            worker_exit, f"{worker_exit} is worker number {crashes} in a row to fail {where} {cause}", "fix the error above"
-        ), now
+        cause = f"by {signal_name(worker_exit.signal)}" if is_crash(worker_exit) else "with an error"
+        what = f"{worker_exit} is worker number {crashes} in a row to fail {where} {cause}"
+        return end_the_run(worker_exit, what, "fix the error above"), now
     if kills >= policy.max_kills:
         what = f"{worker_exit} is worker number {kills} in a row killed by SIGKILL in the {phase}"
         return end_the_run(worker_exit, what, "give the workers more memory, or use less (batch.tokens, memory.activation_checkpoint)"), now
@@ -117,9 +125,8 @@ def decide_restart(
 
 def end_the_run(worker_exit: WorkerExit, what: str, hint: str) -> RestartDecision:
     """Return the decision to end the run, with the worker's failure and why it is not restarted."""
-    error = LockstepError(
-        what, f"log: {worker_exit.log}" if worker_exit.log else "", f"{hint}; the same command resumes from the newest checkpoint"
-    )
+    where = f"log: {worker_exit.log}" if worker_exit.log else ""
+    error = LockstepError(what, where, f"{hint}; the same command resumes from the newest checkpoint")
     return RestartDecision("end", summarize(worker_exit), code=exit_code_of(worker_exit) or 1, text=f"{failure_text(worker_exit)}\n{error}")
 
 
@@ -141,20 +148,19 @@ def is_own_fault(worker_exit: WorkerExit) -> bool:
 
 
 def is_crash(worker_exit: WorkerExit) -> bool:
-    """Return whether a signal that the worker caused itself ended it."""
+    """Return whether a signal that the worker caused itself killed it."""
     return not worker_exit.report and worker_exit.signal in CRASH_SIGNALS and worker_exit.signal not in worker_exit.sent
 
 
 def is_sigkill(worker_exit: WorkerExit) -> bool:
-    """Return whether a SIGKILL ended it that its agent did not send."""
+    """Return whether a SIGKILL killed it that its agent did not send."""
     return not worker_exit.report and worker_exit.signal == signal.SIGKILL and signal.SIGKILL not in worker_exit.sent
 
 
 def failure_text(worker_exit: WorkerExit) -> str:
-    """Return the worker's own report of its failure, or a description if it wrote none."""
-    return (
-        describe_early_exit(worker_exit) if exit_kind(worker_exit) == "exited early" else describe_failure(worker_exit, [worker_exit], ())
-    )
+    """Return the worker's report of its failure, or a description if it wrote none."""
+    early = exit_kind(worker_exit) == "exited early"
+    return describe_early_exit(worker_exit) if early else describe_failure(worker_exit, [worker_exit], ())
 
 
 def summarize(worker_exit: WorkerExit) -> str:

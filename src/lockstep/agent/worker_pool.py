@@ -10,28 +10,29 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 
 from lockstep.agent.event_log import EventLog
 from lockstep.agent.forkserver import ONE_THREAD, Forkserver, WorkerProgram, WorkerSpec, spawn
-from lockstep.runtime.subprocesses import MALLOC_SETTINGS, now_s
+from lockstep.runtime.processes import now_s
 from lockstep.runtime.worker_env import WorkerEnv
 
 log = logging.getLogger("lockstep")
 RETRY_S = 1.0  # after a worker could not be started at all
 MAX_FAILED_STARTS = 2  # forkservers in a row that exited before they were ready
+# glibc returns large blocks to the kernel at every free, and each step allocates the same ones again:
+# keeping them saves page faults (mallopt(3)). Settings of the user take precedence.
+MALLOC_SETTINGS = {"MALLOC_MMAP_THRESHOLD_": "2000000000", "MALLOC_TRIM_THRESHOLD_": "4000000000"}
 
 
 @dataclass
 class PendingWorker:
-    """A requested worker.
+    """A requested worker. Once it has a `pid`, it is blocked at its gate: a byte lets it run.
 
-    out, err, gate  its file descriptors; gate_writer: the agent's end of the gate
+    out, err, gate  its file descriptors; gate_writer: the agent's end of the gate; closed: it exits
     requested_s     when the forkserver was asked for it; None: it was not
     use_spawn       bypass the forkserver
     retry_at_s      do not start it earlier
-    pid             0: not started yet
     """
 
     slot: int
@@ -49,27 +50,20 @@ class PendingWorker:
     def descriptors(self) -> tuple[int, int, int]:
         return self.out, self.err, self.gate
 
+    @property
+    def method(self) -> str:
+        return "spawned" if self.use_spawn else "forked by the forkserver"
+
     def close(self) -> None:
         """Close the worker's descriptors, not the gate's writer, which keeps it blocked."""
         for descriptor in self.descriptors:
             os.close(descriptor)
 
 
-@dataclass(frozen=True)
-class StartedWorker:
-    """A worker blocked at its gate: a byte written to `gate` lets it run, closing `gate` ends it."""
-
-    slot: int
-    pid: int
-    gate: int
-    method: str
-
-
 class WorkerPool:
     """The workers that one agent is starting, and its forkserver.
 
-    import_s  time limit for a forkserver to become ready
-    fork_s    time limit for one fork
+    import_s, fork_s  time limits for a forkserver to become ready, and for one fork
     """
 
     def __init__(self, program: WorkerProgram, environ: Mapping[str, str], events: EventLog, *, import_s: float, fork_s: float) -> None:
@@ -82,12 +76,12 @@ class WorkerPool:
         self.start_forkserver()
 
     def request(self, worker_env: WorkerEnv, out: int, err: int, *, restarted: bool) -> None:
-        """Request a worker for this seat that writes to `out` and `err`."""
+        """Request a worker that writes to `out` and `err`."""
         argv = self.program.restart_argv if restarted and self.program.restart_argv is not None else self.program.argv
         spec = WorkerSpec(self.program.entry, argv, worker_env.environ(), worker_env.agent_pid)
         self.pending[worker_env.slot] = PendingWorker(worker_env.slot, spec, os.dup(out), os.dup(err), *os.pipe())
 
-    def poll(self) -> list[StartedWorker]:
+    def poll(self) -> list[PendingWorker]:
         """Make progress without blocking, and return the workers that have started."""
         self.receive_replies()
         self.check_timeouts()
@@ -98,13 +92,9 @@ class WorkerPool:
         for worker in started:
             del self.pending[worker.slot]
             worker.close()
-        return [
-            StartedWorker(worker.slot, worker.pid, worker.gate_writer, "spawned" if worker.use_spawn else "forked by the forkserver")
-            for worker in started
-        ]
+        return started
 
     def cancel(self) -> None:
-        """Drop all pending workers."""
         for worker in self.pending.values():
             worker.close()
             os.close(worker.gate_writer)
@@ -150,7 +140,6 @@ class WorkerPool:
             self.disable_forkserver(str(error))
 
     def receive_replies(self) -> None:
-        """Process the forkserver's messages."""
         replies = self.forkserver.replies() if self.forkserver else []
         if replies is None:
             self.restart_forkserver("it exited")
@@ -168,14 +157,14 @@ class WorkerPool:
     def check_timeouts(self) -> None:
         """Replace a forkserver that hangs, and spawn the workers that wait for it."""
         limit_s = now_s() - self.fork_s
-        late = [one for one in self.pending.values() if one.requested_s is not None and max(one.requested_s, self.last_reply_s) < limit_s]
+        waiting = [(worker, worker.requested_s) for worker in self.pending.values() if worker.requested_s is not None]
+        late = [worker for worker, requested_s in waiting if max(requested_s, self.last_reply_s) < limit_s]
         slow_import = self.forkserver and not self.forkserver.ready and now_s() > self.forkserver_started_s + self.import_s
         for worker in self.pending.values() if slow_import else late:
             worker.use_spawn = True
         if late or slow_import:
-            self.restart_forkserver(
-                f"it was not ready within {self.import_s:g} s" if slow_import else f"it did not fork within {self.fork_s:g} s"
-            )
+            limit = f"was not ready within {self.import_s:g} s" if slow_import else f"did not fork within {self.fork_s:g} s"
+            self.restart_forkserver(f"it {limit}")
 
     def restart_forkserver(self, reason: str) -> None:
         """Replace a forkserver that exited or hangs; disable it after repeated failures."""
@@ -198,8 +187,7 @@ class WorkerPool:
     def disable_forkserver(self, reason: str) -> None:
         """Spawn all further workers."""
         if self.forkserver:
-            with suppress(ProcessLookupError):
-                self.forkserver.kill()
+            self.forkserver.kill()
             self.forkserver = None
         self.events.add("no forkserver", reason)
         log.info("workers are spawned without a forkserver, each imports everything: %s", reason)

@@ -1,7 +1,7 @@
-"""A user's script: `lockstep run FILE.py`, `lockstep launch FILE.py`, and lockstep.launch(main) in the script itself.
+"""A user's script: `lockstep run FILE.py`, `lockstep launch FILE.py`, and lockstep.launch(main).
 
-Every worker runs the file as `python FILE.py` would. A script that imports lockstep heals in place: one lost worker is replaced while the
-others keep their state.
+Every worker runs the file as `python FILE.py` would. If the script imports lockstep, a lost worker
+is replaced while the others keep their state.
 """
 
 from __future__ import annotations
@@ -20,29 +20,33 @@ from typing import Any, get_type_hints
 from lockstep import log
 from lockstep.errors import UsageError
 
-# Options of ours that may also stand behind FILE.py; the first other word there begins the arguments of the script.
-BEHIND = ("--workers", "--min", "--max", "--hosts", "--host", "--ssh", "--restart")
+# Lockstep's options that may also follow FILE.py; the script's arguments start at the first other word.
+OPTIONS_AFTER_SCRIPT = ("--workers", "--min", "--max", "--hosts", "--host", "--ssh", "--restart")
 
 
 def launch(main: Callable[..., object], *, workers: int | None = None) -> None:
-    """Train with `main` on several workers of this machine: the last line of a script, under `if __name__ == "__main__":`.
+    """Train with `main` on several workers of this machine.
 
-    main     a function of this script. Command-line flags are its keyword arguments, converted by its annotations: --steps 100
+    Call it in the last line of a script, under `if __name__ == "__main__":`.
+
+    main     a function of this script; command-line flags are its keyword arguments, converted by
+             its annotations: --steps 100
     workers  processes; None: one for each GPU, two on a CPU
 
-    In a worker (of lockstep, torchrun or srun) it calls main. Otherwise this process becomes `lockstep run FILE.py`, which starts the
-    workers, replaces those that are lost, and exits with the code of the run; launch does not return then.
+    In a worker (of lockstep, torchrun or srun) it calls main. Otherwise it does not return: this
+    process becomes `lockstep run FILE.py`, which starts the workers, replaces lost ones, and exits
+    with the code of the run.
     """
     from lockstep.runtime.environment import read_rank_info
-    from lockstep.runtime.subprocesses import worker_main
     from lockstep.runtime.worker_env import read_worker_env
+    from lockstep.runtime.worker_main import worker_main
 
-    if seat := read_worker_env(os.environ):
-        call(main, sys.argv[1:], Path(seat.folder))
+    if worker_env := read_worker_env(os.environ):
+        call(main, sys.argv[1:], Path(worker_env.folder))
         return
-    place, _ = read_rank_info(os.environ)
-    if place is not None:
-        log.set_up_logging(rank=place.rank)
+    rank_info, _ = read_rank_info(os.environ)
+    if rank_info is not None:
+        log.set_up_logging(rank=rank_info.rank)
         if code := worker_main(lambda: call(main, sys.argv[1:])):
             sys.exit(code)
         return
@@ -51,8 +55,8 @@ def launch(main: Callable[..., object], *, workers: int | None = None) -> None:
     if not file or getattr(script, "__spec__", None) is not None:
         what = "lockstep.launch in a program that is not a script file"
         raise UsageError(what, str(file or "a terminal or notebook"), "write the loop to FILE.py and start python FILE.py")
-    takes = parameters_of(main)
-    out = given_out(sys.argv[1:]) or (takes["out"].default if "out" in takes else None)
+    parameters = parameters_of(main)
+    out = given_out(sys.argv[1:]) or (parameters["out"].default if "out" in parameters else None)
     words = ["--workers", str(workers)] if workers is not None else []
     words += ["--out", str(out)] if isinstance(out, str | os.PathLike) else []
     sys.stdout.flush()
@@ -61,56 +65,60 @@ def launch(main: Callable[..., object], *, workers: int | None = None) -> None:
 
 
 def call(function: Callable[..., object], words: list[str], folder: Path | None = None) -> None:
-    """Call a user's function with command-line flags as its keyword arguments; one without parameters reads sys.argv itself.
+    """Call a user's function with command-line flags as its keyword arguments.
 
-    folder  of the run, for the parameter `out` where no flag sets it
+    A function without parameters reads sys.argv itself.
+    folder  of the run, for the parameter `out` if no flag sets it
     """
     from lockstep.config.resolve import parse_flags
     from lockstep.runtime.numerics import seed_unseeded_generators
 
     seed_unseeded_generators()  # before the function makes its data and its model
-    named = arguments_of(function, getattr(function, "__name__", "main"), parse_flags(words), folder) if parameters_of(function) else {}
-    function(**named)
+    name = getattr(function, "__name__", "main")
+    function(**(arguments_of(function, name, parse_flags(words), folder) if parameters_of(function) else {}))
 
 
 def parameters_of(function: Callable[..., object]) -> dict[str, inspect.Parameter]:
-    """The parameters of a function that a flag can set."""
-    parameters = inspect.signature(function).parameters.values()
-    return {one.name: one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+    """Return the parameters of a function that a flag can set, by name."""
+    parameters = inspect.signature(function).parameters.items()
+    return {
+        name: parameter for name, parameter in parameters if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
 
 
 def arguments_of(function: Callable[..., object], spelled: str, flags: Mapping[str, str], folder: Path | None = None) -> dict[str, object]:
-    """The keyword arguments of a user's function in command-line flags, checked against its annotations.
+    """Return a user's function's keyword arguments from flags, checked against its annotations.
 
-    folder  of the run, for the parameter `out` where no flag sets it
-    UsageError for a flag that it does not take, one that it needs, and a value that does not fit.
+    spelled  the function, as the user wrote it
+    folder   of the run, for the parameter `out` if no flag sets it
+    UsageError for an unknown flag, a missing one, and a value of another type.
     """
     from pydantic import TypeAdapter, ValidationError
 
-    takes = parameters_of(function)
-    hint = f"it takes {', '.join('--' + name for name in takes) or 'nothing'}"
-    given = ({"out": str(folder)} if folder and "out" in takes else {}) | dict(flags)
-    if unknown := [name for name in flags if name not in takes]:
+    parameters = parameters_of(function)
+    hint = f"it takes {', '.join('--' + name for name in parameters) or 'nothing'}"
+    texts = ({"out": str(folder)} if folder and "out" in parameters else {}) | dict(flags)
+    if unknown := [name for name in flags if name not in parameters]:
         raise UsageError(f"{spelled} takes no --{unknown[0]}", "command line", hint)
-    if missing := [name for name, one in takes.items() if one.default is one.empty and name not in given]:
+    if missing := [name for name, parameter in parameters.items() if parameter.default is parameter.empty and name not in texts]:
         raise UsageError(f"{spelled} needs --{missing[0]}", "command line", hint)
     try:
         hints = {"out": Path} | get_type_hints(function, include_extras=True)
     except NameError as error:
         what = f"an annotation of {spelled} cannot be read: {error}"
         raise UsageError(what, "command line", "import it outside of TYPE_CHECKING") from None
-    named: dict[str, object] = {}
-    for name, text in given.items():
+    arguments: dict[str, object] = {}
+    for name, text in texts.items():
         try:
-            listed: Any = GenericAlias(list, (hints.get(name, str),))  # pydantic gives a dataclass by itself no config
-            named[name] = TypeAdapter(listed, config={"arbitrary_types_allowed": True}).validate_python([text])[0]
+            listed: Any = GenericAlias(list, (hints.get(name, str),))  # in a list: pydantic accepts no config beside a dataclass
+            arguments[name] = TypeAdapter(listed, config={"arbitrary_types_allowed": True}).validate_python([text])[0]
         except ValidationError as error:
             raise UsageError(f"--{name} {text!r}: {error.errors()[0]['msg']}", "command line", f"see {spelled}") from None
-    return named
+    return arguments
 
 
 def run_file(file: Path, arguments: list[str]) -> int:
-    """Run the script in this worker as `python FILE.py ARGUMENTS` does; its exit code."""
+    """Run the script in this worker as `python FILE.py ARGUMENTS` does; return the exit code."""
     from lockstep.runtime.numerics import seed_unseeded_generators
 
     seed_unseeded_generators()
@@ -118,8 +126,8 @@ def run_file(file: Path, arguments: list[str]) -> int:
     sys.path.insert(0, str(file.resolve().parent))
     try:
         runpy.run_path(str(file), run_name="__main__")
-    except SystemExit as left:
-        if left.code not in (None, 0):
+    except SystemExit as error:
+        if error.code not in (None, 0):
             raise
     return 0
 
@@ -128,16 +136,17 @@ def run_file(file: Path, arguments: list[str]) -> int:
 
 
 def split_at_script(words: list[str], values: Mapping[str, int]) -> tuple[list[str], str, list[str]]:
-    """(our words, FILE.py, the script's arguments); FILE.py is "" where the words name no script.
+    """Return (Lockstep's words, FILE.py, the script's arguments); FILE.py is "" without a script.
 
-    values  the options of ours, each with the number of its values
-    Our options stand before FILE.py, or directly behind it (BEHIND). What follows, or follows --, is the script's.
+    values  Lockstep's options, each with the number of its values
+    They precede FILE.py, or follow it directly (OPTIONS_AFTER_SCRIPT). What follows them, or --, is
+    the script's.
     """
     ours: list[str] = []
     script, rest = "", list(words)
     while rest:
         name, equals, _ = rest[0].partition("=")
-        if name in (values if not script else set(BEHIND) & set(values)):
+        if name in (values if not script else set(OPTIONS_AFTER_SCRIPT) & set(values)):
             taken = 1 if equals else 1 + values[name]
             ours, rest = ours + rest[:taken], rest[taken:]
         elif script or not name.endswith(".py"):
@@ -148,7 +157,7 @@ def split_at_script(words: list[str], values: Mapping[str, int]) -> tuple[list[s
 
 
 def given_out(arguments: list[str]) -> str:
-    """The value of --out among a script's arguments; "" when it is not there."""
+    """Return the value of --out among a script's arguments; "" without it."""
     for word, following in pairwise([*arguments, ""]):
         if word == "--out" or word.startswith("--out="):
             return word.partition("=")[2] or following
@@ -156,45 +165,46 @@ def given_out(arguments: list[str]) -> str:
 
 
 def read_script(file: Path) -> ast.Module:
-    """The parsed script. UsageError when there is none, or it is not Python."""
+    """Parse the script. UsageError if it does not exist or is not Python."""
     try:
         return ast.parse(file.read_bytes(), str(file))
     except FileNotFoundError:
-        raise UsageError(f"there is no file {file}", f"command line, seen from {Path.cwd()}", "give the path of a script") from None
+        raise UsageError(f"there is no file {file}", f"command line, in {Path.cwd()}", "give the path of a script") from None
     except (SyntaxError, ValueError) as error:
         raise UsageError(f"{file} is not Python: {error}", "command line", "python FILE.py shows the place") from None
 
 
 def imports_lockstep(script: ast.Module) -> bool:
-    """Whether the script itself imports lockstep, anywhere."""
+    """Return whether the script itself imports lockstep, anywhere."""
     names = [alias.name for node in ast.walk(script) if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module or "" for node in ast.walk(script) if isinstance(node, ast.ImportFrom)]
     return any(name.partition(".")[0] == "lockstep" for name in names)
 
 
 def session_folder(script: ast.Module) -> str:
-    """The folder that the script gives to its Session, where it is written down in it; "" otherwise.
+    """Return the folder of the script's Session if it is a literal; "" otherwise.
 
-    Found are Session("runs/a"), Session(Path("runs/a")), and a name that is a parameter with such a default or a constant of the module.
+    Recognizes Session("runs/a"), Session(Path("runs/a")), and a name that is a parameter with such
+    a default or a constant of the module.
     """
     functions = [node for node in ast.walk(script) if isinstance(node, ast.FunctionDef)]
     for scope in [*functions, script]:
-        known = dict(constants(script)) | dict(constants(scope))
+        texts = dict(constants(script)) | dict(constants(scope))
         for node in ast.walk(scope):
             if isinstance(node, ast.Call) and "Session" in (getattr(node.func, "id", ""), getattr(node.func, "attr", "")):
-                given = [*node.args[:1], *(word.value for word in node.keywords if word.arg == "out")]
-                found = [text_of(one) or known.get(getattr(one, "id", ""), "") for one in given]
-                if found and found[0]:
-                    return found[0]
+                arguments = [*node.args[:1], *(keyword.value for keyword in node.keywords if keyword.arg == "out")]
+                folders = [text_of(argument) or texts.get(getattr(argument, "id", ""), "") for argument in arguments]
+                if folders and folders[0]:
+                    return folders[0]
     return ""
 
 
 def constants(scope: ast.AST) -> Iterator[tuple[str, str]]:
-    """(name, text) of a function's parameters with a literal default, or of a module's literals."""
+    """Yield (name, text) of a function's literal defaults, or of a module's constants."""
     if isinstance(scope, ast.FunctionDef):
-        named = [*scope.args.posonlyargs, *scope.args.args]
+        positional = [*scope.args.posonlyargs, *scope.args.args]
         pairs = [
-            *zip(named[::-1], scope.args.defaults[::-1], strict=False),
+            *zip(positional[::-1], scope.args.defaults[::-1], strict=False),
             *zip(scope.args.kwonlyargs, scope.args.kw_defaults, strict=True),
         ]
         yield from ((parameter.arg, text_of(default)) for parameter, default in pairs if text_of(default))
@@ -204,12 +214,12 @@ def constants(scope: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def text_of(node: ast.AST | None) -> str:
-    """The text of "text" or Path("text"); "" for anything else."""
+    """Return the text of "text" or Path("text"); "" for anything else."""
     if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Path" and len(node.args) == 1:
         node = node.args[0]
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
 
 def folder_of(file: Path, script: ast.Module, given: Path | None, arguments: Collection[str]) -> Path:
-    """The run's folder: --out of ours, --out among the script's arguments, the one in the script, or runs/NAME."""
+    """Return the run's folder: --out (`given`, or among `arguments`), the Session's, or runs/NAME."""
     return given or Path(given_out(list(arguments)) or session_folder(script) or Path("runs") / file.stem)

@@ -1,7 +1,6 @@
 """Detect rank, world size and rendezvous address from the launcher's environment variables.
 
-    LOCKSTEP_*   `launch` of this package, on one machine
-    RANK ...     torchrun, or set by hand; this process is a worker and starts no others
+    RANK ...     torchrun, `lockstep evaluate` and `generate`, or set by hand
     PET_*        torchrun options as Kubeflow sets them, one process per machine
     SLURM_*      a task of srun
     none         one machine: the command may start workers
@@ -12,20 +11,22 @@ that falls back to training alone wastes a cluster and overwrites the checkpoint
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from lockstep.errors import UsageError
+from lockstep.runtime.worker_env import EXIT_REPORT, SHARED_TERMINAL, STATE_FOLDER, WORKER_ENV
 
-LOCKSTEP = ("LOCKSTEP_RANK", "LOCKSTEP_SIZE", "LOCKSTEP_LOCAL_RANK", "LOCKSTEP_LOCAL_SIZE")
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # LOCKSTEP_* variables that are not configuration values: for users, for our own workers, for our tests.
 RESERVED_VARIABLES = (
-    *("LOCKSTEP_DEVICE", "LOCKSTEP_TMP"),
-    *(*LOCKSTEP, "LOCKSTEP_MASTER_ADDR", "LOCKSTEP_MASTER_PORT", "LOCKSTEP_LISTEN_FD", "LOCKSTEP_ACCOUNT_FD"),
-    *("LOCKSTEP_SEAT", "LOCKSTEP_STATE", "LOCKSTEP_ONE_SCREEN", "LOCKSTEP_DRILL"),
-    *("LOCKSTEP_CHAOS", "LOCKSTEP_HISTORIES"),
+    *("LOCKSTEP_DEVICE", "LOCKSTEP_TMP", WORKER_ENV, STATE_FOLDER, EXIT_REPORT, SHARED_TERMINAL),
+    *("LOCKSTEP_DRILL", "LOCKSTEP_CHAOS", "LOCKSTEP_HISTORIES"),
 )
 PET = ("PET_NODE_RANK", "PET_NNODES", "PET_NPROC_PER_NODE", "PET_MASTER_ADDR", "PET_MASTER_PORT")
 
@@ -37,7 +38,6 @@ class RankInfo:
     size, local_size          workers in all, and on this machine
     master_addr, master_port  address of the store, which rank 0 serves
     launcher                  the launcher that set the variables
-    listen_fd                 inherited socket that listens on master_port already; rank 0 only
     launcher_has_store        the launcher serves the store (torchrun's agent), not rank 0
     attempt                   prefix of the store keys: separates this start from earlier ones
     warnings                  known problems of this launcher, one sentence each
@@ -50,7 +50,6 @@ class RankInfo:
     master_addr: str
     master_port: int
     launcher: str
-    listen_fd: int | None = None
     launcher_has_store: bool = False
     attempt: str = "0"
     warnings: tuple[str, ...] = ()
@@ -61,16 +60,15 @@ def read_rank_info(environ: Mapping[str, str]) -> tuple[RankInfo | None, str]:
 
     UsageError when the variables are incomplete, not numbers, or inconsistent.
     """
-    for read in (rank_from_lockstep, rank_from_torchrun, rank_from_kubeflow, rank_from_slurm):
+    for read in (rank_from_torchrun, rank_from_kubeflow, rank_from_slurm):
         info = read(environ)
         if info is not None:
             require_consistent(info, environ)
             return info, describe(info)
-    return None, "one machine (no LOCKSTEP_RANK, RANK, PET_NNODES or SLURM_PROCID in the environment)"
+    return None, "one machine (no RANK, PET_NNODES or SLURM_PROCID in the environment)"
 
 
 def describe(info: RankInfo) -> str:
-    """Return "rank 1 of 4, local rank 1 of 2, started by torchrun; rendezvous at host:29500"."""
     return (
         f"rank {info.rank} of {info.size}, local rank {info.local_rank} of {info.local_size}, started by {info.launcher}; "
         f"rendezvous at {info.master_addr}:{info.master_port}"
@@ -90,43 +88,51 @@ def choose_device(environ: Mapping[str, str], info: RankInfo | None, gpus: int) 
         return "cpu", "torch sees no GPU"
     local_rank = info.local_rank if info else 0
     if info and info.launcher == "srun" and gpus == 1 and local_rank:
-        return "cuda:0", "srun gave each task a GPU of its own"
+        return "cuda:0", "srun gave each task one GPU"
     if local_rank >= gpus:
-        raise UsageError(
-            f"local rank {local_rank} has no GPU: this process sees {gpus}",
-            f"{info.launcher if info else 'one machine'}; CUDA_VISIBLE_DEVICES={environ.get('CUDA_VISIBLE_DEVICES', 'not set')}",
-            f"start {gpus} workers on this machine, or set LOCKSTEP_DEVICE=cpu",
-        )
+        where = f"{info.launcher if info else 'one machine'}; CUDA_VISIBLE_DEVICES={environ.get('CUDA_VISIBLE_DEVICES', 'not set')}"
+        hint = f"start {gpus} workers on this machine, or set LOCKSTEP_DEVICE=cpu"
+        raise UsageError(f"local rank {local_rank} has no GPU: this process sees {gpus}", where, hint)
     return f"cuda:{local_rank}", f"local rank {local_rank} of {gpus} GPUs"
+
+
+def default_worker_count(environ: Mapping[str, str] = os.environ, driver: Path = Path("/proc/driver/nvidia/gpus")) -> tuple[int, str]:
+    """Return (number of workers, the reason): one per GPU in CUDA_VISIBLE_DEVICES, two on a CPU."""
+    if environ.get("LOCKSTEP_DEVICE") == "cpu":
+        return 2, "two on the CPU (LOCKSTEP_DEVICE=cpu)"
+    gpus = len(list(driver.iterdir())) if driver.is_dir() else 0
+    if not gpus and (tool := shutil.which("nvidia-smi", path=environ.get("PATH"))):
+        listed = subprocess.run([tool, "-L"], capture_output=True, text=True, check=False, timeout=20).stdout
+        gpus = sum(line.startswith("GPU ") for line in listed.splitlines())
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if gpus and visible is not None:
+        devices = [device.strip() for device in visible.split(",")]
+        valid = next((i for i, device in enumerate(devices) if device in ("", "-1")), len(devices))  # CUDA ignores what follows
+        count, unit = (valid, "one for each GPU") if valid else (2, "two on the CPU")
+        return count, f"{unit} (CUDA_VISIBLE_DEVICES={visible})"
+    return (gpus, "one for each GPU") if gpus else (2, "two on the CPU, no GPU found")
+
+
+def check_worker_count(workers: int, host: str, cores: int | None = None) -> None:
+    """Raise a UsageError for an implausible number of workers: each process loads torch."""
+    cores = cores or os.cpu_count() or 1
+    most = max(64, 16 * cores)
+    if workers > most:
+        raise UsageError(f"{workers:,} workers on one machine", f"{host} has {cores} cores", f"start at most {most} on this machine")
 
 
 # One function per launcher.
 
 
-def rank_from_lockstep(environ: Mapping[str, str]) -> RankInfo | None:
-    """Read the variables that `launch` sets."""
-    numbers = read_numbers(environ, LOCKSTEP)
-    if numbers is None:
-        return None
-    if any(environ[own] != environ.get(name, environ[own]) for own, name in zip(LOCKSTEP, TORCHRUN, strict=True)):
-        what = "two launchers disagree about this process"
-        hint = "for torchrun inside a lockstep worker: unset each LOCKSTEP_ variable with env -u"
-        raise UsageError(what, set_variables(environ, LOCKSTEP + TORCHRUN), hint)
-    listen_fd = environ.get("LOCKSTEP_LISTEN_FD")
-    return RankInfo(
-        *numbers,
-        *read_master(environ, "LOCKSTEP_MASTER_ADDR", "LOCKSTEP_MASTER_PORT"),
-        launcher="lockstep",
-        listen_fd=read_number(environ, "LOCKSTEP_LISTEN_FD") if listen_fd else None,
-    )
-
-
 def rank_from_torchrun(environ: Mapping[str, str]) -> RankInfo | None:
-    """Read the variables of torchrun, which users also set by hand."""
-    numbers = read_numbers(environ, TORCHRUN)
-    if numbers is None:
+    """Read the variables of torchrun, which our agent and users set too."""
+    if not any(name in environ for name in TORCHRUN):
         return None
+    require_all(environ, TORCHRUN)
+    rank, size, local_rank, local_size = (read_number(environ, name) for name in TORCHRUN)
     given = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    launchers = {EXIT_REPORT: "lockstep", "TORCHELASTIC_RUN_ID": "torchrun"}
+    launcher = next((launcher for name, launcher in launchers.items() if name in environ), "RANK in the environment")
     warnings = []
     if given and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         warnings.append(
@@ -134,9 +140,12 @@ def rank_from_torchrun(environ: Mapping[str, str]) -> RankInfo | None:
             "init_process_group itself may hang after a restart: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
         )
     return RankInfo(
-        *numbers,
+        rank,
+        size,
+        local_rank,
+        local_size,
         *read_master(environ, "MASTER_ADDR", "MASTER_PORT"),
-        launcher="torchrun" if "TORCHELASTIC_RUN_ID" in environ else "RANK in the environment",
+        launcher,
         launcher_has_store=given,
         attempt=f"{environ.get('TORCHELASTIC_RUN_ID', '')}-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
         warnings=tuple(warnings),
@@ -158,8 +167,8 @@ def rank_from_kubeflow(environ: Mapping[str, str]) -> RankInfo | None:
 def rank_from_slurm(environ: Mapping[str, str]) -> RankInfo | None:
     """Read the variables of an srun task; None outside Slurm and in a step or script of one task.
 
-    A batch script has SLURM_PROCID=0 and SLURM_NTASKS of the whole job although the other tasks
-    were not started; only srun sets SLURM_STEP_NUM_TASKS (Slurm's src/common/env.c).
+    A batch script has SLURM_NTASKS of the whole job although the other tasks were not started; only
+    srun sets SLURM_STEP_NUM_TASKS (Slurm's src/common/env.c).
     """
     if "SLURM_PROCID" not in environ:
         return None
@@ -175,11 +184,8 @@ def rank_from_slurm(environ: Mapping[str, str]) -> RankInfo | None:
     node = read_number(environ, "SLURM_NODEID")
     counts = tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
     if node >= len(counts):
-        raise UsageError(
-            f"SLURM_NODEID={node}, but the Slurm step has {len(counts)} nodes",
-            set_variables(environ, names),
-            "start the tasks with srun in a fresh shell",
-        )
+        what = f"SLURM_NODEID={node}, but the Slurm step has {len(counts)} nodes"
+        raise UsageError(what, set_variables(environ, names), "start the tasks with srun in a fresh shell")
     info = RankInfo(
         read_number(environ, "SLURM_PROCID"),
         read_number(environ, "SLURM_STEP_NUM_TASKS"),
@@ -223,17 +229,7 @@ def slurm_port(environ: Mapping[str, str]) -> int:
 # Helpers.
 
 
-def read_numbers(environ: Mapping[str, str], names: tuple[str, ...]) -> tuple[int, int, int, int] | None:
-    """Return (rank, size, local rank, local size) from four variables; None when none is set."""
-    if not any(name in environ for name in names):
-        return None
-    require_all(environ, names)
-    rank, size, local_rank, local_size = (read_number(environ, name) for name in names)
-    return rank, size, local_rank, local_size
-
-
 def read_master(environ: Mapping[str, str], address: str, port: str) -> tuple[str, int]:
-    """Return (address, port) of the store."""
     require_all(environ, (address, port))
     return environ[address], read_number(environ, port)
 
@@ -245,7 +241,6 @@ def read_number(environ: Mapping[str, str], name: str) -> int:
 
 
 def require_all(environ: Mapping[str, str], names: tuple[str, ...]) -> None:
-    """Raise a UsageError unless all of `names` are set."""
     missing = [name for name in names if not environ.get(name)]
     if missing:
         what = f"incomplete launch environment: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set"
@@ -254,7 +249,6 @@ def require_all(environ: Mapping[str, str], names: tuple[str, ...]) -> None:
 
 
 def require_consistent(info: RankInfo, environ: Mapping[str, str]) -> None:
-    """Raise a UsageError when ranks, sizes or the port are inconsistent."""
     consistent = (
         info.rank < info.size
         and info.local_rank < info.local_size <= info.size
@@ -262,9 +256,7 @@ def require_consistent(info: RankInfo, environ: Mapping[str, str]) -> None:
         and 0 < info.master_port < 65536
     )
     if not consistent:
-        names = tuple(
-            name for name in environ if name in LOCKSTEP + TORCHRUN + PET or name.startswith(("SLURM_PROC", "SLURM_STEP", "MASTER_"))
-        )
+        names = tuple(name for name in environ if name in TORCHRUN + PET or name.startswith(("SLURM_PROC", "SLURM_STEP", "MASTER_")))
         what = f"inconsistent launch environment: {describe(info)}"
         raise UsageError(what, set_variables(environ, names), "ranks count from 0 to size - 1; start with one launcher, in a fresh shell")
 

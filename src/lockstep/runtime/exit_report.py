@@ -30,14 +30,14 @@ OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc", "could n
 
 @dataclass(frozen=True)
 class ExitReport:
-    """How a worker exited, by its own account, at `at_s` of CLOCK_MONOTONIC.
+    """A worker's report of its exit at `at_s` of CLOCK_MONOTONIC.
 
     text        for the user: an error's three parts, or a traceback
     trace       the whole traceback, for the log
     finished    its function returned; exit code 0 without this flag is an early exit
     lost_peers  the exit is the consequence of another worker's
     step        number of committed steps; -1: unknown
-    drained     it left between two steps because its host is taken away; the others continue
+    drained     it left between two steps because its host is drained; the others continue
     """
 
     code: int
@@ -59,13 +59,12 @@ class ExitReport:
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """The exit of one worker, as seen by its parent.
+    """The exit of one worker, as seen by its agent.
 
-    code   as in subprocess: -n when signal n killed it; None: unknown, it was not our child
-    sent   signals that the parent sent to make it exit
-    log    path of its output, "" when there is none
-    tail   the last lines of that output
-    title  what `rank` counts: "rank", or "slot" of a host
+    code       as in subprocess: -n when signal n killed it; None: unknown, it was not a child
+    sent       signals that the agent sent to make it exit
+    log, tail  path of its output, "": none; the last lines of that output
+    title      what `rank` counts: "rank", or "slot" of a host
     """
 
     rank: int
@@ -88,7 +87,7 @@ class WorkerExit:
 
 
 def is_peer_loss(error: BaseException | None) -> bool:
-    """Whether this torch.distributed error (or its cause) means that a peer exited or hangs."""
+    """Return whether a torch.distributed error (or its cause) means that a peer exited or hangs."""
     while error is not None:
         if isinstance(error, RuntimeError) and PEER_LOSS.search(str(error)):
             return True
@@ -97,12 +96,12 @@ def is_peer_loss(error: BaseException | None) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this is an out-of-memory error of Python, of a GPU, or of torch's CPU allocator."""
+    """Return whether Python, a GPU, or torch's CPU allocator is out of memory."""
     return isinstance(error, MemoryError) or any(message in str(error) for message in OUT_OF_MEMORY)
 
 
 def error_summary(error: BaseException) -> str:
-    """Return what happened in one line; of a torch error without source file, stack and advice."""
+    """Describe an error in one line; a torch error without source file, stack and advice."""
     if isinstance(error, LockstepError):
         return error.what
     line = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -110,8 +109,7 @@ def error_summary(error: BaseException) -> str:
 
 
 def exit_kind(exited: WorkerExit) -> str:
-    """Return "failed", "lost" (its peers), "exited early" (code 0, but its function did not return),
-    "terminated" (by the parent) or "completed"."""
+    """Return "failed", "lost" (its peers), "exited early" (with code 0), "terminated" or "completed"."""
     report = exited.report
     if report and not report.finished:
         if report.lost_peers:
@@ -137,8 +135,8 @@ def exit_code_of(exited: WorkerExit) -> int:
 def summarize_exits(exits: Sequence[WorkerExit], *, asked: Sequence[int] = (), grace_s: float = 0.0) -> tuple[int, str]:
     """Return (exit code of the command, message for stderr or "").
 
-    asked    signals that the parent received and forwarded
-    grace_s  seconds that the parent then waited before it killed the workers that had not stopped
+    asked    signals that the agent received and forwarded
+    grace_s  seconds that it then waited before it killed the workers that had not stopped
     """
     exits = sorted(exits, key=lambda exited: exited.report.at_s if exited.report else exited.at_s)
     kinds = ("failed", "exited early", "lost", "terminated", "completed")
@@ -154,18 +152,14 @@ def summarize_exits(exits: Sequence[WorkerExit], *, asked: Sequence[int] = (), g
         return 1, "\n".join([describe_early_exit(early[0]), *describe_other_exits(early[0], exits)])
     if by_kind["terminated"] and asked:
         name = signal.Signals(asked[0]).name
-        error = LockstepError(
-            f"{join_ranks(by_kind['terminated'])} did not stop within {grace_s:g} s of {name}",
-            log_paths(by_kind["terminated"]),
-            "they were killed; run the same command again to resume from the newest checkpoint",
-        )
-        return 128 + asked[0], str(error)
+        what = f"{join_ranks(by_kind['terminated'])} did not stop within {grace_s:g} s of {name}"
+        hint = "they were killed; run the same command again to resume from the newest checkpoint"
+        return 128 + asked[0], str(LockstepError(what, log_paths(by_kind["terminated"]), hint))
     listed = ", ".join(f"{exited.title} {exited.rank} with {exit_code_of(exited)}" for exited in exits)
     return 1, str(LockstepError(f"the workers exited with different codes: {listed}", log_paths(exits)))
 
 
 def describe_failure(first: WorkerExit, exits: Sequence[WorkerExit], asked: Sequence[int]) -> str:
-    """Return the message for the first failure: its report, or its exit code or signal."""
     if first.report and first.report.text:
         same = [exited for exited in exits if exited.report and exited.report.text == first.report.text]
         text = first.report.text.rstrip()
@@ -202,7 +196,6 @@ def describe_early_exit(first: WorkerExit) -> str:
 
 
 def with_log_tail(exited: WorkerExit, error: LockstepError) -> str:
-    """Return the error message followed by the last lines of the worker's output."""
     return "\n".join([str(error), *[f"  | {line}" for line in exited.tail.splitlines()]])
 
 
@@ -228,5 +221,4 @@ def join_ranks(exits: Sequence[WorkerExit]) -> str:
 
 
 def log_paths(exits: Sequence[WorkerExit]) -> str:
-    """Return the log paths of these workers, one per line."""
     return "\n".join(f"log: {exited.log}" for exited in exits if exited.log)

@@ -17,15 +17,14 @@ def interface_with_address(address: str) -> str:
     if address.startswith("127.") and address not in interface_of:
         return interface_of["127.0.0.1"]
     if address not in interface_of:
-        raise UsageError(
-            f"{address} is not an address of {socket.gethostname()}", "hosts file", f"it has {', '.join(sorted(interface_of))}"
-        )
+        hint = f"it has {', '.join(sorted(interface_of))}"
+        raise UsageError(f"{address} is not an address of {socket.gethostname()}", "hosts file", hint)
     return interface_of[address]
 
 
 def interfaces_by_address() -> dict[str, str]:
     """Return address -> name of the network interface of this machine that has it."""
-    return {one.address.partition("%")[0]: name for name, addresses in psutil.net_if_addrs().items() for one in addresses}
+    return {item.address.partition("%")[0]: name for name, items in psutil.net_if_addrs().items() for item in items}
 
 
 def choose_interface(environ: Mapping[str, str], info: RankInfo) -> tuple[str, str]:

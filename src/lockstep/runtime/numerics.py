@@ -30,8 +30,7 @@ KERNEL_SETTINGS = (
 def seed_generators(seed: int, device: torch.device) -> None:
     """Seed the generators of torch (CPU and `device`), NumPy and Python.
 
-    Same numbers as after torch.manual_seed(seed), which takes 20 times as long: it formats the
-    stack for every device type.
+    Same numbers as torch.manual_seed, which takes 20 times as long: it formats the stack.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
@@ -60,8 +59,8 @@ def choose_precision(device: torch.device, cpu_flags: str | None = None) -> tupl
     """Return (precision, the reason): bf16 if the device has bf16 units, else fp32.
 
     cpu_flags  processor flags as in /proc/cpuinfo; None: of this machine
-    Measured on one core, 2048 x 512 x 2048: without bf16 units (AVX-512, 2.5 GHz) 25 GFLOP/s in
-    bf16 and 119 in fp32 (bench/products.py); with AMX tiles 700 to 1,080 and 30 to 83.
+    On one core (bench/step/products.py): without bf16 units 25 GFLOP/s in bf16 and 119 in fp32; with AMX
+    tiles 700 to 1,080 and 30 to 83.
     """
     if device.type == "cuda":
         supported = torch.cuda.is_bf16_supported(including_emulation=False)

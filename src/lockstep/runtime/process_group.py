@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store  # type: ignore[attr-defined]  # public at run time
+
+from lockstep.runtime.torch_private import backend_timeout, reset_group_count, set_group_timeout
 
 FORM_TIMEOUT_S = 10.0
 
@@ -30,8 +32,7 @@ def group_timeout(group: dist.ProcessGroup | None = None) -> timedelta:
     """Return the timeout of collectives in `group`; None: the default group."""
     group = group or dist.group.WORLD
     assert group is not None
-    timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
-    return timeout
+    return backend_timeout(group)
 
 
 def new_subgroup(ranks: list[int]) -> dist.ProcessGroup | None:
@@ -39,7 +40,7 @@ def new_subgroup(ranks: list[int]) -> dist.ProcessGroup | None:
     if len(ranks) == 1:
         return None
     group: dist.ProcessGroup = dist.new_group(ranks, timeout=timedelta(seconds=FORM_TIMEOUT_S), use_local_synchronization=True)
-    dist.distributed_c10d._set_pg_timeout(group_timeout(), group)
+    set_group_timeout(group_timeout(), group)
     return group
 
 
@@ -47,6 +48,6 @@ def init_default_group(store: Store, rank: int, size: int, device: torch.device,
     """Collective. Form the default process group, in one attempt."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     # The names of groups in the store contain torch's count of attempts: it must be equal on all ranks.
-    dist.distributed_c10d._world.group_count = 0
+    reset_group_count()
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
     dist.all_reduce(torch.zeros(1))

@@ -15,7 +15,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore  # torch.distributed has them too, untyped
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public at run time
 
 from lockstep.errors import PeersLostError, UsageError
 from lockstep.runtime.environment import RankInfo
@@ -29,16 +29,11 @@ def rendezvous(info: RankInfo, timeout_s: float, source: str) -> Store:
     timeout_s  for missing workers
     source     where `info` comes from, for messages
     """
-    os.environ.pop("LOCKSTEP_LISTEN_FD", None)  # the socket is consumed below; child processes do not have it
     if info.size == 1:
-        if info.listen_fd is not None:
-            os.close(info.listen_fd)
         return HashStore()
     deadline_s = time.monotonic() + timeout_s
     is_master = info.rank == 0 and not info.launcher_has_store
-    listen_fd = None
-    if is_master:
-        listen_fd = listen_on_master_port(info) if info.listen_fd is None else check_listening_socket(info.listen_fd)
+    listen_fd = listen_on_master_port(info) if is_master else None
     try:
         wait_for_master(info, deadline_s, timeout_s)
         store: Store = TCPStore(
@@ -55,28 +50,9 @@ def rendezvous(info: RankInfo, timeout_s: float, source: str) -> Store:
     except RuntimeError as error:
         if not is_peer_loss(error):
             raise
-        raise PeersLostError(
-            f"rank 0's store at {info.master_addr}:{info.master_port} failed during the rendezvous of {info.size} workers",
-            source,
-            "another worker failed first, see its log",
-        ) from error
+        what = f"rank 0's store at {info.master_addr}:{info.master_port} failed during the rendezvous of {info.size} workers"
+        raise PeersLostError(what, source, "another worker failed first, see its log") from error
     return store
-
-
-def check_listening_socket(descriptor: int) -> int:
-    """Return the inherited file descriptor. UsageError if it is not a listening socket."""
-    try:
-        with socket.socket(fileno=os.dup(descriptor)) as inherited:
-            listening = inherited.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-    except OSError:
-        listening = 0
-    if not listening:
-        raise UsageError(
-            f"descriptor {descriptor} is not a listening socket",
-            f"environment: LOCKSTEP_LISTEN_FD={descriptor}",
-            "something between `lockstep` and this worker closed it; start the workers without a shell in between",
-        )
-    return descriptor
 
 
 def listen_on_master_port(info: RankInfo) -> int:
@@ -96,19 +72,15 @@ def listen_on_master_port(info: RankInfo) -> int:
         raise AssertionError("any_address comes last")
     except OSError as error:
         busy = error.errno == errno.EADDRINUSE
-        raise UsageError(
-            f"port {info.master_port} is busy" if busy else f"cannot listen on port {info.master_port}: {error.strerror}",
-            f"MASTER_PORT, on {socket.gethostname()}, set by {info.launcher}",
-            f"give all machines another port; to see what holds it: ss -ltnp 'sport = :{info.master_port}'",
-        ) from None
+        what = f"port {info.master_port} is busy" if busy else f"cannot listen on port {info.master_port}: {error.strerror}"
+        hint = f"give all machines another port; to see what holds it: ss -ltnp 'sport = :{info.master_port}'"
+        raise UsageError(what, f"MASTER_PORT, on {socket.gethostname()}, set by {info.launcher}", hint) from None
 
 
 def local_master_address(master_addr: str) -> list[tuple[str, socket.AddressFamily, bool]]:
-    """Return [(address, family, False)] of the master; [] if other machines may resolve another
-    one.
+    """Return [(address, family, False)] of the master; [] if other machines may resolve another one.
 
-    A machine may resolve its own name to a loopback address (Debian: 127.0.1.1), where other
-    machines cannot reach it.
+    Debian resolves a machine's own name to 127.0.1.1, where other machines cannot reach it.
     """
     try:
         family, _, _, _, (address, *_) = socket.getaddrinfo(master_addr, None, type=socket.SOCK_STREAM)[0]
@@ -131,31 +103,24 @@ def wait_for_master(info: RankInfo, deadline_s: float, timeout_s: float) -> None
             return
         except OSError as error:
             if time.monotonic() + pause_s > deadline_s:
-                raise PeersLostError(
-                    f"rank {info.rank} cannot reach rank 0 at {info.master_addr}:{info.master_port}: {error}",
-                    f"tried for {timeout_s:g} s from {socket.gethostname()}; set by {info.launcher}",
-                    "is rank 0 running? does the name resolve here? does a firewall block the port? "
-                    f"Try: nc -vz {info.master_addr} {info.master_port}",
-                ) from None
+                what = f"rank {info.rank} cannot reach rank 0 at {info.master_addr}:{info.master_port}: {error}"
+                hint = "is rank 0 running? does the name resolve here? does a firewall block the port? Try: nc -vz"
+                where = f"tried for {timeout_s:g} s from {socket.gethostname()}; set by {info.launcher}"
+                raise PeersLostError(what, where, f"{hint} {info.master_addr} {info.master_port}") from None
         time.sleep(pause_s)
         pause_s = min(1.0, 2 * pause_s)
 
 
 def wait_for_all_ranks(info: RankInfo, store: Store, deadline_s: float, timeout_s: float, source: str) -> None:
     """Collective. Wait for all ranks. UsageError for wrong ones, PeersLostError for missing ones."""
+    where = f"{source}; on {socket.gethostname()}, pid {os.getpid()}"
     size = int(store.compare_set("size", "", str(info.size)))
     if size != info.size:
-        raise UsageError(
-            f"different world sizes: {info.size} here, {size} on other workers",
-            f"{source}; on {socket.gethostname()}, pid {os.getpid()}",
-            "start all machines with the same number of workers",
-        )
+        what = f"different world sizes: {info.size} here, {size} on other workers"
+        raise UsageError(what, where, "start all machines with the same number of workers")
     if store.add(f"rank {info.rank}", 1) > 1:
-        raise UsageError(
-            f"another worker already has rank {info.rank}",
-            f"{source}; on {socket.gethostname()}, pid {os.getpid()}",
-            "too many workers were started, two machines have the same number, or an earlier run still holds the port",
-        )
+        hint = "too many workers were started, two machines have the same number, or an earlier run still holds the port"
+        raise UsageError(f"another worker already has rank {info.rank}", where, hint)
     pause_s, arrived = 0.005, store.add("came", 1)
     while arrived < size:
         if time.monotonic() > deadline_s:

@@ -1,16 +1,18 @@
 """Stop signals: the first sets a name that the training loop reads between two steps.
 
-The ranks agree on that name, save, and exit with a code that a scheduler understands. A Python
-handler only runs between two bytecodes, so a process blocked in a collective would not notice a
-second Ctrl-C. The byte that Python's C handler writes to the wake-up descriptor arrives at once
-(signal.set_wakeup_fd): a small thread reads it and ends the process.
+The ranks agree on that name, save, and exit. A Python handler only runs between two bytecodes, so a
+process blocked in a collective would not notice a second Ctrl-C. The byte that Python's C handler
+writes to the wake-up descriptor (signal.set_wakeup_fd) arrives at once: a thread reads it and ends
+the process.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
+from collections.abc import Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -67,8 +69,7 @@ class StopSignals:
         """Restore the previous handlers; the second call does nothing."""
         if self.before:
             signal.set_wakeup_fd(self.wakeup_before)
-        for number, handler in self.before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        restore_handlers(self.before)
         self.before = {}
 
 
@@ -79,3 +80,34 @@ def exit_on_second_sigint(reader: int) -> None:
         interrupts += arrived.count(signal.SIGINT)
         if interrupts > 1:
             os._exit(EXIT_INTERRUPTED)
+
+
+class SignalInbox:
+    """Context manager that queues stop signals and SIGCHLD; `wait` returns them."""
+
+    def __enter__(self) -> SignalInbox:
+        self.reader, self.writer = os.pipe()
+        os.set_blocking(self.reader, False)
+        os.set_blocking(self.writer, False)
+        self.before: dict[signal.Signals, Any] = {}
+        self.wakeup_before = signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
+        for number in (*STOP_SIGNALS, signal.SIGCHLD):
+            self.before[number] = signal.signal(number, lambda number, frame: None)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        restore_handlers(self.before)
+        signal.set_wakeup_fd(self.wakeup_before)
+        os.close(self.reader)
+        os.close(self.writer)
+
+    def wait(self, timeout_s: float, also: Sequence[int]) -> list[int]:
+        """Return queued signals after a signal, a readable descriptor in `also`, or `timeout_s`."""
+        ready, _, _ = select.select([self.reader, *also], [], [], timeout_s)
+        return list(os.read(self.reader, 4096)) if self.reader in ready else []
+
+
+def restore_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
+    """Set the signal handlers that `signal.signal` returned; None: one that C code had set."""
+    for number, handler in handlers.items():
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -10,13 +10,24 @@ from contextlib import suppress
 
 def open_sockets() -> set[tuple[int, str]]:
     """Return the sockets as (file descriptor, kernel name); the name detects reused descriptors."""
-    found = set()
+    sockets = set()
     for entry in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []:
         with suppress(OSError):  # closed meanwhile
             name = os.readlink(f"/proc/self/fd/{entry}")
             if name.startswith("socket:"):
-                found.add((int(entry), name))
-    return found
+                sockets.add((int(entry), name))
+    return sockets
+
+
+def reserve_port(address: str) -> socket.socket:
+    """Return a socket that is bound to a free port and does not listen.
+
+    The kernel gives the port to no other process, and a program that knows it can listen on it.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind((address, 0))
+    return reserved
 
 
 def shutdown_sockets(sockets: Iterable[tuple[int, str]]) -> None:

@@ -55,7 +55,7 @@ def record_user_code(module: ModuleType) -> None:
 
 
 def is_user_code(module: ModuleType) -> bool:
-    """Whether the module is a user's program, not part of an installed package or of Lockstep."""
+    """Return whether the module is a user's program, not of an installed package or of Lockstep."""
     path = Path(getattr(module, "__file__", None) or "").resolve()
     is_lockstep = str(path).startswith(PACKAGE_FOLDER)
     return path.suffix == ".py" and path.is_file() and not is_lockstep and not set(INSTALLED) & set(path.parts)

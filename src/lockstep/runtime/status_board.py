@@ -4,8 +4,8 @@ SLOT.board in the state folder (worker_env.py) is a small file mapped with mmap(
 writes it; it can be read while the worker is stopped, holds the GIL, or has just died.
 
 Two records alternate, each with a sequence number and a checksum; a reader takes the newer valid
-one. So there is a valid record at every instant, even if the writer was stopped or killed in the
-middle of the other, and the order in which one CPU sees the stores of another does not matter.
+one. So a record is valid at every instant, even if the writer was killed in the middle of the
+other, and in any order of the stores that another CPU sees.
 """
 
 from __future__ import annotations
@@ -76,16 +76,14 @@ class Status:
     step_s: float = 0.0
 
     def after(self, seconds: float) -> Status:
-        """Return this status aged by `seconds`."""
         return replace(self, since_s=self.since_s + seconds, moved_s=self.moved_s + seconds)
 
 
 class StatusBoard:
     """Writer of this worker's status at `path`; None: in private memory.
 
-    It creates a new file, so an older process that still writes to the old file does no harm.
-    OSError when the file cannot be created. Methods are thread-safe, but must not be called from a
-    signal handler. Each takes about a microsecond.
+    It creates a new file: an older process may still write to the old one. OSError if that fails.
+    Methods are thread-safe, but must not be called from a signal handler. Each takes about 1 us.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -140,7 +138,7 @@ class StatusBoard:
 
     def track_compilation(self) -> None:
         """Be in the phase "compiling" whenever torch.compile works, maybe for minutes."""
-        from torch._dynamo.callback import on_compile_end, on_compile_start  # agents read statuses without torch
+        from lockstep.runtime.torch_private import on_compile_end, on_compile_start  # agents read statuses without torch
 
         before: list[Phase] = []
 
@@ -183,7 +181,7 @@ def read_status(path: Path) -> Status:
 
 
 def valid_body(record: bytes) -> bytes | None:
-    """Return the body of a record; None when its checksum is wrong."""
+    """Return the body of a record; None if its checksum is wrong."""
     body = record[: BODY.size]
     return body if CHECK.unpack(record[BODY.size :])[0] == crc32(body) else None
 

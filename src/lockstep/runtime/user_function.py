@@ -2,7 +2,7 @@
 
 The file is loaded as a module with its folder first on the search path, as in `python FILE.py`: it
 can import its neighbors, and its classes can be pickled for DataLoader workers. Errors that it
-raises while loading are the user's own and pass through unchanged.
+raises while loading pass through unchanged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def load_function(spelled: str) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if not callable(function) or inspect.isbuiltin(function):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
-        what = f"{where} has no function {name!r}" if function is None else f"{name!r} in {where} is no Python function"
+        what = f"{where} has no function {name!r}" if function is None else f"{name!r} in {where} is not a Python function"
         raise UsageError(what, f"command line: {spelled}", nearest(name, functions, "it has"))
     if not sources.user_code:
         sources.record_user_code(module)
@@ -39,7 +39,6 @@ def load_function(spelled: str) -> Callable[..., Any]:
 
 
 def load_file(path: Path) -> ModuleType:
-    """Load the file at `path` as a module."""
     if not path.is_file():
         folder = path.parent
         files = [str(file) for file in sorted(folder.glob("*.py"))] if folder.is_dir() else []

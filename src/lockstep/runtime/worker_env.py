@@ -2,16 +2,19 @@
 
 An agent starts workers with these variables:
 
-    LOCKSTEP_SEAT       JSON: the fields of WorkerEnv
-    LOCKSTEP_STATE      state folder on a local disk: what outlives the agent and the worker
-    LOCKSTEP_ONE_SCREEN 1: one command started all hosts, and they share its terminal
+    LOCKSTEP_WORKER_ENV       JSON: the fields of WorkerEnv
+    LOCKSTEP_STATE            state folder on a local disk: what outlives the agent and the worker
+    LOCKSTEP_SHARED_TERMINAL  1: one command started all hosts, and they share its terminal
+
+A static group (agent/static_group.py) has torchrun's variables instead, and LOCKSTEP_EXIT_REPORT,
+the path of the worker's exit report.
 
 Files of slot 3 in the state folder:
 
-    3.json     pid and start time of its worker, written before the worker runs
-    3.end      its exit report (exit_report.ExitReport), written by the worker
-    3.board    its current phase and step (status_board.py)
-    agent.lock held by the one agent of this host and run
+    3.json         pid and start time of its worker, written before the worker runs
+    3.exit_report  how it exited (exit_report.ExitReport), written by the worker
+    3.board        its current phase and step (status_board.py)
+    agent.lock     held by the one agent of this host and run
     agent.command  the command line of the running workers (agent/lock.py)
 """
 
@@ -31,7 +34,8 @@ from lockstep.files import add_checksum, read_json, verify_checksum, write_json
 from lockstep.runtime import status_board
 
 log = logging.getLogger("lockstep")
-WORKER_ENV, STATE_FOLDER, ONE_SCREEN = "LOCKSTEP_SEAT", "LOCKSTEP_STATE", "LOCKSTEP_ONE_SCREEN"
+WORKER_ENV, STATE_FOLDER, EXIT_REPORT = "LOCKSTEP_WORKER_ENV", "LOCKSTEP_STATE", "LOCKSTEP_EXIT_REPORT"
+SHARED_TERMINAL = "LOCKSTEP_SHARED_TERMINAL"
 
 
 @dataclass(frozen=True)
@@ -44,14 +48,15 @@ class WorkerEnv:
     slot, slots       number of this worker on its host, from 0, and how many the host has
     expected_workers  workers of all hosts: the first generation waits for them
     min_workers       training waits until there are this many
-    max_workers       workers that train at once; further ones stand by
+    max_workers       workers that train at once; further ones wait to join
     address           address of this host on which its servers listen
     after_generation  newest generation before this start: ignore an earlier end of the run
     agent_pid         this worker exits with this agent; 0: it outlives its agent
     drain             SIGUSR1 makes this host leave, and the others continue
-    folder_mark       identifies the run folder (elastic/run_folder.py); "": accept any token
+    folder_id       identifies the run folder (elastic/run_folder.py); "": any folder
     known_generation  newest generation at the start: an older log is not this run's
     flags             command-line flags of a user's own loop: must be equal on all workers
+    master_port       of a static group of `slots` workers on this host; 0: they form generations
     """
 
     folder: str
@@ -66,12 +71,18 @@ class WorkerEnv:
     after_generation: int = 0
     agent_pid: int = 0
     drain: bool = False
-    folder_mark: str = ""
+    folder_id: str = ""
     known_generation: int = 0
     flags: dict[str, str] = field(default_factory=dict)
+    master_port: int = 0
 
     def environ(self) -> dict[str, str]:
-        return {WORKER_ENV: json.dumps(asdict(self)), STATE_FOLDER: self.state}
+        if not self.master_port:
+            return {WORKER_ENV: json.dumps(asdict(self)), STATE_FOLDER: self.state}
+        numbers = {"RANK": self.slot, "WORLD_SIZE": self.slots, "LOCAL_RANK": self.slot, "LOCAL_WORLD_SIZE": self.slots}
+        master = {"MASTER_ADDR": self.address, "MASTER_PORT": str(self.master_port)}
+        report = {EXIT_REPORT: str(exit_report_path(Path(self.state), self.slot))}
+        return {name: str(number) for name, number in numbers.items()} | master | report
 
 
 def read_worker_env(environ: Mapping[str, str]) -> WorkerEnv | None:
@@ -85,12 +96,15 @@ def read_worker_env(environ: Mapping[str, str]) -> WorkerEnv | None:
         raise UsageError(f"invalid {WORKER_ENV}: {error}", "environment", "unset it; only agents set it") from None
 
 
-def state_folder(run: Path, host: str) -> Path:
+def state_folder(run: Path, host: str, *, temporary: bool = False) -> Path:
     """Create the state folder of this host, mode 700, on a local disk: the run's disk may hang.
 
     In /tmp (or $LOCKSTEP_TMP), regardless of TMPDIR and XDG_RUNTIME_DIR: an agent started by cron
-    must find the state of one started at a terminal, and logging out must not delete it.
+    must find the state of one started at a terminal. In the run folder if that is `temporary`.
     """
+    if temporary:
+        (run / "state").mkdir(exist_ok=True)
+        return run / "state"
     name = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:12]
     parent = Path(os.environ.get("LOCKSTEP_TMP") or "/tmp") / f"lockstep-{os.getuid()}"
     for folder in (parent, parent / f"{name}-{host}"):
@@ -100,11 +114,8 @@ def state_folder(run: Path, host: str) -> Path:
             where = "state folder of agents and workers, in LOCKSTEP_TMP or /tmp"
             raise UsageError(f"cannot create {folder}: {error.strerror}", where, "set LOCKSTEP_TMP to a folder on a local disk") from None
         if folder.stat().st_uid != os.getuid():
-            raise UsageError(
-                f"{folder} belongs to another user",
-                "state folder of agents and workers",
-                "remove it, as its owner or as root",
-            )
+            where = "state folder of agents and workers"
+            raise UsageError(f"{folder} belongs to another user", where, "remove it, as its owner or as root")
     return parent / f"{name}-{host}"
 
 
@@ -128,12 +139,12 @@ class ProcessIdentity:
     """A process, identified by pid and start time: the kernel reuses pids.
 
     started        clock ticks after boot, which do not depend on the wall clock
-    begun_at_byte  length of its log when it started
+    log_offset  length of its log when it started
     """
 
     pid: int
     started: int
-    begun_at_byte: int = 0
+    log_offset: int = 0
 
     @property
     def alive(self) -> bool:
@@ -151,18 +162,17 @@ def process_stat(pid: int) -> tuple[str, int]:
     return fields[0], int(fields[19])
 
 
-def identify_process(pid: int, begun_at_byte: int = 0) -> ProcessIdentity:
+def identify_process(pid: int, log_offset: int = 0) -> ProcessIdentity:
     """Return the identity of the running process `pid`. FileNotFoundError when there is none."""
-    return ProcessIdentity(pid, process_stat(pid)[1], begun_at_byte)
+    return ProcessIdentity(pid, process_stat(pid)[1], log_offset)
 
 
 def write_worker_process(state: Path, slot: int, process: ProcessIdentity) -> None:
-    """Record the worker process of `slot`."""
     write_json(state / f"{slot}.json", add_checksum(asdict(process)))
 
 
 def exit_report_path(state: Path, slot: int) -> Path:
-    return state / f"{slot}.end"
+    return state / f"{slot}.exit_report"
 
 
 def running_workers(state: Path) -> dict[int, ProcessIdentity]:

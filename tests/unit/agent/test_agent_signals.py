@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import signal
-from typing import Any
+from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.agent.agent import AgentTimeouts, RunEnd, signal_due
+from lockstep.agent.config import AgentTimeouts
+from lockstep.agent.slots import RunEnd, Worker, signal_due
+from lockstep.runtime.worker_env import ProcessIdentity
 
 
-def due(at_s: float, sent: list[int] | None = None, **when: Any) -> int:
-    given: dict[str, Any] = {"kill_at": None, "run_end": None, "asked_s": None} | when
-    return signal_due(at_s, sent or [], **given, timeouts=AgentTimeouts())[0]
+def due(
+    at_s: float,
+    sent: Sequence[int] = (),
+    *,
+    kill_at: tuple[float, str] | None = None,
+    run_end: RunEnd | None = None,
+    asked_s: float | None = None,
+) -> int:
+    worker = Worker(0, ProcessIdentity(4711, 1), -1, True, 0.0, list(sent), kill_at=kill_at)
+    return signal_due(worker, at_s, run_end=run_end, asked_s=asked_s, timeouts=AgentTimeouts())[0]
 
 
 def test_after_the_run_ended_workers_get_sigterm_then_sigkill() -> None:

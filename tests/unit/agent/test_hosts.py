@@ -126,8 +126,8 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """
     calls: list[Any] = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("lockstep.agent.hosts.run_on_all_hosts", lambda commands: calls.extend(commands) or 0)
-    monkeypatch.setattr("lockstep.cli.main.look_after", lambda *_, **values: calls.append(values["least"]) or 0)
+    monkeypatch.setattr("lockstep.cli.launch.run_on_all_hosts", lambda commands: calls.extend(commands) or 0)
+    monkeypatch.setattr("lockstep.cli.launch.start_agent", lambda request, run, config: calls.append(config.min_workers) or 0)
     Path("hosts.toml").write_text(HOSTS)
     Path("by-ssh.toml").write_text(f"ssh = true\n{HOSTS}")
     return calls
@@ -136,14 +136,14 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--stop run --workers 2", "--workers beside --stop"),
-        ("--stop run --with-evaluator", "--with-evaluator beside --stop"),
-        ("--stop run --steps 5", "--steps beside --stop"),
-        ("run.toml --stop run", "run.toml beside --stop"),
-        ("--hosts hosts.toml --ssh --host ada", "--ssh and --host ada"),
-        ("--hosts hosts.toml --ssh --max 0", "at least 1 and at most 0 workers"),
-        ("--hosts by-ssh.toml --min 5", "training begins with 5 workers, and there will be 4"),
-        ("--workers 2 --min 3", "training begins with 3 workers, and there will be 2"),
+        ("--stop run --workers 2", "--workers cannot be combined with --stop"),
+        ("--stop run --with-evaluator", "--with-evaluator cannot be combined with --stop"),
+        ("--stop run --steps 5", "--steps cannot be combined with --stop"),
+        ("run.toml --stop run", "run.toml cannot be combined with --stop"),
+        ("--hosts hosts.toml --ssh --host ada", "--ssh cannot be combined with --host ada"),
+        ("--hosts hosts.toml --ssh --max 0", "--min 1 and --max 0 are invalid"),
+        ("--hosts by-ssh.toml --min 5", "--min 5 exceeds the number of workers, 4"),
+        ("--workers 2 --min 3", "--min 3 exceeds the number of workers, 2"),
     ],
 )
 def test_an_invalid_launch_is_refused_with_three_parts(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.agent.restart_policy import (
-    DEFAULT_POLICY,
+    PLAIN_SCRIPT_POLICY,
     RestartDecision,
     RestartPolicy,
     SlotHistory,
@@ -31,6 +31,7 @@ def make_exit(code: int | None = 0, sent: tuple[int, ...] = (), **report: Any) -
 
 
 EMPTY = SlotHistory()
+DEFAULT_POLICY = RestartPolicy()
 
 
 def decide(
@@ -145,6 +146,29 @@ def test_progress_resets_everything_and_a_long_life_resets_the_delay(exits: list
         assert history.step == max(before.step, step)
         if decision.action == "end":
             return
+
+
+def test_errors_of_a_plain_script_count_only_if_each_worker_lived_briefly() -> None:
+    def actions(*lives_s: float, policy: RestartPolicy = PLAIN_SCRIPT_POLICY) -> list[str]:
+        history, actions = EMPTY, list[str]()
+        for lived_s in lives_s:
+            decision, history = decide_restart(make_exit(1, text=TRACE), history, lived_s=lived_s, step=-1, stopping=False, policy=policy)
+            actions.append(decision.action)
+        return actions
+
+    assert actions(1.0, 1.0, 1.0) == ["restart", "restart", "end"]
+    assert actions(3600.0, 3600.0, 3600.0, 3600.0) == ["restart"] * 4
+    assert actions(1.0, 3600.0, 1.0, 1.0) == ["restart", "restart", "restart", "end"]
+    assert actions(3600.0, 3600.0, 3600.0, policy=DEFAULT_POLICY) == ["restart", "restart", "end"], "the steps of a run are known"
+
+
+@pytest.mark.parametrize("worker_exit", [*ENDS, make_exit(2, text="UsageError: no")], ids=str)
+def test_a_static_group_ends_with_the_first_failure(worker_exit: WorkerExit) -> None:
+    policy = RestartPolicy(restart=False)
+    decision, _ = decide_restart(worker_exit, EMPTY, lived_s=1.0, step=-1, stopping=False, policy=policy)
+    assert decision.action == "end" and decision.code
+    done = make_exit(0, finished=True)
+    assert decide_restart(done, EMPTY, lived_s=1.0, step=-1, stopping=False, policy=policy)[0].action == "done"
 
 
 @given(st.integers(0, 10_000), st.floats(0.001, 10), st.floats(10, 100))

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.runtime.environment import RankInfo, choose_device, first_host, read_rank_info, tasks_per_node
-from lockstep.runtime.subprocesses import default_worker_count
+from lockstep.runtime.environment import RankInfo, choose_device, default_worker_count, first_host, read_rank_info, tasks_per_node
 
 TORCHRUN = {
     "RANK": "3",
@@ -22,15 +21,8 @@ TORCHRUN = {
     "TORCHELASTIC_MAX_RESTARTS": "3",
     "TORCHELASTIC_USE_AGENT_STORE": "True",
 }
-OURS = {
-    "LOCKSTEP_RANK": "0",
-    "LOCKSTEP_SIZE": "2",
-    "LOCKSTEP_LOCAL_RANK": "0",
-    "LOCKSTEP_LOCAL_SIZE": "2",
-    "LOCKSTEP_MASTER_ADDR": "127.0.0.1",
-    "LOCKSTEP_MASTER_PORT": "4000",
-    "LOCKSTEP_LISTEN_FD": "7",
-}
+OURS = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+OURS["LOCKSTEP_EXIT_REPORT"] = "/tmp/state/3.exit_report"
 PET = {"PET_NODE_RANK": "1", "PET_NNODES": "3", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "m", "PET_MASTER_PORT": "29500"}
 SRUN = {
     "SLURM_JOB_ID": "1234",
@@ -71,16 +63,10 @@ def test_torchrun_with_restarts_warns_about_its_shared_store() -> None:
     assert not rank_info(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).warnings
 
 
-def test_lockstep_variables_take_precedence_and_have_the_listening_socket() -> None:
-    both = OURS | {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
-    info = rank_info(both)
-    assert (info.launcher, info.listen_fd, info.master_addr, info.launcher_has_store) == ("lockstep", 7, "127.0.0.1", False)
-
-
-def test_disagreeing_launchers_are_an_error_with_both_values() -> None:
-    with pytest.raises(UsageError) as failed:
-        read_rank_info(OURS | TORCHRUN)
-    assert "LOCKSTEP_RANK=0" in str(failed.value) and " RANK=3" in str(failed.value)
+def test_workers_of_our_agent_have_torchruns_variables() -> None:
+    info = rank_info(OURS)
+    assert (info.launcher, info.rank, info.master_addr, info.launcher_has_store) == ("lockstep", 3, "node0", False)
+    assert rank_info({name: text for name, text in OURS.items() if name in TORCHRUN}).launcher == "RANK in the environment"
 
 
 def test_pet_variables_are_one_worker_per_machine() -> None:
@@ -127,7 +113,7 @@ def test_slurm_tasks_per_node_are_expanded() -> None:
 
 @pytest.mark.parametrize("family", [TORCHRUN, OURS, PET, SRUN])
 def test_missing_variable_is_named_in_the_error(family: dict[str, str]) -> None:
-    optional = ("TORCHELASTIC", "LOCKSTEP_LISTEN", "SLURM_NTASKS", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM", "SLURM_STEP_NODELIST")
+    optional = ("TORCHELASTIC", "LOCKSTEP_EXIT", "SLURM_NTASKS", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM", "SLURM_STEP_NODELIST")
     for name in family:
         if name.startswith(optional):
             continue

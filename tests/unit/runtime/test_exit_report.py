@@ -7,7 +7,6 @@ import signal
 import pytest
 
 from lockstep.runtime.exit_report import ExitReport, WorkerExit, error_summary, is_peer_loss, summarize_exits
-from lockstep.runtime.subprocesses import LaunchLimits, LaunchTimes, next_signal
 
 KILL, TERM, INT = signal.SIGKILL, signal.SIGTERM, signal.SIGINT
 
@@ -132,12 +131,3 @@ def test_other_errors_are_not_peer_loss() -> None:
 def test_error_summary_drops_source_file_and_advice() -> None:
     assert error_summary(RuntimeError(GONE[0])) == "Connection closed by peer [127.0.0.1]:29091"
     assert error_summary(RuntimeError()) == "RuntimeError"
-
-
-def test_next_signal_is_terminate_then_kill() -> None:
-    limits = LaunchLimits(grace_s=100, settle_s=5, end_s=10, early_s=30)
-    assert next_signal(LaunchTimes(), limits) is None
-    assert next_signal(LaunchTimes(stop_asked_s=1), limits) == (101, KILL)
-    assert next_signal(LaunchTimes(stop_asked_s=1, failed_s=2), limits) == (7, TERM)
-    assert next_signal(LaunchTimes(early_s=2), limits) == (32, TERM)
-    assert next_signal(LaunchTimes(failed_s=2, terminated_s=7), limits) == (17, KILL)

@@ -179,7 +179,7 @@ def test_invalid_board_is_an_os_error(tmp_path: Path, content: bytes | None) -> 
         read_status(tmp_path / "0.board")
 
 
-def test_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_call_takes_microseconds(tmp_path: Path) -> None:
     board, times = StatusBoard(tmp_path / "0.board"), {}
     for name, call in {
         "enter": lambda: board.enter("forward", 3),
@@ -190,5 +190,4 @@ def test_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         for _ in range(1000):
             call()
         times[name] = (time.perf_counter() - begin) / 1000 * 1e6
-    with capsys.disabled():
-        print(" board: " + ", ".join(f"{name} {cost:.2f} us" for name, cost in times.items()), end=" ")
+    assert max(times.values()) < 200, f"microseconds: {times}"

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli.main import main, own_function
+from lockstep.cli.main import main
+from lockstep.cli.worker import run_function
 from lockstep.errors import UsageError
 from lockstep.runtime.user_function import load_function
 
@@ -47,7 +48,7 @@ def test_module_in_the_current_folder_is_found(folder: Path) -> None:
         ("my_loop.py:", "names no function"),
         ("my_lop.py:train", "there is my_loop.py"),
         ("my_loop.py:trian", "it has train"),
-        ("my_loop.py:NUMBER", "is no Python function"),
+        ("my_loop.py:NUMBER", "is not a Python function"),
         ("my_lop:train", "there is my_loop"),
         ("no.such.module:train", "no module 'no.such.module'"),
         ("a..b:train", "no module"),
@@ -89,10 +90,10 @@ def test_flags_that_do_not_fit_the_function_are_rejected(folder: Path, function:
         "def shaped(shape: Shape = Shape()): ...\ndef several(*numbers: int, **options: int): ...\ndef positional(first: int = 1, /): ...\n"
     )
     with pytest.raises(UsageError, match=says):
-        own_function(f"odd.py:{function}", folder / "run", flags)
+        run_function(f"odd.py:{function}", folder / "run", flags)
 
 
 @pytest.mark.parametrize("command", ["train", "launch", "drill"])
 def test_zero_workers_are_rejected(capsys: pytest.CaptureFixture[str], command: str) -> None:
     assert main([command, "odd.py:train", "--workers", "0"]) == 2
-    assert "argument --workers: '0' is no whole number from 1 to" in capsys.readouterr().err
+    assert "argument --workers: '0' is not an integer from 1 to" in capsys.readouterr().err
