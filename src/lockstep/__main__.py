@@ -1,4 +1,4 @@
-"""`python -m lockstep`: the command, for torchrun and other starters that want a module."""
+"""`python -m lockstep`: the command, for torchrun and other launchers that start a module."""
 
 import sys
 

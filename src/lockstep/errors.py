@@ -88,7 +88,7 @@ class RunFolderUnavailableError(FencedError):
 ERRORS_BY_NAME: dict[str, type[LockstepError]] = {
     error.__name__: error
     for error in (
-        *(LockstepError, UsageError, ConfigError, DataError, DamagedFileError, CheckpointError, SaveFailedError),
-        *(DivergedError, PeersLostError, RunFolderUnavailableError),
+        *(LockstepError, UsageError, ConfigError, DataError, DamagedFileError, CheckpointError, SaveFailedError, DivergedError),
+        *(OutOfMemoryError, PeersLostError, FencedError, RunFolderUnavailableError),
     )
 }

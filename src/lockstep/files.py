@@ -1,8 +1,4 @@
-"""Atomic writes, checksummed JSON and locks on regular files.
-
-A file is written under a temporary name, flushed to the disk and renamed. A rename within one
-folder is atomic; it survives a power cut only when the folder is flushed too (fsync(2), rename(2)).
-"""
+"""Atomic writes, checksummed JSON and locks on regular files."""
 
 from __future__ import annotations
 
@@ -44,14 +40,12 @@ def open_regular(path: str | Path, flags: int) -> int:
 
 
 def require_regular_file(mode: int, path: str | Path) -> None:
-    """Raise DamagedFileError unless `mode` is that of a regular file."""
     if not stat.S_ISREG(mode):
         kind = KINDS.get(stat.filemode(mode)[0], "something else")
         raise DamagedFileError(f"{Path(path).name} is {kind}, not a regular file", str(path), "move it aside; Lockstep did not create it")
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return the bytes of a regular file."""
     with open(path, "rb", opener=open_regular) as file:
         return file.read()
 
@@ -84,7 +78,10 @@ def write_if_absent(path: Path, content: str, mode: int = 0o666) -> None:
 
 @contextmanager
 def temporary_file(path: Path, content: bytes | str | Iterable[bytes | memoryview], mode: int = 0o666) -> Iterator[Path]:
-    """Yield a flushed temporary file with `content` beside `path`; then flush the folder."""
+    """Yield a flushed temporary file with `content` beside `path`; then flush the folder.
+
+    A rename in a folder survives a power cut only after a flush of the folder (fsync(2), rename(2)).
+    """
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -123,12 +120,10 @@ def read_json(path: Path) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as indented JSON to `path` atomically."""
     write_atomic(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def add_checksum(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON object `value` with a checksum added."""
     return {**value, CHECKSUM: checksum_of(value)}
 
 

@@ -41,7 +41,7 @@ class Layout:
 
     @property
     def data_parallel_size(self) -> int:
-        """The number of workers with micro-batches of their own."""
+        """The number of workers that train different micro-batches."""
         return self.replicate * self.shard
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -88,7 +88,7 @@ class LayoutLimits:
     stages: int = 0
 
     def problem_with(self, layout: Layout) -> str:
-        """Return why the layout does not work; "" when it does."""
+        """Return why the layout does not work, or ""."""
         if layout.data_parallel_size > self.micro_batches:
             return f"{layout.data_parallel_size} shards of all replicas share {self.micro_batches} micro-batches a step"
         if layout.tensor > 1 and not self.tensor:
@@ -103,9 +103,9 @@ class LayoutLimits:
 
 
 def choose_layout(asked: Layout, workers: int, bounds: LayoutLimits, where: str) -> Layout:
-    """Return `asked` as a layout of `workers` processes. `asked.replicate` 0: as many as fit.
+    """Return `asked` as a layout of `workers` processes; replicate 0: as many as fit.
 
-    where  source of `asked`, for the message
+    where  source of `asked`
     UsageError with the nearest layouts that work when `asked` does not fit.
     """
     layout = asked if asked.replicate else replace(asked, replicate=max(1, workers // asked.workers_per_replica))
@@ -133,5 +133,4 @@ def nearest_layouts(wrong: Layout, workers: int, bounds: LayoutLimits, most: int
 
 
 def layout_flags(layout: Layout) -> str:
-    """Return the command-line flags of `layout`."""
     return " ".join(f"--layout.{axis} {size}" for axis, size in zip(AXES, astuple(layout), strict=True) if size > 1) or "one replica"

@@ -1,4 +1,4 @@
-"""Configure the logger `lockstep`: rank 0 logs to stderr, every rank to a log file of its own.
+"""Configure the logger `lockstep`: rank 0 logs to stderr, every rank to a separate file.
 
 Modules use `logging.getLogger("lockstep")`; only the command and the workers call `set_up_logging`.
 A thread writes the log file, so a run disk that does not answer for minutes blocks no log call.

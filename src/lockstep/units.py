@@ -16,7 +16,7 @@ MAX_NAMES = 5
 
 
 def parse_quantity(text: object, units: dict[str, float], example: str) -> float:
-    """Return `text` as a number in the base unit. ValueError when it is not a quantity."""
+    """Return `text` in the base unit. ValueError when it is not a quantity."""
     if isinstance(text, (int, float)) and not isinstance(text, bool):
         return finite(text)
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
@@ -47,7 +47,6 @@ def parse_bytes(text: object) -> int:
 
 
 def parse_seconds(text: object) -> float:
-    """Return the seconds in "90 s", "5 min" or 0.5."""
     return parse_quantity(text, SECONDS, "90 s")
 
 

@@ -1,13 +1,14 @@
-"""The fuzzer on the real commands: odd bytes in the files of real trainings, odd words on command lines, odd variables.
+"""Real commands with unusual bytes in their files, unusual words and unusual variables.
 
-Of the files a sample is tried here, all of them with LOCKSTEP_CHAOS=1 (`LOCKSTEP_CHAOS=1 pytest -rP tests/chaos/test_fuzz_commands.py`
-prints the counts). What each value of a run and each file is read as is tried in tests/unit/test_fuzz.py.
+A sample of the files by default, all of them with LOCKSTEP_CHAOS=1 (`pytest -rP` prints the
+counts). tests/unit/test_fuzz.py covers each value of a run and each reader.
 """
 
 from __future__ import annotations
 
 import gzip
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -40,10 +41,10 @@ TEXT, CHAT = ["--task", "pretrain", "--data.kind", "text", *LLAMA], ["--task", "
 def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
     folder = tmp_path_factory.mktemp("fuzz")
     with Commands(folder) as running:
-        made = [running.run(["train", "--out", "pairs", *SMALL, "--data.pairs", "300", "--data.held_out", "10"])]
+        trained = [running.run(["train", "--out", "pairs", *SMALL, "--data.pairs", "300", "--data.held_out", "10"])]
         (folder / "text.jsonl").write_bytes(b"".join(b'{"text": "line %d of a text, which is long enough"}\n' % n for n in range(60)))
-        made += [running.run(["train", "--out", "llama", *TEXT, "--data.train", "text.jsonl"])]
-        assert [one.code for one in made] == [0, 0], made
+        trained += [running.run(["train", "--out", "llama", *TEXT, "--data.train", "text.jsonl"])]
+        assert [outcome.code for outcome in trained] == [0, 0], trained
         yield running
 
 
@@ -71,20 +72,20 @@ FILES = {
     "lines.txt": ["generate", "llama", "--tokens", "2", "--file", "lines.txt"],
     "stdin.txt": ["translate", "pairs"],
     "run.toml": ["train", "run.toml", "--show"],
-    "hosts.toml": ["launch", "--hosts", "hosts.toml", "--host", "nobody"],
+    "hosts.toml": ["launch", "--hosts", "hosts.toml", "--host", "absent"],
 }
 
 
 @pytest.mark.timeout(3000)
 def test_training_on_unusual_bytes_works_or_is_refused(commands: Commands) -> None:
-    """Unusual bytes alone and after valid lines. The short version tests a sample, another one for each file."""
+    """Unusual bytes alone and after valid lines. The short version takes another sample for each file."""
     tally, folder = Tally(), commands.folder
     (folder / "more.txt").write_bytes(b"".join(b"line %d\n" % n * 200 for n in range(30)))
-    for place, (name, argv) in enumerate(FILES.items()):
-        chosen = range(len(ODD_BYTES)) if LONG else range(3 * place % 13, len(ODD_BYTES), 13)
+    for index, (name, argv) in enumerate(FILES.items()):
+        chosen = range(len(ODD_BYTES)) if LONG else range(3 * index % 13, len(ODD_BYTES), 13)
         for number in chosen:
-            before = [b""] + ([good(name)] if argv[0] == "train" and "--show" not in argv else [])
-            for content in [one + ODD_BYTES[number] for one in before][-2 if LONG else -1 :]:
+            prefixes = [b""] + ([good(name)] if argv[0] == "train" and "--show" not in argv else [])
+            for content in [prefix + ODD_BYTES[number] for prefix in prefixes][-2 if LONG else -1 :]:
                 (folder / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
                 out = ["--out", f"out-{name}-{number}-{len(content)}"] if "--data.train" in argv else []
                 outcome = commands.run([*argv, *out], stdin=folder / name)
@@ -129,8 +130,8 @@ VARIABLES = (
     *(
         {"LOCKSTEP_OPTIM_LR": "1"},
         {"LOCKSTEP_DEVICE": "tpu"},
-        {"LOCKSTEP_SEAT": "[[["},
-        {"LOCKSTEP_RANK": "x"},
+        {"LOCKSTEP_WORKER_ENV": "[[["},
+        {"RANK": "x"},
         {"MASTER_PORT": "9" * 5000},
     ),
     *({"RANK": "9" * 30}, {"LOCKSTEP_STEPS": "\udcff"}),
@@ -155,32 +156,22 @@ def test_unusual_words_and_variables_are_refused(commands: Commands) -> None:
     tally.check()
 
 
-OWN = """
-import torch
-
-def fails():
-    raise ValueError("a mistake of the user's own")
-
-def trains(out: str, device: torch.device = torch.device("cpu"), steps: int = 1):
-    print("trained", type(out).__name__, steps)
-
-def needs(steps: int): ...
-"""
+USER_FUNCTIONS = Path(__file__).parents[1] / "support" / "user_functions.py"
 
 
 def test_an_exception_of_a_user_function_is_printed_once(tmp_path: Path) -> None:
     """With an agent and two workers, each of which raises three times."""
-    (tmp_path / "own.py").write_text(OWN)
+    shutil.copy(USER_FUNCTIONS, tmp_path / "own.py")
     environ = os.environ | {"LOCKSTEP_TMP": str(tmp_path), "LOCKSTEP_DEVICE": "cpu"}
     command = [sys.executable, "-m", "lockstep", "train", "own.py:fails", "--workers", "2", "--out", "run"]
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120, check=False)
     logs = [path.read_text() for path in sorted((tmp_path / "run/logs").glob("*.log"))]
     assert done.returncode == 1 and [text.count("Traceback") for text in (done.stderr, *logs)] == [1, 1, 1], (done.stderr, logs)
-    assert done.stderr.count("a mistake of the user's own") == 3  # the warning, the line of the source, the error
+    assert done.stderr.count("an error of the user's loop") == 3  # the warning, the line of the source, the error
 
 
 def test_a_user_function_gets_arguments_by_its_annotations(commands: Commands) -> None:
-    (commands.folder / "own.py").write_text(OWN)
+    shutil.copy(USER_FUNCTIONS, commands.folder / "own.py")
     tally = Tally()
     cases = {"trains --steps 3": 0, "trains --steps x": 2, "trains --step 3": 2, "needs": 2, "nothing": 2}
     for words, code in cases.items():
@@ -189,5 +180,5 @@ def test_a_user_function_gets_arguments_by_its_annotations(commands: Commands) -
         tally.judge(words, outcome)
         assert outcome.code == code and (code or "trained str 3" in outcome.text), outcome
     tally.judge("os:system", refused := commands.run(["train", "os:system", "--out", "own"]))
-    assert refused.code == 2 and "'system' in os is no Python function" in refused.text
+    assert refused.code == 2 and "'system' in os is not a Python function" in refused.text
     tally.check()

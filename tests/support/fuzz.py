@@ -1,7 +1,7 @@
-"""Unusual values and bytes, and a check of the outcome: success, or an error of three parts with its exit code.
+"""Unusual values and bytes, and a check of the outcome: success, or an error of three parts.
 
-`attempt` calls a function in this process. `Commands` runs each `lockstep` command in a process that is
-forked from one that has imported torch: 0.1 s per command instead of 3 s.
+`attempt` calls a function in this process. `Commands` runs each `lockstep` command in a process
+that is forked from one that has imported torch: 0.1 s per command instead of 3 s.
 
     with Commands(tmp_path) as commands:
         tally.judge("checkpoint import torn/", commands.run(["checkpoint", "import", "torn", "--out", "run"]))
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import ERRORS_BY_NAME, LockstepError, OutOfMemoryError
+from lockstep.errors import ERRORS_BY_NAME, LockstepError
 
 CPU_S = 5.0  # maximum CPU time of a refusal; independent of the load of the machine
 HANG_S = 60.0
@@ -75,7 +75,7 @@ class Tally:
     faults: dict[str, list[str]] = field(default_factory=lambda: {"traceback": [], "nonsense": [], "hang": []})
 
     def judge(self, case: str, outcome: Outcome, nonsense: Callable[[Any], str] = lambda value: "") -> None:
-        """Count a case. `nonsense` returns what is wrong with an accepted value, or ""."""
+        """Count a case. `nonsense` returns the fault of an accepted value, or ""."""
         self.cases += 1
         self.slowest_s = max(self.slowest_s, outcome.cpu_s)
         shown = f"{case}: {outcome.text[-600:]}"
@@ -91,9 +91,11 @@ class Tally:
             self.refused += 1
 
     def __str__(self) -> str:
-        counted = ", ".join(f"{len(found)} {kind}" for kind, found in self.faults.items())
-        found = "\n".join(f"{kind}: {text}" for kind, texts in self.faults.items() for text in texts[:20])
-        return f"{self.cases:,} cases: {self.worked:,} worked, {self.refused:,} refused; {counted}; slowest {self.slowest_s:.2f} s\n{found}"
+        counted = ", ".join(f"{len(cases)} {kind}" for kind, cases in self.faults.items())
+        listed = "\n".join(f"{kind}: {text}" for kind, texts in self.faults.items() for text in texts[:20])
+        return (
+            f"{self.cases:,} cases: {self.worked:,} worked, {self.refused:,} refused; {counted}; slowest {self.slowest_s:.2f} s\n{listed}"
+        )
 
     def check(self) -> None:
         """Print the counts. AssertionError if there are faults."""
@@ -102,14 +104,14 @@ class Tally:
 
 
 def fault_in(code: int, text: str) -> str:
-    """Return what is wrong with a printed error, or "": it needs three parts and the exit code of its class."""
+    """Return the fault of a printed error, or "": it needs three parts and its exit code."""
     if "Traceback" in text:
         return "a traceback"
-    errors = list(re.finditer(rf"^({'|'.join([*ERRORS_BY_NAME, 'OutOfMemoryError'])}): (.+)((?:\n  .+)*)", text, re.M))
+    errors = list(re.finditer(rf"^({'|'.join(ERRORS_BY_NAME)}): (.+)((?:\n  .+)*)", text, re.M))
     if not errors:
         return f"exit code {code} and no error"
     name, _, more = errors[-1].groups()
-    if code != {**ERRORS_BY_NAME, "OutOfMemoryError": OutOfMemoryError}[name].exit_code:
+    if code != ERRORS_BY_NAME[name].exit_code:
         return f"{name} with exit code {code}"
     return "" if more.count("\n") >= 2 else "fewer than three parts"
 
@@ -121,27 +123,27 @@ def attempt(call: Callable[[], Any]) -> Outcome:
         raise Hang
 
     before = {number: signal.signal(number, give_up) for number in (signal.SIGPROF, signal.SIGALRM)}
-    began_s = time.process_time()
+    started_s = time.process_time()
     try:
         signal.setitimer(signal.ITIMER_PROF, 2 * CPU_S)
         signal.setitimer(signal.ITIMER_REAL, HANG_S)
-        found = Outcome(0, value=call())
+        outcome = Outcome(0, value=call())
     except LockstepError as error:
-        found = Outcome(error.exit_code, str(error))
+        outcome = Outcome(error.exit_code, str(error))
     except Hang:
-        found = Outcome(None)
+        outcome = Outcome(None)
     except BaseException as error:
-        found = Outcome(1, f"Traceback: {type(error).__name__}: {error}")
+        outcome = Outcome(1, f"Traceback: {type(error).__name__}: {error}")
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler)
-    return Outcome(found.code, found.text, time.process_time() - began_s, found.value)
+    return Outcome(outcome.code, outcome.text, time.process_time() - started_s, outcome.value)
 
 
 class Commands:
-    """Runs `lockstep` commands in `folder`, each in a forked process. `train` is one worker without an agent."""
+    """Runs `lockstep` commands in `folder`, each in a forked process; `train` without an agent."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -172,8 +174,7 @@ class Commands:
 
 def serve() -> None:
     """Fork for each line of standard input; write [exit code, output, CPU seconds]."""
-    import lockstep.cli.main  # imported before the fork
-    import lockstep.train  # noqa: F401
+    import lockstep.cli.worker  # noqa: F401  torch and all else, before the fork
 
     for number, line in enumerate(sys.stdin):
         argv, environ, stdin = json.loads(line)

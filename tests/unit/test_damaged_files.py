@@ -1,4 +1,4 @@
-"""Damaged and non-regular files of a run: each is refused by name or tolerated, at once and without a traceback."""
+"""Damaged and non-regular files of a run: each is refused by name or tolerated, without a traceback."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lockstep.models.load_translator import read_run
 from lockstep.record import events, metrics
 from lockstep.runtime import status_board as board
 from lockstep.runtime import worker_env as seat
-from lockstep.runtime.subprocesses import open_worker_log
+from lockstep.runtime.processes import open_worker_log
 from lockstep.tasks.evaluate import finished_step
 from lockstep.tasks.setup import best_steps
 from lockstep.tensor_slice import TensorSlice
@@ -47,7 +47,7 @@ def within_five_seconds() -> Iterator[None]:
     """Fail the test when a read hangs."""
 
     def give_up(*_: object) -> None:
-        raise TimeoutError("the file was waited for")
+        raise TimeoutError("a read of the file hangs")
 
     before = signal.signal(signal.SIGALRM, give_up)
     signal.alarm(5)
@@ -86,8 +86,8 @@ def place(kind: str, path: Path) -> None:
     else:
         here = os.getcwd()
         os.chdir(path.parent)  # the name of a socket is short
-        with socket.socket(socket.AF_UNIX) as made:
-            made.bind(path.name)
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(path.name)
         os.chdir(here)
 
 
@@ -121,9 +121,9 @@ def test_non_regular_files_are_refused_at_once_with_three_parts(run: Path, kind:
         place(kind, path)
         with pytest.raises(LockstepError) as error:
             read(run)
-        said = str(error.value)
-        assert error.value.where or error.value.hint, name
-        assert "not a regular file" in said, (name, said)
+        message = str(error.value)
+        assert error.value.where and error.value.hint, name
+        assert "not a regular file" in message, (name, message)
         path.rmdir() if kind == "folder" else path.unlink()
         if before is not None:
             path.write_bytes(before)
@@ -148,10 +148,10 @@ def test_unreadable_file_loses_only_its_own_content(run: Path) -> None:
     assert control.running_evaluators(run) == []
 
 
-# Names that lead out of a checkpoint.
+# Manifests with names outside of the checkpoint.
 
 
-def sealed(folder: Path, step: int, files: dict[str, object]) -> Path:
+def save_with_manifest(folder: Path, step: int, files: dict[str, object]) -> Path:
     """Write a committed checkpoint whose manifest lists these files, with a matching marker."""
     path = save(folder, step)
     manifest = json.dumps({"format": 1, "step": step, "files": files}).encode()
@@ -171,21 +171,21 @@ OUTSIDE = ["/etc/hostname", "../outside", "..", ".", "", "a/b", "manifest.json",
 def test_manifest_that_lists_an_outside_file_is_damaged_for_every_reader(tmp_path: Path, name: str) -> None:
     (tmp_path / "outside").write_bytes(b"secret")
     folder = tmp_path / "checkpoints"
-    sealed(folder, 20, {"facts.json": record(b"{}\n"), name: record(b"secret")})
+    save_with_manifest(folder, 20, {"facts.json": record(b"{}\n"), name: record(b"secret")})
     store = CheckpointStore(folder)
-    says = "which is not a file of this folder"
-    assert any(says in problem for problem in store.verify(20))
+    message = "which is not a file of this folder"
+    assert any(message in problem for problem in store.verify(20))
     for read in (
         lambda: store.load(20),
         lambda: store.load_slices(20, {}),
         lambda: commands.digest_line(folder, 20),
         lambda: commands.export(folder, 20, tmp_path / "out"),
     ):
-        with pytest.raises(CheckpointError, match=says):
+        with pytest.raises(CheckpointError, match=message):
             read()
     save(folder, 10)
-    found = store.load_newest()
-    assert found and found.step == 10 and (folder / "step-00000020.damaged").is_dir()
+    newest = store.load_newest()
+    assert newest and newest.step == 10 and (folder / "step-00000020.damaged").is_dir()
     assert (tmp_path / "outside").read_bytes() == b"secret"
 
 
@@ -205,7 +205,7 @@ def test_malformed_manifest_is_damaged_even_with_a_matching_marker(tmp_path: Pat
 def test_checkpoint_without_facts_is_damaged(tmp_path: Path) -> None:
     path = save(tmp_path, 20)
     name = "tensors-00000.safetensors"
-    sealed(tmp_path / "again", 20, {name: record((path / name).read_bytes())})
+    save_with_manifest(tmp_path / "again", 20, {name: record((path / name).read_bytes())})
     for read in (lambda: CheckpointStore(tmp_path / "again").load(20), lambda: CheckpointStore(tmp_path / "again").load_slices(20, {})):
         with pytest.raises(CheckpointError, match=r"does not list facts.json"):
             read()
@@ -215,9 +215,9 @@ def test_link_in_a_checkpoint_is_not_followed(tmp_path: Path) -> None:
     path = save(tmp_path / "checkpoints", 20) / "tensors-00000.safetensors"
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
-    says = f"{path.name} is a symbolic link, not a regular file"
-    assert CheckpointStore(tmp_path / "checkpoints").verify(20) == [says]
-    with pytest.raises(CheckpointError, match=says):
+    message = f"{path.name} is a symbolic link, not a regular file"
+    assert CheckpointStore(tmp_path / "checkpoints").verify(20) == [message]
+    with pytest.raises(CheckpointError, match=message):
         CheckpointStore(tmp_path / "checkpoints").load(20)
 
 
@@ -231,15 +231,15 @@ PARTS = [
 ]
 
 
-@pytest.mark.parametrize("said", PARTS)
-def test_shard_list_with_an_outside_file_moves_nothing(tmp_path: Path, said: str) -> None:
+@pytest.mark.parametrize("content", PARTS)
+def test_shard_list_with_an_outside_file_moves_nothing(tmp_path: Path, content: str) -> None:
     (tmp_path / "outside").write_bytes(b"secret")
     folder = tmp_path / "run" / "checkpoints"
     folder.mkdir(parents=True)
     part = ShardWriter(0, 2, {}, lambda: 1, lambda: "")
     path = part.folder(folder, 20, 1, 1)
     path.mkdir()
-    (path / "part.json").write_text(said)
+    (path / "part.json").write_text(content)
     with commit.Attempt(folder, 20) as attempt, pytest.raises(CheckpointError, match=r"part of writer 1 of step 20 is damaged"):
         part.collect(attempt, folder, 20)
     assert (tmp_path / "outside").read_bytes() == b"secret"
@@ -252,21 +252,21 @@ def test_worker_loads_the_hashed_bytes_of_a_changing_file(tmp_path: Path, monkey
         """Wrap `function` so that the file changes right after it returns."""
 
         def call(*args: object) -> object:
-            found = function(*args)
+            result = function(*args)
             with open(path, "r+b") as opened:
                 opened.seek(-64, os.SEEK_END)
                 opened.write(bytes(64))
-            return found
+            return result
 
         return call
 
     for name in ("read_verified", "find_damage"):
         monkeypatch.setattr(commit, name, then_change(getattr(commit, name)))
-    found = CheckpointStore(tmp_path).load_slices(20, {"00000": TensorSlice.whole((16,))})
-    assert found.tensors["model.00000"].numpy().tobytes() == bytes([20]) * 64
+    loaded = CheckpointStore(tmp_path).load_slices(20, {"00000": TensorSlice.whole((16,))})
+    assert loaded.tensors["model.00000"].numpy().tobytes() == bytes([20]) * 64
 
 
-# The files of a run, by their roles.
+# Other files of a run.
 
 
 @pytest.mark.parametrize("content", ["", "{", "[" * 100_000, "[1]", '{"step": "x"}', '{"step": 1'], ids=len)
@@ -276,7 +276,7 @@ def test_damaged_best_json_is_ignored_and_the_best_step_kept(run: Path, content:
     assert "best.json cannot be read" in caplog.text and "step 10" in caplog.text
     (run / "evaluations.jsonl").unlink()
     save(run / "checkpoints", 20)
-    assert best_steps(run) == [10, 20]  # nobody knows which: both stay
+    assert best_steps(run) == [10, 20]  # either may be the best: both stay
 
 
 def test_best_step_of_the_evaluations_is_kept_beside_that_of_best_json(run: Path) -> None:
@@ -306,20 +306,20 @@ def test_damaged_divergence_record_does_not_make_a_generation_trusted(run: Path,
 
 def test_every_flipped_bit_of_a_generation_is_detected_and_named(run: Path) -> None:
     path = run / "generations" / "000001.json"
-    whole = path.read_bytes()
+    intact = path.read_bytes()
     log = GenerationLog(run / "generations")
-    for bit in range(0, len(whole) * 8, 9):  # each of the eight in turn
-        flipped = bytearray(whole)
+    for bit in range(0, len(intact) * 8, 9):  # each of the eight in turn
+        flipped = bytearray(intact)
         flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
         try:
             assert log.read(1) == RECORD  # a bit of the white space
         except DamagedFileError:
             continue
-    path.write_bytes(whole[:100])
-    says = r"000001.json, the record of generation 1, is damaged[\s\S]*stop the workers[\s\S]*generations aside"
+    path.write_bytes(intact[:100])
+    message = r"000001.json, the record of generation 1, is damaged[\s\S]*stop the workers[\s\S]*generations aside"
     for read in (agent_lock.newest_generation, control.read_newest):
-        with pytest.raises(DamagedFileError, match=says):
+        with pytest.raises(DamagedFileError, match=message):
             read(run)
     assert "record of generation 1, is damaged" in folder_error(seat.WorkerEnv(str(run), "", "here", 0, 1, 1, 1, 1, "127.0.0.1"))
 
@@ -364,27 +364,27 @@ def test_new_token_is_flushed_before_it_is_visible(tmp_path: Path, monkeypatch: 
 # The state folder of a host.
 
 
-def test_torn_worker_file_blocks_no_start_and_a_live_worker_is_found_by_its_board(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_live_worker_with_a_damaged_file_is_found_by_its_status_board(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     state = run / "state"
     for slot, content in enumerate(["", "{", "[1, 2]", '{"pid": 1}']):
         (state / f"{slot}.json").write_text(content)
     assert seat.running_workers(state) == {}
     assert "0.json is damaged" in caplog.text and "no worker is known to run in this slot" in caplog.text
-    one = board.StatusBoard(state / "1.board")
-    assert one.pid and seat.running_workers(state) == {1: seat.identify_process(os.getpid())}
+    own_board = board.StatusBoard(state / "1.board")
+    assert own_board.pid and seat.running_workers(state) == {1: seat.identify_process(os.getpid())}
     stranger = "import sys; from pathlib import Path; from lockstep.runtime.status_board import StatusBoard; StatusBoard(Path(sys.argv[1]))"
     subprocess.run([sys.executable, "-c", stranger, str(state / "2.board")], check=True)
-    assert set(seat.running_workers(state)) == {1}  # the worker of slot 2 has ended
+    assert set(seat.running_workers(state)) == {1}  # the worker of slot 2 has exited
 
 
-def test_board_that_its_process_does_not_write_is_no_proof_of_life(run: Path) -> None:
+def test_status_board_that_its_process_does_not_write_is_ignored(run: Path) -> None:
     state = run / "state"
     (state / "0.json").write_text("{")
-    one = board.StatusBoard(state / "0.board")
+    original = board.StatusBoard(state / "0.board")
     copied = (state / "0.board").read_bytes()
     (state / "0.board").unlink()
     (state / "0.board").write_bytes(copied)
-    assert isinstance(one._memory, mmap.mmap) and seat.running_workers(state) == {}
+    assert isinstance(original._memory, mmap.mmap) and seat.running_workers(state) == {}
 
 
 def test_damaged_agent_lock_is_ignored(run: Path) -> None:

@@ -1,4 +1,4 @@
-"""Unusual values for every key and unusual bytes in every input file: each is used as given, or refused by name."""
+"""Unusual values of every key and bytes in every input file: used as given, or refused by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from support.fuzz import ODD_BYTES, ODD_TOML, ODD_WORDS, Tally, attempt
 
 from lockstep.agent.hosts import read_hosts
-from lockstep.cli.run_options import open_run
+from lockstep.cli.run_request import open_run
 from lockstep.config.resolve import resolve
 from lockstep.config.saved_run import from_json, to_json
 from lockstep.config.schema import DataOptions, Field, StringList, config_fields, flatten
@@ -28,22 +28,22 @@ from lockstep.data.text.documents import documents
 KEYS = config_fields()
 
 
-def meant(one: Field, text: str) -> Any:
+def expected(field: Field, text: str) -> Any:
     """Convert a word for a key, independently of the tested code."""
-    if one.default is True or one.default is False:
+    if field.default is True or field.default is False:
         return {"true": True, "1": True, "false": False, "0": False}[text]
-    if one.type is StringList:
+    if field.type is StringList:
         return tuple(text.split(",")) if text else ()
-    return text if isinstance(one.default, str) else float(text)
+    return text if isinstance(field.default, str) else float(text)
 
 
 def nonsense(key: str, wanted: Any) -> Callable[[Any], str]:
     """Return a check of an accepted value: it must equal the given one, be finite, and survive JSON."""
 
     def why(resolved: Any) -> str:
-        found = flatten(asdict(resolved.run))[key]
-        if found != wanted or (isinstance(found, float) and not math.isfinite(found)):
-            return f"{wanted!r} became {found!r}"
+        value = flatten(asdict(resolved.run))[key]
+        if value != wanted or (isinstance(value, float) and not math.isfinite(value)):
+            return f"{wanted!r} became {value!r}"
         text = json.dumps(to_json(resolved), ensure_ascii=False).encode()  # as run.json has it
         return "" if from_json(json.loads(text)) == resolved else "lost in run.json"
 
@@ -56,7 +56,7 @@ def test_every_key_uses_or_refuses_unusual_words() -> None:
         for word in ODD_WORDS:
             for flags, environ in (({key: word}, {}), ({}, {"LOCKSTEP_" + key.upper().replace(".", "_"): word})):
                 outcome = attempt(lambda flags=flags, environ=environ: resolve(None, flags, environ))
-                tally.judge(f"{key}={word[:40]!r}", outcome, lambda found, key=key, word=word: nonsense(key, meant(KEYS[key], word))(found))
+                tally.judge(f"{key}={word[:40]!r}", outcome, lambda run, key=key, word=word: nonsense(key, expected(KEYS[key], word))(run))
                 if outcome.code:
                     assert key in outcome.text and len(outcome.text) < 2000, outcome.text
     tally.check()
@@ -78,18 +78,18 @@ def test_every_key_uses_or_refuses_unusual_values_of_a_run_file(tmp_path: Path) 
                 '""': () if KEYS[key].type is StringList else "",
                 "[]": (),
             }.get(text)
-            tally.judge(f"{key} = {text[:40]}", outcome, lambda found, key=key, given=given: nonsense(key, given)(found))
+            tally.judge(f"{key} = {text[:40]}", outcome, lambda run, key=key, given=given: nonsense(key, given)(run))
             if outcome.code:
                 assert key in outcome.text and len(outcome.text) < 2000, outcome.text
     tally.check()
 
 
 def test_every_number_and_text_has_an_upper_bound() -> None:
-    for key, one in KEYS.items():
-        if isinstance(one.default, int | float) and not isinstance(one.default, bool):
-            beyond = one.lt if one.lt is not None else 2 * one.le
+    for key, field in KEYS.items():
+        if isinstance(field.default, int | float) and not isinstance(field.default, bool):
+            beyond = field.lt if field.lt is not None else 2 * field.le
             assert attempt(lambda key=key, beyond=beyond: resolve(None, {key: repr(beyond)})).code == 2, key
-        elif isinstance(one.default, str | tuple):
+        elif isinstance(field.default, str | tuple):
             assert attempt(lambda key=key: resolve(None, {key: "x" * 5000})).code == 2, key
 
 
@@ -101,7 +101,7 @@ def catalogue(content: bytes) -> bytes:
     return head + b"".join(n.to_bytes(4, "little") for n in table) + keys + texts
 
 
-def found(path: Path, kind: Any) -> Any:
+def read_all(path: Path, kind: Any) -> Any:
     """Read all documents of a file."""
     return list(documents(DataOptions(kind=kind, train=(str(path),), held_out_share=0.0)))
 
@@ -120,9 +120,13 @@ READERS: dict[str, tuple[Callable[[Path], Any], bytes, Callable[[bytes], Any] | 
     "pairs.txt.gz": (lambda path: [a for a, _ in read_pairs([str(path), str(path)], "en", "it", "train")], b"a\n", None),
     "pairs.tsv": (lambda path: read_pairs([str(path)], "en", "it", "train") and None, b"a\tb\n", None),
     "pairs.jsonl": (lambda path: read_pairs([str(path)], "en", "it", "train") and None, b'{"en": "a", "it": "b"}\n', None),
-    "text.txt": (lambda path: "".join(d.text for _, d in found(path, "text")), b"a\n", lambda raw: raw.decode().removeprefix("\ufeff")),
-    "text.jsonl": (lambda path: [d.text for _, d in found(path, "text")] and None, b'{"text": "a"}\n', None),
-    "text.jsonl.gz": (lambda path: [d.text for _, d in found(path, "text")] and None, b'{"text": "a"}\n', None),
+    "text.txt": (
+        lambda path: "".join(d.text for _, d in read_all(path, "text")),
+        b"a\n",
+        lambda raw: raw.decode().removeprefix("\ufeff"),
+    ),
+    "text.jsonl": (lambda path: [d.text for _, d in read_all(path, "text")] and None, b'{"text": "a"}\n', None),
+    "text.jsonl.gz": (lambda path: [d.text for _, d in read_all(path, "text")] and None, b'{"text": "a"}\n', None),
     "chats.jsonl": (
         lambda path: list(chats(DataOptions(kind="chat", train=(str(path),)), Counter())) and None,
         b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n',

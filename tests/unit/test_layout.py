@@ -35,7 +35,7 @@ BOUNDS = LayoutLimits(micro_batches=8, tensor=(4, 2, 384), stages=4)
 
 
 @pytest.mark.parametrize(
-    ("asked", "workers", "says"),
+    ("asked", "workers", "message"),
     [
         (Layout(0, 2, 3), 6, "tensor 3 does not divide 4, 2"),
         (Layout(0, 3), 4, "it needs 3 workers, 4 are running"),
@@ -44,10 +44,10 @@ BOUNDS = LayoutLimits(micro_batches=8, tensor=(4, 2, 384), stages=4)
         (Layout(0, 16), 16, "16 shards of all replicas share 8 micro-batches"),
     ],
 )
-def test_invalid_layout_is_rejected_with_the_nearest_valid_ones(asked: Layout, workers: int, says: str) -> None:
+def test_invalid_layout_is_rejected_with_the_nearest_valid_ones(asked: Layout, workers: int, message: str) -> None:
     with pytest.raises(UsageError) as refused:
         choose_layout(asked, workers, BOUNDS, "here")
-    assert says in refused.value.what and "--layout." in refused.value.hint
+    assert message in refused.value.what and "--layout." in refused.value.hint
     for near in nearest_layouts(asked, workers, BOUNDS):
         assert near.workers == workers and not BOUNDS.problem_with(near)
 
@@ -96,9 +96,9 @@ def test_slices_overlap_where_they_share_elements(rows: int, groups: int, tensor
     first, second = draw(), draw()
     common = set(first.of(whole).flatten().tolist()) & set(second.of(whole).flatten().tolist())
     assert first.overlaps(second) == second.overlaps(first) == bool(common)
-    found = torch.full(second.local_shape, -1)
-    first.copy_to(second, first.of(whole), found)
-    assert torch.equal(found, torch.where(torch.isin(second.of(whole), torch.tensor(sorted(common))), second.of(whole), -1))
+    copied = torch.full(second.local_shape, -1)
+    first.copy_to(second, first.of(whole), copied)
+    assert torch.equal(copied, torch.where(torch.isin(second.of(whole), torch.tensor(sorted(common))), second.of(whole), -1))
 
 
 @pytest.mark.parametrize(("stages", "parts", "micro_batches"), list(product([2, 3, 4], [1, 2, 3], [1, 2, 3, 4, 8, 9])))
@@ -132,7 +132,7 @@ def test_schedule_runs_every_pass_once_without_deadlock(stages: int, parts: int,
 @given(st.integers(1, 40), st.integers(1, 8))
 def test_layers_are_split_evenly_and_in_order(layers: int, stages: int) -> None:
     ranges = split_layers(layers, stages)
-    assert [layer for one in ranges for layer in one] == list(range(layers))
+    assert [layer for stage in ranges for layer in stage] == list(range(layers))
     assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
 
 

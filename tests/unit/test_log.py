@@ -24,9 +24,9 @@ def test_log_calls_do_not_wait_for_a_hung_disk(tmp_path: Path) -> None:
     set_up_logging(rank=1, file=path)
     for number in range(COUNT):
         log.info("%s", f"{number:0{LINE}}")
-    began_s = time.monotonic()
+    started_s = time.monotonic()
     flush_log()
-    assert time.monotonic() - began_s >= FLUSH_TIMEOUT_S, "the pipe cannot hold all records"
+    assert time.monotonic() - started_s >= FLUSH_TIMEOUT_S, "the pipe cannot hold all records"
     os.set_blocking(disk, True)
     with open(disk) as lines:
         read = [next(lines) for _ in range(COUNT)]

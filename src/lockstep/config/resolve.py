@@ -1,8 +1,8 @@
 """Resolve the configuration of a run from its sources.
 
-The value of a key is taken from the first of: a flag (`--optim.learning_rate 1e-3`), an environment
+The value of a key comes from the first of: a flag (`--optim.learning_rate 1e-3`), an environment
 variable (`LOCKSTEP_OPTIM_LEARNING_RATE`), the run file (TOML), the saved run (when it resumes), the
-default. All unknown keys and invalid values are reported together, with the nearest known names.
+default. One error reports all unknown keys and invalid values, with the nearest known names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lockstep.errors import ConfigError
 
 AS_STEPS = "as steps"  # origin of optim.decay_steps when it follows `steps`
 
-# Keys of run files before run.json had a format number, where the spelling does not lead to the new name.
+# Keys of an earlier format whose new name has another spelling.
 FORMER_KEYS = {
     "batch.shapes": "batch.buckets",
     "heal.gather_s": "elastic.rendezvous_timeout_s",
@@ -38,7 +38,7 @@ FORMER_KEYS = {
 
 
 def recipes() -> dict[str, Path]:
-    """The run files that are part of Lockstep, by name: in the installed package, or beside src/."""
+    """Return the installed run files by name; in a checkout they are beside src/."""
     package = Path(__file__).parents[1]
     paths = [*sorted((package / "recipes").glob("*.toml")), *sorted((package.parents[1] / "recipes").glob("*.toml"))]
     return {path.stem: path for path in reversed(paths)}
@@ -54,7 +54,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return flatten(tomllib.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
-        present = sorted(str(p) for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
+        present = [str(other) for other in sorted(path.parent.glob("*.toml")) if is_run_file(other)]
         present = present or [f"recipes/{name}.toml" for name in sorted(recipes())]
         hint = f"available: {', '.join(present)}" if present else "give the path of a TOML file, or none for the default values"
         raise ConfigError(f"there is no run file {path}", "given on the command line", hint) from None
@@ -63,6 +63,14 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(what, "the run file", "fix this line; tables are [section], strings are in quotes") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", str(path), "give a file that this user can read") from None
+
+
+def is_run_file(path: Path) -> bool:
+    """Whether a TOML file has a key of a run; pyproject.toml and a list of hosts have none."""
+    try:
+        return not config_fields().keys().isdisjoint(flatten(tomllib.loads(path.read_text(encoding="utf-8"))))
+    except (OSError, ValueError, RecursionError):
+        return False
 
 
 def parse_flags(words: list[str]) -> dict[str, str]:
@@ -83,8 +91,7 @@ def parse_flags(words: list[str]) -> dict[str, str]:
 
 
 def nearest_keys(key: str, known: list[str]) -> list[str]:
-    """Up to three known keys that `key` may stand for: its new name, the same last word in another
-    section, its initials (lr), or a similar spelling."""
+    """Return up to three known keys that resemble `key`: its new name, last word, initials (lr)."""
     if key in FORMER_KEYS:
         return [FORMER_KEYS[key]]
     last = key.rpartition(".")[2]
@@ -93,7 +100,7 @@ def nearest_keys(key: str, known: list[str]) -> list[str]:
 
 
 def environment_variable(key: str) -> str:
-    """The environment variable of a key: "optim.learning_rate" -> "LOCKSTEP_OPTIM_LEARNING_RATE"."""
+    """Return "LOCKSTEP_OPTIM_LEARNING_RATE" for "optim.learning_rate"."""
     return "LOCKSTEP_" + key.upper().replace(".", "_")
 
 
@@ -107,12 +114,9 @@ def refuse_unknown_variables(environ: Mapping[str, str], others: Sequence[str]) 
     unknown = [name for name in environ if name.startswith("LOCKSTEP_") and name not in known]
     if unknown:
         key = unknown[0].removeprefix("LOCKSTEP_").lower().replace("_", ".", 1)
-        near = difflib.get_close_matches(unknown[0], others, n=1, cutoff=0.85) or [
-            environment_variable(name) for name in nearest_keys(key, keys)
-        ]
-        what = f"unknown variable {', '.join(unknown)}"
+        near = difflib.get_close_matches(unknown[0], others, n=1, cutoff=0.85) or list(map(environment_variable, nearest_keys(key, keys)))
         hint = f"write {' or '.join(near)}" if near else "unset it; lockstep train --help lists the values of a run"
-        raise ConfigError(what, "environment", hint)
+        raise ConfigError(f"unknown variable {', '.join(unknown)}", "environment", hint)
 
 
 def resolve(
@@ -126,7 +130,6 @@ def resolve(
     """Return the configuration from a run file, flags and the environment, on top of a saved run.
 
     decay_follows_steps  optim.decay_steps equals `steps` when no source sets it
-
     ConfigError lists everything that is wrong.
     """
     known = config_fields()
@@ -162,7 +165,7 @@ def resolve(
 
 
 def shorten(raw: object) -> str:
-    """The repr of a value, cut to a length that fits a message."""
+    """Return the repr of a value, cut to a length that fits a message."""
     try:
         text = repr(raw)
     except (ValueError, RecursionError):  # an int with more digits than Python prints, or deep nesting

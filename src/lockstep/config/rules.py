@@ -1,6 +1,4 @@
-"""Rules between values of a configuration: which combinations are invalid, which values must be
-equal on all ranks or when a run resumes, and which may be overridden while it trains.
-"""
+"""Rules for configuration values: invalid combinations, values that must be equal, overrides."""
 
 from __future__ import annotations
 
@@ -12,14 +10,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.schema import ResolvedRun, RunConfig, ScheduleOverride, config_fields, flatten
+from lockstep.config.schema import LORA_TARGETS, ResolvedRun, RunConfig, ScheduleOverride, config_fields, flatten
 from lockstep.errors import ConfigError
 
-# Paths of data. Their content is compared (data/manifest.py, Task.fingerprints): the same files under
-# another folder are the same run.
+# Files may move: their content is compared (data/manifest.py, Task.fingerprints).
 DATA_PATHS = ("data.train", "data.validation", "data.test", "data.dataset", "llama.init_from")
 DECAY_STEPS = "optim.decay_steps"
-# What --override may change: the training loop computes these values for every step, and no state depends on them.
+# --override may change these: the loop computes them for every step, and no state depends on them.
 SCHEDULE = ("optim.learning_rate", "optim.warmup_steps", "optim.schedule", DECAY_STEPS)
 
 DATA_KINDS = {
@@ -33,15 +30,11 @@ TRAIN_FILE_EXAMPLES = {
     "text": '["texts/**/*.txt", "more.jsonl.gz"]',
     "chat": '["chats.jsonl"]',
 }
-LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down")
-
-
-# -- combinations of values -------------------------------------------------------------------------------------------
 
 
 def conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
-    """Yield (what is wrong, the keys involved, what to try) for invalid combinations of values."""
-    data, batch, kinds = run.data, run.batch, DATA_KINDS[run.task]
+    """Yield (problem, keys, what to try) for each invalid combination of values."""
+    data, batch, layout, kinds = run.data, run.batch, run.layout, DATA_KINDS[run.task]
     if unused := [key for key, _, _ in changed_bits(RunConfig(), run) if key.startswith(UNUSED_KEYS[run.task])]:
         yield f"task {run.task} does not read {', '.join(unused)}", " ".join(["task", *unused]), "remove these values, or set another task"
     if run.model.dim % run.model.n_heads:
@@ -49,7 +42,7 @@ def conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
         best = min(divisors, key=lambda n_heads: abs(n_heads - run.model.n_heads))
         what = f"model.dim={run.model.dim} is not a multiple of model.n_heads={run.model.n_heads}"
         yield what, "model.dim model.n_heads", f"try model.n_heads={best}"
-    if run.layout.shard * run.layout.tensor * run.layout.pipeline > 1 and run.parallel.reduce == "fast":
+    if layout.shard * layout.tensor * layout.pipeline > 1 and run.parallel.reduce == "fast":
         what = "parallel.reduce=fast is not supported when a replica spans several workers: their gradients are always added in order"
         yield what, "parallel.reduce", "try parallel.reduce=ordered"
     if data.kind not in kinds:
@@ -61,11 +54,11 @@ def conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
         hint = f"try data.max_tokens={batch.tokens} or batch.tokens={data.max_tokens}"
         yield what, "data.max_tokens batch.tokens", hint
     if data.kind in TRAIN_FILE_EXAMPLES and not data.train:
-        what = f"data.kind is {data.kind}, and data.train is empty"
-        yield what, "data.kind data.train", f"try data.train={TRAIN_FILE_EXAMPLES[data.kind]}"
+        hint = f"try data.train={TRAIN_FILE_EXAMPLES[data.kind]}"
+        yield f"data.kind is {data.kind}, and data.train is empty", "data.kind data.train", hint
     if data.kind == "huggingface" and not data.dataset:
-        what = "data.kind is huggingface, and data.dataset is empty"
-        yield what, "data.kind data.dataset", "try data.dataset=Helsinki-NLP/opus_books"
+        hint = "try data.dataset=Helsinki-NLP/opus_books"
+        yield "data.kind is huggingface, and data.dataset is empty", "data.kind data.dataset", hint
 
 
 def llama_conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
@@ -90,7 +83,7 @@ def llama_conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
 
 
 def refuse_missing_packages(resolved: ResolvedRun, *, prepared: bool) -> None:
-    """ConfigError with the extra to install when the run needs an optional package that is missing.
+    """ConfigError with the extra to install when an optional package is missing.
 
     prepared  the data of the run is prepared, so its source is not read
     """
@@ -102,21 +95,18 @@ def refuse_missing_packages(resolved: ResolvedRun, *, prepared: bool) -> None:
     }
     for key, (package, extra, needed) in needs.items():
         if needed and find_spec(package) is None:
-            what = f"the package {package} is not installed"
-            raise ConfigError(what, f"{key} from {resolved.origin[key]}", f'pip install "lockstep-train[{extra}]"')
-
-
-# -- values that must be equal ----------------------------------------------------------------------------------------
+            hint = f'pip install "lockstep-train[{extra}]"'
+            raise ConfigError(f"the package {package} is not installed", f"{key} from {resolved.origin[key]}", hint)
 
 
 def shared_values(run: RunConfig) -> dict[str, str]:
-    """Every value that all ranks must agree on, as text."""
-    return as_text(run, [key for key, member in config_fields().items() if not member.each_host])
+    """Return every value that must be equal on all ranks, as text."""
+    return as_text(run, [key for key, field in config_fields().items() if not field.each_host])
 
 
 def bit_deciding_values(run: RunConfig) -> dict[str, str]:
-    """Every value that decides the trained bits, as text; without the paths of the data."""
-    return as_text(run, [key for key, member in config_fields().items() if member.bits and key not in DATA_PATHS])
+    """Return every value that decides the trained bits, as text, without the paths of the data."""
+    return as_text(run, [key for key, field in config_fields().items() if field.bits and key not in DATA_PATHS])
 
 
 def as_text(run: RunConfig, keys: Sequence[str]) -> dict[str, str]:
@@ -125,23 +115,15 @@ def as_text(run: RunConfig, keys: Sequence[str]) -> dict[str, str]:
 
 
 def changed_bits(before: RunConfig, now: RunConfig) -> list[tuple[str, Any, Any]]:
-    """(key, old value, new value) of each value that decides bits and differs. Of paths, only the
-    last names are compared."""
+    """Return (key, old, new) of each differing value that decides bits; paths differ by name."""
     old, new = flatten(asdict(before)), flatten(asdict(now))
-    names = {key: [basenames(values[key]) for values in (old, new)] for key in DATA_PATHS}
-    return [
-        (key, old[key], new[key])
-        for key, member in config_fields().items()
-        if member.bits and old[key] != new[key] and not (key in names and names[key][0] == names[key][1])
-    ]
+    differing = [key for key, field in config_fields().items() if field.bits and old[key] != new[key]]
+    moved = [key for key in differing if key in DATA_PATHS and basenames(old[key]) == basenames(new[key])]
+    return [(key, old[key], new[key]) for key in differing if key not in moved]
 
 
 def basenames(paths: str | Sequence[str]) -> list[str]:
-    """The last component of each path."""
     return [Path(path).name for path in ([paths] if isinstance(paths, str) else paths)]
-
-
-# -- overrides of the schedule ----------------------------------------------------------------------------------------
 
 
 def parse_schedule(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -159,15 +141,14 @@ def parse_schedule(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
     """Return the KEY=VALUE words of --override as values of SCHEDULE. ConfigError if invalid."""
-    return parse_schedule(dict((key, text) for key, _, text in (word.partition("=") for word in words)), "--override")
+    return parse_schedule({key: text for key, _, text in (word.partition("=") for word in words)}, "--override")
 
 
 def add_override(resolved: ResolvedRun, override: ScheduleOverride, *, rewind: bool) -> ResolvedRun:
-    """Return the run with `override` in effect from its step on; unchanged if it is in effect already.
+    """Return the run with `override` in effect from its step on, unchanged if it already is.
 
-    rewind  The user returns to an earlier step on purpose. Without it, the same command may have been
-            given before, and the run may since have resumed from an earlier checkpoint: then the
-            values at the end of its history count.
+    rewind  the user returns to an earlier step on purpose. Otherwise this may repeat an earlier
+            command, so the values at the end of the run's history count
     """
     effective = {f"optim.{name}": value for name, value in asdict(resolved.optim_after(override.step if rewind else math.inf)).items()}
     new = {key: value for key, value in override.values.items() if effective[key] != value}
@@ -182,8 +163,10 @@ def add_override(resolved: ResolvedRun, override: ScheduleOverride, *, rewind: b
 
 
 def refuse_exhausted_schedule(resolved: ResolvedRun, saved: ResolvedRun | None, flags: Mapping[str, Any]) -> None:
-    """ConfigError when the learning rate reaches 0 before the last step, unless this command sets
-    optim.decay_steps or the run was started so (`saved`: the run in the folder, if it has any output)."""
+    """ConfigError when the learning rate reaches 0 too early, unless flags set optim.decay_steps.
+
+    saved  the run in the folder, if it has output; it keeps a schedule that it was started with
+    """
     run, last = resolved.run, resolved.optim_after(math.inf)
     first_zero = max(last.decay_steps + 1, last.warmup_steps)
     decays = last.schedule in ("linear", "cosine")

@@ -25,10 +25,7 @@ def to_json(resolved: ResolvedRun) -> dict[str, Any]:
 
 
 def from_json(saved: Mapping[str, Any], source: str = RUN_FILE) -> ResolvedRun:
-    """Return the run that `to_json` wrote. Missing keys get their default.
-
-    CheckpointError if it has another format; ConfigError for unknown keys.
-    """
+    """Return the run that `to_json` wrote. CheckpointError for another format."""
     if saved.get("format") != FORMAT:
         raise CheckpointError(
             f"this version reads runs of format {FORMAT}, not of format {saved.get('format', 1)}",
@@ -36,9 +33,8 @@ def from_json(saved: Mapping[str, Any], source: str = RUN_FILE) -> ResolvedRun:
             "use the version of lockstep that started this run, or start a new run in another folder",
         )
     resolved = resolve(None, flatten(saved["values"]))
-    overrides = tuple(
-        ScheduleOverride(int(override["step"]), parse_schedule(override["values"], source)) for override in saved.get("overrides", ())
-    )
+    saved_overrides = saved.get("overrides", ())
+    overrides = tuple(ScheduleOverride(int(item["step"]), parse_schedule(item["values"], source)) for item in saved_overrides)
     return ResolvedRun(resolved.run, {**{key: "default" for key in config_fields()}, **saved["origin"]}, overrides)
 
 
@@ -47,10 +43,7 @@ def write_run(folder: Path, resolved: ResolvedRun) -> None:
 
 
 def read_run(folder: Path) -> ResolvedRun | None:
-    """Return the run in `folder`, or None if there is none.
-
-    CheckpointError if run.json is damaged, edited, or of another format; ConfigError if unreadable.
-    """
+    """Return the run in `folder`, or None. CheckpointError if damaged, ConfigError if unreadable."""
     path = folder / RUN_FILE
     try:
         value = read_json(path)

@@ -1,8 +1,4 @@
-"""The configuration of a run: a tree of frozen dataclasses with a default, a range and a sentence of
-documentation for every key.
-
-`resolve.py` fills the tree from flags, the environment and a run file; `rules.py` checks values
-against each other; `saved_run.py` writes and reads RUN/run.json.
+"""The configuration of a run: a default, a range and a sentence for every key.
 
 A key marked BITS decides the trained bits, and cannot change when the run resumes. The other keys
 (number of steps, checkpoint interval, logging) may change at each start. All ranks must agree on
@@ -27,13 +23,13 @@ Seconds = Annotated[float, BeforeValidator(parse_seconds)]
 BITS = True
 EACH_HOST = True
 
-# Upper bounds turn a typing error into an error message instead of a hang. Whether a value fits the
-# machine's memory is checked by parallel/memory_estimate.py.
+# Upper bounds turn a typing error into an error message instead of a hang.
 MAX_VALUE = 10**9  # default upper bound: more steps than any run; 31 years of seconds, which torch counts in nanoseconds
 MAX_DIM = 1 << 20  # side of a matrix or a batch; the widest published model has 16,384
 MAX_LAYERS = 1024
 MAX_WORKERS = 1 << 16
 MAX_TEXT_BYTES = 4096  # PATH_MAX of Linux
+LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down")
 
 
 def parse_list(raw: object) -> object:
@@ -119,31 +115,19 @@ def option(default: Any, doc: str, **constraints: Any) -> Any:
 @dataclass(frozen=True)
 class DataOptions:
     kind: Literal["cldr", "files", "huggingface", "gettext", "stdlib", "text", "chat", "drills"] = option(
-        "cldr", "source of the data; cldr (pairs), stdlib (text) and drills (chats) are generated and need no download", bits=BITS
+        "cldr", "source of the data; cldr (pairs), stdlib (text) and drills (chats) need no download", bits=BITS
     )
     source: str = option("en", "source language", bits=BITS)
     target: str = option("it", "target language", bits=BITS)
-    train: StringList = option(
-        (),
-        "training files, plain or .gz: two text files, one .tsv, or one .jsonl; text, chat: any number, with * and ** as wildcards",
-        bits=BITS,
-    )
+    train: StringList = option((), "training files, also .gz: two texts, one .tsv or .jsonl; text, chat: any number, with *, **", bits=BITS)
     validation: StringList = option((), "validation files, as train; empty: pairs are held out of train", bits=BITS)
     test: StringList = option((), "test files, as train; empty: pairs are held out of train", bits=BITS)
     dataset: str = option("", "huggingface: name or folder of the dataset, such as Helsinki-NLP/opus_books", bits=BITS)
     subset: str = option("", "huggingface: configuration name, such as en-it", bits=BITS)
     pairs: int = option(120_000, "cldr: maximum number of training pairs to generate; 0: all", bits=BITS, ge=0)
-    held_out: int = option(
-        1000, "pairs in the validation split and in the test split, where the corpus has no such split; 0: none", bits=BITS, ge=0
-    )
+    held_out: int = option(1000, "pairs in each of validation and test, if the corpus has no such split; 0: none", bits=BITS, ge=0)
     column: str = option("text", "text, huggingface: key of the text in a JSON object or a row, when a Llama is trained", bits=BITS)
-    held_out_share: float = option(
-        0.015,
-        "fraction of the documents in validation and in test, where no files are given for them; 0: none",
-        bits=BITS,
-        ge=0,
-        lt=0.5,
-    )
+    held_out_share: float = option(0.015, "fraction of the documents in each of validation and test; 0: none", bits=BITS, ge=0, lt=0.5)
     max_tokens: int = option(128, "longer pairs are dropped from training and counted", bits=BITS, ge=4, le=MAX_DIM)
 
 
@@ -159,9 +143,7 @@ class TokenizerOptions:
 class BatchOptions:
     micro_batches: int = option(8, "K: forward and backward passes per step, summed over all replicas", bits=BITS, ge=1, le=MAX_WORKERS)
     tokens: int = option(512, "target positions of a micro-batch, including padding; memory grows with it", bits=BITS, ge=1, le=MAX_DIM)
-    seq_len: int = option(
-        512, "Llama: positions of a row; a micro-batch has batch.tokens / batch.seq_len rows", bits=BITS, ge=2, le=MAX_DIM
-    )
+    seq_len: int = option(512, "Llama: tokens of a row; a micro-batch has batch.tokens / batch.seq_len rows", bits=BITS, ge=2, le=MAX_DIM)
     buckets: int = option(6, "number of micro-batch shapes; more: less padding, longer compilation", bits=BITS, ge=1, le=256)
 
 
@@ -173,56 +155,42 @@ class ModelOptions:
     decoder_layers: int = option(3, "layers of the decoder", bits=BITS, ge=1, le=MAX_LAYERS)
     ffn_dim: int = option(512, "hidden dimension of the feed-forward network", bits=BITS, ge=8, le=MAX_DIM)
     dropout: float = option(0.05, "dropout probability in training", bits=BITS, ge=0, lt=1)
-    attention: Literal["auto", "plain", "sdpa"] = option("auto", "plain is faster on a CPU for short sequences", bits=BITS)
+    attention: Literal["auto", "plain", "sdpa"] = option("auto", "kernel; plain is faster on a CPU for short sequences", bits=BITS)
 
 
 @dataclass(frozen=True)
 class LlamaOptions:
-    size: Literal["1M", "5M", "25M", "100M", "1B", "3B", "8B", "70B", "405B"] = option(
-        "5M", "name of a model size in models/llama.py; the vocabulary of a new model is that of its tokenizer", bits=BITS
-    )
+    size: Literal["1M", "5M", "25M", "100M", "1B", "3B", "8B", "70B", "405B"] = option("5M", "size of a new model", bits=BITS)
     init_from: str = option("", "initialize from this Hugging Face or run folder; empty: train from scratch", bits=BITS)
-    max_seq_len: int = option(
-        0, "maximum sequence length recorded in the model's config; 0: as size or init_from specifies", bits=BITS, ge=0
-    )
+    max_seq_len: int = option(0, "maximum sequence length in the model's config; 0: as in size or init_from", bits=BITS, ge=0)
 
 
 @dataclass(frozen=True)
 class LoraOptions:
     rank: int = option(0, "rank of the adapters, which are then the only trained weights; 0: no adapters", bits=BITS, ge=0, le=MAX_DIM)
     alpha: float = option(16.0, "the output of an adapter is scaled by alpha / rank", bits=BITS, ge=0)
-    targets: StringList = option(
-        ("query", "key", "value", "out", "gate", "up", "down"),
-        "matrices with an adapter; out: attention output, down: feed-forward output",
-        bits=BITS,
-    )
-    save: Literal["adapters", "all"] = option(
-        "adapters", "contents of a checkpoint; adapters: the other weights are read from llama.init_from again", bits=BITS
-    )
+    targets: StringList = option(LORA_TARGETS, "matrices with an adapter; out: attention output, down: feed-forward output", bits=BITS)
+    save: Literal["adapters", "all"] = option("adapters", "weights in a checkpoint; the others are in llama.init_from", bits=BITS)
 
 
 @dataclass(frozen=True)
 class OptimOptions:
     learning_rate: float = option(4e-3, "peak value, reached after the warm-up", bits=BITS, ge=0, le=1e30)  # fits a float32
     warmup_steps: int = option(60, "steps in which the learning rate rises from 0 to its peak", bits=BITS, ge=0)
-    schedule: Literal["linear", "cosine", "inverse_sqrt", "constant"] = option("linear", "learning rate after the warm-up", bits=BITS)
-    decay_steps: int = option(300, "linear, cosine: last step with a learning rate above 0; default: same as steps", bits=BITS, ge=1)
+    schedule: Literal["linear", "cosine", "inverse_sqrt", "constant"] = option("linear", "decay of the learning rate", bits=BITS)
+    decay_steps: int = option(300, "linear, cosine: last step with a learning rate above 0; by default as steps", bits=BITS, ge=1)
     beta1: float = option(0.9, "AdamW: decay rate of the mean of the gradient", bits=BITS, ge=0, lt=1)
     beta2: float = option(0.98, "AdamW: decay rate of the mean of the squared gradient", bits=BITS, ge=0, lt=1)
     epsilon: float = option(1e-9, "AdamW: added to the square root of the second mean", bits=BITS, ge=0)
-    weight_decay: float = option(0.01, "AdamW: for matrices only", bits=BITS, ge=0)
+    weight_decay: float = option(0.01, "AdamW: weight decay of matrices; other parameters have none", bits=BITS, ge=0)
     clip_norm: float = option(1.0, "maximum global norm of the gradient; 0: no clipping", bits=BITS, ge=0)
-    label_smoothing: float = option(
-        0.1, "translate: probability that is spread evenly over all words of the vocabulary", bits=BITS, ge=0, lt=1
-    )
+    label_smoothing: float = option(0.1, "translate: probability that is spread evenly over the vocabulary", bits=BITS, ge=0, lt=1)
     fused: bool = option(False, "torch's fused AdamW; on a CPU its bits depend on how tensors are sharded", bits=BITS)
 
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    reduce: Literal["ordered", "fast"] = option(
-        "ordered", "ordered: same bits on any number of replicas; fast: the backend's all-reduce", bits=BITS
-    )
+    reduce: Literal["ordered", "fast"] = option("ordered", "ordered: same bits on any number of replicas; fast: all-reduce", bits=BITS)
     bucket_bytes: Bytes = option(25_000_000, "size of a bucket of gradients, reduced while the backward pass runs", ge=1, le=10**12)
     timeout_s: Seconds = option(600.0, "timeout of a collective, after which a silent peer counts as lost", each_host=EACH_HOST, ge=1)
 
@@ -233,14 +201,12 @@ class LayoutOptions:
     shard: int = option(1, "workers that shard the parameters, gradients and optimizer state of one copy (FSDP)", ge=1, le=MAX_WORKERS)
     tensor: int = option(1, "tensor-parallel size; changing it changes the bits", ge=1, le=MAX_WORKERS)
     pipeline: int = option(1, "pipeline stages; with dropout, changing it changes the bits", ge=1, le=MAX_LAYERS)
-    pipeline_chunks: int = option(1, "model chunks per pipeline stage (interleaved 1F1B)", ge=1, le=MAX_LAYERS)
+    pipeline_chunks: int = option(1, "chunks per stage (interleaved 1F1B); with dropout, changing it changes the bits", ge=1, le=MAX_LAYERS)
 
 
 @dataclass(frozen=True)
 class FsdpOptions:
-    prefetch_units: int = option(
-        1, "blocks all-gathered ahead of the running one; 1 + prefetch_units are unsharded at once", ge=0, le=MAX_LAYERS
-    )
+    prefetch_units: int = option(1, "blocks that are gathered ahead; 1 + prefetch_units are unsharded at once", ge=0, le=MAX_LAYERS)
     reduce: Literal["per_micro_batch", "per_step"] = option(
         "per_micro_batch", "when gradients are reduced; per_step: less traffic, but unsharded gradients in memory"
     )
@@ -249,35 +215,27 @@ class FsdpOptions:
 
 @dataclass(frozen=True)
 class ElasticOptions:
-    heartbeat_timeout_s: Seconds = option(
-        2.5, "time without a heartbeat after which a worker or host counts as lost", each_host=EACH_HOST, ge=0.5
-    )
-    rendezvous_timeout_s: Seconds = option(
-        30.0, "time that a start waits for all expected workers when the minimum is present", each_host=EACH_HOST, ge=0
-    )
+    heartbeat_timeout_s: Seconds = option(2.5, "time without a heartbeat until a worker counts as lost", each_host=EACH_HOST, ge=0.5)
+    rendezvous_timeout_s: Seconds = option(30.0, "time to wait for more workers than the minimum at a start", each_host=EACH_HOST, ge=0)
     hang_timeout_s: Seconds = option(10.0, "time without progress before the blocking rank is identified", each_host=EACH_HOST, ge=1)
-    evaluate_timeout_s: Seconds = option(1800.0, "the same while a worker evaluates and the others wait for it", each_host=EACH_HOST, ge=1)
+    evaluate_timeout_s: Seconds = option(1800.0, "the same while a worker evaluates", each_host=EACH_HOST, ge=1)
     on_hang: Literal["evict", "abort", "warn"] = option("evict", "evict: remove the blocking rank and continue; abort the run; warn only")
     verify_every: int = option(1, "steps between comparisons of the weights of all replicas; 0: never", ge=0)
 
 
 @dataclass(frozen=True)
 class ComputeOptions:
-    precision: Literal["auto", "bf16", "fp32"] = option(
-        "auto",
-        "of matrix products; weights and sums stay fp32. auto: bf16 where the device supports it; the choice stays with the run",
-        bits=BITS,
-    )
-    compile: bool = option(False, "torch.compile; on a CPU faster for narrow models, slower for wide ones", bits=BITS)
+    precision: Literal["auto", "bf16", "fp32"] = option("auto", "precision of matrix products; auto: bf16 where supported", bits=BITS)
+    compile: bool = option(False, "use torch.compile; on a CPU faster for narrow models, slower for wide ones", bits=BITS)
     num_threads: int = option(1, "threads of a worker on a CPU; changing it changes the bits", bits=BITS, ge=1, le=1024)
 
 
 @dataclass(frozen=True)
 class MemoryOptions:
     activation_checkpoint: Literal["none", "selective", "full"] = option(
-        "none", "what the backward pass recomputes: nothing, all but matrix products and attention, or whole blocks"
+        "none", "recompute in the backward pass: nothing, all but matrix products and attention, or whole blocks"
     )
-    optimizer_state: Literal["fp32", "bf16"] = option("fp32", "both means of AdamW; bf16: half of their memory", bits=BITS)
+    optimizer_state: Literal["fp32", "bf16"] = option("fp32", "data type of the means of AdamW; bf16: half of their memory", bits=BITS)
     weights: Literal["fp32", "bf16"] = option("fp32", "bf16: model and gradients, with fp32 weights in the optimizer", bits=BITS)
     offload: Literal["none", "optimizer"] = option("none", "optimizer: keep its state in CPU memory and update there", bits=BITS)
 
@@ -291,7 +249,7 @@ class MemoryOptions:
 class CheckpointOptions:
     every_steps: int = option(100, "committed steps between checkpoints; 0: only at the end", ge=0)
     keep: int = option(3, "number of newest checkpoints to keep; 0: all", ge=0)
-    on_error: Literal["continue", "stop"] = option("continue", "what to do when a checkpoint cannot be written")
+    on_error: Literal["continue", "stop"] = option("continue", "reaction to a checkpoint that cannot be written")
 
 
 @dataclass(frozen=True)
@@ -311,10 +269,8 @@ class EvaluateOptions:
 
 @dataclass(frozen=True)
 class RunConfig:
-    task: Literal["translate", "pretrain", "sft"] = option(
-        "translate", "what is trained: a translator, a Llama on text, or a Llama on the answers of chats", bits=BITS
-    )
-    seed: int = option(1, "of the weights, the data order and the dropout", bits=BITS, ge=0, le=2**63 - 1)
+    task: Literal["translate", "pretrain", "sft"] = option("translate", "train a translator, or a Llama on text or on chats", bits=BITS)
+    seed: int = option(1, "seed of the weights, the data order and the dropout", bits=BITS, ge=0, le=2**63 - 1)
     steps: int = option(300, "number of the last step", ge=0)
     data: DataOptions = DataOptions()
     tokenizer: TokenizerOptions = TokenizerOptions()

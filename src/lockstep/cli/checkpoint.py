@@ -1,0 +1,41 @@
+"""`lockstep checkpoint`: list, verify, digest, import and export checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+
+from lockstep.checkpoint import commands
+from lockstep.errors import UsageError
+from lockstep.units import parse_bytes
+
+
+def main(args: argparse.Namespace, rest: list[str]) -> int:
+    if args.action == "import" or (args.action == "export" and (args.folder / "model.json").is_file()):
+        print(convert_llama(args))
+    elif args.action == "list":
+        print(commands.list_table(args.folder))
+    elif args.action == "digest":
+        print(commands.digest_line(args.folder, args.step))
+    elif args.action == "export":
+        print(commands.export(args.folder, args.step, args.out or args.folder / "model.safetensors"))
+    else:
+        intact, lines = commands.verify(args.folder)
+        print("\n".join(lines))
+        return 0 if intact else 3
+    return 0
+
+
+def convert_llama(args: argparse.Namespace) -> str:
+    """Import a Hugging Face folder into a run folder, or export a run to one."""
+    from lockstep.models.hub import SHARD_BYTES  # these load torch, which verify and digest do not need
+    from lockstep.models.llama_io import export_run, import_hub
+
+    if args.out is None:
+        raise UsageError(f"checkpoint {args.action} needs a folder to write", "command line", "name a new one with --out")
+    if args.action == "import":
+        return import_hub(args.folder, args.out)
+    try:
+        shard_bytes = parse_bytes(args.shard_bytes) if args.shard_bytes else SHARD_BYTES
+    except ValueError as error:
+        raise UsageError(f"--shard-bytes: {error}", "command line", "give a size such as 5 GB") from None
+    return export_run(args.folder, args.step, args.out, shard_bytes, args.dtype or "")

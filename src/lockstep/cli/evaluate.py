@@ -1,0 +1,35 @@
+"""`lockstep evaluate`: score checkpoints, in one process or several."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from lockstep import log
+from lockstep.agent.static_group import run_static_group
+from lockstep.cli.start import refuse_other_worker_count
+from lockstep.runtime.environment import read_rank_info
+from lockstep.runtime.signals import stop_exit_code
+from lockstep.runtime.worker_main import worker_main
+
+
+def main(args: argparse.Namespace, rest: list[str]) -> int:
+    rank_info, description = read_rank_info(os.environ)
+    if rank_info is None:
+        command = ["evaluate", *sys.argv[2:]]
+        return run_static_group(command, args.workers or 1)
+    refuse_other_worker_count(args.workers, rank_info.size, description)
+    return worker_main(lambda: run_worker(args))
+
+
+def run_worker(args: argparse.Namespace) -> int:
+    """Collective. Score in this worker."""
+    # These load torch, which starting workers does not need.
+    from lockstep.elastic.runtime import ElasticRuntime
+    from lockstep.tasks.evaluate import evaluate
+
+    with ElasticRuntime.join(threads=1) as runtime:
+        log.set_up_logging(rank=runtime.world.rank)
+        options = {"step": args.step, "split": args.split, "beams": args.beams, "average": args.average, "follow": args.follow}
+        return stop_exit_code(evaluate(args.folder, runtime, **options))

@@ -1,0 +1,103 @@
+"""`lockstep launch`: be the agent of this host, or start the agents of all hosts by ssh."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from pathlib import Path
+
+from lockstep.agent.config import AgentConfig
+from lockstep.agent.hosts import Hosts, parse_hosts, read_hosts, run_on_all_hosts, ssh_command
+from lockstep.cli.options import build_parser
+from lockstep.cli.run_request import RunRequest, read_request
+from lockstep.cli.start import LOOPBACK, choose_worker_count, max_workers, refuse_layout, start_agent, workers_per_replica
+from lockstep.config.schema import RunConfig
+from lockstep.elastic.control import stop_run
+from lockstep.errors import UsageError
+from lockstep.runtime.worker_env import SHARED_TERMINAL
+
+
+def main(args: argparse.Namespace, rest: list[str]) -> int:
+    if args.stop:
+        refuse_other_options(args, rest)
+        print(stop_run(args.stop))
+        return 0
+    if args.ssh and args.host:
+        hint = "remove one of them: --ssh starts all hosts, --host names the one to start"
+        raise UsageError(f"--ssh cannot be combined with --host {args.host}", "command line", hint)
+    request = read_request(args, rest)
+    if args.restart and not request.is_whole_script:
+        raise UsageError(f"--restart {args.restart} applies to a script only", "command line", "write lockstep launch FILE.py")
+    run = request.validate()
+    name, source = (args.host, "--host") if args.host else (socket.gethostname(), "hostname of this machine")
+    hosts = find_hosts(args, run, name, source)
+    if args.min is None:
+        args.min = hosts.workers if request.is_whole_script and request.restart == "all" else 1
+    most = check_limits(args, run, hosts.workers)
+    if (args.ssh or hosts.ssh) and not args.host:
+        return launch_by_ssh(args, request, hosts)
+    host = hosts.find(name, f"{source}; {args.hosts}")
+    config = AgentConfig(
+        host=name,
+        address=host.resolve(),
+        slots=host.workers,
+        expected_workers=hosts.workers,
+        min_workers=max(args.min, workers_per_replica(run)),
+        max_workers=most,
+        lives_on=True,
+        environ=os.environ,
+        evaluator=args.with_evaluator,
+    )
+    return start_agent(request, run, config)
+
+
+def refuse_other_options(args: argparse.Namespace, rest: list[str]) -> None:
+    """UsageError for any word besides --stop RUN."""
+    alone = vars(build_parser().parse_args(["launch", "--stop", str(args.stop)]))
+    given = [name for name, value in vars(args).items() if value != alone[name]]
+    words = [args.target if name == "target" else f"--{name.replace('_', '-')}" for name in given]
+    if unwanted := [*words, *rest]:
+        raise UsageError(f"{unwanted[0]} cannot be combined with --stop", "command line", "write lockstep launch --stop RUN")
+
+
+def find_hosts(args: argparse.Namespace, run: RunConfig | None, name: str, source: str) -> Hosts:
+    """Return the hosts of --hosts, or this host alone. UsageError for contradicting options."""
+    if args.hosts is None:
+        if args.ssh:
+            raise UsageError("--ssh needs a list of hosts", "command line", "give --hosts HOSTS.toml")
+        workers, reason = choose_worker_count(args.workers, run)
+        hint = "give 1 worker or more, and a name of letters, digits, dots, dashes and underscores"
+        return parse_hosts({"host": [{"name": name, "address": LOOPBACK, "workers": workers}]}, f"{source}; {reason}", hint)
+    if args.workers is not None:
+        what = f"--workers {args.workers} cannot be combined with --hosts {args.hosts}"
+        raise UsageError(what, "command line", "remove --workers: the file lists the workers of each host")
+    return read_hosts(args.hosts)
+
+
+def check_limits(args: argparse.Namespace, run: RunConfig | None, workers: int) -> int:
+    """Return how many of `workers` may train. UsageError if --min and --max do not allow a start."""
+    room = max_workers(run, args.max or workers)
+    refuse_layout(run, min(workers, room), str(args.hosts or "--workers"))  # further workers are on standby
+    most: int = args.max if args.max is not None else room
+    if not 1 <= args.min <= most <= room:
+        what = f"--min {args.min} and --max {most} are invalid: a step has work for {room} workers"
+        raise UsageError(what, "--min, --max; batch.micro_batches", f"give 1 <= --min <= --max <= {room}")
+    if args.min > workers:
+        what = f"--min {args.min} exceeds the number of workers, {workers}"
+        raise UsageError(what, f"--min; {args.hosts or '--workers'}", f"give --min {workers} or less, or more workers")
+    return most
+
+
+def launch_by_ssh(args: argparse.Namespace, request: RunRequest, hosts: Hosts) -> int:
+    """Start the agent of every host by ssh; return their combined exit code."""
+    limits = ["--min", str(args.min), *(["--max", str(args.max)] if args.max is not None else [])]
+    command = [sys.executable, "-m", "lockstep", "launch", "--hosts", str(args.hosts), *limits]
+    environ = {**os.environ, SHARED_TERMINAL: "1"}
+    ssh_commands = []
+    for index, host in enumerate(hosts.host):
+        evaluator = ["--with-evaluator"] if args.with_evaluator and index == 0 else []
+        words = [*command, *evaluator, "--host", host.name, *request.command_words(request.resume)[1:]]
+        ssh_commands.append(ssh_command(host, words, Path.cwd(), environ))
+    return run_on_all_hosts(ssh_commands)

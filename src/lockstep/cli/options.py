@@ -1,0 +1,183 @@
+"""The options of every command. Imports neither torch nor a command."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from lockstep.errors import UsageError
+
+EXIT_CODES = """exit codes: 0 success; 1 training failed; 2 usage or configuration; 3 damaged data or checkpoint; 4 diverged;
+75 saved and to be restarted (SIGTERM, SIGUSR1); 76 peers lost; 128+n killed by signal n (130: saved after SIGINT)"""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that raises UsageError."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise UsageError(message, "command line", f"see {self.prog} --help")
+
+
+def refuse_unknown(rest: list[str], command: str) -> None:
+    """UsageError for words that the command does not know."""
+    if rest:
+        raise UsageError(f"unknown option {rest[0]!r}", "command line", f"see lockstep {command} --help")
+
+
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
+
+
+def integer(minimum: int, maximum: int) -> Callable[[str], int]:
+    """Return an argparse type: an integer within these bounds."""
+
+    def parse(text: str) -> int:
+        if len(text) <= 20 and text.removeprefix("-").isdecimal() and minimum <= (number := int(text)) <= maximum:
+            return number
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not an integer from {minimum} to {maximum:,}")
+
+    return parse
+
+
+STEP, SEED, LIMIT = integer(0, 10**9), integer(0, 2**63 - 1), integer(0, 1 << 16)
+WORKERS: dict[str, Any] = {"type": integer(1, 1 << 16), "metavar": "N"}
+BEAMS: dict[str, Any] = {"type": integer(1, 256), "default": 1, "help": "width of the beam search (default: 1, greedy)"}
+AVERAGE: dict[str, Any] = {"type": integer(0, 10_000), "default": 0, "metavar": "N"}
+RUN_FOLDER: dict[str, Any] = {"type": Path, "metavar": "RUN", "help": "run folder"}
+RESUME = {"default": "auto", "metavar": "auto|never|required|STEP", "help": "checkpoint to resume from (default: auto)"}
+OVERRIDE: dict[str, Any] = {
+    "action": "append",
+    "default": [],
+    "metavar": "KEY=VALUE",
+    "help": "change the schedule from this checkpoint on (optim.learning_rate, warmup_steps, schedule, decay_steps); repeatable",
+}
+RESTART: dict[str, Any] = {
+    "choices": ["one", "all"],
+    "help": "for scripts: replace a lost worker in place (one), or restart all workers as torchrun does (all); "
+    "default: one if the script imports lockstep",
+}
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        prog="lockstep",
+        description="Train PyTorch models on many machines, with identical bits through failures.",
+        epilog=EXIT_CODES,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    for add in (add_train, add_run, add_launch, add_status, add_drill, add_evaluate, add_translate, add_generate, add_checkpoint):
+        add(commands)
+    return parser
+
+
+def add_command(commands: Commands, name: str, help: str, *, takes_target: bool = False) -> Callable[..., Any]:
+    """Add a command and return its `add_argument`.
+
+    takes_target  its first argument is a run file or a function
+    """
+    command = commands.add_parser(name, help=help, description=help, allow_abbrev=False, epilog=EXIT_CODES)
+    if takes_target:
+        command.formatter_class = argparse.RawDescriptionHelpFormatter
+        help = "run file, recipe, or Python function to train (default: a built-in run)"
+        command.add_argument("target", nargs="?", metavar="RUN.toml|FILE.py:FUNCTION", help=help)
+    return command.add_argument
+
+
+def add_train(commands: Commands) -> None:
+    add = add_command(commands, "train", "train a run file or a function on all devices of this machine", takes_target=True)
+    add("--out", type=Path, help="run folder (default: runs/NAME of the run file, or runs/default)")
+    add("--workers", **WORKERS, help="worker processes on this machine (default: one per GPU, two on a CPU)")
+    add("--resume", **RESUME)
+    add("--override", **OVERRIDE)
+    add("--profile", default="", metavar="steps=A..B", help="write a trace and a time breakdown of these steps")
+    add("--show", action="store_true", help="print every value with its origin, and exit")
+
+
+def add_run(commands: Commands) -> None:
+    add = add_command(commands, "run", "run a script on all devices of this machine; its arguments follow FILE.py")
+    add("file", metavar="FILE.py", help="script that every worker runs as python FILE.py ARGUMENTS")
+    add("--out", type=Path, help="run folder (default: --out of the script's arguments, the folder of its Session, or runs/FILE)")
+    add("--workers", **WORKERS, help="worker processes on this machine (default: one per GPU, two on a CPU)")
+    add("--restart", **RESTART)
+
+
+def add_launch(commands: Commands) -> None:
+    add = add_command(commands, "launch", "train on one or more hosts, and recover from lost workers and hosts", takes_target=True)
+    add("--out", type=Path, help="run folder, on a disk that all hosts share (default: as for train)")
+    add("--workers", **WORKERS, help="worker processes on this host, without --hosts (default: as for train)")
+    add("--hosts", type=Path, metavar="HOSTS.toml", help="list of all hosts; start the same command on each of them")
+    add("--host", metavar="NAME", help="name of this host in the list (default: its hostname)")
+    add("--ssh", action="store_true", help="start the command on all hosts by ssh")
+    add("--min", type=LIMIT, help="minimum number of workers to train with (default: 1; scripts with --restart all: all)")
+    add("--max", type=LIMIT, help="maximum number of workers that train, others wait on standby (default: batch.micro_batches)")
+    add("--resume", **RESUME)
+    add("--override", **OVERRIDE)
+    add("--restart", **RESTART)
+    add("--with-evaluator", action="store_true", help="score every checkpoint in a separate process; with --ssh on the first host")
+    add("--stop", type=Path, metavar="RUN", help="ask the run in this folder to save and stop, from any host, and exit")
+
+
+def add_status(commands: Commands) -> None:
+    add = add_command(commands, "status", "list the members of a run: hosts, process ids, roles and steps")
+    add("folder", **RUN_FOLDER)
+    add("--json", action="store_true", help="print JSON")
+
+
+def add_drill(commands: Commands) -> None:
+    add = add_command(commands, "drill", "train with faults or other numbers of workers, and compare the hashes", takes_target=True)
+    add("--workers", **WORKERS, help="worker processes on this machine (default: 3, or as the layout requires; self-check: 2)")
+    help = "number of faults (default: 7, one of each kind); a function without --faults: self-check with 1 and N workers"
+    add("--faults", type=integer(1, 10_000), help=help)
+    add("--seed", type=SEED, default=1, help="seed of the faults (default: 1)")
+    add("--out", type=Path, help="new folder (default: runs/drill)")
+
+
+def add_evaluate(commands: Commands) -> None:
+    add = add_command(commands, "evaluate", "score the checkpoints of a run on its held-out data")
+    add("folder", **RUN_FOLDER)
+    add("--step", type=STEP, help="checkpoint to score (default: the newest)")
+    add("--follow", action="store_true", help="wait for new checkpoints until the run is finished")
+    add("--split", choices=["validation", "test"], default="validation", help="held-out data to use (default: validation)")
+    add("--beams", **BEAMS)
+    add("--average", help="score the mean of the newest N checkpoints' weights", **AVERAGE)
+    add("--workers", **WORKERS, help="worker processes that share the work (default: 1); the score is the same for any number")
+
+
+def add_translate(commands: Commands) -> None:
+    add = add_command(commands, "translate", "translate a text, or lines from standard input")
+    add("folder", **RUN_FOLDER)
+    add("text", nargs="*", help="text to translate (default: lines from standard input)")
+    add("--step", type=STEP, help="checkpoint to use (default: the newest)")
+    add("--beams", **BEAMS)
+    add("--average", help="use the mean of the newest N checkpoints' weights", **AVERAGE)
+    add("--compile", action="store_true", help="compile the decoder; faster for long files")
+
+
+def add_generate(commands: Commands) -> None:
+    add = add_command(commands, "generate", "continue a text, or lines from standard input, with a Llama")
+    add("folder", type=Path, metavar="RUN|HF-FOLDER", help="folder of a run or of a Hugging Face model")
+    add("text", nargs="*", help="text to continue (default: lines from standard input)")
+    add("--tokens", type=integer(1, 1 << 20), default=128, help="maximum number of new tokens (default: 128)")
+    add("--temperature", type=float, default=0.0, help="0: the most probable token; higher: more varied (default: 0)")
+    add("--top-k", type=integer(0, 1 << 20), default=0, help="sample from the K most probable tokens; 0: from all (default: 0)")
+    add("--top-p", type=float, default=1.0, help="sample from the most probable tokens of this total probability (default: 1)")
+    add("--seed", type=SEED, default=0, help="seed of the samples (default: 0)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="stop before this text; repeatable")
+    add("--chat", action="store_true", help="answer the text as a user's message, with the model's chat template")
+    add("--step", type=STEP, help="checkpoint of a run to use (default: the newest)")
+    add("--compile", action="store_true", help="compile the decoding step; faster for long continuations")
+    add("--tensor", type=WORKERS["type"], default=1, metavar="T", help="split the model over T processes of this machine (default: 1)")
+    add("--file", type=Path, help="read lines from this file instead of standard input")
+
+
+def add_checkpoint(commands: Commands) -> None:
+    add = add_command(commands, "checkpoint", "list, verify, digest, import or export the checkpoints of a run")
+    add("action", choices=["list", "verify", "digest", "import", "export"])
+    add("folder", type=Path, metavar="RUN", help="run folder; import: a Hugging Face folder")
+    add("step", nargs="?", type=STEP, help="digest, export: the checkpoint (default: the newest)")
+    add("--out", type=Path, help="export: .safetensors file (of a Llama: folder) to write; import: run folder to write")
+    add("--shard-bytes", metavar="SIZE", help="export of a Llama: maximum size of a file (default: 5 GB)")
+    add("--dtype", choices=["float32", "bfloat16", "float16"], help="export of a Llama: data type (default: as in the initial model)")

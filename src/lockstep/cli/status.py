@@ -1,0 +1,14 @@
+"""`lockstep status`: list the members of a run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from lockstep.elastic.control import format_status, run_status
+
+
+def main(args: argparse.Namespace, rest: list[str]) -> int:
+    status = run_status(args.folder)
+    print(json.dumps(status, indent=1) if args.json else format_status(status))
+    return 0

@@ -1,0 +1,23 @@
+"""`lockstep train`: train a run file or a function on all devices of this machine."""
+
+from __future__ import annotations
+
+import argparse
+
+from lockstep.cli.run_request import read_request
+from lockstep.cli.start import choose_worker_count, refuse_layout, run_as_worker, start_local_agent, workers_per_replica
+from lockstep.config.saved_run import format_run
+
+
+def main(args: argparse.Namespace, rest: list[str]) -> int:
+    request = read_request(args, rest)
+    if args.show and not request.script:
+        print(format_run(request.open(request.resume)))
+        return 0
+    code = run_as_worker(request, args.workers)
+    if code is not None:
+        return code
+    run = request.validate()
+    workers, reason = choose_worker_count(args.workers, run)
+    refuse_layout(run, workers, reason)
+    return start_local_agent(request, run, workers, workers_per_replica(run))

@@ -1,0 +1,17 @@
+"""`lockstep translate`: print translations, and nothing else, on standard output."""
+
+from __future__ import annotations
+
+import argparse
+
+from lockstep.data.pairs.textfiles import read_input_lines
+from lockstep.generation.beam_search import translate
+from lockstep.models.load_translator import load_translator
+
+
+def main(args: argparse.Namespace, rest: list[str]) -> int:
+    translator = load_translator(args.folder, step=args.step, average=args.average)
+    texts = args.text or read_input_lines(None)
+    for line in translate(translator.model, translator.tokenizer, texts, beams=args.beams, compile=args.compile):
+        print(line)
+    return 0

@@ -1,0 +1,85 @@
+"""The command: words, exit codes, and no torch where a command does not need it."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import options
+from lockstep.cli.main import command_parser, main, split_script, split_values
+
+COMMANDS = ("train", "run", "launch", "status", "drill", "evaluate", "translate", "generate", "checkpoint")
+PROGRAM = Path(__file__).parents[2] / "support" / "command_without_torch.py"
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["--help"], 0),
+        *[([command, "--help"], 0) for command in COMMANDS],
+        (["trian"], 2),
+        (["train", "--optim.lr", "1"], 2),
+        (["launch", "--bogus", "1"], 2),
+        (["status", "absent"], 2),
+        (["status", "absent", "--bogus"], 2),
+        (["checkpoint", "digest", "absent"], 3),
+        (["train", "--show"], 0),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_help_and_refusals_do_not_import_torch(words: list[str], code: int) -> None:
+    done = subprocess.run([sys.executable, PROGRAM, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+
+
+def test_light_modules_do_not_import_torch() -> None:
+    modules = ["config.schema", "runtime.environment", "data.order", "agent.agent"]
+    modules += ["cli.train", "cli.run", "cli.launch", "cli.status", "cli.drill", "cli.evaluate", "cli.generate", "cli.checkpoint"]
+    code = f"import sys, {', '.join('lockstep.' + name for name in modules)}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_command_and_option_has_a_help_text() -> None:
+    parser = options.build_parser()
+    for name in COMMANDS:
+        command = command_parser(parser, name)
+        assert command.description
+        assert all(action.help or action.choices for action in command._actions), name
+
+
+def test_an_integer_option_has_bounds() -> None:
+    parse = options.integer(0, 2**63 - 1)
+    assert (parse("0"), parse("9223372036854775807")) == (0, 2**63 - 1)
+    for text in ("-1", "1.5", "x", "", "9" * 5000):
+        with pytest.raises(argparse.ArgumentTypeError, match="is not an integer from 0 to"):
+            parse(text)
+
+
+def test_values_of_a_run_are_separated_from_options() -> None:
+    train = command_parser(options.build_parser(), "train")
+    words = ["run.toml", "--steps", "3", "--out", "a", "--optim.clip_norm=0", "--resume=never", "--seed"]
+    assert split_values(train, words) == (
+        ["run.toml", "--out", "a", "--resume=never"],
+        ["--steps", "3", "--optim.clip_norm=0", "--seed"],
+    )
+
+
+def test_arguments_behind_a_script_are_its_own() -> None:
+    parser = options.build_parser()
+    assert split_script(parser, ["run", "--out", "a", "my.py", "--steps", "3"]) == (["run", "--out", "a"], "my.py", ["--steps", "3"])
+    assert split_script(parser, ["train", "my.py", "--steps", "3"]) == (["train", "my.py", "--steps", "3"], "", [])
+
+
+def test_a_word_that_is_not_utf8_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["translate", "run", "\udcff"]) == 2
+    assert "is not valid UTF-8" in capsys.readouterr().err
+
+
+def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "COMMAND" in capsys.readouterr().out
+    assert main(["--version"]) == 0

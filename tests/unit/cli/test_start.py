@@ -1,0 +1,50 @@
+"""How many workers a run gets, and which layouts it can start with."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockstep.cli import start
+from lockstep.cli.start import choose_worker_count, max_workers, refuse_layout, refuse_other_worker_count, workers_per_replica
+from lockstep.config.resolve import resolve
+from lockstep.errors import UsageError
+from lockstep.runtime.environment import check_worker_count
+
+
+def test_the_default_number_of_workers_fills_whole_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "default_worker_count", lambda: (5, "5 GPUs"))
+    sharded = resolve(None, {"layout.shard": "2"}).run
+    assert choose_worker_count(None, None) == (5, "5 GPUs")
+    assert choose_worker_count(None, sharded) == (4, "as many as the layout takes")
+    assert choose_worker_count(None, resolve(None, {"layout.shard": "2", "layout.replicate": "3"}).run)[0] == 6
+    assert choose_worker_count(7, sharded) == (7, "--workers")
+
+
+def test_a_step_has_work_for_one_worker_per_micro_batch_of_each_replica() -> None:
+    run = resolve(None, {"layout.shard": "2", "layout.tensor": "2", "batch.micro_batches": "8"}).run
+    assert (workers_per_replica(run), max_workers(run, 3)) == (4, 16)
+    assert (workers_per_replica(None), max_workers(None, 3)) == (1, 3)
+
+
+def test_a_layout_that_does_not_suit_the_workers_is_refused() -> None:
+    refuse_layout(None, 1000, "--workers")
+    refuse_layout(resolve().run, 8, "--workers")
+    with pytest.raises(UsageError, match="9 workers for a step of 8 micro-batches"):
+        refuse_layout(resolve().run, 9, "--workers")
+    with pytest.raises(UsageError, match="it needs 2 workers, 3 are running"):
+        refuse_layout(resolve(None, {"layout.shard": "2"}).run, 3, "--workers")
+
+
+def test_workers_must_match_the_launch_environment() -> None:
+    refuse_other_worker_count(None, 2, "rank 0 of 2")
+    refuse_other_worker_count(2, 2, "rank 0 of 2")
+    with pytest.raises(UsageError, match="--workers 3 does not match the launch environment: rank 0 of 2"):
+        refuse_other_worker_count(3, 2, "rank 0 of 2")
+
+
+def test_one_machine_has_a_maximum_number_of_workers() -> None:
+    check_worker_count(64, "here", cores=2)
+    check_worker_count(1024, "here", cores=64)
+    for workers, cores in ((65, 2), (1025, 64)):
+        with pytest.raises(UsageError, match="workers on one machine"):
+            check_worker_count(workers, "here", cores=cores)

@@ -1,0 +1,53 @@
+"""Rules for configuration values."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockstep.config import rules
+from lockstep.config.resolve import resolve
+from lockstep.config.rules import parse_overrides, refuse_missing_packages, shared_values
+from lockstep.config.schema import config_fields
+from lockstep.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("task", "key", "text"), [("translate", "lora.rank", "8"), ("translate", "llama.size", "1M"), ("pretrain", "model.dim", "64")]
+)
+def test_a_value_that_the_task_does_not_read_is_refused(task: str, key: str, text: str) -> None:
+    kind = "cldr" if task == "translate" else "stdlib"
+    with pytest.raises(ConfigError, match=f"task {task} does not read {key}") as caught:
+        resolve(None, {"task": task, "data.kind": kind, key: text})
+    assert f"{key} from command line" in caught.value.where
+
+
+def test_a_missing_package_is_refused_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "find_spec", lambda name: None)
+    refuse_missing_packages(resolve(None, {}), prepared=False)
+    dataset = {"data.kind": "huggingface", "data.dataset": "a/b"}
+    refuse_missing_packages(resolve(None, dataset), prepared=True)
+    for flags, package, extra in (
+        (dataset, "datasets", "hub"),
+        ({"track.tensorboard": "true"}, "tensorboard", "track"),
+        ({"track.wandb": "offline"}, "wandb", "track"),
+    ):
+        with pytest.raises(ConfigError, match=f"the package {package} is not installed") as caught:
+            refuse_missing_packages(resolve(None, flags), prepared=False)
+        assert "command line" in caught.value.where and f'"lockstep-train[{extra}]"' in caught.value.hint
+
+
+def test_all_values_are_shared_except_logging_and_timeouts() -> None:
+    shared = shared_values(resolve(None, {"steps": "80", "data.train": "a,b"}).run)
+    assert (shared["steps"], shared["data.train"], shared["data.kind"]) == ("80", '["a", "b"]', "cldr")
+    each_host = {key for key in config_fields() if key not in shared}
+    assert {key.partition(".")[0] for key in each_host} == {"track", "elastic", "parallel"} and not any(
+        config_fields()[key].bits for key in each_host
+    )
+    assert {"elastic.verify_every", "parallel.bucket_bytes", "layout.shard", "checkpoint.every_steps"} <= set(shared)
+
+
+@pytest.mark.parametrize("word", ["seed=2", "optim.beta1=0.8", "optim.learning_rate", "optim.learning_rate=-1", "optim.schedule=square"])
+def test_only_the_schedule_can_be_overridden(word: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_overrides([word])
+    assert caught.value.where == "--override" and caught.value.hint
