@@ -47,7 +47,7 @@ class TensorSlice:
         return self.local_shape == self.shape
 
     def split_rows(self, part: int, parts: int, groups: int = 1) -> TensorSlice:
-        """Return row chunk `part` of `parts`, as torch.chunk: the last ones may be shorter or empty.
+        """Return row chunk `part` of `parts`, like torch.chunk; the last may be shorter or empty.
 
         groups  equal blocks of rows (packed matrices); the result has a chunk of each block
         """
@@ -93,7 +93,7 @@ class TensorSlice:
         return rows
 
     def copy_to(self, other: TensorSlice, part: Array, target: Array) -> None:
-        """Copy common elements from `part` (values of this slice) to `target` (of slice `other`)."""
+        """Copy common elements from `part`, of this slice, to `target`, of the slice `other`."""
         if not self.shape:
             target[...] = part
             return

@@ -1,4 +1,4 @@
-"""A model too large for a worker: replicas fail and name a layout that fits; in that layout it trains."""
+"""A model too large for one worker: the error names a layout that fits, and there it trains."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lockstep.checkpoint.commands import digest_line
 
-# 89 million parameters: 1.4 GB of weights, gradients and means, 1.1 GB more while they are saved.
+# 89 million parameters: 1.4 GB of weights, gradients and moments, 1.1 GB more during a save.
 WIDE = {
     "steps": 2,
     "data.pairs": 3000,
@@ -29,7 +29,7 @@ ROOM = 2_900_000_000  # beyond Python and torch
 
 
 def taken_by_torch() -> int:
-    """Address space of a worker before it builds a model."""
+    """Return the address space of a worker before it builds a model."""
     code = "import torch, lockstep.train; print(open('/proc/self/statm').read().split()[0])"
     pages = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=one_thread()).stdout
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
@@ -50,7 +50,7 @@ def train(folder: Path, limit: int, *words: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, env=one_thread(), timeout=150, preexec_fn=bound, check=False)
 
 
-def test_what_does_not_fit_says_what_would_and_that_trains(tmp_path: Path) -> None:
+def test_out_of_memory_error_names_a_layout_that_trains(tmp_path: Path) -> None:
     limit = taken_by_torch() + ROOM
     failed = train(tmp_path / "whole", limit, "--workers", "1")
     assert failed.returncode == 1, failed.stdout + failed.stderr
@@ -58,6 +58,6 @@ def test_what_does_not_fit_says_what_would_and_that_trains(tmp_path: Path) -> No
         r"OutOfMemoryError: out of memory.*\n.*the limit is .*RLIMIT_AS.*\n.*try ((?:--layout\.\w+ \d+ ?)+)", failed.stdout + failed.stderr
     )
     assert hint, failed.stdout + failed.stderr
-    done = train(tmp_path / "shards", limit, *hint[1].split())
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = train(tmp_path / "shards", limit, *hint[1].split())
+    assert result.returncode == 0, result.stdout + result.stderr
     assert digest_line(tmp_path / "shards").startswith("step 2 sha256")

@@ -1,4 +1,4 @@
-"""Arithmetic of the benchmarks: verdicts of a race, and fair batches for other libraries. Runs no race."""
+"""Arithmetic of the benchmarks: results of a race, and batches for other libraries."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from contests import Claim, races
-from group import Answer, as_flags
-from run import judge
-from usual import LikeLengths, Translations, pad
-
+from bench.step.batches import LikeLengths, Translations, pad
+from bench.step.contestants import Answer, as_flags
+from bench.step.contests import Claim, races
+from bench.step.run import judge
 from lockstep.config.resolve import parse_flags, resolve
 from lockstep.data.pairs.encoded import EncodedPairs, write_side
 from lockstep.data.tokenizer import BEGIN, END, PAD
@@ -24,14 +23,14 @@ RACE = {race.name: race for race in races(full=False, precision="fp32")}
 
 @pytest.fixture
 def pairs(tmp_path: Path) -> EncodedPairs:
-    """500 pairs of 2 to 40 tokens, source and target of unlike lengths; every token of pair i is 4 + i."""
+    """Return 500 pairs of 2 to 40 tokens, of unlike lengths; every token of pair i is 4 + i."""
     draw = np.random.default_rng(0)
     for side in ("source", "target"):
         write_side(tmp_path, "train", side, [[4 + i] * n for i, n in enumerate(draw.integers(1, 40, 500).tolist())], 1000)
     return EncodedPairs.open(tmp_path, "train")
 
 
-def test_a_rate_leaves_out_the_warm_up_and_a_step_time_compares_step_with_step() -> None:
+def test_rate_excludes_the_warm_up_and_step_times_are_compared_per_step() -> None:
     others, bare = RACE["others-default"], RACE["bare-default-1"]
     slow = Answer([9.0] * 3 + [2.0, 4.0], [0] * 3 + [30, 30], [0] * 5)
     fast = Answer([9.0] * 3 + [1.0, 2.0], [0] * 3 + [30, 30], [0] * 5)
@@ -41,18 +40,18 @@ def test_a_rate_leaves_out_the_warm_up_and_a_step_time_compares_step_with_step()
     assert result.ratios == [2.0]
 
 
-def test_a_rate_must_reach_its_bound_and_a_step_time_must_not_pass_it() -> None:
+def test_rate_below_its_bound_and_step_time_above_its_bound_fail() -> None:
     rate, time = Claim("a", "b", "pairs a second", 100), Claim("a", "b", "step time", 1.03)
     assert rate.met(100) and not rate.met(99.9) and time.met(1.03) and not time.met(1.031)
 
 
-def test_lockstep_is_started_with_the_very_values_of_the_race() -> None:
+def test_lockstep_starts_with_the_values_of_the_race() -> None:
     for race in RACE.values():
         resolved = resolve(race.file, race.flags)
         assert resolve(None, parse_flags(as_flags(resolved))).run == resolved.run
 
 
-def test_the_others_get_each_pair_once_within_the_budget_and_equally_many_batches(pairs: EncodedPairs) -> None:
+def test_other_libraries_get_each_pair_once_in_equally_many_batches(pairs: EncodedPairs) -> None:
     ranks = [list(LikeLengths(pairs, tokens=200, multiple=4, seed=1, rank=rank, size=2)) for rank in range(2)]
     assert len(ranks[0]) == len(ranks[1]) and len(ranks[0]) % 2 == 0
     seen = [i for batches in ranks for batch in batches for i in batch]
@@ -61,7 +60,7 @@ def test_the_others_get_each_pair_once_within_the_budget_and_equally_many_batche
     assert all(len(batch) * longer[batch].max() <= 200 for batches in ranks for batch in batches)
 
 
-def test_the_others_rows_are_those_of_the_corpus(pairs: EncodedPairs) -> None:
+def test_rows_for_other_libraries_equal_the_corpus(pairs: EncodedPairs) -> None:
     rows = Translations(pairs)
     source, target, labels = pad([rows[7], rows[8]])
     n, t = pairs.lengths[7].tolist()

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from test_layouts import local_model_of, model_named, one_step, replica_of
+from support.ranks import run_ranks
+from test_layouts import build_local_model, build_replica, model_named, one_step
 
 from lockstep.checkpoint import commands
 from lockstep.config.schema import OptimOptions
-from lockstep.elastic.world import World
+from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import CheckpointError
 from lockstep.layout import Layout
 from lockstep.models.llama_io import checkpoint_tensors
 from lockstep.parallel.grad_norm import divide_and_clip
-from lockstep.testing.ranks import run_ranks
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.optim import adamw
 
@@ -33,80 +33,80 @@ TO = {
 }
 
 
-def go_on(world: World, layout: Layout, folder: str, steps: int, wild: bool = False) -> list[list[float]]:
-    """Train the run in `folder` up to `steps`, from where it is, and save; of each of these steps the losses of all micro-batches, sorted.
+def train_to(runtime: ElasticRuntime, layout: Layout, folder: str, steps: int, mixed_precision: bool = False) -> list[list[float]]:
+    """Resume the run in `folder`, train to step `steps` and save; return each step's sorted losses.
 
-    Each micro-batch has a loss of its own, so this is the ledger of what was trained, too: a micro-batch that is left out, or done twice,
-    or another one in its place shows.
+    The losses of all micro-batches differ, so they also show which micro-batches were trained: a
+    missing, repeated or wrong one gives other losses.
 
-    wild  with dropout and bf16 products
+    mixed_precision  also with dropout
     """
-    model = model_named("translator", dropout=0.1 if wild else 0.0)
-    held = local_model_of(world, model, layout, torch.float32)
-    optimizer = adamw(held, OptimOptions(learning_rate=3e-3))
+    model = model_named("translator", dropout=0.1 if mixed_precision else 0.0)
+    local = build_local_model(runtime, model, layout, torch.float32)
+    optimizer = adamw(local, OptimOptions(learning_rate=3e-3))
     losses = []
-    with Checkpointer(Path(folder), world, held, optimizer) as checkpointer, replica_of(held, 4) as replica:
+    with Checkpointer(Path(folder), runtime, local, optimizer) as checkpointer, build_replica(local, 4) as replica:
         for step in range(checkpointer.resume(), steps):
-            losses.append(everybodys(one_step(held, replica, model, step, narrow=wild)))
-            divide_and_clip(held.parameters(), divisor=72, clip_norm=1.0, grad_norm_squared=replica.grad_norm_squared())
+            losses.append(losses_of_all_ranks(one_step(local, replica, model, step, narrow=mixed_precision)))
+            divide_and_clip(local.parameters(), divisor=72, clip_norm=1.0, grad_norm_squared=replica.grad_norm_squared())
             optimizer.step()
         checkpointer.save(steps)
     return losses
 
 
-def everybodys(own: list[float]) -> list[float]:
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, own)
-    return sorted(loss for some in everybody for loss in some)
+def losses_of_all_ranks(own: list[float]) -> list[float]:
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, own)
+    return sorted(loss for losses in by_rank for loss in losses)
 
 
-@pytest.mark.parametrize("begun", FROM, ids=str)
-def test_run_resumes_in_another_layout(begun: Layout, tmp_path: Path) -> None:
-    undisturbed = run_ranks(go_on, 1, Layout(), str(tmp_path / "undisturbed" / "checkpoints"), LAST)[0]
-    right = commands.digest_line(tmp_path / "undisturbed")
-    ledger = np.array(undisturbed)
-    assert ledger.shape == (LAST, 4) and np.diff(np.sort(ledger.ravel())).min() > 1e-4, "no two micro-batches have the same loss"
-    there = tmp_path / "begun" / "checkpoints"
-    first = run_ranks(go_on, begun.workers, begun, str(there), FIRST)[0]
-    assert np.array(first) == pytest.approx(ledger[:FIRST], rel=1e-5)
-    assert commands.verify(tmp_path / "begun")[0] and not list(there.glob(".part-*"))
-    for layout in TO[begun]:
-        shutil.copytree(there, tmp_path / str(layout) / "checkpoints")
-        rest = run_ranks(go_on, layout.workers, layout, str(tmp_path / str(layout) / "checkpoints"), LAST)[0]
-        assert np.array(rest) == pytest.approx(ledger[FIRST:], rel=1e-5), layout
-        if begun.tensor == begun.pipeline == layout.tensor == layout.pipeline == 1:
+@pytest.mark.parametrize("first_layout", FROM, ids=str)
+def test_run_resumes_in_another_layout(first_layout: Layout, tmp_path: Path) -> None:
+    uninterrupted = run_ranks(train_to, 1, Layout(), str(tmp_path / "uninterrupted" / "checkpoints"), LAST)[0]
+    right = commands.digest_line(tmp_path / "uninterrupted")
+    all_losses = np.array(uninterrupted)
+    assert all_losses.shape == (LAST, 4) and np.diff(np.sort(all_losses.ravel())).min() > 1e-4, "no two micro-batches have the same loss"
+    checkpoints = tmp_path / "first_layout" / "checkpoints"
+    first = run_ranks(train_to, first_layout.workers, first_layout, str(checkpoints), FIRST)[0]
+    assert np.array(first) == pytest.approx(all_losses[:FIRST], rel=1e-5)
+    assert commands.verify(tmp_path / "first_layout")[0] and not list(checkpoints.glob(".part-*"))
+    for layout in TO[first_layout]:
+        shutil.copytree(checkpoints, tmp_path / str(layout) / "checkpoints")
+        rest = run_ranks(train_to, layout.workers, layout, str(tmp_path / str(layout) / "checkpoints"), LAST)[0]
+        assert np.array(rest) == pytest.approx(all_losses[FIRST:], rel=1e-5), layout
+        if first_layout.tensor == first_layout.pipeline == layout.tensor == layout.pipeline == 1:
             assert commands.digest_line(tmp_path / str(layout)) == right, layout
 
 
 def test_two_layout_changes_keep_the_bits(tmp_path: Path) -> None:
-    undisturbed = run_ranks(go_on, 1, Layout(), str(tmp_path / "undisturbed" / "checkpoints"), LAST, True)[0]
-    there, losses = str(tmp_path / "changed" / "checkpoints"), []
+    uninterrupted = run_ranks(train_to, 1, Layout(), str(tmp_path / "uninterrupted" / "checkpoints"), LAST, True)[0]
+    checkpoints, losses = str(tmp_path / "changed" / "checkpoints"), []
     for steps, layout in ((2, Layout(2)), (4, Layout(1, 2)), (LAST, Layout(2, 2))):
-        losses += run_ranks(go_on, layout.workers, layout, there, steps, True)[0]
-    assert losses == undisturbed
-    assert commands.digest_line(tmp_path / "changed") == commands.digest_line(tmp_path / "undisturbed")
+        losses += run_ranks(train_to, layout.workers, layout, checkpoints, steps, True)[0]
+    assert losses == uninterrupted
+    assert commands.digest_line(tmp_path / "changed") == commands.digest_line(tmp_path / "uninterrupted")
 
 
 def test_damaged_shard_is_detected_and_the_previous_checkpoint_loaded(tmp_path: Path) -> None:
-    there = tmp_path / "checkpoints"
+    checkpoints = tmp_path / "checkpoints"
     for steps in (2, FIRST):
-        run_ranks(go_on, 2, Layout(1, 2), str(there), steps)
-    parts = sorted((there / "step-00000003").glob("*.safetensors"))
+        run_ranks(train_to, 2, Layout(1, 2), str(checkpoints), steps)
+    parts = sorted((checkpoints / "step-00000003").glob("*.safetensors"))
     assert [path.name for path in parts] == ["tensors-00000.safetensors", "tensors-01000.safetensors"]
     content = bytearray(parts[1].read_bytes())
     content[len(content) // 2] ^= 4
     parts[1].write_bytes(content)
     assert not commands.verify(tmp_path)[0]
-    assert len(run_ranks(go_on, 2, Layout(1, 2), str(there), FIRST)[0]) == FIRST - 2  # from step 2
+    assert len(run_ranks(train_to, 2, Layout(1, 2), str(checkpoints), FIRST)[0]) == FIRST - 2  # from step 2
     assert commands.verify(tmp_path)[0]
 
 
-def resumed(world: World, layout: Layout, folder: str, how: str) -> tuple[bool, str]:
+def resumed(runtime: ElasticRuntime, layout: Layout, folder: str, how: str) -> tuple[bool, str]:
     """Return (True when this worker can read its slices, the outcome of the collective resume)."""
-    held = local_model_of(world, model_named("translator"), layout, torch.float32)
-    checkpointer = Checkpointer(Path(folder), world, held, adamw(held, OptimOptions()))
+    local = build_local_model(runtime, model_named("translator"), layout, torch.float32)
+    checkpointer = Checkpointer(Path(folder), runtime, local, adamw(local, OptimOptions()))
     try:
-        checkpointer.store.load_slices(FIRST, held.slices)
+        checkpointer.store.load_slices(FIRST, local.slices)
         readable = True
     except CheckpointError:
         readable = False
@@ -117,23 +117,23 @@ def resumed(world: World, layout: Layout, folder: str, how: str) -> tuple[bool, 
 
 
 def test_each_worker_reads_its_own_files_and_all_resume_or_none(tmp_path: Path) -> None:
-    there = tmp_path / "checkpoints"
-    run_ranks(go_on, 2, Layout(1, 2), str(there), FIRST)
-    assert run_ranks(resumed, 2, Layout(1, 2), str(there), str(FIRST)) == [(True, f"step {FIRST}")] * 2
-    part = there / f"step-{FIRST:08d}" / "tensors-01000.safetensors"
+    checkpoints = tmp_path / "checkpoints"
+    run_ranks(train_to, 2, Layout(1, 2), str(checkpoints), FIRST)
+    assert run_ranks(resumed, 2, Layout(1, 2), str(checkpoints), str(FIRST)) == [(True, f"step {FIRST}")] * 2
+    part = checkpoints / f"step-{FIRST:08d}" / "tensors-01000.safetensors"
     content = bytearray(part.read_bytes())
-    for place in (len(content) // 2, 12):  # among the numbers, then in the header too
+    for place in (len(content) // 2, 12):  # in a tensor, then in the header
         content[place] ^= 4
         part.write_bytes(content)
-        found = run_ranks(resumed, 2, Layout(1, 2), str(there), str(FIRST))
-        assert [what for _, what in found] == [f"damaged: the checkpoint of step {FIRST}"] * 2
-        assert [readable for readable, _ in found] == [place != 12, False]
+        outcomes = run_ranks(resumed, 2, Layout(1, 2), str(checkpoints), str(FIRST))
+        assert [what for _, what in outcomes] == [f"damaged: the checkpoint of step {FIRST}"] * 2
+        assert [readable for readable, _ in outcomes] == [place != 12, False]
 
 
-def test_export_is_whole_for_every_layout(tmp_path: Path) -> None:
-    for name, layout in (("whole", Layout()), ("pieces", Layout(2, 2))):
-        run_ranks(go_on, layout.workers, layout, str(tmp_path / name / "checkpoints"), 2)
+def test_exports_of_all_layouts_are_equal(tmp_path: Path) -> None:
+    for name, layout in (("whole", Layout()), ("sharded", Layout(2, 2))):
+        run_ranks(train_to, layout.workers, layout, str(tmp_path / name / "checkpoints"), 2)
         assert "step 2" in commands.export(tmp_path / name, None, tmp_path / f"{name}.safetensors")
-    assert (tmp_path / "whole.safetensors").read_bytes() == (tmp_path / "pieces.safetensors").read_bytes()
-    whole, pieces = (checkpoint_tensors(tmp_path / name, 2) for name in ("whole", "pieces"))
-    assert set(whole) == set(pieces) and all(torch.equal(whole[name], pieces[name]) for name in whole)
+    assert (tmp_path / "whole.safetensors").read_bytes() == (tmp_path / "sharded.safetensors").read_bytes()
+    whole, sharded = (checkpoint_tensors(tmp_path / name, 2) for name in ("whole", "sharded"))
+    assert set(whole) == set(sharded) and all(torch.equal(whole[name], sharded[name]) for name in whole)

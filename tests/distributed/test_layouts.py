@@ -1,8 +1,8 @@
-"""Every layout trains the same model: loss and gradient of one process, and equal bits where promised.
+"""Every layout trains the same model: loss and gradient of one process, the same bits if promised.
 
-Cases: {translator, Llama} x layouts x {plain, compiled, recomputed} x {1, 4 micro-batches per worker},
-in float64 against one plain process; then twenty steps in float32. torch.compile runs with aot_eager,
-without the C++ compiler.
+Cases: {translator, Llama} x layouts x {plain, compiled, recomputed} x {1, 4 micro-batches per
+worker}, in float64 against one plain process; then twenty steps in float32. torch.compile runs with
+aot_eager, without the C++ compiler.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.config.schema import MemoryOptions, OptimOptions
-from lockstep.elastic.world import World
+from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.models import llama, lora, translator
@@ -30,7 +31,6 @@ from lockstep.parallel.parallelize import LocalModel, parallelize
 from lockstep.parallel.replica import Replica
 from lockstep.parallel.sharded_replica import ShardedReplica
 from lockstep.tensor_slice import TensorSlice
-from lockstep.testing.ranks import run_ranks
 from lockstep.training.optim import adamw
 
 CPU = torch.device("cpu")
@@ -90,7 +90,7 @@ def make_adapted() -> nn.Module:
     return lora.add_adapters(llama.Llama(CONFIG), lora.LoRAConfig(4, 8.0, tuple(lora.TARGETS)))
 
 
-def value_of_adapted(key: str, size: torch.Size) -> Tensor:
+def init_adapted_param(key: str, size: torch.Size) -> Tensor:
     """Initial values, but lora_up is not zero, because lora_down would then have no gradient."""
     if lora.is_adapter(key):
         return lora.init_param(key.replace(lora.UP, ".up" + lora.DOWN), size, 1)
@@ -99,53 +99,59 @@ def value_of_adapted(key: str, size: torch.Size) -> Tensor:
 
 def model_named(name: str, dropout: float = 0.0) -> Model:
     if name == "adapted":
-        return Model(name, make_adapted, value_of_adapted)
+        return Model(name, make_adapted, init_adapted_param)
     if name == "llama":
         return Model(name, lambda: llama.Llama(CONFIG), lambda key, size: llama.init_param(key, size, CONFIG.n_layers, 1))
     return Model(name, make_translator(dropout), lambda key, size: translator.init_param(key, size, 1))
 
 
-def recomputed(blocks: list[nn.Module]) -> None:
+def checkpoint_blocks(blocks: list[nn.Module]) -> None:
     """Compute each block again in the backward pass."""
     for block in blocks:
         plain = block.forward
         block.forward = lambda *inputs, plain=plain: checkpoint(plain, *inputs, use_reentrant=False)  # type: ignore[method-assign]
 
 
-def compiled(blocks: list[nn.Module]) -> None:
+def compile_blocks(blocks: list[nn.Module]) -> None:
     for block in blocks:
         block.compile(backend="aot_eager", dynamic=False)
 
 
-INSIDE: dict[str, Callable[[list[nn.Module]], None] | None] = {"plain": None, "compiled": compiled, "recomputed": recomputed}
+INSIDE: dict[str, Callable[[list[nn.Module]], None] | None] = {
+    "plain": None,
+    "compiled": compile_blocks,
+    "recomputed": checkpoint_blocks,
+}
 
 
-def local_model_of(world: World, model: Model, layout: Layout, dtype: torch.dtype, inside: str = "plain", **options: Any) -> LocalModel:
+def build_local_model(
+    runtime: ElasticRuntime, model: Model, layout: Layout, dtype: torch.dtype, inside: str = "plain", **options: Any
+) -> LocalModel:
     with torch.device("meta"):
         made = model.make().to(dtype)
     value = lambda name, size: model.value(name, size).to(dtype)  # noqa: E731
-    return parallelize(made, layout, layout.coordinates(world.rank), value, CPU, prepare_blocks=INSIDE[inside], **options)
+    return parallelize(made, layout, layout.coordinates(runtime.world.rank), value, CPU, prepare_blocks=INSIDE[inside], **options)
 
 
-def replica_of(local: LocalModel, micro_batches: int, reduce_once_per_step: bool = False) -> Replica | ShardedReplica:
+def build_replica(local: LocalModel, micro_batches: int, reduce_once_per_step: bool = False) -> Replica | ShardedReplica:
     if local.layout.workers_per_replica > 1:
         return ShardedReplica(local, micro_batches=micro_batches, seed=3, reduce_once_per_step=reduce_once_per_step)
     return Replica(local.module, micro_batches=micro_batches, seed=3)
 
 
-def whole(local: LocalModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def assemble(local: LocalModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Assemble whole tensors from the slices of all workers."""
     if local.layout.workers_per_replica == 1:
         return {name: tensor.clone() for name, tensor in tensors.items()}
     per_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(per_rank, {name: (local.slices[name], tensor) for name, tensor in tensors.items()})
-    found: dict[str, Tensor] = {}
+    assembled: dict[str, Tensor] = {}
     for slices in per_rank:
         for name, (piece, tensor) in slices.items():
-            target = found.setdefault(name, torch.full(piece.shape, float("nan"), dtype=tensor.dtype))
+            target = assembled.setdefault(name, torch.full(piece.shape, float("nan"), dtype=tensor.dtype))
             piece.copy_to(TensorSlice.whole(piece.shape), tensor, target)
-    assert all(not tensor.isnan().any() for tensor in found.values())
-    return found
+    assert all(not tensor.isnan().any() for tensor in assembled.values())
+    return assembled
 
 
 def one_step(local: LocalModel, replica: Replica | ShardedReplica, model: Model, step: int, *, narrow: bool = False) -> list[float]:
@@ -170,51 +176,55 @@ Case = tuple[str, Layout, str, int]
 
 def cases_of(workers: int) -> Iterator[Case]:
     for name, layout, inside, each in product(["llama", "adapted", "translator"], TABLE, INSIDE, [1, 4]):
-        # recomputing and compiling do not depend on the layout around the blocks: once per axis is enough
-        shown = {"plain": True, "recomputed": each == 1, "compiled": each == 1 and workers == 2 and (name == "llama" or layout.shard == 2)}
+        # recomputing and compiling do not depend on the layout: once per axis is enough
+        shown = {
+            "plain": True,
+            "recomputed": each == 1,
+            "compiled": each == 1 and workers == 2 and (name == "llama" or layout.shard == 2),
+        }
         if name == "adapted":
             shown = {"plain": each == 1, "recomputed": False, "compiled": False}
         if layout.workers == workers and shown[inside]:
             yield name, layout, inside, each
 
 
-def losses_and_gradients(world: World, cases: list[Case]) -> list[tuple[float, dict[str, Any], float]]:
+def losses_and_gradients(runtime: ElasticRuntime, cases: list[Case]) -> list[tuple[float, dict[str, Any], float]]:
     results = []
     for name, layout, inside, each in cases:
         model = model_named(name)
-        local = local_model_of(world, model, layout, torch.float64, inside)
-        with replica_of(local, each * layout.data_parallel_size) as replica:
+        local = build_local_model(runtime, model, layout, torch.float64, inside)
+        with build_replica(local, each * layout.data_parallel_size) as replica:
             loss = all_losses(one_step(local, replica, model, 0))
             gradients = {key: p.grad for key, p in local.local_params.items() if p.grad is not None}
             grad_norm_squared = replica.grad_norm_squared()
             norm = divide_and_clip(local.parameters(), divisor=1.0, clip_norm=0.0, grad_norm_squared=grad_norm_squared)
-            results.append((loss, {key: gradient.numpy() for key, gradient in whole(local, gradients).items()}, float(norm)))
+            results.append((loss, {key: gradient.numpy() for key, gradient in assemble(local, gradients).items()}, float(norm)))
     return results
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_loss_gradient_and_norm_are_those_of_one_process(workers: int) -> None:
+def test_loss_gradient_and_norm_equal_those_of_one_process(workers: int) -> None:
     cases = list(cases_of(workers))
     alone = [(name, Layout(), "plain", each * layout.data_parallel_size) for name, layout, _, each in cases]
     unlike = sorted(set(alone), key=str)
     truth = dict(zip(unlike, run_ranks(losses_and_gradients, 1, unlike)[0], strict=True))
     assert len(cases) > 10
     for case, single, (loss, gradients, norm) in zip(cases, alone, run_ranks(losses_and_gradients, workers, cases)[0], strict=True):
-        right_loss, right, right_norm = truth[single]
+        right_loss, expected, right_norm = truth[single]
         assert loss == pytest.approx(right_loss, rel=1e-12), case
         assert norm == pytest.approx(right_norm, rel=1e-6), case  # the norm is float32
-        assert gradients.keys() == right.keys(), case
+        assert gradients.keys() == expected.keys(), case
         for key, gradient in gradients.items():
-            assert np.linalg.norm(gradient - right[key]) <= 1e-11 * np.linalg.norm(right[key]), (case, key)
+            assert np.linalg.norm(gradient - expected[key]) <= 1e-11 * np.linalg.norm(expected[key]), (case, key)
 
 
-def refused(world: World, habit: str) -> str:
+def error_of_habit(runtime: ElasticRuntime, habit: str) -> str:
     """Return the error of a habit that a sharded model refuses."""
     model = model_named("llama")
-    local = local_model_of(world, model, Layout(1, 2), torch.float32)
+    local = build_local_model(runtime, model, Layout(1, 2), torch.float32)
     block = local.module.layers[1]  # type: ignore[index, union-attr]
     try:
-        with replica_of(local, 4) as replica:
+        with build_replica(local, 4) as replica:
             one_step(local, replica, model, 0)
             if habit == "freezes a layer":
                 block.requires_grad_(False)
@@ -231,66 +241,66 @@ def refused(world: World, habit: str) -> str:
     return "accepted"
 
 
-def all_refused(world: World, habits: list[str]) -> list[str]:
-    return [refused(world, habit) for habit in habits]
+def all_refused(runtime: ElasticRuntime, habits: list[str]) -> list[str]:
+    return [error_of_habit(runtime, habit) for habit in habits]
 
 
 def test_sharded_models_refuse_what_would_change_the_sum() -> None:
-    right = {
+    expected = {
         "freezes a layer": "requires_grad has changed since the model was sharded: layers.1.",
         "calls loss.backward": "backward() was not called",
         "calls it twice": "backward() was called twice in micro-batch",
         "leaves a layer out": "no gradient arrived for 9 of 38 parameters",
     }
-    for texts in run_ranks(all_refused, 2, list(right)):
-        for text, words in zip(texts, right.values(), strict=True):
+    for texts in run_ranks(all_refused, 2, list(expected)):
+        for text, words in zip(texts, expected.values(), strict=True):
             assert words in text
 
 
-def curve(world: World, names: list[str], layout: Layout) -> list[list[float]]:
-    """Losses of twenty steps in float32."""
-    found = []
+def losses_of_twenty_steps(runtime: ElasticRuntime, names: list[str], layout: Layout) -> list[list[float]]:
+    """Train twenty steps in float32; return the losses of each model."""
+    losses_by_model = []
     for name in names:
         model = model_named(name)
-        local = local_model_of(world, model, layout, torch.float32)
+        local = build_local_model(runtime, model, layout, torch.float32)
         optimizer = adamw(local, OptimOptions(learning_rate=3e-3))
         losses = []
-        with replica_of(local, 4) as replica:
+        with build_replica(local, 4) as replica:
             for step in range(20):
                 losses.append(all_losses(one_step(local, replica, model, step % 2)) / 72)
                 divide_and_clip(local.parameters(), divisor=72, clip_norm=1.0, grad_norm_squared=replica.grad_norm_squared())
                 optimizer.step()
-        found.append(losses)
-    return found
+        losses_by_model.append(losses)
+    return losses_by_model
 
 
-def test_twenty_steps_go_the_way_of_one_process() -> None:
+def test_losses_of_twenty_steps_equal_those_of_one_process() -> None:
     names = ["llama", "translator"]
-    truth = run_ranks(curve, 1, names, Layout())[0]
-    assert all(losses[-1] < losses[0] - 0.5 for losses in truth), "it learns"
+    truth = run_ranks(losses_of_twenty_steps, 1, names, Layout())[0]
+    assert all(losses[-1] < losses[0] - 0.5 for losses in truth), "the loss falls"
     for layout in TABLE:
-        for losses, right in zip(run_ranks(curve, layout.workers, names, layout)[0], truth, strict=True):
-            assert losses == pytest.approx(right, rel=2e-5), layout
+        for losses, expected in zip(run_ranks(losses_of_twenty_steps, layout.workers, names, layout)[0], truth, strict=True):
+            assert losses == pytest.approx(expected, rel=2e-5), layout
 
 
 # -- the same bits ----------------------------------------------------------------------------------------------------
 
 
-def digest_after(world: World, name: str, layout: Layout, options: dict[str, Any]) -> str:
-    """Digest of the weights after four steps with dropout, bf16 products and clipping."""
+def digest_after(runtime: ElasticRuntime, name: str, layout: Layout, options: dict[str, Any]) -> str:
+    """Train four steps with dropout, bf16 products and clipping; return the digest of the weights."""
     model, reduce_once_per_step, memory = (
         model_named(name, dropout=0.1),
         options.pop("reduce_once_per_step", False),
         options.pop("memory", MemoryOptions()),
     )
-    local = local_model_of(world, model, layout, torch.bfloat16 if memory.weights == "bf16" else torch.float32, **options)
+    local = build_local_model(runtime, model, layout, torch.bfloat16 if memory.weights == "bf16" else torch.float32, **options)
     optimizer = adamw(local, OptimOptions(learning_rate=1e-2), memory)
-    with replica_of(local, 8, reduce_once_per_step) as replica:
+    with build_replica(local, 8, reduce_once_per_step) as replica:
         for step in range(4):
             one_step(local, replica, model, step, narrow=True)
             divide_and_clip(local.parameters(), divisor=144, clip_norm=0.5, grad_norm_squared=replica.grad_norm_squared())
             optimizer.step()
-    state = whole(local, {key: p.detach() for key, p in local.local_params.items()})
+    state = assemble(local, {key: p.detach() for key, p in local.local_params.items()})
     return hashlib.sha256(b"".join(state[key].float().numpy().tobytes() for key in sorted(state))).hexdigest()
 
 
@@ -301,17 +311,17 @@ def test_replicas_and_shards_have_one_digest(name: str) -> None:
     layouts += [(Layout(2, 2), {"reshard_after_forward": False})]
     layouts += [(Layout(1, 3), {"reduce_once_per_step": True}), (Layout(2, 2), {"reduce_once_per_step": True})]
     layouts += [(Layout(1, 8), {})] if name == "llama" else []
-    found = [(layout, options, run_ranks(digest_after, layout.workers, name, layout, options)[0]) for layout, options in layouts]
-    assert len({digest for _, _, digest in found}) == 1, found
+    digests = [(layout, options, run_ranks(digest_after, layout.workers, name, layout, options)[0]) for layout, options in layouts]
+    assert len({digest for _, _, digest in digests}) == 1, digests
 
 
 @pytest.mark.parametrize(
     "memory", [MemoryOptions(optimizer_state="bf16", weights="bf16"), MemoryOptions(offload="optimizer")], ids=["bf16", "offloaded"]
 )
-def test_what_saves_memory_has_one_digest_too(memory: MemoryOptions) -> None:
+def test_memory_options_have_one_digest_for_all_layouts(memory: MemoryOptions) -> None:
     layouts = [Layout(), Layout(2), Layout(1, 3), Layout(2, 2)]
-    found = {layout: run_ranks(digest_after, layout.workers, "llama", layout, {"memory": memory})[0] for layout in layouts}
-    assert len(set(found.values())) == 1, found
+    digests = {layout: run_ranks(digest_after, layout.workers, "llama", layout, {"memory": memory})[0] for layout in layouts}
+    assert len(set(digests.values())) == 1, digests
 
 
 @pytest.mark.parametrize(
@@ -322,26 +332,26 @@ def test_what_saves_memory_has_one_digest_too(memory: MemoryOptions) -> None:
         pytest.param("translator", [Layout(1, 1, 1, 2), Layout(2, 1, 1, 2), Layout(1, 2, 1, 2)], id="pipeline 2"),
     ],
 )
-def test_at_an_equal_size_of_the_other_axes_too(name: str, layouts: list[Layout]) -> None:
-    found = {layout: run_ranks(digest_after, layout.workers, name, layout, {})[0] for layout in layouts}
-    assert len(set(found.values())) == 1, found
+def test_layouts_with_equal_tensor_and_pipeline_sizes_have_one_digest(name: str, layouts: list[Layout]) -> None:
+    digests = {layout: run_ranks(digest_after, layout.workers, name, layout, {})[0] for layout in layouts}
+    assert len(set(digests.values())) == 1, digests
 
 
-def test_the_schedule_of_a_pipeline_decides_no_bits() -> None:
+def test_pipeline_schedules_give_the_same_bits() -> None:
     layout = Layout(1, 1, 1, 2)
     plain, laps = (run_ranks(digest_after, 2, "llama", layout, {"chunks_per_stage": parts})[0] for parts in (1, 2))
-    assert plain == laps  # a Llama draws nothing at random
+    assert plain == laps  # a Llama draws no random numbers
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
-def local_bytes(world: World, layout: Layout) -> int:
-    """Bytes of parameters, gradients and optimizer state after a step."""
+def local_bytes(runtime: ElasticRuntime, layout: Layout) -> int:
+    """Return the bytes of parameters, gradients and optimizer state after a step."""
     model = model_named("llama")
-    local = local_model_of(world, model, layout, torch.float32)
+    local = build_local_model(runtime, model, layout, torch.float32)
     optimizer = adamw(local, OptimOptions())
-    with replica_of(local, 4) as replica:
+    with build_replica(local, 4) as replica:
         one_step(local, replica, model, 0)
         optimizer.step()
         tensors = [
@@ -351,7 +361,7 @@ def local_bytes(world: World, layout: Layout) -> int:
     return sum(storages.values())
 
 
-def test_what_a_worker_holds_falls_with_the_shards() -> None:
+def test_bytes_per_worker_fall_with_the_number_of_shards() -> None:
     truth = run_ranks(local_bytes, 1, Layout())[0]
     assert truth >= 16 * CONFIG.num_parameters
     for shards in (2, 4):

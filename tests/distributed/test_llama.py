@@ -1,4 +1,4 @@
-"""Llama: against `transformers`, with and without cache, packed, imported and exported, by the command line."""
+"""Llama: compared with `transformers`, cached decoding, packing, import, export, commands."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ import pytest
 import tokenizers
 import torch
 import torch.nn.functional as F
+from support.ranks import run_ranks
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
 from lockstep.checkpoint.state_dict import digest, get_state_dict
 from lockstep.cli.main import main
 from lockstep.data.text.chat_tokenizer import ChatTokenizer
-from lockstep.elastic.world import World
+from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import CheckpointError, DataError, LockstepError, UsageError
 from lockstep.generation.decoder import Decoder, choose_layout
 from lockstep.generation.sampling import SamplingParams, TextStream, sample_next, sample_tokens, stream_continuations
 from lockstep.generation.tensor_parallel import apply_tensor_parallel, refuse_indivisible
-from lockstep.models import hub, llama_io
+from lockstep.models import hf_config, hub, llama_io
 from lockstep.models.llama import IGNORE_INDEX, LLAMA_CONFIGS, Llama, LlamaConfig, RopeScaling, build_llama
-from lockstep.testing.ranks import run_ranks
 
 V = 300
 SMALL = LlamaConfig(V, 48, 3, 6, 2, 8, 80, max_seq_len=256, rope_theta=10_000.0)
@@ -53,7 +53,7 @@ TEXT = [
     "Ein Hund und eine Katze: über Häuser, süße Äpfel.",
     "def step(n):\n    return n + 1",
 ] * 4
-TEMPLATE = (  # with the tag around what is to be learnt that some templates have
+TEMPLATE = (  # with the tag that some templates have around the tokens to train on
     "{{ bos_token }}{% for m in messages %}<|role|>{{ m['role'] }}\n"
     "{% generation %}{{ m['content'] | trim }}{% endgeneration %}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|role|>assistant\n{% endif %}"
@@ -66,8 +66,8 @@ def one_thread() -> None:
     torch.manual_seed(0)
 
 
-def theirs(**other: Any) -> Any:
-    """A small random model of `transformers`, with logits as large as a trained model's."""
+def transformers_llama(**other: Any) -> Any:
+    """Build a small random model of `transformers`, with logits as large as a trained model's."""
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": V, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3, "num_attention_heads": 4}
     sizes |= {"max_position_embeddings": 512, "initializer_range": 0.2, "bos_token_id": 0, "eos_token_id": 1}
@@ -82,10 +82,10 @@ def small() -> Llama:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face folder in two shards with a tokenizer and a chat template, as `transformers` writes it."""
+    """Let `transformers` write a folder with two shards, tokenizer and chat template."""
     transformers = pytest.importorskip("transformers")
     path = tmp_path_factory.mktemp("hub") / "small"
-    theirs(num_key_value_heads=2).save_pretrained(path, max_shard_size="300KB")
+    transformers_llama(num_key_value_heads=2).save_pretrained(path, max_shard_size="300KB")
     inner = tokenizers.Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -102,7 +102,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changed(folder: Path, to: Path, **config: Any) -> Path:
-    """A copy of the folder with other values in its config.json."""
+    """Copy the folder, with other values in its config.json."""
     shutil.copytree(folder, to)
     value = json.loads((to / hub.CONFIG_FILE).read_text())
     (to / hub.CONFIG_FILE).write_text(json.dumps(value | config))
@@ -114,20 +114,20 @@ def changed(folder: Path, to: Path, **config: Any) -> Path:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
-def test_logits_and_greedy_continuations_are_those_of_transformers(variant: str, tmp_path: Path) -> None:
-    """At 200 positions, more than the original context of the scaled one."""
-    right = theirs(**VARIANTS[variant])
-    right.save_pretrained(tmp_path / "hub")
-    ours = llama_io.load_llama(tmp_path / "hub", device=CPU).model
+def test_logits_and_greedy_continuations_equal_those_of_transformers(variant: str, tmp_path: Path) -> None:
+    """With 200 positions: more than the original context of the scaled RoPE."""
+    expected = transformers_llama(**VARIANTS[variant])
+    expected.save_pretrained(tmp_path / "hub")
+    llama = llama_io.load_llama(tmp_path / "hub", device=CPU).model
     tokens = torch.randint(V, (3, 200))
-    torch.testing.assert_close(ours(tokens), right(tokens).logits, rtol=0, atol=1e-4)
-    continued = right.generate(tokens[:, :40], max_new_tokens=60, do_sample=False, eos_token_id=None, pad_token_id=0)[:, 40:]
-    found = list(sample_tokens(Decoder(ours, rows=3), tokens[:, :40].tolist(), tokens=60))
-    assert torch.tensor(found).T.tolist() == continued.tolist()
+    torch.testing.assert_close(llama(tokens), expected(tokens).logits, rtol=0, atol=1e-4)
+    continued = expected.generate(tokens[:, :40], max_new_tokens=60, do_sample=False, eos_token_id=None, pad_token_id=0)[:, 40:]
+    continuations = list(sample_tokens(Decoder(llama, rows=3), tokens[:, :40].tolist(), tokens=60))
+    assert torch.tensor(continuations).T.tolist() == continued.tolist()
 
 
-def test_scaled_positions_are_others() -> None:
-    """The test above would notice if they were not scaled."""
+def test_scaled_rope_changes_the_logits() -> None:
+    """So the test above would detect missing scaling."""
     plain = build_llama(SMALL, device=CPU, seed=1)
     scaled = build_llama(LlamaConfig(**{**vars(SMALL), "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 64)}), device=CPU, seed=1)
     tokens = torch.randint(V, (1, 100))
@@ -135,8 +135,8 @@ def test_scaled_positions_are_others() -> None:
 
 
 @torch.no_grad()
-def test_decoding_with_a_cache_is_the_whole_forward_pass(small: Llama) -> None:
-    """Rows of different lengths, each against itself alone and recomputed for every token."""
+def test_cached_decoding_equals_the_forward_pass(small: Llama) -> None:
+    """Each row, of different lengths, is compared with forward passes of the row alone."""
     tokens, lengths = torch.randint(V, (4, 30)), [3, 11, 7, 1]
     decoder = Decoder(small, rows=4)
     cache = decoder.new_cache(4, capacity=20)
@@ -150,29 +150,29 @@ def test_decoding_with_a_cache_is_the_whole_forward_pass(small: Llama) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-5), (torch.bfloat16, 0.1)])
-def test_every_layout_of_the_matrices_writes_the_same(dtype: torch.dtype, bound: float) -> None:
+def test_every_weight_layout_generates_the_same_tokens(dtype: torch.dtype, bound: float) -> None:
     assert [choose_layout("cpu", torch.float32, rows)[0] for rows in (1, 2)] == ["columns", "packed"]
     assert choose_layout("cpu", torch.bfloat16, 1)[0] == "packed"
     assert choose_layout("cpu", torch.float64, 1)[0] == choose_layout("cuda", torch.bfloat16, 8)[0] == "plain"
     model = build_llama(SMALL, device=CPU, seed=1).to(dtype).eval()
-    tokens, found = torch.randint(V, (3, 9)), {}
+    tokens, logits_by_layout = torch.randint(V, (3, 9)), {}
     for layout in ("plain", "columns", "packed"):
         decoder = Decoder(model, layout=layout)
         cache = decoder.new_cache(3, 16)
         first = decoder.prefill(tokens, torch.tensor([9, 2, 5]), cache)
-        found[layout] = torch.stack([first, *(decoder.step(tokens[:, place], cache, 16) for place in range(5))])
+        logits_by_layout[layout] = torch.stack([first, *(decoder.step(tokens[:, place], cache, 16) for place in range(5))])
     for layout in ("columns", "packed"):
-        torch.testing.assert_close(found[layout], found["plain"], rtol=0, atol=bound)
+        torch.testing.assert_close(logits_by_layout[layout], logits_by_layout["plain"], rtol=0, atol=bound)
 
 
-def test_a_decoder_may_take_the_weights_over(small: Llama) -> None:
-    right = list(sample_tokens(Decoder(small), [[5, 6, 7]], tokens=10))
+def test_decoder_with_release_takes_the_weights(small: Llama) -> None:
+    expected = list(sample_tokens(Decoder(small), [[5, 6, 7]], tokens=10))
     taken = Decoder(small, release=True)
-    assert list(sample_tokens(taken, [[5, 6, 7]], tokens=10)) == right
+    assert list(sample_tokens(taken, [[5, 6, 7]], tokens=10)) == expected
     assert not any(parameter.dim() == 2 for name, parameter in small.named_parameters() if name != "embedding.weight")
 
 
-def test_packed_documents_are_separate_rows(small: Llama) -> None:
+def test_packed_documents_equal_separate_rows(small: Llama) -> None:
     pieces = [torch.randint(V, (n,)) for n in (5, 1, 8, 2)]
     documents = torch.tensor([number for number, piece in enumerate(pieces) for _ in piece])
     packed = small(torch.cat(pieces)[None], documents=documents[None])[0].split([len(piece) for piece in pieces])
@@ -182,42 +182,44 @@ def test_packed_documents_are_separate_rows(small: Llama) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_loss_is_the_cross_entropy_of_the_logits(tied: bool) -> None:
+def test_loss_equals_the_cross_entropy_of_the_logits(tied: bool) -> None:
     """700 tokens, more than a chunk; some are ignored."""
     model = build_llama(LlamaConfig(**{**vars(SMALL), "tie_embeddings": tied}), device=CPU, seed=1).double()
     tokens, labels = torch.randint(V, (7, 100)), torch.randint(V, (7, 100))
     labels[torch.rand(7, 100) < 0.3] = IGNORE_INDEX
     documents = torch.arange(100).expand(7, 100) // 30
-    right = F.cross_entropy(model(tokens, documents=documents).flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
-    found = model(tokens, labels, documents)
-    torch.testing.assert_close(found, right, rtol=1e-12, atol=0)
-    grads = torch.autograd.grad(right, list(model.parameters()))
-    for own, grad in zip(torch.autograd.grad(found, list(model.parameters())), grads, strict=True):
+    expected = F.cross_entropy(
+        model(tokens, documents=documents).flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+    )
+    loss = model(tokens, labels, documents)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    grads = torch.autograd.grad(expected, list(model.parameters()))
+    for own, grad in zip(torch.autograd.grad(loss, list(model.parameters())), grads, strict=True):
         torch.testing.assert_close(own, grad, rtol=1e-9, atol=1e-11)
     assert float(model(tokens, torch.full_like(labels, IGNORE_INDEX)).detach()) == 0.0
 
 
-def test_a_negative_label_counts_nothing_on_every_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_negative_labels_have_no_loss_on_every_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU computes all rows, also ignored ones; here a CPU does the same."""
     states, weight = torch.randn(9, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)
     labels = torch.tensor([0, 1, IGNORE_INDEX, 3, 0, IGNORE_INDEX, 6, 5, 5])
     from lockstep.models import loss
 
-    right = F.cross_entropy(states @ weight.T, labels, ignore_index=IGNORE_INDEX, reduction="sum")
-    grads = torch.autograd.grad(right, [states, weight])
+    expected = F.cross_entropy(states @ weight.T, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    grads = torch.autograd.grad(expected, [states, weight])
     for all_rows in (False, True):
         if all_rows:
             monkeypatch.setattr(loss, "counted_rows", lambda labels, ignore_index: slice(None))
-        for found in (
+        for loss_sum in (
             loss.output_cross_entropy(states, weight, labels, smoothing=0.0, ignore_index=IGNORE_INDEX),
             loss.cross_entropy(states @ weight.T, labels, smoothing=0.0, ignore_index=IGNORE_INDEX),
         ):
-            torch.testing.assert_close(found, right)
-            for own, grad in zip(torch.autograd.grad(found, [states, weight]), grads, strict=True):
+            torch.testing.assert_close(loss_sum, expected)
+            for own, grad in zip(torch.autograd.grad(loss_sum, [states, weight]), grads, strict=True):
                 torch.testing.assert_close(own, grad)
 
 
-def test_the_big_shapes_have_as_many_parameters_as_published() -> None:
+def test_large_configs_have_the_published_number_of_parameters() -> None:
     published = {"1B": 1_235_814_400, "3B": 3_212_749_824, "8B": 8_030_261_248, "70B": 70_553_706_496, "405B": 405_853_388_800}
     for name, config in LLAMA_CONFIGS.items():
         with torch.device("meta"):
@@ -231,7 +233,7 @@ def test_the_big_shapes_have_as_many_parameters_as_published() -> None:
         assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
 
 
-def test_first_weights_follow_from_seed_and_name_alone() -> None:
+def test_initial_weights_depend_on_seed_and_name_only() -> None:
     first, again, other = (build_llama(SMALL, device=CPU, seed=seed) for seed in (1, 1, 2))
     assert digest(get_state_dict(first)) == digest(get_state_dict(again)) != digest(get_state_dict(other))
     layer = first.get_submodule("layers.1")
@@ -251,13 +253,13 @@ def states_of(path: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_round_trip_changes_no_bit(folder: Path, tmp_path: Path, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]) -> None:
+def test_import_and_export_change_no_bit(folder: Path, tmp_path: Path, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]) -> None:
     source, run, back = tmp_path / "source", tmp_path / "run", tmp_path / "back"
-    theirs(num_key_value_heads=2, rope_parameters=LLAMA_3).to(dtype).save_pretrained(source, max_shard_size="200KB")
+    transformers_llama(num_key_value_heads=2, rope_parameters=LLAMA_3).to(dtype).save_pretrained(source, max_shard_size="200KB")
     for path in folder.glob("*token*"):
         shutil.copy(path, source)
     assert main(["checkpoint", "import", str(source), "--out", str(run)]) == 0
-    assert main(["checkpoint", "import", str(source), "--out", str(run)]) == 0, "the same again changes nothing"
+    assert main(["checkpoint", "import", str(source), "--out", str(run)]) == 0, "a repeated import changes nothing"
     assert main(["checkpoint", "verify", str(run)]) == 0
     assert main(["checkpoint", "export", str(run), "--out", str(back), "--shard-bytes", "60 KB"]) == 0
     assert "written to" in capsys.readouterr().out
@@ -274,7 +276,7 @@ def test_a_round_trip_changes_no_bit(folder: Path, tmp_path: Path, dtype: torch.
 
 
 @torch.no_grad()
-def test_transformers_reads_what_we_made(tmp_path: Path) -> None:
+def test_transformers_reads_an_exported_folder(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = LlamaConfig(
         V, 48, 2, 6, 2, 8, 80, max_seq_len=128, rope_theta=20_000.0, rope_scaling=RopeScaling(4.0, 1.0, 4.0, 64), tie_embeddings=True
@@ -282,45 +284,41 @@ def test_transformers_reads_what_we_made(tmp_path: Path) -> None:
     model = build_llama(config, device=CPU, seed=3).eval()
     hub.write_hub(tmp_path / "made", config, dict(model.named_parameters()))
     assert hub.open_hub(tmp_path / "made").config == config
-    right = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "made")
+    expected = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "made")
     tokens = torch.randint(V, (2, 100))
-    torch.testing.assert_close(model(tokens), right(tokens).logits, rtol=0, atol=1e-4)
+    torch.testing.assert_close(model(tokens), expected(tokens).logits, rtol=0, atol=1e-4)
     hub.write_hub(
         tmp_path / "again", config, dict(model.named_parameters()), hf_config=json.loads((tmp_path / "made" / hub.CONFIG_FILE).read_text())
     )
     for stale in ({"vocab_size": 1}, {"rope_theta": 1.0}):
-        old = hub.config_to_hf(config) | stale
-        assert hub.config_to_write(config, old, "F32") == hub.config_to_hf(config) | {"torch_dtype": "float32"}
+        old = hf_config.config_to_hf(config) | stale
+        assert hub.config_to_write(config, old, "F32") == hf_config.config_to_hf(config) | {"torch_dtype": "float32"}
 
 
-def test_the_words_of_transformers_4_and_5_say_the_same_shape() -> None:
-    four = hub.config_to_hf(LlamaConfig(**{**vars(SMALL), "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 64)}))
+def test_configs_of_transformers_4_and_5_give_the_same_config() -> None:
+    four = hf_config.config_to_hf(LlamaConfig(**{**vars(SMALL), "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 64)}))
     five = {key: value for key, value in four.items() if not key.startswith("rope_")} | {"rope_parameters": LLAMA_3}
-    assert hub.config_from_hf(four, "") == hub.config_from_hf(five, "")
-    assert hub.config_from_json(json.loads(json.dumps(asdict(hub.config_from_hf(four, ""))))) == hub.config_from_hf(four, "")
-
-
-def test_memory_is_that_of_one_tensor(tmp_path: Path) -> None:
-    """Import and export 240 MB of weights in a process that may grow by 80 MB."""
-    config = LlamaConfig(10_000, 512, 16, 8, 8, 64, 1536)
-    hub.write_hub(tmp_path / "hub", config, {name: torch.rand(shape) for name, shape in hub.parameter_shapes(config).items()})
-    script = (
-        "import resource, sys; from pathlib import Path; from lockstep.models.llama_io import export_run, import_hub\n"
-        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
-        "import torch._dynamo; before, here = peak(), Path(sys.argv[1])\n"
-        "import_hub(here / 'hub', here / 'run'); export_run(here / 'run', None, here / 'back')\n"
-        "print(peak() - before)"
+    assert hf_config.config_from_hf(four, "") == hf_config.config_from_hf(five, "")
+    assert hf_config.config_from_json(json.loads(json.dumps(asdict(hf_config.config_from_hf(four, ""))))) == hf_config.config_from_hf(
+        four, ""
     )
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 80e6 < 240e6 < sum(path.stat().st_size for path in (tmp_path / "hub").glob("*.safetensors"))
+
+
+def test_import_and_export_take_the_memory_of_one_tensor(tmp_path: Path) -> None:
+    """240 MB of weights in a process that may grow by 80 MB."""
+    config = LlamaConfig(10_000, 512, 16, 8, 8, 64, 1536)
+    hub.write_hub(tmp_path / "hub", config, {name: torch.rand(shape) for name, shape in hf_config.parameter_shapes(config).items()})
+    script = Path(__file__).parents[1] / "support/memory/import_export.py"
+    result = subprocess.run([sys.executable, script, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert int(result.stdout) < 80e6 < 240e6 < sum(path.stat().st_size for path in (tmp_path / "hub").glob("*.safetensors"))
 
 
 def shards(folder: Path) -> list[Path]:
     return sorted(folder.glob("model-*.safetensors"))
 
 
-def bend(folder: Path, to: Path, how: str) -> Path:
-    """A copy of the folder with one thing wrong."""
+def damage(folder: Path, to: Path, how: str) -> Path:
+    """Copy the folder and damage one thing."""
     if how in ("MistralForCausalLM", "quantization_config", "hidden_size", "num_hidden_layers"):
         values = {"MistralForCausalLM": {"architectures": [how]}, "quantization_config": {how: {"bits": 4}}, "hidden_size": {how: 128}}
         return changed(folder, to, **values.get(how, {how: 2}))
@@ -352,7 +350,7 @@ def bend(folder: Path, to: Path, how: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("how", "says"),
+    ("how", "message"),
     [
         ("MistralForCausalLM", "the architecture is MistralForCausalLM"),
         ("quantization_config", "quantization_config is"),
@@ -369,16 +367,16 @@ def bend(folder: Path, to: Path, how: str) -> Path:
         ("torn config", "config.json cannot be read"),
     ],
 )
-def test_a_bad_folder_is_refused_in_three_parts(folder: Path, tmp_path: Path, how: str, says: str) -> None:
+def test_damaged_folder_is_refused_with_a_three_part_error(folder: Path, tmp_path: Path, how: str, message: str) -> None:
     with pytest.raises(CheckpointError) as caught:
-        llama_io.import_hub(bend(folder, tmp_path / "bad", how), tmp_path / "run")
+        llama_io.import_hub(damage(folder, tmp_path / "bad", how), tmp_path / "run")
     error = caught.value
-    assert says in str(error)
+    assert message in str(error)
     assert error.what and str(tmp_path) in error.where and error.hint
     assert not (tmp_path / "run").exists()
 
 
-def test_what_is_no_folder_of_a_model_and_what_is_another_run_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_folder_without_a_model_and_folder_of_another_run_are_refused(folder: Path, tmp_path: Path) -> None:
     cases: list[tuple[type[LockstepError], list[str]]] = [
         (UsageError, ["checkpoint", "import", str(tmp_path), "--out", str(tmp_path / "run")]),
         (UsageError, ["checkpoint", "import", str(folder)]),
@@ -401,7 +399,7 @@ def test_what_is_no_folder_of_a_model_and_what_is_another_run_is_refused(folder:
 # -- continuations ----------------------------------------------------------------------------------------------------
 
 
-def test_a_draw_follows_its_probability() -> None:
+def test_draws_follow_their_probabilities() -> None:
     logits = torch.log(torch.tensor([0.5, 0.1, 0.25, 0.15])).expand(4000, 4)
     draws = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
 
@@ -412,7 +410,9 @@ def test_a_draw_follows_its_probability() -> None:
     assert drawn(temperature=1.0) == pytest.approx([0.5, 0.1, 0.25, 0.15], abs=1e-3)
     assert drawn(temperature=1.0, top_k=2) == pytest.approx([2 / 3, 0, 1 / 3, 0], abs=1e-3)
     assert drawn(temperature=1.0, top_p=0.7) == pytest.approx([2 / 3, 0, 1 / 3, 0], abs=1e-3)
-    assert drawn(temperature=1.0, top_k=3, top_p=0.8) == pytest.approx([2 / 3, 0, 1 / 3, 0], abs=1e-3), "top-p of what top-k left"
+    assert drawn(temperature=1.0, top_k=3, top_p=0.8) == pytest.approx([2 / 3, 0, 1 / 3, 0], abs=1e-3), (
+        "top-p applies to the tokens that top-k keeps"
+    )
     assert drawn(temperature=1.0, top_p=1e-9) == [1, 0, 0, 0]
     squares = torch.tensor([0.5, 0.1, 0.25, 0.15]) ** 2
     assert drawn(temperature=0.5) == pytest.approx((squares / squares.sum()).tolist(), abs=1e-3)
@@ -420,7 +420,7 @@ def test_a_draw_follows_its_probability() -> None:
     assert int(sample_next(torch.zeros(1, 5), last, SamplingParams(1.0, top_k=3))[0]) == 2
 
 
-def test_a_row_does_not_depend_on_its_batch_and_its_draws_follow_from_the_seed(small: Llama) -> None:
+def test_row_depends_on_seed_and_number_but_not_on_its_batch(small: Llama) -> None:
     prompts = [[5, 6, 7], [9], [10, 11, 12, 13, 14, 15]]
     sampling = SamplingParams(temperature=1.3, seed=4)
     decoder = Decoder(small)
@@ -432,7 +432,7 @@ def test_a_row_does_not_depend_on_its_batch_and_its_draws_follow_from_the_seed(s
     assert together != list(others)
 
 
-def test_text_is_told_whole_characters_at_a_time_and_ends_before_its_stop(folder: Path) -> None:
+def test_text_is_emitted_in_whole_characters_and_ends_before_a_stop_text(folder: Path) -> None:
     tokenizer = ChatTokenizer.load(folder, {})
     ids = tokenizer.encode("süße Äpfel: END of it")[1:]
 
@@ -449,15 +449,15 @@ def test_text_is_told_whole_characters_at_a_time_and_ends_before_its_stop(folder
     assert "".join(emitted([], torn)) == tokenizer.decode(torn), "half a character is emitted at the end"
 
 
-def test_chats_are_written_as_transformers_writes_them(folder: Path, tmp_path: Path) -> None:
+def test_chats_are_rendered_as_transformers_renders_them(folder: Path, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    right = transformers.AutoTokenizer.from_pretrained(folder)
+    expected = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer = ChatTokenizer.load(folder, {})
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " Hello <b>&</b>\n"}]
-    assert tokenizer.encode_chat(messages) == right.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-    assert tokenizer.encode("Hello there") == right("Hello there")["input_ids"]
+    assert tokenizer.encode_chat(messages) == expected.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert tokenizer.encode("Hello there") == expected("Hello there")["input_ids"]
     assert tokenizer.eos_ids == {1}
-    for template, says in (
+    for template, message in (
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ messages.append(1) }}", "unsafe"),
         ("{{ raise_exception('no system') }}", "no system"),
@@ -465,7 +465,7 @@ def test_chats_are_written_as_transformers_writes_them(folder: Path, tmp_path: P
         ("{% for %}", "xpected"),
     ):
         bad = ChatTokenizer(tokenizer.inner, template, tokenizer.special_tokens, tokenizer.eos_ids, tmp_path)
-        with pytest.raises(DataError, match=says):
+        with pytest.raises(DataError, match=message):
             bad.render(messages)
     dated = ChatTokenizer(tokenizer.inner, "{{ strftime_now('%d %b %Y') }}{{ messages | tojson }}", {}, tokenizer.eos_ids, tmp_path)
     assert dated.render(messages[:1], now=lambda: datetime(2024, 7, 26)) == '26 Jul 2024[{"role": "system", "content": "Be brief."}]'
@@ -473,35 +473,35 @@ def test_chats_are_written_as_transformers_writes_them(folder: Path, tmp_path: P
         ChatTokenizer(tokenizer.inner, "", {}, tokenizer.eos_ids, tmp_path).render(messages)
 
 
-def test_the_command_prints_the_continuation_alone(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """From the folder and from its import, as `transformers` continues it."""
+def test_generate_prints_only_the_continuation(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """For the folder and for its import; equal to the continuation by `transformers`."""
     transformers = pytest.importorskip("transformers")
     words = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.LlamaForCausalLM.from_pretrained(folder)
     given = words("The cat", return_tensors="pt")["input_ids"]
-    right = words.decode(model.generate(given, max_new_tokens=20, do_sample=False)[0, given.shape[1] :], skip_special_tokens=True)
+    expected = words.decode(model.generate(given, max_new_tokens=20, do_sample=False)[0, given.shape[1] :], skip_special_tokens=True)
     assert main(["checkpoint", "import", str(folder), "--out", str(tmp_path / "run")]) == 0
     capsys.readouterr()
     for source in (folder, tmp_path / "run"):
         assert main(["generate", str(source), "The cat", "--tokens", "20"]) == 0
-        assert capsys.readouterr().out == right + "\n"
+        assert capsys.readouterr().out == expected + "\n"
     assert main(["generate", str(folder), "The cat", "The dog", "--tokens", "20"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == right and len(lines) == 2
-    assert main(["generate", str(folder), "The cat", "--tokens", "20", "--stop", right[4:6]]) == 0
-    assert capsys.readouterr().out == right[: right.find(right[4:6])] + "\n"
+    assert lines[0] == expected and len(lines) == 2
+    assert main(["generate", str(folder), "The cat", "--tokens", "20", "--stop", expected[4:6]]) == 0
+    assert capsys.readouterr().out == expected[: expected.find(expected[4:6])] + "\n"
     assert main(["generate", str(folder), "The cat", "--tokens", "5", "--chat"]) == 0
     drawn = ["generate", str(folder), "The cat", "--tokens", "9", "--temperature", "1", "--top-k", "9", "--top-p", "0.9", "--seed"]
-    found = []
+    printed = []
     for seed in ("1", "1", "2"):
         capsys.readouterr()
         assert main([*drawn, seed]) == 0
-        found.append(capsys.readouterr().out)
-    assert found[0] == found[1] != found[2]
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] != printed[2]
 
 
-def test_the_compiled_step_continues_alike(small: Llama, folder: Path) -> None:
-    """No graph break, one trace for all tokens; with the eager backend, since code generation takes half a minute."""
+def test_compiled_step_generates_the_same_tokens(small: Llama, folder: Path) -> None:
+    """No graph break, one trace for all tokens. Eager backend: inductor takes half a minute."""
     decoder = Decoder(small)
     step = torch.compile(decoder.step, dynamic=False, backend="eager", fullgraph=True)
     prompts = [[5, 6, 7], [9]]
@@ -509,33 +509,33 @@ def test_the_compiled_step_continues_alike(small: Llama, folder: Path) -> None:
     assert list(stream_continuations(decoder, ChatTokenizer.load(folder, {}), prompts, tokens=3))
 
 
-def generate_split(world: World, folder: Path, prompts: list[list[int]]) -> tuple[list[list[int]], int]:
+def generate_split(runtime: ElasticRuntime, folder: Path, prompts: list[list[int]]) -> tuple[list[list[int]], int]:
     """Return (tokens of a model split over the world, number of elements in this process)."""
     torch.set_grad_enabled(False)
     model = llama_io.load_llama(folder, device=CPU).model
-    group = apply_tensor_parallel(model, world, "--tensor")
+    group = apply_tensor_parallel(model, runtime, "--tensor")
     decoder = Decoder(model, rows=len(prompts), layout="plain", group=group)
     return list(sample_tokens(decoder, prompts, tokens=20)), sum(buffer.numel() for buffer in decoder.buffers())
 
 
-def test_a_model_cut_over_two_processes_writes_what_the_whole_one_writes(folder: Path) -> None:
+def test_model_split_over_two_processes_generates_the_same_tokens(folder: Path) -> None:
     prompts = [[5, 6, 7], [9], [20, 30, 40, 50]]
     model = llama_io.load_llama(folder, device=CPU).model
     decoder = Decoder(model, rows=3, layout="plain")
-    right, numbers = list(sample_tokens(decoder, prompts, tokens=20)), sum(buffer.numel() for buffer in decoder.buffers())
-    found = run_ranks(generate_split, 2, folder, prompts)
-    cut_numbers = sum(parameter.numel() for parameter in model.layers.parameters() if parameter.dim() == 2)
-    assert [tokens for tokens, _ in found] == [right, right]
-    assert [held for _, held in found] == [numbers - cut_numbers // 2] * 2
+    expected, numbers = list(sample_tokens(decoder, prompts, tokens=20)), sum(buffer.numel() for buffer in decoder.buffers())
+    results = run_ranks(generate_split, 2, folder, prompts)
+    split_numbers = sum(parameter.numel() for parameter in model.layers.parameters() if parameter.dim() == 2)
+    assert [tokens for tokens, _ in results] == [expected, expected]
+    assert [count for _, count in results] == [numbers - split_numbers // 2] * 2
     with pytest.raises(UsageError, match="4 heads and 2 key-value heads and 112 inner width cannot be split over 3"):
         refuse_indivisible(model.config, 3, "--tensor")
 
 
-def test_the_command_cuts_a_model_and_reads_lines(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_generate_splits_a_model_and_reads_a_file(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "lines").write_text("The cat\nEin Hund\n")
     words = ["generate", str(folder), "--file", str(tmp_path / "lines"), "--tokens", "8"]
     assert main(words) == 0
-    right = capfd.readouterr().out
-    done = subprocess.run([sys.executable, "-m", "lockstep", *words, "--tensor", "2"], capture_output=True, text=True, check=True)
-    assert done.stdout == right and right.count("\n") == 2
+    expected = capfd.readouterr().out
+    result = subprocess.run([sys.executable, "-m", "lockstep", *words, "--tensor", "2"], capture_output=True, text=True, check=True)
+    assert result.stdout == expected and expected.count("\n") == 2
     assert main([*words, "--tensor", "2", "--compile"]) == UsageError.exit_code

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from lockstep.parallel.activation_checkpoint import Mode, checkpoint_activations
 from lockstep.parallel.memory_estimate import memory_limit, refuse_too_large
 from lockstep.parallel.plans import plan_of
 from lockstep.tasks.layout_limits import min_parameters
-from lockstep.testing.ranks import TensorMemory
+from lockstep.testing.tensor_memory import TensorMemory
 from lockstep.training.optim import LeanAdamW, adamw, stochastic_round
 
 CONFIG = LlamaConfig(300, 64, 4, 4, 2, 16, 192, max_seq_len=256)
@@ -63,9 +64,9 @@ def translator() -> Translator:
 
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("make, loss_of", [(lambda: build_llama(CONFIG, device=CPU, seed=1), llama_loss), (translator, translator_loss)])
-def test_what_is_recomputed_has_the_same_bits(make: Callable[[], nn.Module], loss_of: Callable[[nn.Module], Tensor], bf16: bool) -> None:
-    """Dropout included."""
-    plain, found = make(), []
+def test_recomputation_has_the_same_bits(make: Callable[[], nn.Module], loss_of: Callable[[nn.Module], Tensor], bf16: bool) -> None:
+    """Including dropout."""
+    plain, results = make(), []
     for mode in MODES:
         model = copy.deepcopy(plain)
         checkpoint_activations(blocks_of(model), mode)
@@ -75,11 +76,11 @@ def test_what_is_recomputed_has_the_same_bits(make: Callable[[], nn.Module], los
             loss = loss_of(model)
         loss.backward()
         grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-        found.append((float(loss.detach()), digest(grads), len(grads)))
-    assert found[0] == found[1] == found[2] and found[0][2] == len(list(plain.parameters()))
+        results.append((float(loss.detach()), digest(grads), len(grads)))
+    assert results[0] == results[1] == results[2] and results[0][2] == len(list(plain.parameters()))
 
 
-def test_recomputing_lowers_the_peak_of_activations() -> None:
+def test_activation_checkpointing_lowers_peak_memory() -> None:
     peaks = []
     for mode in MODES:
         model = build_llama(LlamaConfig(300, 64, 8, 4, 2, 16, 192), device=CPU, seed=1)
@@ -125,25 +126,25 @@ def train_further(model: Llama, optimizer: torch.optim.Optimizer, steps: int) ->
         optimizer.step()
 
 
-def test_offloaded_on_a_cpu_it_is_torchs_adamw_bit_by_bit() -> None:
-    right, lean = trained(MemoryOptions()), trained(MemoryOptions(offload="optimizer"))
-    assert isinstance(right[1], torch.optim.AdamW) and isinstance(lean[1], LeanAdamW)
-    assert digest(get_state_dict(*right)) == digest(get_state_dict(*lean))
+def test_offloaded_optimizer_on_a_cpu_has_the_bits_of_torch_adamw() -> None:
+    expected, lean = trained(MemoryOptions()), trained(MemoryOptions(offload="optimizer"))
+    assert isinstance(expected[1], torch.optim.AdamW) and isinstance(lean[1], LeanAdamW)
+    assert digest(get_state_dict(*expected)) == digest(get_state_dict(*lean))
 
 
 @pytest.mark.parametrize(
     "memory", [MemoryOptions(optimizer_state="bf16"), MemoryOptions(weights="bf16"), MemoryOptions(optimizer_state="bf16", weights="bf16")]
 )
-def test_narrow_types_learn_as_well_in_less_memory_and_resume_bit_by_bit(memory: MemoryOptions) -> None:
-    right, _ = trained(MemoryOptions())
+def test_bf16_state_trains_as_well_in_less_memory_and_resumes_with_the_same_bits(memory: MemoryOptions) -> None:
+    expected, _ = trained(MemoryOptions())
     model, optimizer = trained(memory)
     before = float(llama_loss(build_llama(CONFIG, device=CPU, seed=1)).detach())
-    losses = [float(llama_loss(one).detach()) for one in (right, model)]
+    losses = [float(llama_loss(one).detach()) for one in (expected, model)]
     assert losses[0] < 0.7 * before and losses[1] == pytest.approx(losses[0], rel=0.05)
     numbers = CONFIG.num_parameters
-    held = sum(t.nbytes for name, t in get_state_dict(model, optimizer).items() if not name.endswith("step"))
+    state_bytes = sum(t.nbytes for name, t in get_state_dict(model, optimizer).items() if not name.endswith("step"))
     each = (2 if memory.weights == "bf16" else 4) + (4 if memory.weights == "bf16" else 0) + (4 if memory.optimizer_state == "bf16" else 8)
-    assert held == numbers * each
+    assert state_bytes == numbers * each
     saved = {name: tensor.clone() for name, tensor in get_state_dict(model, optimizer).items()}
     again = build_llama(CONFIG, device=CPU, seed=2).to(next(model.parameters()).dtype)
     other = adamw(again, OptimOptions(learning_rate=1e-2), memory)
@@ -153,7 +154,7 @@ def test_narrow_types_learn_as_well_in_less_memory_and_resume_bit_by_bit(memory:
     assert digest(get_state_dict(model, optimizer)) == digest(get_state_dict(again, other))
 
 
-def test_the_update_does_not_depend_on_how_tensors_are_cut() -> None:
+def test_update_does_not_depend_on_how_tensors_are_split() -> None:
     whole = nn.Parameter(torch.randn(64, 24).bfloat16())
     cuts = [nn.Parameter(part.detach().clone()) for part in whole.split((13, 51))]
     options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "state_dtype": torch.bfloat16}
@@ -167,36 +168,28 @@ def test_the_update_does_not_depend_on_how_tensors_are_cut() -> None:
     assert torch.equal(whole, torch.cat([part.detach() for part in cuts]))
 
 
-def test_rounding_by_chance_is_right_on_average() -> None:
+def test_stochastic_rounding_is_unbiased() -> None:
     wide = torch.full((100_000,), 1 + 1 / 1024)  # an eighth of the way from 1 to the next number
-    found = stochastic_round(wide, torch.randn(100_000), 5).float()
-    assert set(found.tolist()) == {1.0, 1.0078125}
-    assert float(found.mean()) == pytest.approx(1 + 1 / 1024, abs=5e-5)
+    rounded = stochastic_round(wide, torch.randn(100_000), 5).float()
+    assert set(rounded.tolist()) == {1.0, 1.0078125}
+    assert float(rounded.mean()) == pytest.approx(1 + 1 / 1024, abs=5e-5)
     fading = torch.ones(2000).bfloat16()
     for step in range(1000):
         fading = stochastic_round(fading.float() * 0.999, torch.randn(2000) * 1e-6, step)
-    assert float(fading.float().mean()) == pytest.approx(0.999**1000, rel=0.02), "to the nearest it would stay at 1"
+    assert float(fading.float().mean()) == pytest.approx(0.999**1000, rel=0.02), "rounding to nearest would stay at 1"
 
 
-def test_the_logits_of_a_large_vocabulary_never_exist_at_once() -> None:
+def test_logits_of_a_large_vocabulary_never_exist_at_once() -> None:
     """1,536 tokens of 128,256 words: the logits would take 788 MB, their gradient as much again."""
-    script = (
-        "import resource, torch; from lockstep.models.loss import output_cross_entropy\n"
-        "import torch._dynamo; torch.set_num_threads(1)\n"
-        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
-        "states, weight = torch.randn(1536, 8, requires_grad=True), torch.randn(128256, 8, requires_grad=True)\n"
-        "before = peak()\n"
-        "output_cross_entropy(states, weight, torch.arange(1536), smoothing=0.0, ignore_index=-100).backward()\n"
-        "print(peak() - before)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 400e6 < 1536 * 128_256 * 4
+    script = Path(__file__).parents[1] / "support/memory/large_vocabulary_loss.py"
+    result = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert int(result.stdout) < 400e6 < 1536 * 128_256 * 4
 
 
-def test_a_model_that_no_layout_of_this_machine_holds_is_refused_before_its_text_is_prepared() -> None:
+def test_model_too_large_for_this_machine_is_refused_before_data_preparation() -> None:
     run = resolve(None, {"model.dim": "24", "model.n_heads": "3", "model.encoder_layers": "2", "model.decoder_layers": "5"}).run
     translator = build_translator(run.model, vocab_size=100, device=torch.device("meta"), seed=1)
-    assert min_parameters(run) == sum(one.numel() for one in translator.parameters()) - 100 * 24
+    assert min_parameters(run) == sum(parameter.numel() for parameter in translator.parameters()) - 100 * 24
     for size in ("1M", "405B"):
         run = resolve(None, {"task": "pretrain", "data.kind": "stdlib", "llama.size": size}).run
         assert min_parameters(run) == replace(LLAMA_CONFIGS[size], vocab_size=0).num_parameters

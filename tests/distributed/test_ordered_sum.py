@@ -9,20 +9,21 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.ranks import run_ranks
 from torch import nn
 
-from lockstep.elastic.world import World
+from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
-from lockstep.parallel import replica
+from lockstep.parallel import digest as digest_module
+from lockstep.parallel.digest import digest_of
 from lockstep.parallel.ordered_sum import Subtree, SumTree, leaves_of_rank, subtrees, tree_all_reduce
-from lockstep.parallel.replica import Replica, digest_of
+from lockstep.parallel.replica import Replica
 from lockstep.runtime.work import WorkWaiter
-from lockstep.testing.ranks import run_ranks
 
 
 @given(st.integers(1, 40), st.integers(1, 40))
 @settings(max_examples=200, deadline=None)
-def test_shares_are_contiguous_and_cover_all_leaves(size: int, leaves: int) -> None:
+def test_leaves_of_ranks_are_contiguous_and_cover_all_leaves(size: int, leaves: int) -> None:
     blocks = [leaves_of_rank(rank, size, leaves) for rank in range(size)]
     assert [k for block in blocks for k in block] == list(range(leaves))
     assert max(map(len, blocks)) - min(map(len, blocks)) <= 1
@@ -32,8 +33,8 @@ def test_shares_are_contiguous_and_cover_all_leaves(size: int, leaves: int) -> N
 
 @given(st.integers(1, 20), st.data())
 @settings(max_examples=200, deadline=None)
-def test_the_tree_adds_in_one_order_whoever_holds_the_leaves(leaves: int, data: st.DataObject) -> None:
-    """Sums as text, so that another order of additions is another value."""
+def test_order_of_additions_does_not_depend_on_the_ranks_of_the_leaves(leaves: int, data: st.DataObject) -> None:
+    """Sums are text, so another order of additions gives another value."""
 
     class Text(str):
         def __add__(self, other: str) -> Text:
@@ -57,10 +58,10 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest()[:16]
 
 
-def reduced(world: World, leaves: int, length: int) -> str:
+def reduced(runtime: ElasticRuntime, leaves: int, length: int) -> str:
     values = torch.randn(leaves, length, generator=torch.Generator().manual_seed(leaves))
     tree: SumTree[torch.Tensor] = SumTree()
-    for k in leaves_of_rank(world.rank, world.size, leaves):
+    for k in leaves_of_rank(runtime.world.rank, runtime.world.size, leaves):
         tree.add(Subtree(k, 1), values[k])
     out = torch.empty(length)
     assert dist.group.WORLD is not None
@@ -70,14 +71,14 @@ def reduced(world: World, leaves: int, length: int) -> str:
     return digest(out)
 
 
-def reduce_all(world: World) -> list[str]:
-    return [reduced(world, leaves, length) for leaves in (4, 6, 7, 8) for length in (1, 2, 5, 64, 1001)]
+def reduce_all(runtime: ElasticRuntime) -> list[str]:
+    return [reduced(runtime, leaves, length) for leaves in (4, 6, 7, 8) for length in (1, 2, 5, 64, 1001)]
 
 
-def test_exchange_gives_one_hash_for_1_to_4_processes_and_every_length() -> None:
-    found = [run_ranks(reduce_all, size) for size in (1, 2, 3, 4)]
-    assert {str(answer) for answers in found for answer in answers} == {str(found[0][0])}
-    assert len(set(found[0][0])) == len(found[0][0])
+def test_tree_all_reduce_has_one_hash_for_1_to_4_processes_and_every_length() -> None:
+    hashes = [run_ranks(reduce_all, size) for size in (1, 2, 3, 4)]
+    assert {str(answer) for answers in hashes for answer in answers} == {str(hashes[0][0])}
+    assert len(set(hashes[0][0])) == len(hashes[0][0])
 
 
 def tiny(dtype: torch.dtype) -> nn.Module:
@@ -86,13 +87,13 @@ def tiny(dtype: torch.dtype) -> nn.Module:
 
 
 def ragged(k: int, step: int, leaves: int) -> torch.Tensor:
-    """Micro-batches of different sizes."""
+    """Return a micro-batch; its size depends on k."""
     rows = 1 + (3 * k + step) % 5
     return torch.randint(0, 50, (rows, 3 + k % 3), generator=torch.Generator().manual_seed(100 * step + k + leaves))
 
 
-def gradient(world: World, leaves: int, reduce: str, dtype: torch.dtype, bucket_bytes: int, dropout: bool) -> tuple[str, float]:
-    """(digest of three steps' summed gradients, largest error relative to one big batch)."""
+def gradient(runtime: ElasticRuntime, leaves: int, reduce: str, dtype: torch.dtype, bucket_bytes: int, dropout: bool) -> tuple[str, float]:
+    """Return (digest of three steps' summed gradients, largest error relative to one big batch)."""
     model = tiny(dtype).train(dropout)
     error, seen = 0.0, []
     with Replica(model, micro_batches=leaves, reduce=reduce, bucket_bytes=bucket_bytes) as replica:  # type: ignore[arg-type]
@@ -115,25 +116,25 @@ def gradient(world: World, leaves: int, reduce: str, dtype: torch.dtype, bucket_
     return ",".join(seen), error
 
 
-def gradients(world: World, dtype: str, dropout: bool) -> list[tuple[str, float]]:
+def gradients(runtime: ElasticRuntime, dtype: str, dropout: bool) -> list[tuple[str, float]]:
     cases = [(leaves, reduce, bucket) for leaves in (4, 5, 8) for reduce in ("ordered", "fast") for bucket in (500, 25_000_000)]
-    return [gradient(world, leaves, reduce, getattr(torch, dtype), bucket, dropout) for leaves, reduce, bucket in cases]
+    return [gradient(runtime, leaves, reduce, getattr(torch, dtype), bucket, dropout) for leaves, reduce, bucket in cases]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_the_gradient_is_that_of_one_big_batch(size: int) -> None:
+def test_gradient_equals_that_of_one_big_batch(size: int) -> None:
     for answers in run_ranks(gradients, size, "float64", False):
         assert max(error for _, error in answers) < 1e-6
 
 
-def test_the_gradient_has_the_same_bits_on_1_to_4_processes_with_dropout() -> None:
-    found = [[d for d, _ in answers] for size in (1, 2, 3, 4) for answers in run_ranks(gradients, size, "float32", True)]
-    ordered = [[row[i] for i in (0, 1, 4, 5, 8, 9)] for row in found]
+def test_gradient_has_the_same_bits_on_1_to_4_processes_with_dropout() -> None:
+    digests = [[d for d, _ in answers] for size in (1, 2, 3, 4) for answers in run_ranks(gradients, size, "float32", True)]
+    ordered = [[row[i] for i in (0, 1, 4, 5, 8, 9)] for row in digests]
     assert all(row == ordered[0] for row in ordered)
     assert ordered[0][0] == ordered[0][1], "the size of a bucket must not change bits"
 
 
-def forgets_backward(world: World) -> str:
+def skip_backward(runtime: ElasticRuntime) -> str:
     model = tiny(torch.float32)
     try:
         with Replica(model, micro_batches=2) as replica:
@@ -144,11 +145,11 @@ def forgets_backward(world: World) -> str:
     return ""
 
 
-def test_a_step_without_a_backward_pass_is_refused() -> None:
-    assert "no gradient arrived" in run_ranks(forgets_backward, 1)[0]
+def test_step_without_a_backward_pass_is_refused() -> None:
+    assert "no gradient arrived" in run_ranks(skip_backward, 1)[0]
 
 
-def too_many(world: World) -> str:
+def use_one_micro_batch_too_few(runtime: ElasticRuntime) -> str:
     try:
         Replica(tiny(torch.float32), micro_batches=1)
     except UsageError as error:
@@ -157,16 +158,16 @@ def too_many(world: World) -> str:
 
 
 def test_more_processes_than_micro_batches_are_refused_on_every_rank() -> None:
-    assert all("2 processes are running, a step has 1 micro-batches" in text for text in run_ranks(too_many, 2))
+    assert all("2 processes are running, a step has 1 micro-batches" in text for text in run_ranks(use_one_micro_batch_too_few, 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("by", ["words", "hash"])
 def test_every_flipped_bit_shows_in_a_digest(dtype: torch.dtype, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`hash` is the path of tensors on an accelerator."""
+    """`hash` is the path for tensors on an accelerator."""
     tensors = [-torch.ones(3, dtype=dtype), torch.zeros(0, dtype=dtype), torch.full((), 5, dtype=dtype)]
     if by == "hash":
-        monkeypatch.setattr(replica, "words_of", lambda tensor: None)
+        monkeypatch.setattr(digest_module, "words_of", lambda tensor: None)
     whole = digest_of(tensors)
     assert 0 <= whole < 2**64
     for tensor in (tensors[0], tensors[2]):

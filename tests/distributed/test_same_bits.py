@@ -1,7 +1,7 @@
 """One sha256 of the trained state for every number of processes, through stops and kills.
 
-The default model with dropout, bf16 autocast and clipping, K = 8, on a small part of the embedded corpus. A rank is killed by a real
-SIGKILL. Each rank records its samples in a ledger file.
+The default model with dropout, bf16 autocast and clipping, K = 8, on a small part of the embedded
+corpus. A rank is killed by SIGKILL. Each rank records its samples in a ledger file.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.ranks import run_ranks
 
 from lockstep.checkpoint.commands import digest_line
-from lockstep.cli.run_options import open_run
+from lockstep.cli.run_request import open_run
 from lockstep.data.pairs.encoded import EncodedPairs
-from lockstep.elastic.world import World
+from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.record.metrics import read_metrics
-from lockstep.testing.ranks import run_ranks
 from lockstep.train import train
 from lockstep.training.setup import lock_run_folder
 
@@ -40,18 +40,18 @@ FLAGS = {
 STEPS = 6
 
 
-def trained(world: World, folder: str, steps: int, kill: tuple[int, int] | None) -> str:
-    """Train in `folder` to `steps`; rank kill[0] kills itself with SIGKILL once the metrics hold step kill[1]."""
+def trained(runtime: ElasticRuntime, folder: str, steps: int, kill: tuple[int, int] | None) -> str:
+    """Train in `folder` to `steps`; kill = (rank, step): that rank dies by SIGKILL after that step."""
     path = Path(folder)
     resolved = open_run(path, None, {**FLAGS, "steps": str(steps)}, {})
-    if world.leader:
+    if runtime.world.leader:
         with lock_run_folder(path, resolved):
             pass
-    if kill and world.rank == kill[0]:
+    if kill and runtime.world.rank == kill[0]:
         threading.Thread(target=die_after, args=(path / "metrics.jsonl", kill[1]), daemon=True).start()
-    keep_ledger(path / f"ledger-{world.rank}.jsonl")
-    train(resolved, path, world)
-    return digest_line(path) if world.leader else ""
+    keep_ledger(path / f"ledger-{runtime.world.rank}.jsonl")
+    train(resolved, path, runtime)
+    return digest_line(path) if runtime.world.leader else ""
 
 
 def die_after(metrics: Path, step: int) -> None:
@@ -73,16 +73,16 @@ def keep_ledger(path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that one process trained without interruption."""
-    folder = tmp_path_factory.mktemp("undisturbed")
+    folder = tmp_path_factory.mktemp("uninterrupted")
     run_ranks(trained, 1, str(folder), STEPS, None)
     return folder
 
 
-def begun(undisturbed: Path, folder: Path) -> Path:
+def prepared_folder(uninterrupted: Path, folder: Path) -> Path:
     """Return a new folder with the tokenized corpus, which takes seconds to make."""
-    shutil.copytree(undisturbed / "data", folder / "data")
+    shutil.copytree(uninterrupted / "data", folder / "data")
     return folder
 
 
@@ -95,23 +95,23 @@ def fed(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("size", "then"), [(1, 3), (2, 2), (3, 4), (4, 1)])
-def test_stopped_in_the_middle_and_resumed_on_another_number_of_processes(undisturbed: Path, tmp_path: Path, size: int, then: int) -> None:
-    folder = begun(undisturbed, tmp_path / "run")
+def test_stopped_run_resumes_on_another_number_of_processes(uninterrupted: Path, tmp_path: Path, size: int, then: int) -> None:
+    folder = prepared_folder(uninterrupted, tmp_path / "run")
     run_ranks(trained, size, str(folder), STEPS // 2, None)
     run_ranks(trained, then, str(folder), STEPS, None)
-    assert digest_line(folder) == digest_line(undisturbed)
-    assert losses(folder) == losses(undisturbed) and [step for step, *_ in losses(folder)] == list(range(1, STEPS + 1))
-    assert fed(folder) == fed(undisturbed)
+    assert digest_line(folder) == digest_line(uninterrupted)
+    assert losses(folder) == losses(uninterrupted) and [step for step, *_ in losses(folder)] == list(range(1, STEPS + 1))
+    assert fed(folder) == fed(uninterrupted)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_killed_in_the_middle_and_resumed(undisturbed: Path, tmp_path: Path, victim: int) -> None:
-    folder = begun(undisturbed, tmp_path / "run")
+def test_run_killed_and_resumed_has_the_same_bits(uninterrupted: Path, tmp_path: Path, victim: int) -> None:
+    folder = prepared_folder(uninterrupted, tmp_path / "run")
     with pytest.raises(AssertionError, match="rank"):
         run_ranks(trained, 2, str(folder), STEPS, (victim, 4))
     before = losses(folder)
     assert 3 < len(before) < STEPS + 1
     run_ranks(trained, 3, str(folder), STEPS, None)
-    assert digest_line(folder) == digest_line(undisturbed)
-    assert losses(folder) == losses(undisturbed)
-    assert before == losses(undisturbed)[: len(before)], "steps done again must have been the same the first time"
+    assert digest_line(folder) == digest_line(uninterrupted)
+    assert losses(folder) == losses(uninterrupted)
+    assert before == losses(uninterrupted)[: len(before)], "repeated steps must have the same losses"

@@ -1,4 +1,4 @@
-"""Translator: exact loss and gradient, masks, initial weights, dropout, fast paths against torch's operations."""
+"""Translator: loss and gradient, masks, initial weights, dropout, fast paths."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def small(dropout: float = 0.0, attention: kernels.AttentionKernel = "plain", **
 
 
 def batch(rows: int = 5, length: int = 7) -> tuple[Tensor, Tensor, Tensor]:
-    """Ragged rows; the last one is PAD only."""
+    """Return rows of different lengths; the last one is PAD only."""
     source, target, labels = (torch.randint(4, V, (rows, length)) for _ in range(3))
     for row in range(rows):
         end = 0 if row == rows - 1 else length - row
@@ -49,28 +49,28 @@ def gradients(loss: Tensor, tensors: list[Tensor]) -> list[Tensor]:
 # -- loss -------------------------------------------------------------------------------------------------------------
 
 
-def torchs(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+def torch_loss(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=0, reduction="sum", label_smoothing=smoothing)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_both_losses_are_torchs_in_float64(smoothing: float) -> None:
+def test_both_losses_equal_torch_in_float64(smoothing: float) -> None:
     """600 tokens, more than a chunk; a quarter is PAD."""
     states = torch.randn(6, 100, 8, dtype=torch.float64, requires_grad=True)
     weight = (3 * torch.randn(V, 8, dtype=torch.float64)).requires_grad_()
     labels = torch.randint(4, V, (6, 100)) * (torch.rand(6, 100) > 0.25)
-    right = torchs(states @ weight.T, labels, smoothing)
-    grads = gradients(right * 0.3, [states, weight])
-    for found in (
+    expected = torch_loss(states @ weight.T, labels, smoothing)
+    grads = gradients(expected * 0.3, [states, weight])
+    for loss in (
         cross_entropy(states @ weight.T, labels, smoothing=smoothing, ignore_index=0),
         output_cross_entropy(states, weight, labels, smoothing=smoothing, ignore_index=0),
     ):
-        torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
-        for own, theirs in zip(gradients(found * 0.3, [states, weight]), grads, strict=True):
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+        for own, theirs in zip(gradients(loss * 0.3, [states, weight]), grads, strict=True):
             torch.testing.assert_close(own, theirs, rtol=1e-10, atol=1e-12)
 
 
-def test_the_gradient_of_the_loss_is_its_slope() -> None:
+def test_gradient_of_the_loss_passes_gradcheck() -> None:
     states = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(11, 3, dtype=torch.float64, requires_grad=True)
     labels = torch.tensor([4, 0, 5, 10, 0, 6, 4])
@@ -79,23 +79,23 @@ def test_the_gradient_of_the_loss_is_its_slope() -> None:
     assert torch.autograd.gradcheck(lambda z: cross_entropy(z, labels, smoothing=0.2, ignore_index=0), (logits,))
 
 
-def test_the_loss_under_autocast_is_near_the_exact_one_and_float32() -> None:
+def test_loss_under_autocast_is_float32_and_close_to_the_exact_one() -> None:
     states = torch.randn(300, 32, requires_grad=True)
     weight = torch.randn(V, 32, requires_grad=True)
     labels = torch.randint(4, V, (300,))
-    right = torchs(states.double() @ weight.double().T, labels, 0.1)
-    grads = gradients(right, [states, weight])
+    expected = torch_loss(states.double() @ weight.double().T, labels, 0.1)
+    grads = gradients(expected, [states, weight])
     with torch.autocast("cpu", torch.bfloat16):
-        found = output_cross_entropy(states, weight, labels, smoothing=0.1, ignore_index=0)
-        other = cross_entropy((states @ weight.T), labels, smoothing=0.1, ignore_index=0)
-    assert found.dtype == other.dtype == torch.float32
-    for loss in (found, other):
-        torch.testing.assert_close(loss.double(), right, rtol=3e-3, atol=0)
+        from_states = output_cross_entropy(states, weight, labels, smoothing=0.1, ignore_index=0)
+        from_logits = cross_entropy((states @ weight.T), labels, smoothing=0.1, ignore_index=0)
+    assert from_states.dtype == from_logits.dtype == torch.float32
+    for loss in (from_states, from_logits):
+        torch.testing.assert_close(loss.double(), expected, rtol=3e-3, atol=0)
         for own, theirs in zip(gradients(loss, [states, weight]), grads, strict=True):
             assert (own - theirs).norm() < 1e-2 * theirs.norm()
 
 
-def test_extreme_logits_and_batches_without_a_token_give_finite_numbers() -> None:
+def test_extreme_logits_and_empty_batches_give_finite_numbers() -> None:
     logits = torch.tensor([[1e4, -1e4, 0.0, 0.0, 3.0], [-3e38, 0.0, 0.0, 0.0, 0.0]], requires_grad=True)
     loss = cross_entropy(logits, torch.tensor([4, 4]), smoothing=0.0, ignore_index=0)
     assert float(loss.detach()) == pytest.approx(9997 + 1.38629, rel=1e-6)
@@ -106,13 +106,13 @@ def test_extreme_logits_and_batches_without_a_token_give_finite_numbers() -> Non
     assert all(not grad.any() for grad in gradients(loss, [states, weight]))
 
 
-def test_the_models_loss_is_that_of_its_logits() -> None:
+def test_loss_of_the_model_equals_the_loss_of_its_logits() -> None:
     model, (source, target, labels) = small().double(), batch()
-    right = torchs(model(source, target), labels, 0.1)
-    grads = gradients(right, list(model.parameters()))
-    found = model(source, target, labels, smoothing=0.1)
-    torch.testing.assert_close(found, right, rtol=1e-12, atol=0)
-    for own, theirs in zip(gradients(found, list(model.parameters())), grads, strict=True):
+    expected = torch_loss(model(source, target), labels, 0.1)
+    grads = gradients(expected, list(model.parameters()))
+    loss = model(source, target, labels, smoothing=0.1)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    for own, theirs in zip(gradients(loss, list(model.parameters())), grads, strict=True):
         torch.testing.assert_close(own, theirs, rtol=1e-9, atol=1e-11)
 
 
@@ -131,7 +131,7 @@ def test_rows_of_padding_give_finite_numbers_and_change_nothing(attention: kerne
 
 
 @pytest.mark.parametrize("attention", ["plain", "sdpa"])
-def test_a_sentence_does_not_see_its_padding_nor_its_future(attention: kernels.AttentionKernel) -> None:
+def test_sentence_does_not_attend_to_padding_or_later_tokens(attention: kernels.AttentionKernel) -> None:
     model, (source, target, _) = small(attention=attention).double().eval(), batch()
     whole = model(source, target)
     wider = model(F.pad(source, (0, 3)), F.pad(target, (0, 3)))[:, : target.shape[1]]
@@ -146,7 +146,7 @@ def test_a_sentence_does_not_see_its_padding_nor_its_future(attention: kernels.A
 
 
 @pytest.mark.parametrize("to_itself", [True, False])
-def test_attention_by_hand_is_torchs_own(to_itself: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_attention_equals_torch_attention(to_itself: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     queries = torch.randn(3, 5, 3 if to_itself else 1, 2, 4, dtype=torch.float64, requires_grad=True)
     others = None if to_itself else torch.randn(3, 6, 2, 2, 4, dtype=torch.float64, requires_grad=True)
     bias = torch.full((1, 1, 5, 5), -torch.inf).triu(1) if to_itself else torch.zeros(3, 1, 1, 6)
@@ -168,22 +168,22 @@ def test_attention_by_hand_is_torchs_own(to_itself: bool, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("probability", [0.1, 0.3])
-def test_dropout_drops_as_often_as_asked_and_scales_the_rest(probability: float) -> None:
+def test_dropout_has_the_given_probability_and_scales_the_rest(probability: float) -> None:
     mask = dropout_mask(torch.Size((1001, 333)), probability, torch.float64)
     kept = mask > 0
     assert kept.double().mean().item() == pytest.approx(1 - probability, abs=4 * (probability / kept.numel()) ** 0.5)
     assert mask[kept].unique().tolist() == pytest.approx([1 / (1 - probability)], rel=1e-4)
     assert mask.mean().item() == pytest.approx(1.0, abs=0.005)
     runs = (kept[:, 1:] == kept[:, :-1]).double().mean().item()
-    assert runs == pytest.approx(probability**2 + (1 - probability) ** 2, abs=0.005), "neighbours are independent"
+    assert runs == pytest.approx(probability**2 + (1 - probability) ** 2, abs=0.005), "adjacent elements are independent"
 
 
-def test_dropout_of_nearly_all_is_finite() -> None:
+def test_dropout_with_a_probability_near_1_is_finite() -> None:
     assert dropout_mask(torch.Size((999,)), 0.999999, torch.float32).isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_adding_what_was_dropped_is_a_sum_and_its_gradient_the_mask(dtype: torch.dtype) -> None:
+def test_add_dropout_adds_and_its_gradient_is_the_mask(dtype: torch.dtype) -> None:
     residual = torch.randn(40, 16, requires_grad=True)
     branch = torch.randn(40, 16).to(dtype).requires_grad_()
     torch.manual_seed(7)
@@ -198,7 +198,7 @@ def test_adding_what_was_dropped_is_a_sum_and_its_gradient_the_mask(dtype: torch
     torch.testing.assert_close(to_branch, (weights * mask).to(dtype))
 
 
-def test_a_step_is_a_function_of_the_seed() -> None:
+def test_loss_and_gradient_depend_on_the_seed() -> None:
     model, given = small(dropout=0.3), batch()
 
     def step(seed: int, precision: bool) -> list[Tensor]:
@@ -211,7 +211,7 @@ def test_a_step_is_a_function_of_the_seed() -> None:
         first, again, other = step(1, precision), step(1, precision), step(2, precision)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
         assert not torch.equal(first[0], other[0])
-    assert torch.equal(model.eval()(*given), model.eval()(*given)), "nothing is dropped when it is used"
+    assert torch.equal(model.eval()(*given), model.eval()(*given)), "no dropout in evaluation mode"
 
 
 def test_the_compiled_model_has_no_graph_break() -> None:
@@ -230,7 +230,7 @@ def test_the_compiled_model_has_no_graph_break() -> None:
 # -- initial weights --------------------------------------------------------------------------------------------------
 
 
-def test_first_weights_follow_from_seed_and_name_alone() -> None:
+def test_initial_weights_depend_on_seed_and_name_only() -> None:
     first = small()
     deeper = small(encoder_layers=3)
     known = dict(deeper.named_parameters())
@@ -245,14 +245,14 @@ def test_building_on_the_meta_device_gives_the_same_model() -> None:
     state = torch.random.get_rng_state()
     model = build_translator(section, vocab_size=V, device=torch.device("cpu"), seed=1)
     assert torch.equal(torch.random.get_rng_state(), state), "the global generator is untouched"
-    right = small()
+    expected = small()
     source, target, labels = batch()
     assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
-    assert torch.equal(model(source, target, labels), right(source, target, labels))
+    assert torch.equal(model(source, target, labels), expected(source, target, labels))
     assert model.training
 
 
-def test_first_weights_have_their_spread() -> None:
+def test_initial_weights_have_the_documented_deviation() -> None:
     model = small(vocab_size=2000, dim=128)
     assert model.embedding.weight.std().item() == pytest.approx(128**-0.5, rel=0.02)
     layer = model.get_submodule("decoder.1")

@@ -1,4 +1,4 @@
-"""What only a GPU can show: NCCL under the hook, the reducer's stream, and equal bits from one run to the next. Skipped without one."""
+"""NCCL in the communication hook, the reducer's stream, equal bits of two runs. Needs a GPU."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ SMALL = [
 def trained(folder: Path, workers: int) -> str:
     command = [sys.executable, "-m", "lockstep"]
     words = ["train", "--out", str(folder), "--workers", str(workers), "--checkpoint.every_steps", "3", *SMALL]
-    done = subprocess.run([*command, *words], capture_output=True, text=True, env={**os.environ}, check=False)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run([*command, *words], capture_output=True, text=True, env={**os.environ}, check=False)
+    assert result.returncode == 0, result.stderr
     return subprocess.run([*command, "checkpoint", "digest", str(folder)], capture_output=True, text=True, check=True).stdout
 
 
@@ -47,15 +47,15 @@ def test_one_and_two_gpus_have_one_sha256(tmp_path: Path) -> None:
     assert trained(tmp_path / "a", 1) == trained(tmp_path / "b", 2)
 
 
-def test_the_example_of_an_own_loop_trains_on_the_gpu(tmp_path: Path) -> None:
+def test_example_own_loop_trains_on_the_gpu(tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "examples" / "own_loop.py"
     program = "import torch, own_loop; own_loop.train(steps=3); print(torch.cuda.max_memory_allocated())"
     environ = {**os.environ, "PYTHONPATH": str(example.parent)}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env=environ, check=False)
-    assert done.returncode == 0 and int(done.stdout.split()[-1]) > 0, done.stdout + done.stderr
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env=environ, check=False)
+    assert result.returncode == 0 and int(result.stdout.split()[-1]) > 0, result.stdout + result.stderr
 
 
-def test_the_numerics_fingerprint_is_of_the_gpu_and_the_same_twice() -> None:
+def test_numerics_fingerprint_names_the_gpu_and_repeats() -> None:
     device = torch.device("cuda", 0)
     first = numerics.fingerprint(device)
     numerics.probe_results.cache_clear()

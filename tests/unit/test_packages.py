@@ -1,12 +1,15 @@
-"""The package graph of the source is layered, and the command that prints it finds what breaks the layers."""
+"""The packages of src are layered; the command finds upward imports and cycles."""
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
 
-from lockstep.testing.packages import LAYERS, main
+from lockstep.testing.packages import LAYERS, main, repeated_class_names
+
+SRC = Path(__file__).parents[2] / "src/lockstep"
 
 
 def write_package(top: Path, **files: str) -> str:
@@ -52,8 +55,12 @@ def test_the_public_names_of_the_root_are_no_package(tmp_path: Path) -> None:
 
 
 def test_the_top_level_has_at_most_ten_files() -> None:
-    files = [path.name for path in (Path(__file__).parents[2] / "src/lockstep").glob("*.py")]
+    files = [path.name for path in SRC.glob("*.py")]
     assert len(files) <= 10, files
+
+
+def test_no_two_classes_of_src_share_a_name() -> None:
+    assert repeated_class_names(ast.parse(path.read_text()) for path in SRC.rglob("*.py")) == []
 
 
 def test_each_package_has_one_layer() -> None:

@@ -1,9 +1,8 @@
 """Translation by greedy and beam search: in batches, one token at a time, with a cache.
 
-Sentences are sorted by length to save padding; results come in the order of the input. A
-translation ends with END, or at twice its source's length plus a few tokens: a limit per sentence,
-so that a translation does not depend on its batch. When half of a batch is finished, its rows are
-dropped.
+Sentences are sorted by length to save padding; results are in the order of the input. The limit of
+tokens depends on the sentence alone, so a translation does not depend on its batch. When half of a
+batch is finished, its rows are dropped.
 
 Dimensions in the margin: B sentences of a batch, K beams, S source positions, V vocabulary.
 """
@@ -16,10 +15,10 @@ import torch
 from torch import Tensor
 
 from lockstep.data.tokenizer import BEGIN, END, PAD, Tokenizer
-from lockstep.models.translator import KVCache, Translator
+from lockstep.models.translator import BeamCache, Translator
 
 FIRST_CAPACITY = 32  # positions of a new cache; doubled when full
-StepFunction = Callable[[Tensor, KVCache], Tensor]
+StepFunction = Callable[[Tensor, BeamCache], Tensor]
 
 
 def max_lengths(source: Tensor, max_tokens: int) -> Tensor:
@@ -53,7 +52,7 @@ def greedy_search(model: Translator, source: Tensor, *, max_tokens: int = 256, s
             kept = alive.nonzero()[:, 0]
             cache.keep_rows(kept)
             row, tokens, alive = row[kept], tokens[kept], alive[kept]
-    return [strip_padding(ids) for ids in written.tolist()]
+    return [ids[: ids.index(PAD)] if PAD in ids else ids for ids in written.tolist()]
 
 
 @torch.inference_mode()
@@ -130,7 +129,6 @@ class BeamSearch:
                 self.done[sentence] = len(self.finished[sentence]) >= self.beams
 
     def finish_at_limit(self) -> None:
-        """Finish the sentences that have reached their limit."""
         for row, sentence in enumerate(self.rows):
             if self.position == self.limit[sentence] and not self.done[sentence]:
                 ids = self.written[row, 0, : self.position].tolist()
@@ -141,7 +139,6 @@ class BeamSearch:
         return log_probability / float(tokens**self.length_penalty)
 
     def keep_rows(self, remaining: Sequence[int], kept: Tensor) -> None:
-        """Drop all rows of the batch except these; `kept` is `remaining` as a tensor."""
         self.rows = [self.rows[i] for i in remaining]
         self.written, self.totals = self.written[kept], self.totals[kept]
 
@@ -150,18 +147,13 @@ class BeamSearch:
         return [max(finished, key=lambda pair: pair[0])[1] for finished in self.finished]
 
 
-def strip_padding(ids: list[int]) -> list[int]:
-    """The ids before the first PAD."""
-    return ids[: ids.index(PAD)] if PAD in ids else ids
-
-
 # -- texts ------------------------------------------------------------------------------------------------------------
 
 
 def batches_by_length(lengths: Sequence[int], tokens: int) -> list[list[int]]:
     """Batch rows of similar length, longest first: rows times longest is at most `tokens`.
 
-    Equal lengths keep their order. A row longer than `tokens` is a batch of its own.
+    Equal lengths keep their order. A row longer than `tokens` is a batch alone.
     """
     batches: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -194,7 +186,7 @@ def search_ids(
     return beam_search(model, source, beams=beams, length_penalty=length_penalty, max_tokens=max_tokens, step=step)
 
 
-def translate(
+def translate(  # 8 parameters: the options of `lockstep translate`
     model: Translator,
     tokenizer: Tokenizer,
     texts: Sequence[str],
@@ -220,12 +212,7 @@ def translate(
     for batch in batches_by_length([len(rows[i]) + 1 for i in filled], max(1, batch_tokens // beams)):
         chosen = [filled[i] for i in batch]
         translated = search_ids(
-            model,
-            [rows[i] for i in chosen],
-            beams=beams,
-            length_penalty=length_penalty,
-            max_tokens=max_tokens,
-            step=step,
+            model, [rows[i] for i in chosen], beams=beams, length_penalty=length_penalty, max_tokens=max_tokens, step=step
         )
         for i, ids in zip(chosen, translated, strict=True):
             translations[i] = ids

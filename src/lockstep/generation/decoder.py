@@ -4,8 +4,7 @@ One token of a small model is hundreds of operations of a few microseconds on a 
 weight is read once. So, unlike `llama.py`,
 
 * query, key and value are one matrix, gate and up another: 4 products a layer instead of 7;
-* query and key are rotated together, in place, with a table computed once for the cache;
-* one copy writes keys and values of all rows to the cache, at indices computed once per token;
+* query and key are rotated together, in place, and written to the cache by one copy;
 * on a CPU the weights are stored in a layout for few rows: see `choose_layout`.
 
 The cache has a fixed size, and each row has its own position in it: rows of different lengths need
@@ -26,17 +25,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from lockstep.models.llama import Layer, Llama, RotaryEmbedding
+from lockstep.runtime.torch_private import pack_linear_weight, packed_linear
 
 WeightLayout = Literal["plain", "columns", "packed"]
 
 
 def choose_layout(device_type: str, dtype: torch.dtype, rows: int) -> tuple[WeightLayout, str]:
-    """Return (layout, reason) of a weight that is multiplied with `rows` rows again and again.
+    """Return (layout, reason) of a weight that is multiplied with `rows` rows per token.
 
-    Measured by bench/decode.py --layouts; docs/llama.md has the gain of a whole step.
+    Measured by bench/decode/run.py --layouts; docs/llama.md has the gain of a whole step.
     """
     if device_type != "cpu" or dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
         return "plain", f"no other layout is faster for {str(dtype).removeprefix('torch.')} on {device_type}"
@@ -54,14 +53,13 @@ class Matrix(nn.Module):
         if layout == "columns":
             weight = weight.t().contiguous().t()
         elif layout == "packed":  # as torch.compile packs the frozen weights of a graph
-            weight = torch.ops.mkldnn._reorder_linear_weight(weight, 8)
+            weight = pack_linear_weight(weight, 8)
         self.register_buffer("weight", weight, persistent=False)
         self.weight: Tensor
 
     def forward(self, states: Tensor) -> Tensor:
         if self.layout == "packed":
-            packed: Tensor = torch.ops.mkldnn._linear_pointwise(states, self.weight, None, "none", [], "")
-            return packed
+            return packed_linear(states, self.weight)
         return F.linear(states, self.weight)
 
 
@@ -85,20 +83,20 @@ class Norm(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer without its attention, which differs between prefill and single tokens."""
+    """A layer without its attention, which differs between prefill and step."""
 
     def __init__(self, layer: Layer, head_dim: int, layout: WeightLayout, group: ProcessGroup | None) -> None:
         super().__init__()
         attention, feed = layer.attention, layer.feed_forward
         self.head_dim, self.group = head_dim, group
-        self.attention_norm = Norm(full_weight(layer.attention_norm.weight), cast(float, layer.attention_norm.eps))
-        self.feed_norm = Norm(full_weight(layer.feed_norm.weight), cast(float, layer.feed_norm.eps))
-        weights = [local_weight(linear.weight) for linear in (attention.query, attention.key, attention.value)]
+        self.attention_norm = Norm(layer.attention_norm.weight.detach(), cast(float, layer.attention_norm.eps))
+        self.feed_norm = Norm(layer.feed_norm.weight.detach(), cast(float, layer.feed_norm.eps))
+        weights = [linear.weight.detach() for linear in (attention.query, attention.key, attention.value)]
         self.n_heads, self.n_kv_heads = (len(weight) // head_dim for weight in weights[:2])  # H, G
         self.query_key_value = Matrix(torch.cat(weights), layout)
-        self.attention_out = Matrix(local_weight(attention.out.weight), layout)
-        self.gate_up = Matrix(torch.cat([local_weight(feed.gate.weight), local_weight(feed.up.weight)]), layout)
-        self.feed_out = Matrix(local_weight(feed.out.weight), layout)
+        self.attention_out = Matrix(attention.out.weight.detach(), layout)
+        self.gate_up = Matrix(torch.cat([feed.gate.weight.detach(), feed.up.weight.detach()]), layout)
+        self.feed_out = Matrix(feed.out.weight.detach(), layout)
 
     def heads(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """states (B, T, D) -> queries, keys, values (B, T, H + 2G, E), the first two rotated."""
@@ -120,16 +118,6 @@ class Block(nn.Module):
         if self.group is not None:
             dist.all_reduce(part, group=self.group)
         return part
-
-
-def local_weight(weight: Tensor) -> Tensor:
-    """Return this process's part of a weight."""
-    return cast(DTensor, weight.detach()).to_local() if isinstance(weight, DTensor) else weight.detach()
-
-
-def full_weight(weight: Tensor) -> Tensor:
-    """Return a weight whole, gathered if it is a DTensor."""
-    return cast(DTensor, weight.detach()).full_tensor() if isinstance(weight, DTensor) else weight.detach()
 
 
 @dataclass
@@ -161,7 +149,7 @@ class Decoder(nn.Module):
         self, model: Llama, *, rows: int = 1, layout: WeightLayout | None = None, group: ProcessGroup | None = None, release: bool = False
     ) -> None:
         super().__init__()
-        weight = full_weight(model.embedding.weight)
+        weight = model.embedding.weight.detach()
         self.config = model.config
         self.layout, self.reason = (layout, "as requested") if layout else choose_layout(weight.device.type, weight.dtype, rows)
         self.register_buffer("embedding", weight, persistent=False)
@@ -171,8 +159,8 @@ class Decoder(nn.Module):
             self.blocks.append(Block(cast(Layer, layer), self.config.head_dim, self.layout, group))
             if release:
                 model.layers[number] = nn.Identity()
-        self.norm = Norm(full_weight(model.norm.weight), cast(float, model.norm.eps))
-        self.output = Matrix(full_weight(model.output_weight), self.layout)
+        self.norm = Norm(model.norm.weight.detach(), cast(float, model.norm.eps))
+        self.output = Matrix(model.output_weight.detach(), self.layout)
         if release:
             model.output = None
 

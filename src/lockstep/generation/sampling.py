@@ -4,8 +4,7 @@
     for row, text in stream_continuations(Decoder(model), tokenizer, prompts, tokens=50):
         print(text, end="")
 
-The rows of a batch may differ in length and end at different tokens; tokens after a row's end are
-discarded. Dimensions in the margin: B rows, V vocabulary.
+The rows of a batch may differ in length. Dimensions in the margin: B rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch._inductor.config
 import torch.distributed as dist
 from torch import Tensor
 
@@ -24,11 +22,12 @@ from lockstep.data.text.chat_tokenizer import ChatTokenizer
 from lockstep.errors import UsageError
 from lockstep.generation.decoder import Decoder, KVCache
 from lockstep.models.llama import Llama
+from lockstep.runtime.torch_private import inductor_freezing
 
 log = logging.getLogger("lockstep")
 StepFunction = Callable[[Tensor, KVCache, int], Tensor]
 WINDOW_STEP = 64  # the attended part of the cache grows in these steps; a compiled step attends to all of it
-UNFINISHED = "\ufffd"  # what a tokenizer decodes from an incomplete UTF-8 sequence
+UNFINISHED = "\ufffd"  # decoded from an incomplete UTF-8 sequence
 CONTEXT_TOKENS = 8  # prompt tokens decoded with a continuation, whose first token may join the last one of the prompt
 
 
@@ -115,7 +114,7 @@ class TextStream:
     ended: bool = False
 
     def add(self, token: int) -> str:
-        """Add a token; return the new text, "" once the row has ended."""
+        """Add a token; return the new text, "" after the end of the row."""
         if self.ended:
             return ""
         if token in self.tokenizer.eos_ids:
@@ -149,7 +148,7 @@ def stop_prefix_length(text: str, stops: Sequence[str]) -> int:
     return max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
 
 
-def stream_continuations(
+def stream_continuations(  # 9 parameters: those of `sample_tokens`, and how a text ends
     decoder: Decoder,
     tokenizer: ChatTokenizer,
     prompts: Sequence[Sequence[int]],
@@ -179,7 +178,7 @@ def stream_continuations(
 ROWS = 16  # texts of a batch
 
 
-def generate(
+def generate(  # 9 parameters: the options of `lockstep generate`
     model: Llama,
     tokenizer: ChatTokenizer,
     texts: Sequence[str],
@@ -235,7 +234,7 @@ def compile_step(decoder: Decoder) -> StepFunction:
             return step(tokens, cache, window)
         seen.add((len(tokens), window))
         start_s = time.perf_counter()
-        with torch._inductor.config.patch(freezing=tokens.device.type == "cpu"):
+        with inductor_freezing(tokens.device.type == "cpu"):
             logits = step(tokens, cache, window)
         log.info("compiled the step for %d rows of %d positions in %.0f s", len(tokens), window, time.perf_counter() - start_s)
         return logits

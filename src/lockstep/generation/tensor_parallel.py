@@ -1,33 +1,15 @@
-"""Tensor parallelism for inference, by torch's DTensor.
-
-Inference recovers from no failures and sums no gradients, so DTensor and its mesh serve unchanged.
-For training see parallel/tensor_parallel.py.
-"""
+"""Tensor parallelism for inference: weights are split as for training, without its hooks."""
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from lockstep.elastic.world import World
+from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.models.llama import Llama, LlamaConfig
-
-
-def tensor_parallel_plan(model: Llama) -> dict[str, ParallelStyle]:
-    """Return the plan of a Llama for `parallelize_module` (Shoeybi et al. 2019, "Megatron-LM").
-
-    Matrices that produce heads or inner units are column-parallel, those that project back are
-    row-parallel: an all-reduce after attention and one after the feed-forward.
-    """
-    plan: dict[str, ParallelStyle] = {}
-    for number in range(len(model.layers)):
-        for name in ("attention.query", "attention.key", "attention.value", "feed_forward.gate", "feed_forward.up"):
-            plan[f"layers.{number}.{name}"] = ColwiseParallel()
-        for name in ("attention.out", "feed_forward.out"):
-            plan[f"layers.{number}.{name}"] = RowwiseParallel()
-    return plan
+from lockstep.parallel.plans import plan_of_llama
+from lockstep.parallel.tensor_parallel import tensor_slices
 
 
 def refuse_indivisible(config: LlamaConfig, parts: int, where: str) -> None:
@@ -38,12 +20,16 @@ def refuse_indivisible(config: LlamaConfig, parts: int, where: str) -> None:
         raise UsageError(f"{' and '.join(uneven)} cannot be split over {parts} processes", where, f"give {' or '.join(map(str, valid))}")
 
 
-def apply_tensor_parallel(model: Llama, world: World, where: str) -> dist.ProcessGroup:
+def apply_tensor_parallel(model: Llama, runtime: ElasticRuntime, where: str) -> dist.ProcessGroup:
     """Collective. Split a model that every process has whole; return the group of its all-reduces.
 
     where  option that asked for it, for the error. UsageError: the model cannot be split so
     """
-    refuse_indivisible(model.config, world.size, where)
-    mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("tensor",))
-    parallelize_module(model, mesh, tensor_parallel_plan(model), src_data_rank=None)
-    return mesh.get_group()
+    refuse_indivisible(model.config, runtime.world.size, where)
+    slices = tensor_slices(model, plan_of_llama(model), runtime.world.rank, runtime.world.size)
+    for name, parameter in model.named_parameters():
+        if not slices[name].is_whole:
+            parameter.data = slices[name].of(parameter.data).clone(memory_format=torch.contiguous_format)  # frees the whole weight
+    group = dist.group.WORLD
+    assert group is not None
+    return group

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import asdict
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from lockstep.config import schema as config
 from lockstep.models.kernels import AttentionKernel
 from lockstep.models.translator import Translator, init_param
+from lockstep.runtime.torch_private import own_buffers, own_parameters
 
 log = logging.getLogger("lockstep")
 Model = TypeVar("Model", bound=nn.Module)
@@ -38,16 +40,7 @@ def choose_attention(device_type: str, length: int) -> tuple[AttentionKernel, st
 
 def translator_from_config(model: config.ModelOptions, vocab_size: int, attention: AttentionKernel) -> Translator:
     """Build the translator on torch's default device; its parameters are not initialized."""
-    return Translator(
-        vocab_size=vocab_size,
-        dim=model.dim,
-        n_heads=model.n_heads,
-        encoder_layers=model.encoder_layers,
-        decoder_layers=model.decoder_layers,
-        ffn_dim=model.ffn_dim,
-        dropout=model.dropout,
-        attention=attention,
-    )
+    return Translator(vocab_size=vocab_size, **(asdict(model) | {"attention": attention}))
 
 
 def translator_on_meta(model: config.ModelOptions, vocab_size: int, device_type: str, length: int) -> Translator:
@@ -74,7 +67,7 @@ def materialize(model: Model, device: torch.device, init_param: Callable[[str, t
     """
     materialized: dict[Tensor, Tensor] = {}
     for path, module in model.named_modules():
-        for tensors in (module._parameters, module._buffers):
+        for tensors in (own_parameters(module), own_buffers(module)):
             for leaf, tensor in tensors.items():
                 if tensor is None:
                     continue
@@ -82,5 +75,5 @@ def materialize(model: Model, device: torch.device, init_param: Callable[[str, t
                     name = f"{path}.{leaf}" if path else leaf
                     value = torch.empty_like(tensor, device=device).copy_(init_param(name, tensor.shape))
                     materialized[tensor] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
-                tensors[leaf] = materialized[tensor]
+                cast(dict[str, Tensor | None], tensors)[leaf] = materialized[tensor]
     return model

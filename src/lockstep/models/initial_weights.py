@@ -14,7 +14,7 @@ from lockstep.config.schema import RunConfig
 from lockstep.data.tokenizer import BEGIN, END
 from lockstep.files import read_json, write_json
 from lockstep.models import llama, lora
-from lockstep.models.hub import config_to_hf
+from lockstep.models.hf_config import config_to_hf
 from lockstep.models.llama import LLAMA_CONFIGS, Llama, LlamaConfig
 from lockstep.models.llama_io import MODEL, LlamaWeights, is_llama_run, open_weights, weights_changed_error
 from lockstep.models.lora import LoRAConfig
@@ -69,7 +69,6 @@ class InitialWeights:
         return flops_per_token(total, self.config.n_layers, self.config.dim, length) - 2.0 * (total - trained)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of model.json."""
         new = config_to_hf(self.config) | {"bos_token_id": BEGIN, "eos_token_id": END}
         hf_config: Mapping[str, Any] = self.start.hf_config if self.start else new
         adapters = asdict(self.lora) if self.lora else None

@@ -6,10 +6,9 @@ or runs; `generation/decoder.py` generates with it. Touvron et al. 2023, "LLaMA"
 
 * RMSNorm before each sublayer and once at the end (Zhang and Sennrich 2019). No biases.
 * Rotary embeddings (Su et al. 2021) as in Hugging Face: dimension i of a head rotates with i + E/2,
-  so weights load and export without a permutation. Angles are float32 and computed once per forward
-  pass: no buffer to save, move or materialize.
+  so weights load and export without a permutation. Angles are computed in each forward pass: no
+  buffer to save, move or materialize.
 * Query, key and value are three matrices, gate and up are two, for tensor parallelism and LoRA.
-* The loss is a sum over tokens, and the logits of all tokens never exist at once.
 
 Dimensions in the margin: B rows, T positions, D dim, H heads, G key-value heads, E head dim,
 V vocabulary, L layers.
@@ -133,6 +132,13 @@ def position_ids(documents: Tensor) -> Tensor:
     return position - torch.where(starts, position, 0).cummax(dim=1).values
 
 
+def positions_and_mask(tokens: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return the positions (B or 1, T) and the mask of rows; without `documents` each is one."""
+    if documents is None:
+        return torch.arange(tokens.shape[1], device=tokens.device)[None], None
+    return position_ids(documents), attention_mask(documents)
+
+
 def attention_mask(documents: Tensor) -> Tensor:
     """Return the mask (B, 1, T, T) of packed rows: causal, and within a document. True: visible."""
     length = documents.shape[1]
@@ -158,7 +164,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Te
 # -- the model --------------------------------------------------------------------------------------------------------
 
 
-class Attention(nn.Module):
+class LlamaAttention(nn.Module):
     """Grouped-query attention with rotary embeddings."""
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -180,12 +186,11 @@ class Attention(nn.Module):
         query = rotary.rotate(self.split_heads(self.query(states)))  # (B, H, T, E)
         key = rotary.rotate(self.split_heads(self.key(states)))  # (B, G, T, E)
         value = self.split_heads(self.value(states))
-        attended: Tensor = self.out(attend(query, key, value, mask).transpose(1, 2).flatten(2))
-        return attended
+        return cast(Tensor, self.out(attend(query, key, value, mask).transpose(1, 2).flatten(2)))
 
 
-class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020)."""
+class SwiGLU(nn.Module):
+    """Gated feed-forward (Shazeer 2020)."""
 
     def __init__(self, dim: int, ffn_dim: int) -> None:
         super().__init__()
@@ -194,8 +199,7 @@ class FeedForward(nn.Module):
         self.out = nn.Linear(ffn_dim, dim, bias=False)
 
     def forward(self, states: Tensor) -> Tensor:
-        projected: Tensor = self.out(F.silu(self.gate(states)) * self.up(states))
-        return projected
+        return cast(Tensor, self.out(F.silu(self.gate(states)) * self.up(states)))
 
 
 class Layer(nn.Module):
@@ -204,14 +208,13 @@ class Layer(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
-        self.attention = Attention(config)
+        self.attention = LlamaAttention(config)
         self.feed_norm = nn.RMSNorm(config.dim, config.norm_eps)
-        self.feed_forward = FeedForward(config.dim, config.ffn_dim)
+        self.feed_forward = SwiGLU(config.dim, config.ffn_dim)
 
     def forward(self, states: Tensor, rotary: RotaryEmbedding, mask: Tensor | None) -> Tensor:
         states = states + self.attention(self.attention_norm(states), rotary, mask)
-        output: Tensor = states + self.feed_forward(self.feed_norm(states))
-        return output
+        return cast(Tensor, states + self.feed_forward(self.feed_norm(states)))
 
 
 class Llama(nn.Module):
@@ -238,11 +241,7 @@ class Llama(nn.Module):
         documents  (B, T) int64, equal ids side by side: tokens attend to, and count positions in,
                    their own document only. None: each row is one document
         """
-        if documents is None:
-            positions, mask = torch.arange(tokens.shape[1], device=tokens.device)[None], None
-        else:
-            positions, mask = position_ids(documents), attention_mask(documents)
-        states = self.norm(self.forward_layers(tokens, positions, mask))
+        states = self.norm(self.forward_layers(tokens, *positions_and_mask(tokens, documents)))
         if labels is None:
             return F.linear(states, self.output_weight)
         return output_cross_entropy(states, self.output_weight, labels, smoothing=0.0, ignore_index=IGNORE_INDEX)
@@ -264,15 +263,10 @@ def build_llama(config: LlamaConfig, *, device: torch.device, seed: int, dtype: 
     with torch.device("meta"):
         model = Llama(config).to(dtype)
     model.to_empty(device=device)
-    init_params(model, seed)
-    return model
-
-
-def init_params(model: Llama, seed: int) -> None:
-    """Initialize each parameter from (seed, name) alone; in place, one parameter at a time."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(init_param(name, parameter.shape, model.config.n_layers, seed))
+            parameter.copy_(init_param(name, parameter.shape, config.n_layers, seed))
+    return model
 
 
 def init_param(name: str, shape: torch.Size, n_layers: int, seed: int) -> Tensor:

@@ -14,7 +14,7 @@ Adapters are merged into the weights whenever a model is loaded, exported or sta
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,9 @@ from lockstep.checkpoint.state_dict import digest, tensor_from_bytes
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.errors import CheckpointError, DataError, UsageError
 from lockstep.files import read_json, write_atomic, write_json
-from lockstep.models.hub import SHARD_BYTES, HubFolder, MappedTensors, config_from_json, is_hub, open_hub, write_hub
+from lockstep.models.hf_config import config_from_json
+from lockstep.models.hub import SHARD_BYTES, MappedTensors, is_hub, open_hub, write_hub
+from lockstep.models.lazy_tensors import ComputedTensors
 from lockstep.models.llama import Llama, LlamaConfig
 from lockstep.models.lora import LoRAConfig, MergedWeights, is_adapter
 from lockstep.units import format_bytes, format_count
@@ -40,7 +42,6 @@ MODEL, TOKENIZER, CHECKPOINTS = "model.json", "tokenizer", "checkpoints"
 
 
 def is_llama_run(folder: Path) -> bool:
-    """Return whether `folder` is a run folder of a Llama."""
     return (folder / MODEL).is_file()
 
 
@@ -98,31 +99,15 @@ def export_run(folder: Path, step: int | None, target: Path, shard_bytes: int = 
     torch_dtype = getattr(torch, str(dtype_name), None) if dtype_name else None
     if dtype_name and not isinstance(torch_dtype, torch.dtype):
         raise DataError(f"{MODEL} names the dtype {dtype_name!r}", str(folder / MODEL), "give one with --dtype")
-    with commands.open_verified(folder, step) as (found, _):
-        saved = merge_adapters(folder, checkpoint_tensors(folder, found))
+    with commands.open_verified(folder, step) as (newest_step, _):
+        saved = merge_adapters(folder, checkpoint_tensors(folder, newest_step))
         convert = (lambda name: cast_tensor(name, saved[name], torch_dtype)) if isinstance(torch_dtype, torch.dtype) else None
-        tensors = LazyTensors(saved, convert) if convert else saved
+        tensors = ComputedTensors(saved, convert) if convert else saved
         companions = sorted((folder / TOKENIZER).iterdir()) if (folder / TOKENIZER).is_dir() else []
         files = write_hub(target, config, tensors, hf_config=hf_config or None, companions=companions, shard_bytes=shard_bytes)
         size = sum(tensors[name].nbytes for name in tensors)
     how = f"{len(files)} files" if len(files) > 1 else "1 file"
-    return f"step {found}: {len(tensors)} tensors, {format_bytes(size)} in {how}, written to {target}"
-
-
-class LazyTensors(Mapping[str, Tensor]):
-    """Tensors by name, each computed on access."""
-
-    def __init__(self, names: Iterable[str], tensor: Callable[[str], Tensor]) -> None:
-        self.names, self.tensor = dict.fromkeys(names), tensor
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.tensor(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
+    return f"step {newest_step}: {len(tensors)} tensors, {format_bytes(size)} in {how}, written to {target}"
 
 
 def cast_tensor(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -134,11 +119,11 @@ def cast_tensor(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return converted
 
 
-def checkpoint_tensors(folder: Path, step: int) -> LazyTensors:
+def checkpoint_tensors(folder: Path, step: int) -> ComputedTensors:
     """Return the model's tensors in a checkpoint, unverified, each read on access."""
     stored = open_tensors(commands.checkpoints_folder(folder) / folder_name(step), step)
     model = {name.removeprefix("model."): tensor for name, tensor in stored.items() if name.startswith("model.")}
-    return LazyTensors(model, lambda name: tensor_from_bytes(model[name].spec, model[name].data()))
+    return ComputedTensors(model, lambda name: tensor_from_bytes(model[name].spec, model[name].data()))
 
 
 def merge_adapters(folder: Path, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -157,7 +142,7 @@ def merge_adapters(folder: Path, tensors: Mapping[str, Tensor]) -> Mapping[str, 
 
 def weights_changed_error(folder: Path, start: str, expected: str, current: str) -> CheckpointError:
     return CheckpointError(
-        f"the weights in {start} are not those that the run in {folder} started from",
+        f"the weights in {start} have changed since the run in {folder} started from them",
         f"sha256 {current}\nwas    {expected}",
         "restore that folder; a run with llama.init_from needs it as long as its checkpoints hold adapters alone",
     )
@@ -191,8 +176,8 @@ def open_weights(folder: Path, step: int | None = None) -> LlamaWeights:
     """
     if is_llama_run(folder):
         config, hf_config = read_model(folder)
-        with commands.open_verified(folder, step) as (found, _):
-            tensors = merge_adapters(folder, checkpoint_tensors(folder, found))
+        with commands.open_verified(folder, step) as (verified_step, _):
+            tensors = merge_adapters(folder, checkpoint_tensors(folder, verified_step))
         dtype = read_json(folder / MODEL).get("dtype") or dtype_of(tensors)
         return LlamaWeights(folder, config, hf_config, tensors, sorted((folder / TOKENIZER).iterdir()), dtype)
     refuse_no_model(folder)
@@ -201,7 +186,6 @@ def open_weights(folder: Path, step: int | None = None) -> LlamaWeights:
 
 
 def dtype_of(tensors: Mapping[str, Tensor]) -> str:
-    """Return the dtype of a model's weights, as torch spells it."""
     return str(next(iter(tensors.values())).dtype).removeprefix("torch.")
 
 
@@ -233,21 +217,22 @@ def load_llama(folder: Path, step: int | None = None, *, device: torch.device | 
     if is_llama_run(folder):
         config, hf_config = read_model(folder)
         store = CheckpointStore(folder / CHECKPOINTS)
-        found = store.load_newest() if step is None else store.load(step)
-        if found is None:
+        checkpoint = store.load_newest() if step is None else store.load(step)
+        if checkpoint is None:
             raise CheckpointError("there is no checkpoint yet", str(store.folder), "import the model again")
-        tensors = {name.removeprefix("model."): found.tensors[name] for name in found.tensors if name.startswith("model.")}
-        found.tensors.clear()
-        return LoadedLlama(llama_from_tensors(config, merge_adapters(folder, tensors), device), folder / TOKENIZER, hf_config, found.step)
+        saved = checkpoint.tensors
+        tensors = {name.removeprefix("model."): saved[name] for name in saved if name.startswith("model.")}
+        saved.clear()
+        model = llama_from_tensors(config, merge_adapters(folder, tensors), device)
+        return LoadedLlama(model, folder / TOKENIZER, hf_config, checkpoint.step)
     refuse_no_model(folder)
     if step is not None:
         raise UsageError(f"step {step} of {folder}, which has no steps", "--step", "leave --step out for a Hugging Face folder")
-    hub: HubFolder = open_hub(folder)
+    hub = open_hub(folder)
     return LoadedLlama(llama_from_tensors(hub.config, hub.tensors, device), folder, hub.hf_config, 0)
 
 
 def refuse_no_model(folder: Path) -> None:
-    """UsageError: `folder` is not a Hugging Face folder."""
     if (folder / "run.json").is_file():
         raise UsageError(f"the run in {folder} trains a translator", str(folder / "run.json"), f"try lockstep translate {folder}")
     if not is_hub(folder):

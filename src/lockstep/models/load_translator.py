@@ -50,21 +50,20 @@ def load_translator(folder: Path, step: int | None = None, average: int = 0, *, 
 
 def read_run(folder: Path) -> RunConfig:
     """Read the run in `folder`. UsageError: there is none. CheckpointError: run.json is damaged."""
-    found = saved_run.read_run(folder)
-    if found is None:
+    saved = saved_run.read_run(folder)
+    if saved is None:
         where = f"{folder / 'run.json'} is missing"
         raise UsageError(f"there is no run in {folder}", where, "give the folder that lockstep train --out wrote")
-    return found.run
+    return saved.run
 
 
 def newest_checkpoint(store: CheckpointStore) -> Checkpoint:
     """Load the newest complete checkpoint. CheckpointError: there is none."""
-    found = store.load_newest()
-    if found is None:
-        raise CheckpointError(
-            "there is no checkpoint yet", str(store.folder), "train on: checkpoint.every_steps is the interval of checkpoints"
-        )
-    return found
+    checkpoint = store.load_newest()
+    if checkpoint is None:
+        hint = "train on: checkpoint.every_steps is the interval of checkpoints"
+        raise CheckpointError("there is no checkpoint yet", str(store.folder), hint)
+    return checkpoint
 
 
 def newest_steps(steps: Sequence[int], step: int, average: int) -> tuple[int, ...]:

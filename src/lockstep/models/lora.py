@@ -10,12 +10,14 @@ size. Merged, W + alpha / rank * U D is an ordinary Llama.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from lockstep.models.lazy_tensors import LazyTensors
 
 TARGETS = {  # names in a run -> modules of a layer in llama.py
     "query": "attention.query",
@@ -74,7 +76,7 @@ def is_adapter(name: str) -> bool:
 
 
 def init_param(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """Return an adapter's initial value: up zeros, down uniform in fan_in**-0.5, by (seed, name)."""
+    """Return an adapter's initial value by (seed, name): up 0, down uniform in fan_in**-0.5."""
     if name.endswith(UP):
         return torch.zeros(shape)
     key = hashlib.sha256(f"{seed} {name}".encode()).digest()
@@ -83,7 +85,7 @@ def init_param(name: str, shape: torch.Size, seed: int) -> Tensor:
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
-class MergedWeights(Mapping[str, Tensor]):
+class MergedWeights(LazyTensors):
     """A model's weights with its adapters merged, under the model's names; merged on access.
 
     base      weights without adapters
@@ -91,8 +93,8 @@ class MergedWeights(Mapping[str, Tensor]):
     """
 
     def __init__(self, base: Mapping[str, Tensor], adapters: Mapping[str, Tensor], lora: LoRAConfig) -> None:
+        super().__init__(name for name in (*base, *adapters) if not is_adapter(name))
         self.base, self.adapters, self.lora = base, adapters, lora
-        self.names = list(dict.fromkeys(name for name in (*base, *adapters) if not is_adapter(name)))
 
     def __getitem__(self, name: str) -> Tensor:
         weight = self.adapters[name] if name in self.adapters else self.base[name]
@@ -101,9 +103,3 @@ class MergedWeights(Mapping[str, Tensor]):
             return weight
         up, down = (self.adapters[path + end].float() for end in (UP, DOWN))
         return torch.addmm(weight.float(), up, down, alpha=self.lora.scale).to(weight.dtype)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)

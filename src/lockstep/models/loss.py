@@ -1,11 +1,9 @@
 """Cross-entropy over a large vocabulary, as a sum, without a float32 copy of all logits.
 
-The usual way writes the logits of all tokens (2,000 x 8,000), reads them for the maximum, writes
-their log-softmax in float32, reads it for the loss, and repeats all of it in the backward pass: a
-quarter of a step of a small model. Here a few hundred tokens are processed at a time, so that
-their logits stay in the cache. The gradient is almost the softmax that the loss needs anyway, so
-the forward pass computes it in the same memory, and the backward pass only multiplies it by a
-number.
+torch.nn.functional.cross_entropy takes a quarter of a step of a small model, because it writes and
+reads the logits of all tokens several times. Here a few hundred tokens are processed at a time, so
+that their logits stay in the cache. The forward pass also computes the gradient, in the same
+memory, and the backward pass only multiplies it by a number.
 
     loss of a token   (1 - s) * -log p(label) + s * mean over words of -log p(word),   s = smoothing
     its gradient      p - (1 - s) * [word = label] - s / words
@@ -98,7 +96,7 @@ def loss_of_logits(logits: Tensor, labels: Tensor, smoothing: float, ignore_inde
 
 
 def clear_rows(tensor: Tensor, which: Tensor) -> None:
-    """Zero the rows where `which` is true: on a CPU by index; on a GPU by mask, without a sync."""
+    """Zero the rows where `which` is true; on a GPU without a sync."""
     if tensor.device.type == "cpu":
         tensor.index_fill_(0, which.nonzero()[:, 0], 0)
     else:

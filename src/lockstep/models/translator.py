@@ -3,17 +3,16 @@
 This file defines the whole model but attention and dropout (`kernels.py`) and the cross-entropy
 (`loss.py`), without process groups, files or runs. Choices, and why:
 
-* Layer norm before each sublayer and once at the end of each stack (pre-norm): trains without a
-  long warm-up. Xiong et al. 2020, "On Layer Normalization in the Transformer Architecture".
-* One joint vocabulary, one matrix for source, target and output (Press and Wolf 2017). Its entries
-  have standard deviation dim**-0.5 and are multiplied by dim**0.5 on input, as in Vaswani et al.
-  2017.
+* Layer norm before each sublayer and once at the end of each stack (pre-norm; Xiong et al. 2020):
+  trains without a long warm-up.
+* One joint vocabulary, one matrix for source, target and output (Press and Wolf 2017), multiplied
+  by dim**0.5 on input (Vaswani et al. 2017).
 * No biases except those of the layer norms, which reach every projection: a twentieth of a step.
 * Sinusoidal positions, computed when needed: no buffer to save, move or materialize.
-* PAD only follows a sentence, so causal attention hides it in the decoder. The encoder and
-  cross-attention hide it by a mask, computed once per forward pass. The first position of a row is
-  never hidden: a row of PAD only (the ragged end of an epoch) gives finite numbers, not 0 / 0.
-* The loss is a sum over tokens. The training loop divides once, by the tokens of the whole step.
+* PAD only follows a sentence, so causal attention hides it in the decoder; elsewhere a mask does.
+  The first position of a row is never hidden: a row of PAD only (the ragged end of an epoch) gives
+  finite numbers, not 0 / 0.
+* The loss is a sum over tokens; the training loop divides by the tokens of the whole step.
 
 Dimensions in the margin: B rows, S source and T target positions, D dim, H heads, E = D / H,
 V vocabulary, L decoder layers, K beams, C capacity of a cache.
@@ -47,15 +46,27 @@ def mask_bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill(hidden, float("-inf"))
 
 
+def source_bias(source: Tensor, pad: int, dtype: torch.dtype) -> Tensor:
+    """Return the bias (B, 1, 1, S) that hides PAD in source (B, S), but not at position 0."""
+    first = torch.arange(source.shape[1], device=source.device) == 0  # (S,)
+    return mask_bias(((source == pad) & ~first)[:, None, None], dtype)
+
+
+def causal_bias(target: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the bias (1, 1, T, T) that hides later tokens of target (B, T)."""
+    length = target.shape[1]
+    return mask_bias(torch.ones(length, length, dtype=torch.bool, device=target.device).triu(1)[None, None], dtype)
+
+
 # -- layers -----------------------------------------------------------------------------------------------------------
 
 
-class Attention(nn.Module):
+class MultiHeadAttention(nn.Module):
     """Base of both attentions: heads, kernel, output projection."""
 
-    def __init__(self, dim: int, n_heads: int, kernel: AttentionKernel, dropout: float) -> None:
+    def __init__(self, dim: int, n_heads: int, kernel: AttentionKernel) -> None:
         super().__init__()
-        self.n_heads, self.kernel, self.dropout = n_heads, kernel, dropout
+        self.n_heads, self.kernel = n_heads, kernel
         self.out = nn.Linear(dim, dim, bias=False)
 
     def split_heads(self, projected: Tensor) -> Tensor:
@@ -64,27 +75,25 @@ class Attention(nn.Module):
         return projected.view(rows, length, -1, self.n_heads, self.out.in_features // self.n_heads)
 
     def attend(self, queries: Tensor, others: Tensor | None, bias: Tensor) -> Tensor:
-        dropout = self.dropout if self.training else 0.0
-        attended: Tensor = self.out(attend_packed(queries, others, bias, self.kernel, dropout))
-        return attended  # (B, T, D)
+        return cast(Tensor, self.out(attend_packed(queries, others, bias, self.kernel)))  # (B, T, D)
 
 
-class SelfAttention(Attention):
+class SelfAttention(MultiHeadAttention):
     """Self-attention with one fused projection of query, key and value."""
 
-    def __init__(self, dim: int, n_heads: int, kernel: AttentionKernel, dropout: float) -> None:
-        super().__init__(dim, n_heads, kernel, dropout)
+    def __init__(self, dim: int, n_heads: int, kernel: AttentionKernel) -> None:
+        super().__init__(dim, n_heads, kernel)
         self.query_key_value = nn.Linear(dim, 3 * dim, bias=False)
 
     def forward(self, states: Tensor, bias: Tensor) -> Tensor:
         return self.attend(self.split_heads(self.query_key_value(states)), None, bias)
 
 
-class CrossAttention(Attention):
+class CrossAttention(MultiHeadAttention):
     """Attention of the target to the encoded source, with one fused projection of key and value."""
 
-    def __init__(self, dim: int, n_heads: int, kernel: AttentionKernel, dropout: float) -> None:
-        super().__init__(dim, n_heads, kernel, dropout)
+    def __init__(self, dim: int, n_heads: int, kernel: AttentionKernel) -> None:
+        super().__init__(dim, n_heads, kernel)
         self.query = nn.Linear(dim, dim, bias=False)
         self.key_value = nn.Linear(dim, 2 * dim, bias=False)
 
@@ -101,18 +110,17 @@ class FeedForward(nn.Module):
         self.out = nn.Linear(ffn_dim, dim, bias=False)
 
     def forward(self, states: Tensor) -> Tensor:
-        projected: Tensor = self.out(F.relu(self.up(states), inplace=True))
-        return projected
+        return cast(Tensor, self.out(F.relu(self.up(states), inplace=True)))
 
 
 class EncoderLayer(nn.Module):
     """Pre-norm self-attention and feed-forward, each added to its input."""
 
-    def __init__(self, dim: int, n_heads: int, ffn_dim: int, dropout: float, attention_dropout: float, kernel: AttentionKernel) -> None:
+    def __init__(self, dim: int, n_heads: int, ffn_dim: int, dropout: float, kernel: AttentionKernel) -> None:
         super().__init__()
         self.dropout = dropout
         self.self_norm = nn.LayerNorm(dim)
-        self.self_attention = SelfAttention(dim, n_heads, kernel, attention_dropout)
+        self.self_attention = SelfAttention(dim, n_heads, kernel)
         self.feed_norm = nn.LayerNorm(dim)
         self.feed_forward = FeedForward(dim, ffn_dim)
 
@@ -125,13 +133,13 @@ class EncoderLayer(nn.Module):
 class DecoderLayer(nn.Module):
     """Pre-norm causal self-attention, cross-attention and feed-forward, each added to its input."""
 
-    def __init__(self, dim: int, n_heads: int, ffn_dim: int, dropout: float, attention_dropout: float, kernel: AttentionKernel) -> None:
+    def __init__(self, dim: int, n_heads: int, ffn_dim: int, dropout: float, kernel: AttentionKernel) -> None:
         super().__init__()
         self.dropout = dropout
         self.self_norm = nn.LayerNorm(dim)
-        self.self_attention = SelfAttention(dim, n_heads, kernel, attention_dropout)
+        self.self_attention = SelfAttention(dim, n_heads, kernel)
         self.cross_norm = nn.LayerNorm(dim)
-        self.cross_attention = CrossAttention(dim, n_heads, kernel, attention_dropout)
+        self.cross_attention = CrossAttention(dim, n_heads, kernel)
         self.feed_norm = nn.LayerNorm(dim)
         self.feed_forward = FeedForward(dim, ffn_dim)
 
@@ -141,7 +149,7 @@ class DecoderLayer(nn.Module):
         states = add_dropout(states, self.cross_attention(self.cross_norm(states), memory.states, memory.bias), p)
         return add_dropout(states, self.feed_forward(self.feed_norm(states)), p)
 
-    def step(self, states: Tensor, cache: KVCache, layer: int, bias: Tensor) -> Tensor:
+    def step(self, states: Tensor, cache: BeamCache, layer: int, bias: Tensor) -> Tensor:
         """Advance K beams by one position: states (B, K, D), bias (B, 1, K, C * K) -> (B, K, D)."""
         own, cross = self.self_attention, self.cross_attention
         packed = own.split_heads(own.query_key_value(self.self_norm(states))).transpose(1, 3)  # (B, H, 3, K, E)
@@ -153,24 +161,20 @@ class DecoderLayer(nn.Module):
         query = cross.split_heads(cross.query(self.cross_norm(states))).transpose(1, 3)[:, :, 0]  # (B, H, K, E)
         attended = attend(query, cache.memory_keys[layer], cache.memory_values[layer], cache.memory_bias, "plain")
         states = states + cross.out(attended.transpose(1, 2).flatten(2))
-        output: Tensor = states + self.feed_forward(self.feed_norm(states))
-        return output
+        return cast(Tensor, states + self.feed_forward(self.feed_norm(states)))
 
 
 @dataclass(frozen=True)
 class EncodedSource:
-    """The encoder's output."""
-
     states: Tensor  # (B, S, D)
     bias: Tensor  # (B, 1, 1, S): 0, or -inf at PAD
 
 
 @dataclass
-class KVCache:
+class BeamCache:
     """Keys and values of B sentences, K beams each.
 
-    Beams are never copied: each position keeps the keys of all K beams, and `ancestors` names the
-    one that a beam attends to there.
+    Beams are never copied: each position keeps all K, and `ancestors` selects one for each beam.
     """
 
     keys: Tensor  # (L, B, H, C, K, E)
@@ -205,7 +209,6 @@ class KVCache:
         self.memory_bias, self.ancestors = self.memory_bias[rows], self.ancestors[rows]
 
     def grow(self) -> None:
-        """Double the capacity."""
         capacity = self.capacity
         self.keys = F.pad(self.keys, (0, 0, 0, 0, 0, capacity))
         self.values = F.pad(self.values, (0, 0, 0, 0, 0, capacity))
@@ -222,10 +225,9 @@ class Translator(nn.Module):
     vocab_size  of source and target; token `pad` is never attended to
     dropout     of the embeddings and of each sublayer's output
     attention   "plain" (matrix product, softmax, matrix product) or "sdpa" (torch's fused kernels)
-    attention_dropout  of the attention weights
     """
 
-    def __init__(
+    def __init__(  # 10 parameters: all numbers that define the model, as in a run's [model]
         self,
         *,
         vocab_size: int,
@@ -237,11 +239,10 @@ class Translator(nn.Module):
         dropout: float,
         attention: AttentionKernel,
         pad: int = 0,
-        attention_dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.dim, self.n_heads, self.dropout, self.pad = dim, n_heads, dropout, pad
-        layer = (dim, n_heads, ffn_dim, dropout, attention_dropout, attention)
+        layer = (dim, n_heads, ffn_dim, dropout, attention)
         self.embedding = nn.Embedding(vocab_size, dim)
         self.encoder = nn.ModuleList(EncoderLayer(*layer) for _ in range(encoder_layers))
         self.encoder_norm = nn.LayerNorm(dim)
@@ -251,8 +252,7 @@ class Translator(nn.Module):
     def forward(self, source: Tensor, target: Tensor, labels: Tensor | None = None, *, smoothing: float = 0.0) -> Tensor:
         """Return the logits (B, T, V); with labels (B, T) the sum of their cross-entropy, a scalar.
 
-        source (B, S) and target (B, T) int64, PAD only after a sentence. The loss never holds the
-        logits of all tokens, which is faster and takes far less memory.
+        source (B, S) and target (B, T) int64, PAD only after a sentence.
         """
         states = self.decode(target, self.encode(source))
         weight = self.embedding.weight
@@ -261,10 +261,7 @@ class Translator(nn.Module):
         return output_cross_entropy(states, weight, labels, smoothing=smoothing, ignore_index=self.pad)
 
     def encode(self, source: Tensor) -> EncodedSource:
-        """source (B, S) -> EncodedSource."""
-        first = torch.arange(source.shape[1], device=source.device) == 0  # (S,)
-        hidden = (source == self.pad) & ~first  # (B, S)
-        bias = mask_bias(hidden[:, None, None], self.embedding.weight.dtype)  # (B, 1, 1, S)
+        bias = source_bias(source, self.pad, self.embedding.weight.dtype)
         states = self.embed(source)
         for layer in self.encoder:
             states = layer(states, bias)
@@ -272,14 +269,11 @@ class Translator(nn.Module):
 
     def decode(self, target: Tensor, memory: EncodedSource) -> Tensor:
         """target (B, T) -> normalized states (B, T, D)."""
-        length = target.shape[1]
-        future = torch.ones(length, length, dtype=torch.bool, device=target.device).triu(1)  # (T, T)
-        causal = mask_bias(future[None, None], self.embedding.weight.dtype)  # (1, 1, T, T)
+        causal = causal_bias(target, self.embedding.weight.dtype)
         states = self.embed(target)
         for layer in self.decoder:
             states = layer(states, causal, memory)
-        normed: Tensor = self.decoder_norm(states)
-        return normed
+        return cast(Tensor, self.decoder_norm(states))
 
     def embed(self, ids: Tensor) -> Tensor:
         """(B, T) -> (B, T, D): scaled embeddings plus positions, with dropout."""
@@ -287,14 +281,14 @@ class Translator(nn.Module):
         states = torch.add(positions, self.embedding(ids), alpha=self.dim**0.5)
         return apply_dropout(states, self.dropout if self.training else 0.0)
 
-    def new_cache(self, memory: EncodedSource, *, beams: int, capacity: int) -> KVCache:
+    def new_cache(self, memory: EncodedSource, *, beams: int, capacity: int) -> BeamCache:
         """Return an empty cache for `memory`, with the keys and values of the source computed."""
         rows, size = len(memory.states), self.dim // self.n_heads
         crosses = [cast(DecoderLayer, layer).cross_attention for layer in self.decoder]
         packed = torch.stack([c.split_heads(c.key_value(memory.states)).permute(2, 0, 3, 1, 4) for c in crosses], dim=1)
         empty = packed.new_zeros(len(self.decoder), rows, self.n_heads, capacity, beams, size)
         device = memory.states.device
-        return KVCache(
+        return BeamCache(
             keys=empty,
             values=empty.clone(),
             ancestors=torch.zeros(rows, beams, capacity, dtype=torch.int64, device=device),
@@ -305,7 +299,7 @@ class Translator(nn.Module):
             positions=sinusoidal_positions(capacity, self.dim, device).to(memory.states.dtype),
         )
 
-    def step(self, tokens: Tensor, cache: KVCache) -> Tensor:
+    def step(self, tokens: Tensor, cache: BeamCache) -> Tensor:
         """Append `tokens` (B, K), one per beam; return the logits (B, K, V) of the next ones."""
         beams = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         cache.ancestors.index_copy_(2, cache.position, beams[..., None])
@@ -321,7 +315,6 @@ class Translator(nn.Module):
 
 
 def init_params(model: nn.Module, seed: int) -> None:
-    """Initialize each parameter from (seed, name) alone: equally on any number of processes."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(init_param(name, parameter.shape, seed))

@@ -19,17 +19,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from lockstep.runtime.torch_private import ATTENTION_OPS
+
 Mode = Literal["none", "selective", "full"]
 
-aten = torch.ops.aten
-SAVED_OPS = [  # by "selective"; not bmm, whose result plain attention overwrites
-    aten.mm.default,
-    aten.addmm.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-]
+# Saved by "selective"; not bmm, whose result plain attention overwrites.
+SAVED_OPS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, *ATTENTION_OPS]
 
 
 def checkpoint_activations(blocks: Iterable[nn.Module], mode: Mode) -> None:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
-from lockstep.parallel.replica import DIGEST_FACTOR, digest_of
+from lockstep.parallel.digest import DIGEST_FACTOR, digest_of
 from lockstep.runtime.tensor_bytes import as_bytes
+from lockstep.runtime.torch_private import non_persistent_buffers, own_buffers, version_of
 from lockstep.units import join_names
 
 SLICE_BYTES = 32 * 2**20  # hashed per comparison: 3 ms at 10 GB/s
@@ -40,19 +41,18 @@ class FrozenState:
 
     def __init__(self, module: nn.Module, frozen: Sequence[Tensor], *, local_buffers: bool = False) -> None:
         self.frozen, self.local_buffers = list(frozen), local_buffers
-        self.holders = [(path, child) for path, child in module.named_modules() if child._buffers]
+        self.holders = [(path, child) for path, child in module.named_modules() if own_buffers(child)]
         self.first_step = True
         self.slices = group_into_slices([tensor.nbytes for tensor in self._tensors()])
 
     def buffers(self) -> dict[str, BufferSnapshot]:
-        """Return a snapshot of all buffers by name."""
         snapshots = {}
         for path, module in self.holders:
-            for name, tensor in module._buffers.items():
+            for name, tensor in own_buffers(module).items():
                 if tensor is not None:
-                    persistent = name not in module._non_persistent_buffers_set
+                    persistent = name not in non_persistent_buffers(module)
                     value = tensor.detach().clone() if self.first_step and tensor.nbytes <= SMALL_BYTES else None
-                    snapshot = BufferSnapshot(tensor, tensor._version, value, persistent, type(module).__name__)
+                    snapshot = BufferSnapshot(tensor, version_of(tensor), value, persistent, type(module).__name__)
                     snapshots[f"{path}.{name}".lstrip(".")] = snapshot
         return snapshots
 
@@ -87,7 +87,6 @@ class FrozenState:
 
 
 def is_changed(before: BufferSnapshot, now: BufferSnapshot) -> bool:
-    """Return whether a buffer changed between two snapshots."""
     if now.tensor is not before.tensor:
         return now.persistent
     return now.version != before.version or (before.value is not None and not torch.equal(as_bytes(before.value), as_bytes(now.tensor)))

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from lockstep.runtime.torch_private import foreach_mul_
+
 
 def row_norms(gradient: torch.Tensor) -> torch.Tensor:
     """Return the norm of each row of (n, ...): (n,). Its bits do not depend on the other rows.
@@ -28,12 +30,12 @@ def divide_and_clip(
 ) -> torch.Tensor:
     """Divide the gradients by `divisor`, then clip their global norm to `clip_norm` (0: never).
 
-    squares  sum of squares of the whole gradient, if these parameters are slices
+    grad_norm_squared  sum of squares of the whole gradient, if these parameters are slices
 
     Returns the norm before clipping, a 0-dim tensor on the device: the host does not wait for it.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = ((sum_of_squares(gradients) if grad_norm_squared is None else grad_norm_squared).sqrt() / divisor).float()
     factor = torch.ones_like(norm) if clip_norm == 0 else torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
-    torch._foreach_mul_(gradients, factor / divisor)
+    foreach_mul_(gradients, factor / divisor)
     return norm

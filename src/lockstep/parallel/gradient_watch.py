@@ -1,8 +1,7 @@
 """Detect wrong sums of gradients, and name the parameters.
 
-`GradientWatch` compares the `.grad` of every trained parameter before and after each backward pass:
-every parameter must get a gradient in every micro-batch, from one call of `backward`, and nothing
-else may change it before the gradient of the step is complete.
+Every trained parameter must get a gradient in every micro-batch, from one call of `backward`, and
+nothing else may change it before the gradient of the step is complete.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from lockstep.checkpoint.state_dict import named_tensors
 from lockstep.errors import UsageError
 from lockstep.runtime.tensor_bytes import DTYPES
+from lockstep.runtime.torch_private import version_of
 from lockstep.units import join_names
 
 Mark = tuple[Tensor | None, int]  # a gradient and its in-place version
@@ -64,7 +64,6 @@ class GradientWatch:
         self._seen: list[Mark] = []
 
     def begin(self, step: int, k: int) -> None:
-        """Start micro-batch `k`."""
         self.where, self._backwards = f"micro-batch {k} of step {step}", 0
         self._seen = self._snapshot()
 
@@ -117,13 +116,13 @@ class GradientWatch:
         self.where, self._seen = "", []
 
     def _snapshot(self) -> list[Mark]:
-        return [(gradient, -1 if gradient is None else gradient._version) for p in self.parameters for gradient in (p.grad,)]
+        return [(gradient, -1 if gradient is None else version_of(gradient)) for p in self.parameters for gradient in (p.grad,)]
 
     def _refuse_changes(self, when: str) -> None:
         changed = [
             name
             for name, p, (gradient, version) in zip(self.names, self.parameters, self._seen, strict=True)
-            if p.grad is not gradient or (gradient is not None and gradient._version != version)
+            if p.grad is not gradient or (gradient is not None and version_of(gradient) != version)
         ]
         if changed:
             raise UsageError(

@@ -1,12 +1,11 @@
 """Process groups of one worker, one per axis, and collectives on them that never raise.
 
-A peer may fail in the middle of a forward or backward pass, where an exception would leave torch's
-machinery, and the user's loop, in an undefined state. So the first error is kept until the end of
-the pass. After it nothing is sent, and receive buffers keep their old values: the results of that
-pass are discarded.
+A peer may fail in the middle of a pass, where an exception would leave torch in an undefined state.
+So the first error is kept until the end of the pass, whose results are discarded: nothing is sent
+after it, and receive buffers keep their old values.
 
-FSDP's units are sharded over a mesh whose group has no backend and only defines the ranks. Data is
-sent over the groups here, which each generation forms anew, so a live model is never wrapped again.
+FSDP's units are sharded over a mesh that only defines the ranks. Data is sent over the groups here,
+which each generation forms, so a live model is wrapped only once.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +22,7 @@ from torch import Tensor
 from lockstep.layout import Layout
 from lockstep.runtime.process_group import new_subgroup
 from lockstep.runtime.status_board import StatusBoard
-from lockstep.runtime.work import WorkWaiter
+from lockstep.runtime.work import WorkWaiter, static_group
 
 
 class ProcessGroups:
@@ -36,24 +34,30 @@ class ProcessGroups:
     tensor_group    workers that share each layer
     pipeline_group  stages of the pipeline
     tied_group      first and last stage, for a weight that both have
-    form_context    entered while groups are formed
-    aside           see `WorkWaiter`
+    in_thread       see `WorkWaiter`
     """
 
-    def __init__(self, layout: Layout, aside: bool = True) -> None:
-        self.layout = layout
-        self.form_context: Callable[[], AbstractContextManager[None]] = nullcontext
+    def __init__(self, layout: Layout, in_thread: bool = True) -> None:
+        self.layout, self.in_thread = layout, in_thread
         self.failure: Exception | None = None
-        self.board = StatusBoard(None)
-        self.waits = WorkWaiter(in_thread=aside)
+        self.connect(StatusBoard(None), static_group, nullcontext)
         self.waited_s = 0.0  # by the thread of the model, in this step
-        self.formed = False
         self.clear()
 
+    def connect(
+        self, board: StatusBoard, generation_error: Callable[[], str], form_context: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """Connect the groups to the run.
+
+        board             where the current collective is recorded
+        generation_error  returns why the generation is over; "" while it is valid
+        form_context      entered while groups are formed
+        """
+        self.board, self.form_context = board, form_context
+        self.waits = WorkWaiter(generation_error, in_thread=self.in_thread)
+
     def clear(self) -> None:
-        """Forget the groups of a generation that is over."""
-        self.formed = False
-        self.failure = None
+        self.formed, self.failure = False, None
         self.gather_group: dist.ProcessGroup | None = None
         self.scatter_group: dist.ProcessGroup | None = None
         self.replica_group: dist.ProcessGroup | None = None
@@ -66,14 +70,10 @@ class ProcessGroups:
         rank, layout = dist.get_rank(), self.current_layout()
         stages = layout.ranks_along(rank, "pipeline")
         with self.form_context():
-            self.gather_group, self.scatter_group = (
-                new_subgroup(layout.ranks_along(rank, "shard")),
-                new_subgroup(layout.ranks_along(rank, "shard")),
-            )
-            self.replica_group, self.tensor_group = (
-                new_subgroup(layout.ranks_along(rank, "replicate")),
-                new_subgroup(layout.ranks_along(rank, "tensor")),
-            )
+            self.gather_group = new_subgroup(layout.ranks_along(rank, "shard"))
+            self.scatter_group = new_subgroup(layout.ranks_along(rank, "shard"))
+            self.replica_group = new_subgroup(layout.ranks_along(rank, "replicate"))
+            self.tensor_group = new_subgroup(layout.ranks_along(rank, "tensor"))
             self.pipeline_group = new_subgroup(stages)
             self.tied_group = new_subgroup([stages[0], stages[-1]]) if len(stages) > 1 and rank in (stages[0], stages[-1]) else None
         self.formed = True
@@ -83,7 +83,6 @@ class ProcessGroups:
         return self.layout_of(dist.get_world_size())
 
     def layout_of(self, workers: int) -> Layout:
-        """Return the layout of this many workers."""
         return replace(self.layout, replicate=workers // self.layout.workers_per_replica)
 
     def start_works(self, start: Callable[[], Iterable[dist.Work | None]]) -> list[dist.Work]:
@@ -111,6 +110,10 @@ class ProcessGroups:
         error.__traceback__ = None  # it references the group
         self.failure = self.failure or error
 
+    def raise_failure(self) -> None:
+        if self.failure:
+            raise self.failure
+
     def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         """Collective in the group. Sum in place; the same bits on all members."""
         if group is not None:
@@ -128,26 +131,6 @@ class ProcessGroups:
             for summand in gathered[1:]:
                 tensor.add_(summand)
         return tensor
-
-
-class AllGatherWork(dist.Work):
-    """An all-gather of parameters in flight; waiting for it never raises."""
-
-    def __init__(self, groups: ProcessGroups, works: list[dist.Work]) -> None:
-        super().__init__()
-        self.groups, self.works = groups, works
-
-    def wait(self, timeout: Any = None) -> bool:
-        self.groups.wait(self.works)
-        return True
-
-
-def start_all_gather(parts: list[Tensor], group: dist.ProcessGroup) -> list[dist.Work | None]:
-    """Start an all-gather by sends and receives: parts[i] comes from member i."""
-    own = group.rank()
-    others = [i for i in range(group.size()) if i != own]
-    works = [dist.irecv(parts[i], group=group, group_src=i) for i in others if parts[i].numel()]
-    return works + [dist.isend(parts[own], group=group, group_dst=i) for i in others if parts[own].numel()]
 
 
 def all_to_all_rows(parts: list[Tensor], group: dist.ProcessGroup | None, waits: WorkWaiter) -> list[Tensor]:

@@ -93,7 +93,7 @@ def smallest_fitting_layout(size: ModelSize, free_bytes: int, bounds: LayoutLimi
     """Return the smallest replica that fits, sharded first; None: none of up to `most` workers."""
     sizes = [1 << power for power in range(most.bit_length())]
     replicas = [Layout(1, shard, tensor) for tensor in sizes for shard in sizes if shard * tensor <= most]
-    for layout in sorted(replicas, key=lambda one: (one.workers_per_replica, one.tensor)):
+    for layout in sorted(replicas, key=lambda layout: (layout.workers_per_replica, layout.tensor)):
         if not bounds.problem_with(layout) and HEADROOM_FACTOR * size.bytes(layout) <= free_bytes:
             return layout
     return None

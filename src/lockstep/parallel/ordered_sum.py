@@ -1,8 +1,7 @@
-"""Sum the K micro-batches of a step in one fixed binary tree, whichever ranks computed them.
+"""Sum the K micro-batches of a step in one fixed binary tree, for any number of ranks.
 
 Floating-point addition is not associative: an all-reduce gives different bits for each number of
-processes. Here the leaves are the K micro-batches, wherever they ran, and additions follow the tree
-over [0, K):
+processes. Here the leaves are the K micro-batches, and additions follow the tree over [0, K):
 
     leaves_of_rank   a rank computes a contiguous block of leaves
     subtrees         a block is a list of subtrees: [3, 6) of 8 is leaf 3 and [4, 6)

@@ -1,6 +1,6 @@
 """Turn a model on the meta device into this worker's part of it, wrapped in this order:
 
-    1. pipeline    remove the layers of other stages; the rest is a smaller model
+    1. pipeline    remove the layers of other stages
     2. tensor      split the matrices; everything after sees ordinary, smaller layers
     3. checkpoint  activation checkpointing inside the units, to recompute while gathered
     4. compile     inside the units: one graph serves all layers, gathering stays outside
@@ -8,8 +8,7 @@
     6. allocate    only now, so a worker never has more than its slices
     7. initialize  each parameter's slice of its initial value, or of the starting checkpoint
 
-Plain replicas need only 3, 4, 6 and 7: the model is whole, and DistributedDataParallel (replica.py)
-reduces its gradients.
+Plain replicas need only 3, 4, 6 and 7.
 """
 
 from __future__ import annotations
@@ -18,13 +17,10 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import _register_process_group
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lockstep.layout import Coordinates, Layout
@@ -33,6 +29,7 @@ from lockstep.parallel.groups import ProcessGroups
 from lockstep.parallel.pipeline import PipelineStage, build_stage
 from lockstep.parallel.plans import ParallelPlan, plan_of
 from lockstep.parallel.tensor_parallel import apply_tensor_parallel
+from lockstep.runtime.torch_private import init_fsdp, mesh_without_backend
 from lockstep.tensor_slice import TensorSlice
 
 GROUP_NUMBERS = itertools.count()
@@ -62,7 +59,6 @@ class LocalModel:
     partial_grads: tuple[str, ...] = ()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Iterate over this worker's slices."""
         return iter(self.local_params.values())
 
     def is_tied_copy(self, name: str) -> bool:
@@ -91,7 +87,7 @@ def unwrap_local_model(model: nn.Module | LocalModel) -> tuple[nn.Module, LocalM
     return model.module, model if model.layout.workers_per_replica > 1 else None
 
 
-def parallelize(
+def parallelize(  # 9 parameters: a model, its place in the layout, and three options of FSDP
     model: nn.Module,
     layout: Layout,
     coordinates: Coordinates,
@@ -116,7 +112,7 @@ def parallelize(
         if prepare_blocks:
             prepare_blocks([whole.get_submodule(name) for name in plan_of(whole).units])
         return LocalModel(whole, layout, local_params=dict(whole.named_parameters()))
-    plan, groups = plan_of(model), ProcessGroups(layout, aside=device.type == "cpu")
+    plan, groups = plan_of(model), ProcessGroups(layout, in_thread=device.type == "cpu")
     stage = build_stage(model, coordinates.stage, layout.pipeline, chunks_per_stage) if layout.pipeline > 1 else None
     plan = plan.within(model)
     tensor_slices = apply_tensor_parallel(model, plan, groups, coordinates.tensor, layout.tensor)
@@ -130,7 +126,7 @@ def parallelize(
         model, layout, groups, slices=slices, fsdp_units=units, tensor_slices=tensor_slices, stage=stage, partial_grads=partial_grads
     )
     model.to_empty(device=device)
-    cast(FSDPModule, model)._get_fsdp_state()._lazy_init()  # now, since it may move what the parameters below share
+    init_fsdp(model)  # now, since it may move what the parameters below share
     for name, parameter in model.named_parameters():
         shard = cast(Tensor, parameter).to_local().detach()  # type: ignore[attr-defined]
         assert tuple(shard.shape) == slices[name].local_shape, (name, shard.shape, slices[name])
@@ -144,11 +140,7 @@ def shard_units(
     model: nn.Module, plan: ParallelPlan, device: torch.device, rank: int, shards: int, reshard_after_forward: bool
 ) -> list[FSDPModule]:
     """Wrap each unit, then the model. The mesh only defines the ranks; its group cannot send."""
-    mesh = DeviceMesh(device.type, list(range(shards)), mesh_dim_names=("shard",), _init_backend=False, _rank=rank)
-    name = f"lockstep-shard-{next(GROUP_NUMBERS)}"
-    mesh._pg_registry[name] = dist.ProcessGroup(rank, shards)  # type: ignore[call-arg]  # whose store is optional
-    mesh._dim_group_names = [cast(Any, name)]
-    _register_process_group(cast(Any, name), mesh._pg_registry[name])  # which holds it weakly
+    mesh = mesh_without_backend(device.type, rank, shards, f"lockstep-shard-{next(GROUP_NUMBERS)}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FSDP's, about CPUs
         for name in plan.units:

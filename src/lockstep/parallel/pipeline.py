@@ -7,11 +7,10 @@
 With several chunks per stage, each stage holds chunks of the model that are `stages` apart: less
 idle time at both ends, more messages.
 
-The schedule is a pure function (`pipeline_schedule`). Every stage knows each micro-batch, because
-the data order is arithmetic, so only activations are sent, in shapes that both sides know; sends
-are waited for at the end. Gradients are added per micro-batch in the tree, so the schedule decides
-no bits. Not torch.distributed.pipelining, which needs equal shapes and one permanent group, and
-adds gradients in order of arrival.
+Every stage knows each micro-batch, because the data order is arithmetic, so only activations are
+sent, in shapes that both sides know. Gradients are added per micro-batch in the tree, so the
+schedule decides no bits. Not torch.distributed.pipelining, which needs equal shapes and one
+permanent group, and adds gradients in order of arrival.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.models.llama import IGNORE_INDEX, Llama, RotaryEmbedding, attention_mask, position_ids
+from lockstep.models.llama import IGNORE_INDEX, Llama, RotaryEmbedding, positions_and_mask
 from lockstep.models.loss import output_cross_entropy
-from lockstep.models.translator import EncodedSource, Translator, mask_bias
+from lockstep.models.translator import EncodedSource, Translator, causal_bias, source_bias
 from lockstep.parallel.groups import ProcessGroups
 
 
@@ -111,7 +110,6 @@ class PipelineStage:
     lent: tuple[str, ...] = ()
 
     def holds(self, chunk: int, name: str) -> bool:
-        """Return whether a parameter belongs to this chunk."""
         return any(name.startswith(f"{module}.") for module in self.modules[chunk])
 
 
@@ -160,7 +158,6 @@ def build_stage(model: nn.Module, stage: int, stages: int, chunks_per_stage: int
 
 
 def layer_names(model: nn.Module) -> list[str]:
-    """Return the names of all layers in forward order."""
     if isinstance(model, Llama):
         return [f"layers.{i}" for i in range(len(model.layers))]
     assert isinstance(model, Translator)
@@ -168,7 +165,6 @@ def layer_names(model: nn.Module) -> list[str]:
 
 
 def remove_module(model: nn.Module, name: str) -> None:
-    """Replace a submodule by the identity."""
     path, _, last = name.rpartition(".")
     setattr(model.get_submodule(path), last, nn.Identity())
 
@@ -182,10 +178,7 @@ def forward_llama_chunk(
     documents: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Run a chunk of Llama.forward: (states,) (B, T, D), or the loss at the end."""
-    if documents is None:
-        positions, mask = torch.arange(tokens.shape[1], device=tokens.device)[None], None
-    else:
-        positions, mask = position_ids(documents), attention_mask(documents)
+    positions, mask = positions_and_mask(tokens, documents)
     states = model.embedding(tokens) if chunk.first else received[0]
     rotary = RotaryEmbedding.of(positions, model.config, states.dtype)
     for number in chunk.layers:
@@ -208,10 +201,7 @@ def forward_translator_chunk(
 ) -> tuple[Tensor, ...]:
     """Run a chunk of Translator.forward: (source states, target states), or the loss."""
     dtype = next(model.parameters()).dtype
-    first = torch.arange(source.shape[1], device=source.device) == 0
-    bias = mask_bias(((source == model.pad) & ~first)[:, None, None], dtype)
-    future = torch.ones(target.shape[1], target.shape[1], dtype=torch.bool, device=target.device).triu(1)
-    causal = mask_bias(future[None, None], dtype)
+    bias, causal = source_bias(source, model.pad, dtype), causal_bias(target, dtype)
     states, target_states = (model.embed(source), model.embed(target)) if chunk.first else (received[0], received[1])
     for number in chunk.layers:
         if number < len(model.encoder):

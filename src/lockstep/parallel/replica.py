@@ -1,15 +1,14 @@
 """One whole copy of a model among the replicas that train together.
 
-DistributedDataParallel cuts the gradients into buckets and passes each to a communication hook
-while the backward pass still runs. The hook does all communication, so DDP gets a process group of
-one process, and the group of all replicas can change between generations. On a CPU the hook queues
-each bucket for one reducer thread, which reduces them in the same order on every replica:
-collectives issued from several threads, or from a future's callback, may pair up wrongly between
-processes and deadlock.
+DistributedDataParallel passes each bucket of gradients to a communication hook while the backward
+pass still runs. The hook does all communication, so DDP gets a process group of one process, and
+the group of all replicas can change between generations. On a CPU the hook queues each bucket for
+one reducer thread: collectives issued from several threads, or from a future's callback, may pair
+up wrongly between processes and deadlock.
 
-All micro-batches but the last run under `no_sync()`. Their gradients are added as the tree of
-ordered_sum.py prescribes: two sibling leaves by autograd, which accumulates the second onto the
-first; larger subtrees by a binary counter. At most log2(K) copies of the gradients exist.
+All micro-batches but the last run under `no_sync()`. Their gradients are added in the tree of
+ordered_sum.py: two sibling leaves by autograd, larger subtrees by a binary counter. At most log2(K)
+copies of the gradients exist.
 """
 
 from __future__ import annotations
@@ -18,34 +17,34 @@ import inspect
 import json
 import queue
 import threading
-import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import GradBucket  # torch.distributed has it too, untyped
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # public at run time
 
 from lockstep.data.order import splitmix64
 from lockstep.errors import PeersLostError, UsageError
+from lockstep.parallel.comm_timer import CommTimer
+from lockstep.parallel.digest import digest_of
 from lockstep.parallel.gradient_watch import GradientWatch, refuse_unsupported
 from lockstep.parallel.ordered_sum import Subtree, SumTree, leaves_of_rank, refuse_idle_ranks, tree_all_reduce
 from lockstep.runtime.numerics import seed_generators
 from lockstep.runtime.process_group import gather_json
 from lockstep.runtime.status_board import StatusBoard
-from lockstep.runtime.work import WorkWaiter
+from lockstep.runtime.torch_private import foreach_add_, foreach_copy_, own_buffers
+from lockstep.runtime.work import WorkWaiter, static_group
 from lockstep.units import join_names
 
 # torch 2.13 renamed the argument.
 DDP_NAMES = inspect.signature(nn.parallel.DistributedDataParallel).parameters
 LOCAL_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffers" in DDP_NAMES else "broadcast_buffers": False}
-DIGEST_FACTOR = 0x9E3779B97F4A7C15  # odd, so that multiplication modulo 2**64 is invertible
 
 
 @dataclass
@@ -55,7 +54,7 @@ class Gradients:
     tensors: list[torch.Tensor]
 
     def __add__(self, right: Gradients) -> Gradients:
-        torch._foreach_add_(self.tensors, right.tensors)
+        foreach_add_(self.tensors, right.tensors)
         return self
 
 
@@ -78,7 +77,7 @@ class Bucket:
         """Copy sums of these gradients into one row, in the memory formats of the buffer."""
         row = torch.empty_like(self.buffer)
         first = self.buffer.storage_offset()
-        torch._foreach_copy_([row.as_strided(g.size(), g.stride(), g.storage_offset() - first) for g in self.gradients], sums)
+        foreach_copy_([row.as_strided(g.size(), g.stride(), g.storage_offset() - first) for g in self.gradients], sums)
         return row
 
 
@@ -91,10 +90,11 @@ class Replica:
     bucket_bytes   gradients reduced together
     init_sync      Collective: broadcast rank 0's weights now. False: they are equal, or this worker
                    joins a run and receives them later
+    board, generation_error  see `ProcessGroups.connect`
     Errors: UsageError: more processes than micro-batches, or no backward pass ran.
     """
 
-    def __init__(
+    def __init__(  # 9 parameters: independent values of the run, most with a default
         self,
         model: nn.Module,
         *,
@@ -103,14 +103,16 @@ class Replica:
         reduce: Literal["ordered", "fast"] = "ordered",
         bucket_bytes: int = 25_000_000,
         init_sync: bool = True,
+        board: StatusBoard | None = None,
+        generation_error: Callable[[], str] = static_group,
     ) -> None:
         self.leaves, self.seed, self.ordered, self.bucket_bytes = micro_batches, seed, reduce == "ordered", bucket_bytes
         self.model = model
         self.workers_per_replica = 1
         self._collect_parameters()
         self.device = self.parameters[0].device
-        self.waits = WorkWaiter()  # checks the generation before each micro-batch, and while buckets are in flight
-        self.board = StatusBoard(None)
+        self.waits = WorkWaiter(generation_error)  # checks it before each micro-batch, and while buckets are in flight
+        self.board = board or StatusBoard(None)
         self.failure: Exception | None = None
         self._bucket_count = 0  # of a step; 0 before the first one
         self._tree: SumTree[Gradients] = SumTree()
@@ -167,11 +169,10 @@ class Replica:
     def _wrap(self) -> nn.parallel.DistributedDataParallel:
         """Wrap the model for the current group.
 
-        DDP rebuilds its buckets after a first backward pass, so replicas with different numbers of
-        passes would exchange different buckets. So each new group starts with a new wrapper.
+        A wrapper of an earlier group may have other buckets: DDP changes them after its first pass.
         """
         world = dist.group.WORLD
-        assert world is not None, "World.join comes first"
+        assert world is not None, "ElasticRuntime.join comes first"
         self.group: dist.ProcessGroup = world
         refuse_idle_ranks(self.group.size(), self.leaves)
         self.own_leaves = leaves_of_rank(self.group.rank(), self.group.size(), self.leaves)
@@ -239,7 +240,7 @@ class Replica:
     def rehearsal(self, step: int) -> Iterator[int]:
         """Yield micro-batch 0 of `step` on every replica; then restore buffers, drop gradients."""
         ddp = self._wrap_if_needed()
-        buffers = [(m, name, b, b.clone()) for m in self.model.modules() for name, b in m._buffers.items() if b is not None]
+        buffers = [(m, name, b, b.clone()) for m in self.model.modules() for name, b in own_buffers(m).items() if b is not None]
         for p in self.parameters:
             p.grad = torch.zeros_like(p)  # so that a zero_grad before the backward pass shows
         self._losses = []
@@ -252,7 +253,7 @@ class Replica:
         for p in self.parameters:
             p.grad = None
         for module, name, buffer, before in buffers:
-            module._buffers[name] = buffer.copy_(before)
+            own_buffers(module)[name] = buffer.copy_(before)
 
     def losses_per_rank(self, size: int) -> list[int]:
         """Return the number of losses that each of `size` ranks reports."""
@@ -301,100 +302,45 @@ class Replica:
         subtree, earlier = self._current, list(self._tree.stack)
         while earlier and earlier[-1][0].sibling_of(subtree):
             left, sums = earlier.pop()
-            torch._foreach_add_(bucket.gradients, [sums.tensors[i] for i in bucket.indices])
+            foreach_add_(bucket.gradients, [sums.tensors[i] for i in bucket.indices])
             subtree = Subtree(left.first, 2 * left.leaves)
         rows = [(left, bucket.flatten([sums.tensors[i] for i in bucket.indices])) for left, sums in earlier]
         tree_all_reduce([*rows, (subtree, bucket.buffer)], self.leaves, self.group, bucket.buffer, self.waits)
 
-    def _make_bucket(self, grad_bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> Bucket:
+    def _make_bucket(self, grad_bucket: GradBucket) -> Bucket:
         self._timer.sent()
         if self._timer.buckets == self._bucket_count:
             self.board.enter("reducing")
         indices = [self._index[id(p)] for p in grad_bucket.parameters()]
-        # grad_bucket.gradients() would be row-major views, whatever the memory format
+        # grad_bucket.gradients() would be row-major views, even of channels_last parameters
         gradients = [p.grad for p in grad_bucket.parameters() if p.grad is not None]
-        return Bucket(grad_bucket.buffer(), gradients, indices, future)
+        devices: list[int | str | torch.device] | None = [self.device] if self.device.type == "cuda" else None
+        return Bucket(grad_bucket.buffer(), gradients, indices, torch.futures.Future(devices=devices))
 
     def _on_cpu(self, grad_bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        bucket = self._make_bucket(grad_bucket, torch.futures.Future())
+        bucket = self._make_bucket(grad_bucket)
         self._queue.put(bucket)
         return bucket.future
 
     def _reduce_buckets(self) -> None:
-        """Run the reducer thread. Never raises; the step reports a failure."""
+        """Run the reducer thread."""
         while (bucket := self._queue.get()) is not None:
-            if self.failure is None:
-                try:
-                    self._reduce(bucket)
-                except Exception as error:
-                    self.failure = error
-            self._timer.received()
-            bucket.future.set_result(bucket.buffer)
+            self._complete(bucket, reduce=self.failure is None)
 
     def _on_cuda(self, grad_bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Queue the collectives here, since NCCL's do not block, on a stream of their own."""
-        bucket = self._make_bucket(grad_bucket, torch.futures.Future(devices=[self.device]))
+        """Queue the collectives here, since NCCL's do not block, on a separate stream."""
+        bucket = self._make_bucket(grad_bucket)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
-            try:
-                self._reduce(bucket)
-            except Exception as error:
-                self.failure = error
-            self._timer.received()
-            bucket.future.set_result(bucket.buffer)
+            self._complete(bucket)
         return bucket.future
 
-
-def words_of(parameter: torch.Tensor) -> np.ndarray[Any, Any] | None:
-    """View a CPU parameter as integers, whose sum is 8x as fast as torch's hash; else None."""
-    if parameter.is_cuda or not parameter.is_contiguous():
-        return None
-    raw = parameter.detach().view(-1).view(torch.uint8).numpy()
-    return raw.view(next(kind for kind in (np.uint64, np.uint32, np.uint16, np.uint8) if raw.nbytes % np.dtype(kind).itemsize == 0))
-
-
-def digest_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Return a 64-bit digest of tensors in order: of each the sum of its words, or torch's hash."""
-    total = 0
-    for tensor in tensors:
-        if (words := words_of(tensor)) is not None:
-            value = int(np.add.reduce(words, dtype=np.uint64))
-        else:  # item() fails above 2**63
-            value = int(torch.hash_tensor(tensor.detach()).view(torch.int64)) if tensor.numel() else 0
-        total = (total * DIGEST_FACTOR + value) % 2**64
-    return total
-
-
-class CommTimer:
-    """Times of the last bucket sent and received in a step; on CUDA by events."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-        self.begin()
-
-    def begin(self) -> None:
-        self.buckets = 0
-        self._last_sent: Any = None
-        self._last_received: Any = None
-
-    def now(self) -> Any:
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def sent(self) -> None:
-        self.buckets += 1
-        self._last_sent = self.now()
-
-    def received(self) -> None:
-        self._last_received = self.now()
-
-    def exposed_s(self) -> float:
-        if self._last_sent is None or self._last_received is None:
-            return 0.0
-        if not self.cuda:
-            return max(0.0, float(self._last_received - self._last_sent))
-        self._last_received.synchronize()
-        return max(0.0, float(self._last_sent.elapsed_time(self._last_received)) / 1000)
+    def _complete(self, bucket: Bucket, reduce: bool = True) -> None:
+        """Reduce a bucket and hand it to DDP. Never raises; the step reports a failure."""
+        try:
+            if reduce:
+                self._reduce(bucket)
+        except Exception as error:
+            self.failure = error
+        self._timer.received()
+        bucket.future.set_result(bucket.buffer)

@@ -1,20 +1,17 @@
 """A replica of several workers with slices of the model; sums with the bits of whole replicas.
 
-FSDP2 gathers each unit's parameters before it computes, frees them afterwards, and hands over the
-unit's gradients after its backward pass. Its two collectives are replaced:
+FSDP2 gathers each unit's parameters before it computes, frees them afterwards, and passes on the
+unit's gradients after its backward pass. Its two collectives are replaced (fsdp_comm.py):
 
     all-gather      each shard sends its slice of a unit to the others, `prefetch_units` ahead
     reduce-scatter  micro-batches go to the shards of a replica in turn, so a pass of all shards
                     covers adjacent leaves of the tree in ordered_sum.py. Each shard receives its
                     rows of the gradients of all leaves of a pass and adds them in tree order. After
-                    the last pass of a step, the workers with the same rows in other replicas finish
-                    the tree (`tree_all_reduce`)
+                    the last pass, workers with the same rows in other replicas finish the tree
 
 So a shard's gradient is the same sum, in the same order, for any number of replicas and shards. A
-reducer thread reduces beside the backward pass, as in replica.py. Between passes a shard keeps
-log2(K) partial sums of its own rows only. With `reduce_once_per_step` it keeps partial sums of
-whole gradients, for less traffic, and micro-batches go to the shards in adjacent blocks: the tree
-is the same.
+reducer thread reduces beside the backward pass, as in replica.py. With `reduce_once_per_step` a
+shard keeps partial sums of whole gradients, for less traffic; the tree is the same.
 """
 
 from __future__ import annotations
@@ -22,7 +19,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -30,61 +28,28 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from lockstep.data.order import splitmix64
 from lockstep.errors import PeersLostError, UsageError
+from lockstep.layout import Coordinates, Layout
+from lockstep.parallel.digest import digest_of
+from lockstep.parallel.fsdp_comm import CapturedReduceScatter, GroupAllGather
 from lockstep.parallel.grad_norm import row_norms
-from lockstep.parallel.groups import AllGatherWork, all_to_all_rows, start_all_gather
+from lockstep.parallel.groups import all_to_all_rows
 from lockstep.parallel.ordered_sum import PartialSum, Subtree, SumTree, leaves_of_rank, subtrees, tree_all_reduce
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.parallel.pipeline import PipelineRunner, PipelineStage, empty_activations
-from lockstep.parallel.replica import digest_of
+from lockstep.parallel.shard_passes import ShardPass, plan_passes, refuse_idle_shards
 from lockstep.runtime.numerics import seed_generators
 from lockstep.runtime.status_board import StatusBoard
-from lockstep.runtime.work import WorkWaiter
+from lockstep.runtime.work import static_group
 from lockstep.units import join_names
 
-BUCKETS_IN_FLIGHT = 2  # units whose gradients may be in flight; each takes the memory of a whole unit
+UNITS_IN_FLIGHT = 2  # each takes the memory of a whole unit
 
 
 @dataclass(frozen=True)
-class ShardPass:
-    """One forward and backward pass of all shards of a replica, as one of them runs it.
-
-    k              micro-batch that this shard computes
-    counts         False: this shard has no micro-batch left and only joins the collectives
-    first, leaves  leaves of the pass; with `reduce_once_per_step`, this shard's own leaf
-    """
-
-    k: int
-    counts: bool
-    first: int
-    leaves: int
-    last: bool
-
-
-def plan_passes(block: range, shard: int, shards: int, *, reduce_once_per_step: bool) -> list[ShardPass]:
-    """Plan the passes of a shard over its replica's micro-batches.
-
-    They go to the shards in turn; with `reduce_once_per_step` in adjacent blocks, so a shard can
-    sum its own block first.
-    """
-    count = -(-len(block) // shards)
-    if reduce_once_per_step:
-        own = leaves_of_rank(shard, shards, len(block))
-        mine = block[own.start : own.stop]
-        ks = [(mine[min(i, len(mine) - 1)], i < len(mine)) for i in range(count)]
-        return [ShardPass(k, counts, k, int(counts), i == count - 1) for i, (k, counts) in enumerate(ks)]
-    passes = []
-    for first in range(block.start, block.stop, shards):
-        leaves = min(shards, block.stop - first)
-        passes.append(ShardPass(first + min(shard, leaves - 1), shard < leaves, first, leaves, first + shards >= block.stop))
-    return passes
-
-
-@dataclass(frozen=True)
-class Bucket:
+class UnitGradients:
     """The gradients of one unit in flight.
 
     sent  (S * n,), slice j for shard j
@@ -111,10 +76,22 @@ class ShardedReplica:
 
     local                 this worker's part of the model (parallelize.py)
     reduce_once_per_step  after the last micro-batch: less traffic, more memory
+    board, generation_error, form_context  see `ProcessGroups.connect`
     """
 
-    def __init__(self, local: LocalModel, *, micro_batches: int, seed: int = 0, reduce_once_per_step: bool = False) -> None:
+    def __init__(  # 8 parameters: independent values of the run, most with a default
+        self,
+        local: LocalModel,
+        *,
+        micro_batches: int,
+        seed: int = 0,
+        reduce_once_per_step: bool = False,
+        board: StatusBoard | None = None,
+        generation_error: Callable[[], str] = static_group,
+        form_context: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         assert local.groups is not None
+        local.groups.connect(board or StatusBoard(None), generation_error, form_context)
         self.local, self.leaves, self.seed = local, micro_batches, seed
         self.parameters = [p for p in local.local_params.values() if p.requires_grad]
         self.groups, self.workers_per_replica = local.groups, local.layout.workers_per_replica
@@ -125,31 +102,19 @@ class ShardedReplica:
         self._pending: list[PendingMicroBatch] = []
         self._sent_s = self._done_s = 0.0
         self._captured: list[Tensor] = []
-        self._queue: queue.SimpleQueue[Bucket | threading.Event | None] = queue.SimpleQueue()
-        self._free_slots = threading.Semaphore(BUCKETS_IN_FLIGHT)
+        self._queue: queue.SimpleQueue[UnitGradients | threading.Event | None] = queue.SimpleQueue()
+        self._free_slots = threading.Semaphore(UNITS_IN_FLIGHT)
         self._reducer = threading.Thread(target=self._reduce_buckets, name="lockstep-reducer", daemon=True)
         self._reducer.start()
         for number, unit in enumerate(local.fsdp_units):
-            unit.set_custom_all_gather(GroupAllGather(self))
-            unit.set_custom_reduce_scatter(CapturedReduceScatter(self))
+            unit.set_custom_all_gather(cast(Any, GroupAllGather(self.groups)))
+            unit.set_custom_reduce_scatter(cast(Any, CapturedReduceScatter(self._captured)))
             unit.set_all_reduce_hook(partial(self._on_gradients, number))
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         self._names = [name for name, p in local.local_params.items() if p.requires_grad]
         self._sharded = [cast(Any, p) for p in local.module.parameters() if p.requires_grad]
         self._backwards = 0  # in this pass
-
-    @property
-    def board(self) -> StatusBoard:
-        return self.groups.board
-
-    @board.setter
-    def board(self, board: StatusBoard) -> None:
-        self.groups.board = board
-
-    @property
-    def waits(self) -> WorkWaiter:
-        return self.groups.waits
 
     def release_groups(self) -> None:
         """Release the groups of a generation that is over; the next step forms new ones."""
@@ -175,15 +140,14 @@ class ShardedReplica:
         if self._backwards:
             raise UsageError(f"backward() was called twice in micro-batch {self._pass.k}", "", "add its losses and call it once")
         self._backwards += 1
-        self.board.enter("backward")
+        self.groups.board.enter("backward")
         loss.backward()
         if self._pass.counts:
             self._losses.append(loss.detach())
 
     def losses(self) -> list[float]:
         """Return the losses of this worker's micro-batches; one worker reports each."""
-        coordinates = self.local.layout.coordinates(dist.get_rank())
-        reports = coordinates.tensor == 0 and coordinates.stage == self.local.layout.pipeline - 1
+        reports = reports_losses(self.local.layout.coordinates(dist.get_rank()), self.local.layout)
         return [float(loss) for loss in torch.stack(self._losses).tolist()] if self._losses and reports else []
 
     def micro_batches(self, step: int) -> Iterator[int]:
@@ -202,14 +166,14 @@ class ShardedReplica:
         self._losses, self.groups.waited_s, self._sent_s, self._pending = [], 0.0, 0.0, []
         passes = plan_passes(block, coordinates.shard, layout.shard, reduce_once_per_step=self.reduce_once_per_step)
         for self._pass in passes:
-            if reason := self.waits.generation_error():
+            if reason := self.groups.waits.generation_error():
                 raise PeersLostError(reason, "ShardedReplica.micro_batches")
             for p in self._sharded:
                 p.grad = None
             seed_generators(splitmix64(self.seed, step, self._pass.k) >> 1, self.parameters[0].device)
             self._backwards = 0
             if self._pass.last:
-                self.board.enter("reducing")
+                self.groups.board.enter("reducing")
             yield self._pass.k
             if self.groups.failure:
                 break
@@ -218,8 +182,7 @@ class ShardedReplica:
         if self.local.stage is not None and not self.groups.failure:
             self._run_pipeline(self.local.stage, step, passes)
         self._drain()
-        if self.groups.failure:
-            raise self.groups.failure
+        self.groups.raise_failure()
         self._refuse_missing(f"step {step}")
         for local, sharded in zip(self.parameters, self._sharded, strict=True):
             local.grad = sharded.grad.to_local()
@@ -237,7 +200,6 @@ class ShardedReplica:
             )
 
     def _refuse_missing(self, where: str) -> None:
-        """UsageError: a trained parameter has no gradient."""
         missing = [name for name, p in zip(self._names, self._sharded, strict=True) if p.grad is None]
         if missing or not (self._backwards or self.local.stage):
             raise UsageError(
@@ -281,19 +243,15 @@ class ShardedReplica:
             gradient = self.local.local_params[name].grad
             if gradient is not None:
                 self.groups.all_reduce(gradient, self.groups.tied_group)
-        if self.groups.failure:
-            raise self.groups.failure
+        self.groups.raise_failure()
 
     def losses_per_rank(self, size: int) -> list[int]:
-        """Return the number of losses that each of `size` ranks reports."""
         layout = self.groups.layout_of(size)
         all_coordinates = [layout.coordinates(rank) for rank in range(size)]
-        reports = [at.tensor == 0 and at.stage == layout.pipeline - 1 for at in all_coordinates]
-        blocks = [
-            leaves_of_rank(coordinates.replica, layout.replicate, self.leaves)[coordinates.shard :: layout.shard]
-            for coordinates in all_coordinates
+        return [
+            len(leaves_of_rank(at.replica, layout.replicate, self.leaves)[at.shard :: layout.shard]) if reports_losses(at, layout) else 0
+            for at in all_coordinates
         ]
-        return [len(block) if reporting else 0 for block, reporting in zip(blocks, reports, strict=True)]
 
     def grad_norm_squared(self) -> Tensor:
         """Collective in the replica. Return the sum of squares of the whole gradient, float64."""
@@ -313,8 +271,7 @@ class ShardedReplica:
         grad_norm_squared = torch.where(is_split, parts, sums).sum()
         if layout.pipeline > 1:
             self.groups.all_reduce(grad_norm_squared, self.groups.pipeline_group)
-        if self.groups.failure:
-            raise self.groups.failure
+        self.groups.raise_failure()
         return grad_norm_squared
 
     def digest(self) -> int:
@@ -329,7 +286,6 @@ class ShardedReplica:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop the reducer thread and release the groups."""
         self._queue.put(None)
         self._reducer.join(timeout=5)
         self.groups.clear()
@@ -340,72 +296,61 @@ class ShardedReplica:
         """FSDP's hook after a unit's backward pass: queue its gradients."""
         sent = self._captured.pop() if self._captured else out
         self._sent_s = time.perf_counter()
-        bucket = Bucket(unit, self._pass, sent, out)
+        gradients = UnitGradients(unit, self._pass, sent, out)
         if out.is_cuda:
-            self._reduce(bucket)
+            self._reduce(gradients)
         else:
             self._free_slots.acquire()
-            self._queue.put(bucket)
+            self._queue.put(gradients)
 
     def _reduce_buckets(self) -> None:
         """Run the reducer thread, in the order of the backward pass. Never raises."""
-        while (bucket := self._queue.get()) is not None:
-            if isinstance(bucket, threading.Event):
-                bucket.set()
+        while (gradients := self._queue.get()) is not None:
+            if isinstance(gradients, threading.Event):
+                gradients.set()
                 continue
-            self._reduce(bucket)
+            self._reduce(gradients)
             self._free_slots.release()
             self._done_s = time.perf_counter()
 
     def _drain(self) -> None:
-        """Wait until the reducer thread has processed its queue."""
         done = threading.Event()
         self._queue.put(done)
         done.wait()
 
-    def _reduce(self, bucket: Bucket) -> None:
+    def _reduce(self, gradients: UnitGradients) -> None:
         """Collective. Add a pass to the unit's tree; after the last one write the sum to `out`."""
         if self.groups.failure is not None or not self.groups.formed:
             return
         try:
-            self.board.enter_collective(bucket.sent.nbytes)
-            tree = self._trees[bucket.unit]
-            if self.reduce_once_per_step:
-                self._add_whole(bucket, tree)
-            else:
-                self._add_rows(bucket, tree)
-            if not bucket.shard_pass.last:
+            self.groups.board.enter_collective(gradients.sent.nbytes)
+            tree = self._trees[gradients.unit]
+            if not self.reduce_once_per_step:
+                self._add_rows(gradients, tree)
+            elif gradients.shard_pass.counts:
+                tree.add(Subtree(gradients.shard_pass.first, 1), PartialSum(gradients.sent))
+            if not gradients.shard_pass.last:
                 return
             if self.reduce_once_per_step:
                 tree = self._rows_of_all(tree)
             if self.groups.replica_group is None:
-                bucket.out.copy_(tree.total().tensor)
+                gradients.out.copy_(tree.total().tensor)
             else:
-                tree_all_reduce(
-                    [(subtree, part.tensor) for subtree, part in tree.stack],
-                    self.leaves,
-                    self.groups.replica_group,
-                    bucket.out,
-                    self.groups.waits,
-                )
+                partials = [(subtree, part.tensor) for subtree, part in tree.stack]
+                tree_all_reduce(partials, self.leaves, self.groups.replica_group, gradients.out, self.groups.waits)
         except Exception as error:
             self.groups.record_failure(error)
 
-    def _add_rows(self, bucket: Bucket, tree: SumTree[PartialSum]) -> None:
+    def _add_rows(self, gradients: UnitGradients, tree: SumTree[PartialSum]) -> None:
         """Collective. Receive this shard's rows of the gradients of all leaves of the pass."""
-        parts = list(bucket.sent.view(self.local.layout.shard, -1))
+        parts = list(gradients.sent.view(self.local.layout.shard, -1))
         rows = all_to_all_rows(parts, self.groups.scatter_group, self.groups.waits)
-        for number, row in enumerate(rows[: bucket.shard_pass.leaves]):
-            tree.add(Subtree(bucket.shard_pass.first + number, 1), PartialSum(row))
-        whole = bucket.sent.untyped_storage().data_ptr()
-        for _, part in tree.stack if len(parts) > 1 and not bucket.shard_pass.last else ():
+        for number, row in enumerate(rows[: gradients.shard_pass.leaves]):
+            tree.add(Subtree(gradients.shard_pass.first + number, 1), PartialSum(row))
+        whole = gradients.sent.untyped_storage().data_ptr()
+        for _, part in tree.stack if len(parts) > 1 and not gradients.shard_pass.last else ():
             if part.tensor.untyped_storage().data_ptr() == whole:  # a view would keep the rows of all shards alive
                 part.tensor = part.tensor.clone()
-
-    def _add_whole(self, bucket: Bucket, tree: SumTree[PartialSum]) -> None:
-        """Add all rows of this shard's own leaf."""
-        if bucket.shard_pass.counts:
-            tree.add(Subtree(bucket.shard_pass.first, 1), PartialSum(bucket.sent))
 
     def _rows_of_all(self, own: SumTree[PartialSum]) -> SumTree[PartialSum]:
         """Collective. Exchange the shards' trees; return this shard's rows of all leaves."""
@@ -429,45 +374,6 @@ class ShardedReplica:
         return tree
 
 
-class CapturedReduceScatter(ReduceScatter):
-    """FSDP's reduce-scatter: keeps its input for the all-reduce hook, which FSDP calls next."""
-
-    def __init__(self, replica: ShardedReplica) -> None:
-        self.replica = replica
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
-        self.replica._captured.append(input_tensor)
-
-
-class GroupAllGather(AllGather):
-    """FSDP's all-gather, over the groups of this generation."""
-
-    def __init__(self, replica: ShardedReplica) -> None:
-        self.replica = replica
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> dist.Work | None:
-        groups = self.replica.groups
-        shard_group = groups.gather_group
-        assert shard_group is not None
-        if output_tensor.is_cuda:
-            groups.start_works(lambda: [dist.all_gather_into_tensor(output_tensor, input_tensor, group=shard_group)])
-            return None
-        parts = list(output_tensor.view(shard_group.size(), -1))  # FSDP has written this worker's part
-        groups.board.enter_collective(output_tensor.nbytes)
-        return AllGatherWork(groups, groups.start_works(lambda: start_all_gather(parts, shard_group)))
-
-
-def refuse_idle_shards(data_parallel_size: int, leaves: int, block: int, shards: int) -> None:
-    """UsageError: some shard would have no micro-batch."""
-    if block < shards:
-        raise UsageError(
-            f"{data_parallel_size} shards of all replicas are running, a step has {leaves} micro-batches",
-            "each shard needs at least one micro-batch",
-            f"start fewer replicas, or set batch.micro_batches={data_parallel_size}",
-        )
+def reports_losses(at: Coordinates, layout: Layout) -> bool:
+    """Return whether this worker reports its micro-batches' losses, which others have too."""
+    return at.tensor == 0 and at.stage == layout.pipeline - 1

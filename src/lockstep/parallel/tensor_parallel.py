@@ -49,15 +49,11 @@ class ReduceFromTensorParallel(torch.autograd.Function):
 
 def apply_tensor_parallel(model: nn.Module, plan: ParallelPlan, groups: ProcessGroups, part: int, parts: int) -> dict[str, TensorSlice]:
     """Split a model on the meta device, in place; return {parameter: its slice}."""
-    slices = {name: TensorSlice.whole(parameter.shape) for name, parameter in model.named_parameters()}
+    slices = tensor_slices(model, plan, part, parts)
     if parts == 1:
         return slices
     for name, parameter in list(model.named_parameters()):
-        if packed := plan.packed(name):
-            slices[name] = slices[name].split_rows(part, parts, packed)
-        elif plan.is_row_parallel(name):
-            slices[name] = slices[name].split_columns(part, parts)
-        else:
+        if slices[name].is_whole:
             continue
         path, _, last = name.rpartition(".")
         owner = model.get_submodule(path)
@@ -73,6 +69,17 @@ def apply_tensor_parallel(model: nn.Module, plan: ParallelPlan, groups: ProcessG
         region = model.get_submodule(name)
         region.register_forward_pre_hook(torch.compiler.disable(partial(copy_inputs, groups)))
         region.register_forward_hook(torch.compiler.disable(partial(reduce_output, groups)))
+    return slices
+
+
+def tensor_slices(model: nn.Module, plan: ParallelPlan, part: int, parts: int) -> dict[str, TensorSlice]:
+    """Return {parameter: its slice for worker `part` of `parts`}."""
+    slices = {name: TensorSlice.whole(parameter.shape) for name, parameter in model.named_parameters()}
+    for name in slices if parts > 1 else ():
+        if packed := plan.packed(name):
+            slices[name] = slices[name].split_rows(part, parts, packed)
+        elif plan.is_row_parallel(name):
+            slices[name] = slices[name].split_columns(part, parts)
     return slices
 
 

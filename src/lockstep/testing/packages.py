@@ -2,10 +2,10 @@
 
     python -m lockstep.testing.packages [SRC/lockstep]
 
-Prints one line per package, lowest layer first, with the packages it imports and the number of import statements, then a few sizes of
-the code. Exits with code 1 and names the imports when one of them points upward or a layer contains a cycle. It reads the source with
-`ast` and imports nothing, so imports inside functions and under `TYPE_CHECKING` count too. The root `__init__.py` does not count: it
-lists the public API and loads it lazily.
+Prints one line per package, lowest layer first, with the packages it imports and the number of
+import statements, then a few sizes of the code. Exits with code 1 and names the imports when one of
+them points upward or a layer contains a cycle. It reads the source with `ast` and imports nothing,
+so imports inside functions and under `TYPE_CHECKING` count too.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 
@@ -37,7 +38,7 @@ LAYERS = (
 )
 LEVEL = {package: level for level, layer in enumerate(LAYERS) for package in layer}
 
-Imports = dict[tuple[str, str], list[str]]  # (importing package, imported package): "module -> module" of each import statement
+Imports = dict[tuple[str, str], list[str]]  # (importing, imported package): "module -> module" of each
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -53,7 +54,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def modules(top: Path) -> dict[str, Path]:
-    """Return the modules below the package folder `top` by dotted name without `lockstep.`; the root `__init__` is left out."""
+    """Return the modules below `top`, the package folder, by dotted name without `lockstep.`.
+
+    The root `__init__.py` is not one of them. It names modules of all layers, because it is the
+    public API, but imports each only when its name is first used: it belongs to no layer.
+    """
     paths = {path.relative_to(top).with_suffix(""): path for path in sorted(top.rglob("*.py"))}
     return {".".join(part for part in name.parts if part != "__init__"): path for name, path in paths.items() if str(name) != "__init__"}
 
@@ -70,7 +75,10 @@ def package_imports(trees: dict[str, ast.Module]) -> Imports:
 
 
 def imported_modules(node: ast.AST, known: dict[str, ast.Module]) -> set[str]:
-    """Return the modules of Lockstep that an import statement names; names of the public API (`from lockstep import Session`) are none."""
+    """Return the modules of Lockstep that an import statement names.
+
+    Names of the public API are not modules: `from lockstep import Session` gives none.
+    """
     names: set[str] = set()
     if isinstance(node, ast.Import):
         names = {alias.name for alias in node.names}
@@ -83,7 +91,7 @@ def imported_modules(node: ast.AST, known: dict[str, ast.Module]) -> set[str]:
 
 
 def find_problems(trees: dict[str, ast.Module], imports: Imports) -> list[str]:
-    """Return what breaks the layers: packages without a layer, upward imports, cycles among the packages of one layer."""
+    """Return one line for each package without a layer, upward import, and cycle within a layer."""
     packages = {name.partition(".")[0] for name in trees}
     problems = [
         f"package {package} has no layer: add it to LAYERS and to docs/architecture.md" for package in sorted(packages - set(LEVEL))
@@ -115,14 +123,19 @@ def graph_lines(trees: dict[str, ast.Module], imports: Imports) -> list[str]:
 def sizes(trees: dict[Path, ast.Module]) -> str:
     lines = {path: path.read_text().count("\n") for path in trees}
     functions = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    classes = Counter(node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    repeated = repeated_class_names(trees.values())
     longest = max(lines, key=lambda path: lines[path])
     return (
         f"{len(lines)} files, {sum(lines.values()):,} lines; median file {median(lines.values()):.0f}, largest {longest.name} "
         f"{lines[longest]}; functions over 60 lines: {sum((f.end_lineno or 0) - f.lineno >= 60 for f in functions)}, "
         f"with more than 7 parameters: {sum(len(f.args.posonlyargs + f.args.args + f.args.kwonlyargs) > 7 for f in functions)}; "
-        f"names of several classes: {', '.join(sorted(name for name, count in classes.items() if count > 1)) or 'none'}"
+        f"names of several classes: {', '.join(repeated) or 'none'}"
     )
+
+
+def repeated_class_names(trees: Iterable[ast.Module]) -> list[str]:
+    counts = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    return sorted(name for name, count in counts.items() if count > 1)
 
 
 if __name__ == "__main__":

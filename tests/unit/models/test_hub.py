@@ -1,4 +1,4 @@
-"""Every key of config.json and every field of a safetensors header: implemented, known to be harmless, or refused by name."""
+"""Each key of config.json and field of a header is implemented, harmless, or refused by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.config.resolve import resolve
 from lockstep.data.text.chat_tokenizer import ChatTokenizer
 from lockstep.data.tokenizer import Tokenizer
 from lockstep.errors import CheckpointError, DataError, LockstepError, UsageError
-from lockstep.models import hub, llama_io
+from lockstep.models import hf_config, hub, llama_io
 from lockstep.models.initial_weights import InitialWeights
 from lockstep.models.llama import Llama, LlamaConfig, RopeScaling, build_llama
 
@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_config(folder: Path, to: Path, config: dict[str, Any]) -> Path:
-    """The folder again with another config.json."""
+    """Copy the folder, with another config.json."""
     to.mkdir(exist_ok=True)
     for path in folder.iterdir():
         if path.name != hub.CONFIG_FILE and not (to / path.name).exists():
@@ -66,32 +66,34 @@ def logits(folder: Path) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_odd_values_in_every_key_of_a_config_are_refused_or_change_nothing(folder: Path, tmp_path: Path) -> None:
-    """A valid value may be another model; then its logits are finite, and its key is in READ_KEYS."""
+    """A valid value may give another model, with finite logits, if its key is in READ_KEYS."""
     config = json.loads((folder / hub.CONFIG_FILE).read_text())
-    right = logits(folder)
+    expected = logits(folder)
     inner = [("rope_scaling", key) for key in [*config["rope_scaling"], "rope_theta", "partial_rotary_factor", "unknown"]]
-    keys = [(key,) for key in sorted({*hub.READ_KEYS, *hub.FIXED_KEYS, *hub.HARMLESS_KEYS, *config, "layer_types", "unknown"})]
+    keys = [
+        (key,) for key in sorted({*hf_config.READ_KEYS, *hf_config.FIXED_KEYS, *hf_config.HARMLESS_KEYS, *config, "layer_types", "unknown"})
+    ]
     refused = 0
     for path in [*keys, *inner]:
-        for value in ODD if path[0] not in hub.HARMLESS_KEYS or path[0] == "eos_token_id" else ODD[6:16:3]:
+        for value in ODD if path[0] not in hf_config.HARMLESS_KEYS or path[0] == "eos_token_id" else ODD[6:16:3]:
             changed = json.loads(json.dumps(config))
             (changed if len(path) == 1 else changed[path[0]])[path[-1]] = value
             try:
-                found = logits(with_config(folder, tmp_path / "odd", changed))
+                new_logits = logits(with_config(folder, tmp_path / "odd", changed))
             except (CheckpointError, DataError) as error:
                 refused += 1
                 assert error.what and error.where and error.hint, (path, value)
-                assert path[-1] in str(error) or path[-1] in hub.READ_KEYS, (path, value, str(error))
+                assert path[-1] in str(error) or path[-1] in hf_config.READ_KEYS, (path, value, str(error))
                 continue
-            assert torch.isfinite(found).all(), (path, value)
-            assert path[0] in hub.READ_KEYS or torch.equal(found, right), (path, value)
-            assert path[0] not in hub.FIXED_KEYS or value is None or value == hub.FIXED_KEYS[path[0]]
+            assert torch.isfinite(new_logits).all(), (path, value)
+            assert path[0] in hf_config.READ_KEYS or torch.equal(new_logits, expected), (path, value)
+            assert path[0] not in hf_config.FIXED_KEYS or value is None or value == hf_config.FIXED_KEYS[path[0]]
             assert value is None or path[-1] not in ("unknown", "layer_types") or value == []
     assert refused > 400
 
 
 @pytest.mark.parametrize("content", ["[]", "5", "{", '{"a":' * 5000, '{"vocab_size": ' + "9" * 5000 + "}", "\xff"])
-def test_a_config_that_is_no_object_is_refused(folder: Path, tmp_path: Path, content: str) -> None:
+def test_config_that_is_no_object_is_refused(folder: Path, tmp_path: Path, content: str) -> None:
     bad = with_config(folder, tmp_path / "bad", {})
     (bad / hub.CONFIG_FILE).write_bytes(content.encode("latin-1"))
     with pytest.raises(CheckpointError):
@@ -99,7 +101,7 @@ def test_a_config_that_is_no_object_is_refused(folder: Path, tmp_path: Path, con
 
 
 @pytest.mark.parametrize(
-    ("more", "says"),
+    ("more", "message"),
     [
         ({"model_type": "mistral", "sliding_window": 16}, "model_type is"),
         ({"sliding_window": 16}, "sliding_window is 16"),
@@ -111,14 +113,14 @@ def test_a_config_that_is_no_object_is_refused(folder: Path, tmp_path: Path, con
         ({"rope_scaling": LLAMA_3, "rope_parameters": {"rope_theta": 5.0}}, "rope_parameters has rope_theta 5.0"),
     ],
 )
-def test_what_is_not_implemented_is_refused_by_name(folder: Path, tmp_path: Path, more: dict[str, Any], says: str) -> None:
+def test_unsupported_keys_are_refused_by_name(folder: Path, tmp_path: Path, more: dict[str, Any], message: str) -> None:
     config = json.loads((folder / hub.CONFIG_FILE).read_text()) | more
     with pytest.raises(CheckpointError) as caught:
         hub.open_hub(with_config(folder, tmp_path / "bad", config))
-    assert says in caught.value.what
+    assert message in caught.value.what
 
 
-PUBLISHED = {  # keys that published Llamas have besides those of every one: Llama 3.2, SmolLM2, Falcon3
+PUBLISHED = {  # keys that only some published Llamas have: Llama 3.2, SmolLM2, Falcon3
     "attention_bias": False,
     "attention_dropout": 0.0,
     "head_dim": 8,
@@ -153,13 +155,13 @@ ROPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ROPES)
-def test_rotary_positions_are_those_of_transformers(folder: Path, tmp_path: Path, name: str) -> None:
+def test_rotary_frequencies_equal_those_of_transformers(folder: Path, tmp_path: Path, name: str) -> None:
     transformers = pytest.importorskip("transformers")
     config = json.loads((folder / hub.CONFIG_FILE).read_text()) | {"rope_theta": 20_000.0} | ROPES[name]
     changed = with_config(folder, tmp_path / "rope", config)
-    right = transformers.LlamaForCausalLM.from_pretrained(changed, dtype=torch.float32)
+    expected = transformers.LlamaForCausalLM.from_pretrained(changed, dtype=torch.float32)
     with torch.no_grad():
-        torch.testing.assert_close(logits(changed), right(torch.arange(50)[None]).logits, rtol=0, atol=1e-4)
+        torch.testing.assert_close(logits(changed), expected(torch.arange(50)[None]).logits, rtol=0, atol=1e-4)
 
 
 def test_odd_values_in_every_field_of_a_header_are_refused(folder: Path, tmp_path: Path) -> None:
@@ -193,14 +195,14 @@ def test_odd_values_in_every_field_of_a_header_are_refused(folder: Path, tmp_pat
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_sizes_are_those_of_the_whole_model_in_its_order(tied: bool) -> None:
+def test_parameter_shapes_equal_those_of_the_whole_model_in_order(tied: bool) -> None:
     config = replace(CONFIG, n_layers=12, tie_embeddings=tied)
     with torch.device("meta"):
-        right = [(name, tuple(parameter.shape)) for name, parameter in Llama(config).named_parameters()]
-    assert list(hub.parameter_shapes(config).items()) == right
+        expected = [(name, tuple(parameter.shape)) for name, parameter in Llama(config).named_parameters()]
+    assert list(hf_config.parameter_shapes(config).items()) == expected
 
 
-def test_a_damaged_shape_of_a_run_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_damaged_shape_in_model_json_is_refused(folder: Path, tmp_path: Path) -> None:
     llama_io.import_hub(folder, tmp_path / "run")
     about = json.loads((tmp_path / "run" / llama_io.MODEL).read_text())
     for key in about["shape"]:
@@ -212,10 +214,10 @@ def test_a_damaged_shape_of_a_run_is_refused(folder: Path, tmp_path: Path) -> No
                 llama_io.load_llama(tmp_path / "run", device=CPU)
 
 
-# -- texts in, and the model out again --------------------------------------------------------------------------------
+# -- generate and export -----------------------------------------------------------------------------------------------
 
 
-def test_lines_to_continue_end_at_line_feeds_alone(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_of_a_file_are_split_at_line_feeds_only(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "lines").write_bytes("a cat\u2028a\x0cb\x85c\rd\r\na".encode())
     assert main(["generate", str(folder), "--file", str(tmp_path / "lines"), "--tokens", "2"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
@@ -226,13 +228,13 @@ def test_lines_to_continue_end_at_line_feeds_alone(folder: Path, tmp_path: Path,
     assert main(["generate", str(folder), "\udcff"]) == UsageError.exit_code
 
 
-def test_options_may_stand_before_and_between_texts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_are_accepted_before_and_between_prompts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = ["a cat", "a cat a"]
     assert main(["generate", str(folder), *texts, "--tokens", "3"]) == 0
-    right = capsys.readouterr().out
+    expected = capsys.readouterr().out
     for words in (["--tokens", "3", *texts], [texts[0], "--tokens", "3", texts[1]], ["--tokens=3", "--seed", "0", *texts]):
         assert main(["generate", str(folder), *words]) == 0
-        assert capsys.readouterr().out == right
+        assert capsys.readouterr().out == expected
     assert main(["generate", str(folder), "--token", "3", *texts]) == UsageError.exit_code
     assert "unknown option '--token'" in capsys.readouterr().err
 
@@ -242,17 +244,17 @@ def test_more_tokens_than_the_model_has_positions_are_refused(folder: Path, caps
     assert "tokens with the prompt, and the model has" in capsys.readouterr().err
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_said_to_be_one(folder: Path, tmp_path: Path) -> None:
+def test_prompt_with_a_token_beyond_the_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
     larger = with_config(folder, tmp_path / "larger", json.loads((folder / hub.CONFIG_FILE).read_text()))
     inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     inner.add_tokens([f"new{number}" for number in range(60)])
     (larger / "tokenizer.json").unlink()
     inner.save(str(larger / "tokenizer.json"))
-    assert main(["generate", str(larger), "a cat", "--tokens", "2"]) == 0, "as long as the text has none of them"
+    assert main(["generate", str(larger), "a cat", "--tokens", "2"]) == 0, "accepted: no token of the prompt is beyond the vocabulary"
     assert main(["generate", str(larger), "a new59", "--tokens", "2"]) == UsageError.exit_code
 
 
-def test_another_context_keeps_the_token_ids_of_a_config(folder: Path) -> None:
+def test_changed_max_seq_len_keeps_the_token_ids_of_the_config(folder: Path) -> None:
     old = json.loads((folder / hub.CONFIG_FILE).read_text()) | {
         "bos_token_id": 1,
         "eos_token_id": [2, 6],
@@ -260,23 +262,21 @@ def test_another_context_keeps_the_token_ids_of_a_config(folder: Path) -> None:
         "dtype": "bfloat16",
     }
     longer = replace(CONFIG, max_seq_len=128)
-    found = hub.config_to_write(longer, old, "F32")
-    assert hub.config_from_hf(found, "") == longer
-    assert {key: found[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")} == {
+    written = hub.config_to_write(longer, old, "F32")
+    assert hf_config.config_from_hf(written, "") == longer
+    assert {key: written[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")} == {
         "bos_token_id": 1,
         "eos_token_id": [2, 6],
         "pad_token_id": 0,
     }
-    assert found["dtype"] == "float32"
+    assert written["dtype"] == "float32"
 
 
-def test_export_writes_the_numbers_of_the_import_or_those_asked_for(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As a run that started from bf16 weights and trained them in fp32; here the import has fp32 in its checkpoint."""
+def test_export_has_the_dtype_of_the_import_or_the_requested_one(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Like a run that started from bf16 weights and trained them in fp32."""
     llama_io.import_hub(folder, tmp_path / "run")
     about = json.loads((tmp_path / "run" / llama_io.MODEL).read_text())
-    for number, (began, asked, right) in enumerate(
+    for number, (began, asked, expected) in enumerate(
         [("bfloat16", "", torch.bfloat16), ("", "", torch.float32), ("bfloat16", "float16", torch.float16)]
     ):
         (tmp_path / "run" / llama_io.MODEL).write_text(json.dumps(about | ({"dtype": began} if began else {})))
@@ -291,8 +291,8 @@ def test_export_writes_the_numbers_of_the_import_or_those_asked_for(
         assert main(words) == 0
         back = hub.open_hub(tmp_path / f"out{number}")
         first = hub.open_hub(folder).tensors
-        assert all(torch.equal(back.tensors[name], first[name].to(right)) and back.tensors[name].dtype == right for name in first)
-        assert str(right) == "torch." + back.hf_config["torch_dtype"]
+        assert all(torch.equal(back.tensors[name], first[name].to(expected)) and back.tensors[name].dtype == expected for name in first)
+        assert str(expected) == "torch." + back.hf_config["torch_dtype"]
     with pytest.raises(CheckpointError, match="x has values up to 1e"):
         llama_io.cast_tensor("x", torch.tensor([1e6]), torch.float16)
     begun = InitialWeights.of(

@@ -4,36 +4,39 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
 import torch
+from support.ranks import run_ranks
 
-from lockstep.elastic.world import World
-from lockstep.testing.ranks import TensorMemory, run_ranks
+from lockstep.elastic.runtime import ElasticRuntime
+from lockstep.testing.tensor_memory import TensorMemory
 
 
-def rank_and_sum(world: World, offset: int) -> tuple[int, int]:
-    total = torch.tensor([world.rank + offset])
+def rank_and_sum(runtime: ElasticRuntime, offset: int) -> tuple[int, int]:
+    total = torch.tensor([runtime.world.rank + offset])
     torch.distributed.all_reduce(total)
-    return world.rank, int(total)
+    return runtime.world.rank, int(total)
 
 
-def fail_on_rank_1(world: World) -> None:
-    if world.rank == 1:
+def fail_on_rank_1(runtime: ElasticRuntime) -> None:
+    if runtime.world.rank == 1:
         raise ValueError("rank 1 has a reason")
 
 
-def die_on_rank_0(world: World) -> int:
-    if world.rank == 0:
+def die_on_rank_0(runtime: ElasticRuntime) -> int:
+    if runtime.world.rank == 0:
+        time.sleep(0.5)  # rank 1 has formed the group by then
         os.kill(os.getpid(), signal.SIGKILL)
-    return world.rank
+    return runtime.world.rank
 
 
 def test_results_come_in_rank_order() -> None:
     assert run_ranks(rank_and_sum, 2, 10) == [(0, 21), (1, 21)]
 
 
-def test_a_failure_is_an_assertion_with_rank_and_traceback() -> None:
+def test_failure_raises_an_assertion_with_rank_and_traceback() -> None:
     with pytest.raises(AssertionError, match=r"(?s)rank 1 \(exit code 1\).*rank 1 has a reason"):
         run_ranks(fail_on_rank_1, 2)
 

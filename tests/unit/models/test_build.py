@@ -1,4 +1,4 @@
-"""Materialize a model from the meta device: one tensor at a time, each once, tied ones stay tied."""
+"""Materialize a model from the meta device: each tensor once; tied ones stay tied."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Tied(nn.Module):
         self.register_parameter("absent", None)
 
 
-def test_every_tensor_is_asked_for_once_and_stays_what_it_was() -> None:
+def test_materialize_initializes_each_tensor_once_and_keeps_ties_and_kinds() -> None:
     with torch.device("meta"):
         model = Tied()
-    asked: list[str] = []
+    initialized: list[str] = []
 
     def init_param(name: str, shape: torch.Size) -> Tensor:
-        asked.append(name)
-        return torch.full(shape, float(len(asked)))
+        initialized.append(name)
+        return torch.full(shape, float(len(initialized)))
 
     assert materialize(model, torch.device("cpu"), init_param) is model
-    assert asked == ["frozen", "seen", "embedding.weight"]
+    assert initialized == ["frozen", "seen", "embedding.weight"]
     assert model.output.weight is model.embedding.weight and torch.equal(model.embedding.weight, torch.full((5, 3), 3.0))
     assert isinstance(model.frozen, nn.Parameter) and not model.frozen.requires_grad and model.embedding.weight.requires_grad
     assert torch.equal(model.seen, torch.full((2,), 2.0)) and not isinstance(model.seen, nn.Parameter)

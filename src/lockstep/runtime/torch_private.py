@@ -1,0 +1,143 @@
+"""Every private name of torch that Lockstep uses, in one file.
+
+Each entry gives the reason why no public name serves, as of torch 2.13;
+tests/unit/runtime/test_torch_private.py checks that each exists and behaves as it is used here, on
+any torch. torch._dynamo takes a second to import, so functions that need it import it when called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from operator import attrgetter
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import _register_process_group
+from torch._C._profiler import _ExperimentalConfig
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every operator; no public name
+from torch.utils._pytree import tree_leaves as tree_leaves  # tensors of nested containers; no public name
+
+# -- tensors and modules ----------------------------------------------------------------------------------------------
+
+# Fused updates of lists of tensors, one kernel for all; only optimizers have a public form.
+foreach_add_ = torch._foreach_add_
+foreach_copy_ = torch._foreach_copy_
+foreach_mul_ = torch._foreach_mul_
+
+# Counter of in-place changes of a tensor; autograd's own check, without a public form.
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+
+# A module's own parameters and buffers by name, live and with None; named_buffers() is a copy.
+own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
+non_persistent_buffers: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
+
+# -- operators --------------------------------------------------------------------------------------------------------
+
+aten = torch.ops.aten
+
+# The kernels of F.scaled_dot_product_attention; a checkpoint policy sees these, not the function.
+ATTENTION_OPS = (
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+)
+
+
+def softmax_backward(grad: Tensor, output: Tensor) -> Tensor:
+    """Gradient of a softmax over the last dimension, fused; autograd alone calls it publicly."""
+    return cast(Tensor, aten._softmax_backward_data(grad, output, -1, output.dtype))
+
+
+def pack_linear_weight(weight: Tensor, rows: int) -> Tensor:
+    """Pack a weight for oneDNN, as torch.compile packs frozen weights; publicly only float32."""
+    return cast(Tensor, torch.ops.mkldnn._reorder_linear_weight(weight, rows))
+
+
+def packed_linear(states: Tensor, packed_weight: Tensor) -> Tensor:
+    """Linear layer with a weight of `pack_linear_weight`."""
+    return cast(Tensor, torch.ops.mkldnn._linear_pointwise(states, packed_weight, None, "none", [], ""))
+
+
+# -- process groups ---------------------------------------------------------------------------------------------------
+
+
+def backend_timeout(group: dist.ProcessGroup) -> timedelta:
+    """Return the timeout of the group's CPU backend; there is no public way to read it."""
+    return group._get_backend(torch.device("cpu")).options._timeout
+
+
+def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> None:
+    """Set the timeout of collectives of a formed group; publicly only while it is formed."""
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def reset_group_count() -> None:
+    """Restart the numbers of groups, part of their keys in the store, equal on all ranks then."""
+    dist.distributed_c10d._world.group_count = 0
+
+
+def mesh_without_backend(device_type: str, rank: int, size: int, name: str) -> DeviceMesh:
+    """Return a mesh of one dimension, "shard", whose group defines ranks and cannot send.
+
+    A public DeviceMesh forms groups with a backend, which could not change between generations.
+    """
+    mesh = DeviceMesh(device_type, list(range(size)), mesh_dim_names=("shard",), _init_backend=False, _rank=rank)
+    mesh._pg_registry[name] = dist.ProcessGroup(rank, size)  # type: ignore[call-arg]  # whose store is optional
+    mesh._dim_group_names = [cast(Any, name)]
+    _register_process_group(cast(Any, name), mesh._pg_registry[name])  # which holds it weakly
+    return mesh
+
+
+def init_fsdp(model: nn.Module) -> None:
+    """Do FSDP's lazy initialization now; publicly it runs with the first forward pass."""
+    cast(Any, model)._get_fsdp_state()._lazy_init()
+
+
+# -- compilation and profiling ----------------------------------------------------------------------------------------
+
+
+def on_compile_start(callback: Callable[[object], None]) -> None:
+    """Call `callback` whenever torch.compile starts to work; no public hook."""
+    import torch._dynamo.callback
+
+    torch._dynamo.callback.on_compile_start(callback)
+
+
+def on_compile_end(callback: Callable[[object], None]) -> None:
+    """Call `callback` whenever torch.compile has finished; no public hook."""
+    import torch._dynamo.callback
+
+    torch._dynamo.callback.on_compile_end(callback)
+
+
+def compile_counters() -> Mapping[str, Mapping[str, int]]:
+    """Return torch.compile's counters: ["stats"]["unique_graphs"], ["graph_break"][reason]."""
+    import torch._dynamo.utils
+
+    return torch._dynamo.utils.counters
+
+
+def set_recompile_limit(limit: int) -> None:
+    """Set how many shapes torch.compile specializes for; an argument of it only from torch 2.13."""
+    import torch._dynamo
+
+    torch._dynamo.config.cache_size_limit = limit
+
+
+def inductor_freezing(enabled: bool) -> AbstractContextManager[None]:
+    """Compile weights as constants while entered; torch.compile's `options` miss dynamo's part."""
+    import torch._inductor.config
+
+    return cast(AbstractContextManager[None], torch._inductor.config.patch(freezing=enabled))
+
+
+def profile_all_threads() -> _ExperimentalConfig:
+    """Return the profiler option to record threads that start later too; no public name."""
+    return _ExperimentalConfig(profile_all_threads=True)

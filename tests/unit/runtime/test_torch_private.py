@@ -1,0 +1,234 @@
+"""Each private name of torch exists and behaves as it is used, and no other file of src has one."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.profiler import ProfilerActivity, profile
+
+from lockstep.runtime import torch_private as private
+
+SRC = Path(__file__).parents[3] / "src"
+PRIVATE_ATTRIBUTES = {  # of torch's objects; a name that starts at a torch module needs no entry
+    "_version", "_buffers", "_parameters", "_non_persistent_buffers_set", "_get_backend", "_timeout",
+    "_get_fsdp_state", "_lazy_init", "_pg_registry", "_dim_group_names",
+}  # fmt: skip
+
+
+# -- where private names are ------------------------------------------------------------------------------------------
+
+
+def is_private(part: str) -> bool:
+    return part.startswith("_") and not part.startswith("__")
+
+
+def private_names(source: str) -> Iterator[str]:
+    """Yield the private names of torch in a Python file as `line: name`."""
+    tree = ast.parse(source)
+    modules = {"torch"}  # local names of torch, its modules and what is taken from them
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported = [(alias.name, alias.asname) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            imported = [(f"{node.module}.{alias.name}", alias.asname or alias.name) for alias in node.names]
+        else:
+            continue
+        for path, local in imported:
+            if path.split(".")[0] == "torch":
+                modules.add(local or "torch")
+                if any(map(is_private, path.split("."))):
+                    yield f"{node.lineno}: {path}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute) and ast.unparse(node.value).split(".")[0] in modules:
+            modules |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            root = ast.unparse(node.value).split(".")[0]
+            if root in modules or (node.attr in PRIVATE_ATTRIBUTES and root != "self"):
+                yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+def test_no_other_file_of_src_has_a_private_name_of_torch() -> None:
+    files = [path for path in SRC.rglob("*.py") if path.name != "torch_private.py"]
+    hits = [f"{path.relative_to(SRC)}:{name}" for path in files for name in private_names(path.read_text())]
+    assert not hits, "move these to lockstep/runtime/torch_private.py:\n" + "\n".join(hits)
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("from torch._C import thing", "torch._C.thing"),
+        ("from torch import _dynamo", "torch._dynamo"),
+        ("import torch._inductor.config", "torch._inductor.config"),
+        ("import torch.distributed as dist\ndist.distributed_c10d._world", "dist.distributed_c10d._world"),
+        ("import torch\naten = torch.ops.aten\naten._softmax", "aten._softmax"),
+        ("def f(module): return module._buffers", "module._buffers"),
+    ],
+)
+def test_a_private_name_is_found(source: str, name: str) -> None:
+    assert [hit.partition(": ")[2] for hit in private_names(source)] == [name]
+
+
+def test_names_of_other_libraries_and_strings_are_allowed() -> None:
+    assert list(private_names('import os\nos._exit(1)\nPRELOAD = ["torch._dynamo"]')) == []
+
+
+def test_importing_the_file_does_not_import_dynamo() -> None:
+    code = "import sys, lockstep.runtime.torch_private; sys.exit('torch._dynamo' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# -- tensors and modules ----------------------------------------------------------------------------------------------
+
+
+def test_foreach_operations_change_their_first_operand() -> None:
+    sums = [torch.ones(2), torch.ones(3)]
+    private.foreach_add_(sums, [torch.ones(2), torch.full((3,), 2.0)])
+    private.foreach_mul_(sums, torch.tensor(2.0))
+    assert [tensor.tolist() for tensor in sums] == [[4.0] * 2, [6.0] * 3]
+    private.foreach_copy_(sums, [torch.zeros(2), torch.ones(3)])
+    assert [tensor.tolist() for tensor in sums] == [[0.0] * 2, [1.0] * 3]
+
+
+def test_version_of_counts_changes_in_place() -> None:
+    tensor = torch.zeros(2)
+    before = private.version_of(tensor)
+    tensor.add_(1)
+    assert private.version_of(tensor) == before + 1
+
+
+def test_own_parameters_and_buffers_are_live_and_without_children() -> None:
+    norm = nn.BatchNorm1d(2, affine=False)
+    norm.register_buffer("scratch", torch.zeros(1), persistent=False)
+    norm.child = nn.Linear(1, 1)
+    assert private.own_parameters(norm) == {"weight": None, "bias": None}
+    assert list(private.own_buffers(norm)) == ["running_mean", "running_var", "num_batches_tracked", "scratch"]
+    assert private.non_persistent_buffers(norm) == {"scratch"}
+    private.own_buffers(norm)["scratch"] = torch.ones(1)
+    assert norm.scratch.item() == 1.0
+
+
+# -- operators --------------------------------------------------------------------------------------------------------
+
+
+def test_attention_on_a_cpu_calls_one_of_the_attention_ops() -> None:
+    query = torch.randn(1, 2, 4, 8, requires_grad=True)
+    called = []
+
+    class Recorder(private.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            called.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with Recorder():
+        nn.functional.scaled_dot_product_attention(query, query, query)
+    assert private.ATTENTION_OPS[0] in called
+
+
+def test_softmax_backward_equals_autograd() -> None:
+    scores, grad = torch.randn(3, 5, requires_grad=True), torch.randn(3, 5)
+    output = scores.softmax(dim=-1)
+    output.backward(grad)
+    assert torch.equal(private.softmax_backward(grad, output.detach()), scores.grad)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="built without oneDNN")
+def test_a_packed_linear_layer_computes_the_product() -> None:
+    weight, states = torch.randn(6, 4), torch.randn(2, 3, 4)
+    product = private.packed_linear(states, private.pack_linear_weight(weight, 8))
+    torch.testing.assert_close(product, states @ weight.t())
+
+
+def test_tree_leaves_finds_tensors_in_containers() -> None:
+    assert private.tree_leaves({"a": [1, (2,)], "b": 3}) == [1, 2, 3]
+
+
+# -- process groups ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=7))
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_the_timeout_of_a_formed_group_is_read_and_set(group: dist.ProcessGroup) -> None:
+    assert private.backend_timeout(group) == timedelta(seconds=7)
+    private.set_group_timeout(timedelta(seconds=9), group)
+    assert private.backend_timeout(group) == timedelta(seconds=9)
+
+
+def test_new_groups_are_counted_and_the_count_is_reset(group: dist.ProcessGroup) -> None:
+    before = dist.distributed_c10d._world.group_count
+    dist.new_group([0])
+    assert dist.distributed_c10d._world.group_count == before + 1
+    private.reset_group_count()
+    assert dist.distributed_c10d._world.group_count == 0
+
+
+def test_fsdp_shards_over_a_mesh_without_backend(group: dist.ProcessGroup) -> None:
+    mesh = private.mesh_without_backend("cpu", 1, 2, "test-shard")
+    assert (mesh.size(), mesh.get_coordinate()) == (2, (1,))
+    with torch.device("meta"):
+        model = nn.Linear(3, 4, bias=False)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device="cpu")
+    private.init_fsdp(model)
+    assert model.weight.to_local().shape == (2, 3)
+
+
+# -- compilation and profiling ----------------------------------------------------------------------------------------
+
+
+def test_compilation_is_counted_and_reported() -> None:
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    phases = []
+    private.on_compile_start(lambda _: phases.append("start"))
+    private.on_compile_end(lambda _: phases.append("end"))
+    private.compile_counters().clear()
+    try:
+        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+        assert phases == ["start", "end"]
+        assert private.compile_counters()["stats"]["unique_graphs"] == 1
+        assert sum(private.compile_counters()["graph_break"].values()) == 0
+    finally:
+        torch._dynamo.callback.callback_handler.clear()
+
+
+def test_the_recompile_limit_bounds_the_graphs_of_a_function() -> None:
+    import torch._dynamo
+
+    before = torch._dynamo.config.recompile_limit
+    try:
+        private.set_recompile_limit(3)
+        assert torch._dynamo.config.recompile_limit == 3
+    finally:
+        private.set_recompile_limit(before)
+
+
+def test_inductor_freezing_ends_with_its_context() -> None:
+    import torch._inductor.config as inductor
+
+    before = inductor.freezing
+    with private.inductor_freezing(True):
+        assert inductor.freezing is True
+    assert inductor.freezing is before
+
+
+def test_the_profiler_accepts_the_option_for_all_threads() -> None:
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=private.profile_all_threads()) as recorded:
+        torch.ones(2) + 1
+    assert any(event.name == "aten::add" for event in recorded.events())
