@@ -1,4 +1,4 @@
-"""AsyncSaver and Checkpointer: saves during training, one at a time, with every failure reported and no thread left."""
+"""AsyncSaver and Checkpointer: saves during training, one at a time; every failure is reported."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from torch import nn
 from lockstep.checkpoint.async_save import AsyncSaver
 from lockstep.checkpoint.state_dict import digest, get_state_dict
 from lockstep.checkpoint.store import CheckpointStore
+from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.elastic.world import World
 from lockstep.errors import CheckpointError
 from lockstep.training.checkpointer import Checkpointer
@@ -31,7 +33,7 @@ class Gate:
         self.reached, self.open = threading.Event(), threading.Event()
 
     def __call__(self, place: str) -> None:
-        if place == "begun":
+        if place == "started":
             self.reached.set()
             assert self.open.wait(30)
 
@@ -52,7 +54,7 @@ def test_saves_the_state_at_the_call_while_training_continues(tmp_path: Path) ->
         gate.open.set()
         saver.wait()
         assert saver.committed == 1 and not saver.writing
-        saver.save(2, get_state_dict(model, optimizer), facts)  # now with optimizer state: more tensors than before
+        saver.save(2, get_state_dict(model, optimizer), facts)  # with optimizer state: more tensors
     store = CheckpointStore(tmp_path)
     assert digest(store.load(1).tensors) == before
     assert store.load(1).facts == {"list": [1]}
@@ -136,14 +138,14 @@ def test_exit_without_close_finishes_the_save(tmp_path: Path) -> None:
         "raise RuntimeError('the loop broke')"
     )
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=env, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 1 and "the loop broke" in done.stderr
+    result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert result.returncode == 1 and "the loop broke" in result.stderr
     assert CheckpointStore(tmp_path).load(5).tensors["model.x"].sum() == 10**6
 
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Make SIGINT raise KeyboardInterrupt, even when a shell started the tests in the background."""
+    """Make SIGINT raise KeyboardInterrupt, even in a background job of a shell."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -176,9 +178,6 @@ def test_gpu_copies_on_its_stream_into_pinned_memory(tmp_path: Path) -> None:
         assert bool((CheckpointStore(tmp_path).load(step).tensors["model.x"] == step).all())
 
 
-# The keeper.
-
-
 def test_due_save_is_skipped_while_the_previous_one_is_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     gate, model = Gate(), nn.Linear(3, 3)
     checkpointer = Checkpointer(tmp_path, alone(), model, torch.optim.SGD(model.parameters()), every_steps=1, keep=0)
@@ -194,81 +193,70 @@ def test_due_save_is_skipped_while_the_previous_one_is_written(tmp_path: Path, c
         checkpointer.save_if_due(4)
         checkpointer.save(5)
     assert CheckpointStore(tmp_path).steps() == [1, 4, 5]
-    assert [one.getMessage() for one in caplog.records if "is skipped" in one.getMessage()] == [
+    assert [record.getMessage() for record in caplog.records if "is skipped" in record.getMessage()] == [
         "the save of step 2 is skipped: the previous one is still being written (logged once per delay)"
     ]
 
 
 def test_first_and_protect_are_called_in_the_writing_thread(tmp_path: Path) -> None:
-    model, asked = nn.Linear(3, 3), list[tuple[str, str]]()
+    model, calls = nn.Linear(3, 3), list[tuple[str, str]]()
     checkpointer = Checkpointer(tmp_path, alone(), model, torch.optim.SGD(model.parameters()), keep=1)
     with checkpointer:
         for step in (1, 2, 3):
 
             def first(step: int = step) -> None:
-                asked.append((f"first {step}", threading.current_thread().name))
+                calls.append((f"first {step}", threading.current_thread().name))
                 assert step not in checkpointer.store.steps()
 
             checkpointer.save(step, first=first, protect=lambda: [1])
     assert checkpointer.store.steps() == [1, 3]
-    assert asked == [(f"first {step}", f"save step {step}") for step in (1, 2, 3)]
+    assert calls == [(f"first {step}", f"save step {step}") for step in (1, 2, 3)]
 
 
-@pytest.mark.parametrize("more", [0, 1], ids=["the state is still that one", "one step later"])
-def test_new_leader_repeats_the_save_of_a_lost_leader(tmp_path: Path, more: int) -> None:
-    """A loop whose last step is not saved: rank 0 is lost before its save is finished."""
+@pytest.mark.parametrize("extra_steps", [0, 1], ids=["the state is unchanged", "one step later"])
+def test_new_leader_repeats_the_save_of_a_lost_leader(tmp_path: Path, extra_steps: int) -> None:
+    """Rank 0 is lost before its save of the last step is finished."""
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
-        World.join() as world,
-        Checkpointer(tmp_path, world, model, optimizer, every_steps=2) as checkpointer,
-        ReplicaGroup(world, model, checkpointer, micro_batches=1) as replicas,
+        ElasticRuntime.join() as runtime,
+        Checkpointer(tmp_path, runtime, model, optimizer, every_steps=2) as checkpointer,
+        ReplicaGroup(runtime, model, checkpointer, micro_batches=1) as replicas,
     ):
-        for step in range(2 + more):
+        for step in range(2 + extra_steps):
             for _ in replicas.micro_batches(step):
                 replicas.backward(replicas(torch.ones(1, 3)).sum())
             optimizer.step()
-            world.rank = 1  # the leader is another
+            runtime.world = replace(runtime.world, rank=1)  # another rank is leader
             checkpointer.save_if_due(step + 1)
-            world.rank = 0
-        now = digest(checkpointer.state_dict())
-    assert checkpointer.store.steps() == ([] if more else [2])
-    assert more or digest(checkpointer.store.load(2).tensors) == now
+            runtime.world = replace(runtime.world, rank=0)
+        final_digest = digest(checkpointer.state_dict())
+    assert checkpointer.store.steps() == ([] if extra_steps else [2])
+    assert extra_steps or digest(checkpointer.store.load(2).tensors) == final_digest
 
 
 def test_worker_that_was_not_compared_saves_nothing_in_that_generation(tmp_path: Path) -> None:
-    """A bit has flipped in rank 0; the others continue without it, and it learns that before it has their digests."""
-    model, world = nn.Linear(3, 3), alone()
-    checkpointer = Checkpointer(tmp_path, world, model, torch.optim.SGD(model.parameters()))
+    """A bit has flipped in rank 0: the other ranks evict it before it has their digests."""
+    model, runtime = nn.Linear(3, 3), alone()
+    checkpointer = Checkpointer(tmp_path, runtime, model, torch.optim.SGD(model.parameters()))
     checkpointer.compare_before_saving(lambda step: False)
     checkpointer.save(1)
     checkpointer.close()
     assert checkpointer.store.steps() == []
-    world.generation += 1  # it belongs to the next one: the others know of nothing
+    runtime.world = replace(runtime.world, generation=1)  # a member of the next generation: the others saw no difference
     checkpointer.close()
     assert checkpointer.store.steps() == [1]
 
 
-def alone() -> World:
-    return World(0, 1, 0, 1, "here", torch.device("cpu"))
+def alone() -> ElasticRuntime:
+    return ElasticRuntime(World(0, 1, 0, 1, "here", torch.device("cpu")))
 
 
-WITHOUT_THREADS = """
-import sys
-from pathlib import Path
-import torch
-from lockstep.checkpoint.async_save import AsyncSaver
-from lockstep.checkpoint.store import CheckpointStore
-from tests.support.loop_habits import refuse_threads
-
-with AsyncSaver(CheckpointStore(Path(sys.argv[1]))) as saver:
-    refuse_threads()
-    saver.save(1, {"weight": torch.ones(3)}, {})
-"""
+SAVE_WITHOUT_THREADS = Path(__file__).parents[1] / "support" / "save_without_threads.py"
 
 
 def test_save_without_memory_is_an_error_and_does_not_hang(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", WITHOUT_THREADS, str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, cwd=Path(__file__).parents[2])
-    assert ended.returncode == 1 and "can't start new thread" in ended.stderr, ended.stderr
+    command = [sys.executable, str(SAVE_WITHOUT_THREADS), str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert result.returncode == 1 and "can't start new thread" in result.stderr, result.stderr
     assert CheckpointStore(tmp_path).steps() == []

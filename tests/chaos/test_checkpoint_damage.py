@@ -1,4 +1,4 @@
-"""Changed, shortened and missing files are detected; whole checkpoints are used; nothing is overwritten or lost."""
+"""Changed, short and missing files are detected; whole checkpoints are used; nothing is lost."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_short_long_missing_and_unreadable_files_are_named(tmp_path: Path) -> No
     data = path / "tensors-00000.safetensors"
     content = data.read_bytes()
     data.write_bytes(content[:-1])
-    assert store.verify(10) == [f"{data.name} has {len(content) - 1} bytes, the manifest says {len(content)}"]
+    assert store.verify(10) == [f"{data.name} has {len(content) - 1} bytes, the manifest lists {len(content)}"]
     data.write_bytes(content + b"\0")
     with pytest.raises(CheckpointError, match=f"{data.name} has {len(content) + 1} bytes"):
         store.load(10)
@@ -94,10 +94,10 @@ def test_short_long_missing_and_unreadable_files_are_named(tmp_path: Path) -> No
 
 def test_unlisted_file_is_reported_but_does_not_stop_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = filled(tmp_path, [10])
-    (tmp_path / "step-00000010" / "notes.txt").write_text("mine")
+    (tmp_path / "step-00000010" / "notes.txt").write_text("notes")
     assert store.verify(10) == ["notes.txt does not belong here: the manifest does not list it"]
-    found = store.load_newest()
-    assert found and digest(found.tensors) == digest(state(10))
+    checkpoint = store.load_newest()
+    assert checkpoint and digest(checkpoint.tensors) == digest(state(10))
     assert "holds files that are not part of it: notes.txt" in caplog.text
 
 
@@ -115,14 +115,14 @@ def test_damaged_newest_checkpoint_is_set_aside_and_the_previous_one_loaded(tmp_
     flip(tmp_path / "step-00000020" / "facts.json", 3)
     caplog.set_level(logging.INFO)
     store = CheckpointStore(tmp_path)
-    found = store.load_newest()
-    assert found and found.step == 10 and found.facts == {"step": 10} and digest(found.tensors) == digest(state(10))
+    checkpoint = store.load_newest()
+    assert checkpoint and checkpoint.step == 10 and checkpoint.facts == {"step": 10} and digest(checkpoint.tensors) == digest(state(10))
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2
     assert "step-00000030 is damaged (tensors-00001.safetensors has changed" in lines[0]
     assert "set aside as step-00000030.damaged; step 10 is used instead" in lines[0]
     assert store.steps() == [10]
-    for step in (20, 30):  # the run comes by again
+    for step in (20, 30):  # the run repeats these steps
         store.save(step, state(step), {"step": step})
     flip(tmp_path / "step-00000030" / "manifest.json", 12)
     assert store.load_newest() is not None
@@ -154,12 +154,12 @@ def test_saving_equal_content_again_changes_nothing(tmp_path: Path) -> None:
 
 def test_saving_other_content_for_a_step_is_refused(tmp_path: Path) -> None:
     store = filled(tmp_path, [10])
-    other = state(10) | {"model.b": state(11)["model.b"]}
+    changed = state(10) | {"model.b": state(11)["model.b"]}
     with pytest.raises(CheckpointError) as error:
-        store.save(10, other, {})
+        store.save(10, changed, {})
     assert "step 10 has a checkpoint with other content, which was not overwritten" in str(error.value)
     assert "1 of 4 tensors differ: model.b" in str(error.value)
-    assert digest(other) in str(error.value) and digest(state(10)) in str(error.value)
+    assert digest(changed) in str(error.value) and digest(state(10)) in str(error.value)
     assert digest(store.load(10).tensors) == digest(state(10))
     assert os.listdir(tmp_path) == ["step-00000010"]
 
@@ -178,15 +178,15 @@ def test_commit_by_another_process_during_the_save_is_compared(tmp_path: Path) -
 
         def overtaken(place: str, folder: Path = folder, content: int = content) -> None:
             if place == "sealed":
-                CheckpointStore(folder).save(10, state(content), {"by": "the other"})
+                CheckpointStore(folder).save(10, state(content), {"by": "other process"})
 
         store = CheckpointStore(folder, fail_point=overtaken)
         if content == 10:
-            store.save(10, state(10), {"by": "me"})
+            store.save(10, state(10), {"by": "this process"})
         else:
             with pytest.raises(CheckpointError, match="other content"):
-                store.save(10, state(10), {"by": "me"})
-        assert store.load(10).facts == {"by": "the other"}
+                store.save(10, state(10), {"by": "this process"})
+        assert store.load(10).facts == {"by": "other process"}
         assert os.listdir(folder) == ["step-00000010"]
 
 
@@ -204,10 +204,10 @@ def test_retention_keeps_read_protected_and_last_verified_checkpoints(tmp_path: 
     assert store.steps() == [40, 50]
     for step in (40, 50):
         flip(tmp_path / f"step-000000{step}" / "facts.json", 3)
-    back = CheckpointStore(tmp_path, keep=2)  # resumed from before 40, with damage ahead that nobody has noticed
-    back.save(35, state(35), {})
-    assert back.steps() == [35, 40, 50]
-    assert back.load(35).step == 35
+    resumed = CheckpointStore(tmp_path, keep=2)  # resumed before step 40; later checkpoints have undetected damage
+    resumed.save(35, state(35), {})
+    assert resumed.steps() == [35, 40, 50]
+    assert resumed.load(35).step == 35
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 

@@ -1,4 +1,4 @@
-"""A full, read-only or failing disk: a three-part error, older checkpoints whole, no leftovers, a retry that works."""
+"""A full, read-only or failing disk: a clear error, whole older checkpoints, no leftovers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def state(step: int, mib: int = 1) -> dict[str, Tensor]:
 
 
 def assert_whole(folder: Path, steps: list[int]) -> None:
-    """Assert that the folder holds exactly these checkpoints, each with its own content."""
+    """Assert that the folder holds exactly these checkpoints, each with the content of its step."""
     store = CheckpointStore(folder)
     assert store.steps() == steps
     for step in steps:
@@ -39,13 +39,13 @@ def assert_whole(folder: Path, steps: list[int]) -> None:
 
 @contextmanager
 def mounted(folder: Path, options: str) -> Iterator[Callable[[str], None]]:
-    """A tmpfs; yields a function that remounts it with other options. Skips where mounting is not allowed."""
+    """A tmpfs; yields a function that remounts it. Skips where mounting is not allowed."""
     folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"this user may not mount a tmpfs: {done.stderr.strip()}")
+    result = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, text=True, check=False)
+    if result.returncode:
+        pytest.skip(f"this user may not mount a tmpfs: {result.stderr.strip()}")
     try:
-        yield lambda more: subprocess.run(["mount", "-o", f"remount,{more}", str(folder)], check=True) and None
+        yield lambda new_options: subprocess.run(["mount", "-o", f"remount,{new_options}", str(folder)], check=True) and None
     finally:
         subprocess.run(["umount", str(folder)], check=True)
 
@@ -57,20 +57,20 @@ def test_too_little_disk_space_is_reported_before_writing(tmp_path: Path) -> Non
         places: list[str] = []
         for step in (1, 2, 3):
             store.save(step, state(step), {})
-        store.at = places.append
+        store.fail_point = places.append
         with pytest.raises(CheckpointError) as error:
             store.save(4, state(4), {})
         lines = str(error.value).splitlines()
         assert lines[0] == "CheckpointError: the checkpoint of step 4 was not saved: No space left on device"
         assert re.fullmatch(rf"  1\.0 MiB needed, [0-9.]+ KiB free in {folder}", lines[1])
         assert "free some space" in lines[2] and error.value.exit_code == 3
-        assert not places  # nothing was begun
+        assert not places  # no attempt was started
         assert_whole(folder, [1, 2, 3])
         with pytest.raises(CheckpointError, match="checkpoints cannot be saved here: No space left"):
             store.preflight(needed_bytes=2 * MIB)
 
 
-@pytest.mark.parametrize("place", ["begun", "in facts.json", "after facts.json", "in tensors-00000.safetensors"])
+@pytest.mark.parametrize("place", ["started", "in facts.json", "after facts.json", "in tensors-00000.safetensors"])
 def test_disk_that_fills_up_during_a_save_leaves_older_checkpoints_whole(tmp_path: Path, place: str) -> None:
     with mounted(tmp_path / "disk", "size=8m") as _:
         folder = tmp_path / "disk" / "checkpoints"
@@ -110,8 +110,8 @@ def test_read_only_disk_is_refused_before_training_and_still_read(tmp_path: Path
             store.preflight()
         with pytest.raises(CheckpointError, match="step 2 was not saved: Read-only file system"):
             store.save(2, state(2), {})
-        found = store.load_newest()
-        assert found and digest(found.tensors) == digest(state(1))
+        checkpoint = store.load_newest()
+        assert checkpoint and digest(checkpoint.tensors) == digest(state(1))
         remount("rw")
         (folder / "step-00000001" / "facts.json").write_text("{ }")
         CheckpointStore(folder).save(2, state(2), {})
@@ -129,8 +129,8 @@ def test_damaged_newest_checkpoint_on_a_read_only_disk_is_skipped(tmp_path: Path
         CheckpointStore(folder).save(2, state(2), {})
         (folder / "step-00000002" / "facts.json").unlink()
         remount("ro")
-        found = CheckpointStore(folder).load_newest()
-        assert found and found.step == 1
+        checkpoint = CheckpointStore(folder).load_newest()
+        assert checkpoint and checkpoint.step == 1
         assert "could not be renamed (Read-only file system); step 1 is used instead" in caplog.text
 
 
@@ -138,7 +138,7 @@ def test_folder_without_permission_is_refused_before_training(tmp_path: Path) ->
     tmp_path.chmod(0o500)
     user = os.geteuid()
     if user == 0:
-        os.seteuid(65534)  # permissions do not hold root back
+        os.seteuid(65534)  # root ignores permissions
     try:
         with pytest.raises(CheckpointError, match=r"saved here: Permission denied[\s\S]*this user may not write there"):
             CheckpointStore(tmp_path / "checkpoints").preflight()
@@ -173,7 +173,7 @@ def test_too_few_open_files_is_refused_before_training(tmp_path: Path) -> None:
 def test_disk_error_at_any_point_of_a_save_leaves_nothing_partial(tmp_path: Path) -> None:
     places: list[str] = []
     CheckpointStore(tmp_path / "rehearsal", file_bytes=MIB // 2, fail_point=places.append).save(2, state(2), {})
-    assert {"begun", "after manifest.json", "sealed", "renamed", "marked"} <= set(places)
+    assert {"started", "after manifest.json", "sealed", "renamed", "marked"} <= set(places)
     for number in range(len(places)):
         folder = tmp_path / str(number)
         calls = itertools.count()
@@ -181,7 +181,7 @@ def test_disk_error_at_any_point_of_a_save_leaves_nothing_partial(tmp_path: Path
         def fail(place: str, number: int = number, calls: Iterator[int] = calls, folder: Path = folder) -> None:
             if next(calls) == number:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
-            # What is being removed is no checkpoint any more.
+            # A folder that is being removed has no marker.
             assert place != "removing" or not list(folder.glob("*step-00000002*/COMMITTED"))
 
         CheckpointStore(folder, keep=0).save(1, state(1), {})

@@ -1,4 +1,4 @@
-"""Restored models and optimizers continue with the same bits; misfits are named; files are safetensors files."""
+"""Restored models and optimizers continue with the same bits; misfits are named."""
 
 from __future__ import annotations
 
@@ -67,18 +67,18 @@ def test_restored_run_continues_with_the_same_bits(name: str, tmp_path: Path) ->
     train(model, optimizer, range(3, 6))
 
     torch.manual_seed(2)
-    second = Tied()
-    again = OPTIMIZERS[name](second.parameters())
+    restored = Tied()
+    restored_optimizer = OPTIMIZERS[name](restored.parameters())
     checkpoint = CheckpointStore(tmp_path).load(3)
-    set_state_dict(second, again, checkpoint.tensors)
-    assert digest(get_state_dict(second, again)) == digest(checkpoint.tensors)
-    train(second, again, range(3, 6))
-    assert digest(get_state_dict(second, again)) == digest(get_state_dict(model, optimizer))
-    assert second.out.weight is second.embed.weight
+    set_state_dict(restored, restored_optimizer, checkpoint.tensors)
+    assert digest(get_state_dict(restored, restored_optimizer)) == digest(checkpoint.tensors)
+    train(restored, restored_optimizer, range(3, 6))
+    assert digest(get_state_dict(restored, restored_optimizer)) == digest(get_state_dict(model, optimizer))
+    assert restored.out.weight is restored.embed.weight
 
-    set_state_dict(second, again, checkpoint.tensors)  # and back, over a state that is there already
-    train(second, again, range(3, 6))
-    assert digest(get_state_dict(second, again)) == digest(get_state_dict(model, optimizer))
+    set_state_dict(restored, restored_optimizer, checkpoint.tensors)  # and again, over existing state
+    train(restored, restored_optimizer, range(3, 6))
+    assert digest(get_state_dict(restored, restored_optimizer)) == digest(get_state_dict(model, optimizer))
 
 
 def test_names_are_those_of_the_unwrapped_model_and_tied_weights_are_saved_once() -> None:
@@ -128,9 +128,9 @@ def test_numbers_of_an_optimizer_keep_their_types(tmp_path: Path) -> None:
     optimizer = Odd(model.parameters())
     optimizer.step()
     CheckpointStore(tmp_path).save(1, get_state_dict(model, optimizer), {})
-    again = Odd(model.parameters())
-    set_state_dict(model, again, CheckpointStore(tmp_path).load(1).tensors)
-    state = again.state[model.weight]
+    restored = Odd(model.parameters())
+    set_state_dict(model, restored, CheckpointStore(tmp_path).load(1).tensors)
+    state = restored.state[model.weight]
     assert state == {"calls": 2**40, "scale": 0.1, "warm": True, "tensor": torch.tensor(3)}
     assert {key: type(value) for key, value in state.items()} == {"calls": int, "scale": float, "warm": bool, "tensor": Tensor}
 
@@ -155,9 +155,9 @@ def test_unsupported_state_is_refused_by_name() -> None:
 
     with pytest.raises(CheckpointError, match=r"Extra keeps extra state[\s\S]*module 1,"):
         get_state_dict(nn.Sequential(nn.Linear(1, 1), Extra(1, 1)))
-    other = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(7))])
+    optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(7))])
     with pytest.raises(CheckpointError, match=r"1 of the optimizer's parameters are not in the model: shape \(7,\)"):
-        get_state_dict(model, other)
+        get_state_dict(model, optimizer)
     with pytest.raises(CheckpointError, match=r"cannot hold a tensor of torch.complex128[\s\S]*model.x"):
         digest({"model.x": torch.ones(1, dtype=torch.complex128)})
 
@@ -170,7 +170,7 @@ def test_state_that_does_not_fit_is_named_and_nothing_changes() -> None:
     train(model, optimizer, range(2))
     before = digest(get_state_dict(model, optimizer))
     saved["model.extra"] = torch.ones(1)
-    saved["optim.nobody.exp_avg"] = torch.ones(1)
+    saved["optim.absent.exp_avg"] = torch.ones(1)
     del saved["model.unused.bias"]
     saved["model.norm.weight"] = torch.ones(9)
     saved["model.norm.bias"] = saved["model.norm.bias"].double()
@@ -183,7 +183,7 @@ def test_state_that_does_not_fit_is_named_and_nothing_changes() -> None:
         "missing in the checkpoint: unused.bias",
         "unexpected in the checkpoint: extra",
         "norm.bias is float64 (8,) in the checkpoint, float32 (8,) here, norm.weight is float32 (9,)",
-        "unexpected in the checkpoint: optim.nobody",
+        "unexpected in the checkpoint: optim.absent",
         "missing in the checkpoint: optim.norm.bias.exp_avg",
         "wrong: optim.norm.weight.exp_avg is float32 (9,)",
     ):
@@ -192,11 +192,11 @@ def test_state_that_does_not_fit_is_named_and_nothing_changes() -> None:
 
 
 def test_weights_can_be_loaded_without_optimizer() -> None:
-    model, other = Tied(), Tied()
+    model, restored = Tied(), Tied()
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer, range(1))
-    set_state_dict(other, None, get_state_dict(model, optimizer))
-    assert digest(get_state_dict(other)) == digest(get_state_dict(model))
+    set_state_dict(restored, None, get_state_dict(model, optimizer))
+    assert digest(get_state_dict(restored)) == digest(get_state_dict(model))
 
 
 EVERY_DTYPE = {
@@ -209,19 +209,19 @@ EVERY_DTYPE = {
 
 
 def test_digest_depends_on_names_dtypes_shapes_and_bytes_only() -> None:
-    a = {"x": torch.arange(6.0).reshape(2, 3), "y": torch.ones(2, dtype=torch.bfloat16)}
-    equal = {"y": a["y"].clone(), "x": torch.stack([a["x"]] * 2, dim=-1)[..., 0]}
+    tensors = {"x": torch.arange(6.0).reshape(2, 3), "y": torch.ones(2, dtype=torch.bfloat16)}
+    equal = {"y": tensors["y"].clone(), "x": torch.stack([tensors["x"]] * 2, dim=-1)[..., 0]}
     assert not equal["x"].is_contiguous()
-    assert digest(a) == digest(equal)
-    for other in (
-        {"x": a["x"].reshape(3, 2), "y": a["y"]},
-        {"x": a["x"].view(torch.int32), "y": a["y"]},
-        {"x": a["x"], "z": a["y"]},
-        {"x": a["x"]},
-        {"x": a["x"], "y": torch.tensor([1, 1 + 2**-7], dtype=torch.bfloat16)},
-        {"x": a["x"] * torch.tensor([[-1.0], [1.0]]), "y": a["y"]},  # -0.0 is not 0.0
+    assert digest(tensors) == digest(equal)
+    for changed in (
+        {"x": tensors["x"].reshape(3, 2), "y": tensors["y"]},
+        {"x": tensors["x"].view(torch.int32), "y": tensors["y"]},
+        {"x": tensors["x"], "z": tensors["y"]},
+        {"x": tensors["x"]},
+        {"x": tensors["x"], "y": torch.tensor([1, 1 + 2**-7], dtype=torch.bfloat16)},
+        {"x": tensors["x"] * torch.tensor([[-1.0], [1.0]]), "y": tensors["y"]},  # -0.0 is not 0.0
     ):
-        assert digest(a) != digest(other)
+        assert digest(tensors) != digest(changed)
 
 
 @pytest.mark.parametrize("file_bytes", [1, 100, 10**9])
@@ -230,27 +230,27 @@ def test_every_dtype_is_restored_and_the_digest_is_that_of_the_command(tmp_path:
     facts = {"run": {"seed": 1}, "text": "è", "none": None}
     path = store.save(7, EVERY_DTYPE, facts)
     assert len(list(path.glob("*.safetensors"))) == {1: 19, 100: 12, 10**9: 1}[file_bytes]
-    found = store.load(7)
-    assert found.facts == facts
-    assert found.tensors.keys() == EVERY_DTYPE.keys()
+    checkpoint = store.load(7)
+    assert checkpoint.facts == facts
+    assert checkpoint.tensors.keys() == EVERY_DTYPE.keys()
     for name, tensor in EVERY_DTYPE.items():
-        assert found.tensors[name].dtype == tensor.dtype
-        assert found.tensors[name].shape == tensor.shape
-    assert digest(found.tensors) == digest(EVERY_DTYPE)
+        assert checkpoint.tensors[name].dtype == tensor.dtype
+        assert checkpoint.tensors[name].shape == tensor.shape
+    assert digest(checkpoint.tensors) == digest(EVERY_DTYPE)
     assert commands.digest_line(tmp_path) == f"step 7 sha256 {digest(EVERY_DTYPE)}"
 
 
 def test_files_are_compatible_with_the_safetensors_library(tmp_path: Path) -> None:
     path = CheckpointStore(tmp_path).save(1, EVERY_DTYPE, {})
-    theirs = safetensors.torch.load_file(path / "tensors-00000.safetensors")
-    assert digest(theirs) == digest(EVERY_DTYPE)
+    loaded = safetensors.torch.load_file(path / "tensors-00000.safetensors")
+    assert digest(loaded) == digest(EVERY_DTYPE)
     safetensors.torch.save_file(EVERY_DTYPE, tmp_path / "theirs.safetensors", metadata={"a": "b"})
-    found = {
-        spec.name: (spec, data) for spec, data in safetensors_io.parse_tensors(safetensors_io.map_file(tmp_path / "theirs.safetensors"))
+    parsed = {
+        spec.name: (spec, data) for spec, data in safetensors_io.parse_file(safetensors_io.map_file(tmp_path / "theirs.safetensors"))[1]
     }
-    assert found.keys() == EVERY_DTYPE.keys()
+    assert parsed.keys() == EVERY_DTYPE.keys()
     assert safetensors_io.digest_of_fingerprints(
-        {name: safetensors_io.tensor_fingerprint(*pair) for name, pair in found.items()}
+        {name: safetensors_io.tensor_fingerprint(*pair) for name, pair in parsed.items()}
     ) == digest(EVERY_DTYPE)
 
 

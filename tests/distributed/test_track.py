@@ -1,4 +1,4 @@
-"""Tracker output, read with the backends' own readers after restarts, kills, full disks and outages."""
+"""Tracker output, read with the backends' readers after restarts, kills, full disks, outages."""
 
 from __future__ import annotations
 
@@ -25,58 +25,20 @@ from lockstep.record.backends import wandb_records, without_secrets
 from lockstep.record.metrics import read_metrics
 from lockstep.record.tracker import BackgroundTracker, Tracker
 
-# Performs a list of actions on a Tracker in a process that a test can kill.
-PLAY = """
-import json, os, resource, signal, sys
-from pathlib import Path
-import logging
-import psutil
-from lockstep.record.tracker import Tracker
-
-logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stdout)
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-folder = Path(sys.argv[1])
-options, actions = json.loads(sys.stdin.readline())
-tracker = Tracker(folder, leader=True, **options)
-for action, *arguments in actions:
-    if action == "steps":
-        for step in range(arguments[0], arguments[1] + 1):
-            tracker.step(step, {"loss": 1 / step, "tokens": 10 * step, "seconds": 0.5})
-    elif action == "evaluate":
-        with open(folder / "evaluations.jsonl", "a") as file:
-            file.write(json.dumps({"step": arguments[0], "bleu": arguments[0] / 2, "signature": "nrefs:1"}) + "\\n")
-        tracker.forward_evaluations()
-    elif action == "sync":
-        tracker.sync()
-    elif action == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif action == "kill wandb":
-        for child in psutil.Process().children():
-            child.kill()
-            child.wait()
-    elif action == "limit":
-        size = arguments[0] if arguments else resource.RLIM_INFINITY
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-    elif action == "wait":
-        print("ready", flush=True)
-        sys.stdin.readline()
-tracker.close()
-print("closed")
-"""
-
+SCRIPT = Path(__file__).parents[1] / "support" / "track_actions.py"
 Actions = list[list[Any]]
 
 
 def play(folder: Path, actions: Actions, env: Mapping[str, str] | None = None, **options: Any) -> tuple[int, str]:
-    """Return exit code and output of a process that performs `actions` on a Tracker with `options`."""
-    with begin(folder, actions, env, **options) as process:
+    """Return exit code and output of a process that performs `actions` on a Tracker."""
+    with start_playing(folder, actions, env, **options) as process:
         output, _ = process.communicate()
     return process.returncode, output
 
 
-def begin(folder: Path, actions: Actions, env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[str]:
+def start_playing(folder: Path, actions: Actions, env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
-    command = [sys.executable, "-c", PLAY, str(folder)]
+    command = [sys.executable, str(SCRIPT), str(folder)]
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=os.environ | dict(env or {}))
     assert process.stdin is not None
     process.stdin.write(json.dumps([options, actions]) + "\n")
@@ -146,12 +108,13 @@ def test_event_log_has_every_start_and_skips_torn_lines(tmp_path: Path) -> None:
     assert math.isnan(lines[0]["loss"]) and lines[0]["time"].endswith("+00:00")
 
 
-def test_run_has_one_tracker_and_a_kill_releases_the_lock(tmp_path: Path) -> None:
-    with begin(tmp_path, [["steps", 1, 9], ["wait"]], from_step=0) as process:
+def test_run_has_one_tracker_and_a_kill_releases_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.record.tracker.LOCK_TIMEOUT_S", 0.0)
+    with start_playing(tmp_path, [["steps", 1, 9], ["wait"]], from_step=0) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         with pytest.raises(UsageError, match="another process is recording this run") as caught:
-            Tracker(tmp_path, leader=True, from_step=3, patience_s=0)
+            Tracker(tmp_path, leader=True, from_step=3)
         assert str(tmp_path) in caught.value.where and caught.value.hint
         assert len(read_metrics(tmp_path / "metrics.jsonl")) == 9, "the second tracker changed nothing"
         process.kill()
@@ -184,7 +147,7 @@ def test_missing_package_is_an_error_with_the_package_to_install(
 
 
 def test_tensorboard_has_each_step_once_after_a_kill(tmp_path: Path) -> None:
-    # Flushed up to 3, killed at 10, resumed at 6: steps 4 to 6 may not be on the disk, 7 to 10 are repeated.
+    # Flushed up to 3, killed at 10, resumed at 6: 4 to 6 may be lost, 7 to 10 are repeated.
     actions: Actions = [["steps", 1, 3], ["evaluate", 3], ["sync"], ["steps", 4, 6], ["evaluate", 6], ["steps", 7, 10], ["kill"]]
     code, _ = play(tmp_path, actions, from_step=0, tensorboard=True)
     assert code == -signal.SIGKILL
@@ -333,7 +296,7 @@ def test_wandb_has_one_run_with_each_step_once_and_a_validation_axis(tmp_path: P
 
 
 def test_wandb_gets_the_rows_that_a_kill_lost(tmp_path: Path) -> None:
-    # wandb's process buffers rows for seconds: after this kill its file has none of the rows that were sent.
+    # wandb's process buffers rows for seconds: after this kill its file has no row.
     actions: Actions = [["steps", 1, 10], ["evaluate", 5], ["sync"], ["kill"]]
     code, _ = play(tmp_path, actions, from_step=0, wandb="offline")
     assert code == -signal.SIGKILL
@@ -379,7 +342,7 @@ def test_online_cursor_comes_from_the_server(tmp_path: Path, monkeypatch: pytest
     with Tracker(tmp_path, leader=True, from_step=0) as tracker:
         steps(tracker, 1, 6)
     (tmp_path / "evaluations.jsonl").write_text("".join(lines))
-    # Killed while online: the tracker had sent six steps, the server has four of them and one evaluation.
+    # Killed while online: the server has four of the six sent steps and one evaluation.
     (tmp_path / "tracker.json").write_text('{"wandb_id": "abc", "wandb": {"step": 6, "evaluations_bytes": 50, "rows": 8}}')
     server = Server({"lockstep/step": 4, "lockstep/evaluations": len(lines[0])}, step=5)
     monkeypatch.setitem(sys.modules, "wandb", server)
@@ -441,9 +404,6 @@ def test_training_continues_when_a_backend_raises(tmp_path: Path, caplog: pytest
     assert tensorboard(tmp_path, "train/loss") == losses(1, 6)
     assert tensorboard(tmp_path, "validation/bleu") == [(1, 1.0), (3, 1.0), (5, 1.0)]
     assert sum("tensorboard failed" in record.message for record in caplog.records) == 1, "each problem is logged once"
-
-
-# BackgroundTracker.
 
 
 def test_background_tracker_records_the_same_without_blocking(tmp_path: Path) -> None:

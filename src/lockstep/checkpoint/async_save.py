@@ -1,9 +1,8 @@
 """Save a checkpoint while training continues: the caller copies the state, a thread writes it.
 
-A copy takes as long as memory bandwidth allows; on a GPU it is queued on the stream. Hashing,
-writing and flushing release the interpreter lock. The host buffers are kept between saves, so the
-memory cost is one state. The thread lives only while it writes: an idle saver has no thread that a
-fork could break, and the interpreter waits for the thread before it exits.
+Hashing, writing and flushing release the interpreter lock. The host buffers are kept between saves,
+so the memory cost is one state. The thread lives only while it writes: an idle saver has no thread
+that a fork could break, and the interpreter waits for the thread before it exits.
 """
 
 from __future__ import annotations
@@ -33,9 +32,7 @@ class AsyncSaver:
     """Saves into `store`, one checkpoint at a time. Call it from one thread only.
 
     on_saved  called as on_saved(step, seconds) in the writing thread after each commit
-
-    Errors of the thread are kept until `failure` returns them, so that all processes can vote on
-    them. `close` raises what is left.
+    `failure` returns errors of the thread, for all ranks to vote on; `close` raises the rest.
     """
 
     def __init__(self, store: CheckpointStore, on_saved: Callable[[int, float], object] = lambda step, seconds: None) -> None:
@@ -58,24 +55,35 @@ class AsyncSaver:
         """Copy the state and return; the thread then calls `first` and `CheckpointStore.save`.
 
         Waits for the previous save. The tensors may change once this returns.
-
         protect  called in the thread: steps that retention must keep
         """
         self.wait(why=f"before step {step} is copied")
         copied_facts = json.loads(json.dumps(dict(facts)))
         events = self._copy(tensors)
-        arguments = (step, dict(self._buffers), copied_facts, protect, first, events)
+        copies = dict(self._buffers)
+
+        def write() -> None:
+            try:
+                for event in events:
+                    event.synchronize()
+                first()
+                start_s = time.monotonic()
+                self.store.save(step, copies, copied_facts, tuple(protect()))
+                self.committed = step
+                self.on_saved(step, time.monotonic() - start_s)
+            except Exception as error:
+                self._failures.append(error)
+            finally:
+                self._done.set()
+
         self._done.clear()
-        thread = threading.Thread(target=self._write, args=arguments, name=f"save step {step}")
+        thread = threading.Thread(target=write, name=f"save step {step}")
         thread.start()  # may fail for lack of memory: then there is no save to wait for
         self._thread = thread
 
     def _copy(self, tensors: Mapping[str, Tensor]) -> list[torch.cuda.Event]:
-        """Begin to copy into the host buffers; return the events that mark the end of the copies on
-        each device.
-
-        The stream orders the copy before the next update of the weights.
-        """
+        """Start to copy into the host buffers; return an event per device that marks the end.
+        The stream orders the copy before the next update of the weights."""
         buffers = {}
         devices = set()
         for name, tensor in tensors.items():
@@ -92,46 +100,20 @@ class AsyncSaver:
             events[-1].record(torch.cuda.current_stream(device))
         return events
 
-    def _write(
-        self,
-        step: int,
-        tensors: dict[str, Tensor],
-        facts: dict[str, Any],
-        protect: Callable[[], Collection[int]],
-        first: Callable[[], None],
-        events: list[torch.cuda.Event],
-    ) -> None:
-        try:
-            for event in events:
-                event.synchronize()
-            first()
-            start_s = time.monotonic()
-            self.store.save(step, tensors, facts, tuple(protect()))
-            self.committed = step
-            self.on_saved(step, time.monotonic() - start_s)
-        except Exception as error:
-            self._failures.append(error)
-        finally:
-            self._done.set()
-
     @property
     def writing(self) -> bool:
-        """True while a save is in progress."""
         return self._thread is not None and not self._done.is_set()
 
     def failure(self) -> Exception | None:
-        """Remove and return the oldest pending failure."""
         return self._failures.popleft() if self._failures else None
 
     def wait(self, why: str = "", within_s: float | None = None) -> bool:
         """Wait for the save in progress; False when it does not end within `within_s` seconds.
-
-        why  what waits for it. A wait with a reason is logged once, since it delays training
-        """
+        Log the first wait with a reason (`why`), since it delays training."""
         if self._thread is None:
             return True
         start_s, name, was_writing = time.monotonic(), self._thread.name, self.writing
-        # Not join alone: before Python 3.13 a join that a signal interrupts takes the thread for ended.
+        # Not join alone: before Python 3.13, join treats the thread as finished after a signal.
         if not self._done.wait(within_s):
             return False
         self._thread.join()
@@ -143,7 +125,6 @@ class AsyncSaver:
         return True
 
     def close(self) -> None:
-        """Wait for the save in progress; raise the oldest pending failure and log the others."""
         self.wait()
         self._buffers = {}
         if error := self.failure():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lockstep.checkpoint import commit, safetensors_io
 from lockstep.checkpoint.folder import COMMITTED, committed_steps, folder_name, pinned
-from lockstep.checkpoint.policy import show_steps
+from lockstep.checkpoint.policy import choose_step, show_steps
 from lockstep.checkpoint.shards import StoredTensors, open_tensors
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.files import write_atomic
@@ -18,7 +18,6 @@ from lockstep.units import format_bytes
 
 
 def checkpoints_folder(folder: Path) -> Path:
-    """Return the checkpoint folder for a run folder or for the checkpoint folder itself."""
     if not folder.is_dir():
         raise CheckpointError("no such folder", str(folder), "give the folder of a run, as with --out")
     return folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
@@ -35,7 +34,7 @@ def list_table(folder: Path) -> str:
         lines.append(f"{step:>12}  {format_bytes(sum(sizes)):>10}  {len(sizes):>5}  {saved}  {path.name}")
     lines += [f"not a checkpoint: {name}" for name in uncommitted_folders(folder)]
     head = f"{'step':>12}  {'size':>10}  {'files':>5}  {'saved':<19}  folder"
-    return "\n".join([head, *lines]) if lines else no_checkpoint_message(folder)
+    return "\n".join([head, *lines]) if lines else f"there is no committed checkpoint in {folder}"
 
 
 def verify(folder: Path) -> tuple[bool, list[str]]:
@@ -50,24 +49,19 @@ def verify(folder: Path) -> tuple[bool, list[str]]:
         whole = whole and not problems
         lines += [f"step {step} is damaged: {problem}" for problem in problems] or [f"step {step} is whole"]
     if not lines:
-        return False, [no_checkpoint_message(folder)]
+        return False, [f"there is no committed checkpoint in {folder}"]
     return whole, lines + [f"not a checkpoint: {name}" for name in uncommitted_folders(folder)]
 
 
 def digest_line(folder: Path, step: int | None = None) -> str:
-    """Return `step S sha256 HEX` of the state at `step` (None: the newest). CheckpointError if it
-    is missing or damaged."""
+    """Return `step S sha256 HEX` of the state at `step` (None: the newest). CheckpointError."""
     with open_verified(folder, step) as (verified_step, tensors):
         return f"step {verified_step} sha256 {safetensors_io.digest_of_fingerprints(tensors.fingerprints())}"
 
 
 def export(folder: Path, step: int | None, target: Path) -> str:
-    """Write the model's weights of one checkpoint to one safetensors file, atomically; return a
-    line that describes it.
-
-    step  None: the newest
-    Tensors have the names of the model, without the prefix "model.". Optimizer state is omitted.
-    """
+    """Write the model's weights at `step` (None: the newest) to one safetensors file, atomically;
+    return a line that describes it. Names have no prefix "model."; optimizer state is omitted."""
     if target.exists() and not target.is_file():  # a rename over it would replace even /dev/null
         raise UsageError(f"{target} is not a regular file", "--out", "give the path of a new .safetensors file")
     with open_verified(folder, step) as (verified_step, tensors):
@@ -85,25 +79,16 @@ def open_verified(folder: Path, step: int | None) -> Iterator[tuple[int, StoredT
     """(step, tensors by name) of a checkpoint: verified first, not deleted inside the block."""
     folder = checkpoints_folder(folder)
     steps = committed_steps(folder)
-    if not steps:
-        raise CheckpointError(no_checkpoint_message(folder))
-    wanted = max(steps) if step is None else step
-    if wanted not in steps:
-        raise CheckpointError(f"there is no checkpoint of step {wanted}", f"{folder}; {show_steps(steps)}", "see lockstep checkpoint list")
-    with commit.explain_read_errors(folder), pinned(folder, wanted) as path:
+    step = choose_step(step, steps, folder)
+    with commit.explain_read_errors(folder), pinned(folder, step) as path:
         if path is None:
-            raise CheckpointError(f"the checkpoint of step {wanted} was deleted by another process", str(folder), "try again")
-        if problems := commit.find_damage(path, wanted):
+            raise CheckpointError(f"the checkpoint of step {step} was deleted by another process", str(folder), "try again")
+        if problems := commit.find_damage(path, step):
             where = "\n".join([str(path), *problems])
-            raise CheckpointError(f"the checkpoint of step {wanted} is damaged", where, f"try another: {show_steps(steps)}")
-        yield wanted, open_tensors(path, wanted)
+            raise CheckpointError(f"the checkpoint of step {step} is damaged", where, f"try another: {show_steps(steps)}")
+        yield step, open_tensors(path, step)
 
 
 def uncommitted_folders(folder: Path) -> list[str]:
-    """Return the names of unfinished checkpoint folders and of those set aside."""
     committed = {folder_name(step) for step in committed_steps(folder)}
     return sorted(name for name in os.listdir(folder) if name.lstrip(".").startswith("step-") and name not in committed)
-
-
-def no_checkpoint_message(folder: Path) -> str:
-    return f"there is no committed checkpoint in {folder}"

@@ -4,9 +4,6 @@ A commit in order (fsync(2) and rename(2) give the reasons): write and fsync eac
 fsync the content of the marker; fsync the folder; rename the folder to its final name; fsync the
 parent; rename the marker to COMMITTED; fsync the folder. Everything that needs disk space is
 written before the first rename.
-
-The marker holds the sha256 of manifest.json, which holds size and sha256 of every other file: any
-changed bit is detected, in these two files too.
 """
 
 from __future__ import annotations
@@ -33,6 +30,7 @@ from lockstep.checkpoint.folder import (
     discard,
     folder_name,
     hidden_name,
+    is_unfinished,
     lock_marker,
     no_fail_point,
     remove_folder,
@@ -60,20 +58,13 @@ class FileRecord:
     sha256: str
 
 
-def manifest_content(step: int, files: dict[str, FileRecord]) -> bytes:
-    value = {"format": FORMAT, "step": step, "files": {name: vars(files[name]) for name in sorted(files)}}
-    return json.dumps(value, indent=1).encode() + b"\n"
-
-
 def marker_content(step: int, manifest: bytes) -> bytes:
     return f"lockstep checkpoint, step {step}, sha256 of {MANIFEST}: {hashlib.sha256(manifest).hexdigest()}\n".encode()
 
 
 def read_manifest(path: Path, step: int) -> tuple[dict[str, FileRecord], list[str]]:
     """Return (the files that the manifest of `path` lists, the problems of manifest and marker).
-
-    CheckpointError when it is whole but has a later format: that is not damage.
-    """
+    CheckpointError when it is whole but has a later format: that is not damage."""
     manifest, problem = read_small_file(path / MANIFEST)
     marker, marker_problem = read_small_file(path / COMMITTED)
     if problem or marker_problem:
@@ -83,19 +74,15 @@ def read_manifest(path: Path, step: int) -> tuple[dict[str, FileRecord], list[st
     try:
         value = json.loads(manifest)
         if value["format"] != FORMAT:
-            raise CheckpointError(
-                f"the checkpoint of step {step} has format {value['format']}, this version reads format {FORMAT}",
-                str(path),
-                "use a newer version of lockstep",
-            )
+            what = f"the checkpoint of step {step} has format {value['format']}, this version reads format {FORMAT}"
+            raise CheckpointError(what, str(path), "use a newer version of lockstep")
         return parse_file_records(value["files"]), []
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return {}, [f"{MANIFEST} is malformed: {error}"]
 
 
 def parse_file_records(files: dict[str, Any]) -> dict[str, FileRecord]:
-    """Return the files listed in a manifest or by a shard writer. ValueError or TypeError for a
-    path outside the folder or a bad record."""
+    """Return the files listed in a manifest or by a shard writer. ValueError, TypeError."""
     for name in files:
         if "/" in name or "\0" in name or name in ("", ".", "..", MANIFEST, COMMITTED):
             raise ValueError(f"it lists {name!r}, which is not a file of this folder")
@@ -103,16 +90,13 @@ def parse_file_records(files: dict[str, Any]) -> dict[str, FileRecord]:
 
 
 def read_verified(path: Path, record: FileRecord, *, keep: bool = True) -> tuple[bytearray, str]:
-    """Return (the file's bytes, "") or (no bytes, the problem). The file is read once: the returned
-    bytes are those that were hashed.
-
-    keep  False: verify only, with one chunk in memory
-    """
+    """Return (the file's bytes, "") or (no bytes, the problem). Each byte is read and hashed once;
+    without `keep`, only one chunk is in memory."""
     try:
         with open(path, "rb", buffering=0, opener=open_without_links) as file:
             size = os.fstat(file.fileno()).st_size
             if size != record.bytes:
-                return bytearray(), f"{path.name} has {size} bytes, the manifest says {record.bytes}"
+                return bytearray(), f"{path.name} has {size} bytes, the manifest lists {record.bytes}"
             content, sha256, start = bytearray(size if keep else CHUNK_BYTES), hashlib.sha256(), 0
             view = memoryview(content)
             while count := file.readinto(view[start : start + CHUNK_BYTES]):
@@ -131,7 +115,6 @@ def open_without_links(path: str, flags: int) -> int:
 
 
 def read_small_file(path: Path) -> tuple[bytes, str]:
-    """Return (the bytes of a small file, "") or (no bytes, the problem)."""
     try:
         with open(path, "rb", opener=open_without_links) as file:
             return file.read(), ""
@@ -151,16 +134,12 @@ def damage_of(name: str, error: OSError) -> str:
 
 
 def unlisted_files(path: Path, files: Collection[str]) -> list[str]:
-    """Return the names in the folder that its manifest does not list."""
     return sorted(set(os.listdir(path)) - {*files, MANIFEST, COMMITTED})
 
 
 def find_damage(path: Path, step: int, only: Collection[str] | None = None) -> list[str]:
     """Return the problems of the committed checkpoint at `path`; empty when it is whole. Reads
-    every byte. Memory: one chunk.
-
-    only  names of the files to verify; None: all
-    """
+    every byte of the files named in `only` (None: all), with one chunk in memory."""
     files, problems = read_manifest(path, step)
     for name, record in sorted(files.items()):
         if only is None or name in only:
@@ -187,7 +166,7 @@ class Attempt:
         path = self.folder / hidden_name(self.step)
         path.mkdir()
         try:
-            os.close(os.open(path / WRITING, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+            (path / WRITING).touch(0o644, exist_ok=False)
             marker = lock_marker(path / WRITING, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except (FileExistsError, FileNotFoundError):
             return None
@@ -201,13 +180,13 @@ class Attempt:
         return self
 
     def put(self, name: str, chunks: Iterable[bytes | memoryview]) -> None:
-        """Write one file of the checkpoint."""
         self.files[name] = write_file(self.path / name, chunks, self.fail_point)
         self.fail_point(f"after {name}")
 
     def commit(self) -> bool:
         """Make it the checkpoint of its step; False, without changes, when there is one."""
-        manifest = manifest_content(self.step, self.files)
+        files = {name: vars(self.files[name]) for name in sorted(self.files)}
+        manifest = json.dumps({"format": FORMAT, "step": self.step, "files": files}, indent=1).encode() + b"\n"
         self.put(MANIFEST, [manifest])
         with open(self.path / WRITING, "r+b") as marker:
             marker.write(marker_content(self.step, manifest))
@@ -246,20 +225,16 @@ class Attempt:
             unlock_marker(self.marker)
             return
         try:
-            self._unmark()
+            if self.state == COMMITTED:  # revoke it: it may not be on the disk, and the save is reported as failed
+                try:
+                    os.rename(self.path / COMMITTED, self.path / REMOVING)
+                except OSError:
+                    unlock_marker(self.marker)
+                    raise
+                self.state = REMOVING
             remove_folder(self.path, self.marker, self.state, self.fail_point)
         except OSError as problem:
             log.warning("%s could not be removed (%s); the next save tries again", self.path, problem.strerror)
-
-    def _unmark(self) -> None:
-        """Revoke a marker that may not be on the disk, since the save is reported as failed."""
-        if self.state == COMMITTED:
-            try:
-                os.rename(self.path / COMMITTED, self.path / REMOVING)
-            except OSError:
-                unlock_marker(self.marker)
-                raise
-            self.state = REMOVING
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview], fail_point: FailPoint = no_fail_point) -> FileRecord:
@@ -282,26 +257,20 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview], fail_point: Fai
 def clear_target(target: Path) -> None:
     """Free the name `target`, which something other than a checkpoint has.
 
-    The folder of another process between its rename and its marker: wait for it. The folder of a
-    process that died there: delete it. A folder without a marker may be a checkpoint whose marker
-    was lost: set it aside.
+    Wait for another process that is between its rename and its marker; delete the folder of a
+    process that died there. A folder without a marker may have lost it: set it aside.
     """
     deadline = time.monotonic() + COMMITTER_TIMEOUT_S
-    while not target.is_symlink() and any((target / state).exists() for state in (WRITING, REMOVING)):
-        if discard(target, newborn=False):
+    while not target.is_symlink() and is_unfinished(target):
+        if discard(target):
             log.info("removed %s, left unfinished by a process that died", target)
             return
         if time.monotonic() > deadline:
-            raise CheckpointError(
-                f"another process did not finish committing {target.name} within {COMMITTER_TIMEOUT_S:.0f} s",
-                str(target),
-                "stop any second run in the same folder",
-            )
+            what = f"another process did not finish committing {target.name} within {COMMITTER_TIMEOUT_S:.0f} s"
+            raise CheckpointError(what, str(target), "stop any second run in the same folder")
         time.sleep(0.01)
-    if os.path.lexists(target) and not (target / COMMITTED).exists():
-        aside = set_aside(target, "unmarked")
-        if aside:
-            log.warning("%s has no marker, so it is not a checkpoint; set aside as %s", target, aside.name)
+    if os.path.lexists(target) and not (target / COMMITTED).exists() and (aside := set_aside(target, "unmarked")):
+        log.warning("%s has no marker, so it is not a checkpoint; set aside as %s", target, aside.name)
 
 
 HINTS = {
@@ -318,35 +287,29 @@ HINTS |= {errno.EPERM: HINTS[errno.EACCES], errno.EOPNOTSUPP: HINTS[errno.ENOLCK
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the bytes that this user may still write on the folder's disk."""
     disk = os.statvfs(folder)
     return disk.f_bavail * disk.f_frsize
 
 
-def write_error(error: OSError, what: str, folder: Path, needed_bytes: int) -> CheckpointError:
-    """Return the error for a failed write: the reason; bytes needed and free; what to try."""
-    room = f"{format_bytes(needed_bytes)} needed in {folder}"
-    with suppress(OSError):
-        names = "" if os.statvfs(folder).f_favail else ", but no room for another file name (inodes)"
-        room = f"{format_bytes(needed_bytes)} needed, {format_bytes(free_bytes(folder))} free in {folder}{names}"
-    place = f"{room}\n{error.filename}" if error.filename and Path(error.filename) != folder else room
-    reason = error.strerror or str(error)
-    hint = HINTS.get(error.errno or 0, "try again, or choose another folder with --out")
-    return CheckpointError(f"{what}: {reason}", place, hint)
-
-
 @contextmanager
 def explain_write_errors(what: str, folder: Path, needed_bytes: int) -> Iterator[None]:
-    """Turn an OSError inside into the CheckpointError of `write_error`, with the free space."""
+    """Turn an OSError inside into a CheckpointError: reason, bytes needed and free, hint."""
     try:
         yield
     except OSError as error:
-        raise write_error(error, what, folder, needed_bytes) from error
+        where = f"{format_bytes(needed_bytes)} needed in {folder}"
+        with suppress(OSError):
+            names = "" if os.statvfs(folder).f_favail else ", but no room for another file name (inodes)"
+            where = f"{format_bytes(needed_bytes)} needed, {format_bytes(free_bytes(folder))} free in {folder}{names}"
+        if error.filename and Path(error.filename) != folder:
+            where += f"\n{error.filename}"
+        hint = HINTS.get(error.errno or 0, "try again, or choose another folder with --out")
+        raise CheckpointError(f"{what}: {error.strerror or error}", where, hint) from error
 
 
 @contextmanager
 def explain_read_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError inside the block, such as a missing permission, into a CheckpointError."""
+    """Turn an OSError inside, such as a missing permission, into a CheckpointError."""
     try:
         yield
     except OSError as error:

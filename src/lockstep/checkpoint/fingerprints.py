@@ -1,16 +1,12 @@
-"""Compare the facts of a checkpoint with those of the run that resumes from it. Never imports
-torch.
-
-Keys of a checkpoint's facts.json:
+"""Compare the facts of a checkpoint with those of the run that resumes from it. No torch.
 
     run_id         of the run folder, from RUN/run_id.json
     fingerprints   the values that decide bits: configuration, data, tokenizer, initial weights
-    numerics       what decides bits outside the configuration (runtime/numerics.py)
-    code           the sources of Lockstep and of the user's loop (runtime/sources.py)
-    flags          the arguments of the user's function
+    numerics       machine and versions that may change the bits (runtime/numerics.py)
+    code, flags    the sources of Lockstep and the user's loop (runtime/sources.py); its arguments
 
-The first two must be equal. The others may change on purpose (another machine, another version, an
-edited loop): a change is a warning and an event in events.jsonl.
+These keys of facts.json are compared. The first two must be equal; a change of the others may be on
+purpose, so it is a warning and an event in events.jsonl.
 """
 
 from __future__ import annotations
@@ -33,8 +29,8 @@ MAX_SHOWN_CHARS = 80  # longest value that a message repeats
 
 
 def refuse_other_run(before: Mapping[str, Any], now: Mapping[str, Any], step: int, folder: Path, allowed: Collection[str] = ()) -> None:
-    """Raise a CheckpointError with both values of each difference when the checkpoint (`before`)
-    belongs to another run than `now`."""
+    """CheckpointError when the checkpoint with facts `before` belongs to another run than `now`.
+    Keys in `allowed` were changed on purpose; a key that one side lacks is not compared."""
     if problems := fingerprint_changes(before, now, allowed):
         raise CheckpointError(
             f"the checkpoint of step {step} belongs to another run: {'; '.join(problems)}",
@@ -44,11 +40,7 @@ def refuse_other_run(before: Mapping[str, Any], now: Mapping[str, Any], step: in
 
 
 def fingerprint_changes(before: Mapping[str, Any], now: Mapping[str, Any], allowed: Collection[str] = ()) -> list[str]:
-    """Return "KEY was X, is Y" for each difference in run id and fingerprints. A key that one side
-    lacks is not compared.
-
-    allowed  keys that were changed on purpose
-    """
+    """Return "KEY was X, is Y" for each difference in run id and fingerprints."""
     old, new = ({"run_id": facts.get("run_id") or "", **facts.get("fingerprints", {})} for facts in (before, now))
     return changes({key: value for key, value in old.items() if value and key not in allowed}, new)
 
@@ -81,10 +73,7 @@ def read_run_id(run: Path) -> str:
 
 
 def make_run_id(run: Path, known: str) -> str:
-    """Return the id of a run folder; create it when it has none. For rank 0.
-
-    known  the id in its newest checkpoint, or ""
-    """
+    """For rank 0: return the id of a run folder; if it has none, store `known` or a new one."""
     run_id = read_run_id(run) or known or secrets.token_hex(8)
     if not (run / RUN_ID).exists():
         with commit.explain_write_errors(f"{RUN_ID} was not written", run, 100):
@@ -93,8 +82,7 @@ def make_run_id(run: Path, known: str) -> str:
 
 
 def newest_facts(folder: Path) -> tuple[int, dict[str, Any]] | None:
-    """Return (step, facts) of the newest checkpoint in `folder` whose facts.json is whole; None
-    when there is none."""
+    """Return (step, facts) of the newest checkpoint with a whole facts.json, or None."""
     for step in reversed(committed_steps(folder)):
         with commit.explain_read_errors(folder), pinned(folder, step) as path:
             if path is None:

@@ -1,13 +1,9 @@
-"""The folder of a checkpoint: names, states, locks and deletion. Its content is written in
-`commit.py`.
+"""The folder of a checkpoint: names, states, locks and deletion. `commit.py` writes its content.
 
     checkpoints/
-      step-00001200/                       COMMITTED  facts.json  manifest.json
-                                           tensors-00000.safetensors ...
-      step-00001300.damaged/               set aside by a reader that found damage; never deleted by
-                                           Lockstep
-      .step-00001400.3f9c01d2a4b5e6f7/     WRITING    facts.json  ...      being written, or left by
-                                           a dead process
+      step-00001200/              COMMITTED facts.json manifest.json tensors-00000.safetensors ...
+      step-00001300.damaged/      set aside by a reader that found damage; Lockstep never deletes it
+      .step-00001400.3f9c01d2a4b5e6f7/     WRITING facts.json ...    being written, or unfinished
 
 Each folder has a *marker*: one small file. Its name is the state of the folder. Its content fixes
 every other byte: it holds the sha256 of manifest.json, which holds size and sha256 of every other
@@ -17,10 +13,10 @@ file.
     COMMITTED  a reader holds a shared lock on it while it reads
     REMOVING   retention is deleting this folder
 
-A state changes by one rename of the marker, so a folder always has a state, and a lock on the
-marker survives the change. Deleting a folder requires the *exclusive* lock: a live writer or reader
-is never disturbed, and a process that dies releases its lock. A folder without COMMITTED is not a
-checkpoint, whatever it holds.
+One rename of the marker changes the state, so a folder always has a state, and a lock on the marker
+survives the change. Deleting a folder requires the *exclusive* lock: a live writer or reader is
+never disturbed, and a process that dies releases its lock. A folder without COMMITTED is not a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -73,11 +69,10 @@ def committed_steps(folder: Path) -> list[int]:
 
 
 def lock_marker(marker: Path, how: int) -> int | None:
-    """Return a descriptor with lock `how` on the file named `marker`; None when it is missing or
-    locked by others.
+    """Return a descriptor with lock `how` on `marker`; None when it is missing or locked by others.
 
-    flock(2) rather than fcntl(2) locks: they belong to the open file, not to the process, so that a
-    thread of this process that closes another descriptor of the file does not drop them.
+    flock(2) rather than fcntl(2) locks: they belong to the open file, not to the process, so
+    closing another descriptor of the file in this process does not release them.
     """
     try:
         descriptor = open_regular(marker, os.O_RDONLY if how & fcntl.LOCK_SH else os.O_RDWR)
@@ -86,7 +81,7 @@ def lock_marker(marker: Path, how: int) -> int | None:
     try:
         fcntl.flock(descriptor, how)
         locked, named = os.fstat(descriptor), os.stat(marker)
-        # The marker may have been renamed while this process waited: then this is the lock of another state.
+        # A marker renamed while this process waited is the lock of another state.
         if (locked.st_dev, locked.st_ino) == (named.st_dev, named.st_ino):
             return descriptor
     except (FileNotFoundError, BlockingIOError):
@@ -108,12 +103,8 @@ def unlock_marker(marker: int) -> None:
 
 @contextmanager
 def pinned(folder: Path, step: int) -> Iterator[Path | None]:
-    """The path of the committed checkpoint, which is not deleted inside this block; None when there
-    is none.
-
-    A file system without locks (such as a read-only object-store mount) offers no pin; the hashes
-    still detect changes.
-    """
+    """The path of the committed checkpoint, or None. It is not deleted inside the block, except on
+    a file system without locks (a read-only object-store mount): there hashes detect changes."""
     path = folder / folder_name(step)
     marker: int | None
     try:
@@ -178,39 +169,41 @@ def sweep(folder: Path) -> None:
         if path.is_symlink() or not (HIDDEN_FOLDER.fullmatch(name) or STEP_FOLDER.fullmatch(name)):
             continue
         try:
-            if not (path / COMMITTED).exists() and discard(path, newborn=bool(HIDDEN_FOLDER.fullmatch(name))):
+            if not (path / COMMITTED).exists() and discard(path, may_lack_marker=bool(HIDDEN_FOLDER.fullmatch(name))):
                 log.info("removed %s, left unfinished by a process that died", path)
         except OSError as error:
             log.warning("%s was left by a dead process and could not be removed: %s", path, error.strerror)
 
 
-def discard(path: Path, *, newborn: bool) -> bool:
-    """Delete the folder if its marker proves that it is unfinished and abandoned.
+def is_unfinished(path: Path) -> bool:
+    return any((path / state).exists() for state in (WRITING, REMOVING))
 
-    newborn  the folder may have no marker yet: the process that creates the marker owns the folder
-    """
+
+def discard(path: Path, *, may_lack_marker: bool = False) -> bool:
+    """Delete the folder if its marker proves that it is unfinished and abandoned. With
+    `may_lack_marker`, the process that creates a missing marker owns the folder."""
     for state in (WRITING, REMOVING):
         marker = lock_marker(path / state, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if marker is not None:
             remove_folder(path, marker, state, no_fail_point)
             return True
-    if newborn and not any((path / state).exists() for state in (WRITING, REMOVING)):
+    if may_lack_marker and not is_unfinished(path):
         try:
-            os.close(os.open(path / WRITING, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+            (path / WRITING).touch(0o644, exist_ok=False)
         except (FileExistsError, FileNotFoundError):
             return False
-        return discard(path, newborn=False)
+        return discard(path)
     return False
 
 
 def set_aside(path: Path, word: str) -> Path | None:
     """Rename to NAME.word, NAME.word-2 and so on; return the new path, None when gone."""
-    for count in itertools.count(1):
-        aside = path.with_name(f"{path.name}.{word}" + (f"-{count}" if count > 1 else ""))
-        if not os.path.lexists(aside):
-            try:
-                os.rename(path, aside)
-            except FileNotFoundError:
-                break
-            return aside
-    return None
+    numbers = itertools.count(2)
+    aside = path.with_name(f"{path.name}.{word}")
+    while os.path.lexists(aside):
+        aside = path.with_name(f"{path.name}.{word}-{next(numbers)}")
+    try:
+        os.rename(path, aside)
+    except FileNotFoundError:
+        return None
+    return aside

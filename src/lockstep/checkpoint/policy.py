@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 
 from lockstep.errors import CheckpointError, UsageError
 
@@ -10,11 +11,9 @@ from lockstep.errors import CheckpointError, UsageError
 def choose_resume_step(resume: str, steps: Collection[int]) -> tuple[int | None, str]:
     """Return (the step to resume from, or None to start at step 0; the reason).
 
-    resume  "auto": the newest checkpoint if there is one; "required": the newest; "never": none; or
-            a step
+    resume  "auto": the newest checkpoint, if any; "required": the newest; "never": none; or a step
     steps   steps with a committed checkpoint
-    CheckpointError when the requested checkpoint is missing; UsageError for any other value of
-    `resume`.
+    CheckpointError when the requested checkpoint is missing; UsageError for another `resume`.
     """
     available = show_steps(steps)
     if resume == "never":
@@ -26,16 +25,26 @@ def choose_resume_step(resume: str, steps: Collection[int]) -> tuple[int | None,
             return None, "starts at step 0: there is no checkpoint yet"
         raise CheckpointError("there is no checkpoint to resume from", "--resume required", "try --resume auto")
     if not resume.isdecimal() or len(resume) > 18:
-        raise UsageError(
-            f"--resume {resume[:40]!r} is neither a step nor auto, never or required",
-            available,
-            "omit --resume to resume from the newest checkpoint",
-        )
+        what = f"--resume {resume[:40]!r} is neither a step nor auto, never or required"
+        raise UsageError(what, available, "omit --resume to resume from the newest checkpoint")
     if int(resume) not in steps:
-        raise CheckpointError(
-            f"there is no checkpoint of step {int(resume)}", f"--resume {resume}; {available}", "see lockstep checkpoint list"
-        )
+        raise missing_checkpoint(int(resume), steps, f"--resume {resume}")
     return int(resume), f"resumes from step {int(resume)}, as --resume asks"
+
+
+def choose_step(step: int | None, steps: Collection[int], folder: Path) -> int:
+    """Return `step`, or the newest of `steps` when None. CheckpointError when there is none."""
+    if step is None and steps:
+        return max(steps)
+    if step is None:
+        raise CheckpointError("there is no checkpoint yet", str(folder), "wait for the first save of the run")
+    if step not in steps:
+        raise missing_checkpoint(step, steps, str(folder))
+    return step
+
+
+def missing_checkpoint(step: int, steps: Collection[int], where: str) -> CheckpointError:
+    return CheckpointError(f"there is no checkpoint of step {step}", f"{where}; {show_steps(steps)}", "see lockstep checkpoint list")
 
 
 def steps_to_delete(steps: Collection[int], *, keep: int, protect: Collection[int], good: int | None) -> list[int]:

@@ -1,12 +1,9 @@
 """Read and write tensors in the safetensors layout: eight bytes of length, a JSON header, the bytes
-of each tensor.
+of each tensor (https://huggingface.co/docs/safetensors).
 
-Without torch, so that `lockstep checkpoint list|verify|digest` start fast. Writing goes through
-chunks of bytes: one pass writes and hashes, and a full disk is an OSError with its number. Files
-are compatible with the safetensors library in both directions (tested). Its `load` is not used,
-since it holds the interpreter lock for the whole file (0.6 s for 0.4 GB, measured with 0.8.0).
-
-Layout: https://huggingface.co/docs/safetensors (format).
+Without torch, so that `lockstep checkpoint list|verify|digest` start fast. One pass writes chunks
+and hashes them, and a full disk is an OSError with its number. The safetensors library reads these
+files, and vice versa (tested). Its `load` is not used: it holds the interpreter lock.
 """
 
 from __future__ import annotations
@@ -71,22 +68,13 @@ def file_chunks(
         yield data(spec.name)
 
 
-def parse_tensors(content: memoryview) -> Iterator[tuple[TensorSpec, memoryview]]:
-    """Yield each tensor of a verified file with its bytes (no copy), in the file's order."""
+def parse_file(content: memoryview) -> tuple[dict[str, str], list[tuple[TensorSpec, memoryview]]]:
+    """Return metadata and tensors of a verified file: spec and bytes (no copy), in order."""
     length = int.from_bytes(content[:8], "little")
     header = json.loads(bytes(content[8 : 8 + length]))
-    data = content[8 + length :]
-    for name, entry in header.items():
-        if name != "__metadata__":
-            start, end = entry["data_offsets"]
-            yield TensorSpec(name, entry["dtype"], tuple(entry["shape"])), data[start:end]
-
-
-def parse_metadata(content: memoryview) -> dict[str, str]:
-    """Return the metadata in a file's header."""
-    length = int.from_bytes(content[:8], "little")
-    metadata: dict[str, str] = json.loads(bytes(content[8 : 8 + length])).get("__metadata__", {})
-    return metadata
+    data, metadata = content[8 + length :], header.pop("__metadata__", {})
+    offsets = {name: slice(*entry["data_offsets"]) for name, entry in header.items()}
+    return metadata, [(TensorSpec(name, entry["dtype"], tuple(entry["shape"])), data[offsets[name]]) for name, entry in header.items()]
 
 
 def map_file(path: Path) -> memoryview:
@@ -101,10 +89,5 @@ def tensor_fingerprint(spec: TensorSpec, data: memoryview) -> str:
 
 
 def digest_of_fingerprints(fingerprints: Mapping[str, str]) -> str:
-    """Return the hex sha256 over the fingerprints, sorted by name: equal for equal states, however
-    they are stored.
-
-    A hash of hashes: each writer of a sharded state can hash its own tensors, and the tensors that
-    differ can be named.
-    """
+    """Return the hex sha256 over the fingerprints, sorted by name: equal states, equal digests."""
     return hashlib.sha256("\n".join(fingerprints[name] for name in sorted(fingerprints)).encode()).hexdigest()

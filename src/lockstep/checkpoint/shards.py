@@ -1,15 +1,13 @@
 """One checkpoint written by several workers, each of which holds slices of the tensors.
 
-Each writer puts its files, flushed to the disk, into a folder of its own beside the checkpoints,
-and last `part.json` with their sizes and hashes. Writer 0 commits: it waits for the folders of the
-others and renames their files into its attempt. No byte is copied or sent, and one process commits,
-as for a checkpoint with one writer (commit.py).
+Each writer puts its files, flushed to the disk, into a separate folder beside the checkpoints, and
+last `part.json` with their sizes and hashes. Writer 0 waits for the folders of the others, renames
+their files into its attempt, and commits it (commit.py). No byte is copied or sent.
 
     .part-00001200-7-3/     of step 1200, in generation 7, by writer 3
 
 The header of each file records which slice of which tensor it holds (tensor_slice.py), so any
-layout can read a checkpoint: a reader takes what it needs of each slice. The digest of a state is
-that of its whole tensors, however they are stored.
+layout can read a checkpoint. The digest of a state is that of its whole tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,8 +49,7 @@ class ShardWriter:
 
     slices            tensor name -> the slice that this worker writes; an unlisted tensor is whole
     generation        returns the number of the current generation; called at each save
-    generation_error  returns why the other writers of that generation will not finish; "" while
-                      they may
+    generation_error  returns why the other writers will not finish; "" while they may
     """
 
     writer: int
@@ -65,7 +62,6 @@ class ShardWriter:
         return folder / f".part-{step:08d}-{generation}-{writer}"
 
     def metadata(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the header metadata of a file that holds these tensors."""
         slices = {name: self.slices[name].to_json() for name in names if name in self.slices and not self.slices[name].is_whole}
         return {"pieces": json.dumps(slices)} if slices else {}
 
@@ -91,9 +87,8 @@ class ShardWriter:
             while not (path / SHARD_LIST).exists():
                 if (why := self.generation_error()) or time.monotonic() > deadline:
                     why = why or f"not written within {SHARD_TIMEOUT_S:g} s"
-                    raise CheckpointError(
-                        f"the checkpoint of step {step} lacks the part of writer {writer}", f"{path}: {why}", "the save is retried"
-                    )
+                    what = f"the checkpoint of step {step} lacks the part of writer {writer}"
+                    raise CheckpointError(what, f"{path}: {why}", "the save is retried")
                 time.sleep(POLL_S)
             for name, record in read_shard_list(path, writer, step).items():
                 os.rename(path / name, attempt.path / name)
@@ -115,13 +110,9 @@ def read_shard_list(path: Path, writer: int, step: int) -> dict[str, FileRecord]
         if "error" not in listed:
             return commit.parse_file_records(listed["files"])
     except (DamagedFileError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"the part of writer {writer} of step {step} is damaged: {error}", str(path / SHARD_LIST), "the next save is a new attempt"
-        ) from error
+        what = f"the part of writer {writer} of step {step} is damaged: {error}"
+        raise CheckpointError(what, str(path / SHARD_LIST), "the next save is a new attempt") from error
     raise CheckpointError(f"writer {writer} could not write its part of step {step}: {listed['error']}", str(path), "")
-
-
-# -- reading ----------------------------------------------------------------------------------------------------------
 
 
 RawArray = npt.NDArray[np.unsignedinteger[Any]]  # elements of a tensor as unsigned integers of the same width
@@ -147,12 +138,11 @@ class StoredTensor:
 
     @property
     def spec(self) -> TensorSpec:
-        """Spec of the whole tensor."""
         first = self.slices[0]
         return first.spec._replace(shape=first.slice.shape)
 
     def sources(self, wanted: TensorSlice) -> list[StoredSlice]:
-        """Return the stored slices to read: the wanted one if stored, else all that overlap."""
+        """Return the stored slices to read: `wanted` if it is stored, else the overlapping ones."""
         same = [stored for stored in self.slices if stored.slice == wanted]
         return same[:1] or [stored for stored in self.slices if stored.slice.overlaps(wanted)]
 
@@ -169,11 +159,7 @@ class StoredTensor:
 
 
 class SliceBuffer:
-    """The slice `slice` of a tensor, filled from the verified files of a checkpoint one after the
-    other.
-
-    whole  spec of the whole tensor
-    """
+    """The slice `slice` of a tensor of spec `whole`, filled from verified files in turn."""
 
     def __init__(self, whole: TensorSpec, slice: TensorSlice) -> None:
         self.whole, self.slice = whole, slice
@@ -209,28 +195,17 @@ def read_slices(path: Path, record: FileRecord, buffers: Mapping[str, SliceBuffe
     return problem
 
 
-class StoredTensors(Mapping[str, StoredTensor]):
-    """All tensors of a checkpoint by name.
-
-    contents  file name -> content of the file, in memory or mapped
-    """
+class StoredTensors(dict[str, StoredTensor]):
+    """All tensors of a checkpoint by name. contents: file name -> bytes of the file."""
 
     def __init__(self, contents: Mapping[str, memoryview]) -> None:
-        self._tensors: dict[str, StoredTensor] = {}
+        super().__init__()
         for file, content in contents.items():
-            slices = json.loads(safetensors_io.parse_metadata(content).get("pieces", "{}"))
-            for spec, data in safetensors_io.parse_tensors(content):
+            metadata, tensors = safetensors_io.parse_file(content)
+            slices = json.loads(metadata.get("pieces", "{}"))
+            for spec, data in tensors:
                 stored = TensorSlice.from_json(slices[spec.name]) if spec.name in slices else TensorSlice.whole(spec.shape)
-                self._tensors.setdefault(spec.name, StoredTensor()).slices.append(StoredSlice(spec, data, stored, file))
-
-    def __getitem__(self, name: str) -> StoredTensor:
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
+                self.setdefault(spec.name, StoredTensor()).slices.append(StoredSlice(spec, data, stored, file))
 
     def fingerprints(self) -> dict[str, str]:
         """Return name -> fingerprint of the whole tensor. Memory: one tensor."""
@@ -250,11 +225,7 @@ def parameter_of(name: str) -> str:
 
 
 def slice_of(name: str, shape: tuple[int, ...], slices: Mapping[str, TensorSlice]) -> TensorSlice:
-    """Return the slice of tensor `name` that a worker holds: the slice of its parameter if the
-    shapes are equal, else the whole tensor.
-
-    shape   of the whole tensor
-    slices  parameter name -> slice
-    """
+    """Return the slice of tensor `name` (of whole shape `shape`) that a worker holds: that of its
+    parameter (`slices`: parameter name -> slice) if the shapes are equal, else all of it."""
     parameter_slice = slices.get(parameter_of(name))
     return parameter_slice if parameter_slice is not None and parameter_slice.shape == tuple(shape) else TensorSlice.whole(shape)

@@ -2,14 +2,11 @@
 
     model.<name of parameter or buffer>                    model.encoder.0.norm.weight
     optim.<name of parameter>.<key>                        optim.encoder.0.norm.weight.exp_avg
-    optim.<name of parameter>.<key>:int | :float | :bool   a Python number of the optimizer, as a
-                                                           0-dim tensor
+    optim.<name of parameter>.<key>:int | :float | :bool   a number of the optimizer, 0-dim
 
 Names are those of the unwrapped model, without the prefixes of torch.compile and
-DistributedDataParallel: a state saved compiled on eight devices loads plain on one. A parameter
-that is used in several places is saved once, under its first name; it stays tied on loading, since
-tensors are filled in place. Values of parameter groups (lr, betas, ...) and other stateful objects:
-see stateful.py.
+DistributedDataParallel. A tied parameter is saved once, under its first name; it stays tied on
+loading, since tensors are filled in place. Parameter groups and stateful objects: stateful.py.
 """
 
 from __future__ import annotations
@@ -26,11 +23,10 @@ from lockstep.checkpoint import safetensors_io
 from lockstep.checkpoint.safetensors_io import TensorSpec
 from lockstep.errors import CheckpointError
 from lockstep.runtime.tensor_bytes import DTYPES, TORCH_DTYPES, bytes_of
+from lockstep.runtime.torch_private import non_persistent_buffers, own_buffers, own_parameters
 from lockstep.units import join_names
 
 NUMBER_DTYPES: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
-
-# -- model and optimizer ----------------------------------------------------------------------------------------------
 
 Model = nn.Module | Mapping[str, Tensor]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -38,12 +34,10 @@ OptimizedParameters = dict[str, tuple[Tensor, dict[str, Any], torch.optim.Optimi
 
 
 def model_name(model: Model) -> str:
-    """Return the name of the model's class, for messages."""
     return type(unwrap_model(model)).__name__ if isinstance(model, nn.Module) else "the slices of the model"
 
 
 def all_names(name: str) -> bool:
-    """Filter for `get_state_dict` that includes every parameter and buffer."""
     return True
 
 
@@ -70,14 +64,11 @@ def named_tensors(model: Model) -> dict[str, Tensor]:
     seen: set[int] = set()
     for path, module in unwrap_model(model).named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            raise CheckpointError(
-                f"{type(module).__name__} keeps extra state besides its tensors, which a checkpoint cannot hold",
-                f"module {path or '(the model itself)'}, get_extra_state",
-                "register it as buffers",
-            )
-        non_persistent = module._non_persistent_buffers_set
-        buffers = [(name, tensor) for name, tensor in module._buffers.items() if name not in non_persistent]
-        for name, tensor in [*module._parameters.items(), *buffers]:
+            what = f"{type(module).__name__} keeps extra state besides its tensors, which a checkpoint cannot hold"
+            raise CheckpointError(what, f"module {path or '(the model itself)'}, get_extra_state", "register it as buffers")
+        non_persistent = non_persistent_buffers(module)
+        buffers = [(name, tensor) for name, tensor in own_buffers(module).items() if name not in non_persistent]
+        for name, tensor in [*own_parameters(module).items(), *buffers]:
             if tensor is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
                 parts = [part for part in path.split(".") if part and part != "_orig_mod"]
@@ -92,24 +83,19 @@ def optimizer_parameters(model: Model, optimizers: Optimizers) -> OptimizedParam
     where = " and ".join([*(type(optimizer).__name__ for optimizer in as_tuple(optimizers)), model_name(model)])
     unknown = [f"shape {tuple(parameter.shape)}" for parameter, _, _ in triples if id(parameter) not in names]
     if unknown:
-        raise CheckpointError(
-            f"{len(unknown)} of the optimizer's parameters are not in the model: {join_names(unknown)}",
-            where,
-            "put every trained module into the one model that is saved",
-        )
+        what = f"{len(unknown)} of the optimizer's parameters are not in the model: {join_names(unknown)}"
+        raise CheckpointError(what, where, "put every trained module into the one model that is saved")
     parameters = {names[id(parameter)]: (parameter, group, optimizer) for parameter, group, optimizer in triples}
     if len(parameters) < len(triples):
         counts = Counter(names[id(parameter)] for parameter, _, _ in triples)
         repeated = [name for name, count in counts.items() if count > 1]
-        raise CheckpointError(
-            f"several optimizers hold the same parameters: {join_names(repeated)}", where, "give each parameter to one optimizer"
-        )
+        what = f"several optimizers hold the same parameters: {join_names(repeated)}"
+        raise CheckpointError(what, where, "give each parameter to one optimizer")
     return parameters
 
 
 def get_state_dict(model: Model, optimizers: Optimizers = None, saved: Callable[[str], bool] = all_names) -> dict[str, Tensor]:
-    """Return the state by name. The tensors share memory with the model and the optimizers: copy or
-    save them before the next step.
+    """Return the state by name. The tensors share memory with the model and the optimizers.
 
     saved  filter on the names of parameters and buffers in the model
     CheckpointError when an optimizer's state has more than tensors and numbers, as LBFGS does.
@@ -127,9 +113,8 @@ def get_state_dict(model: Model, optimizers: Optimizers = None, saved: Callable[
     known = {id(parameter) for parameter, _, _ in parameters.values()}
     for optimizer in as_tuple(optimizers):
         if foreign := [key for key, value in optimizer.state.items() if value and id(key) not in known]:
-            raise unsupported_state(
-                f"{type(optimizer).__name__} keeps state that belongs to no parameter", f"key {str(foreign[0])[:40]!r} of its state"
-            )
+            what = f"{type(optimizer).__name__} keeps state that belongs to no parameter"
+            raise unsupported_state(what, f"key {str(foreign[0])[:40]!r} of its state")
     return tensors
 
 
@@ -146,14 +131,13 @@ def set_state_dict(
     saved: Callable[[str], bool] = all_names,
     problems: Sequence[str] = (),
 ) -> None:
-    """Fill model and optimizers, which may have no state yet, from the result of `get_state_dict`;
-    all or nothing.
+    """Fill model and optimizers, which may have no state yet, from the result of `get_state_dict`.
 
     optimizers  None: load the weights only (to evaluate, to translate)
     saved       as for `get_state_dict`: excluded tensors are not in `tensors` and stay unchanged
     problems    further reasons why the state does not fit
-    CheckpointError names what is missing, unexpected, or of another shape or dtype. Nothing is
-    cast.
+    CheckpointError, before any change, names what is missing, unexpected, or of another shape or
+    dtype. Nothing is cast.
     """
     own = {name: tensor for name, tensor in named_tensors(model).items() if saved(name)}
     loaded = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
@@ -206,11 +190,8 @@ def tensor_differences(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -
 
 
 def optimizer_differences(parameters: OptimizedParameters, states: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
-    """Return why the saved optimizer state cannot replace the current one.
-
-    Keys and shapes are compared for parameters with state on both sides: a new optimizer has none,
-    and neither has a parameter that was never used.
-    """
+    """Return why the saved optimizer state cannot replace the current one. Parameters without state
+    on one side are not compared: a new optimizer has none, and neither has an unused parameter."""
     lines = []
     if unexpected := sorted(f"optim.{name}" for name in states.keys() - parameters.keys()):
         lines.append(f"unexpected in the checkpoint: {join_names(unexpected)}")
@@ -242,9 +223,6 @@ def nonfinite_tensors(tensors: Mapping[str, Tensor]) -> list[str]:
     return [name for name, tensor in floats.items() if not bool(tensor.isfinite().all())]
 
 
-# -- tensors and bytes ------------------------------------------------------------------------------------------------
-
-
 def spec_of(name: str, tensor: Tensor) -> TensorSpec:
     if tensor.dtype not in DTYPES or tensor.layout != torch.strided:
         raise CheckpointError(f"a checkpoint cannot hold a tensor of {tensor.dtype}, {tensor.layout}", name)
@@ -259,7 +237,6 @@ def tensor_from_bytes(spec: TensorSpec, data: memoryview) -> Tensor:
 
 
 def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return name -> fingerprint. Memory: at most a copy of one tensor."""
     return {name: safetensors_io.tensor_fingerprint(spec_of(name, tensor), bytes_of(tensor)) for name, tensor in tensors.items()}
 
 

@@ -1,14 +1,11 @@
 """The training state besides tensors by parameter: parameter groups, schedulers, EMA, GradScaler.
-Without pickle.
 
-A state_dict is stored as one JSON text (in a uint8 tensor, so that it is saved, hashed and sent
-like any other) and the tensors to which it refers:
+A state_dict is stored without pickle, as one JSON text (in a uint8 tensor, so that it is saved,
+hashed and sent like any other) and the tensors to which it refers:
 
-    groups:json                  class and parameter group values (lr, betas, initial_lr, ...) of
-                                 each optimizer
-    state.ema:json               {"dict": [["decay", 0.99], ["shadow", {"dict": [["weight",
-                                 {"tensor": "state.ema.shadow.weight"}]]}]]}
-    state.ema.shadow.weight      the tensor
+    groups:json                  class and parameter group values (lr, betas, ...) of each optimizer
+    state.ema:json               {"dict": [["decay", 0.99], ["w", {"tensor": "state.ema.w"}]]}
+    state.ema.w                  the tensor
 
 JSON has neither tuples nor keys other than strings, so containers carry their type. A float's
 decimals restore its bits.
@@ -44,9 +41,6 @@ class Stateful(Protocol):
     def state_dict(self) -> Any: ...
 
     def load_state_dict(self, state_dict: Any) -> Any: ...
-
-
-# -- one state_dict ---------------------------------------------------------------------------------------------------
 
 
 def pack(name: str, tree: Any) -> dict[str, Tensor]:
@@ -121,13 +115,9 @@ def _leaves(value: Any, path: str, tensors: Mapping[str, Tensor]) -> Iterator[tu
         yield path, json.dumps(value)
 
 
-def differing_paths(name: str, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
-    """Return the paths at which two packed state_dicts differ."""
-    left, right = (dict(_leaves(json.loads(bytes(bytes_of(tensors[name + JSON_SUFFIX]))), name, tensors)) for tensors in (one, other))
+def differing_paths(name: str, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[str]:
+    left, right = (dict(_leaves(json.loads(bytes(bytes_of(tensors[name + JSON_SUFFIX]))), name, tensors)) for tensors in (first, second))
     return sorted(path for path in left.keys() | right.keys() if left.get(path) != right.get(path))
-
-
-# -- the state of a run -----------------------------------------------------------------------------------------------------
 
 
 def refuse_unsupported_state(state: Mapping[str, Any]) -> None:
@@ -136,11 +126,11 @@ def refuse_unsupported_state(state: Mapping[str, Any]) -> None:
         if not re.fullmatch(r"[\w-]+", name):
             raise UsageError(f"{name!r} is not a name for a state", "Checkpointer(state=...)", "use letters, digits, _ and -")
         if isinstance(value, torch.optim.Optimizer):
-            hint = "pass all optimizers as the fourth argument: Checkpointer(folder, world, model, [first, second])"
+            hint = "pass all optimizers as the fourth argument: Checkpointer(folder, runtime, model, [first, second])"
             raise UsageError(f"state {name!r} is an optimizer ({type(value).__name__})", "Checkpointer(state=...)", hint)
         if not (callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))):
             what = f"state {name!r} is a {type(value).__name__}, which has no state_dict and load_state_dict"
-            raise UsageError(what, "Checkpointer(state=...)", "pass the object itself, or a class of yours with these two methods")
+            raise UsageError(what, "Checkpointer(state=...)", "pass the object itself, or an object with these two methods")
 
 
 def unregistered_schedulers(optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Any]) -> list[Any]:
@@ -148,16 +138,11 @@ def unregistered_schedulers(optimizers: Sequence[torch.optim.Optimizer], state: 
     level, registered = list(state.values()), set[int]()
     for _ in range(5):  # a user's class may hold a scheduler in a list, a SequentialLR holds several
         registered |= set(map(id, level))
-        level = [inner for value in level for inner in _inside(value)]
+        containers = [value if isinstance(value, dict | list | tuple) else getattr(value, "__dict__", {}) for value in level]
+        level = [item for container in containers for item in (container.values() if isinstance(container, dict) else container)]
     optimizer_ids = set(map(id, optimizers))
     schedulers = [value for value in gc.get_objects() if issubclass(type(value), LRScheduler)]  # isinstance would call proxies
     return [value for value in schedulers if id(getattr(value, "optimizer", None)) in optimizer_ids and id(value) not in registered]
-
-
-def _inside(value: Any) -> list[Any]:
-    if isinstance(value, list | tuple):
-        return list(value)
-    return list(value.values() if isinstance(value, dict) else getattr(value, "__dict__", {}).values())
 
 
 def describe_groups(model: Model, optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any]]:
@@ -196,8 +181,8 @@ def extra_state_problems(
     if classes != own_classes:
         lines.append(f"the checkpoint's optimizers are {', '.join(classes)}, this run's {', '.join(own_classes)}")
     elif any(
-        [group["params"] for group in one["groups"]] != [group["params"] for group in other["groups"]]
-        for one, other in zip(saved, current, strict=True)
+        [group["params"] for group in saved_optimizer["groups"]] != [group["params"] for group in current_optimizer["groups"]]
+        for saved_optimizer, current_optimizer in zip(saved, current, strict=True)
     ):
         lines.append(f"the parameter groups of {', '.join(classes)} hold other parameters than in the checkpoint")
     return lines
@@ -207,10 +192,7 @@ def load_extra_state(
     model: Model, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Stateful], tensors: Mapping[str, Tensor]
 ) -> None:
     """Set parameter groups and registered state from loaded tensors without `extra_state_problems`.
-
-    CheckpointError when the state of an object differs from the saved one after its
-    load_state_dict.
-    """
+    CheckpointError when load_state_dict of an object does not restore the saved state."""
     for optimizer, saved in zip(optimizers, unpack(GROUPS, tensors), strict=True):
         for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
             for key, value in values.items():

@@ -7,10 +7,8 @@
 Tensors and JSON, no pickle. `commit.py` makes a folder of files a checkpoint and `folder.py` keeps
 its state. Here the bytes become tensors, and these rules hold across checkpoints:
 
-* a step that is saved twice must have the same content, since runs are deterministic; other content
-  is an error
-* a damaged newest checkpoint is set aside only when an older whole one replaces it; nothing damaged
-  is deleted
+* saving a step twice with different content is an error, since runs are deterministic
+* a damaged checkpoint is set aside, never deleted, and only when an older whole one replaces it
 * retention never deletes a checkpoint that is being read, that is protected, or that is the newest
   one known to be whole
 """
@@ -22,7 +20,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +32,7 @@ from torch import Tensor
 from lockstep.checkpoint import commit, safetensors_io, shards
 from lockstep.checkpoint.commit import FACTS
 from lockstep.checkpoint.folder import FailPoint, committed_steps, folder_name, no_fail_point, pinned, retire, set_aside, sweep
-from lockstep.checkpoint.policy import show_steps, steps_to_delete
+from lockstep.checkpoint.policy import missing_checkpoint, show_steps, steps_to_delete
 from lockstep.checkpoint.safetensors_io import TensorSpec
 from lockstep.checkpoint.state_dict import fingerprints, spec_of, tensor_from_bytes
 from lockstep.errors import CheckpointError
@@ -59,9 +58,8 @@ class CheckpointStore:
     """The checkpoints in `folder`.
 
     keep        number of newest checkpoints to keep; 0: all. The disk must hold one more
-    file_bytes  most tensor bytes in one file; a larger tensor has a file of its own
-    fail_point  called with a name at each place of a save and a deletion where a test may kill the
-                process
+    file_bytes  most tensor bytes in one file; a larger tensor has a separate file
+    fail_point  called with a name at each place of a save or deletion where tests kill the process
     """
 
     def __init__(self, folder: Path, keep: int = 3, *, file_bytes: int = FILE_BYTES, fail_point: FailPoint = no_fail_point) -> None:
@@ -71,14 +69,10 @@ class CheckpointStore:
         self._verified_step: int | None = None  # the last step that this process wrote or verified
 
     def steps(self) -> list[int]:
-        """Return the steps with a committed checkpoint, ascending."""
         return committed_steps(self.folder)
 
-    # -- writing ------------------------------------------------------------------------------------------------------
-
     def preflight(self, needed_bytes: int = 0) -> None:
-        """Try every disk operation of a save on a small scale, so that a problem shows now and not
-        at the first save.
+        """Try every disk operation of a save on a small scale, to report problems before training.
 
         needed_bytes  size of one checkpoint, when known
         CheckpointError: read-only, not permitted, no locks, too little space.
@@ -95,9 +89,8 @@ class CheckpointStore:
         tensors  as from `get_state_dict`, on any device
         facts    JSON values
         protect  steps that retention must keep, such as the best
-        CheckpointError: disk full, read-only, a disk error (older checkpoints are whole, nothing
-        partial stays, a later attempt may succeed); or a checkpoint of this step with other content
-        exists.
+        CheckpointError: a failed write (older checkpoints are whole, nothing partial stays, a later
+        attempt may succeed); or a checkpoint of this step with other content exists.
         """
         start_s = time.monotonic()
         text = json.dumps(dict(facts), indent=1, sort_keys=True).encode() + b"\n"
@@ -117,7 +110,7 @@ class CheckpointStore:
                 self._require_space(needed_bytes)
                 # The inner `explain` measures the free space before the attempt is removed.
                 with commit.Attempt(self.folder, step, self.fail_point) as attempt, explain():
-                    self.fail_point("begun")
+                    self.fail_point("started")
                     attempt.put(FACTS, [text])
                     for name, chunks in self._files(specs, tensors):
                         attempt.put(name, chunks)
@@ -153,7 +146,7 @@ class CheckpointStore:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _has_same(self, step: int, tensors: Mapping[str, Tensor]) -> bool:
-        """Return True when the step is committed with this content. Set a damaged one aside;
+        """Whether the step is committed with this content. Set a damaged one aside.
         CheckpointError for other content."""
         with pinned(self.folder, step) as path:
             if path is None:
@@ -179,7 +172,7 @@ class CheckpointStore:
             f"{path}: {len(names)} of {len(saved.keys() | current.keys())} tensors differ: {join_names(names)}\n"
             f"sha256 {saved_digest} there, {current_digest} here",
             "runs are deterministic, so something differs (data, options, threads, versions) or a bit flipped in this "
-            "process; to train again from the start choose another --out",
+            "process; to train again from step 0 choose another --out",
         )
 
     def retire(self, protect: Collection[int] = ()) -> list[int]:
@@ -195,26 +188,17 @@ class CheckpointStore:
                 log.warning("the old checkpoint of step %d could not be deleted: %s", step, error)
         return deleted
 
-    # -- reading ------------------------------------------------------------------------------------------------------
-
     def load(self, step: int) -> Checkpoint:
-        """Return the checkpoint of `step`, every byte verified. CheckpointError when it is missing
-        or damaged.
-
-        Memory: the state once. Each file is hashed as it is read, and the tensors share the hashed
-        bytes.
-        """
+        """Return the checkpoint of `step`, every byte verified. CheckpointError.
+        Memory: the state once. The tensors share the bytes that were hashed."""
         checkpoint, problems = self._read(step)
         if checkpoint is None:
-            raise self._missing(step) if not problems else self._damaged({step: problems})
+            raise self._damaged({step: problems}) if problems else missing_checkpoint(step, self.steps(), str(self.folder))
         return checkpoint
 
     def load_newest(self) -> Checkpoint | None:
-        """Return the newest whole checkpoint; None when there is no checkpoint.
-
-        Damaged newer ones are set aside. CheckpointError when all are damaged: then all are left in
-        place.
-        """
+        """Return the newest whole checkpoint, if any, and set damaged newer ones aside.
+        CheckpointError when all are damaged: then all stay in place."""
         damaged: dict[int, list[str]] = {}
         for step in reversed(self.steps()):
             checkpoint, problems = self._read(step)
@@ -227,23 +211,23 @@ class CheckpointStore:
         return None
 
     def quarantine_damaged(self, damaged: Mapping[int, list[str]], whole: int | None) -> None:
-        """Set damaged checkpoints aside, since step `whole` replaces them. CheckpointError when
-        `whole` is None: all stay in place.
-
-        damaged  step -> its problems
-        """
+        """Set damaged checkpoints (step -> problems) aside, since step `whole` replaces them.
+        CheckpointError when `whole` is None: then all stay in place."""
         if damaged and whole is None:
             raise self._damaged(damaged)
         for step, problems in damaged.items():
-            self._quarantine(step, problems, whole)
+            path = self.folder / folder_name(step)
+            try:
+                aside = set_aside(path, "damaged")
+                outcome = f"set aside as {aside.name}" if aside else "deleted by another process"
+            except OSError as error:
+                outcome = f"could not be renamed ({error.strerror})"
+            log.warning("checkpoint %s is damaged (%s), %s; step %d is used instead", path, join_names(problems), outcome, whole)
         self._verified_step = whole
 
     def set_aside_after(self, step: int) -> list[int]:
-        """Set aside the checkpoints after `step`, so that a run that resumes from it has no later
-        ones; return their steps.
-
-        Deletes nothing. Several processes may call it at once.
-        """
+        """Set aside the checkpoints after `step`, from which a run resumes; return their steps.
+        Several processes may call it at once."""
         later_steps = [later for later in self.steps() if later > step]
         for later in later_steps:
             if aside := set_aside(self.folder / folder_name(later), "abandoned"):
@@ -251,15 +235,10 @@ class CheckpointStore:
         return later_steps
 
     def verify(self, step: int, share: tuple[int, int] = (0, 1)) -> list[str]:
-        """Return the problems of the checkpoint of `step`; empty when it is whole. Reads every
-        byte.
-
-        share  (i, n): verify the i-th of n shares of the files, as one of n processes
-        """
+        """Return the problems of the checkpoint of `step`; empty when it is whole. Reads every byte
+        of the i-th of n shares of its files; share: (i, n)."""
         index, count = share
-        with commit.explain_read_errors(self.folder), pinned(self.folder, step) as path:
-            if path is None:
-                raise self._missing(step)
+        with self._pinned(step) as path:
             files, _ = commit.read_manifest(path, step)
             problems = commit.find_damage(path, step, None if count == 1 else sorted(files)[index::count])
         if not problems and count == 1:
@@ -289,17 +268,13 @@ class CheckpointStore:
         return Checkpoint(step, {name: tensor_from_bytes(tensor.spec, tensor.data()) for name, tensor in stored.items()}, facts), []
 
     def load_slices(self, step: int, slices: Mapping[str, TensorSlice]) -> Checkpoint:
-        """Return what a worker holds of the checkpoint of `step`: slices of these parameters and of
-        their optimizer state.
+        """Return slices (parameter name -> slice) of these parameters and of their optimizer state.
 
-        slices  parameter name -> slice
         Each needed file is read once, and slices are copied out of the hashed bytes: in the layout
-        that saved, that is this worker's own file. Memory: these slices, and one file.
+        that saved, that is the file of this worker. Memory: these slices, and one file.
         CheckpointError when it is missing or damaged.
         """
-        with commit.explain_read_errors(self.folder), pinned(self.folder, step) as path:
-            if path is None:
-                raise self._missing(step)
+        with self._pinned(step) as path:
             try:
                 stored = shards.open_tensors(path, step)
             except (OSError, ValueError, LookupError):  # a damaged header
@@ -320,19 +295,13 @@ class CheckpointStore:
             tensors = {name: tensor_from_bytes(*buffer.content()) for name, buffer in buffers.items()}
         return Checkpoint(step, tensors, json.loads(text))
 
-    def _quarantine(self, step: int, problems: list[str], instead: int | None) -> None:
-        path = self.folder / folder_name(step)
-        try:
-            aside = set_aside(path, "damaged")
-            outcome = f"set aside as {aside.name}" if aside else "deleted by another process"
-        except OSError as error:
-            outcome = f"could not be renamed ({error.strerror})"
-        log.warning("checkpoint %s is damaged (%s), %s; step %d is used instead", path, join_names(problems), outcome, instead)
-
-    def _missing(self, step: int) -> CheckpointError:
-        return CheckpointError(
-            f"there is no checkpoint of step {step}", f"{self.folder}; {show_steps(self.steps())}", "see lockstep checkpoint list"
-        )
+    @contextmanager
+    def _pinned(self, step: int) -> Iterator[Path]:
+        """The path of the checkpoint, which is not deleted inside the block. CheckpointError."""
+        with commit.explain_read_errors(self.folder), pinned(self.folder, step) as path:
+            if path is None:
+                raise missing_checkpoint(step, self.steps(), str(self.folder))
+            yield path
 
     def _damaged(self, damaged: Mapping[int, list[str]]) -> CheckpointError:
         listed = ", ".join(str(step) for step in sorted(damaged))

@@ -1,23 +1,25 @@
 """The manifest of prepared data: its settings and the sha256 of every file, written last.
 
-An interrupted preparation has no manifest and is repeated. A damaged file would silently train a
-wrong model, so every file is verified whenever a process opens the folder.
+An interrupted preparation has no manifest and is repeated. Every file is verified whenever a
+process opens the folder: a damaged one would silently train a wrong model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import DataError
 from lockstep.files import read_json, sha256_file
 
+log = logging.getLogger("lockstep")
+
 MANIFEST = "prepared.json"
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest. DataError if it is missing or damaged."""
     try:
         manifest = read_json(folder / MANIFEST)
         if isinstance(manifest, dict) and {"corpus", "tokenizer", "asked", "report", "files"} <= manifest.keys():
@@ -30,15 +32,27 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise DataError(f"{folder / MANIFEST} is damaged: {error}", "", "remove the folder to prepare the data again") from None
 
 
-def refuse_other_settings(prepared: Mapping[str, Any], settings: Mapping[str, Any], folder: Path) -> None:
-    """DataError if the data in `folder` was prepared with other settings or from other files."""
-    other = [name for name, value in settings.items() if prepared.get(name) != value]
-    if other:
+def matches_prepared(folder: Path, settings: dict[str, Any], key: str, source: Callable[[], Any]) -> bool:
+    """Whether data was prepared in `folder`. Adds a description of the source, `settings[key]`.
+    DataError: other settings or files, or neither prepared data nor a readable source."""
+    exists = (folder / MANIFEST).exists()
+    try:
+        settings[key] = source()
+    except DataError as error:
+        if not exists:
+            raise
+        # The source files are gone or moved; the prepared data is sufficient.
+        log.warning("using the prepared data in %s; its source cannot be compared: %s", folder, error.what)
+    if not exists:
+        return False
+    prepared = read_manifest(folder)["asked"]
+    if different := [name for name, value in settings.items() if prepared.get(name) != value]:
         raise DataError(
-            f"the data was prepared with other settings: {', '.join(other)} differ{'s' if len(other) == 1 else ''}",
-            "\n".join([str(folder), *(f"{name}: prepared with {prepared.get(name)}, asked for {settings[name]}" for name in other)]),
+            f"the data was prepared with other settings: {', '.join(different)} differ{'s' if len(different) == 1 else ''}",
+            "\n".join([str(folder), *(f"{name}: prepared with {prepared.get(name)}, asked for {settings[name]}" for name in different)]),
             "use another run folder, or the settings and files of this one",
         )
+    return True
 
 
 def verify_files(expected: Mapping[Path, str], folder: Path) -> None:

@@ -1,18 +1,16 @@
 """Data order as a pure function: (seed, step) -> the K micro-batches of the step -> sample ids.
 
-There is no state to save: a run resumes from the number of the step. The micro-batches of all epochs
-form one endless sequence, and step s takes numbers s*K to s*K + K - 1. A step can span the end of an
-epoch, and every sample still occurs exactly once per epoch.
+There is no state to save: a run resumes from the number of the step. The micro-batches of all
+epochs form one endless sequence, and step s takes numbers s*K to s*K + K - 1. A step can span the
+end of an epoch, and every sample still occurs exactly once per epoch.
 
-An epoch is a permutation that is computed element by element and never stored: a Feistel network over
-the next power of four, iterated until the result is in range (cycle walking; Black and Rogaway,
-"Ciphers with Arbitrary Finite Domains", 2002). NumPy's permutations are not used because NumPy may
-change its streams between versions (NEP 19), and because this one can seek: step 1,000,000 costs as
-much as step 0.
+An epoch is a permutation that is computed element by element and never stored: a Feistel network
+over the next power of four, iterated until the result is in range (cycle walking; Black and
+Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). NumPy may change its permutations between
+versions (NEP 19), and this one can seek: step 1,000,000 costs as much as step 0.
 
-`UniformOrder` is for samples of one shape. `BucketOrder` is for text: pairs of similar length share a
-micro-batch, all micro-batches of a bucket have one shape (rows, length), and `choose_bucket_lengths`
-minimizes the padding.
+`UniformOrder` is for samples of one shape. `BucketOrder` is for text: pairs of similar length share
+a micro-batch, and all micro-batches of a bucket have one shape (rows, length).
 """
 
 from __future__ import annotations
@@ -40,9 +38,7 @@ def splitmix64(*numbers: int) -> int:
 
 def permute(positions: Ids, size: int, key: int) -> Ids:
     """Apply permutation number `key` of range(size) to `positions`.
-
-    Cost: a few microseconds and about 20 passes over `positions`.
-    """
+    Cost: a few microseconds and about 20 passes over `positions`."""
     half_bits = max(1, -(-max(size - 1, 1).bit_length() // 2))
     mask, shift = np.uint64((1 << half_bits) - 1), np.uint64(half_bits)
     round_keys = [np.uint64(splitmix64(key, number)) for number in range(ROUNDS)]
@@ -63,11 +59,9 @@ def permute(positions: Ids, size: int, key: int) -> Ids:
 
 @dataclass(frozen=True)
 class UniformOrder:
-    """Batches split into `micro_batches` equal parts; each epoch is a new permutation of
-    range(samples).
+    """Batches split into `micro_batches` equal parts; each epoch is a permutation.
 
     batch_size  samples per step, over all replicas; a multiple of micro_batches
-    A batch can span the end of an epoch: every sample occurs exactly once per epoch.
     """
 
     samples: int
@@ -77,9 +71,8 @@ class UniformOrder:
 
     def __post_init__(self) -> None:
         if self.samples < 1 or self.batch_size % self.micro_batches:
-            raise ValueError(
-                f"batch_size={self.batch_size} must be a multiple of micro_batches={self.micro_batches}, samples={self.samples} at least 1"
-            )
+            sizes = f"batch_size={self.batch_size} must be a multiple of micro_batches={self.micro_batches}"
+            raise ValueError(f"{sizes}, samples={self.samples} at least 1")
 
     def epoch(self, step: int) -> float:
         """Epochs completed when step `step` starts."""
@@ -99,7 +92,7 @@ class UniformOrder:
 
 @dataclass(frozen=True)
 class BucketShape:
-    """Shape of all micro-batches of a bucket: `rows` pairs of at most `length` tokens on each side."""
+    """Shape of the micro-batches of a bucket: `rows` pairs of at most `length` tokens on a side."""
 
     rows: int
     length: int
@@ -130,7 +123,7 @@ def choose_bucket_lengths(histogram: npt.NDArray[np.int64], shapes: int) -> list
 
 
 def choose_bucket_shapes(lengths: npt.NDArray[np.int32], *, tokens: int, shapes: int) -> tuple[list[BucketShape], str]:
-    """Return the shapes of the micro-batches, and a line for the log.
+    """Return at most `shapes` shapes of the micro-batches, and a line for the log.
 
     lengths  (samples,): tokens of the longer side of each pair, END included
     tokens   maximum positions of a micro-batch on one side, padding included; no pair is longer
@@ -140,10 +133,8 @@ def choose_bucket_shapes(lengths: npt.NDArray[np.int32], *, tokens: int, shapes:
     padded = np.asarray(chosen)[np.searchsorted(chosen, lengths)]
     full = float(lengths.sum()) / float(padded.sum())
     listed = ", ".join(f"{s.rows} x {s.length}" for s in bucket_shapes)
-    return (
-        bucket_shapes,
-        f"{len(bucket_shapes)} shapes ({listed}) hold {len(lengths):,} pairs with {1 - full:.0%} padding on the longer side",
-    )
+    pairs = f"{len(lengths):,} pairs with {1 - full:.0%} padding on the longer side"
+    return bucket_shapes, f"{len(bucket_shapes)} shapes ({listed}) hold {pairs}"
 
 
 class BucketOrder:
@@ -151,8 +142,8 @@ class BucketOrder:
 
     lengths        (samples,): tokens of the longer side of each pair
     micro_batches  K, micro-batches per step
-    The last micro-batch of a bucket can have fewer ids than its shape has rows: the loader adds empty
-    rows. Construction sorts the samples by bucket: 0.4 s for 10 million.
+    The last micro-batch of a bucket can have fewer ids than its shape has rows: the loader adds
+    empty rows. Construction sorts the samples by bucket: 0.4 s for 10 million.
     """
 
     def __init__(self, lengths: npt.NDArray[np.int32], shapes: list[BucketShape], *, micro_batches: int, seed: int) -> None:
@@ -180,7 +171,6 @@ class BucketOrder:
         return epoch, bucket, number - int(self._first_batch[bucket])
 
     def shape(self, step: int, k: int) -> BucketShape:
-        """Return the shape of micro-batch `k` of step `step`."""
         return self.shapes[self.locate(step, k)[1]]
 
     def ids(self, step: int, k: int) -> Ids:

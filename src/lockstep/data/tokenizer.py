@@ -1,10 +1,9 @@
-"""Tokenizers: one vocabulary for both languages, stored as a `tokenizer.json` of Hugging Face `tokenizers`.
+"""Tokenizers: one vocabulary for both languages, stored as a `tokenizer.json` (Hugging Face).
 
 bpe   Byte-level byte-pair encoding: decoding restores every text unchanged. A word includes the
       space before it, also at the start of a sentence, so a word has the same tokens everywhere.
       Digits are separate tokens: an unseen number consists of known digits.
-word  One token per word or run of punctuation, as in the classic tutorial. Rare and new words become
-      [UNKNOWN].
+word  One token per word or run of punctuation. Rare and new words become [UNKNOWN].
 
 The four special ids never come from text: "[PAD]" typed by a user is five characters, not the id 0.
 """
@@ -16,7 +15,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -27,14 +26,12 @@ from lockstep.files import read_text, write_atomic, write_json
 PAD, BEGIN, END, UNKNOWN = 0, 1, 2, 3
 SPECIALS = ["[PAD]", "[BEGIN]", "[END]", "[UNKNOWN]"]
 
-# GPT-2's pre-tokenizer (openai/gpt-2 encoder.py), without English contractions, with combining marks kept on
-# their letters, and with single digits.
+# GPT-2's pre-tokenizer (openai/gpt-2 encoder.py), without English contractions, with single digits,
+# and with combining marks kept on their letters.
 WORDS = r" ?[\p{L}\p{M}]+| ?\p{N}| ?[^\s\p{L}\p{M}\p{N}]+|\s+(?!\S)|\s+"
-
-
-# Llama 3's pre-tokenizer, with single digits, and with a line break and the indentation of the next line in one token.
+# Llama 3's pre-tokenizer, with single digits; a line break includes the next line's indentation.
 WORDS_OF_DOCUMENTS = r"[^\s\p{L}\p{N}]?[\p{L}\p{M}]+| [\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n][^\S\r\n]*|\s+(?!\S)|\s+"
-# The chat tokens of Llama 3, so that a model that is pre-trained here can be fine-tuned on chats without new tokens.
+# The chat tokens of Llama 3: a pre-trained model can be fine-tuned on chats without new tokens.
 CHAT_SPECIALS = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -51,7 +48,7 @@ class Tokenizer:
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         self._inner = inner
-        # Not saved by the library, so it is set here: the name of a special token in a text is ordinary text.
+        # Not saved by the library: the name of a special token in a text is ordinary text.
         self._inner.encode_special_tokens = True
         self._joins_words = isinstance(inner.model, models.BPE)
         self.vocab_size: int = inner.get_vocab_size(with_added_tokens=True)
@@ -62,64 +59,35 @@ class Tokenizer:
     def train(
         cls, texts: Iterable[str], *, kind: Literal["bpe", "word"], vocab_size: int, min_frequency: int, lowercase: bool
     ) -> Tokenizer:
-        """Train a tokenizer. The result depends on the texts only, not on their order or the number
-        of threads.
+        """Train a tokenizer. The result depends neither on the order of the texts nor on threads.
 
-        vocab_size      maximum entries, including the four special tokens; bpe starts with 256 bytes
+        vocab_size      maximum entries, with the four special tokens; bpe starts with 256 bytes
         min_frequency   minimum frequency of a merge (bpe) or a word (word)
         """
         lower = [normalizers.Lowercase()] if lowercase else []
+        sizes = {"vocab_size": vocab_size, "min_frequency": min_frequency}
         if kind == "bpe":
-            inner = tokenizers.Tokenizer(models.BPE())
+            inner = byte_level_bpe(WORDS)
             inner.normalizer = normalizers.Sequence([*lower, normalizers.Prepend(" ")])
-            inner.pre_tokenizer = pre_tokenizers.Sequence(
-                [
-                    pre_tokenizers.Split(tokenizers.Regex(WORDS), "isolated"),
-                    pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-                ]
-            )
-            inner.decoder = decoders.ByteLevel()
-            trainer: trainers.Trainer = trainers.BpeTrainer(
-                vocab_size=vocab_size,
-                min_frequency=min_frequency,
-                special_tokens=SPECIALS,
-                initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-                show_progress=False,
-            )
+            train_bpe(inner, texts, WORDS, special_tokens=SPECIALS, **sizes)
         else:
             inner = tokenizers.Tokenizer(models.WordLevel(unk_token=SPECIALS[UNKNOWN]))
             inner.normalizer = normalizers.Sequence(lower)
             inner.pre_tokenizer = pre_tokenizers.Whitespace()
-            trainer = trainers.WordLevelTrainer(
-                vocab_size=vocab_size, min_frequency=min_frequency, special_tokens=SPECIALS, show_progress=False
-            )
-        inner.train_from_iterator(truncate_words(texts, WORDS), trainer)
+            trainer = trainers.WordLevelTrainer(special_tokens=SPECIALS, show_progress=False, **sizes)
+            inner.train_from_iterator(truncate_words(texts, WORDS), trainer)
         return cls(inner)
 
     @classmethod
     def train_on_documents(cls, texts: Iterable[str], *, vocab_size: int, min_frequency: int) -> Tokenizer:
-        """Train a tokenizer for a Llama: byte-level BPE that keeps every byte of a text and adds none.
+        """Train a tokenizer for a Llama: byte-level BPE that keeps every byte and adds none.
 
-        vocab_size  maximum entries: the four special tokens, the chat tokens, 256 bytes, then merges
+        vocab_size  maximum entries: four special tokens, chat tokens, 256 bytes, then merges
         """
-        inner = tokenizers.Tokenizer(models.BPE())
-        inner.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(tokenizers.Regex(WORDS_OF_DOCUMENTS), "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-        inner.decoder = decoders.ByteLevel()
-        begin = SPECIALS[BEGIN]
-        inner.post_processor = processors.TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, BEGIN)])
-        trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            min_frequency=min_frequency,
-            special_tokens=[*SPECIALS, *CHAT_SPECIALS],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        )
-        inner.train_from_iterator(truncate_words(texts, WORDS_OF_DOCUMENTS), trainer)
+        inner, begin_token = byte_level_bpe(WORDS_OF_DOCUMENTS), SPECIALS[BEGIN]
+        inner.post_processor = processors.TemplateProcessing(single=f"{begin_token} $A", special_tokens=[(begin_token, BEGIN)])
+        specials = [*SPECIALS, *CHAT_SPECIALS]
+        train_bpe(inner, texts, WORDS_OF_DOCUMENTS, special_tokens=specials, vocab_size=vocab_size, min_frequency=min_frequency)
         return cls(inner)
 
     def save_for_llama(self, folder: Path) -> None:
@@ -147,7 +115,6 @@ class Tokenizer:
         return cls(inner)
 
     def save(self, path: Path) -> None:
-        """Write `tokenizer.json` to `path`, atomically."""
         write_atomic(path, self._inner.to_str(pretty=False))
 
     def encode(self, texts: list[str]) -> list[list[int]]:
@@ -160,8 +127,23 @@ class Tokenizer:
         return [text.removeprefix(" ") for text in texts] if self._joins_words else texts
 
 
+def byte_level_bpe(words: str) -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(tokenizers.Regex(words), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def train_bpe(tokenizer: tokenizers.Tokenizer, texts: Iterable[str], words: str, **options: Any) -> None:
+    """Train `tokenizer`. `options`: those of BpeTrainer."""
+    trainer = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False, **options)
+    tokenizer.train_from_iterator(truncate_words(texts, words), trainer)
+
+
 def truncate_words(texts: Iterable[str], words: str) -> Iterator[str]:
-    """Yield the texts, with words cut to MAX_WORD characters. `words`: pattern of the pre-tokenizer."""
+    """Yield the texts with words cut to MAX_WORD characters. `words`: as for `byte_level_bpe`."""
     split = pre_tokenizers.Split(tokenizers.Regex(words), "isolated")
     for text in texts:
         if LONG_WORD.search(text):

@@ -1,17 +1,16 @@
 """Metric backends: TensorBoard and Weights & Biases. Optional packages, imported only when enabled.
 
-A backend has no state of its own that could be lost: when it opens it reports how far it is
-(`cursor`), and the tracker sends the rest from the run's files.
+When a backend opens it reports its position (`cursor`), and the tracker sends the rest from the
+run's files.
 
 TensorBoard writes in the background, so the file of a killed process ends earlier than the run. The
 tracker stores the cursor at each flush; the next start rewinds to it (`purge_step`: readers drop
 all points from that step on) and sends the rest again.
 
 Weights & Biases cannot rewind, and its offline mode cannot resume (0.31: a new folder for each
-start). Its own process writes the data, and its last seconds are lost when the trainer is killed.
-So every row has the cursor under the hidden keys `lockstep/*`, and the last row that arrived tells
-how far it is: online in the server's summary, offline at the end of the newest file. `wandb sync`
-then uploads the folders of all starts as one run.
+start). A separate process writes the data and loses its last seconds when the trainer is killed. So
+every row has the cursor under the hidden keys `lockstep/*`, and the last row that arrived has the
+position: online in the server's summary, offline at the end of the newest file.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from lockstep.errors import ConfigError
 from lockstep.files import open_regular
@@ -42,27 +41,6 @@ class Cursor:
     step: int = 0
     evaluations_bytes: int = 0
     rows: int = 0
-
-
-class Backend(Protocol):
-    """A metric backend. After an exception the tracker drops it until it is reopened."""
-
-    cursor: Cursor
-
-    def train(self, values: Mapping[str, float], now: Cursor) -> None:
-        """Add the values of step `now.step`. now: the cursor after them."""
-
-    def validation(self, step: int, values: Mapping[str, float], now: Cursor) -> None:
-        """Add the evaluation of the checkpoint at `step`. now: the cursor after it."""
-
-    def flush(self) -> None:
-        """Wait until all data would survive this process, if the backend supports it."""
-
-    def close(self, failed: bool) -> None: ...
-
-
-class BackendFactory(Protocol):
-    def __call__(self, *, cursor: Cursor) -> Backend: ...
 
 
 def import_optional(name: str, asked_by: str, package: str) -> ModuleType:
@@ -82,7 +60,7 @@ class TensorBoard:
     note       stores a value for the next start
     """
 
-    def __init__(self, folder: Path, *, cursor: Cursor, from_step: int | None, note: Callable[[str, Any], None]) -> None:
+    def __init__(self, folder: Path, cursor: Cursor, *, from_step: int | None, note: Callable[[str, Any], None]) -> None:
         writers = import_optional("torch.utils.tensorboard", "track.tensorboard", "tensorboard")
         self.protocol = import_optional("tensorboard.compat.proto.summary_pb2", "track.tensorboard", "tensorboard")
         last = cursor.step if from_step is None else min(cursor.step, from_step)
@@ -91,7 +69,7 @@ class TensorBoard:
         rename_older_event_files(folder / "tensorboard", int(time.time()))
         self.writer = writers.SummaryWriter(str(folder / "tensorboard"), purge_step=last + 1, flush_secs=10)
         self.noted = replace(cursor, step=last)
-        # There are few evaluations: all are sent, and `validation` skips those that were sent before.
+        # There are few evaluations: the tracker sends all, and `validation` skips the old ones.
         self.cursor = Cursor(step=last)
 
     def _add(self, step: int, tag: str, values: Mapping[str, float]) -> None:
@@ -101,9 +79,11 @@ class TensorBoard:
         self.writer.file_writer.add_summary(summary(value=points), step)
 
     def train(self, values: Mapping[str, float], now: Cursor) -> None:
+        """Add the values of step `now.step`. now: the cursor after them."""
         self._add(now.step, "train", values)
 
     def validation(self, step: int, values: Mapping[str, float], now: Cursor) -> None:
+        """Add the evaluation of the checkpoint at `step`. now: the cursor after it."""
         if step > self.noted.step or now.evaluations_bytes > self.noted.evaluations_bytes:
             self._add(step, "validation", values)
 
@@ -117,8 +97,8 @@ class TensorBoard:
 def rename_older_event_files(folder: Path, now_s: int) -> None:
     """Rename event files so that one created at `now_s`, by this machine's clock, sorts after them.
 
-    Readers sort the files by name, which begins with the second of their creation. After two starts
-    in one second, or with a clock that is behind, the newest file would be read first or never.
+    Readers sort the files by name, which has the second of their creation. After two starts in one
+    second, or with a clock that is behind, they would read the newest file first or never.
     """
     files = sorted(folder.glob("events.out.tfevents.*"))
     if files and int(files[-1].name.split(".")[3]) >= now_s:
@@ -131,12 +111,11 @@ class WeightsAndBiases:
 
     run_id  the same for every start
     run     configuration to show, except what `without_secrets` hides
-    ConfigError when the user is not logged in. An unreachable server is an error of wandb after 30
-    s at the start (WANDB_INIT_TIMEOUT); later it has no effect: wandb keeps the rows and retries
-    for 60 s at the end (WANDB_FINISH_TIMEOUT).
+    ConfigError when the user is not logged in. WANDB_INIT_TIMEOUT (30 s) and WANDB_FINISH_TIMEOUT
+    (60 s) bound the waits for an unreachable server; between them wandb keeps the rows.
     """
 
-    def __init__(self, folder: Path, *, cursor: Cursor, mode: str, project: str, run: Mapping[str, Any], run_id: str) -> None:
+    def __init__(self, folder: Path, cursor: Cursor, *, mode: str, project: str, run: Mapping[str, Any], run_id: str) -> None:
         wandb = import_optional("wandb", f'track.wandb="{mode}"', "wandb")
         last = last_offline_row(folder, run_id) if mode == "offline" else None
         limits = {"init_timeout": 30, "finish_timeout": 60}
@@ -150,7 +129,10 @@ class WeightsAndBiases:
             raise ConfigError(f"Weights & Biases cannot be used: {error}", f'track.wandb="{mode}"', hint) from error
         if mode == "online":
             last = {key: self.run.summary.get(key) for key in ("lockstep/step", "lockstep/evaluations")}
-        self.cursor = cursor if last is None else cursor_of_row(last, self.run.step)
+        self.cursor = cursor
+        if last is not None:  # the last row that arrived; {} when there is none
+            sent = [int(last.get(key) or 0) for key in ("lockstep/step", "lockstep/evaluations", "_step")]
+            self.cursor = Cursor(step=sent[0], evaluations_bytes=sent[1], rows=max(sent[2], self.run.step))
         for axis in ("train", "validation"):
             self.run.define_metric(f"{axis}/step")
             self.run.define_metric(f"{axis}/*", step_metric=f"{axis}/step")
@@ -176,16 +158,10 @@ class WeightsAndBiases:
         self.run.finish(exit_code=int(failed))
 
 
-def cursor_of_row(row: Mapping[str, Any], rows: int) -> Cursor:
-    """Return the cursor of Weights & Biases from its last row (empty: none). rows: lower bound."""
-    step, evaluations_bytes, number = (int(row.get(key) or 0) for key in ("lockstep/step", "lockstep/evaluations", "_step"))
-    return Cursor(step=step, evaluations_bytes=evaluations_bytes, rows=max(number, rows))
-
-
 def last_offline_row(folder: Path, run_id: str) -> dict[str, Any] | None:
     """Return the last row in this run's local files; {} when there is none, None without files."""
     paths = folder.glob(f"wandb/*run-*-{run_id}*/run-{run_id}.wandb")
-    files = sorted(paths, key=lambda path: path.parent.name.split("run-", 1)[1])  # the name begins with the start time
+    files = sorted(paths, key=lambda path: path.parent.name.split("run-", 1)[1])  # the name starts with the time of the start
     protocol = import_optional("wandb.proto.wandb_internal_pb2", "track.wandb", "wandb")
     for path in reversed(files):
         for tail_bytes in (2**20, path.stat().st_size):
@@ -206,14 +182,12 @@ HEADER = struct.Struct("<IHB")  # checksum, length, kind: 1 full, 2 first, 3 mid
 
 def wandb_records(path: Path, tail_bytes: int) -> Iterator[bytes]:
     """Yield the whole records in about the last `tail_bytes` of a .wandb file; skip a torn end.
-
-    The format: 7 bytes, then a LevelDB log (github.com/google/leveldb, doc/log_format.md).
-    """
+    The format: 7 bytes, then a LevelDB log (github.com/google/leveldb, doc/log_format.md)."""
     with open(path, "rb", opener=open_regular) as file:
-        begin = max(0, path.stat().st_size - tail_bytes) // BLOCK_BYTES * BLOCK_BYTES
-        file.seek(begin)
+        start = max(0, path.stat().st_size - tail_bytes) // BLOCK_BYTES * BLOCK_BYTES
+        file.seek(start)
         data = file.read()
-    at = 7 if begin == 0 else 0
+    at = 7 if start == 0 else 0
     parts: list[bytes] | None = None
     while at + HEADER.size <= len(data):
         left = BLOCK_BYTES - at % BLOCK_BYTES

@@ -10,18 +10,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from lockstep.files import append_line, read_bytes
-from lockstep.record.metrics import decode_line, encode_line, last_newline
+from lockstep.files import read_bytes
+from lockstep.record.metrics import append_json, decode_line
 
 log = logging.getLogger("lockstep")
 
 
 def append_event(run: Path, event: str, **facts: Any) -> bool:
     """Append one event; return False when it cannot be written."""
-    path, now = run / "events.jsonl", datetime.now(UTC).isoformat(timespec="milliseconds")
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
     try:
-        torn = path.exists() and last_newline(path) < path.stat().st_size  # a writer was killed within a line
-        append_line(path, "\n" * torn + encode_line({"time": now, "event": event, **facts}).decode().rstrip("\n"))
+        append_json(run / "events.jsonl", {"time": now, "event": event, **facts})
     except OSError as error:
         log.debug("event %s was not written: %s", event, error)
         return False

@@ -1,11 +1,8 @@
 """Goodput: the wall time of a run, split into categories that add up to it.
 
-The ledger is in one category at any time. Time that is only attributed later is moved: the part of
-the training that waited for data or communication, and the part that is repeated after a failure.
-The caller passes the time in.
-
-Each process may have its own ledger, by its own monotonic clock. A joiner, and a restarted run,
-continue from the sums of another ledger.
+The ledger is in one category at any time. Time that is only attributed later is moved: training
+that waited for data or communication, or that is repeated after a failure. The caller passes the
+time. A joiner, and a restarted run, continue from the sums of another ledger.
 """
 
 from __future__ import annotations
@@ -54,19 +51,14 @@ class Ledger:
         self._sums_s[target] += moved_s
         return moved_s
 
-    def move_to_lost(self, seconds: float, now_s: float) -> float:
-        """Move `seconds` of training to lost: the steps are repeated."""
-        return self.move("training", "lost", seconds, now_s)
-
     def summary(self, now_s: float) -> dict[str, float]:
-        """Return goodput (training / wall time), wall_s, and seconds per category: training_s, ..."""
+        """Return goodput (training / wall time), wall_s, seconds per category: training_s, ..."""
         self._book(now_s)
         wall_s = math.fsum(self._sums_s.values())
         goodput = self._sums_s["training"] / wall_s if wall_s else 0.0
         return {"goodput": goodput, "wall_s": wall_s} | {f"{category}_s": seconds for category, seconds in self._sums_s.items()}
 
     def metrics(self, now_s: float) -> dict[str, float]:
-        """Return the metrics of a step: goodput, and seconds lost to failures and saves so far."""
         values = self.summary(now_s)
         lost = {f"{category}_seconds_so_far": round(values[f"{category}_s"], 4) for category in ("lost", "regrouping", "saving", "down")}
         return {"goodput": round(values["goodput"], 4), **lost}
@@ -82,7 +74,7 @@ class Ledger:
         return f"goodput {values['goodput']:.1%}: {', '.join(parts)}, of {format_duration(wall_s)}"
 
     def to_json(self, now_s: float, wall_clock_s: float) -> dict[str, Any]:
-        """Return the sums as JSON. wall_clock_s: seconds since 1970, for the gap to a later start."""
+        """Return the sums as JSON. wall_clock_s: since 1970, for the gap to a later start."""
         self._book(now_s)
         return {"wall_clock_s": wall_clock_s, "seconds": dict(self._sums_s)}
 
@@ -95,21 +87,19 @@ class Ledger:
         wall_clock_s: float | None = None,
         gap: Category = "down",
     ) -> Ledger:
-        """Return a ledger that continues from other sums. KeyError, TypeError, ValueError if invalid.
+        """Return a ledger that continues from other sums. KeyError, TypeError, ValueError.
 
-        wall_clock_s  now, for sums of an earlier start: the time since then counts as `gap`; None for
-                      sums of a running process, maybe by another host's clock
+        wall_clock_s  now, for sums of an earlier start: the time since then counts as `gap`; None
+                      for sums of a running process, maybe by another host's clock
         """
         ledger = Ledger(now_s, category)
         sums = dict(value["seconds"])
-        for name in ledger._sums_s:
-            ledger._sums_s[name] = valid_seconds(sums.get(name, 0.0))
+        ledger._sums_s = {name: valid_seconds(sums.get(name, 0.0)) for name in CATEGORIES}
         if wall_clock_s is not None:
             ledger._sums_s[gap] += max(0.0, wall_clock_s - valid_seconds(value["wall_clock_s"]))
         return ledger
 
     def _book(self, now_s: float) -> None:
-        """Add the time until now to the current category."""
         self._sums_s[self.category] += max(0.0, now_s - self._since_s)
         self._since_s = max(now_s, self._since_s)
 

@@ -1,12 +1,11 @@
 """metrics.jsonl: one line per committed step, the source of truth for a run's metrics.
 
 A process that resumes at step s first truncates what follows s (steps of a killed process that no
-checkpoint has), so a run that was resumed a hundred times has the same lines as an uninterrupted
-one. The truncation is one ftruncate(); if the process is killed first, the next start does it.
+checkpoint has), so a resumed run has the same lines as an uninterrupted one. The truncation is one
+ftruncate(); if the process is killed first, the next start does it.
 
-NaN and infinities are the strings "NaN", "Infinity" and "-Infinity", as in the JSON form of
-protocol buffers (protobuf.dev/programming-guides/json); `read_metrics` converts them back. Floats
-have their shortest exact form, so equal bits give equal text.
+NaN and infinities are strings, as in the JSON form of protocol buffers; readers convert them back.
+Floats have their shortest exact form: equal bits give equal text.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import DataError, LockstepError
-from lockstep.files import open_regular
+from lockstep.files import append_line, open_regular
 
 log = logging.getLogger("lockstep")
 
@@ -44,7 +43,6 @@ def to_json_value(value: Any) -> Any:
 
 
 def encode_line(line: Mapping[str, Any]) -> bytes:
-    """Encode `line` as one line of valid JSON."""
     return json.dumps(to_json_value(line), ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
@@ -72,7 +70,7 @@ def step_of(line: bytes) -> int | None:
 def offset_after(path: Path, step: int) -> int:
     """Return the size in bytes of the steps up to `step`; what follows is to be truncated.
 
-    The file may begin at any step (an earlier part was moved aside). DataError when a step up to
+    The file may start at any step (an earlier part was moved aside). DataError when a step up to
     `step` is missing, torn or repeated. One pass in constant memory, about 1 s per million lines.
     """
     if step == 0:
@@ -99,7 +97,7 @@ def missing_steps_error(path: Path, problem: str, step: int) -> DataError:
     return DataError(
         f"the metrics do not reach step {step}, at which the run resumes: {problem}",
         str(path),
-        f"resume from an earlier checkpoint, or move {path.name} aside: the new file begins at step {step + 1}",
+        f"resume from an earlier checkpoint, or move {path.name} aside: the new file starts at step {step + 1}",
     )
 
 
@@ -114,6 +112,12 @@ def last_newline(path: Path) -> int:
                 return start + at + 1
             end = start
     return 0
+
+
+def append_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Append a line in one write; end a line that a killed writer left torn."""
+    torn = path.exists() and last_newline(path) < path.stat().st_size
+    append_line(path, "\n" * torn + encode_line(values).decode().rstrip("\n"))
 
 
 def last_step(path: Path, below: int) -> int:
@@ -142,20 +146,26 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return list(iter_steps(path))
 
 
-class LineWriter:
-    """Appends lines to a file; survives a full disk by keeping unwritten lines in memory, in order.
+class MetricsFile:
+    """Writer of metrics.jsonl: every committed step once, in order. One process at a time.
 
-    Each `add` is one write() of whole lines. A failed or partial write is undone (the file is
-    truncated to its last whole line) and retried with the next line. An outage and its end are logged.
-    keep_bytes  truncate the file to this size at the start
+    from_step  step at which the run resumes (0 for a new run); later lines are truncated
+    A failed or partial write is undone by a truncation, and its lines stay in memory until a later
+    step writes them: a full disk loses nothing. DataError when a step up to `from_step` is missing.
     """
 
-    def __init__(self, path: Path, keep_bytes: int) -> None:
-        self.path, self.size = path, keep_bytes
+    def __init__(self, path: Path, from_step: int) -> None:
+        self.path, self.last_step = path, from_step
         self.pending: deque[bytes] = deque()
         self.problem = ""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.descriptor: int | None = self._open()
+        try:
+            self.size = offset_after(path, from_step) if path.exists() else 0
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.descriptor: int | None = self._open()
+        except DataError:
+            raise
+        except OSError as error:
+            raise DataError(f"metrics cannot be written: {error.strerror}", str(path), "use a folder with write permission") from error
 
     def _open(self) -> int:
         """Open the file and truncate it to its known size."""
@@ -170,12 +180,15 @@ class LineWriter:
             raise
         return descriptor
 
-    def add(self, line: Mapping[str, Any]) -> None:
-        """Append `line` after pending lines. Does not raise on write errors."""
-        self.pending.append(encode_line(line))
-        self.flush()
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Append the line of `step`, which must follow the last. Does not raise on a full disk."""
+        if step != self.last_step + 1:
+            raise LockstepError(f"step {step} was logged after step {self.last_step}", str(self.path), "log every step once, in order")
+        self.pending.append(encode_line({"step": step, **values}))
+        self._write_pending()
+        self.last_step = step
 
-    def flush(self) -> None:
+    def _write_pending(self) -> None:
         if not self.pending:
             return
         data = b"".join(self.pending)
@@ -199,7 +212,7 @@ class LineWriter:
         self.problem = str(error.strerror)
         if self.descriptor is None:
             return
-        # Truncate now: no reader sees a partial line. Reopen at the next attempt, for a remounted disk.
+        # Truncate now: no reader sees a partial line. Reopen later, for a remounted disk.
         try:
             os.ftruncate(self.descriptor, self.size)
         except OSError as truncate_error:
@@ -208,16 +221,21 @@ class LineWriter:
         self.descriptor = None
 
     def sync(self) -> None:
-        """Write the pending lines and flush the file to the disk (fsync)."""
-        self.flush()
+        """Flush to the disk: a committed checkpoint must not be ahead of its metrics."""
+        self._write_pending()
         try:
             if self.descriptor is not None:
                 os.fsync(self.descriptor)
         except OSError as error:
             self._fail(error)
 
+    def after(self, step: int) -> Iterator[dict[str, Any]]:
+        """Yield the lines above `step`, including those pending in memory."""
+        self._write_pending()
+        yield from iter_steps(self.path, step)
+        yield from (line for line in map(decode_line, self.pending) if line is not None and line["step"] > step)
+
     def close(self) -> None:
-        """Flush to the disk and close; log an error when lines are lost."""
         self.sync()
         if self.pending:
             log.error("%s: its last %d lines are lost (%s)", self.path, len(self.pending), self.problem)
@@ -225,43 +243,3 @@ class LineWriter:
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
-
-
-class MetricsFile:
-    """Writer of metrics.jsonl: every committed step once, in order. One process at a time.
-
-    path       the file; created if it does not exist
-    from_step  step at which the run resumes (0 for a new run); later lines are truncated
-    DataError when a step up to `from_step` is missing.
-    """
-
-    def __init__(self, path: Path, from_step: int) -> None:
-        self.path, self.last_step = path, from_step
-        try:
-            self.writer = LineWriter(path, offset_after(path, from_step) if path.exists() else 0)
-        except DataError:
-            raise
-        except OSError as error:
-            hint = "use a folder with write permission"
-            raise DataError(f"metrics cannot be written: {error.strerror}", str(path), hint) from error
-
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append the line of `step`, which must follow the last. Does not raise on a full disk."""
-        if step != self.last_step + 1:
-            hint = "log every step once, in order"
-            raise LockstepError(f"step {step} was logged after step {self.last_step}", str(self.path), hint)
-        self.writer.add({"step": step, **values})
-        self.last_step = step
-
-    def sync(self) -> None:
-        """Flush to the disk: before a checkpoint is committed, which must not be ahead of its metrics."""
-        self.writer.sync()
-
-    def after(self, step: int) -> Iterator[dict[str, Any]]:
-        """Yield the lines above `step`, including those pending in memory."""
-        self.writer.flush()
-        yield from iter_steps(self.path, step)
-        yield from (line for line in map(decode_line, self.writer.pending) if line is not None and line["step"] > step)
-
-    def close(self) -> None:
-        self.writer.close()

@@ -1,9 +1,8 @@
 """Progress display of a training run: a bar on a terminal, plain lines elsewhere.
 
-One process per node shows a line every `log_every` steps, and for the first and last step of a
-start; on a terminal a bar stays below the lines. In a pipe or a file there is no bar and no control
-character, and every line is flushed, so that `tail -f` and a supervisor see it at once. When the
-reader exits (`lockstep train | head`) the output ends and the training continues.
+In a pipe or a file there is no bar and no control character, and every line is flushed, so that
+`tail -f` and a supervisor see it at once. When the reader exits (`lockstep train | head`) the
+output ends and the training continues.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Self, TextIO
 
 from rich.console import Console
@@ -24,34 +22,20 @@ from lockstep.record.step_timer import format_step_line
 log = logging.getLogger("lockstep")
 
 
-def is_line_due(step: int, start: int, total: int, log_every: int) -> bool:
-    """Whether the line of `step` is shown: every `log_every`-th, the first, and the last."""
-    return step % log_every == 0 or step in (start + 1, total)
-
-
 class ProgressDisplay:
     """Shows lines, and a bar on a terminal, for the steps from `start` to `total`.
 
-    shows     returns whether this process displays; called at each step, as the leader may change
-    stream    output; None: standard output
-    terminal  whether `stream` is a terminal; None: detect
+    shows      returns whether this process displays; called at each step, as the leader may change
+    log_every  steps between lines; the first and the last step of a start also have one
+    stream     output; None: standard output
     """
 
-    def __init__(
-        self,
-        total: int,
-        start: int,
-        shows: Callable[[], bool],
-        *,
-        log_every: int = 20,
-        stream: TextIO | None = None,
-        terminal: bool | None = None,
-    ) -> None:
+    def __init__(self, total: int, start: int, shows: Callable[[], bool], *, log_every: int = 20, stream: TextIO | None = None) -> None:
         self.total, self.start, self.log_every = total, start, log_every
         self.stream = stream or sys.stdout
         self.shows, self.closed = shows, False
         self.bar: Bar | None = None
-        if shows() and (self.stream.isatty() if terminal is None else terminal):
+        if shows() and self.stream.isatty():
             columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
             console = Console(file=self.stream, force_terminal=True, highlight=False)
             self.bar = Bar(*columns, console=console, refresh_per_second=2, transient=True)
@@ -64,11 +48,10 @@ class ProgressDisplay:
             return
         if self.bar is not None:
             self.bar.update(self.task, completed=step)
-        if is_line_due(step, self.start, self.total, self.log_every):
+        if step % self.log_every == 0 or step in (self.start + 1, self.total):
             self.print_line(format_step_line(step, values))
 
     def print_line(self, line: str) -> None:
-        """Show one line, above the bar."""
         if self.closed or not self.shows():
             return
         try:
@@ -80,7 +63,7 @@ class ProgressDisplay:
         except OSError as error:
             self.closed = True
             if isinstance(error, BrokenPipeError):
-                # Otherwise Python's flush at exit changes the exit code (Python docs, signal, SIGPIPE).
+                # Otherwise Python's flush at exit changes the exit code (Python docs, SIGPIPE).
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
             log.warning("standard output was closed (%s); training continues without progress output", error.strerror)
 
@@ -96,5 +79,5 @@ class ProgressDisplay:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()

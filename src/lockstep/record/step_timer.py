@@ -1,14 +1,6 @@
 """Time per step by category, throughput and model FLOPs utilization (MFU).
 
-A step lasts from the end of the previous step to its own end, so no time falls between two steps.
-Within it the loop times what it waits for, by category:
-
-    data            the next batch
-    communication   other processes, after its own computation (not overlapped)
-    saving          copying a checkpoint
-    overhead        anything else that is not training (evaluation, metrics)
-
-Seconds are those of the single step and add up over a run; rates and shares are averages over the
+A step lasts from the end of the previous step to its end; rates and shares are averages over the
 newest steps. No function synchronizes a device, so on a GPU single steps are only as exact as the
 waits of the loop; the averages are exact. No torch: the caller passes clock and memory functions.
 """
@@ -25,7 +17,12 @@ from contextlib import contextmanager
 
 from lockstep.units import format_bytes, format_count
 
-CATEGORIES = ("data", "communication", "saving", "overhead")
+CATEGORIES = (
+    "data",  # waiting for the next batch
+    "communication",  # waiting for other processes after its computation (not overlapped)
+    "saving",  # copying a checkpoint
+    "overhead",  # anything else that is not training: evaluation, metrics
+)
 
 
 def peak_resident_bytes() -> int:
@@ -37,8 +34,8 @@ def peak_resident_bytes() -> int:
 class StepTimer:
     """The clock of a training loop.
 
-    window_steps      number of newest steps for rates and shares; the first step of a start (warm-up,
-                      compilation) is dropped once there is another
+    window_steps      number of newest steps for rates and shares; the first step of a start
+                      (warm-up, compilation) is dropped once there is another
     flops_per_token   see `flops_per_token`; None: no mfu
     peak_flops        of one device; None: no mfu
     memory            returns peak bytes; torch.cuda.max_memory_allocated on a GPU
@@ -57,29 +54,27 @@ class StepTimer:
         self.memory, self.clock = memory, clock
         self.window: deque[dict[str, float]] = deque(maxlen=window_steps)
         self.warm = False
-        self.seconds = dict.fromkeys(CATEGORIES, 0.0)
-        self.since = clock()
+        self.start()
 
     def start(self) -> None:
-        """Begin the first step now, excluding the setup time before."""
+        """Start the first step now, without the setup time before."""
         self.seconds = dict.fromkeys(CATEGORIES, 0.0)
         self.since = self.clock()
 
     @contextmanager
     def timing(self, category: str) -> Iterator[None]:
-        """Count the time of the block as `category`."""
-        begin = self.clock()
+        start = self.clock()
         try:
             yield
         finally:
-            self.add(category, self.clock() - begin)
+            self.add(category, self.clock() - start)
 
     def add(self, category: str, seconds: float) -> None:
         """Count `seconds`, measured elsewhere, as `category`, one of CATEGORIES."""
         self.seconds[category] += seconds
 
     def step(self, tokens: int, devices: int = 1) -> dict[str, float]:
-        """End the step and begin the next; return its metrics.
+        """End the step and start the next; return its metrics.
 
         tokens   target tokens that all `devices` together trained in this step
         Of this step: seconds, tokens, data_, communication_, saving_ and overhead_seconds.
@@ -87,33 +82,29 @@ class StepTimer:
         mfu (if the peak is known). memory_bytes: peak of this rank since its start.
         """
         now = self.clock()
-        exact = {"tokens": tokens, "seconds": now - self.since} | {
-            f"{category}_seconds": seconds for category, seconds in self.seconds.items()
-        }
+        exact = {"tokens": tokens, "seconds": now - self.since} | {f"{name}_seconds": seconds for name, seconds in self.seconds.items()}
         self.since = now
         self.seconds = dict.fromkeys(CATEGORIES, 0.0)
         if not self.warm and self.window:
             self.window.clear()
             self.warm = True
         self.window.append(exact)
-        return exact | self.smoothed(devices) | {"memory_bytes": self.memory()}
-
-    def smoothed(self, devices: int) -> dict[str, float]:
-        seconds = max(sum(step["seconds"] for step in self.window), 1e-9)
-        rate = sum(step["tokens"] for step in self.window) / seconds
-        values = {
+        sums = {name: sum(step[name] for step in self.window) for name in exact}
+        seconds = max(sums["seconds"], 1e-9)
+        rate = sums["tokens"] / seconds
+        values = exact | {
             "tokens_per_second": rate,
             "tokens_per_second_per_device": rate / devices,
-            "data_wait": sum(step["data_seconds"] for step in self.window) / seconds,
-            "exposed_communication": sum(step["communication_seconds"] for step in self.window) / seconds,
+            "data_wait": sums["data_seconds"] / seconds,
+            "exposed_communication": sums["communication_seconds"] / seconds,
         }
         if self.flops_per_token and self.peak_flops:
             values["mfu"] = rate * self.flops_per_token / (self.peak_flops * devices)
-        return values
+        return values | {"memory_bytes": self.memory()}
 
 
 def flops_per_token(parameters: int, layers: int, width: int, length: int) -> float:
-    """Return the FLOPs per trained token: 6 per parameter, 12 * layers * width * length for attention.
+    """Return the FLOPs per trained token: 6 per parameter, 12 * layers * width * length more.
 
     parameters  without lookup-only embeddings (a tied embedding counts)
     length      tokens that each token attends to; recomputed activations do not count
@@ -122,10 +113,9 @@ def flops_per_token(parameters: int, layers: int, width: int, length: int) -> fl
     return 6.0 * parameters + 12.0 * layers * width * length
 
 
-# Dense peaks in TFLOP/s (without sparsity, which doubles NVIDIA's figures): bf16 with fp32 accumulation, fp32
-# without TF32. The first pattern found in the device name counts. None: no bf16 units.
-# Sources: NVIDIA's data sheets of the A100, H100, H200, L4 and T4, and its white papers on the architectures Ampere GA102
-# (RTX 3090) and Ada (RTX 4090).
+# Dense peaks in TFLOP/s (without sparsity): bf16 with fp32 accumulation, fp32 without TF32. The
+# first pattern found in the device name counts. None: no bf16 units. Sources: NVIDIA's data sheets
+# and white papers (Ampere GA102 for the RTX 3090, Ada for the RTX 4090).
 PEAKS_TFLOPS: tuple[tuple[str, float | None, float], ...] = (
     (r"\bA100\b", 312.0, 19.5),
     (r"\bH100\b.*\bPCIE\b", 756.0, 51.0),
@@ -155,9 +145,7 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 def format_step_line(step: int, values: Mapping[str, float]) -> str:
     """Return "step 1,200  loss 2.314  norm 0.81  tok/s 41.2 k  mfu 38%  mem 61.0 GiB".
-
-    Missing values are omitted, and data wait below 1%.
-    """
+    Missing values are omitted, and data wait below 1%."""
     formats: dict[str, Callable[[float], str]] = {
         "loss": lambda value: f"loss {value:.3f}",
         "norm": lambda value: f"norm {value:.2f}",

@@ -1,12 +1,8 @@
 """Record steps, evaluations and events of a run, on disk first and then in metric backends.
 
-metrics.jsonl (`record/metrics.py`) is the source of truth; TensorBoard and Weights & Biases
-(`record/backends.py`) follow it. Each backend reports its cursor when it opens and is sent what it
-lacks, in order. So a backend that was down, missing or killed loses and duplicates nothing, and no
-backend can stop the training: a failure is logged once, and the lines stay on disk.
-
-evaluations.jsonl works the same. Another process may write it (`lockstep evaluate`), so the tracker
-forwards new lines. events.jsonl is the event log: it has every start of the run.
+The backends (TensorBoard, Weights & Biases) follow metrics.jsonl and evaluations.jsonl. Each
+reports its cursor when it opens and is sent what it lacks, in order, so a backend that was down,
+missing or killed loses and duplicates nothing. A failure is logged once; training continues.
 """
 
 from __future__ import annotations
@@ -22,17 +18,19 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self
 
 from lockstep.errors import ConfigError, DataError, LockstepError, UsageError
-from lockstep.files import append_line, open_regular, read_json, try_lock, write_json
-from lockstep.record.backends import Backend, BackendFactory, Cursor, TensorBoard, WeightsAndBiases
+from lockstep.files import open_regular, read_json, try_lock, write_json
+from lockstep.record.backends import Cursor, TensorBoard, WeightsAndBiases
 from lockstep.record.events import append_event
-from lockstep.record.metrics import MetricsFile, decode_line, encode_line, iter_steps, last_newline, last_step, to_json_value
+from lockstep.record.metrics import MetricsFile, append_json, decode_line, iter_steps, last_step, to_json_value
 
 log = logging.getLogger("lockstep")
 
+Backend = TensorBoard | WeightsAndBiases  # after an exception the tracker drops it until it is reopened
 REMEMBERED_STEPS = 10_000  # newest steps that a rank other than the leader keeps in memory
+LOCK_TIMEOUT_S = 30.0  # for an evaluator that is forwarding its lines when training starts
 
 
 def numeric_values(values: Mapping[str, Any]) -> dict[str, float]:
@@ -41,13 +39,11 @@ def numeric_values(values: Mapping[str, Any]) -> dict[str, float]:
     return {key: value for key, value in scalars.items() if isinstance(value, (int, float)) and not isinstance(value, bool)}
 
 
-def wait_for_lock(path: Path, patience_s: float) -> int:
-    """Return a descriptor with the lock on `path`. UsageError if taken for `patience_s`."""
-    give_up_s = time.monotonic() + patience_s
+def wait_for_lock(path: Path, timeout_s: float) -> int:
+    deadline_s = time.monotonic() + timeout_s
     while (lock := try_lock(path)) is None:
-        if time.monotonic() >= give_up_s:
-            hint = "wait until it has exited, or use another folder"
-            raise UsageError("another process is recording this run", str(path.parent), hint)
+        if time.monotonic() >= deadline_s:
+            raise UsageError("another process is recording this run", str(path.parent), "wait until it has exited, or use another folder")
         time.sleep(0.05)
     return lock
 
@@ -60,12 +56,9 @@ class Tracker:
     from_step    step at which the run resumes; None: only forward evaluations
     run          resolved configuration, shown in Weights & Biases without secrets
     tensorboard, wandb, project     as in the section [track] of a run
-    patience_s   seconds that a training waits for an evaluator that is forwarding its lines
 
-    Steps that a resumed run repeats: TensorBoard drops the first version (purge_step). Weights &
-    Biases cannot and keeps the first version; the second is not sent, and has the same bits if the
-    run is reproducible. UsageError when another process records this run; ConfigError when a
-    package or a login is missing.
+    Steps that a resumed run repeats: TensorBoard drops the first version, wandb keeps it.
+    UsageError when another process records this run; ConfigError for a missing package or login.
     """
 
     def __init__(
@@ -78,14 +71,13 @@ class Tracker:
         tensorboard: bool = False,
         wandb: Literal["off", "offline", "online"] = "off",
         project: str = "lockstep",
-        patience_s: float = 30.0,
     ) -> None:
-        self.folder, self.from_step, self.run, self.patience_s = folder, from_step, run or {}, patience_s
+        self.folder, self.run = folder, run or {}
         self.is_leader = leader if callable(leader) else lambda: leader
         self.backend_options: tuple[bool, str, str] = (tensorboard, wandb, project)
         self.evaluations = folder / "evaluations.jsonl"
         self.metrics: MetricsFile | None = None
-        self.factories: dict[str, BackendFactory] = {}
+        self.factories: dict[str, Callable[[Cursor], Backend]] = {}
         self.backends: dict[str, Backend] = {}
         self.cursors: dict[str, Cursor] = {}  # what each open backend was sent; `state` has what it has flushed
         self.pending_evaluations: deque[dict[str, Any]] = deque()
@@ -94,7 +86,7 @@ class Tracker:
         self.lock: int | None = None
         if self.is_leader():
             folder.mkdir(parents=True, exist_ok=True)
-            self._open_record(wait_for_lock(folder / "tracker.lock", patience_s if from_step is not None else 0.0), from_step)
+            self._open_record(wait_for_lock(folder / "tracker.lock", LOCK_TIMEOUT_S if from_step is not None else 0.0), from_step)
 
     @property
     def leader(self) -> bool:
@@ -112,10 +104,10 @@ class Tracker:
             if tensorboard:
                 self.factories["tensorboard"] = partial(TensorBoard, folder, from_step=from_step, note=self._store)
             if wandb != "off":
-                mode = cast(Literal["offline", "online"], wandb)
-                self.factories["wandb"] = partial(
-                    WeightsAndBiases, folder, mode=mode, project=project, run=self.run, run_id=self._wandb_id()
-                )
+                if "wandb_id" not in self.state:  # created once
+                    self._store("wandb_id", secrets.token_hex(8))
+                options: dict[str, Any] = {"mode": wandb, "project": project, "run": self.run, "run_id": str(self.state["wandb_id"])}
+                self.factories["wandb"] = partial(WeightsAndBiases, folder, **options)
             for name in self.factories:
                 self._open(name)
             self.sync()
@@ -125,11 +117,8 @@ class Tracker:
             raise
 
     def take_over(self, step: int) -> None:
-        """If this process has become leader, record from `step` on.
-
-        It writes the remembered steps that the previous leader did not write. While a stopped
-        previous leader holds the lock, steps stay in memory.
-        """
+        """If this process has become leader, write the steps that the previous leader did not
+        write, and record from `step` on. While that leader holds the lock, steps stay in memory."""
         if self.leader or not self.is_leader():
             return
         lock = try_lock(self.folder / "tracker.lock")
@@ -150,7 +139,7 @@ class Tracker:
         self.recent_steps.clear()
 
     def step(self, step: int, values: Mapping[str, Any]) -> None:
-        """Record a committed step, in order: at least loss, tokens and seconds, as Python numbers."""
+        """Record a committed step, in order: at least loss, tokens and seconds, as numbers."""
         self.take_over(step)
         if self.leader:
             self._record(step, values)
@@ -199,7 +188,7 @@ class Tracker:
             return
         if self.metrics is not None:
             self.metrics.sync()
-        # The disk may have space again. The process of wandb cannot be restarted before the next start.
+        # The disk may have space again. The process of wandb cannot be restarted.
         if "tensorboard" in self.factories and "tensorboard" not in self.backends:
             self._open("tensorboard")
         self.forward_evaluations()
@@ -212,7 +201,7 @@ class Tracker:
                 self._store(name, asdict(self.cursors[name]))
 
     def close(self, failed: bool = False) -> None:
-        """Send the rest, close all and release the lock. failed: state shown in Weights & Biases."""
+        """Send the rest, close all and release the lock. failed: state shown in wandb."""
         if self.recent_steps and not failed:  # the leader failed in the last step
             self.take_over(self.recent_steps[-1][0] + 1)
         if not self.leader or self.lock is None:
@@ -236,9 +225,9 @@ class Tracker:
         self.close(failed=error is not None and not isinstance(error, SystemExit))
 
     def _open(self, name: str) -> None:
-        """Open a backend and send what it lacks. Only ConfigError raises; others are logged once."""
+        """Open a backend and send what it lacks. Only ConfigError raises; log other errors."""
         try:
-            backend = self.factories[name](cursor=Cursor(**self.state.get(name, {})))
+            backend = self.factories[name](Cursor(**self.state.get(name, {})))
         except ConfigError:
             raise
         except Exception as error:
@@ -274,12 +263,11 @@ class Tracker:
                 cursor = self.cursors[name]
                 now = replace(cursor, evaluations_bytes=cursor.evaluations_bytes + len(raw), rows=cursor.rows + 1)
                 line = decode_line(raw)
-                if line is None or not isinstance(line.get("step"), int):
+                is_valid = line is not None and isinstance(line.get("step"), int)
+                if not is_valid:
                     self._warn(f"{self.evaluations}: skipped a line that is torn or has no step: {raw[:80]!r}")
-                    self.cursors[name] = replace(now, rows=cursor.rows)
-                    continue
-                if line.get("split", "validation") != "validation":
-                    self.cursors[name] = replace(now, rows=cursor.rows)  # test scores are for the end, not for model selection
+                if line is None or not is_valid or line.get("split", "validation") != "validation":
+                    self.cursors[name] = replace(now, rows=cursor.rows)  # test scores are not for model selection
                     continue
                 try:
                     self.backends[name].validation(line["step"], numeric_values(line), now)
@@ -289,15 +277,12 @@ class Tracker:
                 self.cursors[name] = now
 
     def _write_evaluations(self) -> None:
-        """Append pending evaluations of this process; begin a new line after a torn one."""
-        path = self.evaluations
         try:
             while self.pending_evaluations:
-                torn = path.exists() and last_newline(path) < path.stat().st_size
-                append_line(path, "\n" * torn + encode_line(self.pending_evaluations[0]).decode().rstrip("\n"))
+                append_json(self.evaluations, self.pending_evaluations[0])
                 self.pending_evaluations.popleft()
         except OSError as error:
-            self._warn(f"{path} cannot be written ({error.strerror}); training continues, its lines stay in memory")
+            self._warn(f"{self.evaluations} cannot be written ({error.strerror}); training continues, its lines stay in memory")
 
     def _drop(self, name: str, error: Exception) -> None:
         self._warn(f"{name} failed ({type(error).__name__}: {error}); training continues, what it lacks is sent later")
@@ -308,16 +293,9 @@ class Tracker:
             log.debug("%s did not close either: %s", name, close_error)
 
     def _warn(self, problem: str) -> None:
-        """Log a warning once."""
         if problem not in self.warnings_logged:
             self.warnings_logged.add(problem)
             log.warning("%s", problem)
-
-    def _wandb_id(self) -> str:
-        """Return this run's id at Weights & Biases, created once and stored in tracker.json."""
-        if "wandb_id" not in self.state:
-            self._store("wandb_id", secrets.token_hex(8))
-        return str(self.state["wandb_id"])
 
     def _read_state(self) -> dict[str, Any]:
         path = self.folder / "tracker.json"
@@ -328,7 +306,6 @@ class Tracker:
             raise DataError(f"{path.name} is damaged: {error}", str(path), hint) from error
 
     def _store(self, name: str, value: Any) -> None:
-        """Store `value` in tracker.json, atomically."""
         if self.state.get(name) == value:
             return
         self.state[name] = value
@@ -340,9 +317,7 @@ class Tracker:
 
 class BackgroundTracker:
     """Runs the methods of a Tracker in a thread, in call order, so that no step waits for a disk.
-
-    The next call, or the end of the block, raises an error of the thread.
-    """
+    The next call, or the end of the block, raises an error of the thread."""
 
     def __init__(self, tracker: Tracker) -> None:
         self.tracker = tracker
@@ -350,25 +325,23 @@ class BackgroundTracker:
         self._failure: BaseException | None = None
 
     def step(self, step: int, values: Mapping[str, Any]) -> None:
-        """Record a committed step; return at once."""
         self._submit(self.tracker.step, step, dict(values))
 
     def take_over(self, step: int) -> None:
-        """As Tracker.take_over; wait for it."""
         self._submit(self.tracker.take_over, step).result()
 
     def sync(self) -> None:
-        """As Tracker.sync; wait for it. Any thread may call it."""
+        """Wait for Tracker.sync. Any thread may call it."""
         self._submit(self.tracker.sync).result()
 
     def _submit(self, work: Callable[..., None], *args: Any) -> Future[None]:
+        def keep_failure(future: Future[None]) -> None:
+            self._failure = self._failure or future.exception()
+
         self._raise()
         future = self._thread.submit(work, *args)
-        future.add_done_callback(self._keep_failure)
+        future.add_done_callback(keep_failure)
         return future
-
-    def _keep_failure(self, future: Future[None]) -> None:
-        self._failure = self._failure or future.exception()
 
     def _raise(self) -> None:
         if self._failure:

@@ -1,12 +1,11 @@
 """`lockstep evaluate`: score checkpoints on held-out data, each of them exactly once.
 
-tasks/evaluator.py computes the scores. RUN/evaluations.jsonl has one line per (step, split, beams,
-average, lowercase). Before it appends a line, a writer takes a lock, truncates a partial line of a
-killed process, and checks that the line does not exist. So an evaluator can be killed and restarted
-at any time, or run twice.
+RUN/evaluations.jsonl has one line per (step, split, beams, average, lowercase). Before it appends a
+line, a writer takes a lock, truncates a partial line of a killed process, and checks that the line
+does not exist. So an evaluator can be killed and restarted at any time, or run twice.
 
-With --follow, all committed checkpoints without a line are scored, oldest first, because retention
-deletes the oldest first. RUN/best.json is computed from the lines of the validation split.
+--follow scores all committed checkpoints without a line, oldest first, as retention deletes them in
+that order. RUN/best.json is computed from the lines of the validation split.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.checkpoint.policy import show_steps
-from lockstep.checkpoint.store import CheckpointStore
+from lockstep.checkpoint.folder import committed_steps
+from lockstep.checkpoint.policy import choose_step, show_steps
 from lockstep.config.schema import RunConfig
-from lockstep.elastic.consensus import all_gather_json, run_on_rank0
-from lockstep.elastic.world import World
+from lockstep.elastic.collectives import all_gather_json, run_on_rank0
+from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import CheckpointError, DamagedFileError, LockstepError, UsageError
-from lockstep.files import append_line, open_regular, read_json, write_json
+from lockstep.files import open_regular, read_json, write_json
 from lockstep.models.load_translator import read_run
-from lockstep.record.metrics import encode_line, iter_steps, last_newline
+from lockstep.record.metrics import append_json, iter_steps, last_newline
 from lockstep.record.tracker import Tracker
 from lockstep.runtime.signals import StopSignals
 from lockstep.tasks.evaluator import EvalSpec, Evaluator, Split
@@ -50,12 +49,9 @@ class NextAction:
     reason: str
 
 
-# -- the command ------------------------------------------------------------------------------------------------------
-
-
-def evaluate(
+def evaluate(  # reason: one parameter for each option of the command
     folder: Path,
-    world: World,
+    runtime: ElasticRuntime,
     *,
     step: int | None = None,
     split: Split = "validation",
@@ -65,14 +61,14 @@ def evaluate(
     follow: bool = False,
 ) -> str:
     """Collective. Score the checkpoint of `step` (default: the newest), or with `follow` all until
-    the run is finished.
+    the run is finished. Return the name of the signal that stopped it, or "".
 
-    average    N: score the mean of the weights of the newest N checkpoints, or of all if there are fewer
+    average    N: score the mean of the weights of the newest N checkpoints, or of all if fewer
     lowercase  compare in lower case (default: as the tokenizer of the run)
-    Returns the name of the signal that stopped it, or "". Errors: UsageError, DataError, CheckpointError.
+    UsageError, DataError, CheckpointError.
     """
     with StopSignals() as signals:
-        stopped = wait_for_checkpoint(folder, world, signals) if follow else ""
+        stopped = wait_for_checkpoint(folder, runtime, signals) if follow else ""
         if stopped:
             return stopped
         run = read_run(folder)
@@ -81,68 +77,64 @@ def evaluate(
         if not evaluator.held_out(split):
             what = f"the run has no {split} split: it trains on all of its data"
             if not follow:
-                raise UsageError(
-                    what, f"data.held_out, data.held_out_share in {folder / 'run.json'}", "train with a validation set to score it"
-                )
+                where = f"data.held_out, data.held_out_share in {folder / 'run.json'}"
+                raise UsageError(what, where, "train with a validation set to score it")
             log.info(what)
             return ""
-        job = EvaluationJob(folder, evaluator, world, spec, signals)
+        job = EvaluationJob(folder, evaluator, runtime, spec, signals)
         stopped = job.follow() if follow else job.score_once(step)
-        if world.leader:
+        if runtime.world.leader:
             forward_to_trackers(folder, run)
         return stopped
 
 
-def evaluate_at_end(folder: Path, run: RunConfig, world: World) -> None:
+def evaluate_at_end(folder: Path, run: RunConfig, runtime: ElasticRuntime) -> None:
     """Collective. Score the test split after training; print samples and the next command."""
     evaluator = open_evaluator(run, folder)
     if run.evaluate.at_end and not evaluator.held_out("test"):
         log.info("the run has no test split: no score")
     elif run.evaluate.at_end:
-        step = run_on_rank0(world, lambda: resolve_step(CheckpointStore(folder / "checkpoints"), None))
+        step = resolve_step(folder, None, runtime)
         spec = EvalSpec("test", run.evaluate.beams, 0, run.tokenizer.lowercase)
-        loaded = load_or_raise(evaluator, step, spec, world)
-        result = evaluator.evaluate(loaded, spec, world, lambda: "", limit=run.evaluate.at_end)
+        loaded = load(evaluator, step, spec, runtime)
+        result = evaluator.evaluate(loaded, spec, runtime, lambda: "", limit=run.evaluate.at_end)
         assert result is not None  # None only after a stop signal
-        if world.leader and result.complete:
+        if runtime.world.leader and result.complete:
             append_record(folder, result.record)
-        if world.shows_progress():
+        if runtime.shows_progress():
             print("\n".join(["", evaluator.summary(result.record), *result.samples]))
-    if world.leader:
+    if runtime.world.leader:
         write_json(folder / FINISHED, {"step": run.steps})
-    if world.shows_progress():
+    if runtime.shows_progress():
         score = f"   or   lockstep evaluate {folder}" if evaluator.held_out("validation") else ""
         print(f"\nnext: {evaluator.next_command}{score}", flush=True)
 
 
 @dataclass
 class EvaluationJob:
-    """One call of `evaluate`."""
-
     folder: Path
     evaluator: Evaluator
-    world: World
+    runtime: ElasticRuntime
     spec: EvalSpec
     signals: StopSignals
 
     def score_once(self, step: int | None) -> str:
         """Collective. Score one checkpoint unless it has a line. Return a stop signal, or ""."""
-        step = run_on_rank0(self.world, lambda: resolve_step(CheckpointStore(self.folder / "checkpoints"), step))
-        record = run_on_rank0(self.world, lambda: find_record(self.folder, self.spec, step))
+        step = resolve_step(self.folder, step, self.runtime)
+        record = run_on_rank0(self.runtime, lambda: find_record(self.folder, self.spec, step))
         if record is not None:
             log.info("%s (scored before)", self.evaluator.summary(record))
             return ""
-        return self.score(load_or_raise(self.evaluator, step, self.spec, self.world))
+        return self.score(load(self.evaluator, step, self.spec, self.runtime))
 
     def follow(self) -> str:
-        """Collective. Score all checkpoints without a line, and new ones, until the run is finished
-        or a stop signal arrives. Return the signal, or "".
-        """
+        """Collective. Score all checkpoints without a line until the run is finished or a stop
+        signal arrives. Return the signal, or ""."""
         unreadable: set[int] = set()
         logged = ""
         while True:
-            action = NextAction(**run_on_rank0(self.world, lambda: vars(self.poll(unreadable))))
-            stopped = agreed_stop(self.world, self.signals)
+            action = NextAction(**run_on_rank0(self.runtime, lambda: vars(self.poll(unreadable))))
+            stopped = agreed_stop(self.runtime, self.signals)
             if stopped or action.kind == "end":
                 log.info(stopped or action.reason)
                 return stopped
@@ -151,63 +143,54 @@ class EvaluationJob:
                     log.info(action.reason)
                 logged = action.reason
                 continue
-            loaded, problem = load(self.evaluator, action.step, self.spec, self.world)
-            if loaded is None:
+            try:
+                loaded = load(self.evaluator, action.step, self.spec, self.runtime)
+            except CheckpointError as error:
                 unreadable.add(action.step)
-                log.warning("step %d is skipped: %s", action.step, problem)
-            elif stopped := self.score(loaded):
+                log.warning("step %d is skipped: %s", action.step, error.what)
+                continue
+            if stopped := self.score(loaded):
                 return stopped
 
     def poll(self, unreadable: Collection[int]) -> NextAction:
         """For rank 0: return the next action. Sleeps before it returns "wait"."""
-        store = CheckpointStore(self.folder / "checkpoints")
         scored = [record["step"] for record in iter_steps(self.folder / EVALUATIONS) if self.spec.matches(record)]
-        steps = read_run(self.folder).steps  # may have grown since: a run can be extended
-        action = next_action(store.steps(), scored, unreadable, steps, finished_step(self.folder))
+        last = read_run(self.folder).steps  # may have grown since: a run can be extended
+        action = next_action(committed_steps(self.folder / "checkpoints"), scored, unreadable, last, finished_step(self.folder))
         if action.kind == "wait" and not self.signals.received:
             time.sleep(POLL_S)
         return action
 
     def score(self, loaded: Any) -> str:
-        """Collective. Score a loaded model and write its line. Return the signal that stopped it,
-        or ""; after a signal nothing is written.
-        """
-        result = self.evaluator.evaluate(loaded, self.spec, self.world, lambda: self.signals.received)
+        """Collective. Score a model and write its line, or return the signal that stopped it."""
+        result = self.evaluator.evaluate(loaded, self.spec, self.runtime, lambda: self.signals.received)
         if result is None:
-            return agreed_stop(self.world, self.signals)
-        if self.world.leader:
+            return agreed_stop(self.runtime, self.signals)
+        if self.runtime.world.leader:
             append_record(self.folder, result.record)
             log.info(self.evaluator.summary(result.record))
         return ""
 
 
-def load(evaluator: Evaluator, step: int, spec: EvalSpec, world: World) -> tuple[Any | None, str]:
-    """Collective. Return (model, "") on all ranks, or (None, reason) on all ranks: a checkpoint can
-    be deleted while it is read.
-    """
+def load(evaluator: Evaluator, step: int, spec: EvalSpec, runtime: ElasticRuntime) -> Any:
+    """Collective. Return the model at `step`. CheckpointError on all ranks if one cannot read it: a
+    checkpoint can be deleted while it is read."""
     loaded, problem = None, ""
     try:
-        loaded = evaluator.load(step, spec, world.device)
+        loaded = evaluator.load(step, spec, runtime.world.device)
     except LockstepError as error:
         problem = error.what
-    results = all_gather_json(world, [problem, list(evaluator.steps(loaded)) if loaded else []])
+    results = all_gather_json(runtime, [problem, list(evaluator.steps(loaded)) if loaded else []])
     problems = [text for text, _ in results if text]
     if not problems and any(steps != results[0][1] for _, steps in results):
         problems = ["a checkpoint of the average was deleted meanwhile"]
-    return (None, problems[0]) if problems else (loaded, "")
-
-
-def load_or_raise(evaluator: Evaluator, step: int, spec: EvalSpec, world: World) -> Any:
-    """Collective. Return the model at `step`. CheckpointError if a rank cannot read it."""
-    loaded, problem = load(evaluator, step, spec, world)
-    if loaded is None:
-        raise CheckpointError(problem, f"step {step} of {evaluator.folder}", "see lockstep checkpoint verify")
+    if problems:
+        raise CheckpointError(problems[0], f"step {step} of {evaluator.folder}", "see lockstep checkpoint verify")
     return loaded
 
 
 def next_action(committed: Sequence[int], scored: Collection[int], unreadable: Collection[int], last: int, finished: int) -> NextAction:
-    """Return what an evaluator with --follow does next, given the steps that are committed, scored
-    and unreadable.
+    """Return the next action, given the steps that are committed, scored and unreadable.
 
     last      last step of the run
     finished  step at which a training run ended; 0 before that
@@ -233,61 +216,50 @@ def finished_step(folder: Path) -> int:
         raise DamagedFileError(f"{FINISHED} is damaged: {error}", str(path), "remove it; the next training run writes it again") from error
 
 
-def wait_for_checkpoint(folder: Path, world: World, signals: StopSignals) -> str:
+def wait_for_checkpoint(folder: Path, runtime: ElasticRuntime, signals: StopSignals) -> str:
     """Collective. Wait for the first committed checkpoint of a run that may not have started.
-    Return the signal that arrived first, or "".
-    """
-    store, logged = CheckpointStore(folder / "checkpoints"), False
+    Return the signal that arrived first, or ""."""
 
     def has_checkpoint() -> bool:
-        if not store.steps():
+        if not committed_steps(folder / "checkpoints"):
             time.sleep(POLL_S)
-        return bool(store.steps())
+        return bool(committed_steps(folder / "checkpoints"))
 
+    logged = False
     while True:
-        found = run_on_rank0(world, has_checkpoint)
-        stopped = agreed_stop(world, signals)
-        if found or stopped:
+        exists = run_on_rank0(runtime, has_checkpoint)
+        stopped = agreed_stop(runtime, signals)
+        if exists or stopped:
             return stopped
         if not logged:
             log.info("waiting for the first checkpoint in %s", folder)
             logged = True
 
 
-def agreed_stop(world: World, signals: StopSignals) -> str:
+def agreed_stop(runtime: ElasticRuntime, signals: StopSignals) -> str:
     """Collective. Return the stop signal of the first rank that received one, or ""."""
-    return next((name for name in all_gather_json(world, signals.received) if name), "")
+    return next((name for name in all_gather_json(runtime, signals.received) if name), "")
 
 
-def resolve_step(store: CheckpointStore, step: int | None) -> int:
-    """Return `step`, or the newest step. CheckpointError if it is not committed."""
-    steps = store.steps()
-    if step is None and steps:
-        return steps[-1]
-    if step is None or step not in steps:
-        what = "there is no checkpoint yet" if step is None else f"there is no checkpoint of step {step}"
-        raise CheckpointError(what, f"{store.folder}; {show_steps(steps)}", "see lockstep checkpoint list")
-    return step
+def resolve_step(folder: Path, step: int | None, runtime: ElasticRuntime) -> int:
+    """Collective. Return `step`, or the newest step. CheckpointError if it is not committed."""
+    checkpoints = folder / "checkpoints"
+    return run_on_rank0(runtime, lambda: choose_step(step, committed_steps(checkpoints), checkpoints))
 
 
 def forward_to_trackers(folder: Path, run: RunConfig) -> None:
     """Send new lines to the trackers, unless an active training run does."""
     if not run.track.tensorboard and run.track.wandb == "off":
         return
+    options: dict[str, Any] = {"tensorboard": run.track.tensorboard, "wandb": run.track.wandb, "project": run.track.project}
     try:
-        with Tracker(
-            folder, leader=True, from_step=None, tensorboard=run.track.tensorboard, wandb=run.track.wandb, project=run.track.project
-        ) as tracker:
+        with Tracker(folder, leader=True, from_step=None, **options) as tracker:
             tracker.forward_evaluations()
     except UsageError as error:
         log.debug("the tracker of the training run forwards the evaluations: %s", error.what)
 
 
-# -- the lines --------------------------------------------------------------------------------------------------------
-
-
 def find_record(folder: Path, spec: EvalSpec, step: int) -> dict[str, Any] | None:
-    """Return the line of `step` with this spec, or None."""
     return next((record for record in iter_steps(folder / EVALUATIONS) if record["step"] == step and spec.matches(record)), None)
 
 
@@ -300,7 +272,7 @@ def append_record(folder: Path, record: dict[str, Any]) -> bool:
             os.truncate(path, complete)
         if find_record(folder, spec, record["step"]) is not None:
             return False
-        append_line(path, encode_line(record).decode().rstrip("\n"))
+        append_json(path, record)
         if (best := best_of(list(iter_steps(path)))) is not None:
             write_json(folder / BEST, best)
     return True
@@ -308,8 +280,7 @@ def append_record(folder: Path, record: dict[str, Any]) -> bool:
 
 def best_of(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """Return the best evaluation of the validation split, or None: highest BLEU, else highest exact
-    match, else lowest loss. Ties: lowest loss, then earliest step.
-    """
+    match, else lowest loss. Ties: lowest loss, then earliest step."""
     validation = [record for record in records if record.get("split") == "validation"]
     metric = next((key for key in ("bleu", "exact_match") if any(key in record for record in validation)), "loss")
     needed = ("step", metric, "loss", *vars(EvalSpec()))
@@ -322,7 +293,7 @@ def best_of(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock on `path`. The kernel releases it when the process exits, however it exits."""
+    """Hold the lock on `path`. The kernel releases it when the process exits."""
     descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

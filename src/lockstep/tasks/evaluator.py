@@ -1,20 +1,21 @@
 """Interface of the evaluators: load a checkpoint, score it on held-out data, format the result.
 
-Results are exact: batches depend on the data only, are assigned to the ranks round-robin, and their
-results are merged by batch number. No sample is padded in or counted twice, and any number of ranks
-gives the same scores.
+Batches depend on the data only and are assigned to the ranks round-robin; their results are merged
+by batch number. So any number of ranks gives the same scores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
 
-from lockstep.elastic.world import World
+from lockstep.elastic.collectives import all_gather_json
+from lockstep.elastic.runtime import ElasticRuntime
 
 Split = Literal["validation", "test"]
 
@@ -32,7 +33,6 @@ class EvalSpec:
     lowercase: bool = False
 
     def matches(self, record: dict[str, Any]) -> bool:
-        """Whether the record was scored with this spec."""
         return all(record.get(key) == value for key, value in vars(self).items())
 
 
@@ -63,9 +63,10 @@ class Evaluator(Protocol):
     def steps(self, loaded: Any) -> Sequence[int]:
         """The steps of the checkpoints that were averaged."""
 
-    def evaluate(self, loaded: Any, spec: EvalSpec, world: World, stopped: Callable[[], str], *, limit: int = 0) -> EvalResult | None:
-        """Collective. Compute loss and scores on the held-out split; None if a rank received a stop
-        signal.
+    def evaluate(
+        self, loaded: Any, spec: EvalSpec, runtime: ElasticRuntime, stopped: Callable[[], str], *, limit: int = 0
+    ) -> EvalResult | None:
+        """Collective. Compute loss and scores on the held-out split; None after a stop signal.
 
         stopped  returns the name of a received stop signal, or ""
         limit    number of sentences or chats to generate for; 0: all. The loss always covers all
@@ -73,3 +74,19 @@ class Evaluator(Protocol):
 
     def summary(self, record: dict[str, Any]) -> str:
         """Format a record as one line."""
+
+
+def merge_results(runtime: ElasticRuntime, stopped: Callable[[], str], **results: dict[int, Any]) -> dict[str, dict[int, Any]] | None:
+    """Collective. Return the results of all ranks, by number; None after a stop signal."""
+    # Lists of pairs, because JSON keys are strings. JSON keeps floats exactly.
+    by_rank = all_gather_json(runtime, {"stopped": stopped(), **{name: list(values.items()) for name, values in results.items()}})
+    if any(rank["stopped"] for rank in by_rank):
+        return None
+    return {name: dict(item for rank in by_rank for item in rank[name]) for name in results}
+
+
+def loss_record(step: int, spec: EvalSpec, averaged: Sequence[int], losses: Iterable[float], tokens: int) -> dict[str, Any]:
+    """Return the part of a record that all tasks share. losses: sums of -log p, in nats."""
+    loss = math.fsum(losses) / max(1, tokens)
+    perplexity = math.exp(loss) if loss < 700 else math.inf
+    return {"step": step, **vars(spec), "averaged": list(averaged), "loss": loss, "perplexity": perplexity, "tokens": tokens}

@@ -13,23 +13,11 @@ from lockstep.data.text.chat_samples import chat_samples, chats
 from lockstep.data.text.chat_template import renderer
 from lockstep.data.text.chat_tokenizer import ChatTokenizer, optional_json
 from lockstep.data.text.documents import source_of
-from lockstep.data.text.packing import PackedRows
 from lockstep.data.tokenizer import CHAT_SPECIALS, CHAT_TEMPLATE
-from lockstep.elastic.consensus import run_on_rank0
-from lockstep.elastic.world import World
 from lockstep.errors import DataError
 from lockstep.files import write_atomic, write_json
 from lockstep.models.llama_io import TOKENIZER
-from lockstep.tasks.pretraining import LanguageModelTask, tokenizer_of
-
-
-def open_finetuning(run: RunConfig, folder: Path, world: World) -> LanguageModelTask:
-    """Collective. Return the task of a run with `task = "sft"`; rank 0 prepares its data."""
-    run_on_rank0(world, lambda: world.board.during("preparing")(prepare)(run, folder))
-    tokenizer = ChatTokenizer.load(folder / TOKENIZER, {})
-    return LanguageModelTask.create(
-        run, folder, world, tokenizer, lambda prepared: PackedRows(prepared.train, run.batch.seq_len, seed=run.seed)
-    )
+from lockstep.tasks.pretraining import tokenizer_of
 
 
 def prepare(run: RunConfig, folder: Path) -> None:
@@ -45,11 +33,8 @@ def prepare(run: RunConfig, folder: Path) -> None:
 
 
 def with_template(tokenizer: ChatTokenizer, folder: Path) -> ChatTokenizer:
-    """Return the tokenizer with a chat template: its own, or Llama 3's if it has the tokens of that
-    one.
-
-    DataError if it has neither.
-    """
+    """Return the tokenizer with a chat template: the one it has, or Llama 3's if it has those
+    tokens. DataError otherwise."""
     if tokenizer.template:
         return tokenizer
     ids = {token: tokenizer.inner.token_to_id(token) for token in CHAT_SPECIALS}

@@ -1,6 +1,4 @@
-"""Layout limits and minimum size of a model, computed from the configuration alone, before data is
-prepared or the model is built.
-"""
+"""Layout limits and minimum size of a model, from the configuration alone."""
 
 from __future__ import annotations
 
@@ -16,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def layout_limits(run: RunConfig) -> LayoutLimits:
-    """Return what the axes of a layout must divide. The size of a Llama is looked up only if the layout
-    splits layers: that imports torch."""
+    """Return what the axes of a layout must divide. Looks up the size of a Llama, which imports
+    torch, only if the layout splits layers."""
     if run.task == "translate":
         model = run.model
         return LayoutLimits(run.batch.micro_batches, (model.n_heads, model.ffn_dim), model.encoder_layers + model.decoder_layers)
@@ -33,18 +31,14 @@ def llama_config(run: RunConfig) -> LlamaConfig:
     from lockstep.models.llama import LLAMA_CONFIGS
     from lockstep.models.llama_io import is_llama_run, read_model
 
+    if not run.llama.init_from:
+        return LLAMA_CONFIGS[run.llama.size]
     start = Path(run.llama.init_from)
-    return (
-        LLAMA_CONFIGS[run.llama.size]
-        if not run.llama.init_from
-        else read_model(start)[0]
-        if is_llama_run(start)
-        else open_hub(start).config
-    )
+    return read_model(start)[0] if is_llama_run(start) else open_hub(start).config
 
 
 def min_parameters(run: RunConfig) -> int:
-    """Number of parameters without the embedding, whose size is known only after data preparation."""
+    """Number of parameters without the embedding, whose size depends on the prepared data."""
     if run.task == "translate":
         model = run.model
         encoder = model.dim * (4 * model.dim + 2 * model.ffn_dim + 4)

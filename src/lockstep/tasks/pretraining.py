@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +20,17 @@ from lockstep.data.order import UniformOrder
 from lockstep.data.text import prepare as data
 from lockstep.data.text.chat_tokenizer import ChatTokenizer
 from lockstep.data.text.documents import documents, held_inside, source_of
-from lockstep.data.text.packing import CutRows, RowLoader, Rows, TextBatch
-from lockstep.elastic.consensus import assert_equal_on_all_ranks, run_on_rank0
-from lockstep.elastic.world import World
+from lockstep.data.text.packing import CutRows, PackedRows, RowLoader, TextBatch
+from lockstep.elastic.collectives import assert_equal_on_all_ranks, run_on_rank0
+from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import DataError
 from lockstep.models.initial_weights import InitialWeights, write_model_json
 from lockstep.models.llama_io import TOKENIZER, open_weights
 
 log = logging.getLogger("lockstep")
+
+Prepare = Callable[[RunConfig, Path], None]
+RowsOf = Callable[[data.PreparedText], CutRows | PackedRows]
 
 
 @dataclass(frozen=True)
@@ -37,23 +42,22 @@ class LanguageModelTask:
     fingerprints: Mapping[str, str]
 
     @classmethod
-    def create(
-        cls, run: RunConfig, folder: Path, world: World, tokenizer: ChatTokenizer, rows_of: Callable[[data.PreparedText], Rows]
-    ) -> LanguageModelTask:
-        """Collective. Return the task over the rows of prepared data."""
+    def open(cls, run: RunConfig, folder: Path, runtime: ElasticRuntime, prepare: Prepare, rows_of: RowsOf) -> Self:
+        """Collective. Return the task over the rows of prepared data; rank 0 prepares it."""
+        run_on_rank0(runtime, lambda: runtime.board.during("preparing")(prepare)(run, folder))
+        tokenizer = ChatTokenizer.load(folder / TOKENIZER, {})
         prepared = data.open_prepared(folder / "data", tokenizer)
         initial_weights = InitialWeights.of(run, tokenizer.inner.get_vocab_size(with_added_tokens=True))
-        fingerprints = prepared.fingerprints | {
-            "start": run_on_rank0(world, lambda: world.board.during("preparing")(write_model_json)(initial_weights, folder))
-        }
-        assert_equal_on_all_ranks(world, fingerprints)
+        start = run_on_rank0(runtime, lambda: runtime.board.during("preparing")(write_model_json)(initial_weights, folder))
+        fingerprints = prepared.fingerprints | {"start": start}
+        assert_equal_on_all_ranks(runtime, fingerprints)
         rows = rows_of(prepared)
         if not len(rows):
             what = f"the training text has fewer than {run.batch.seq_len} tokens, one row"
             raise DataError(what, f"{folder / 'data'}; batch.seq_len", "lower it")
         k = run.batch.micro_batches
         order = UniformOrder(len(rows), k * (run.batch.tokens // run.batch.seq_len), k, run.seed)
-        return cls(initial_weights, RowLoader(rows, order, world.device), fingerprints)
+        return cls(initial_weights, RowLoader(rows, order, runtime.world.device), fingerprints)
 
     @property
     def length(self) -> int:
@@ -72,24 +76,8 @@ class LanguageModelTask:
     def is_saved(self, name: str) -> bool:
         return self.initial_weights.is_saved(name)
 
-    def micro_batch(self, step: int, k: int) -> TextBatch:
-        return self.loader.micro_batch(step, k)
-
     def loss(self, model: Callable[..., Tensor], batch: TextBatch) -> Tensor:
         return model(batch.tokens, batch.labels, batch.documents)
-
-    def tokens_in_step(self, step: int) -> int:
-        return self.loader.tokens_in_step(step)
-
-    def epoch(self, step: int) -> float:
-        return self.loader.order.epoch(step)
-
-
-def open_pretraining(run: RunConfig, folder: Path, world: World) -> LanguageModelTask:
-    """Collective. Return the task of a run with `task = "pretrain"`; rank 0 prepares its data."""
-    run_on_rank0(world, lambda: world.board.during("preparing")(prepare)(run, folder))
-    tokenizer = ChatTokenizer.load(folder / TOKENIZER, {})
-    return LanguageModelTask.create(run, folder, world, tokenizer, lambda data: CutRows(data.train, run.batch.seq_len))
 
 
 def prepare(run: RunConfig, folder: Path) -> None:
@@ -106,14 +94,15 @@ def prepare(run: RunConfig, folder: Path) -> None:
 
 
 def tokenizer_of(run: RunConfig, folder: Path, texts: Iterable[str]) -> ChatTokenizer:
-    """For rank 0: write the tokenizer to the run folder and return it: that of llama.init_from, or one
-    trained on `texts`."""
+    """For rank 0: write the tokenizer of llama.init_from, or one trained on `texts`; return it."""
     start = open_weights(Path(run.llama.init_from)) if run.llama.init_from else None
     if not (folder / "data" / MANIFEST).exists():
         if start:
-            data.carry_tokenizer(start.companions, folder / TOKENIZER)
+            (folder / TOKENIZER).mkdir(parents=True, exist_ok=True)
+            for path in start.companions:
+                shutil.copyfile(path, folder / TOKENIZER / path.name)
         else:
-            data.train_tokenizer(run, texts, folder / TOKENIZER)
+            data.train_tokenizer(run.tokenizer, texts, folder / TOKENIZER)
     tokenizer = ChatTokenizer.load(folder / TOKENIZER, start.hf_config if start else {})
     largest = max(tokenizer.inner.get_vocab(with_added_tokens=True).values())
     if start and largest >= start.config.vocab_size:

@@ -1,6 +1,4 @@
-"""Scores of translations: corpus-level BLEU, chrF, character and word error rate, exact match.
-Pure functions of two lists of texts.
-"""
+"""Scores of translations: corpus-level BLEU, chrF, character and word error rate, exact match."""
 
 from __future__ import annotations
 
@@ -17,11 +15,10 @@ UNSPACED = {"zh": "zh", "yue": "zh", "ja": "char", "th": "char", "lo": "char", "
 def score(translations: Sequence[str], references: Sequence[str], *, language: str, lowercase: bool = False) -> dict[str, float | str]:
     """Return the scores of translations with one reference each.
 
-    language   code of the target language; selects the tokenizer of BLEU
-    lowercase  compare in lower case
-    bleu, chrf             0 to 100, by sacrebleu; the signatures record its settings
-    cer, wer               edits in the corpus / characters or words of the references; may exceed 1
-    exact_match            fraction of translations that equal their reference, 0 to 1
+    language     code of the target language; selects the tokenizer of BLEU
+    bleu, chrf   0 to 100, by sacrebleu; the signatures record its settings
+    cer, wer     edits in the corpus / characters or words of the references; may exceed 1
+    exact_match  share of translations that equal their reference, 0 to 1
     ValueError if the lists differ in length or are empty.
     """
     if len(translations) != len(references) or not translations:
@@ -44,6 +41,5 @@ def score(translations: Sequence[str], references: Sequence[str], *, language: s
 
 
 def error_rate(translations: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> float:
-    """Levenshtein distance to the references, divided by the symbols of the references."""
     edits = sum(Levenshtein.distance(a, b) for a, b in zip(translations, references, strict=True))
     return edits / max(1, sum(map(len, references)))

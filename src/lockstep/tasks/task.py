@@ -1,11 +1,11 @@
 """Interface between the training loop and a task: its micro-batches, its model and its loss.
 
-    batch = task.micro_batch(step, k)     on the device
-    loss = task.loss(model, batch)        one forward pass; a sum
+    batch = task.loader.micro_batch(step, k)     on the device
+    loss = task.loss(model, batch)               one forward pass; a sum
 
-Implementations: translation, pre-training and fine-tuning; `open.py` selects one by `run.task`.
-A task has no optimizer, and communicates only to prepare its data. Everything else is a pure function
-of the configuration and the data, so every rank gets the same values.
+Implementations: translation, pre-training and fine-tuning; `open.py` selects one by `run.task`. A
+task communicates only to prepare its data. Everything else is a pure function of the configuration
+and the data, so every rank gets the same values.
 """
 
 from __future__ import annotations
@@ -16,11 +16,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lockstep.data.pairs.loader import PairLoader
+from lockstep.data.text.packing import RowLoader
+
 
 class Task(Protocol):
     @property
     def fingerprints(self) -> Mapping[str, str]:
         """Hashes that must be equal on all ranks, by name: data, tokenizer, initial weights."""
+
+    @property
+    def loader(self) -> PairLoader | RowLoader:
+        """The micro-batches of each step and their target tokens, the divisor of the loss."""
 
     @property
     def length(self) -> int:
@@ -36,21 +43,12 @@ class Task(Protocol):
     def init_param(self, name: str, shape: torch.Size) -> Tensor:
         """Return the full initial value of the parameter or buffer `name`, on the CPU.
 
-        It depends on (seed, name) only, or is a view of the file that the run initializes from: a rank
-        can fill its shard without loading the whole model.
+        From (seed, name) only, or a view of the file that the run initializes from: a rank can fill
+        its shard without loading the whole model.
         """
 
     def is_saved(self, name: str) -> bool:
         """Whether checkpoints contain `name`. Other tensors keep their initial value."""
 
-    def micro_batch(self, step: int, k: int) -> Any:
-        """Return micro-batch `k` of step `step`, on the device."""
-
     def loss(self, model: Callable[..., Tensor], batch: Any) -> Tensor:
         """Return the sum of the losses of a micro-batch, 0-dim. Calls `model(...)` once."""
-
-    def tokens_in_step(self, step: int) -> int:
-        """Number of target tokens in all micro-batches of the step: the divisor of the summed loss."""
-
-    def epoch(self, step: int) -> float:
-        """Epochs completed when step `step` starts."""

@@ -1,6 +1,4 @@
-"""Evaluation of a Llama: loss on held-out text in nats per token and bits per byte; for chats, loss and
-exact match of the answers.
-"""
+"""Evaluation of a Llama: nats per token, bits per byte; for chats, exact match of answers."""
 
 from __future__ import annotations
 
@@ -21,13 +19,12 @@ from lockstep.data.text.documents import in_groups
 from lockstep.data.text.packing import IGNORE_INDEX, PackedRows, batch_of, window
 from lockstep.data.text.prepare import PreparedText
 from lockstep.data.text.token_stream import Ints, TokenStream
-from lockstep.elastic.consensus import all_gather_json
-from lockstep.elastic.world import World
+from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.generation.decoder import Decoder
 from lockstep.generation.sampling import CONTEXT_TOKENS, TextStream, stream_continuations
 from lockstep.models.llama_io import LoadedLlama, load_llama
-from lockstep.tasks.evaluator import EvalResult, EvalSpec, Split
+from lockstep.tasks.evaluator import EvalResult, EvalSpec, Split, loss_record, merge_results
 from lockstep.units import format_count
 
 BATCH_TOKENS = 4096  # positions scored per batch
@@ -36,8 +33,6 @@ CHATS_PER_BATCH = 32
 
 @dataclass(frozen=True)
 class LlamaEvaluator:
-    """Evaluator of a run with `task = "pretrain"` or `"sft"`."""
-
     run: RunConfig
     folder: Path
     data: PreparedText
@@ -60,7 +55,7 @@ class LlamaEvaluator:
         return (loaded.step,)
 
     def evaluate(
-        self, loaded: LoadedLlama, spec: EvalSpec, world: World, stopped: Callable[[], str], *, limit: int = 0
+        self, loaded: LoadedLlama, spec: EvalSpec, runtime: ElasticRuntime, stopped: Callable[[], str], *, limit: int = 0
     ) -> EvalResult | None:
         start_s = time.monotonic()
         stream: TokenStream = getattr(self.data, spec.split)
@@ -72,38 +67,28 @@ class LlamaEvaluator:
         batches = in_groups(rows, max(1, BATCH_TOKENS // length), kind=lambda row: len(row[0]))
         losses: dict[int, tuple[float, int]] = {}
         for number, batch in enumerate(batches):
-            if number % world.size == world.rank and not stopped():
+            if number % runtime.world.size == runtime.world.rank and not stopped():
                 losses[number] = loss_of(loaded, batch, device)
         chats = self.data.records(spec.split) if self.run.task == "sft" else []
         chosen = chats[:limit] if limit else chats
         questions = [last_answer(self.data.tokenizer, chat) for chat in chosen]
         renderer.close()
-        answers = generate_answers(loaded, self.data.tokenizer, questions, world, stopped) if chosen else {}
-        results = all_gather_json(world, {"losses": list(losses.items()), "answers": list(answers.items()), "stopped": stopped()})
-        if any(result["stopped"] for result in results):
+        answers = generate_answers(loaded, self.data.tokenizer, questions, runtime, stopped) if chosen else {}
+        results = merge_results(runtime, stopped, losses=losses, answers=answers)
+        if results is None:
             return None
-        nats = math.fsum(value for result in results for _, (value, _) in result["losses"])
-        tokens = sum(count for result in results for _, (_, count) in result["losses"])
-        loss = nats / max(1, tokens)
-        record: dict[str, Any] = {
-            "step": loaded.step,
-            **vars(spec),
-            "averaged": [loaded.step],
-            "loss": loss,
-            "perplexity": math.exp(loss) if loss < 700 else math.inf,
-            "tokens": tokens,
-        }
+        sums = list(results["losses"].values())  # (nats, tokens) of each batch
+        record = loss_record(loaded.step, spec, [loaded.step], (nats for nats, _ in sums), sum(tokens for _, tokens in sums))
         samples: list[str] = []
         if self.run.task == "sft":
-            texts = {row: text for result in results for row, text in result["answers"]}
+            texts = results["answers"]
             references = [answer_text(self.data.tokenizer, *question) for question in questions]
-            record |= {
-                "chats": len(chosen),
-                "exact_match": sum(texts[i] == text for i, text in enumerate(references)) / max(1, len(references)),
-            }
+            matches = sum(texts[i] == text for i, text in enumerate(references))
+            record |= {"chats": len(chosen), "exact_match": matches / max(1, len(references))}
             samples = list(format_samples(chosen, texts, references))
         else:
             size = self.data.bytes[spec.split]
+            nats = math.fsum(nats for nats, _ in sums)
             record |= {"bytes": size, "bits_per_byte": nats / math.log(2) / size}
         record["seconds"] = round(time.monotonic() - start_s, 3)
         return EvalResult(record, samples, complete=len(chosen) == len(chats))
@@ -116,19 +101,16 @@ class LlamaEvaluator:
 
 
 def windows(stream: TokenStream, length: int) -> Iterator[tuple[Ints, Ints, Ints]]:
-    """Yield overlapping rows in which each token of a stream is scored once, with at least half a
-    row of context if its document has that much.
-
-    A row starts half a row after the previous one. Tokens scored before have the label IGNORED.
-    """
+    """Yield rows, each half a row after the previous one, in which each token of a stream is scored
+    once, with at least half a row of context. Tokens scored before have the label IGNORE_INDEX."""
     stride = length - length // 2
     scored = 0  # end of the positions that are already scored
-    for begin in range(0, max(1, stream.tokens - 1), stride):
-        tokens, labels, documents = window(stream, begin, length)
-        if begin + len(tokens) <= scored:
+    for start in range(0, max(1, stream.tokens - 1), stride):
+        tokens, labels, documents = window(stream, start, length)
+        if start + len(tokens) <= scored:
             return
-        labels[: scored - begin] = IGNORE_INDEX
-        scored = begin + len(tokens)
+        labels[: scored - start] = IGNORE_INDEX
+        scored = start + len(tokens)
         yield tokens, labels, documents
 
 
@@ -144,7 +126,7 @@ def generate_answers(
     loaded: LoadedLlama,
     tokenizer: ChatTokenizer,
     questions: Sequence[tuple[list[int], list[int]]],
-    world: World,
+    runtime: ElasticRuntime,
     stopped: Callable[[], str],
 ) -> dict[int, str]:
     """Return this rank's greedy answers by number. `questions`: (prompt, reference answer)."""
@@ -152,7 +134,7 @@ def generate_answers(
     answers: dict[int, str] = {}
     decoder = Decoder(loaded.model)
     for number, first in enumerate(range(0, len(order), CHATS_PER_BATCH)):
-        if number % world.size != world.rank or stopped():
+        if number % runtime.world.size != runtime.world.rank or stopped():
             continue
         batch = order[first : first + CHATS_PER_BATCH]
         texts = ["" for _ in batch]

@@ -1,4 +1,4 @@
-"""Translation: sentence pairs of a prepared corpus, bucketed by length, and an encoder-decoder model."""
+"""Translation: sentence pairs, bucketed by length, and an encoder-decoder model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lockstep.config.schema import RunConfig
 from lockstep.data.order import BucketOrder, choose_bucket_shapes
 from lockstep.data.pairs.loader import PairBatch, PairLoader
 from lockstep.data.pairs.prepare import PreparedPairs, open_prepared, prepare
-from lockstep.elastic.consensus import assert_equal_on_all_ranks, run_on_rank0
-from lockstep.elastic.world import World
+from lockstep.elastic.collectives import assert_equal_on_all_ranks, run_on_rank0
+from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.models.build import translator_from_config, translator_on_meta
 from lockstep.models.translator import Translator, init_param
 from lockstep.record.step_timer import flops_per_token
@@ -25,20 +25,18 @@ log = logging.getLogger("lockstep")
 
 @dataclass(frozen=True)
 class TranslationTask:
-    """The task of a run with `task = "translate"`."""
-
     run: RunConfig
     corpus: PreparedPairs
     loader: PairLoader
 
     @classmethod
-    def open(cls, run: RunConfig, folder: Path, world: World) -> TranslationTask:
+    def open(cls, run: RunConfig, folder: Path, runtime: ElasticRuntime) -> TranslationTask:
         """Collective. Return the task. Rank 0 prepares its corpus the first time."""
-        run_on_rank0(world, lambda: world.board.during("preparing")(prepare)(run.data, run.tokenizer, folder / "data"))
+        run_on_rank0(runtime, lambda: runtime.board.during("preparing")(prepare)(run.data, run.tokenizer, folder / "data"))
         corpus = open_prepared(folder / "data")
-        assert_equal_on_all_ranks(world, corpus.fingerprints)
+        assert_equal_on_all_ranks(runtime, corpus.fingerprints)
         order = make_order(run, corpus)
-        return cls(run, corpus, PairLoader(corpus.train, order, world.device, fixed_shapes=run.compute.compile))
+        return cls(run, corpus, PairLoader(corpus.train, order, runtime.world.device, fixed_shapes=run.compute.compile))
 
     @property
     def fingerprints(self) -> Mapping[str, str]:
@@ -64,17 +62,8 @@ class TranslationTask:
     def is_saved(self, name: str) -> bool:
         return True
 
-    def micro_batch(self, step: int, k: int) -> PairBatch:
-        return self.loader.micro_batch(step, k)
-
     def loss(self, model: Callable[..., Tensor], batch: PairBatch) -> Tensor:
         return model(batch.source, batch.target, batch.labels, smoothing=self.run.optim.label_smoothing)
-
-    def tokens_in_step(self, step: int) -> int:
-        return self.loader.tokens_in_step(step)
-
-    def epoch(self, step: int) -> float:
-        return self.loader.order.epoch(step)
 
 
 def make_order(run: RunConfig, corpus: PreparedPairs) -> BucketOrder:

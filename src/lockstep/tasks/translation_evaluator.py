@@ -1,8 +1,7 @@
-"""Evaluation of a translator: loss on held-out pairs; BLEU, chrF, error rates of its translations."""
+"""Evaluation of a translator: loss on held-out pairs; BLEU, chrF and error rates."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,11 +13,10 @@ import torch
 from lockstep.config.schema import RunConfig
 from lockstep.data.pairs.encoded import EncodedPairs
 from lockstep.data.pairs.prepare import PreparedPairs
-from lockstep.elastic.consensus import all_gather_json
-from lockstep.elastic.world import World
+from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.generation.beam_search import batches_by_length, search_ids
 from lockstep.models.load_translator import LoadedTranslator, load_translator
-from lockstep.tasks.evaluator import EvalResult, EvalSpec, Split
+from lockstep.tasks.evaluator import EvalResult, EvalSpec, Split, loss_record, merge_results
 from lockstep.tasks.scores import score
 from lockstep.units import format_count
 
@@ -27,8 +25,6 @@ BATCH_TOKENS = 4096  # tokens scored or translated per batch, including padding
 
 @dataclass(frozen=True)
 class TranslationEvaluator:
-    """Evaluator of a run with `task = "translate"`."""
-
     run: RunConfig
     folder: Path
     corpus: PreparedPairs
@@ -47,7 +43,7 @@ class TranslationEvaluator:
         return loaded.steps
 
     def evaluate(
-        self, loaded: LoadedTranslator, spec: EvalSpec, world: World, stopped: Callable[[], str], *, limit: int = 0
+        self, loaded: LoadedTranslator, spec: EvalSpec, runtime: ElasticRuntime, stopped: Callable[[], str], *, limit: int = 0
     ) -> EvalResult | None:
         start_s = time.monotonic()
         text = self.corpus.text(spec.split)
@@ -59,29 +55,20 @@ class TranslationEvaluator:
         text_batches = batches_by_length([len(row) + 1 for row in rows], max(1, BATCH_TOKENS // spec.beams))
         losses: dict[int, float] = {}
         translations: dict[int, list[int]] = {}
-        for number in range(world.rank, len(loss_batches), world.size):
+        for number in range(runtime.world.rank, len(loss_batches), runtime.world.size):
             if not stopped():
                 losses[number] = loss_of(loaded, encoded, loss_batches[number])
-        for number in range(world.rank, len(text_batches), world.size):
+        for number in range(runtime.world.rank, len(text_batches), runtime.world.size):
             if not stopped():
                 batch = text_batches[number]
                 ids = search_ids(loaded.model, [rows[i] for i in batch], beams=spec.beams, max_tokens=2 * loaded.run.data.max_tokens)
                 translations |= dict(zip(batch, ids, strict=True))
-        # Lists of pairs, because JSON keys are strings. JSON keeps floats exactly.
-        results = all_gather_json(world, {"losses": list(losses.items()), "translations": list(translations.items()), "stopped": stopped()})
-        if any(result["stopped"] for result in results):
+        results = merge_results(runtime, stopped, losses=losses, translations=translations)
+        if results is None:
             return None
-        by_row = {row: ids for result in results for row, ids in result["translations"]}
-        texts = loaded.tokenizer.decode([by_row[row] for row in range(len(rows))])
+        texts = loaded.tokenizer.decode([results["translations"][row] for row in range(len(rows))])
         tokens = int(encoded.lengths[:, 1].sum())
-        loss = math.fsum(value for result in results for _, value in result["losses"]) / max(1, tokens)
-        record = {
-            "step": loaded.step,
-            **vars(spec),
-            "averaged": list(loaded.steps),
-            "loss": loss,
-            "perplexity": math.exp(loss) if loss < 700 else math.inf,
-            "tokens": tokens,
+        record = loss_record(loaded.step, spec, loaded.steps, results["losses"].values(), tokens) | {
             "pairs": len(sources),
             **score(texts, references, language=loaded.run.data.target, lowercase=spec.lowercase),
             "seconds": round(time.monotonic() - start_s, 3),
@@ -89,9 +76,8 @@ class TranslationEvaluator:
         return EvalResult(record, samples(sources, texts, references, self.run), complete=len(chosen) == len(text))
 
     def summary(self, record: dict[str, Any]) -> str:
-        how = f"{record['split']}, {format_count(record['pairs'])} pairs, " + (
-            "greedy" if record["beams"] == 1 else f"{record['beams']} beams"
-        )
+        search = "greedy" if record["beams"] == 1 else f"{record['beams']} beams"
+        how = f"{record['split']}, {format_count(record['pairs'])} pairs, {search}"
         mean = f", mean of {len(record['averaged'])} checkpoints" if len(record["averaged"]) > 1 else ""
         scores = f"loss {record['loss']:.4f}  BLEU {record['bleu']:.2f}  chrF {record['chrf']:.2f}  exact {record['exact_match']:.1%}"
         return f"step {record['step']:,}  {scores}  CER {record['cer']:.3f}  WER {record['wer']:.3f}  ({how}{mean})"

@@ -1,4 +1,4 @@
-"""State dictionaries in a checkpoint: schedulers, EMA, GradScaler, several optimizers. Exact, by name, or refused with the path."""
+"""State dicts in a checkpoint: schedulers, EMA, GradScaler, several optimizers."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from lockstep.checkpoint.state_dict import digest
 from lockstep.checkpoint.stateful import differing_paths, pack, unpack
 from lockstep.checkpoint.store import CheckpointStore
+from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.elastic.world import World
 from lockstep.errors import CheckpointError, LockstepError, UsageError
 from lockstep.training.checkpointer import Checkpointer
@@ -35,7 +36,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 
 class Run:
-    """A model, two optimizers, a scheduler, an EMA and a disabled GradScaler, trained in this process."""
+    """A model, two optimizers, a scheduler, an EMA and a disabled GradScaler."""
 
     def __init__(self, folder: Path, scheduler: str = "StepLR") -> None:
         torch.manual_seed(0)
@@ -61,21 +62,21 @@ class Run:
         return digest(self.checkpointer.state_dict())
 
 
-def alone() -> World:
-    return World(0, 1, 0, 1, "here", torch.device("cpu"))
+def alone() -> ElasticRuntime:
+    return ElasticRuntime(World(0, 1, 0, 1, "here", torch.device("cpu")))
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_resumed_run_has_the_learning_rates_and_bits_of_an_uninterrupted_one(tmp_path: Path, scheduler: str) -> None:
     undisturbed = Run(tmp_path / "undisturbed", scheduler)
-    right = undisturbed.train(range(9))
+    expected = undisturbed.train(range(9))
     Run(tmp_path / "resumed", scheduler).train(range(4))
-    again = Run(tmp_path / "resumed", scheduler)
-    step = again.checkpointer.resume()
+    resumed = Run(tmp_path / "resumed", scheduler)
+    step = resumed.checkpointer.resume()
     assert step == 3
-    assert again.train(range(step, 9)) == right
-    assert again.optimizers[0].param_groups[0]["lr"] == undisturbed.optimizers[0].param_groups[0]["lr"] != 0.1
-    assert digest(CheckpointStore(tmp_path / "resumed").load(9).tensors) == right
+    assert resumed.train(range(step, 9)) == expected
+    assert resumed.optimizers[0].param_groups[0]["lr"] == undisturbed.optimizers[0].param_groups[0]["lr"] != 0.1
+    assert digest(CheckpointStore(tmp_path / "resumed").load(9).tensors) == expected
 
 
 def test_values_and_types_are_restored_exactly() -> None:
@@ -88,8 +89,8 @@ def test_values_and_types_are_restored_exactly() -> None:
         "a": {"b": torch.tensor(7), "b:json": torch.empty(0)},
     }
     tensors = pack("state.x", tree)
-    again = unpack("state.x", tensors)
-    assert repr(again) == repr(tree)
+    unpacked = unpack("state.x", tensors)
+    assert repr(unpacked) == repr(tree)
     assert {"state.x:json", "state.x.a.b", "state.x.a.b'", "state.x.a.b:json'"} == set(tensors)
     tree["numbers"][1] = 0.0  # type: ignore[index]
     assert differing_paths("state.x", tensors, pack("state.x", tree)) == ["state.x.numbers.1"]
@@ -136,8 +137,8 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
         (sgd, {}, "in the checkpoint, but not in Checkpointer\\(state=...\\): state.odd"),
         (sgd, {"odd": Odd(1), "more": Odd(2)}, "missing in the checkpoint: state.more"),
         (lambda m: torch.optim.AdamW(m.parameters()), {"odd": Odd(1)}, "the checkpoint's optimizers are SGD, this run's AdamW"),
-        (lambda m: [torch.optim.SGD(one.parameters()) for one in m], {"odd": Odd(1)}, "optimizers are SGD, this run's SGD, SGD"),
-        (lambda m: torch.optim.SGD([{"params": one.parameters()} for one in m]), {"odd": Odd(1)}, "hold other parameters"),
+        (lambda m: [torch.optim.SGD(layer.parameters()) for layer in m], {"odd": Odd(1)}, "optimizers are SGD, this run's SGD, SGD"),
+        (lambda m: torch.optim.SGD([{"params": layer.parameters()} for layer in m]), {"odd": Odd(1)}, "hold other parameters"),
         (sgd, {"odd": Odd(2)}, "state.odd \\(Odd\\) differs from the saved state after load_state_dict: state.odd.inner.0"),
     ],
 )
@@ -152,7 +153,9 @@ def test_checkpoint_of_other_state_or_optimizers_is_refused_by_name(
 
 def test_checkpoint_without_parameter_groups_is_refused(tmp_path: Path) -> None:
     checkpointer = keeper_of(tmp_path, sgd)
-    checkpointer.store.save(1, {name: one for name, one in checkpointer.state_dict().items() if name.startswith(("model.", "optim."))}, {})
+    checkpointer.store.save(
+        1, {name: tensor for name, tensor in checkpointer.state_dict().items() if name.startswith(("model.", "optim."))}, {}
+    )
     with pytest.raises(CheckpointError, match="missing in the checkpoint: groups"):
         checkpointer.resume()
 
@@ -171,7 +174,7 @@ def test_learning_rate_tensor_is_restored_in_place(tmp_path: Path) -> None:
     with keeper_of(tmp_path, adamw) as checkpointer:
         checkpointer.optimizers[0].param_groups[0]["lr"].fill_(0.25)
         checkpointer.save(1)
-    again = keeper_of(tmp_path, adamw)
-    rate: Tensor = again.optimizers[0].param_groups[0]["lr"]
-    again.resume()
-    assert again.optimizers[0].param_groups[0]["lr"] is rate and float(rate) == 0.25
+    restored = keeper_of(tmp_path, adamw)
+    rate: Tensor = restored.optimizers[0].param_groups[0]["lr"]
+    restored.resume()
+    assert restored.optimizers[0].param_groups[0]["lr"] is rate and float(rate) == 0.25

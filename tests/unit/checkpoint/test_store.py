@@ -55,7 +55,7 @@ def test_errors_list_the_available_checkpoints() -> None:
         ([1, 2, 3, 4], 2, [], 4, [1, 2]),
         ([1, 2, 3, 4], 0, [], 4, []),
         ([1, 2, 3, 4], 1, [2], 4, [1, 3]),
-        ([1, 2, 3, 4], 2, [], 1, [2]),  # the last one known whole is old: the newer ones were never read
+        ([1, 2, 3, 4], 2, [], 1, [2]),  # the newest verified one is old: newer ones were never read
         ([7], 1, [], None, []),
         ([], 3, [], None, []),
     ],
@@ -78,17 +78,19 @@ def test_tensors_are_restored_from_files_of_any_size_with_one_digest(
 ) -> None:
     specs = [TensorSpec(name, dtype, shape) for name, (dtype, shape) in tensors.items()]
     data = {spec.name: memoryview(os.urandom(spec.bytes)) for spec in specs}
-    found = {}
+    parsed = {}
     for part in safetensors_io.split_into_files(specs, file_bytes):
         assert sum(spec.bytes for spec in part) <= file_bytes or len([spec for spec in part if spec.bytes]) == 1
         content = memoryview(b"".join(bytes(chunk) for chunk in safetensors_io.file_chunks(part, data.__getitem__, {"a": "b"})))
-        for spec, view in safetensors_io.parse_tensors(content):
+        for spec, view in safetensors_io.parse_file(content)[1]:
             start = content.nbytes - sum(s.bytes for s in part)
             assert start % 8 == 0
-            found[spec.name] = (spec, view)
-    assert {name: (spec, bytes(view)) for name, (spec, view) in found.items()} == {s.name: (s, bytes(data[s.name])) for s in specs}
-    before = safetensors_io.digest_of_fingerprints({s.name: safetensors_io.tensor_fingerprint(s, data[s.name]) for s in specs})
-    assert before == safetensors_io.digest_of_fingerprints({name: safetensors_io.tensor_fingerprint(*pair) for name, pair in found.items()})
+            parsed[spec.name] = (spec, view)
+    assert {name: (spec, bytes(view)) for name, (spec, view) in parsed.items()} == {s.name: (s, bytes(data[s.name])) for s in specs}
+    digest = safetensors_io.digest_of_fingerprints({s.name: safetensors_io.tensor_fingerprint(s, data[s.name]) for s in specs})
+    assert digest == safetensors_io.digest_of_fingerprints(
+        {name: safetensors_io.tensor_fingerprint(*pair) for name, pair in parsed.items()}
+    )
 
 
 def test_digest_is_stable_across_versions() -> None:
@@ -150,7 +152,7 @@ def test_folder_without_checkpoints_is_not_whole(tmp_path: Path) -> None:
     assert commands.verify(tmp_path) == (False, [f"there is no committed checkpoint in {tmp_path}"])
     assert "no committed checkpoint" in commands.list_table(tmp_path)
     for call in (lambda: commands.digest_line(tmp_path), lambda: commands.verify(tmp_path / "missing")):
-        with pytest.raises(CheckpointError, match=r"no committed checkpoint|no such folder"):
+        with pytest.raises(CheckpointError, match=r"no checkpoint yet|no such folder"):
             call()
     save(tmp_path, 5)
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 7\n.*checkpoints: 5"):
@@ -167,8 +169,10 @@ def test_export_writes_only_the_tensors_of_the_model(tmp_path: Path) -> None:
         attempt.commit()
     line = commands.export(tmp_path, None, tmp_path / "out.safetensors")
     assert "step 3: 2 tensors" in line
-    found = {spec.name: (spec, data) for spec, data in safetensors_io.parse_tensors(safetensors_io.map_file(tmp_path / "out.safetensors"))}
-    assert {name: (spec.dtype, spec.shape, bytes(data)) for name, (spec, data) in found.items()} == {
+    exported = {
+        spec.name: (spec, data) for spec, data in safetensors_io.parse_file(safetensors_io.map_file(tmp_path / "out.safetensors"))[1]
+    }
+    assert {name: (spec.dtype, spec.shape, bytes(data)) for name, (spec, data) in exported.items()} == {
         "w": ("F32", (4,), b"w" * 16),
         "b": ("BF16", (2, 3), b"b" * 12),
     }
@@ -194,15 +198,15 @@ def test_sweep_removes_only_abandoned_folders(tmp_path: Path) -> None:
     newborn.mkdir()
     retired = save(tmp_path, 4)
     (retired / "COMMITTED").rename(retired / "REMOVING")
-    sealless = save(tmp_path, 5)
-    (sealless / "COMMITTED").unlink()
+    without_marker = save(tmp_path, 5)
+    (without_marker / "COMMITTED").unlink()
     renamed = save(tmp_path, 6)
     (renamed / "COMMITTED").rename(renamed / "WRITING")
     foreign = tmp_path / ".step-7.mine"
     foreign.mkdir()
-    kept = {living.path, sealless, foreign, save(tmp_path, 8)}
+    remaining = {living.path, without_marker, foreign, save(tmp_path, 8)}
     sweep(tmp_path)
-    assert set(tmp_path.iterdir()) == kept
+    assert set(tmp_path.iterdir()) == remaining
     with living as attempt:
         assert attempt.commit()
     assert committed_steps(tmp_path) == [1, 8]
@@ -253,14 +257,14 @@ def test_exactly_one_of_two_commits_of_a_step_wins(tmp_path: Path) -> None:
 @pytest.mark.parametrize("saved_anew", [True, False])
 def test_reader_that_waited_for_a_deletion_reads_the_current_checkpoint(tmp_path: Path, saved_anew: bool) -> None:
     path = save(tmp_path, 9)
-    held = lock_marker(path / "COMMITTED", fcntl.LOCK_EX)  # as retention has it
-    assert held is not None
-    inode = os.fstat(held).st_ino
-    found = []
+    lock = lock_marker(path / "COMMITTED", fcntl.LOCK_EX)  # as retention locks it
+    assert lock is not None
+    inode = os.fstat(lock).st_ino
+    results = []
 
     def read() -> None:
         with pinned(tmp_path, 9) as checkpoint:
-            found.append((checkpoint, lock_marker(path / "COMMITTED", fcntl.LOCK_EX | fcntl.LOCK_NB)))
+            results.append((checkpoint, lock_marker(path / "COMMITTED", fcntl.LOCK_EX | fcntl.LOCK_NB)))
 
     reader = threading.Thread(target=read)
     reader.start()
@@ -271,9 +275,9 @@ def test_reader_that_waited_for_a_deletion_reads_the_current_checkpoint(tmp_path
     path.rename(tmp_path / "on its way out")
     if saved_anew:
         save(tmp_path, 9)
-    unlock_marker(held)
+    unlock_marker(lock)
     reader.join()
-    assert found == [(path if saved_anew else None, None)]  # pinned: nobody else gets the lock
+    assert results == [(path if saved_anew else None, None)]  # pinned: no other process gets the lock
 
 
 def test_linked_checkpoint_is_read_but_not_deleted(tmp_path: Path) -> None:

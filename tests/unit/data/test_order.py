@@ -1,4 +1,4 @@
-"""Data order: a pure function of (seed, step), every sample exactly once per epoch, constant-time seek."""
+"""Data order: a function of (seed, step), each sample once per epoch, constant-time seek."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def test_permute_is_a_permutation(size: int, key: int) -> None:
 
 
 def test_permutations_of_three_are_uniform() -> None:
-    seen = Counter(tuple(permute(np.arange(3), 3, key)) for key in range(3000))
-    assert len(seen) == 6 and min(seen.values()) > 400 and max(seen.values()) < 600
+    counts = Counter(tuple(permute(np.arange(3), 3, key)) for key in range(3000))
+    assert len(counts) == 6 and min(counts.values()) > 400 and max(counts.values()) < 600
 
 
 def test_images_of_each_position_are_uniform() -> None:
@@ -52,8 +52,8 @@ def test_uniform_order_has_every_sample_once_per_epoch(samples: int, k: int, row
 @settings(max_examples=60, deadline=None)
 def test_bucket_order_has_every_sample_once_per_epoch_within_the_budget(lengths: list[int], shapes: int, k: int, seed: int) -> None:
     array = np.array(lengths, dtype=np.int32)
-    found, _ = choose_bucket_shapes(array, tokens=64, shapes=shapes)
-    order = BucketOrder(array, found, micro_batches=k, seed=seed)
+    bucket_shapes, _ = choose_bucket_shapes(array, tokens=64, shapes=shapes)
+    order = BucketOrder(array, bucket_shapes, micro_batches=k, seed=seed)
     epoch = order.micro_batches_per_epoch
     for first in (0, epoch):
         ids = [order.ids(*divmod(g, k)) for g in range(first, first + epoch)]
@@ -84,23 +84,23 @@ def test_choose_lengths_is_optimal() -> None:
     histogram = np.array([0, 5, 1, 7, 0, 2, 9, 1, 3])
     present = [n for n in range(9) if histogram[n]]
 
-    def cells(chosen: tuple[int, ...]) -> int:
+    def padded_positions(chosen: tuple[int, ...]) -> int:
         return sum(int(histogram[n]) * min(c for c in chosen if c >= n) for n in present)
 
     from itertools import combinations
 
     for shapes in range(1, 5):
-        least = min(cells((*some, 8)) for size in range(shapes) for some in combinations(present[:-1], size))
-        assert cells(tuple(choose_bucket_lengths(histogram, shapes))) == least
+        minimum = min(padded_positions((*some, 8)) for size in range(shapes) for some in combinations(present[:-1], size))
+        assert padded_positions(tuple(choose_bucket_lengths(histogram, shapes))) == minimum
 
 
 def test_seek_to_step_1_000_000_of_10_million_samples_in_5_seconds() -> None:
     lengths = (np.arange(10_000_000) * 7919 % 120 + 4).astype(np.int32)
-    begin = time.process_time()
+    start_s = time.process_time()
     shapes, _ = choose_bucket_shapes(lengths, tokens=4096, shapes=6)
     order = BucketOrder(lengths, shapes, micro_batches=8, seed=1)
     ids = order.ids(1_000_000, 3)
-    assert len(ids) and time.process_time() - begin < 5  # the promise of docs/data-order.md, in CPU time: the machine may be busy
+    assert len(ids) and time.process_time() - start_s < 5  # as in docs/data-order.md; CPU time, as the machine may be busy
 
 
 @pytest.mark.parametrize("batch", [7, 9])

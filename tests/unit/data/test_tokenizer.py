@@ -20,14 +20,7 @@ from lockstep.errors import DataError
 ALL = "[PAD] [BEGIN] [END] [UNKNOWN]"
 TEXTS = ["Wednesday, July 3, 2024", "mercoledì 3 luglio 2024", "12.50 US dollars", "Straße und 日本", f"who writes {ALL} here?"] * 3
 
-TRAIN_ELSEWHERE = """
-import sys
-from lockstep.data.pairs import cldr
-from lockstep.data.tokenizer import Tokenizer
-made = cldr.generate_pairs("en", "it", limit=3000, held_out=50)
-texts = [side for pair in made.train for side in pair]
-print(Tokenizer.train(iter(texts), kind=sys.argv[1], vocab_size=2000, min_frequency=2, lowercase=False).fingerprint)
-"""
+TRAIN_TOKENIZER = Path(__file__).parents[2] / "support" / "train_tokenizer.py"
 
 
 def train(kind: str = "bpe", texts: list[str] = TEXTS, vocabulary: int = 400, lowercase: bool = False) -> Tokenizer:
@@ -97,15 +90,15 @@ def test_a_saved_tokenizer_is_equal_and_readable_by_the_library(tmp_path: Path) 
 
 @pytest.mark.parametrize("kind", ["bpe", "word"])
 def test_training_does_not_depend_on_order_threads_or_process(kind: str) -> None:
-    made = cldr.generate_pairs("en", "it", limit=3000, held_out=50)
-    texts = [side for pair in made.train for side in pair]
-    here = Tokenizer.train(texts, kind=kind, vocab_size=2000, min_frequency=2, lowercase=False).fingerprint  # type: ignore[arg-type]
+    pairs = cldr.generate_pairs("en", "it", limit=3000, held_out=50).train
+    texts = [text for pair in pairs for text in pair]
+    fingerprint = Tokenizer.train(texts, kind=kind, vocab_size=2000, min_frequency=2, lowercase=False).fingerprint  # type: ignore[arg-type]
     random.Random(0).shuffle(texts)
-    assert Tokenizer.train(texts, kind=kind, vocab_size=2000, min_frequency=2, lowercase=False).fingerprint == here  # type: ignore[arg-type]
+    assert Tokenizer.train(texts, kind=kind, vocab_size=2000, min_frequency=2, lowercase=False).fingerprint == fingerprint  # type: ignore[arg-type]
     for threads, seed, parallel in (("1", "1", "true"), ("3", "2", "true"), ("2", "3", "false")):
         env = {**os.environ, "RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": seed, "TOKENIZERS_PARALLELISM": parallel}
-        command = [sys.executable, "-c", TRAIN_ELSEWHERE, kind]
-        assert subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.strip() == here
+        command = [sys.executable, str(TRAIN_TOKENIZER), kind]
+        assert subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.strip() == fingerprint
 
 
 def test_the_fingerprint_depends_on_the_vocabulary() -> None:
@@ -140,7 +133,7 @@ def test_a_very_long_word_does_not_slow_the_training_of_a_tokenizer() -> None:
     """Without truncation, learning the merges of these words takes minutes."""
     words = "".join(random.Random(1).choices("abcdefghij", k=1_000_000))
     texts = ["some text here\n" * 50, words, " " * 300_000, "short " * 10]
-    found = Tokenizer.train_on_documents(texts, vocab_size=2000, min_frequency=2)
-    assert found.decode(found.encode([words[:2000]])) == [words[:2000]]
+    tokenizer = Tokenizer.train_on_documents(texts, vocab_size=2000, min_frequency=2)
+    assert tokenizer.decode(tokenizer.encode([words[:2000]])) == [words[:2000]]
     texts = ["some text here\n" * 50, "x" * MAX_WORD, "=" * MAX_WORD + "\n" * MAX_WORD]
     assert list(truncate_words(texts, WORDS_OF_DOCUMENTS)) == texts

@@ -35,12 +35,12 @@ def test_categories_add_up_to_the_wall_time(events: list[tuple[str, object, floa
         now_s, wall_clock_s, elapsed_s = now_s + passed_s, wall_clock_s + passed_s, elapsed_s + passed_s
         match event, facts:
             case "switch", category:
-                before = ledger.category
-                assert ledger.switch(category, now_s) == before  # type: ignore[arg-type]
+                category_before = ledger.category
+                assert ledger.switch(category, now_s) == category_before  # type: ignore[arg-type]
             case "move", (source, target, amount):
                 assert 0 <= ledger.move(source, target, amount, now_s) <= max(amount, 0)
             case "lost", amount:
-                ledger.move_to_lost(amount, now_s)  # type: ignore[arg-type]
+                ledger.move("training", "lost", amount, now_s)  # type: ignore[arg-type]
             case "summary", _:
                 ledger.summary(now_s)
             case "joined by another host", other_clock_s:
@@ -65,9 +65,9 @@ def an_hour_with_a_failure() -> Ledger:
     ledger.switch("training", 160.0)
     ledger.move("training", "communication", 72.0, 3000.0)
     ledger.move("training", "data", 36.0, 3000.0)
-    back = ledger.switch("saving", 3000.0)
-    ledger.switch(back, 3072.0)
-    ledger.move_to_lost(5.0, 3600.0)  # the failed step began at 3595
+    category = ledger.switch("saving", 3000.0)
+    ledger.switch(category, 3072.0)
+    ledger.move("training", "lost", 5.0, 3600.0)  # the failed step started at 3595
     ledger.switch("regrouping", 3600.0)
     ledger.switch("training", 3600.3)
     return ledger
@@ -102,14 +102,14 @@ def test_metrics() -> None:
 def test_no_category_becomes_negative() -> None:
     ledger = Ledger(0.0, "training")
     assert ledger.move("training", "communication", 9.0, 4.0) == 4.0
-    assert ledger.move_to_lost(1.0, 4.0) == 0.0
+    assert ledger.move("training", "lost", 1.0, 4.0) == 0.0
     assert ledger.summary(4.0)["communication_s"] == 4.0
 
 
 def test_restart_counts_the_gap_as_down() -> None:
     saved = an_hour_with_a_failure().to_json(3700.0, wall_clock_s=1.8e9)
-    again = Ledger.from_json(saved, 12.0, wall_clock_s=1.8e9 + 8 * 3600)
-    values = again.summary(72.0)
+    resumed = Ledger.from_json(saved, 12.0, wall_clock_s=1.8e9 + 8 * 3600)
+    values = resumed.summary(72.0)
     assert values["down_s"] == 8 * 3600 and values["wall_s"] == pytest.approx(9 * 3600 + 60) and values["starting_s"] == 120
 
 

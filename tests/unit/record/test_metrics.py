@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 from lockstep.errors import DataError, LockstepError
 from lockstep.record.metrics import MetricsFile, offset_after, read_metrics
 
+SUPPORT = Path(__file__).parents[2] / "support"
+
 
 def values(step: int) -> dict[str, Any]:
     return {"loss": 1 / step, "tokens": 100 + step, "seconds": 0.25}
@@ -49,31 +51,24 @@ def test_run_torn_at_any_byte_and_resumed_has_the_same_file(
 ) -> None:
     path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
     log_steps(path, 0, 30)
-    whole = path.read_bytes()
-    kept = offset_after(path, checkpoint)
-    os.truncate(path, min(len(whole), kept + torn_at % (len(whole) - kept + 1)))
+    content = path.read_bytes()
+    kept_bytes = offset_after(path, checkpoint)
+    os.truncate(path, min(len(content), kept_bytes + torn_at % (len(content) - kept_bytes + 1)))
     log_steps(path, checkpoint, max(checkpoint, last))
     log_steps(path, max(checkpoint, last), 30)
-    assert path.read_bytes() == whole
+    assert path.read_bytes() == content
 
 
 def test_process_killed_while_writing_loses_and_repeats_nothing(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    writer = (
-        "import sys; from pathlib import Path; from lockstep.record.metrics import MetricsFile\n"
-        "metrics = MetricsFile(Path(sys.argv[1]), int(sys.argv[2]))\n"
-        "while True:\n"
-        "    metrics.log(metrics.last_step + 1, {'loss': 1 / (metrics.last_step + 1), 'seconds': 0.5})\n"
-        "    if metrics.last_step % 50 == 0: print(metrics.last_step, flush=True)\n"
-    )
     checkpoint = 0
     for _ in range(4):
-        command = [sys.executable, "-c", writer, str(path), str(checkpoint)]
+        command = [sys.executable, str(SUPPORT / "write_metrics.py"), str(path), str(checkpoint)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
-            seen = [int(process.stdout.readline()) for _ in range(3)]
+            printed = [int(process.stdout.readline()) for _ in range(3)]
             process.send_signal(signal.SIGKILL)
-        checkpoint = seen[-1] - 20
+        checkpoint = printed[-1] - 20
     MetricsFile(path, checkpoint).close()
     assert [(line["step"], line["loss"]) for line in read_metrics(path)] == [(step, 1 / step) for step in range(1, checkpoint + 1)]
     assert checkpoint > 300
@@ -114,7 +109,7 @@ def test_damaged_line_before_the_checkpoint_is_found(tmp_path: Path, undisturbed
     assert len(read_metrics(path)) == 8, "damage after the checkpoint does not matter"
 
 
-def test_new_file_begins_at_the_resumed_step(tmp_path: Path) -> None:
+def test_new_file_starts_at_the_resumed_step(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log_steps(path, 400, 410)
     log_steps(path, 405, 410)
@@ -157,34 +152,8 @@ def test_floats_round_trip_with_the_same_bits(loss: float, tmp_path_factory: pyt
     assert math.copysign(1, read_metrics(path)[0]["loss"]) == math.copysign(1, loss) and read_metrics(path)[0]["loss"] == loss
 
 
-FULL_DISK = """
-import logging, resource, signal, sys
-from pathlib import Path
-from lockstep.record.metrics import MetricsFile, read_metrics
-logging.basicConfig(format="%(message)s", stream=sys.stdout)
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-path = Path(sys.argv[1])
-metrics = MetricsFile(path, 0)
-def log(steps):
-    for step in steps:
-        metrics.log(step, {"loss": 1 / step})
-log(range(1, 11))
-limit = path.stat().st_size + 15  # only a part of the next line fits: the kernel writes that part
-resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-log(range(11, 21))
-print("WHILE FULL", [line["step"] for line in read_metrics(path)], path.read_bytes().endswith(b"}\\n"))
-resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-log(range(21, 26))
-resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, resource.RLIM_INFINITY))
-log(range(26, 28))
-resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-metrics.close()
-print("AT LAST", [line["step"] for line in read_metrics(path)] == list(range(1, 28)))
-"""
-
-
 def test_full_disk_neither_stops_the_run_nor_leaves_a_gap(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", FULL_DISK, str(tmp_path / "metrics.jsonl")]
+    command = [sys.executable, str(SUPPORT / "metrics_on_full_disk.py"), str(tmp_path / "metrics.jsonl")]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert f"WHILE FULL {list(range(1, 11))} True" in output, "a partial line is truncated, readers never see it"
     assert output[-1] == "AT LAST True"

@@ -1,4 +1,4 @@
-"""Progress display: lines in a pipe, a bar on a terminal, nothing from other processes of a node."""
+"""Progress display: lines in a pipe, a bar on a terminal, silence of other processes of a host."""
 
 from __future__ import annotations
 
@@ -7,26 +7,17 @@ import os
 import pty
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from lockstep.record.progress import ProgressDisplay, is_line_due
-
-RUN = """
-import sys
 from lockstep.record.progress import ProgressDisplay
-total, start, log_every, leader = (int(argument) for argument in sys.argv[1:5])
-with ProgressDisplay(total, start, lambda: bool(leader), log_every=log_every) as progress:
-    for step in range(start + 1, total + 1):
-        progress.step(step, {"loss": 1.5})
-        if "wait" in sys.argv and step == 20:
-            sys.stdin.readline()
-print("ended", file=sys.stderr)
-"""
+
+SCRIPT = Path(__file__).parents[2] / "support" / "show_progress.py"
 
 
 def run(*words: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", RUN, *map(str, words)]
+    command = [sys.executable, str(SCRIPT), *map(str, words)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -46,7 +37,7 @@ def test_lines_are_flushed() -> None:
         assert process.stdout.readline() == "step 40  loss 1.500\n"
 
 
-def test_other_processes_of_a_node_show_nothing() -> None:
+def test_other_processes_of_a_host_show_nothing() -> None:
     out, err = run(50, 0, 1, 0).communicate()
     assert out == "" and err == "ended\n"
 
@@ -65,11 +56,11 @@ def test_run_continues_when_the_reader_exits() -> None:
 
 def test_terminal_gets_lines_above_a_bar() -> None:
     parent, child = pty.openpty()
-    command = [sys.executable, "-c", RUN, "50", "0", "20", "1"]
+    command = [sys.executable, str(SCRIPT), "50", "0", "20", "1"]
     env = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
     process = subprocess.Popen(command, stdin=child, stdout=child, stderr=subprocess.DEVNULL, env=env)
     os.close(child)
-    seen = b""
+    output = b""
     while True:
         try:
             part = os.read(parent, 4096)
@@ -77,10 +68,10 @@ def test_terminal_gets_lines_above_a_bar() -> None:
             break
         if not part:
             break
-        seen += part
+        output += part
     os.close(parent)
     assert process.wait() == 0
-    text = seen.decode()
+    text = output.decode()
     assert "\x1b[" in text and "/50" in text, "a bar was drawn"
     for step in (1, 20, 40, 50):
         assert f"step {step}  loss 1.500" in text
@@ -98,5 +89,8 @@ def test_no_control_characters_without_a_bar() -> None:
 
 
 @pytest.mark.parametrize(("step", "shown"), [(101, True), (102, False), (120, True), (999, False), (1000, True), (1001, False)])
-def test_is_line_due(step: int, shown: bool) -> None:
-    assert is_line_due(step, start=100, total=1000, log_every=20) is shown
+def test_lines_are_due_at_the_first_step_the_interval_and_the_last_step(step: int, shown: bool) -> None:
+    stream = io.StringIO()
+    with ProgressDisplay(1000, 100, lambda: True, log_every=20, stream=stream) as progress:
+        progress.step(step, {"loss": 2.0})
+    assert bool(stream.getvalue()) is shown

@@ -114,7 +114,7 @@ def test_clock_that_does_not_advance() -> None:
 
 
 def test_flops_per_token() -> None:
-    # Forward: 2 per parameter, plus 2 * width for scores and for mixing per position and layer; backward: twice that.
+    # Forward: 2 per parameter, 2 * width for scores, mixing per layer and position; backward twice.
     forward = 2 * 1000 + 2 * (2 * 8 * 4 + 2 * 8 * 4)
     assert flops_per_token(parameters=1000, layers=2, width=8, length=4) == forward + 2 * forward
 
@@ -150,8 +150,8 @@ def test_peak_flops_of_known_devices(name: str, bf16: float | None, fp32: float 
 
 
 def test_peak_resident_bytes() -> None:
-    now = psutil.Process().memory_info().rss
-    assert 0.9 * now < peak_resident_bytes() < psutil.virtual_memory().total
+    resident_bytes = psutil.Process().memory_info().rss
+    assert 0.9 * resident_bytes < peak_resident_bytes() < psutil.virtual_memory().total
 
 
 def test_format_step_line() -> None:

@@ -1,16 +1,12 @@
 """Pairs from compiled gettext catalogues (.mo): the translated messages of installed programs.
 
-The catalogues are read in place; they belong to their programs, and nothing is copied into the project.
 The key of a message is its English text, so English needs no catalogue, and two other languages are
-joined by (catalogue, key).
-
-A pair is kept if it is a sentence that can be translated without context:
-* at least MIN_WORDS English words, which excludes menu entries;
-* the same placeholders (%s, %1$d, {name}, $name) on both sides, in any order;
-* the translation differs from the source;
-* of plural messages, both forms of languages with two forms (others cannot be aligned);
-* each source text once: programs share messages with different translations.
-Runs of white space become one space. Dropped pairs are counted by reason.
+joined by (catalogue, key). Runs of white space become one space. Dropped pairs, by reason:
+* fewer than MIN_WORDS English words: menu entries
+* other placeholders (%s, %1$d, {name}, $name) in the translation
+* a translation that equals the source
+* plural messages with other than two forms, which cannot be aligned
+* a repeated source text: programs share messages with different translations
 """
 
 from __future__ import annotations
@@ -37,8 +33,8 @@ Messages = dict[tuple[str, str], str]  # (catalogue, English) -> the language's 
 def read_catalogues(paths: Sequence[str], source: str, target: str) -> tuple[Pairs, dict[str, int]]:
     """Return the pairs, and the number of dropped pairs by reason.
 
-    paths  .mo files, or folders with LANGUAGE/LC_MESSAGES/*.mo; empty: /usr/share/locale. Only folders
-           are possible if neither language is English: a file does not contain its language
+    paths  .mo files, or folders with LANGUAGE/LC_MESSAGES/*.mo; empty: LOCALES. If neither language
+           is English, folders only: a file does not contain its language
     DataError if a language has no catalogue, or a catalogue is damaged.
     """
     if source == target:
@@ -64,7 +60,6 @@ def read_catalogues(paths: Sequence[str], source: str, target: str) -> tuple[Pai
 
 
 def drop_reason(english: str, source: str, target: str) -> str:
-    """Return the reason to drop this pair, or "". See the module docstring."""
     if len(english.split()) < MIN_WORDS:
         return f"fewer than {MIN_WORDS} words"
     if source == target:
@@ -75,7 +70,6 @@ def drop_reason(english: str, source: str, target: str) -> str:
 
 
 def find_catalogues(roots: Sequence[Path], language: str) -> list[Path]:
-    """Return the catalogues of a language, sorted. DataError if there is none."""
     paths = [root for root in roots if root.is_file()]
     paths += [path for root in roots for path in sorted((root / language / "LC_MESSAGES").glob("*.mo"))]
     if not paths:
@@ -89,7 +83,6 @@ def find_catalogues(roots: Sequence[Path], language: str) -> list[Path]:
 
 
 def collect(roots: Sequence[Path], language: str, left_out: Counter[str]) -> Messages:
-    """Return all messages of a language."""
     messages: Messages = {}
     for path in find_catalogues(roots, language):
         for key, text in read_mo(path).items():

@@ -1,18 +1,17 @@
-"""A generated parallel corpus without a download: values of Unicode CLDR, formatted in two languages.
+"""A generated parallel corpus, without a download: values of Unicode CLDR in two languages.
 
-CLDR (in the package `babel`) has reviewed names of languages, countries, currencies, units and cities,
-and patterns for dates, times, amounts of money, durations and lists, in several hundred languages. A
-name is a pair by itself. A *value* (a day, an amount of money, a set of countries) becomes a pair when
-it is formatted in both languages. The number of sentences is practically unlimited, and all are correct.
+CLDR (in the package `babel`) has names of languages, countries, currencies, units and cities, and
+patterns for dates, times, amounts of money, durations and lists, in several hundred languages. A
+name is a pair by itself; a *value* (a day, an amount of money, a set of countries) becomes one when
+cldr_format.py formats it in both languages.
 
     family -> values -> forms of a value (long, short, ...) -> (source, target)
 
-Splits are by value: all sentences of a value are in one split, so the value of a held-out sentence does
-not occur in training in any form. Names cannot be inferred: all of them are in training.
+Splits are by value: the value of a held-out sentence does not occur in training in any form. Names
+cannot be inferred: all of them are in training.
 
 The result does not depend on the clock, the machine or the order of a set. Randomness comes from
-`random.Random(text).random()` only, whose sequence Python guarantees. No-break and thin spaces of CLDR
-become plain spaces. Formatting is in cldr_format.py.
+`random.Random(text).random()` only, whose sequence Python guarantees.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ import datetime as dt
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
-from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
@@ -39,28 +38,14 @@ from lockstep.errors import DataError
 GENERATOR = 1  # part of the fingerprint: increment it when the generated sentences change
 MAX_PAIRS = 400_000  # number of pairs with `limit=0`; the ranges of the families below are sized for it
 
-# Share of each family in the sentences. Dates, durations and money are the purpose of the corpus; units and lists
-# contribute most of the vocabulary; times, numbers and percentages have few words and forms, so they get small shares.
-MIXTURE = {
-    "dates": 0.26,
-    "times": 0.05,
-    "minutes": 0.01,
-    "durations": 0.19,
-    "money": 0.17,
-    "units": 0.14,
-    "numbers": 0.05,
-    "percentages": 0.01,
-    "countries": 0.09,
-    "tongues": 0.03,
-}
 TRAINING_ONLY = {"minutes"}  # 3:05 PM occurs in dates too, so it would not be an unseen value
 MAX_NAMES = 0.1  # share of names in the training pairs, to keep a small corpus balanced
-FORMS_OF_A_VALUE = 3  # per training value: more values teach more than more forms of one
+FORMS_OF_A_VALUE = 3  # per training value: more values teach more than more forms
 
 DAY_STYLES = (("full", "short"), ("long", "full"), ("medium", "long"), ("short", "medium"), ("yMMMEd", "full"))  # alone, with a time
 FIRST_DAY, DAYS = dt.date(1950, 1, 1), 36_525  # 100 years, so that a two-digit year is unambiguous
 
-# Durations: units of exact durations (in seconds) and calendar durations (in months), and combinations of units.
+# Units of exact durations (in seconds) and calendar durations (in months), and their combinations.
 SIZES = {"second": 1, "minute": 60, "hour": 3600, "day": 86_400, "week": 604_800, "month": 1, "year": 12}
 BASE = {unit: "month" if unit in ("month", "year") else "second" for unit in SIZES}
 UNIT_COMBINATIONS: dict[tuple[str, ...], int] = {  # units -> maximum count of the first one
@@ -94,7 +79,7 @@ class GeneratedPairs:
     left_out: dict[str, int] = field(default_factory=dict)  # reason -> pairs
 
 
-# Families. Each function yields the forms of one value after the other, each value once. `rng` is the only randomness.
+# Families. Each function yields the forms of each value once. `rng` is the only randomness.
 
 
 def below(rng: Random, n: int) -> int:
@@ -128,17 +113,17 @@ class SharedCodes:
 
     @classmethod
     def of(cls, a: LocaleFormatter, b: LocaleFormatter) -> SharedCodes:
-        def both(table: str, codes: Iterable[str]) -> list[str]:
+        def named(table: str, codes: Iterable[str]) -> list[str]:
             return sorted(code for code in codes if a.data[table].get(code) and b.data[table].get(code))
 
         spoken: Any = get_global("territory_languages")  # countries only, with their languages
         tender = {c for of in get_global("territory_currencies").values() for c, _, end, legal in of if legal and not end}
         official = {c for country in spoken for c in languages.get_official_languages(country)}
         return cls(
-            units=[u for u in both("unit_patterns", a.data["unit_patterns"]) if not u.startswith("duration-")],
-            currencies=both("currency_names", tender),
-            countries=both("territories", spoken),
-            languages=both("languages", official),
+            units=[u for u in named("unit_patterns", a.data["unit_patterns"]) if not u.startswith("duration-")],
+            currencies=named("currency_names", tender),
+            countries=named("territories", spoken),
+            languages=named("languages", official),
         )
 
 
@@ -149,10 +134,7 @@ def dates(rng: Random, shared: SharedCodes) -> Values:
         yield [
             form
             for alone, timed in DAY_STYLES
-            for form in (
-                partial(LocaleFormatter.format_date, value=day, style=alone),
-                partial(LocaleFormatter.format_datetime, day=day, time=time, style=timed),
-            )
+            for form in (methodcaller("format_date", day, alone), methodcaller("format_datetime", day, time, timed))
         ]
 
 
@@ -160,17 +142,17 @@ def times(rng: Random, shared: SharedCodes) -> Values:
     """Times with seconds, which no other family contains."""
     for second in distinct(lambda: below(rng, 86_400)):
         if second % 60:
-            yield [partial(LocaleFormatter.format_time, value=dt.time(second // 3600, second // 60 % 60, second % 60), style="medium")]
+            yield [methodcaller("format_time", dt.time(second // 3600, second // 60 % 60, second % 60), "medium")]
 
 
 def minutes(rng: Random, shared: SharedCodes) -> Values:
     for minute in shuffled(rng, range(1440)):
-        yield [partial(LocaleFormatter.format_time, value=dt.time(minute // 60, minute % 60), style=style) for style in ("short", "medium")]
+        yield [methodcaller("format_time", dt.time(minute // 60, minute % 60), style) for style in ("short", "medium")]
 
 
 def split_duration(duration: int, units: Sequence[str], limit: int) -> Parts | None:
-    """Split a duration into exactly these units, largest first, each at least 1 and the first at most
-    `limit`. None if that is impossible."""
+    """Split a duration into exactly these units, largest first, each at least 1 and the first at
+    most `limit`. None if that is impossible."""
     parts = []
     for unit in units:
         count, duration = divmod(duration, SIZES[unit])
@@ -180,7 +162,7 @@ def split_duration(duration: int, units: Sequence[str], limit: int) -> Parts | N
 
 
 def durations(rng: Random, shared: SharedCodes) -> Values:
-    """Durations. 90 minutes equals 1 hour and 30 minutes: one value, in all combinations of units."""
+    """Durations. 90 minutes equals 1 hour and 30 minutes: a value has all combinations of units."""
 
     def duration() -> tuple[str, int]:
         units, limit = list(UNIT_COMBINATIONS.items())[below(rng, len(UNIT_COMBINATIONS))]
@@ -195,21 +177,15 @@ def durations(rng: Random, shared: SharedCodes) -> Values:
             if not parts:
                 continue
             if len(parts) == 1:
-                (count, unit), lengths = parts[0], ("", "-short")
-                forms += [
-                    partial(LocaleFormatter.format_relative, value=count, unit=unit, length=suffix, direction=direction)
-                    for direction, suffix in itertools.product(("future", "past"), lengths)
-                ]
-            styles = ("standard", "unit") if len(parts) > 1 else ("standard",)
-            forms += [
-                partial(LocaleFormatter.format_duration, parts=parts, length=size, style=style)
-                for style, size in itertools.product(styles, ("long", "short"))
-            ]
+                directions = itertools.product(("future", "past"), ("", "-short"))
+                forms += [methodcaller("format_relative", *parts[0], length, direction) for direction, length in directions]
+            styles = itertools.product(("standard", "unit") if len(parts) > 1 else ("standard",), ("long", "short"))
+            forms += [methodcaller("format_duration", parts, length, style) for style, length in styles]
         yield forms
 
 
 def money(rng: Random, shared: SharedCodes) -> Values:
-    """Whole amounts, and amounts with cents in currencies that have cents (others would be rounded)."""
+    """Whole amounts, and amounts with cents in currencies that have cents."""
 
     def amount() -> tuple[int | Decimal, str]:
         kind, currency = rng.random(), shared.currencies[below(rng, len(shared.currencies))]
@@ -219,10 +195,7 @@ def money(rng: Random, shared: SharedCodes) -> Values:
 
     for value, currency in distinct(amount) if shared.currencies else ():
         exact = int(value) if value == int(value) else value
-        yield [
-            partial(form, value=exact, currency=currency)
-            for form in (LocaleFormatter.format_currency_name, LocaleFormatter.format_currency)
-        ]
+        yield [methodcaller(form, exact, currency) for form in ("format_currency_name", "format_currency")]
 
 
 def units(rng: Random, shared: SharedCodes) -> Values:
@@ -233,7 +206,7 @@ def units(rng: Random, shared: SharedCodes) -> Values:
         return 1 + below(rng, 99 if kind < 0.6 else 999 if kind < 0.9 else 9999), unit
 
     for value, unit in distinct(quantity) if shared.units else ():
-        yield [partial(LocaleFormatter.format_unit, value=value, unit=unit, length=length) for length in ("long", "short")]
+        yield [methodcaller("format_unit", value, unit, length) for length in ("long", "short")]
 
 
 def plain_numbers(rng: Random, shared: SharedCodes) -> Values:
@@ -248,15 +221,13 @@ def plain_numbers(rng: Random, shared: SharedCodes) -> Values:
         return Decimal(1 + below(rng, 10**6)).scaleb(-1 - below(rng, 3))
 
     for value in distinct(number):
-        forms: list[Form] = [partial(LocaleFormatter.format_number, value=value)]
-        if isinstance(value, int) and value >= 10**6 and value % 10**5 == 0:
-            forms.append(partial(LocaleFormatter.format_compact, value=value))
-        yield forms
+        is_round = isinstance(value, int) and value >= 10**6 and value % 10**5 == 0
+        yield [methodcaller(form, value) for form in ("format_number", "format_compact")[: 1 + is_round]]
 
 
 def percentages(rng: Random, shared: SharedCodes) -> Values:
     for tenth in shuffled(rng, range(3000)):
-        yield [partial(LocaleFormatter.format_percent, value=Decimal(tenth) / 10)]
+        yield [methodcaller("format_percent", Decimal(tenth) / 10)]
 
 
 def sets_of_names(table: str, codes: Sequence[str], rng: Random) -> Values:
@@ -264,36 +235,39 @@ def sets_of_names(table: str, codes: Sequence[str], rng: Random) -> Values:
     for chosen in distinct(lambda: frozenset(codes[below(rng, len(codes))] for _ in range(2 + below(rng, 3)))) if codes else ():
         order = shuffled(rng, sorted(chosen))
         if len(order) > 1:
-            yield [partial(LocaleFormatter.format_names, table=table, codes=order, style=style) for style in ("standard", "or")]
+            yield [methodcaller("format_names", table, order, style) for style in ("standard", "or")]
 
 
-FAMILIES: dict[str, Callable[[Random, SharedCodes], Values]] = {
-    "dates": dates,
-    "times": times,
-    "minutes": minutes,
-    "durations": durations,
-    "money": money,
-    "units": units,
-    "numbers": plain_numbers,
-    "percentages": percentages,
-    "countries": lambda rng, shared: sets_of_names("territories", shared.countries, rng),
-    "tongues": lambda rng, shared: sets_of_names("languages", shared.languages, rng),
+# Family -> (share of the sentences, generator). Dates, durations and money are the purpose of the
+# corpus; units and lists contribute most of the vocabulary; the others have few words and forms.
+FAMILIES: dict[str, tuple[float, Callable[[Random, SharedCodes], Values]]] = {
+    "dates": (0.26, dates),
+    "times": (0.05, times),
+    "minutes": (0.01, minutes),
+    "durations": (0.19, durations),
+    "money": (0.17, money),
+    "units": (0.14, units),
+    "numbers": (0.05, plain_numbers),
+    "percentages": (0.01, percentages),
+    "countries": (0.09, lambda rng, shared: sets_of_names("territories", shared.countries, rng)),
+    "tongues": (0.03, lambda rng, shared: sets_of_names("languages", shared.languages, rng)),
 }
 
 
 def names(a: LocaleFormatter, b: LocaleFormatter) -> Iterator[Pair]:
     """Yield every name in both languages: countries, currencies, units, cities, months, ..."""
+
+    def shared(x: Mapping[Any, Any], y: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+        return [(x[key], y[key]) for key in sorted(x.keys() & y.keys())]
+
     for table in ("languages", "territories", "scripts", "variants", "currency_names"):
-        for code in sorted(set(a.data[table]) & set(b.data[table])):
-            yield a.data[table][code], b.data[table][code]
-    for unit in sorted(set(a.data["unit_display_names"]) & set(b.data["unit_display_names"])):
-        x, y = a.data["unit_display_names"][unit], b.data["unit_display_names"][unit]
+        yield from shared(a.data[table], b.data[table])
+    for x, y in shared(a.data["unit_display_names"], b.data["unit_display_names"]):
         yield x.get("long") or x.get("short", ""), y.get("long") or y.get("short", "")
     for table in ("months", "days", "quarters"):
-        x, y = a.data[table]["stand-alone"]["wide"], b.data[table]["stand-alone"]["wide"]
-        yield from ((x[key], y[key]) for key in sorted(x) if key in y)
-    for zone in sorted(set(a.data["meta_zones"]) & set(b.data["meta_zones"])):
-        x, y = a.data["meta_zones"][zone].get("long", {}), b.data["meta_zones"][zone].get("long", {})
+        yield from shared(a.data[table]["stand-alone"]["wide"], b.data[table]["stand-alone"]["wide"])
+    for x, y in shared(a.data["meta_zones"], b.data["meta_zones"]):
+        x, y = x.get("long", {}), y.get("long", {})
         yield from ((x[key], y[key]) for key in ("generic", "standard", "daylight") if key in x and key in y)
     zones_a, zones_b = a.data["time_zones"], b.data["time_zones"]
     for zone in sorted(set(zones_a) | set(zones_b)):
@@ -315,31 +289,27 @@ class Collector:
     def add(self, source: str, target: str) -> Pair | None:
         """Return the pair with plain spaces, or None if it is dropped."""
         source, target = " ".join(source.translate(SPACES).split()), " ".join(target.translate(SPACES).split())
-        known = self.targets.get(source)
+        known_target = self.targets.get(source)
         if not source or not target:
             self.left_out["values that CLDR lacks in one language"] += 1
-        elif known is None:
+        elif known_target is None:
             self.targets[source] = target
             return source, target
         else:
-            self.left_out["duplicates" if known == target else "conflicting translations"] += 1
+            self.left_out["duplicates" if known_target == target else "conflicting translations"] += 1
         return None
 
     def add_value(self, form: Form) -> Pair | None:
         try:
             return self.add(form(self.source), form(self.target))
         except MissingCldrData:
-            self.left_out["values that CLDR lacks in one language"] += 1
-            return None
+            return self.add("", "")
 
 
 def generate_sentences(values: Values, collector: Collector, rng: Random, held_out: int, train: int) -> tuple[list[Pair], ...]:
-    """Return training, validation and test pairs of one family. The first values go to validation,
-    the next to test, the others to training.
-
-    So the held-out pairs do not depend on the number of training pairs. A held-out value is used
-    once, in any of its forms.
-    """
+    """Return training, validation and test pairs of one family. The first values go to validation
+    (each in one form), the next to test, the others to training, so the held-out pairs do not
+    depend on the number of training pairs."""
     splits: tuple[list[Pair], ...] = ([], [], [])
     for count, split, max_forms in ((held_out, splits[1], 1), (held_out, splits[2], 1), (train, splits[0], FORMS_OF_A_VALUE)):
         while len(split) < count and (forms := next(values, None)) is not None:
@@ -356,7 +326,7 @@ def generate_pairs(source: str, target: str, *, limit: int, held_out: int) -> Ge
 
     limit      maximum number of training pairs; 0: all (MAX_PAIRS)
     held_out   pairs in validation and in test; independent of `limit`
-    DataError if CLDR lacks a language, or most of its data. 120,000 pairs take about 4 s on one core.
+    DataError if CLDR lacks a language, or most of its data. 120,000 pairs take about 4 s on a core.
     """
     if locale(source) == locale(target):
         raise DataError(f"source and target are both {source!r}", "data.source, data.target", "name two languages")
@@ -367,18 +337,17 @@ def generate_pairs(source: str, target: str, *, limit: int, held_out: int) -> Ge
     collector.left_out["names beyond their share"] = len(dictionary) - len(train)
     shared = SharedCodes.of(collector.source, collector.target)
     draws = {family: Random(f"{family} {GENERATOR}") for family in FAMILIES}
-    streams = {family: values(draws[family], shared) for family, values in FAMILIES.items()}
-    for family, stream in list(streams.items()):
-        first = next(stream, None)  # a family without shared data gives its share to the others
-        streams[family] = itertools.chain([first] if first else [], stream)
-        if not first:
-            del streams[family]
+    streams: dict[str, Values] = {}
+    for family, (_, values) in FAMILIES.items():
+        stream = values(draws[family], shared)
+        if first := next(stream, None):  # a family without shared data gives its share to the others
+            streams[family] = itertools.chain([first], stream)
     shares = apportion(limit - len(train), streams)
     held_shares = apportion(held_out, streams.keys() - TRAINING_ONLY)
     for family, stream in streams.items():
-        more = generate_sentences(stream, collector, draws[family], held_shares.get(family, 0), shares[family])
-        for split, new in zip((train, validation, test), more, strict=True):
-            split += new
+        family_splits = generate_sentences(stream, collector, draws[family], held_shares.get(family, 0), shares[family])
+        for split, pairs in zip((train, validation, test), family_splits, strict=True):
+            split += pairs
     if len(train) < min(limit, 1000) or (held_out and not (validation and test)):
         what = f"CLDR has too little data for {source!r} and {target!r}: {len(train)} training and {len(validation)} held-out pairs"
         hint = "use languages that CLDR covers well, or increase data.pairs"
@@ -388,8 +357,8 @@ def generate_pairs(source: str, target: str, *, limit: int, held_out: int) -> Ge
 
 
 def apportion(total: int, families: Collection[str]) -> dict[str, int]:
-    """Distribute `total` sentences over `families` by MIXTURE, rounding by largest remainders."""
-    weights = {family: share for family, share in MIXTURE.items() if family in families}
+    """Distribute `total` sentences over `families` by share, rounding by largest remainders."""
+    weights = {family: share for family, (share, _) in FAMILIES.items() if family in families}
     exact = {family: total * weight / sum(weights.values()) for family, weight in weights.items()}
     counts = {family: int(n) for family, n in exact.items()}
     for family in sorted(exact, key=lambda f: counts[f] - exact[f])[: total - sum(counts.values())]:

@@ -1,8 +1,7 @@
 """Format dates, times, numbers, amounts, durations and lists in one language, by Unicode CLDR.
 
-babel contains CLDR and such functions, but looks up the patterns at each call, which is two to four
-times slower; here they are looked up once. Differences from babel, where it does not implement CLDR,
-are documented at the method; tests compare everything else with babel.
+babel has such functions, but looks up the patterns at each call, which is two to four times slower.
+Where babel does not implement CLDR, the method documents it; tests compare the rest with babel.
 """
 
 from __future__ import annotations
@@ -80,8 +79,8 @@ class LocaleFormatter:
 
     def format_relative(self, value: int, unit: str, length: str, direction: str) -> str:
         """in 3 days, 3 days ago. `direction`: future or past; `length`: empty or -short."""
-        known = self.data["date_fields"]
-        patterns = known.get(unit + length) or known.get(unit, {})
+        fields = self.data["date_fields"]
+        patterns = fields.get(unit + length) or fields.get(unit, {})
         return self.plural_pattern(patterns.get(direction, {}), value).replace("{0}", self.format_number(value))
 
     def format_currency_name(self, value: int | Decimal, currency: str) -> str:
@@ -119,8 +118,8 @@ class LocaleFormatter:
     def format_list(self, items: Sequence[str], style: str) -> str:
         """Format a list (UTS 35, part 2). Patterns that a style lacks are those of "standard"."""
         if style not in self.lists:
-            known = self.data["list_patterns"]
-            self.lists[style] = {**known["standard"], **known.get(style, {})}
+            styles = self.data["list_patterns"]
+            self.lists[style] = {**styles["standard"], **styles.get(style, {})}
         patterns = self.lists[style]
         if len(items) == 2:
             return patterns["2"].format(*items)
@@ -137,12 +136,12 @@ def plain(value: Any) -> Any:
 
 def locale(code: str) -> Locale:
     """Return babel's locale. DataError with the nearest codes if CLDR lacks the language."""
-    known = {name.lower(): name for name in localedata.locale_identifiers()}
-    name = known.get(code.lower().replace("-", "_"))
+    identifiers = {name.lower(): name for name in localedata.locale_identifiers()}
+    name = identifiers.get(code.lower().replace("-", "_"))
     if name is None:
-        english = {word.lower(): key for key, word in Locale.parse("en").languages.items() if key.lower() in known}
-        near = difflib.get_close_matches(code.lower(), [*known, *english], n=4, cutoff=0.6)
-        codes = list(dict.fromkeys(known.get(word) or english[word] for word in near))
+        english = {word.lower(): key for key, word in Locale.parse("en").languages.items() if key.lower() in identifiers}
+        near = difflib.get_close_matches(code.lower(), [*identifiers, *english], n=4, cutoff=0.6)
+        codes = list(dict.fromkeys(identifiers.get(word) or english[word] for word in near))
         what = f"CLDR has no language {code!r}"
         hint = f"did you mean {', '.join(codes)}?" if codes else "languages are codes such as en, it, de, pt_BR, zh_Hant"
         raise DataError(what, f"babel {babel.__version__}, data.source, data.target", hint)

@@ -5,9 +5,9 @@
     huggingface  a dataset of the hub or of a local folder              data/pairs/huggingface.py
     gettext      the message catalogues on this machine                 data/pairs/catalogues.py
 
-Every pair is either kept, or counted by reason in the report. If the source has no validation or test
-pairs, some training pairs are held out: those whose source texts have the smallest hashes. So equal
-source texts are in one split, and the choice is the same on every machine and in every order.
+Every pair is either kept, or counted by reason in the report. If the source has no validation or
+test pairs, the training pairs whose source texts have the smallest hashes are held out. So equal
+source texts are in one split, and the choice does not depend on the machine or the order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import hashlib
 import importlib
 import json
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from lockstep.files import sha256_file
 
 SPLITS = ("train", "validation", "test")
 
-# The data options with paths or names that each kind reads. Other ones are refused, as they would be ignored.
+# The data options with paths or names that each kind reads. Other ones are refused.
 FIELDS = {
     "cldr": (),
     "files": ("train", "validation", "test"),
@@ -46,7 +45,6 @@ class CorpusReport:
     left_out: dict[str, int]  # reason -> pairs
 
     def line(self) -> str:
-        """Format the report as one line."""
         kept = ", ".join(f"{count:,} {split}" for split, count in self.kept.items())
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.left_out.items())
         return f"{self.read:,} pairs read: {kept}; dropped: {reasons or 'none'}"
@@ -62,7 +60,6 @@ class Corpus:
 
 
 def read_corpus(data: config.DataOptions) -> Corpus:
-    """Read the corpus. ConfigError, DataError: see the readers."""
     refuse_unused_options(data)
     splits, left_out = read_splits(data)
     dropped = Counter(left_out)
@@ -75,21 +72,20 @@ def read_corpus(data: config.DataOptions) -> Corpus:
         if split in splits and not cleaned[split]:
             raise DataError(f"the {split} text is empty", describe_source(data), f"remove data.{split}, to hold out training pairs")
     missing = [split for split in SPLITS[1:] if split not in splits]
-    cleaned["train"], *held = hold_out(cleaned["train"], data.held_out, parts=len(missing), where=describe_source(data))
-    cleaned.update(zip(missing, held, strict=True))
+    cleaned["train"], *held_out = hold_out(cleaned["train"], data.held_out, parts=len(missing), where=describe_source(data))
+    cleaned.update(zip(missing, held_out, strict=True))
     report = CorpusReport(raw, {split: len(pairs) for split, pairs in cleaned.items()}, {k: n for k, n in dropped.items() if n})
     return Corpus(**cleaned, fingerprint=digest(cleaned), report=report)
 
 
 def read_splits(data: config.DataOptions) -> tuple[dict[str, Pairs], dict[str, int]]:
     """Return the splits of the source, unchanged, and the dropped pairs of its reader by reason."""
-    options: dict[str, Sequence[str]] = {split: getattr(data, split) for split in SPLITS}
     if data.kind == "cldr":
         generated = cldr.generate_pairs(data.source, data.target, limit=data.pairs, held_out=data.held_out)
-        held = {"validation": generated.validation, "test": generated.test} if data.held_out else {}
-        return {"train": generated.train, **held}, generated.left_out
+        held_out = {"validation": generated.validation, "test": generated.test} if data.held_out else {}
+        return {"train": generated.train, **held_out}, generated.left_out
     if data.kind == "files":
-        given = {split: paths for split, paths in options.items() if paths or split == "train"}
+        given = {split: getattr(data, split) for split in SPLITS if getattr(data, split) or split == "train"}
         return {split: textfiles.read_pairs(paths, data.source, data.target, split) for split, paths in given.items()}, {}
     if data.kind == "gettext":
         pairs, left_out = catalogues.read_catalogues(data.train, data.source, data.target)
@@ -97,13 +93,7 @@ def read_splits(data: config.DataOptions) -> tuple[dict[str, Pairs], dict[str, i
     if not data.dataset:
         what = "data.kind=huggingface needs data.dataset"
         raise ConfigError(what, describe_source(data), "for example data.dataset=Helsinki-NLP/opus_books data.subset=en-it")
-    several = [split for split, names in options.items() if len(names) > 1]
-    if several:
-        raise ConfigError(f"data.{several[0]} names several splits", describe_source(data), "name one, or none")
-    # Imported on demand: `datasets` takes 1 to 4 s and imports pandas.
-    reader = importlib.import_module("lockstep.data.pairs.huggingface")
-    names = {split: "".join(given) for split, given in options.items()}
-    return reader.read_dataset(data.dataset, data.subset, data.source, data.target, names), {}
+    return importlib.import_module("lockstep.data.pairs.huggingface").read_dataset(data), {}
 
 
 def clean(pairs: Pairs, left_out: Counter[str]) -> Pairs:
@@ -116,11 +106,10 @@ def clean(pairs: Pairs, left_out: Counter[str]) -> Pairs:
 
 
 def hold_out(pairs: Pairs, size: int, *, parts: int, where: str) -> tuple[Pairs, ...]:
-    """Return (remaining pairs, part 1, .., part `parts`), each part with `size` pairs, in corpus order.
+    """Return (remaining pairs, part 1, .., part `parts`), each with `size` pairs, in corpus order.
 
-    Source texts are taken in the order of their hashes. Pairs with equal source text stay together; a
-    group that does not fit into a part stays in training. DataError if the parts would take more than
-    half of the pairs.
+    Source texts are taken in the order of their hashes. A group of pairs with equal source text
+    that does not fit into a part stays in training. DataError if the parts take more than half.
     """
     if 2 * parts * size > len(pairs):
         what = f"{len(pairs):,} pairs are too few to hold out {parts} times {size:,}"
@@ -151,11 +140,10 @@ def digest(splits: dict[str, Pairs]) -> str:
 
 
 def fingerprint(data: config.DataOptions) -> str:
-    """Return the hex sha256 of what the corpus depends on, without parsing it.
+    """Return the hex sha256 of the sources of the corpus, without parsing them.
 
     cldr: versions, CLDR data, options. files, gettext, local datasets: bytes of the files. Hub
-    datasets: name and options only, so that a prepared run resumes without network;
-    `Corpus.fingerprint` covers their text. DataError if a file is missing.
+    datasets: name and options only, so that a prepared run resumes without network. DataError.
     """
     total = hashlib.sha256(json.dumps({k: v for k, v in asdict(data).items() if k not in (*SPLITS, "dataset", "max_tokens")}).encode())
     if data.kind == "cldr":
@@ -183,7 +171,6 @@ def files_of(data: config.DataOptions) -> list[tuple[str, Path]]:
 
 
 def refuse_unused_options(data: config.DataOptions) -> None:
-    """ConfigError if an option is set that `data.kind` does not read."""
     unused = [name for name in FIELDS["huggingface"] if name not in FIELDS[data.kind] and getattr(data, name)]
     if unused:
         where = describe_source(data)
@@ -192,6 +179,5 @@ def refuse_unused_options(data: config.DataOptions) -> None:
 
 
 def describe_source(data: config.DataOptions) -> str:
-    """The options of the source, for error messages."""
     fields = {name: getattr(data, name) for name in ("kind", "source", "target", *FIELDS[data.kind])}
     return " ".join(f"data.{k}={v if isinstance(v, str) else ','.join(v)}" for k, v in fields.items() if v)

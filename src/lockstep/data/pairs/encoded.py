@@ -55,8 +55,8 @@ class EncodedPairs:
                 try:
                     loaded.append(np.load(path, mmap_mode="r"))
                 except (OSError, ValueError) as error:
-                    what = f"{path} cannot be opened: {error}"
-                    raise DataError(what, "a file of the prepared corpus", "remove its folder to prepare it again") from None
+                    hint = "remove its folder to prepare it again"
+                    raise DataError(f"{path} cannot be opened: {error}", "a file of the prepared corpus", hint) from None
         offsets = [np.asarray(o, dtype=np.int64) for o in arrays["offsets"]]
         if len({len(o) for o in offsets}) > 1 or any(o[-1] != len(i) for o, i in zip(offsets, arrays["ids"], strict=True)):
             raise DataError(f"the arrays of {split} are inconsistent", str(folder), "remove the folder to prepare the corpus again")
@@ -68,9 +68,8 @@ class EncodedPairs:
     def gather(self, ids: Ints, rows: int, source_length: int, target_length: int) -> tuple[Ints, Ints, Ints]:
         """Return source (rows, S), target (rows, T) and labels (rows, T), int64, padded with PAD.
 
-        source = sentence, END; target = BEGIN, sentence; labels = sentence, END. Rows beyond
-        len(ids) are PAD. ValueError if there are more ids than rows, or a pair is longer than its
-        side.
+        source = sentence, END; target = BEGIN, sentence; labels = sentence, END. ValueError if
+        there are more ids than rows, or a pair is longer than its side.
         """
         if len(ids) > rows:
             raise ValueError(f"{len(ids)} pairs do not fit into {rows} rows")
@@ -82,17 +81,16 @@ class EncodedPairs:
         return source, target, labels
 
     def _with_end(self, side: int, ids: Ints, rows: int, length: int) -> Ints:
-        """Return (rows, length): each sentence, END, PAD."""
         out = np.full((rows, length), PAD, dtype=np.int64)
         if not len(ids):
             return out
-        begin = self._offsets[side][ids][:, None]
+        start = self._offsets[side][ids][:, None]
         tokens = self.lengths[ids, side].astype(np.int64)[:, None] - 1
         if tokens.max() >= length:
             worst = int(tokens.argmax())
             raise ValueError(f"{SIDES[side]} of pair {ids[worst]} has {tokens[worst, 0] + 1} tokens, the shape holds {length}")
         column = np.arange(length)[None, :]
         inside = column < tokens
-        out[: len(ids)][inside] = self._ids[side][(begin + column)[inside]]
+        out[: len(ids)][inside] = self._ids[side][(start + column)[inside]]
         out[: len(ids)][column == tokens] = END
         return out

@@ -1,8 +1,7 @@
-"""Pairs and texts from a Hugging Face dataset, such as Helsinki-NLP/opus_books (en-it), or a local folder.
+"""Pairs and texts from a Hugging Face dataset, such as Helsinki-NLP/opus_books, or a local folder.
 
-A separate module because importing `datasets` takes seconds: it is imported on demand. Pairs come from
-a column `translation` with a text per language, or from columns named after the languages or `source`
-and `target`.
+Imported on demand, as importing `datasets` takes 1 to 4 s. Pairs come from a column `translation`
+with a text per language, or from columns named after the languages or `source` and `target`.
 """
 
 from __future__ import annotations
@@ -14,21 +13,21 @@ from pathlib import Path
 
 import datasets
 
+from lockstep.config.schema import DataOptions
 from lockstep.data.pairs.textfiles import Pairs, sides_of
-from lockstep.errors import DataError
+from lockstep.errors import ConfigError, DataError
 
 
-def read_dataset(name: str, subset: str, source: str, target: str, splits: dict[str, str]) -> dict[str, Pairs]:
-    """Return the pairs of each split that exists.
+def read_dataset(data: DataOptions) -> dict[str, Pairs]:
+    """Return the pairs of each split that exists. A cached dataset does not contact the hub.
 
-    name    dataset on the hub, or a folder: of `save_to_disk`, or with data files (parquet, jsonl, csv)
-    splits  our split -> the dataset's name of it; "": the split of our name, if it exists
-    DataError: no such dataset, subset, split or column. The hub is contacted only if the dataset is not cached.
+    data.dataset  on the hub, or a folder: of `save_to_disk`, or with parquet, jsonl, csv files
+    ConfigError, DataError: no such dataset, subset, split or column.
     """
-    where = f"data.dataset={name} data.subset={subset}"
-    dataset = load(name, subset, where)
+    source, target, where = data.source, data.target, f"data.dataset={data.dataset} data.subset={data.subset}"
+    dataset = load(data.dataset, data.subset, where)
     pairs = {}
-    for ours, wanted in choose_splits(splits, list(dataset), where).items():
+    for ours, wanted in choose_splits(requested_splits(data), list(dataset), where).items():
         split = dataset[wanted]
         texts = {column: split[column][:] for column in split.column_names if column in ("translation", source, target, "source", "target")}
         if not texts:
@@ -40,36 +39,38 @@ def read_dataset(name: str, subset: str, source: str, target: str, splits: dict[
 
 
 def choose_splits(requested: Mapping[str, str], available: Sequence[str], where: str) -> dict[str, str]:
-    """Return our split -> the dataset's split: the requested one, else the one of our name unless it is
-    requested for another split of ours.
-
-    DataError if a split does not exist, or is used twice.
-    """
+    """Return our split -> the dataset's split: the requested one, else the one of our name unless
+    it is requested for another split. DataError if a split does not exist, or is used twice."""
     chosen: dict[str, str] = {}
-    for ours, theirs in requested.items():
-        taken = ours in [name for other, name in requested.items() if other != ours]
-        wanted = theirs or ("train" if ours == "train" else ours if ours in available and not taken else "")
-        if wanted and wanted not in available:
-            near = get_close_matches(wanted, available, n=1, cutoff=0.0) or ["none"]
-            raise DataError(f"the dataset has no split {wanted!r}, but {', '.join(available)}", where, f"try data.{ours}={near[0]}")
-        if used := [other for other, name in chosen.items() if wanted and name == wanted]:
-            raise DataError(f"data.{used[0]} and data.{ours} are one split, {wanted!r}", where, "use another split, or remove one")
-        if wanted:
-            chosen[ours] = wanted
+    for split, given in requested.items():
+        taken = split in [name for other_split, name in requested.items() if other_split != split]
+        chosen_name = given or ("train" if split == "train" else split if split in available and not taken else "")
+        if chosen_name and chosen_name not in available:
+            near = get_close_matches(chosen_name, available, n=1, cutoff=0.0) or ["none"]
+            raise DataError(f"the dataset has no split {chosen_name!r}, but {', '.join(available)}", where, f"try data.{split}={near[0]}")
+        if used := [other_split for other_split, name in chosen.items() if chosen_name and name == chosen_name]:
+            raise DataError(f"data.{used[0]} and data.{split} are one split, {chosen_name!r}", where, "use another split, or remove one")
+        if chosen_name:
+            chosen[split] = chosen_name
     return chosen
 
 
-def splits_of(name: str, subset: str, requested: Mapping[str, str]) -> dict[str, str]:
-    """Apply `choose_splits` to a dataset."""
-    where = f"data.dataset={name} data.subset={subset}"
-    return choose_splits(requested, list(load(name, subset, where)), where)
+def requested_splits(data: DataOptions) -> dict[str, str]:
+    """Return our split -> the name that the user gave, or "". ConfigError: several names."""
+    names: dict[str, tuple[str, ...]] = {"train": data.train, "validation": data.validation, "test": data.test}
+    if several := [split for split, given in names.items() if len(given) > 1]:
+        raise ConfigError(f"data.{several[0]} names several splits", f"data.dataset={data.dataset}", "name one, or none")
+    return {split: "".join(given) for split, given in names.items()}
+
+
+def splits_of(data: DataOptions) -> dict[str, str]:
+    where = f"data.dataset={data.dataset} data.subset={data.subset}"
+    return choose_splits(requested_splits(data), list(load(data.dataset, data.subset, where)), where)
 
 
 def read_column(name: str, subset: str, split: str, column: str) -> Iterator[tuple[int, str]]:
     """Yield (number, text) of each row of a split; skip rows without a text.
-
-    DataError: no such dataset or column.
-    """
+    DataError: no such dataset or column."""
     where = f"data.dataset={name} data.subset={subset}"
     rows = load(name, subset, where)[split]
     if column not in rows.column_names:

@@ -1,7 +1,4 @@
-"""Loader of pairs: gathers the micro-batches of the order from memory-mapped arrays.
-
-It needs no worker process and no queue: gathering 2,000 tokens takes 0.3 ms, 1% of a step.
-"""
+"""Loader of pairs: gathers micro-batches from memory-mapped arrays (0.3 ms for 2,000 tokens)."""
 
 from __future__ import annotations
 
@@ -16,9 +13,7 @@ from lockstep.data.pairs.encoded import EncodedPairs
 
 @dataclass(frozen=True)
 class PairBatch:
-    """source (B, S): sentence, END; target (B, T): BEGIN, sentence; labels (B, T): sentence, END;
-    padded with PAD.
-    """
+    """source (B, S): text, END; target (B, T): BEGIN, text; labels (B, T): text, END."""
 
     source: torch.Tensor
     target: torch.Tensor
@@ -26,23 +21,21 @@ class PairBatch:
 
 
 class PairLoader:
-    """Micro-batches of `pairs` in `order`, on `device`. Stateless: steps can be requested in any
-    order.
+    """Micro-batches of `pairs` in `order`, on `device`. Stateless: steps in any order.
 
-    fixed_shapes  pad each micro-batch to the shape of its bucket, so that torch.compile sees few shapes;
-                  otherwise to its longest sentence, which depends on the micro-batch only
+    fixed_shapes  pad each micro-batch to the shape of its bucket, for torch.compile; else to its
+                  longest sentence
     """
 
     def __init__(self, pairs: EncodedPairs, order: BucketOrder, device: torch.device, *, fixed_shapes: bool = False) -> None:
         self.pairs, self.order, self.device, self.fixed_shapes = pairs, order, device, fixed_shapes
 
     def tokens_in_step(self, step: int) -> int:
-        """Number of target tokens of the step, END included, over the micro-batches of all replicas."""
+        """Number of target tokens of the step, END included, over all micro-batches."""
         ids = np.concatenate([self.order.ids(step, k) for k in range(self.order.micro_batches)])
         return int(self.pairs.lengths[ids, 1].sum())
 
     def micro_batch(self, step: int, k: int) -> PairBatch:
-        """Return micro-batch `k` of step `step`, padded with empty rows."""
         shape, ids = self.order.shape(step, k), self.order.ids(step, k)
         longest = (shape.length, shape.length) if self.fixed_shapes else tuple(int(n) for n in self.pairs.lengths[ids].max(axis=0))
         tensors = [torch.from_numpy(array) for array in self.pairs.gather(ids, shape.rows, *longest)]

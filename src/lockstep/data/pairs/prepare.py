@@ -1,9 +1,7 @@
-"""Prepare the parallel corpus of a run: tokenizer, token ids in memory-mapped arrays, held-out text.
+"""Prepare the parallel corpus of a run: tokenizer, token ids in mapped arrays, held-out text.
 
-Rank 0 prepares once, and writes `prepared.json` last (data/manifest.py).
-
-Pairs longer than `data.max_tokens`, END included, are dropped from the arrays of every split and counted.
-The held-out text keeps them: BLEU and the other scores cover all held-out pairs, the loss does not.
+Pairs longer than `data.max_tokens`, END included, are dropped from the arrays of every split and
+counted. The held-out text keeps them: the scores cover all held-out pairs, the loss does not.
 """
 
 from __future__ import annotations
@@ -12,11 +10,11 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from lockstep.config import schema as config
-from lockstep.data.manifest import MANIFEST, read_manifest, refuse_other_settings, verify_files
+from lockstep.data.manifest import MANIFEST, matches_prepared, read_manifest, verify_files
 from lockstep.data.pairs import corpus
 from lockstep.data.pairs.corpus import SPLITS, Corpus, CorpusReport
 from lockstep.data.pairs.encoded import SIDES, EncodedPairs, write_side
@@ -49,29 +47,16 @@ class PreparedPairs:
 
 
 def prepare(data: config.DataOptions, options: config.TokenizerOptions, folder: Path) -> None:
-    """For rank 0: prepare the corpus under `folder`. If it exists, only compare the settings.
-
-    DataError if another corpus is in the folder, or this one cannot be read.
-    """
-    settings = corpus_settings(data, options)
-    if (folder / MANIFEST).exists():
-        try:
-            settings["corpus"] = corpus.fingerprint(data)
-        except DataError as error:  # source files are gone; the prepared corpus is sufficient
-            log.warning("using the prepared corpus in %s; its source cannot be compared: %s", folder, error.what)
-        refuse_other_settings(read_manifest(folder)["asked"], settings, folder)
+    """For rank 0: prepare the corpus under `folder`, and the manifest last. If they exist, only
+    compare the settings. DataError if another corpus is there, or this one cannot be read."""
+    # What the files depend on, besides the corpus.
+    settings = {"max_tokens": data.max_tokens, **{f"tokenizer.{name}": value for name, value in asdict(options).items()}}
+    if matches_prepared(folder, settings, "corpus", partial(corpus.fingerprint, data)):
         return
     folder.mkdir(parents=True, exist_ok=True)
-    settings["corpus"] = corpus.fingerprint(data)
     text = corpus.read_corpus(data)
     log.info(text.report.line())
-    tokenizer = Tokenizer.train(
-        (sentence for pair in text.train for sentence in pair),
-        kind=options.kind,
-        vocab_size=options.vocab_size,
-        min_frequency=options.min_frequency,
-        lowercase=options.lowercase,
-    )
+    tokenizer = Tokenizer.train((sentence for pair in text.train for sentence in pair), **asdict(options))
     tokenizer.save(folder / "tokenizer.json")
     files, too_long = write_arrays(folder, text, tokenizer, data.max_tokens)
     for split in SPLITS[1:]:
@@ -89,17 +74,15 @@ def prepare(data: config.DataOptions, options: config.TokenizerOptions, folder: 
         what = f"no training pair has at most {data.max_tokens} tokens"
         raise DataError(what, "data.max_tokens", "increase it, or split the text into sentences")
     log.info("tokenizer: %d entries (%s, %d asked for)", tokenizer.vocab_size, options.kind, options.vocab_size)
-    write_json(
-        folder / MANIFEST,
-        {
-            "corpus": text.fingerprint,
-            "tokenizer": tokenizer.fingerprint,
-            "asked": settings,
-            "report": asdict(report),
-            "too_long": too_long,
-            "files": {path.name: sha256_file(path) for path in [folder / "tokenizer.json", *files]},
-        },
-    )
+    manifest = {
+        "corpus": text.fingerprint,
+        "tokenizer": tokenizer.fingerprint,
+        "asked": settings,
+        "report": asdict(report),
+        "too_long": too_long,
+        "files": {path.name: sha256_file(path) for path in [folder / "tokenizer.json", *files]},
+    }
+    write_json(folder / MANIFEST, manifest)
 
 
 def write_arrays(folder: Path, text: Corpus, tokenizer: Tokenizer, max_tokens: int) -> tuple[list[Path], dict[str, int]]:
@@ -108,9 +91,9 @@ def write_arrays(folder: Path, text: Corpus, tokenizer: Tokenizer, max_tokens: i
     too_long: dict[str, int] = {}
     for split in SPLITS:
         pairs: Pairs = getattr(text, split)
-        both = [list(encode(tokenizer, [pair[side] for pair in pairs])) for side in range(len(SIDES))]
-        fits = [max(len(a), len(b)) < max_tokens for a, b in zip(*both, strict=True)]
-        for side, rows in zip(SIDES, both, strict=True):
+        sides = [list(encode(tokenizer, [pair[side] for pair in pairs])) for side in range(len(SIDES))]
+        fits = [max(len(a), len(b)) < max_tokens for a, b in zip(*sides, strict=True)]
+        for side, rows in zip(SIDES, sides, strict=True):
             files += write_side(folder, split, side, (row for row, fit in zip(rows, fits, strict=True) if fit), tokenizer.vocab_size)
         if not all(fits):
             too_long[split] = fits.count(False)
@@ -122,26 +105,15 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> Iterator[list[int]]:
         yield from tokenizer.encode(texts[start : start + ENCODE_BATCH])
 
 
-def corpus_settings(data: config.DataOptions, options: config.TokenizerOptions) -> dict[str, Any]:
-    """Return the settings that the files depend on, besides the corpus, for the manifest."""
-    return {"max_tokens": data.max_tokens, **{f"tokenizer.{name}": value for name, value in asdict(options).items()}}
-
-
 def open_prepared(folder: Path) -> PreparedPairs:
-    """Open the corpus under `folder` and verify the sha256 of every file: about one second per
-    gigabyte.
-
-    DataError if a file is missing or damaged.
-    """
+    """Open the corpus under `folder` and verify every file: about 1 s per gigabyte. DataError."""
     manifest = read_manifest(folder)
     verify_files({folder / name: digest for name, digest in manifest["files"].items()}, folder)
     settings = json.dumps(manifest["asked"], sort_keys=True)
     return PreparedPairs(
         folder=folder,
         tokenizer=Tokenizer.load(folder / "tokenizer.json"),
-        train=EncodedPairs.open(folder, "train"),
-        validation=EncodedPairs.open(folder, "validation"),
-        test=EncodedPairs.open(folder, "test"),
+        **{split: EncodedPairs.open(folder, split) for split in SPLITS},
         fingerprints={"corpus": manifest["corpus"], "tokenizer": manifest["tokenizer"], "asked": settings},
         report=CorpusReport(**manifest["report"]),
     )

@@ -1,6 +1,6 @@
 """Parallel text files: two aligned text files, one TSV, or one JSONL, each plain or .gz.
 
-Only a line feed ends a line: Python's splitlines also splits at U+2028 and others, which would shift one
+Only a line feed ends a line: splitlines also splits at U+2028 and others, which would shift one
 side against the other. Unreadable input is an error with file, line and byte; nothing is replaced.
 """
 
@@ -24,8 +24,7 @@ def read_pairs(paths: Sequence[str], source: str, target: str, split: str) -> Pa
 
     paths  source and target text file; or one .tsv or .jsonl; each may end in .gz
     split  train, validation or test, for error messages
-    DataError: wrong number or type of files, a missing or damaged file, invalid UTF-8, sides of different
-    length, a line without both languages.
+    DataError: wrong, unreadable or not UTF-8 files, sides of different length, a missing side.
     """
     if len(paths) == 2:
         return pair_lines(Path(paths[0]), Path(paths[1]))
@@ -35,12 +34,10 @@ def read_pairs(paths: Sequence[str], source: str, target: str, split: str) -> Pa
     if kind in ("jsonl", "json"):
         return pairs_of_jsonl(Path(paths[0]), source, target)
     what = f"data.{split} has {len(paths)} {'file' if len(paths) == 1 else 'files'}: {', '.join(paths) or 'none'}"
-    hint = "give two text files (source, then target), or one .tsv, or one .jsonl; each may end in .gz"
-    raise DataError(what, "data.kind=files", hint)
+    raise DataError(what, "data.kind=files", "give two text files (source, then target), or one .tsv, or one .jsonl; each may end in .gz")
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return the lines of a file without byte order mark. DataError as in `read_pairs`."""
     return split_lines(b"".join(lines_of(path)), str(path))
 
 
@@ -63,7 +60,6 @@ def read_input_lines(path: Path | None) -> list[str]:
 
 
 def split_lines(content: bytes, name: str) -> list[str]:
-    """Return the lines of a UTF-8 text. DataError if it is not UTF-8."""
     lines = decode_text(content, name).split("\n")
     if not lines[-1]:
         lines.pop()
@@ -82,7 +78,6 @@ def decode_text(content: bytes, name: str) -> str:
 
 
 def parse_json_line(line: str | bytes, where: str) -> Any:
-    """Return the value in a line of JSON. DataError if it is not JSON."""
     try:
         return parse_json(line if isinstance(line, str) else line.decode())
     except ValueError as error:
@@ -90,7 +85,6 @@ def parse_json_line(line: str | bytes, where: str) -> Any:
 
 
 def pair_lines(source: Path, target: Path) -> Pairs:
-    """Pair line n of `source` with line n of `target`."""
     a, b = read_lines(source), read_lines(target)
     if len(a) != len(b):
         what = f"the two sides have {len(a):,} and {len(b):,} lines"
@@ -125,11 +119,8 @@ def pairs_of_jsonl(path: Path, source: str, target: str) -> Pairs:
 
 
 def sides_of(record: Any, source: str, target: str, where: str) -> tuple[str, str]:
-    """Return both texts of a record: {"translation": {"en": .., "it": ..}}, {"en": .., "it": ..} or
-    {"source": .., "target": ..}.
-
-    null counts as empty text. DataError if the record has no such columns.
-    """
+    """Return both texts of a record: {"en": .., "it": ..}, also under the key "translation", or
+    {"source": .., "target": ..}. null counts as empty text. DataError: no such columns."""
     inner = record.get("translation", record) if isinstance(record, dict) else {}
     for left, right in ((source, target), ("source", "target")):
         if isinstance(inner, dict) and left in inner and right in inner:
@@ -138,11 +129,9 @@ def sides_of(record: Any, source: str, target: str, where: str) -> tuple[str, st
                 return a or "", b or ""
             raise DataError(f"the texts are {type(a).__name__} and {type(b).__name__}", where, "both sides must be strings")
     columns = ", ".join(map(str, inner)) if isinstance(inner, dict) and inner else shorten(record)
-    what = f"no columns {source!r} and {target!r}, but {columns}"
-    raise DataError(what, where, "set data.source and data.target to existing columns")
+    raise DataError(f"no columns {source!r} and {target!r}, but {columns}", where, "set data.source and data.target to existing columns")
 
 
 def shorten(value: object) -> str:
-    """The repr of a value, cut to a length that fits a message."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:97]}..."

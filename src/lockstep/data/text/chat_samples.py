@@ -4,8 +4,8 @@
             {"role": "assistant", "content": "Hi."}]} per line
     drills  generated questions with one correct answer each, to try fine-tuning without a download
 
-A chat is rendered by the chat template of its model and tokenized once, as a whole. The ids before an
-answer must equal the ids of its prompt at generation. The loss mask of an answer ends with the token
+The chat template of the model renders a chat, which is tokenized as a whole. The ids before an
+answer must equal the ids of its prompt at generation. The loss mask of an answer includes the token
 that ends the turn. A part of a chat that the template does not render (tools, names, a role) is an
 error.
 """
@@ -36,11 +36,7 @@ RENDER_DATE = datetime(2024, 7, 26)  # date for templates that print one: the de
 
 @dataclass(frozen=True)
 class Chat:
-    """A chat up to its last trained answer.
-
-    where  source of the chat, for error messages
-    tools  tool definitions for the prompt
-    """
+    """A chat up to its last trained answer. where: source for messages; tools: for the prompt."""
 
     messages: list[Message]
     where: str
@@ -53,25 +49,17 @@ class Chat:
 
 
 def chats(data: config.DataOptions, dropped: Counter[str]) -> Iterator[tuple[Split, Chat]]:
-    """Yield every chat with its split. Chats without an answer are dropped and counted.
-
-    DataError if a line is not a chat.
-    """
+    """Yield every chat with its split; drop and count chats without an answer. DataError."""
     named = splits_of(data)
     for split in named:
-        for chat in drills(data.pairs) if data.kind == "drills" else read_chats(data, split):
+        records = (record for path in ([] if data.kind == "drills" else files_of(data, split)) for record in records_of(path))
+        for chat in drills(data.pairs) if data.kind == "drills" else (parse_chat(line, where) for where, line in records):
             del chat.messages[max(chat.answers, default=-1) + 1 :]
             if not chat.messages:
                 dropped["without an answer"] += 1
                 continue
             chosen = choose_split(json.dumps(chat.messages), data.held_out_share) if split == "train" else split
             yield ("train" if split == "train" and chosen in named else chosen), chat
-
-
-def read_chats(data: config.DataOptions, split: Split) -> Iterator[Chat]:
-    """Yield the chats in the files of a split."""
-    for path in files_of(data, split):
-        yield from (parse_chat(line, where) for where, line in records_of(path))
 
 
 CHAT_EXAMPLE = 'write {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
@@ -111,20 +99,15 @@ class SplitTokenError(DataError):
     """An answer starts inside a token of the chat: at generation, other ids would precede it."""
 
 
+def render(tokenizer: ChatTokenizer, messages: list[Message], tools: list[Any] | None) -> str:
+    return tokenizer.render(messages, add_generation_prompt=False, now=lambda: RENDER_DATE, tools=tools)
+
+
 def refuse_unrendered(tokenizer: ChatTokenizer, chat: Chat) -> None:
-    """DataError if the template does not render a part of the chat, or an answer contains the end
-    of a turn.
+    """DataError if the template does not render a part of the chat (its text is the same without),
+    or an answer contains the end of a turn."""
 
-    A part is not rendered if the text stays the same without it.
-    """
-
-    def render(messages: list[Message], tools: list[Any] | None) -> str:
-        try:
-            return tokenizer.render(messages, add_generation_prompt=False, now=lambda: RENDER_DATE, tools=tools)
-        except DataError:
-            return ""  # the template needs the removed part
-
-    whole = tokenizer.render(chat.messages, add_generation_prompt=False, now=lambda: RENDER_DATE, tools=chat.tools)
+    whole = render(tokenizer, chat.messages, chat.tools)
     without: list[tuple[str, list[Message], list[Any] | None]] = [("'tools'", chat.messages, None)] if chat.tools else []
     for number, message in enumerate(chat.messages):
         before, after = chat.messages[:number], chat.messages[number + 1 :]
@@ -139,7 +122,11 @@ def refuse_unrendered(tokenizer: ChatTokenizer, chat: Chat) -> None:
             what = f"answer {number + 1} contains {contained[0]!r}, the token that ends a turn: the text after it would not be trained"
             raise DataError(what, f"{chat.where}; {tokenizer.folder}", "remove it from the text; the template adds it")
     for what, messages, tools in without:
-        if render(messages, tools) == whole:
+        try:
+            is_rendered = render(tokenizer, messages, tools) != whole
+        except DataError:  # the template needs the removed part
+            is_rendered = True
+        if not is_rendered:
             hint = "remove it from the chat, or use a model whose template renders it"
             raise DataError(f"the chat template does not render {what}", f"{chat.where}; {tokenizer.folder}", hint)
 
@@ -147,18 +134,17 @@ def refuse_unrendered(tokenizer: ChatTokenizer, chat: Chat) -> None:
 def encode(tokenizer: ChatTokenizer, chat: Chat) -> tuple[list[int], list[bool]]:
     """Return (ids, loss mask) of a chat up to the end of its last answer.
 
-    DataError: the template does not render a longer chat as a continuation of a shorter one, or does
-    not end an answer with an eos token. SplitTokenError: the ids before an answer differ from the ids
-    of its prompt.
+    DataError: the template rewrites earlier turns, or does not end an answer with an eos token.
+    SplitTokenError: the ids before an answer differ from the ids of its prompt.
     """
     inner = tokenizer.inner
-    whole = tokenizer.render(chat.messages[: max(chat.answers) + 1], add_generation_prompt=False, now=lambda: RENDER_DATE, tools=chat.tools)
+    whole = render(tokenizer, chat.messages[: max(chat.answers) + 1], chat.tools)
     encoding = inner.encode(whole, add_special_tokens=False)
     ids: list[int] = encoding.ids
     loss_mask = [False] * len(ids)
     for number in chat.answers:
         prompt = tokenizer.render(chat.messages[:number], now=lambda: RENDER_DATE, tools=chat.tools)
-        turn = tokenizer.render(chat.messages[: number + 1], add_generation_prompt=False, now=lambda: RENDER_DATE, tools=chat.tools)
+        turn = render(tokenizer, chat.messages[: number + 1], chat.tools)
         if not turn.startswith(prompt) or not whole.startswith(turn):
             what = f"the chat template does not append answer {number + 1} to the turns before it"
             raise DataError(what, f"{chat.where}; {tokenizer.folder}", "use a template that does not rewrite earlier turns")
@@ -203,9 +189,6 @@ def chat_samples(tokenizer: ChatTokenizer, data: config.DataOptions, length: int
         size = sum(len((chat.messages[number].get("content") or "").encode()) for number in chat.answers)
         tools = {"tools": chat.tools} if chat.tools else {}
         yield Sample(split, ids, loss_mask, {"messages": chat.messages, **tools}, size)
-
-
-# -- drills -----------------------------------------------------------------------------------------------------------
 
 
 def drills(count: int) -> Iterator[Chat]:

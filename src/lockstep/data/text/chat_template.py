@@ -1,9 +1,8 @@
-"""Chat templates, rendered in a separate process: a template is untrusted code that could loop forever or
-exhaust the memory.
+"""Chat templates, rendered in a separate process: untrusted code that could use all time or memory.
 
-One process renders all templates. It reads one JSON request per line and writes one JSON response per
-line. jinja's sandbox hides Python's internals. The kernel kills the process if a request takes CPU_S
-seconds of CPU time, and limits its memory to MEMORY_BYTES.
+One process renders all templates. It reads one JSON request per line and writes one JSON response
+per line. jinja's sandbox hides Python's internals. The kernel kills the process if a request takes
+CPU_S seconds of CPU time, and limits its memory to MEMORY_BYTES.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ CPU_S = 2.0
 MEMORY_BYTES = 1 << 30
 MAX_CHARACTERS = 1 << 24
 
-# A tag of transformers around the text to learn. It is replaced by `if true`, which keeps the same white space.
+# A tag of transformers around the text to learn; `if true` replaces it and keeps the white space.
 GENERATION, END_GENERATION = (re.compile(r"(\{%[-+]?\s*)" + word + r"(\s*[-+]?%\})") for word in ("generation", "endgeneration"))
 
 
@@ -45,10 +44,12 @@ class TemplateRenderer:
         self.owner = 0  # a forked child starts its own process
 
     def render(self, template: str, values: Mapping[str, Any], now: datetime) -> str:
-        """Render a template. TemplateError if it fails or exceeds a limit."""
         if self.process is None or self.owner != os.getpid() or self.process.poll() is not None:
-            self.start()
-        assert self.process and self.process.stdin and self.process.stdout
+            self.close()
+            command = [sys.executable, "-P", "-m", "lockstep.data.text.chat_template"]
+            pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            self.process, self.owner = subprocess.Popen(command, **pipes, start_new_session=True), os.getpid()
+        assert self.process.stdin and self.process.stdout
         request = json.dumps({"template": template, "values": values, "now": now.isoformat()})
         with suppress(BrokenPipeError):
             self.process.stdin.write(request.encode() + b"\n")
@@ -63,17 +64,8 @@ class TemplateRenderer:
             raise TemplateError(response["error"])
         return str(response["text"])
 
-    def start(self) -> None:
-        """Start the process, in place of an exited one."""
-        self.close()
-        command = [sys.executable, "-P", "-m", "lockstep.data.text.chat_template"]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
-        )
-        self.owner = os.getpid()
-
     def close(self) -> None:
-        """Stop the process. The next request starts another one."""
+        """Stop the process; the next request starts another."""
         if self.process and self.owner == os.getpid() and self.process.stdin and self.process.stdout:
             with suppress(BrokenPipeError):
                 self.process.stdin.close()
@@ -86,11 +78,7 @@ renderer = TemplateRenderer()
 atexit.register(renderer.close)
 
 
-# -- in the rendering process -----------------------------------------------------------------------------------------
-
-
 def serve() -> None:
-    """Serve requests until standard input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_PROF, CPU_S)
@@ -116,15 +104,13 @@ def render(template: str, values: dict[str, Any], now: str) -> str:
 
 @lru_cache(maxsize=8)
 def compiled(template: str) -> jinja2.Template:
-    """Compile a chat template in the sandbox."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    environment.filters["tojson"] = to_json
+    environment.filters["tojson"] = to_json  # the default escapes HTML
     environment.globals["raise_exception"] = raise_exception
     return environment.from_string(END_GENERATION.sub(r"\1endif\2", GENERATION.sub(r"\1if true\2", template)))
 
 
 def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
-    """The filter of transformers. jinja's own escapes HTML, which does not belong in a prompt."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

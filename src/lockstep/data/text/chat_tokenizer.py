@@ -1,4 +1,4 @@
-"""The tokenizer of a pretrained Llama: encoding, decoding, its chat template, the ids that end an answer.
+"""The tokenizer of a pretrained Llama: encoding, decoding, chat template, ids that end an answer.
 
 Reads Hugging Face files: tokenizer.json, tokenizer_config.json, chat_template.jinja,
 generation_config.json. A chat template is untrusted code: it runs in a separate process
@@ -25,7 +25,7 @@ Message = Mapping[str, Any]  # {"role": "user", "content": "Hello"}, and other k
 
 @dataclass(frozen=True)
 class ChatTokenizer:
-    """A tokenizer, its chat template ("": none), its special tokens (bos_token, ...) and eos ids."""
+    """A tokenizer, its chat template ("": none), special tokens (bos_token, ...) and eos ids."""
 
     inner: tokenizers.Tokenizer
     template: str
@@ -35,11 +35,7 @@ class ChatTokenizer:
 
     @classmethod
     def load(cls, folder: Path, config: Mapping[str, Any]) -> ChatTokenizer:
-        """Load the tokenizer in `folder`. `config`: the model's config.json, a fallback for
-        eos_token_id.
-
-        DataError if it is missing or damaged.
-        """
+        """Load the tokenizer in `folder`. config: a fallback for eos_token_id. DataError."""
         path = folder / "tokenizer.json"
         try:
             inner = tokenizers.Tokenizer.from_str(read_text(path))
@@ -51,28 +47,25 @@ class ChatTokenizer:
         inner.no_padding()
         inner.no_truncation()
         config_json = optional_json(folder / "tokenizer_config.json")
-        special_tokens = {name: text for name, token in config_json.items() if name.endswith("_token") and (text := token_text(token))}
+        tokens = {name: token for name, token in config_json.items() if name.endswith("_token")}
+        texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+        special_tokens = {name: text for name, text in texts.items() if text and isinstance(text, str)}
         named = optional_json(folder / "generation_config.json").get("eos_token_id") or config.get("eos_token_id")
         default = inner.token_to_id(special_tokens.get("eos_token", ""))
         eos_ids = named if isinstance(named, list) else [default if named is None else named]
         if invalid := [number for number in eos_ids if not isinstance(number, int | None) or isinstance(number, bool)]:
             where = f"generation_config.json or config.json of {folder}"
             raise DataError(f"eos_token_id has {json.dumps(invalid[0])[:80]}", where, "write a token id, or a list of them")
-        return cls(
-            inner, read_template(folder, config_json), special_tokens, frozenset(number for number in eos_ids if number is not None), folder
-        )
+        return cls(inner, read_template(folder, config_json), special_tokens, frozenset(eos_ids) - {None}, folder)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, including the tokens that the tokenizer adds."""
-        ids: list[int] = self.inner.encode(text).ids
-        return ids
+        return list[int](self.inner.encode(text).ids)
 
     def encode_chat(
         self, messages: Sequence[Message], *, now: Callable[[], datetime] = datetime.now, tools: Sequence[Any] | None = None
     ) -> list[int]:
-        """Return the ids of a chat, up to the start of the answer."""
-        ids: list[int] = self.inner.encode(self.render(messages, now=now, tools=tools), add_special_tokens=False).ids
-        return ids
+        return list[int](self.inner.encode(self.render(messages, now=now, tools=tools), add_special_tokens=False).ids)
 
     def render(
         self,
@@ -83,24 +76,17 @@ class ChatTokenizer:
         tools: Sequence[Any] | None = None,
     ) -> str:
         """Render the chat, by default up to the start of an answer. DataError if that fails."""
-        where = f"the chat template in {self.folder}"
         if not self.template:
             raise DataError("the tokenizer has no chat template", str(self.folder), "remove --chat, or add a chat_template.jinja there")
-        values = {
-            "messages": [dict(message) for message in messages],
-            "add_generation_prompt": add_generation_prompt,
-            "tools": tools,
-            **self.special_tokens,
-        }
+        chat = {"messages": [dict(message) for message in messages], "add_generation_prompt": add_generation_prompt, "tools": tools}
         try:
-            return renderer.render(self.template, values, now())
+            return renderer.render(self.template, chat | dict(self.special_tokens), now())
         except TemplateError as error:
-            raise DataError(f"the chat cannot be rendered: {error}", where, "check which roles and order of messages it accepts") from error
+            hint = "check which roles and order of messages it accepts"
+            raise DataError(f"the chat cannot be rendered: {error}", f"the chat template in {self.folder}", hint) from error
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of the ids, without special tokens."""
-        text: str = self.inner.decode(list(ids), skip_special_tokens=True)
-        return text
+        return str(self.inner.decode(list(ids), skip_special_tokens=True))
 
 
 def read_template(folder: Path, config_json: Mapping[str, Any]) -> str:
@@ -117,7 +103,7 @@ def read_template(folder: Path, config_json: Mapping[str, Any]) -> str:
 
 
 def optional_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in the file, or {} if there is no file. DataError if it is unreadable."""
+    """Return the JSON object in the file, or {} if there is no file. DataError: unreadable."""
     try:
         value = read_json(path)
     except FileNotFoundError:
@@ -125,9 +111,3 @@ def optional_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path.name} cannot be read: {error}", str(path), "copy the file again") from error
     return value if isinstance(value, dict) else {}
-
-
-def token_text(token: Any) -> str:
-    """Return a special token, a string or an object; "" for other values."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else ""

@@ -5,9 +5,8 @@
     huggingface  a dataset of the hub or of a local folder, with the text in `data.column`
 
 Long files are cut at line ends into documents of at most PIECE_BYTES, to bound the memory. Without
-files for validation and test, documents are held out by the hash of their text: the choice is the same
-on every machine and in every order, and equal documents are in one split. If a split would be empty
-because there are few documents, the last part of each document is held out instead.
+files for validation and test, documents are held out by the hash of their text, so equal documents
+are in one split; if a split would be empty, the last part of each document is held out instead.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import Any, Literal, TypeVar
 
 from lockstep.config import schema as config
 from lockstep.data.pairs.textfiles import decode_text, lines_of, parse_json_line
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import DataError
 
 T = TypeVar("T")
 Split = Literal["train", "validation", "test"]
@@ -35,8 +34,6 @@ ENDS_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Document:
-    """A text, and its source for messages."""
-
     name: str
     text: str
 
@@ -65,18 +62,9 @@ def documents(data: config.DataOptions, inside: bool | None = None) -> Iterator[
 
 
 def splits_of(data: config.DataOptions) -> dict[Split, str]:
-    """Return the splits that the source has, with the dataset's name of each.
-
-    DataError if a split is missing or used twice.
-    """
-    given: dict[Split, str] = {split: "".join(getattr(data, split)[:1]) for split in SPLITS}
+    """Return the splits of the source, with the dataset's name of each. DataError: used twice."""
     if data.kind == "huggingface":
-        if several := [split for split in SPLITS if len(getattr(data, split)) > 1]:
-            raise ConfigError(f"data.{several[0]} names several splits", f"data.dataset={data.dataset}", "name one, or none")
-        # Imported on demand: `datasets` takes 1 to 4 s and imports pandas.
-        reader = importlib.import_module("lockstep.data.pairs.huggingface")
-        splits: dict[Split, str] = reader.splits_of(data.dataset, data.subset, given)
-        return splits
+        return dict(importlib.import_module("lockstep.data.pairs.huggingface").splits_of(data))
     if data.kind not in ("text", "chat"):
         return {"train": ""}  # generated: ignores the files of a recipe
     owner: dict[Path, Split] = {}
@@ -85,14 +73,11 @@ def splits_of(data: config.DataOptions) -> dict[Split, str]:
             if owner.setdefault(path.resolve(), split) != split:
                 what = f"{path} is both in data.{owner[path.resolve()]} and in data.{split}"
                 raise DataError(what, f"data.kind={data.kind}", "remove one of them; without files for validation, documents are held out")
-    return {split: name for split, name in given.items() if name or split == "train"}
+    return {split: "" for split in SPLITS if getattr(data, split) or split == "train"}
 
 
 def held_inside(data: config.DataOptions) -> bool:
-    """Whether the source has too few documents to hold out whole ones: a split would be empty.
-
-    Reads documents until every split has one.
-    """
+    """Whether the source has too few documents to hold out whole ones: a split would be empty."""
     named = splits_of(data)
     needed = {"train", *(split for split in SPLITS[1:] if split not in named)}
     if data.held_out_share == 0 or len(needed) == 1:
@@ -105,20 +90,17 @@ def held_inside(data: config.DataOptions) -> bool:
 
 
 def split_document(document: Document, share: float, held_out: Sequence[Split]) -> Iterator[tuple[Split, Document]]:
-    """Yield a document in parts: the start for training, then a share of its characters for each of
-    `held_out`.
-
-    Cuts after a line, else after a word.
-    """
-    text, begin = document.text, 0
+    """Yield a document in parts, cut after a line, else after a word: the start for training, then
+    a share of its characters for each of `held_out`."""
+    text, start = document.text, 0
     for number, split in enumerate(("train", *held_out)):
         end = round(len(text) * (1 - share * (len(held_out) - number)))
         if number < len(held_out):
-            low = max(begin + 1, end - round(len(text) * share / 2))
-            end = text.rfind("\n", low, end) + 1 or text.rfind(" ", low, end) + 1 or max(begin, end)
-        if text[begin:end].strip():
-            yield split, Document(f"{document.name}, characters {begin:,} to {end:,}", text[begin:end])
-        begin = end
+            low = max(start + 1, end - round(len(text) * share / 2))
+            end = text.rfind("\n", low, end) + 1 or text.rfind(" ", low, end) + 1 or max(start, end)
+        if text[start:end].strip():
+            yield split, Document(f"{document.name}, characters {start:,} to {end:,}", text[start:end])
+        start = end
 
 
 def choose_split(text: str, held_out_share: float) -> Split:
@@ -141,11 +123,8 @@ def read(data: config.DataOptions, split: Split, named: str) -> Iterator[Documen
 
 
 def source_of(data: config.DataOptions) -> dict[str, Any]:
-    """Return a description of the source, to be compared when a prepared run resumes.
-
-    For files: names, sizes and a hash of both ends, in order, without folders. DataError if a file is
-    missing.
-    """
+    """Return a description of the source, to be compared when a prepared run resumes. For files:
+    names, sizes and a hash of both ends, in order, without folders. DataError: missing."""
     if data.kind == "stdlib":
         return {"python": sys.version.split()[0]}
     if data.kind == "huggingface":
@@ -164,7 +143,6 @@ def source_of(data: config.DataOptions) -> dict[str, Any]:
 
 
 def sha256_of_ends(path: Path) -> str:
-    """Return the hex sha256 of the first and last ENDS_BYTES of a file."""
     with open(path, "rb") as file:
         first = file.read(ENDS_BYTES)
         file.seek(max(0, path.stat().st_size - ENDS_BYTES))
@@ -172,7 +150,7 @@ def sha256_of_ends(path: Path) -> str:
 
 
 def files_of(data: config.DataOptions, split: Split) -> list[Path]:
-    """Return the files of a split, sorted within each pattern. DataError if a pattern matches none."""
+    """Return the files of a split, sorted within each pattern. DataError: no match."""
     files: list[Path] = []
     for pattern in getattr(data, split):
         paths = sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file())
@@ -197,13 +175,18 @@ def read_stdlib(root: Path) -> Iterator[Document]:
 
 
 def read_file(path: Path, column: str) -> Iterator[Document]:
-    """Yield the documents of a file. DataError: unreadable, not UTF-8, no such column."""
     if path.name.removesuffix(".gz").endswith((".jsonl", ".ndjson")):
-        yield from (Document(where, column_of(line, column, where)) for where, line in records_of(path))
+        for where, line in records_of(path):
+            record = parse_json_line(line, where)
+            text = record.get(column) if isinstance(record, dict) else None
+            if not isinstance(text, str):
+                columns = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
+                raise DataError(f"no text in the column {column!r}, but {columns}", where, "set data.column to one of its columns")
+            yield Document(where, text)
         return
-    for number, piece in enumerate(pieces_of(path), start=1):
+    for number, lines in enumerate(in_groups(lines_of(path), PIECE_BYTES, size=len), start=1):
         name = f"{path}, piece {number:,}" if number > 1 else str(path)
-        yield Document(name, decode_text(piece, name))
+        yield Document(name, decode_text(b"".join(lines), name))
 
 
 def records_of(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -211,21 +194,6 @@ def records_of(path: Path) -> Iterator[tuple[str, bytes]]:
     for number, line in enumerate(lines_of(path), start=1):
         if line := line.removeprefix(b"\xef\xbb\xbf").strip():
             yield f"{path}, line {number:,}", line
-
-
-def column_of(line: bytes, column: str, where: str) -> str:
-    """Return the text in a line of JSON."""
-    record = parse_json_line(line, where)
-    text = record.get(column) if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        columns = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
-        raise DataError(f"no text in the column {column!r}, but {columns}", where, "set data.column to one of its columns")
-    return text
-
-
-def pieces_of(path: Path) -> Iterator[bytes]:
-    """Yield a file in pieces of whole lines, of at most PIECE_BYTES or one line."""
-    yield from (b"".join(lines) for lines in in_groups(lines_of(path), PIECE_BYTES, size=len))
 
 
 def in_groups(

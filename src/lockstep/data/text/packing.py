@@ -1,14 +1,13 @@
 """Rows of equal length for a Llama, from a stream of documents.
 
 `CutRows` concatenates the documents: row i holds positions i * length .. (i + 1) * length.
-`PackedRows` packs whole chats into rows by best fit decreasing.
-Both know the document of each position. A label is the next token of the same document.
+`PackedRows` packs whole chats into rows. A label is the next token of the same document.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,28 +22,11 @@ IGNORE_INDEX = -100  # label of positions without a loss (models/llama.py)
 
 @dataclass(frozen=True)
 class TextBatch:
-    """tokens, labels, documents: (B, T) int64, as for `Llama.forward`; documents is None if each
-    row is one document.
-    """
+    """tokens, labels, documents (or None): (B, T) int64, as for `Llama.forward`."""
 
     tokens: Tensor
     labels: Tensor
     documents: Tensor | None
-
-
-class Rows(Protocol):
-    """Numbered rows of `length` positions."""
-
-    @property
-    def length(self) -> int: ...
-
-    def __len__(self) -> int: ...
-
-    def row(self, i: int) -> tuple[Ints, Ints, Ints]:
-        """Return (tokens, labels, documents) of row i, each (length,)."""
-
-    def label_counts(self, ids: Ints) -> Ints:
-        """Return the number of labels that are not ignored in each row."""
 
 
 @dataclass(frozen=True)
@@ -58,36 +40,36 @@ class CutRows:
         return max(0, self.stream.tokens - 1) // self.length
 
     def row(self, i: int) -> tuple[Ints, Ints, Ints]:
+        """Return (tokens, labels, documents) of row i, each (length,)."""
         return window(self.stream, i * self.length, self.length)
 
     def label_counts(self, ids: Ints) -> Ints:
-        begin = ids * self.length
-        return self.length - self.stream.ends_in(begin, begin + self.length)
+        """Return the number of labels that are not ignored in each row."""
+        start = ids * self.length
+        return self.length - self.stream.ends_in(start, start + self.length)
 
 
-def window(stream: TokenStream, begin: int, length: int) -> tuple[Ints, Ints, Ints]:
-    """Return (tokens, labels, documents) at positions begin .. begin + length - 1, fewer at the end
-    of the stream. The label of a document's last token is IGNORED.
-    """
-    end = min(begin + length, stream.tokens)
-    ids = stream.read(begin, min(end + 1, stream.tokens))
-    documents = stream.documents_at(begin, min(end + 1, stream.tokens))
-    labels = np.full(end - begin, IGNORE_INDEX, np.int64)
+def window(stream: TokenStream, start: int, length: int) -> tuple[Ints, Ints, Ints]:
+    """Return (tokens, labels, documents) at positions start .. start + length - 1, or to the end of
+    the stream. The label of a document's last token is IGNORE_INDEX."""
+    end = min(start + length, stream.tokens)
+    ids = stream.read(start, min(end + 1, stream.tokens))
+    documents = stream.documents_at(start, min(end + 1, stream.tokens))
+    labels = np.full(end - start, IGNORE_INDEX, np.int64)
     follows = documents[1:] == documents[: len(documents) - 1]
     labels[: len(follows)] = np.where(follows, ids[1:], IGNORE_INDEX)
-    return ids[: end - begin], labels, documents[: end - begin]
+    return ids[: end - start], labels, documents[: end - start]
 
 
 class PackedRows:
-    """Rows of whole documents of a stream with a loss mask. No document is longer than `length` + 1."""
+    """Rows of whole documents of a stream with a loss mask; none is longer than `length` + 1."""
 
     def __init__(self, stream: TokenStream, length: int, *, seed: int) -> None:
         self.stream, self.length = stream, length
         sizes = np.diff(stream.offsets) - 1  # the last token is only a label
         self.members = pack(sizes, length, seed)
-        trained = np.array(
-            [int(stream.read_loss_mask(int(a) + 1, int(b)).sum()) for a, b in zip(stream.offsets, stream.offsets[1:], strict=False)]
-        )
+        spans = itertools.pairwise(map(int, stream.offsets))
+        trained = np.array([int(stream.read_loss_mask(start + 1, end).sum()) for start, end in spans])
         self._label_counts = np.array([int(trained[members].sum()) for members in self.members], dtype=np.int64)
 
     def __len__(self) -> int:
@@ -95,11 +77,11 @@ class PackedRows:
 
     def row(self, i: int) -> tuple[Ints, Ints, Ints]:
         tokens, labels = np.zeros(self.length, np.int64), np.full(self.length, IGNORE_INDEX, np.int64)
-        documents = np.full(self.length, len(self.members[i]), np.int64)  # padding is a document of its own
+        documents = np.full(self.length, len(self.members[i]), np.int64)  # padding is a separate document
         position = 0
         for number, member in enumerate(self.members[i]):
-            begin, end = (int(self.stream.offsets[member + n]) for n in (0, 1))
-            ids, loss_mask = self.stream.read(begin, end), self.stream.read_loss_mask(begin, end)
+            start, end = (int(self.stream.offsets[member + n]) for n in (0, 1))
+            ids, loss_mask = self.stream.read(start, end), self.stream.read_loss_mask(start, end)
             span = slice(position, position + len(ids) - 1)
             tokens[span], documents[span] = ids[:-1], number
             labels[span] = np.where(loss_mask[1:], ids[1:], IGNORE_INDEX)
@@ -111,10 +93,8 @@ class PackedRows:
 
 
 def pack(sizes: npt.NDArray[np.int64], length: int, seed: int) -> list[list[int]]:
-    """Pack documents into rows by best fit decreasing; return the document numbers of each row.
-
-    sizes  (documents,), at most `length` each. Documents of equal size are ordered by a permutation of `seed`.
-    """
+    """Pack documents of `sizes` (documents,) into rows by best fit decreasing; return the document
+    numbers of each row. A permutation of `seed` orders equal sizes."""
     shuffled = permute(np.arange(len(sizes)), len(sizes), splitmix64(seed, 0xBED)) if len(sizes) else np.zeros(0, np.int64)
     order = shuffled[np.argsort(-sizes[shuffled], kind="stable")]
     rows: list[list[int]] = []
@@ -139,14 +119,13 @@ def pack(sizes: npt.NDArray[np.int64], length: int, seed: int) -> list[list[int]
 
 @dataclass(frozen=True)
 class RowLoader:
-    """Micro-batches of rows in `order`, on `device`. Stateless: steps can be requested in any order."""
+    """Micro-batches of rows in `order`, on `device`. Stateless: steps in any order."""
 
-    rows: Rows
+    rows: CutRows | PackedRows
     order: UniformOrder
     device: torch.device
 
     def tokens_in_step(self, step: int) -> int:
-        """Number of labels that are not ignored, over all micro-batches of the step."""
         ids = np.concatenate([self.order.ids(step, k) for k in range(self.order.micro_batches)])
         return int(self.rows.label_counts(ids).sum())
 
@@ -155,7 +134,6 @@ class RowLoader:
 
 
 def batch_of(rows: list[tuple[Ints, Ints, Ints]], device: torch.device) -> TextBatch:
-    """Stack rows of equal length on the device."""
     tokens, labels, documents = (torch.from_numpy(np.stack(column)) for column in zip(*rows, strict=True))
     several = bool((documents != documents[:, :1]).any())
     if device.type == "cuda":

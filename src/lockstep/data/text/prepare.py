@@ -5,14 +5,13 @@
     RUN/data/validation.jsonl, test.jsonl    the held-out documents or chats
     RUN/data/prepared.json   written last: settings, counts, the sha256 of every file
 
-Rank 0 prepares once, with a few megabytes of memory. An interrupted preparation is repeated.
+Rank 0 prepares once, with a few megabytes of memory.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -22,8 +21,8 @@ from typing import Any
 
 import tokenizers
 
-from lockstep.config.schema import RunConfig
-from lockstep.data.manifest import MANIFEST, read_manifest, refuse_other_settings, verify_files
+from lockstep.config.schema import RunConfig, TokenizerOptions
+from lockstep.data.manifest import MANIFEST, matches_prepared, read_manifest, verify_files
 from lockstep.data.text.chat_tokenizer import ChatTokenizer
 from lockstep.data.text.documents import SPLITS, Document, Split, in_groups
 from lockstep.data.text.token_stream import TokenStream, TokenStreamWriter
@@ -71,13 +70,11 @@ class PreparedText:
             return [json.loads(line) for line in file]
 
 
-def train_tokenizer(run: RunConfig, texts: Iterable[str], folder: Path) -> None:
-    """Train the tokenizer of a new Llama and write its files to `folder`."""
-    tokenizer = Tokenizer.train_on_documents(
-        take_characters(texts, TOKENIZER_CHARACTERS), vocab_size=run.tokenizer.vocab_size, min_frequency=run.tokenizer.min_frequency
-    )
+def train_tokenizer(options: TokenizerOptions, texts: Iterable[str], folder: Path) -> None:
+    texts = take_characters(texts, TOKENIZER_CHARACTERS)
+    tokenizer = Tokenizer.train_on_documents(texts, vocab_size=options.vocab_size, min_frequency=options.min_frequency)
     tokenizer.save_for_llama(folder)
-    log.info("tokenizer: %d entries (%d asked for)", tokenizer.vocab_size, run.tokenizer.vocab_size)
+    log.info("tokenizer: %d entries (%d asked for)", tokenizer.vocab_size, options.vocab_size)
 
 
 def prepare(
@@ -93,24 +90,20 @@ def prepare(
     samples  yields the samples, and counts dropped ones by reason
     DataError: other data is in the folder, the source cannot be read, or a split is empty.
     """
-    settings = stream_settings(run)
-    if (folder / MANIFEST).exists():
-        try:
-            settings["source"] = source()
-        except DataError as error:  # source files are gone or moved; the prepared data is sufficient
-            log.warning("using the prepared data in %s; its source cannot be compared: %s", folder, error.what)
-        refuse_other_settings(read_manifest(folder)["asked"], settings, folder)
+    # What the streams depend on, besides their source.
+    data = {f"data.{k}": v for k, v in asdict(run.data).items() if k in ("kind", "column", "held_out_share", "pairs")}
+    options = {f"tokenizer.{k}": v for k, v in asdict(run.tokenizer).items() if k in ("vocab_size", "min_frequency")}
+    seq_len = {"batch.seq_len": run.batch.seq_len} if run.task == "sft" else {}
+    settings: dict[str, Any] = {"task": run.task, **data, **({} if run.llama.init_from else options), **seq_len}
+    if matches_prepared(folder, settings, "source", source):
         return
-    settings["source"] = source()
     folder.mkdir(parents=True, exist_ok=True)
     dropped: Counter[str] = Counter()
     text_bytes = dict.fromkeys(SPLITS, 0)
-    writers: dict[str, TokenStreamWriter] = {}
     with ExitStack() as stack:
         records = {split: stack.enter_context(open(folder / f"{split}.jsonl", "w", encoding="utf-8")) for split in SPLITS[1:]}
-        for split in SPLITS:
-            size = tokenizer.inner.get_vocab_size(with_added_tokens=True)
-            writers[split] = TokenStreamWriter(folder, split, size, has_loss_mask=run.task == "sft")
+        size = tokenizer.inner.get_vocab_size(with_added_tokens=True)
+        writers = {split: TokenStreamWriter(folder, split, size, has_loss_mask=run.task == "sft") for split in SPLITS}
         for sample in samples(dropped):
             writers[sample.split].add(sample.ids, sample.loss_mask)
             text_bytes[sample.split] += sample.bytes
@@ -129,53 +122,29 @@ def prepare(
         log.info("%s: %s", split, figures)
     for reason, count in dropped.items():
         log.info("dropped: %d %s", count, reason)
-    write_json(
-        folder / MANIFEST,
-        {
-            "corpus": run.data.kind,
-            "tokenizer": sha256_file(tokenizer.folder / "tokenizer.json"),
-            "asked": settings,
-            "report": report | {"left_out": dict(dropped)},
-            "files": {path.name: sha256_file(path) for path in files},
-        },
-    )
-
-
-def stream_settings(run: RunConfig) -> dict[str, Any]:
-    """Return the settings that the streams depend on, besides their source, for the manifest."""
-    data = {f"data.{k}": v for k, v in asdict(run.data).items() if k in ("kind", "column", "held_out_share", "pairs")}
-    tokenizer = {f"tokenizer.{k}": v for k, v in asdict(run.tokenizer).items() if k in ("vocab_size", "min_frequency")}
-    seq_len = {"batch.seq_len": run.batch.seq_len} if run.task == "sft" else {}
-    return {"task": run.task, **data, **({} if run.llama.init_from else tokenizer), **seq_len}
+    manifest = {
+        "corpus": run.data.kind,
+        "tokenizer": sha256_file(tokenizer.folder / "tokenizer.json"),
+        "asked": settings,
+        "report": report | {"left_out": dict(dropped)},
+        "files": {path.name: sha256_file(path) for path in files},
+    }
+    write_json(folder / MANIFEST, manifest)
 
 
 def open_prepared(folder: Path, tokenizer: ChatTokenizer) -> PreparedText:
-    """Open the data under `folder` and verify the sha256 of every file: about one second per gigabyte.
-
-    DataError if a file is missing or damaged.
-    """
+    """Open the data under `folder` and verify every file: about 1 s per gigabyte. DataError."""
     manifest = read_manifest(folder)
     expected = {folder / name: digest for name, digest in manifest["files"].items()}
     expected[tokenizer.folder / "tokenizer.json"] = manifest["tokenizer"]
     verify_files(expected, folder)
-    streams = {split: TokenStream.open(folder, split) for split in SPLITS}
     return PreparedText(
         folder,
         tokenizer,
-        **streams,
+        **{split: TokenStream.open(folder, split) for split in SPLITS},
         bytes={split: manifest["report"][split]["bytes"] for split in SPLITS},
         fingerprints={"data": json.dumps(manifest["files"], sort_keys=True), "tokenizer": manifest["tokenizer"]},
     )
-
-
-def carry_tokenizer(source: list[Path], folder: Path) -> None:
-    """Copy the files of a tokenizer to `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in source:
-        shutil.copyfile(path, folder / path.name)
-
-
-# -- documents --------------------------------------------------------------------------------------------------------
 
 
 def document_samples(tokenizer: ChatTokenizer, documents: Iterable[tuple[Split, Document]]) -> Iterator[Sample]:

@@ -1,12 +1,11 @@
-"""Token ids of many documents, concatenated in files of bounded size: written as a stream, read by mmap.
+"""Token ids of many documents, concatenated in files: written as a stream, read by mmap.
 
-    train.00000.ids, train.00001.ids, ...    SHARD_TOKENS ids each; 16 bits if the vocabulary allows it, else 32
-    train.00000.counts, ...                  loss mask, one byte per id: 1 for ids with a loss; optional
-    train.offsets                            documents + 1 64-bit integers: the first position of each document
-    train.json                               {"documents", "tokens", "bits", "shard_tokens", "counted"}
+    train.00000.ids, ...       SHARD_TOKENS ids each; 16 bits if the vocabulary allows it, else 32
+    train.00000.counts, ...    loss mask, one byte per id: 1 for ids with a loss; optional
+    train.offsets              documents + 1 64-bit integers: the first position of each document
+    train.json                 {"documents", "tokens", "bits", "shard_tokens", "counted"}
 
-Writing and reading need memory for a few documents only. Among 10**9 tokens, finding a position is a
-division, and finding its document a search of 20 steps; both read a few pages.
+Writing and reading need memory for a few documents only.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class TokenStreamWriter:
         self._offsets.write(np.array([self.tokens], np.int64).tobytes())
 
     def _next_shard(self, kinds: list[str]) -> None:
-        self._flush(self._files.values())
+        close_synced(self._files.values())
         for kind in kinds:
             path = self.folder / f"{self.name}.{self.tokens // self.shard_tokens:05d}.{kind}"
             self._files[kind] = open(path, "wb")  # noqa: SIM115
@@ -66,18 +65,18 @@ class TokenStreamWriter:
 
     def close(self) -> list[Path]:
         """Sync all files to disk; return their paths."""
-        self._flush([*self._files.values(), self._offsets])
+        close_synced([*self._files.values(), self._offsets])
         self._files = {}
         header = {"documents": self.documents, "tokens": self.tokens, "bits": self.bits, "counted": self.has_loss_mask}
         write_json(self.folder / f"{self.name}.json", header | {"shard_tokens": self.shard_tokens})
         return [*self.paths, self.folder / f"{self.name}.json"]
 
-    @staticmethod
-    def _flush(files: Iterable[BinaryIO]) -> None:
-        for file in files:
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
+
+def close_synced(files: Iterable[BinaryIO]) -> None:
+    for file in files:
+        file.flush()
+        os.fsync(file.fileno())
+        file.close()
 
 
 @dataclass(frozen=True)
@@ -106,33 +105,29 @@ class TokenStream:
         return cls(tokens, shard_tokens, offsets, ids, loss_mask)
 
     def __len__(self) -> int:
-        """Number of documents."""
         return len(self.offsets) - 1
 
-    def read(self, begin: int, end: int) -> Ints:
-        """Return the ids at positions begin .. end - 1."""
-        return self._gather(self.ids, begin, end)
+    def read(self, start: int, end: int) -> Ints:
+        return self._gather(self.ids, start, end)
 
-    def read_loss_mask(self, begin: int, end: int) -> npt.NDArray[np.bool_]:
-        """Return which ids at positions begin .. end - 1 have a loss."""
-        return self._gather(self.loss_mask, begin, end).astype(bool)
+    def read_loss_mask(self, start: int, end: int) -> npt.NDArray[np.bool_]:
+        return self._gather(self.loss_mask, start, end).astype(bool)
 
-    def _gather(self, shards: list[npt.NDArray[np.unsignedinteger]] | list[npt.NDArray[np.uint8]], begin: int, end: int) -> Ints:
-        first, last = begin // self.shard_tokens, max(begin, end - 1) // self.shard_tokens
+    def _gather(self, shards: list[npt.NDArray[np.unsignedinteger]] | list[npt.NDArray[np.uint8]], start: int, end: int) -> Ints:
+        first, last = start // self.shard_tokens, max(start, end - 1) // self.shard_tokens
         parts = [
-            shards[i][max(0, begin - i * self.shard_tokens) : end - i * self.shard_tokens] for i in range(first, min(last + 1, len(shards)))
+            shards[i][max(0, start - i * self.shard_tokens) : end - i * self.shard_tokens] for i in range(first, min(last + 1, len(shards)))
         ]
         return np.concatenate([np.asarray(part, np.int64) for part in parts]) if parts else np.zeros(0, np.int64)
 
-    def documents_at(self, begin: int, end: int) -> Ints:
-        """Return the document number of each position begin .. end - 1."""
-        first = int(np.searchsorted(self.offsets, begin, side="right")) - 1
+    def documents_at(self, start: int, end: int) -> Ints:
+        first = int(np.searchsorted(self.offsets, start, side="right")) - 1
         last = int(np.searchsorted(self.offsets, end - 1, side="right"))
-        return first + np.searchsorted(self.offsets[first + 1 : last], np.arange(begin, end), side="right")
+        return first + np.searchsorted(self.offsets[first + 1 : last], np.arange(start, end), side="right")
 
-    def ends_in(self, begin: Ints, end: Ints) -> Ints:
-        """Return how many documents end in begin .. end - 1, for arrays of begin and end."""
-        return np.searchsorted(self.offsets[1:], end, side="right") - np.searchsorted(self.offsets[1:], begin, side="right")
+    def ends_in(self, start: Ints, end: Ints) -> Ints:
+        """Return how many documents end in start .. end - 1, for arrays of start and end."""
+        return np.searchsorted(self.offsets[1:], end, side="right") - np.searchsorted(self.offsets[1:], start, side="right")
 
 
 def map_array(path: Path, kind: type[np.generic], length: int) -> npt.NDArray[Any]:

@@ -1,4 +1,4 @@
-"""Every way text comes in, and every way it is bad: kept or counted or refused, never dropped silently."""
+"""Sources of pairs and damage to them: each pair is kept or counted, or the source is refused."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def two_files(folder: Path, suffix: str = "", name: str = "train") -> tuple[str,
     return write(folder / f"{name}.en{suffix}", ENGLISH), write(folder / f"{name}.it{suffix}", ITALIAN)
 
 
-def files(*train: str, held_out: int = 4, **more: object) -> DataOptions:
-    return replace(DataOptions(kind="files", train=train, held_out=held_out), **more)  # type: ignore[arg-type]
+def files(*train: str, held_out: int = 4, **options: object) -> DataOptions:
+    return replace(DataOptions(kind="files", train=train, held_out=held_out), **options)  # type: ignore[arg-type]
 
 
-def all_pairs(found: corpus.Corpus) -> Pairs:
-    return sorted(found.train + found.validation + found.test)
+def all_pairs(loaded: corpus.Corpus) -> Pairs:
+    return sorted(loaded.train + loaded.validation + loaded.test)
 
 
 # Files that are good.
@@ -52,9 +52,9 @@ def all_pairs(found: corpus.Corpus) -> Pairs:
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_two_texts_plain_or_gz(tmp_path: Path, suffix: str) -> None:
-    found = read_corpus(files(*two_files(tmp_path, suffix)))
-    assert all_pairs(found) == sorted(zip(ENGLISH, ITALIAN, strict=True))
-    assert [len(found.train), len(found.validation), len(found.test)] == [32, 4, 4]
+    loaded = read_corpus(files(*two_files(tmp_path, suffix)))
+    assert all_pairs(loaded) == sorted(zip(ENGLISH, ITALIAN, strict=True))
+    assert [len(loaded.train), len(loaded.validation), len(loaded.test)] == [32, 4, 4]
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
@@ -74,23 +74,23 @@ def test_jsonl_in_three_shapes(tmp_path: Path, suffix: str, shape: str) -> None:
     assert all_pairs(read_corpus(files(write(tmp_path / f"a.jsonl{suffix}", rows)))) == sorted(zip(ENGLISH, ITALIAN, strict=True))
 
 
-def test_splits_that_are_given_are_taken_and_only_the_others_held_out(tmp_path: Path) -> None:
+def test_given_splits_are_used_and_missing_splits_are_held_out(tmp_path: Path) -> None:
     train, validation = two_files(tmp_path), two_files(tmp_path, name="validation")
-    found = read_corpus(files(*train, validation=validation))
-    assert (len(found.train), len(found.validation), len(found.test)) == (36, 40, 4)
-    assert found.report.kept == {"train": 36, "validation": 40, "test": 4}
+    loaded = read_corpus(files(*train, validation=validation))
+    assert (len(loaded.train), len(loaded.validation), len(loaded.test)) == (36, 40, 4)
+    assert loaded.report.kept == {"train": 36, "validation": 40, "test": 4}
 
 
 def test_lines_end_at_line_feeds_alone(tmp_path: Path) -> None:
-    """str.splitlines would cut at each of these and shift one side against the other."""
+    """str.splitlines would cut at each of these and shift one side."""
     odd = ["one\u2028line", "two\x0blines\x0c", "three\x85", "four\x1c"] * 10
     en = write(tmp_path / "a.en", odd, end="\r\n")
     (tmp_path / "a.it").write_bytes("\ufeff".encode() + "\n".join(ITALIAN).encode())  # a byte order mark, and no feed at the end
-    found = read_corpus(files(en, str(tmp_path / "a.it")))
-    assert all_pairs(found) == sorted((a.strip(), b) for a, b in zip(odd, ITALIAN, strict=True))
+    loaded = read_corpus(files(en, str(tmp_path / "a.it")))
+    assert all_pairs(loaded) == sorted((a.strip(), b) for a, b in zip(odd, ITALIAN, strict=True))
 
 
-def test_empty_lines_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_empty_lines_are_dropped_and_counted(tmp_path: Path) -> None:
     en = write(tmp_path / "a.en", ["", " ", "only English", *ENGLISH])
     it = write(tmp_path / "a.it", ["", "solo italiano", "\t", *ITALIAN])
     report = read_corpus(files(en, it)).report
@@ -103,7 +103,7 @@ def test_empty_lines_are_left_out_and_counted(tmp_path: Path) -> None:
 
 
 def refused(data: DataOptions, *words: str, kind: type[DataError | ConfigError] = DataError) -> None:
-    """Reading `data` fails with a message of three parts that has all of `words`."""
+    """Assert that reading `data` fails with a three-part message that contains all `words`."""
     with pytest.raises(kind) as error:
         read_corpus(data)
     assert error.value.what and error.value.where and error.value.hint
@@ -125,7 +125,7 @@ def test_broken_utf8_is_refused_with_line_and_byte(tmp_path: Path, suffix: str) 
     refused(files(en, str(path)), str(path), "0xe0", f"offset {39 * 5 + 4}", "line 40", "iconv")
 
 
-def test_a_torn_gzip_file_is_refused(tmp_path: Path) -> None:
+def test_a_truncated_gzip_file_is_refused(tmp_path: Path) -> None:
     en, it = two_files(tmp_path, ".gz")
     Path(it).write_bytes(Path(it).read_bytes()[:-12])
     refused(files(en, it), it, "gzip")
@@ -157,7 +157,7 @@ def test_an_empty_validation_text_is_refused(tmp_path: Path) -> None:
     refused(files(*two_files(tmp_path), validation=(str(empty),)), "the validation text is empty")
 
 
-def test_too_small_a_corpus_to_hold_out_is_refused_with_a_number_that_works(tmp_path: Path) -> None:
+def test_a_corpus_too_small_to_hold_out_is_refused_with_a_size_that_works(tmp_path: Path) -> None:
     paths = two_files(tmp_path)
     refused(files(*paths, held_out=11), "40 pairs are too few", "data.held_out to 2")
     assert len(read_corpus(files(*paths, held_out=2)).test) == 2
@@ -194,15 +194,15 @@ def test_a_field_that_the_kind_does_not_use_is_refused(tmp_path: Path) -> None:
 def test_held_out_pairs_are_chosen_by_their_source_text_alone() -> None:
     pairs = list(zip(ENGLISH, ITALIAN, strict=True))
     train, validation, test = corpus.hold_out(pairs, 5, parts=2, where="")
-    again = random.Random(1).sample(pairs, len(pairs))
-    for part, other in zip((train, validation, test), corpus.hold_out(again, 5, parts=2, where=""), strict=True):
+    reordered = random.Random(1).sample(pairs, len(pairs))
+    for part, other in zip((train, validation, test), corpus.hold_out(reordered, 5, parts=2, where=""), strict=True):
         assert set(part) == set(other)
     assert len(set(train) | set(validation) | set(test)) == 40
     assert [len(train), len(validation), len(test)] == [30, 5, 5]
     assert validation == [pair for pair in pairs if pair in validation]  # in the corpus's order
 
 
-def test_equal_sources_never_straddle_the_splits() -> None:
+def test_equal_sources_are_in_one_split() -> None:
     draw = random.Random(3)
     for _ in range(50):
         pairs = [(f"s{draw.randrange(25)}", f"t{i}") for i in range(100)]
@@ -215,28 +215,28 @@ def test_equal_sources_never_straddle_the_splits() -> None:
 # Fingerprints.
 
 
-def test_the_fingerprint_follows_the_bytes_of_the_files(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_the_bytes_of_the_files(tmp_path: Path) -> None:
     paths = two_files(tmp_path)
     data = files(*paths)
-    before, text_before = corpus.fingerprint(data), read_corpus(data).fingerprint
-    assert corpus.fingerprint(data) == before
-    assert corpus.fingerprint(replace(data, held_out=5)) != before
+    fingerprint, text_before = corpus.fingerprint(data), read_corpus(data).fingerprint
+    assert corpus.fingerprint(data) == fingerprint
+    assert corpus.fingerprint(replace(data, held_out=5)) != fingerprint
     write(Path(paths[1]), [*ITALIAN[:-1], "Altro."])
-    assert corpus.fingerprint(data) != before
+    assert corpus.fingerprint(data) != fingerprint
     assert read_corpus(data).fingerprint != text_before
 
 
-def test_the_fingerprint_does_not_care_where_the_files_lie(tmp_path: Path) -> None:
+def test_the_fingerprint_does_not_depend_on_the_folder_of_the_files(tmp_path: Path) -> None:
     (tmp_path / "moved").mkdir()
     assert corpus.fingerprint(files(*two_files(tmp_path))) == corpus.fingerprint(files(*two_files(tmp_path / "moved")))
 
 
-def test_cldr_by_way_of_the_corpus() -> None:
+def test_generated_pairs_are_read_as_a_corpus() -> None:
     data = DataOptions(pairs=2000, held_out=50)
-    found = read_corpus(data)
-    assert found.report.kept == {"train": 2000, "validation": 50, "test": 50}
-    assert found.report.read == 2100 + sum(found.report.left_out.values())
-    assert found.fingerprint == read_corpus(data).fingerprint
+    loaded = read_corpus(data)
+    assert loaded.report.kept == {"train": 2000, "validation": 50, "test": 50}
+    assert loaded.report.read == 2100 + sum(loaded.report.left_out.values())
+    assert loaded.fingerprint == read_corpus(data).fingerprint
     assert corpus.fingerprint(data) == corpus.fingerprint(data) != corpus.fingerprint(replace(data, target="de"))
 
 
@@ -244,11 +244,11 @@ def test_cldr_by_way_of_the_corpus() -> None:
 
 
 def compiled(path: Path, messages: dict[str, str | tuple[str, str]], language: str = "it") -> Path:
-    """A .mo file as babel's own compiler writes it: an independent writer for our reader."""
+    """Write a .mo file with babel's compiler, which is independent of the reader under test."""
     catalog = Catalog(locale=language)
     for key, text in messages.items():
-        one, _, many = key.partition("|")
-        catalog.add((one, many) if many else one, text)
+        singular, _, plural = key.partition("|")
+        catalog.add((singular, plural) if plural else singular, text)
     path.parent.mkdir(parents=True, exist_ok=True)
     out = io.BytesIO()
     write_mo(out, catalog)
@@ -263,18 +263,18 @@ def gettext(*train: Path, target: str = "it", held_out: int = 1, source: str = "
 FIVE = {f"The file number {i} is not there": f"Il file numero {i} non è presente" for i in range(9)}
 
 
-def test_catalogues_are_read_where_they_lie(tmp_path: Path) -> None:
+def test_catalogues_are_read_in_place(tmp_path: Path) -> None:
     compiled(tmp_path / "it/LC_MESSAGES/one.mo", {**FIVE})
     compiled(tmp_path / "de/LC_MESSAGES/one.mo", {key: f"Datei {i} ist nicht da" for i, key in enumerate(FIVE)})
     assert all_pairs(read_corpus(gettext(tmp_path))) == sorted(FIVE.items())
     assert all_pairs(read_corpus(gettext(tmp_path / "it/LC_MESSAGES/one.mo"))) == sorted(FIVE.items())
     assert all_pairs(read_corpus(gettext(tmp_path, source="it", target="en"))) == sorted((b, a) for a, b in FIVE.items())
-    both = all_pairs(read_corpus(gettext(tmp_path, source="it", target="de")))
-    assert both == sorted((FIVE[key], f"Datei {i} ist nicht da") for i, key in enumerate(FIVE))
+    pairs = all_pairs(read_corpus(gettext(tmp_path, source="it", target="de")))
+    assert pairs == sorted((FIVE[key], f"Datei {i} ist nicht da") for i, key in enumerate(FIVE))
 
 
-def test_messages_that_are_no_sentences_are_left_out_and_counted(tmp_path: Path) -> None:
-    more: dict[str, str | tuple[str, str]] = {
+def test_messages_that_are_not_sentences_are_dropped_and_counted(tmp_path: Path) -> None:
+    messages: dict[str, str | tuple[str, str]] = {
         "Open": "Apri",
         "The %s file has %d lines in it": "Il file %s ha %s righe",
         "Copy %1$s to the folder {name}": "Nella cartella {name} copia %1$s",
@@ -282,11 +282,11 @@ def test_messages_that_are_no_sentences_are_left_out_and_counted(tmp_path: Path)
         "There is %d new message here|There are %d new messages here": ("C'è %d nuovo messaggio qui", "Ci sono %d nuovi messaggi qui"),
         "A line\nthat is   broken in two": "Una riga\nche è spezzata in due",
     }
-    compiled(tmp_path / "it/LC_MESSAGES/one.mo", {**FIVE, **more})
+    compiled(tmp_path / "it/LC_MESSAGES/one.mo", {**FIVE, **messages})
     compiled(tmp_path / "it/LC_MESSAGES/two.mo", {"The file number 0 is not there": "Un'altra traduzione"})
-    found = read_corpus(gettext(tmp_path))
-    assert found.report.left_out == {"fewer than 5 words": 1, "other placeholders": 1, "not translated": 1, "the same source again": 1}
-    extra = set(all_pairs(found)) - set(FIVE.items())
+    loaded = read_corpus(gettext(tmp_path))
+    assert loaded.report.left_out == {"fewer than 5 words": 1, "other placeholders": 1, "not translated": 1, "the same source again": 1}
+    extra = set(all_pairs(loaded)) - set(FIVE.items())
     assert extra == {
         ("Copy %1$s to the folder {name}", "Nella cartella {name} copia %1$s"),
         ("There is %d new message here", "C'è %d nuovo messaggio qui"),
@@ -345,17 +345,17 @@ def multi30k() -> DataOptions:
 
 
 def test_multi30k_is_read_whole() -> None:
-    found = read_corpus(multi30k())
-    assert found.report.kept == {"train": 29_000, "validation": 1014, "test": 1000}
-    assert found.report.left_out == {}
-    assert found.train[0][0].startswith("Two young, White males")
-    assert found.train[0][1].startswith("Zwei junge weiße Männer")
+    loaded = read_corpus(multi30k())
+    assert loaded.report.kept == {"train": 29_000, "validation": 1014, "test": 1000}
+    assert loaded.report.left_out == {}
+    assert loaded.train[0][0].startswith("Two young, White males")
+    assert loaded.train[0][1].startswith("Zwei junge weiße Männer")
 
 
-# Hugging Face datasets: importing the library takes seconds, so these run in one process of their own.
+# Hugging Face datasets: importing the library takes seconds, so these tests run in one process.
 
 
-def test_the_library_is_imported_only_when_asked_for() -> None:
+def test_the_datasets_library_is_imported_on_demand() -> None:
     program = (
         "import sys, lockstep.data.pairs.corpus, lockstep.data.pairs.prepare; sys.exit('datasets' in sys.modules or 'torch' in sys.modules)"
     )
@@ -379,23 +379,23 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def books(folder: Path, **more: object) -> DataOptions:
-    return replace(DataOptions(kind="huggingface", dataset=str(folder), held_out=3), **more)  # type: ignore[arg-type]
+def books(folder: Path, **options: object) -> DataOptions:
+    return replace(DataOptions(kind="huggingface", dataset=str(folder), held_out=3), **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["alone", "parquet"])
 def test_a_local_dataset_of_the_hubs_schema(hub: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
-    found = read_corpus(books(hub / name))
-    assert set(all_pairs(found)) == set(zip(ENGLISH, ITALIAN, strict=True)) - {(ENGLISH[7], ITALIAN[7])}
-    assert found.report.left_out == {"empty on one side": 1}
-    assert (len(found.train), len(found.validation), len(found.test)) == (33, 3, 3)
+    loaded = read_corpus(books(hub / name))
+    assert set(all_pairs(loaded)) == set(zip(ENGLISH, ITALIAN, strict=True)) - {(ENGLISH[7], ITALIAN[7])}
+    assert loaded.report.left_out == {"empty on one side": 1}
+    assert (len(loaded.train), len(loaded.validation), len(loaded.test)) == (33, 3, 3)
 
 
-def test_a_datasets_own_splits_are_taken(hub: Path) -> None:
-    found = read_corpus(books(hub / "splits"))
-    assert (len(found.train), len(found.validation), len(found.test)) == (36, 5, 3)
-    assert read_corpus(books(hub / "splits", test=("validation",))).test == found.validation
+def test_the_splits_of_a_dataset_are_used(hub: Path) -> None:
+    loaded = read_corpus(books(hub / "splits"))
+    assert (len(loaded.train), len(loaded.validation), len(loaded.test)) == (36, 5, 3)
+    assert read_corpus(books(hub / "splits", test=("validation",))).test == loaded.validation
 
 
 def test_columns_named_by_the_languages(hub: Path) -> None:

@@ -40,13 +40,13 @@ def test_gather_equals_a_loop_over_rows(
     encoded = written(tmp_path_factory.mktemp("e"), source, target)
     ids = data.draw(st.lists(st.integers(0, len(pairs) - 1), max_size=8))
     rows, width, height = len(ids) + data.draw(st.integers(0, 3)), data.draw(st.integers(10, 13)), data.draw(st.integers(10, 13))
-    found = encoded.gather(np.array(ids, dtype=np.int64), rows, width, height)
-    wanted = (
+    arrays = encoded.gather(np.array(ids, dtype=np.int64), rows, width, height)
+    expected_arrays = (
         by_hand([source[i] for i in ids], False, True, rows, width),
         by_hand([target[i] for i in ids], True, False, rows, height),
         by_hand([target[i] for i in ids], False, True, rows, height),
     )
-    for array, expected, shape in zip(found, wanted, ((rows, width), (rows, height), (rows, height)), strict=True):
+    for array, expected, shape in zip(arrays, expected_arrays, ((rows, width), (rows, height), (rows, height)), strict=True):
         assert array.dtype == np.int64
         assert array.shape == shape
         assert array.tolist() == expected
@@ -102,7 +102,7 @@ def test_gathering_is_much_faster_than_a_step(tmp_path: Path) -> None:
     rows = [draw.integers(4, 999, size=n).tolist() for n in draw.integers(4, 30, size=20_000)]
     encoded = written(tmp_path, rows, rows)
     ids = draw.integers(0, len(rows), size=64)
-    begin = time.process_time()
+    start_s = time.process_time()
     for _ in range(100):
         encoded.gather(ids, 64, 32, 32)
-    assert (time.process_time() - begin) / 100 < 0.005  # 64 pairs take about 0.3 ms
+    assert (time.process_time() - start_s) / 100 < 0.005  # 64 pairs take about 0.3 ms

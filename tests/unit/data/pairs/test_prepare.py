@@ -27,16 +27,16 @@ MULTI30K = Path(__file__).parents[4].parent / "shared/data/multi30k"
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "data"
     prepare(SMALL, TOKENS, folder)
     return folder
 
 
 @pytest.fixture
-def ready(whole: Path, tmp_path: Path) -> Path:
+def ready(original: Path, tmp_path: Path) -> Path:
     """A copy of the prepared folder for one test."""
-    return Path(shutil.copytree(whole, tmp_path / "data"))
+    return Path(shutil.copytree(original, tmp_path / "data"))
 
 
 def texts(folder: Path, sentences: list[str]) -> DataOptions:
@@ -46,26 +46,26 @@ def texts(folder: Path, sentences: list[str]) -> DataOptions:
 
 
 def test_the_opened_corpus_equals_the_source(ready: Path) -> None:
-    found, text = open_prepared(ready), module.corpus.read_corpus(SMALL)
-    assert found.text("validation") == text.validation
-    assert found.text("test") == text.test
+    prepared, text = open_prepared(ready), module.corpus.read_corpus(SMALL)
+    assert prepared.text("validation") == text.validation
+    assert prepared.text("test") == text.test
     for split in ("train", "validation", "test"):
-        pairs, encoded = getattr(text, split), getattr(found, split)
+        pairs, encoded = getattr(text, split), getattr(prepared, split)
         assert len(pairs) == len(encoded)
         _, _, labels = encoded.gather(np.arange(len(pairs)), len(pairs), 40, 40)
-        assert found.tokenizer.decode([row[: row.index(END)] for row in labels.tolist()]) == [target for _, target in pairs]
-    assert found.report == text.report
-    assert found.fingerprints["corpus"] == text.fingerprint
-    assert found.fingerprints["tokenizer"] == found.tokenizer.fingerprint
+        assert prepared.tokenizer.decode([row[: row.index(END)] for row in labels.tolist()]) == [target for _, target in pairs]
+    assert prepared.report == text.report
+    assert prepared.fingerprints["corpus"] == text.fingerprint
+    assert prepared.fingerprints["tokenizer"] == prepared.tokenizer.fingerprint
 
 
 def test_the_vocabulary_is_learned_from_training_text_alone(tmp_path: Path) -> None:
     data = texts(tmp_path, [f"word{chr(97 + i) * 6} again" for i in range(8)])
     prepare(data, TokenizerOptions(kind="word", min_frequency=1), tmp_path / "data")
-    found = open_prepared(tmp_path / "data")
-    held = {found.text(split)[0][0] for split in ("validation", "test")}
-    assert len(held) == 2
-    assert found.tokenizer.decode(found.tokenizer.encode(sorted(held))) == ["[UNKNOWN] again"] * 2
+    prepared = open_prepared(tmp_path / "data")
+    held_out = {prepared.text(split)[0][0] for split in ("validation", "test")}
+    assert len(held_out) == 2
+    assert prepared.tokenizer.decode(prepared.tokenizer.encode(sorted(held_out))) == ["[UNKNOWN] again"] * 2
 
 
 def test_a_second_preparation_changes_nothing(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,8 +83,8 @@ def test_two_preparations_are_equal_byte_for_byte(ready: Path, tmp_path: Path) -
     )
     env = {**os.environ, "PYTHONHASHSEED": "7", "RAYON_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "other")], env=env, check=True)
-    one, other = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in (ready, tmp_path / "other"))
-    assert one == other
+    files, other_files = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in (ready, tmp_path / "other"))
+    assert files == other_files
 
 
 @pytest.mark.parametrize(
@@ -120,19 +120,19 @@ def test_too_long_pairs_are_dropped_from_the_arrays_but_kept_in_held_out_text(tm
     short, long = "a b c", " ".join("abcdefghijklmnop")
     train = [f"{short} {i}" for i in range(10)] + [f"{long} {i}" for i in range(5)]
     data = replace(texts(tmp_path, train), max_tokens=12)
-    held = [f"{short} x", f"{long} y", f"{short} z"]
+    held_out = [f"{short} x", f"{long} y", f"{short} z"]
     for language in ("en", "it"):
-        (tmp_path / f"v.{language}").write_text("\n".join(held))
+        (tmp_path / f"v.{language}").write_text("\n".join(held_out))
     data = replace(data, validation=(str(tmp_path / "v.en"), str(tmp_path / "v.it")), test=data.train)
     prepare(data, TOKENS, tmp_path / "data")
-    found = open_prepared(tmp_path / "data")
-    assert (len(found.train), len(found.validation), len(found.test)) == (10, 2, 10)
-    assert found.train.lengths.max() <= 12
-    assert [source for source, _ in found.text("validation")] == held
-    assert len(found.text("test")) == 15
-    assert found.report.left_out == {"longer than 12 tokens": 5}
-    assert found.report.kept == {"train": 10, "validation": 3, "test": 15}
-    assert found.report.read == sum(found.report.kept.values()) + 5
+    prepared = open_prepared(tmp_path / "data")
+    assert (len(prepared.train), len(prepared.validation), len(prepared.test)) == (10, 2, 10)
+    assert prepared.train.lengths.max() <= 12
+    assert [source for source, _ in prepared.text("validation")] == held_out
+    assert len(prepared.text("test")) == 15
+    assert prepared.report.left_out == {"longer than 12 tokens": 5}
+    assert prepared.report.kept == {"train": 10, "validation": 3, "test": 15}
+    assert prepared.report.read == sum(prepared.report.kept.values()) + 5
     assert json.loads((tmp_path / "data/prepared.json").read_text())["too_long"] == {"train": 5, "validation": 1, "test": 5}
 
 
@@ -179,7 +179,7 @@ def test_a_damaged_manifest_is_a_data_error_for_both(ready: Path, content: str) 
 
 
 @pytest.mark.slow
-def test_a_preparation_killed_at_any_time_is_repeated(whole: Path, tmp_path: Path) -> None:
+def test_a_preparation_killed_at_any_time_is_repeated(original: Path, tmp_path: Path) -> None:
     """The manifest is written last: files of a killed process are overwritten."""
     program = (
         "import sys; from pathlib import Path; from lockstep.config.schema import DataOptions, TokenizerOptions; "
@@ -197,15 +197,15 @@ def test_a_preparation_killed_at_any_time_is_repeated(whole: Path, tmp_path: Pat
             with pytest.raises(DataError, match="no data was prepared"):
                 open_prepared(folder)
     prepare(SMALL, TOKENS, folder)
-    assert open_prepared(folder).fingerprints == open_prepared(whole).fingerprints
-    assert {path.name for path in whole.iterdir()} <= {path.name for path in folder.iterdir()}
+    assert open_prepared(folder).fingerprints == open_prepared(original).fingerprints
+    assert {path.name for path in original.iterdir()} <= {path.name for path in folder.iterdir()}
 
 
 def test_lower_case_reaches_the_arrays(tmp_path: Path) -> None:
     prepare(texts(tmp_path, [f"HELLO There {i}" for i in range(9)]), replace(TOKENS, lowercase=True), tmp_path / "data")
-    found = open_prepared(tmp_path / "data")
-    assert found.text("test")[0][0].startswith("HELLO There")
-    assert found.tokenizer.decode(found.tokenizer.encode(["HELLO There 3"])) == ["hello there 3"]
+    prepared = open_prepared(tmp_path / "data")
+    assert prepared.text("test")[0][0].startswith("HELLO There")
+    assert prepared.tokenizer.decode(prepared.tokenizer.encode(["HELLO There 3"])) == ["hello there 3"]
 
 
 @pytest.mark.slow
@@ -218,10 +218,10 @@ def test_multi30k_is_prepared_completely(tmp_path: Path) -> None:
 
     data = DataOptions(kind="files", target="de", train=pair("train"), validation=pair("val"), test=pair("test_2016_flickr"))
     prepare(data, TokenizerOptions(vocab_size=8000, lowercase=True), tmp_path / "data")
-    found = open_prepared(tmp_path / "data")
-    assert (len(found.train), len(found.validation), len(found.test)) == (29_000, 1014, 1000)
-    assert found.tokenizer.vocab_size == 8000
-    assert 14 < found.train.lengths[:, 1].mean() < 17
+    prepared = open_prepared(tmp_path / "data")
+    assert (len(prepared.train), len(prepared.validation), len(prepared.test)) == (29_000, 1014, 1000)
+    assert prepared.tokenizer.vocab_size == 8000
+    assert 14 < prepared.train.lengths[:, 1].mean() < 17
 
 
 @pytest.mark.parametrize("kind", ["cldr", "files"])
@@ -229,6 +229,6 @@ def test_holding_out_is_optional(tmp_path: Path, kind: str) -> None:
     (tmp_path / "pairs.tsv").write_text("".join(f"the cat {i}\tdie Katze {i}\n" for i in range(30)))
     source = DataOptions(kind="files", train=(str(tmp_path / "pairs.tsv"),), target="de") if kind == "files" else DataOptions(pairs=300)
     prepare(replace(source, held_out=0), TokenizerOptions(vocab_size=300), tmp_path / "data")
-    found = open_prepared(tmp_path / "data")
-    assert len(found.train) > 20 and len(found.validation) == len(found.test) == 0
-    assert not found.text("validation") and not found.text("test")
+    prepared = open_prepared(tmp_path / "data")
+    assert len(prepared.train) > 20 and len(prepared.validation) == len(prepared.test) == 0
+    assert not prepared.text("validation") and not prepared.text("test")

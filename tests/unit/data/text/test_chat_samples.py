@@ -1,4 +1,4 @@
-"""Chats with many tokenizer families: training ids equal generation ids, and those of transformers."""
+"""Chats with many tokenizers: training ids equal generation ids, and those of transformers."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def metaspace(scheme: Any) -> tokenizers.Tokenizer:
 
 
 def legacy() -> tokenizers.Tokenizer:
-    """As converted from sentencepiece by older releases (Llama 2, TinyLlama, Zephyr): no pre-tokenizer, byte fallback."""
+    """As converted from sentencepiece by older releases (Llama 2, Zephyr): byte fallback."""
     inner = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
@@ -124,9 +124,9 @@ MAKERS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
 
 @pytest.fixture(scope="module", params=MAKERS)
 def inner(request: pytest.FixtureRequest) -> tokenizers.Tokenizer:
-    made = MAKERS[request.param]()
-    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
-    return made
+    tokenizer = MAKERS[request.param]()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
+    return tokenizer
 
 
 def tokenizer_with(inner: tokenizers.Tokenizer, template: str, end: str) -> ChatTokenizer:
@@ -146,14 +146,14 @@ TALK = [
 def test_training_ids_equal_generation_ids(inner: tokenizers.Tokenizer, name: str) -> None:
     transformers = pytest.importorskip("transformers")
     tokenizer = tokenizer_with(inner, TEMPLATES[name], ENDS[name])
-    theirs = transformers.PreTrainedTokenizerFast(
+    reference = transformers.PreTrainedTokenizerFast(
         tokenizer_object=inner, chat_template=TEMPLATES[name], bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     )
     ids, counts = encode(tokenizer, Chat(list(TALK), "here"))
-    assert ids == theirs.apply_chat_template(TALK)["input_ids"]
+    assert ids == reference.apply_chat_template(TALK)["input_ids"]
     for turn in (1, 3):
         prompt = tokenizer.encode_chat(TALK[:turn])
-        assert prompt == theirs.apply_chat_template(TALK[:turn], add_generation_prompt=True)["input_ids"]
+        assert prompt == reference.apply_chat_template(TALK[:turn], add_generation_prompt=True)["input_ids"]
         assert ids[: len(prompt)] == prompt and counts[len(prompt)] and not counts[len(prompt) - 1]
         answer = ids[len(prompt) : counts.index(False, len(prompt)) if False in counts[len(prompt) :] else None]
         assert answer[-1] in tokenizer.eos_ids and not set(answer[:-1]) & tokenizer.eos_ids
@@ -163,17 +163,17 @@ def test_training_ids_equal_generation_ids(inner: tokenizers.Tokenizer, name: st
             "a space that belongs to the answer is trained and seen"
         )
     if "{% generation" in TEMPLATES[name]:
-        mask = theirs.apply_chat_template(TALK, return_assistant_tokens_mask=True, return_dict=True)["assistant_masks"]
-        assert [bool(one) for one in mask] == counts
+        mask = reference.apply_chat_template(TALK, return_assistant_tokens_mask=True, return_dict=True)["assistant_masks"]
+        assert [bool(value) for value in mask] == counts
     assert last_answer(tokenizer, {"messages": TALK}) == (prompt, answer[:-1])
 
 
 def test_an_answer_of_weight_zero_has_no_loss(tmp_path: Path) -> None:
-    tokenizer = ours(tmp_path)
+    tokenizer = llama_tokenizer(tmp_path)
     talk = [*TALK[:1], {**TALK[1], "weight": 0}, *TALK[2:]]
-    (whole, both), (ids, counts) = (encode(tokenizer, Chat(messages, "here")) for messages in (list(TALK), talk))
+    (all_ids, all_counts), (ids, counts) = (encode(tokenizer, Chat(messages, "here")) for messages in (list(TALK), talk))
     prompt = len(tokenizer.encode_chat(TALK[:3]))
-    assert ids == whole and counts == [False] * prompt + both[prompt:]
+    assert ids == all_ids and counts == [False] * prompt + all_counts[prompt:]
     path = tmp_path / "chats.jsonl"
     path.write_text(json.dumps({"messages": [*TALK[:3], {**TALK[3], "weight": 0}]}) + "\n")
     ((_, chat),) = chats(DataOptions(kind="chat", train=(str(path),), held_out_share=0.0), Counter())
@@ -192,12 +192,12 @@ def test_an_answer_that_starts_inside_a_token_is_dropped_and_counted(tmp_path: P
     answers = ["the mat", "the log", "(the dog)"]
     path.write_text("".join(json.dumps({"messages": [TALK[0], {"role": "assistant", "content": text}]}) + "\n" for text in answers))
     left_out: Counter[str] = Counter()
-    kept = list(chat_samples(bad, DataOptions(kind="chat", train=(str(path),), held_out_share=0.0), 99, left_out))
-    assert len(kept) + left_out["with an answer that starts inside a token"] == 3 and len(kept) < 2
+    samples = list(chat_samples(bad, DataOptions(kind="chat", train=(str(path),), held_out_share=0.0), 99, left_out))
+    assert len(samples) + left_out["with an answer that starts inside a token"] == 3 and len(samples) < 2
     assert "line 1" in caplog.text
 
 
-# -- what a template does not render -----------------------------------------------------------------------------------
+# -- unrendered parts of a chat ----------------------------------------------------------------
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 WITH_TOOLS = (
@@ -208,7 +208,7 @@ WITH_TOOLS = (
 )
 
 
-def ours(folder: Path, template: str | None = None) -> ChatTokenizer:
+def llama_tokenizer(folder: Path, template: str | None = None) -> ChatTokenizer:
     if not (folder / "tokenizer").exists():
         Tokenizer.train_on_documents(TEXT, vocab_size=340, min_frequency=2).save_for_llama(folder / "tokenizer")
     if template:
@@ -217,8 +217,8 @@ def ours(folder: Path, template: str | None = None) -> ChatTokenizer:
     return ChatTokenizer.load(folder / ("other" if template else "tokenizer"), {})
 
 
-def line(*messages: dict[str, Any], **more: Any) -> bytes:
-    return json.dumps({"messages": list(messages), **more}).encode()
+def line(*messages: dict[str, Any], **fields: Any) -> bytes:
+    return json.dumps({"messages": list(messages), **fields}).encode()
 
 
 ASK, ANSWER = TALK[0], TALK[1]
@@ -227,7 +227,7 @@ RESULT = {"role": "tool", "content": "42"}
 
 
 @pytest.mark.parametrize(
-    ("chat", "says"),
+    ("chat", "message"),
     [
         (line(ASK, CALLING), "'tool_calls' of message 2"),
         (line(ASK, {**CALLING, "content": ""}), "'tool_calls' of message 2"),
@@ -236,15 +236,15 @@ RESULT = {"role": "tool", "content": "42"}
         (line(ASK, {**ANSWER, "reasoning_content": "hm"}), "'reasoning_content' of message 2"),
     ],
 )
-def test_parts_that_the_template_does_not_render_are_refused(tmp_path: Path, chat: bytes, says: str) -> None:
-    with pytest.raises(DataError, match=f"does not render {says}") as caught:
-        refuse_unrendered(ours(tmp_path), parse_chat(chat, "chats.jsonl, line 7"))
+def test_parts_that_the_template_does_not_render_are_refused(tmp_path: Path, chat: bytes, message: str) -> None:
+    with pytest.raises(DataError, match=f"does not render {message}") as caught:
+        refuse_unrendered(llama_tokenizer(tmp_path), parse_chat(chat, "chats.jsonl, line 7"))
     assert "chats.jsonl, line 7" in caught.value.where
 
 
 def test_an_answer_that_contains_the_end_of_a_turn_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"answer 2 contains '<\|eot_id\|>'"):
-        refuse_unrendered(ours(tmp_path), parse_chat(line(ASK, {**ANSWER, "content": "say <|eot_id|> to end"}), "here"))
+        refuse_unrendered(llama_tokenizer(tmp_path), parse_chat(line(ASK, {**ANSWER, "content": "say <|eot_id|> to end"}), "here"))
 
 
 def test_a_role_that_the_template_drops_is_refused(inner: tokenizers.Tokenizer) -> None:
@@ -255,21 +255,21 @@ def test_a_role_that_the_template_drops_is_refused(inner: tokenizers.Tokenizer) 
 
 def test_rendered_parts_equal_those_of_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    tokenizer = ours(tmp_path, WITH_TOOLS)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "other")
+    tokenizer = llama_tokenizer(tmp_path, WITH_TOOLS)
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path / "other")
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
     chat = parse_chat(line({**ASK, "name": "Ann"}, CALLING, RESULT, ANSWER, tools=tools), "here")
     refuse_unrendered(tokenizer, chat)
     ids, counts = encode(tokenizer, chat)
     raw = [{**ASK, "name": "Ann"}, CALLING, RESULT, ANSWER]
-    assert ids == theirs.apply_chat_template(raw, tools=tools)["input_ids"]
+    assert ids == reference.apply_chat_template(raw, tools=tools)["input_ids"]
     first = counts.index(True)
     assert tokenizer.decode(ids[first : counts.index(False, first)]) == '{"name": "add", "arguments": {"a": 1}}', "the call is trained"
     assert last_answer(tokenizer, {"messages": chat.messages, "tools": chat.tools})[0] == tokenizer.encode_chat(raw[:3], tools=tools)
 
 
 @pytest.mark.parametrize(
-    ("chat", "says"),
+    ("chat", "message"),
     [
         (line(ASK, {"role": "assistant", "content": None}), "not a chat"),
         (line({"role": "user"}, ANSWER), "not a chat"),
@@ -283,16 +283,16 @@ def test_rendered_parts_equal_those_of_transformers(tmp_path: Path) -> None:
         (b'{"messages": ' + b"9" * 5000 + b"}", "not JSON"),
     ],
 )
-def test_a_malformed_chat_is_refused(chat: bytes, says: str) -> None:
-    with pytest.raises(DataError, match=says):
+def test_a_malformed_chat_is_refused(chat: bytes, message: str) -> None:
+    with pytest.raises(DataError, match=message):
         parse_chat(chat, "here")
 
 
-# -- templates are untrusted code -------------------------------------------------------------------------------------
+# -- templates are untrusted code ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("template", "says"),
+    ("template", "message"),
     [
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 2 s"),
         ("{{ 10 ** (10 ** 9) }}", "more than 2 s"),
@@ -303,15 +303,15 @@ def test_a_malformed_chat_is_refused(chat: bytes, says: str) -> None:
     ],
 )
 @pytest.mark.slow
-def test_a_template_beyond_a_limit_is_refused_and_the_next_one_works(tmp_path: Path, template: str, says: str) -> None:
-    bad = ours(tmp_path, template)
-    with pytest.raises(DataError, match=says):
+def test_a_template_beyond_a_limit_is_refused_and_the_next_one_works(tmp_path: Path, template: str, message: str) -> None:
+    bad = llama_tokenizer(tmp_path, template)
+    with pytest.raises(DataError, match=message):
         bad.render(TALK)
-    assert "the cat" in ours(tmp_path).render(TALK)
+    assert "the cat" in llama_tokenizer(tmp_path).render(TALK)
 
 
 def test_rendering_survives_the_exit_of_its_process(tmp_path: Path) -> None:
-    tokenizer = ours(tmp_path, "{{ strftime_now('%Y') }}{{ messages[0].content }}")
+    tokenizer = llama_tokenizer(tmp_path, "{{ strftime_now('%Y') }}{{ messages[0].content }}")
     assert tokenizer.render(TALK, now=lambda: RENDER_DATE) == "2024" + TALK[0]["content"]
     assert renderer.process
     renderer.process.kill()

@@ -26,10 +26,10 @@ def split_of(data: DataOptions) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_the_standard_library_without_installed_packages() -> None:
-    found = list(documents(DataOptions(kind="stdlib")))
-    names = {document.name: split for split, document in found}
+    pairs = list(documents(DataOptions(kind="stdlib")))
+    names = {document.name: split for split, document in pairs}
     assert {"argparse.py", "json/decoder.py"} <= names.keys() and not any(name.startswith("site-packages") for name in names)
-    shares = {split: sum(one == split for one in names.values()) / len(names) for split in ("validation", "test")}
+    shares = {split: sum(chosen == split for chosen in names.values()) / len(names) for split in ("validation", "test")}
     assert all(0.004 < share < 0.03 for share in shares.values()), shares
 
 
@@ -40,17 +40,17 @@ def test_equal_texts_are_in_one_split_in_any_order(tmp_path: Path) -> None:
     forwards, backwards = (split_of(replace(TEXT, train=(str(tmp_path / name),))) for name in ("a.jsonl", "b.jsonl.gz"))
     assert forwards == backwards and len(forwards) == 60
     assert Counter(forwards.values()).keys() == {"train", "validation", "test"}
-    both = list(documents(replace(TEXT, train=(str(tmp_path / "*.json*"),))))
-    assert len(both) == 240 and {document.text: split for split, document in both} == forwards
+    both_files = list(documents(replace(TEXT, train=(str(tmp_path / "*.json*"),))))
+    assert len(both_files) == 240 and {document.text: split for split, document in both_files} == forwards
 
 
 def test_a_split_with_files_consists_of_these_files(tmp_path: Path) -> None:
     for name in ("train", "held"):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"body": f"{name} {i}"}) + "\n\n" for i in range(50)))
     data = replace(TEXT, column="body", train=(f"{tmp_path}/train.jsonl",), validation=(f"{tmp_path}/held.jsonl",))
-    found = Counter((split, document.text.split()[0]) for split, document in documents(data))
-    assert found["validation", "held"] == 50 and ("validation", "train") not in found
-    assert found["train", "train"] + found["test", "train"] == 50 and found["test", "train"] > 0
+    counts = Counter((split, document.text.split()[0]) for split, document in documents(data))
+    assert counts["validation", "held"] == 50 and ("validation", "train") not in counts
+    assert counts["train", "train"] + counts["test", "train"] == 50 and counts["test", "train"] > 0
 
 
 def test_a_long_file_is_cut_at_the_ends_of_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,12 +66,12 @@ def test_the_source_of_documents_is_the_same_from_every_folder_and_another_when_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.txt").write_text("some text\n" * 20_000)
-    there = source_of(replace(TEXT, train=(str(tmp_path / "a.txt"),)))
-    assert there["train"][0][:2] == ["a.txt", 200_000]
+    source = source_of(replace(TEXT, train=(str(tmp_path / "a.txt"),)))
+    assert source["train"][0][:2] == ["a.txt", 200_000]
     monkeypatch.chdir(tmp_path)
-    assert source_of(replace(TEXT, train=("*.txt",))) == there
+    assert source_of(replace(TEXT, train=("*.txt",))) == source
     (tmp_path / "a.txt").write_text("some text\n" * 19_999 + "else text\n")
-    assert source_of(replace(TEXT, train=("a.txt",))) != there
+    assert source_of(replace(TEXT, train=("a.txt",))) != source
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_unreadable_files_are_refused(tmp_path: Path, name: str, content: bytes,
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Text datasets like those of the hub (one column `text`): from save_to_disk, with own splits, as parquet."""
+    """Text datasets with one column `text`: from save_to_disk, with splits, as parquet."""
     datasets = pytest.importorskip("datasets")
     folder = tmp_path_factory.mktemp("hub")
     texts = [f"Document {i}: häuser.\n" for i in range(60)]
@@ -108,23 +108,23 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_column_of_a_dataset_is_read(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
     data = DataOptions(kind="huggingface", held_out_share=0.1)
-    held = split_of(replace(data, dataset=str(hub / "parquet")))
-    assert sorted(held) == sorted(f"Document {i}: häuser.\n" for i in range(60)), "rows without text are dropped"
-    assert Counter(held.values()).keys() == {"train", "validation", "test"}
+    splits = split_of(replace(data, dataset=str(hub / "parquet")))
+    assert sorted(splits) == sorted(f"Document {i}: häuser.\n" for i in range(60)), "rows without text are dropped"
+    assert Counter(splits.values()).keys() == {"train", "validation", "test"}
     own = Counter(split for split, _ in documents(replace(data, dataset=str(hub / "splits"), validation=("validation",))))
     assert own["validation"] == 5 and own["train"] + own["test"] == 60
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("options", "message"),
     [
         ({"column": "body"}, "no column 'body', but id, text"),
         ({"validation": ("dev",)}, "no split 'dev', but train, validation"),
         ({"dataset": "absent"}, "cannot be loaded"),
     ],
 )
-def test_a_missing_column_or_split_is_refused(hub: Path, tmp_path: Path, more: dict[str, object], message: str) -> None:
-    named = {name: str(tmp_path / "absent") if name == "dataset" else one for name, one in more.items()}
+def test_a_missing_column_or_split_is_refused(hub: Path, tmp_path: Path, options: dict[str, object], message: str) -> None:
+    named = {name: str(tmp_path / "absent") if name == "dataset" else value for name, value in options.items()}
     with pytest.raises(DataError, match=message):
         list(documents(replace(DataOptions(kind="huggingface", dataset=str(hub / "splits")), **named)))  # type: ignore[arg-type]
 
@@ -136,31 +136,31 @@ def test_the_splits_of_a_dataset_are_used_unchanged(hub: Path, tmp_path: Path) -
     assert own["validation"] == 5 and own["train"] + own["test"] == 60, "without being named"
     rows = datasets.Dataset.from_list([{"text": f"Document {i}."} for i in range(60)])
     rows.save_to_disk(str(tmp_path / "one"))
-    one = replace(data, dataset=str(tmp_path / "one"))
-    assert Counter(split for split, _ in documents(one)).keys() == {"train", "validation", "test"}
-    for named, says in (
+    unsplit = replace(data, dataset=str(tmp_path / "one"))
+    assert Counter(split for split, _ in documents(unsplit)).keys() == {"train", "validation", "test"}
+    for named, message in (
         ({"validation": ("validation",)}, "no split 'validation', but train"),
         ({"validation": ("train",)}, "data.train and data.validation are one split, 'train'"),
         ({"train": ("all",)}, "no split 'all', but train"),
     ):
-        with pytest.raises(DataError, match=says):
-            list(documents(replace(one, **named)))  # type: ignore[arg-type]
+        with pytest.raises(DataError, match=message):
+            list(documents(replace(unsplit, **named)))  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"no split 'validaton'") as caught:
         list(documents(replace(data, dataset=str(hub / "splits"), test=("validaton",))))
     assert caught.value.hint == "try data.test=validation"
 
 
 @pytest.mark.parametrize(
-    ("asked", "right"),
+    ("requested", "expected"),
     [
         ({}, {"train": "train", "validation": "validation", "test": "test"}),
         ({"train": "validation"}, {"train": "validation", "test": "test"}),
         ({"validation": "test", "test": "validation"}, {"train": "train", "validation": "test", "test": "validation"}),
     ],
 )
-def test_a_split_is_not_used_twice(asked: dict[str, str], right: dict[str, str]) -> None:
+def test_a_split_is_not_used_twice(requested: dict[str, str], expected: dict[str, str]) -> None:
     reader = pytest.importorskip("lockstep.data.pairs.huggingface")
-    assert reader.choose_splits({"train": "", "validation": "", "test": "", **asked}, list(SPLITS), "here") == right
+    assert reader.choose_splits({"train": "", "validation": "", "test": "", **requested}, list(SPLITS), "here") == expected
 
 
 def test_a_file_in_two_splits_is_refused(tmp_path: Path) -> None:
@@ -178,15 +178,15 @@ def test_parts_of_few_documents_are_held_out(tmp_path: Path, text: str) -> None:
         for path in paths[:number]:
             path.write_text(text)
         data = replace(TEXT, train=tuple(map(str, paths[:number])), held_out_share=0.1)
-        found = list(documents(data))
-        assert [split for split, _ in found] == list(SPLITS) * number
-        assert "".join(document.text for _, document in found) == text * number
-        for split, document in found[:3]:
+        parts = list(documents(data))
+        assert [split for split, _ in parts] == list(SPLITS) * number
+        assert "".join(document.text for _, document in parts) == text * number
+        for split, document in parts[:3]:
             assert len(document.text) / len(text) == pytest.approx(0.8 if split == "train" else 0.1, abs=0.06)
             assert document.text.endswith(("\n", " ")) or split == "test" or text[0] == "x"
     (tmp_path / "held.txt").write_text("held out")
-    found = list(documents(replace(data, train=data.train[:1], validation=(str(tmp_path / "held.txt"),))))
-    assert [split for split, _ in found] == ["train", "test", "validation"]
+    parts = list(documents(replace(data, train=data.train[:1], validation=(str(tmp_path / "held.txt"),))))
+    assert [split for split, _ in parts] == ["train", "test", "validation"]
     assert [split for split, _ in documents(replace(data, held_out_share=0.0))] == ["train"] * 2
 
 
@@ -196,8 +196,8 @@ def test_chats_are_cut_after_the_last_answer(tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     left_out: Counter[str] = Counter()
-    found = [chat.messages for _, chat in chats(DataOptions(kind="chat", train=(str(path),), held_out_share=0.0), left_out)]
-    assert found == [[user, answer], [user, answer]] and left_out == {"without an answer": 1}
+    messages = [chat.messages for _, chat in chats(DataOptions(kind="chat", train=(str(path),), held_out_share=0.0), left_out)]
+    assert messages == [[user, answer], [user, answer]] and left_out == {"without an answer": 1}
     path.write_text('{"messages": [{"role": "user"}]}\n')
     with pytest.raises(DataError, match="not a chat"):
         list(chats(DataOptions(kind="chat", train=(str(path),)), left_out))
@@ -209,13 +209,13 @@ def test_drills_ignore_the_files_of_a_recipe() -> None:
 
 
 def test_drills_are_correct_and_deterministic() -> None:
-    first, again = list(drills(300)), list(drills(300))
-    assert first == again
+    first, second = list(drills(300)), list(drills(300))
+    assert first == second
     for chat in first:
         question, answer = (message["content"] for message in chat.messages)
         numbers = [int(word.strip("?,.")) for word in question.split() if word.strip("?,.").isdigit()]
-        right = {"Which": str(max(numbers)), "What": f"{numbers[0] + 1}.", "How": f"{numbers[0]} + {numbers[-1]} = {sum(numbers)}"}
-        assert answer == right[question.split()[0]]
+        answers = {"Which": str(max(numbers)), "What": f"{numbers[0] + 1}.", "How": f"{numbers[0]} + {numbers[-1]} = {sum(numbers)}"}
+        assert answer == answers[question.split()[0]]
 
 
 @pytest.mark.parametrize(

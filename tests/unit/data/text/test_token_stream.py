@@ -31,13 +31,13 @@ def test_every_span_is_read_across_files_as_written(tmp_path: Path, vocabulary: 
     stream, flat = written(tmp_path, vocabulary), [i for ids in DOCUMENTS for i in ids]
     owner = [number for number, ids in enumerate(DOCUMENTS) for _ in ids]
     assert len(stream) == len(DOCUMENTS) and stream.tokens == len(flat) and len(stream.ids) == -(-len(flat) // 7)
-    for begin in range(len(flat)):
-        for end in range(begin + 1, len(flat) + 1):
-            assert stream.read(begin, end).tolist() == flat[begin:end]
-            assert stream.read_loss_mask(begin, end).tolist() == [i % 2 == 0 for i in flat[begin:end]]
-            assert stream.documents_at(begin, end).tolist() == owner[begin:end]
-            ends = sum(int(o) in range(begin + 1, end + 1) for o in stream.offsets[1:])
-            assert stream.ends_in(np.array([begin]), np.array([end])).tolist() == [ends]
+    for start in range(len(flat)):
+        for end in range(start + 1, len(flat) + 1):
+            assert stream.read(start, end).tolist() == flat[start:end]
+            assert stream.read_loss_mask(start, end).tolist() == [i % 2 == 0 for i in flat[start:end]]
+            assert stream.documents_at(start, end).tolist() == owner[start:end]
+            ends = sum(int(o) in range(start + 1, end + 1) for o in stream.offsets[1:])
+            assert stream.ends_in(np.array([start]), np.array([end])).tolist() == [ends]
 
 
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def billion(tmp_path_factory: pytest.TempPathFactory) -> TokenStream:
-    """10**9 tokens in a million documents. The id files are sparse: only the offsets are written."""
+    """10**9 tokens in a million documents. The id files are sparse."""
     folder, tokens, shard_tokens, documents = tmp_path_factory.mktemp("billion"), 10**9, 1 << 26, 10**6
     for number, first in enumerate(range(0, tokens, shard_tokens)):
         with open(folder / f"train.{number:05d}.ids", "wb") as file:
@@ -72,12 +72,12 @@ def test_seeking_in_a_billion_tokens_is_fast(billion: TokenStream) -> None:
     assert billion.ends_in(np.array([10**9 - 1]), np.array([10**9])).tolist() == [1]
     rows, length = (10**9 - 1) // 2048, 2048
     order = UniformOrder(rows, 512, 8, seed=1)
-    began = time.process_time()
+    start_s = time.process_time()
     for step in range(10**6, 10**6 + 50):
         for row in order.ids(step, 7)[:4]:
-            begin = int(row) * length
-            assert len(billion.read(begin, begin + length)) == len(billion.documents_at(begin, begin + length)) == length
-    assert time.process_time() - began < 2.0, "200 rows around step 1,000,000"
+            start = int(row) * length
+            assert len(billion.read(start, start + length)) == len(billion.documents_at(start, start + length)) == length
+    assert time.process_time() - start_s < 2.0, "200 rows around step 1,000,000"
 
 
 @settings(deadline=None)
