@@ -1,16 +1,32 @@
-"""For all tests: what a command sets up in this process is gone when its test ends."""
+"""Fixtures and markers of all tests."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("lockstep", deadline=None)  # a shared machine pauses a test for seconds
+settings.load_profile("lockstep")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "long: a chaos test that runs only with LOCKSTEP_CHAOS=1 (make test-chaos)")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.environ.get("LOCKSTEP_CHAOS") != "1":
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason="long: set LOCKSTEP_CHAOS=1"))
 
 
 @pytest.fixture(autouse=True)
-def same_logger_for_the_next_test() -> Iterator[None]:
-    """A test that calls the command in this process leaves no handler on a stderr that is closed by then."""
+def restore_logger() -> Iterator[None]:
+    """Restore the logger: a command called in a test leaves a handler on a stderr that is closed."""
     logger = logging.getLogger("lockstep")
     handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
     yield

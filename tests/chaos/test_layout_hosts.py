@@ -1,113 +1,97 @@
-"""Replicas of two workers each, on hosts of their own: a replica is whole or dead, and the run ends with the bits of one worker.
+"""Replicas of two workers each on several hosts: a replica is complete or lost.
 
-Three hosts with a replica each, and four hosts of which two make a replica. What is done to them, as in test_fault_matrix.py. The short
-part loses a host; the rest needs LOCKSTEP_CHAOS=1.
+Two layouts: three hosts with one replica each, and four hosts of which two share a replica. Every
+run ends with the bits of one worker.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
-from support.hosts import Network, Training, Truth, undisturbed, why_no_hosts
-
-from lockstep.elastic.generation_log import Generation
+from support.fault_matrix import Reference, assert_back_in_time, print_seconds
+from support.hosts import Network, Training
 
 STEPS = 150
-SOON_S = 20.0  # far below the 600 s of a collective, far above what it takes
-long = pytest.mark.skipif(os.environ.get("LOCKSTEP_CHAOS") != "1", reason="the long part of layouts on hosts: LOCKSTEP_CHAOS=1")
-
-
-@pytest.fixture(scope="module")
-def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
-    """What the run comes to undisturbed, on one worker."""
-    return undisturbed(tmp_path_factory.mktemp("undisturbed"), STEPS)
+long = pytest.mark.long
 
 
 @pytest.fixture
-def training(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Network, Training]]:
-    """`request.param` hosts, six or four workers, replicas of two shards; beyond its eighth step."""
-    if why_not := why_no_hosts():
-        pytest.skip(why_not)
-    monkeypatch.setenv("LOCKSTEP_TMP", str(tmp_path))
-    hosts, each = request.param
+def sharded(
+    request: pytest.FixtureRequest, start_training: Callable[..., Training], why_no_network: str
+) -> Iterator[tuple[Network, Training]]:
+    """Return hosts and a training with two shards per replica, after step 8.
+
+    request.param  (hosts, workers per host)
+    """
+    if why_no_network:
+        pytest.skip(why_no_network)
+    hosts, workers = request.param
     with Network(hosts) as network:
-        one = Training(tmp_path, network.hosts, workers=each, steps=STEPS, values={"layout__shard": 2})
-        try:
-            one.wait_for_step(8)
-            yield network, one
-        finally:
-            one.close()
+        training = start_training(network.hosts, workers=workers, steps=STEPS, values={"layout__shard": 2})
+        training.wait_for_step(8)
+        yield network, training
+        training.close()
 
 
-OWN = pytest.mark.parametrize("training", [pytest.param((3, 2), id="a replica a host")], indirect=True)
-ACROSS = pytest.mark.parametrize("training", [pytest.param((4, 1), id="a replica over two hosts")], indirect=True)
+ONE_HOST = pytest.mark.parametrize("sharded", [pytest.param((3, 2), id="a replica on one host")], indirect=True)
+TWO_HOSTS = pytest.mark.parametrize("sharded", [pytest.param((4, 1), id="a replica on two hosts")], indirect=True)
 
 
-def goes_on(one: Training, before: Generation) -> Generation:
-    """The generation after `before`, as soon as it has done a step."""
-    back_s = one.wait_until_back(before)
-    print(f"back {back_s:.2f} s")
-    assert back_s < SOON_S
-    return one.log.read(before.number + 1)
+def assert_recovers(training: Training, recover: Callable[[], None], reference: Reference) -> None:
+    """Call `recover()`; assert that the lost host joins and that the run ends with the same bits."""
+    before = training.newest
+    recover()
+    training.wait_until_whole(before)
+    training.assert_same_bits(reference(STEPS))
 
 
-def comes_again(one: Training, mend: Callable[[], None], truth: Truth) -> None:
-    """Who was lost joins, and the run ends as if nothing had been."""
-    now = one.newest
-    mend()
-    one.wait_until_whole(now)
-    one.assert_same_bits(truth)
-
-
-@OWN
+@ONE_HOST
 @long
-def test_one_of_two_shards_is_killed(training: tuple[Network, Training], truth: Truth) -> None:
-    network, one = training
-    before, step = one.newest, one.step
-    lost, survivor = (one.member(slot, network.hosts[1]) for slot in (1, 0))
-    one.kill(lost)
-    after = goes_on(one, before)
-    print(f"whole {one.wait_until_whole(before):.2f} s later")
+def test_partner_of_a_killed_shard_leaves_and_joins_again(sharded: tuple[Network, Training], reference: Reference) -> None:
+    network, training = sharded
+    before, step = training.newest, training.step
+    lost, partner = (training.member(slot, network.hosts[1]) for slot in (1, 0))
+    training.kill(lost)
+    after = assert_back_in_time(training, before)
+    print_seconds(whole=training.wait_until_whole(before))
     assert after.step >= step
-    assert survivor not in after.members and len(after.members) == 4, "what is left of a replica cannot train: it comes again"
-    one.assert_same_bits(truth)
+    assert partner not in after.members and len(after.members) == 4, "half a replica cannot train"
+    training.assert_same_bits(reference(STEPS))
 
 
-@OWN
-@pytest.mark.parametrize("number", [pytest.param(1, id="a host"), pytest.param(0, id="the host that leads", marks=long)])
-def test_a_replica_loses_its_power(training: tuple[Network, Training], truth: Truth, number: int) -> None:
-    network, one = training
-    before, step, lost = one.newest, one.step, network.hosts[number]
-    one.kill_host(lost)
-    after = goes_on(one, before)
+@ONE_HOST
+@pytest.mark.parametrize("number", [pytest.param(1, id="15-a host"), pytest.param(0, id="16-the leader's host", marks=long)])
+def test_host_of_a_replica_is_lost_and_returns(sharded: tuple[Network, Training], reference: Reference, number: int) -> None:
+    network, training = sharded
+    before, step, lost = training.newest, training.step, network.hosts[number]
+    training.kill_host(lost)
+    after = assert_back_in_time(training, before)
     assert after.step >= step and {member.host for member in after.members} == {"a", "b", "c"} - {lost.name}
-    comes_again(one, lambda: one.start_agent(lost), truth)
+    assert_recovers(training, lambda: training.start_agent(lost), reference)
 
 
-@OWN
+@ONE_HOST
 @long
-def test_a_replica_is_cut_off_and_comes_back(training: tuple[Network, Training], truth: Truth) -> None:
-    network, one = training
-    before = one.newest
+def test_row_29_host_of_a_replica_is_cut_off_and_joins_again(sharded: tuple[Network, Training], reference: Reference) -> None:
+    network, training = sharded
+    before = training.newest
     network.disconnect(network.hosts[1])
-    goes_on(one, before)
-    assert {member.host for member in one.newest.members} == {"a", "c"}
+    assert_back_in_time(training, before)
+    assert {member.host for member in training.newest.members} == {"a", "c"}
     time.sleep(1)
-    comes_again(one, lambda: network.reconnect(network.hosts[1]), truth)
+    assert_recovers(training, lambda: network.reconnect(network.hosts[1]), reference)
 
 
-@ACROSS
+@TWO_HOSTS
 @long
-def test_half_of_a_replica_loses_its_power(training: tuple[Network, Training], truth: Truth) -> None:
-    network, one = training
-    before, step = one.newest, one.step
-    place = [member.host for member in before.members].index("b")
-    partner = before.members[place ^ 1]
-    one.kill_host(network.hosts[1])
-    after = goes_on(one, before)
+def test_row_15_partner_on_another_host_leaves_with_a_lost_host(sharded: tuple[Network, Training], reference: Reference) -> None:
+    network, training = sharded
+    before, step = training.newest, training.step
+    rank = next(rank for rank, member in enumerate(before.members) if member.host == "b")
+    partner = before.members[rank ^ 1]
+    training.kill_host(network.hosts[1])
+    after = assert_back_in_time(training, before)
     assert after.step >= step and len(after.members) == 2 and partner not in after.members
-    comes_again(one, lambda: one.start_agent(network.hosts[1]), truth)
+    assert_recovers(training, lambda: training.start_agent(network.hosts[1]), reference)
