@@ -44,7 +44,7 @@ check: setup
 
 bench: setup
 	$(PIP) -e ".[bench]"
-	$(BIN)/python bench/run.py
+	$(BIN)/python -m bench.step.run
 
 docs: setup
 	$(PIP) -e ".[docs]"

@@ -30,11 +30,12 @@ PATTERNS = {
     "clause that begins with who": r"(?:^|[.:;,(] |\b(?:and|but|of|from|by|than|to|as) )who (?!(?:is|are|was|were)\b[^.;]*\?)[a-z]",
     "those that": r"\b(?:those|the ones|all|others|ones) (?:that|who)\b|\bone who\b|\ball have\b",
     "go on": r"\b(?:go|goes|going|went|gone) on\b",
-    "anew": r"\banew\b|\b(?:begin|begins|began) at\b|\bmade new\b|\b(?:is|are|be|was|were) (?:done|made) again\b|\bagain and again\b",
+    "anew": r"\banew\b|\b(?:begin at|begins|began|begun)\b|\bmade new\b|\b(?:is|are|be|was|were) (?:done|made) again\b|\bagain and again\b",
     "come to": r"\bc(?:ome|omes|ame|oming) to (?:be|its end|an end|the end)\b|\bhas come\b",
-    "is told": r"\b(?:is|are|was|were|be|been|being) told\b|\btold of\b",
-    "stand": r"\bstand(?:s|ing)? (?:in|at|for|beside|by|on|there|once)\b|\bdo not stand\b|\b(?:written|writes?) down\b",
-    "own": r"\b(?:an?|the|each|one|in|on) (?:\w+ ){1,2}(?:of|by|for) (?:its|their|his|our) own\b|\ban? \w+ of (?:yours|ours)\b",
+    "told": r"\btold\b",
+    "stand": r"\bstands\b|\bstand(?:ing)? (?:in|at|for|beside|by|on|there|once)\b|\bdo not stand\b|\b(?:written|writes?) down\b",
+    "own": r"\b(?:an?|the|each|one|in|on) (?:\w+ ){1,2}(?:of|by|for) (?:its|their|his|our) own\b|\ban? \w+ of (?:yours|ours)\b"
+    r"|\bof (?:its|his|her|their|our|one's) own\b",
     "without": r"\bwithout (?:a word|a step forward|an end|a majority of)\b|\bof before\b|\bsaid before\b|\bput away\b",
     "left out": r"\bleft out(?! of)\b",
     "break off": r"\bbr(?:oke|oken|eak|eaks|eaking) off\b|\bby halves\b|\bfor life\b|\blike mail\b|\bl(?:ie|ies|ay) (?:here|there|about)\b",
@@ -42,13 +43,17 @@ PATTERNS = {
     "beside an option": r"(?:^|\s)-{2}[\w-]+ beside (?:-{2}|X)",
     "inverted question": r"\bwhat (?:is|was) (?:done|to be done|lost|kept|said|given|held)\b|\bsince when\b|\bhow it is\b(?! \w+ed\b)",
     "see to it": r"\b(?:see|sees) to it\b|\b(?:find|finds|found) out\b|\bhear(?:s|d)? of\b|\bhas ended\b|\b[Tt]hen those\b",
-    "says": r"\bsay(?:s)? (?:which|so|what|who|how|why|where)\b|\bis said\b|\bholds? the others up\b",
+    "says": r"\bsays\b|\bsay (?:which|so|what|who|how|why|where)\b|\bsaid\b|\bholds? the others up\b",
     "rest on": r"\brests? on\b|\bwhat travels\b|\b[Nn]othing moves\b|\bit begins with\b",
-    "idiom": r"\bas (?:it|they) (?:comes?|stands?)\b|\bnothing but\b|\bthere again\b|\bhas(?: not)? got\b|\blets? (?:it )?go of\b",
+    "idiom": r"\bas (?:it|they) (?:comes?|stands?)\b|\bnothing but\b|\bthere again\b|\bfor ever\b|\bhas(?: not)? got\b"
+    r"|\blets? (?:it )?go of\b",
+    "presence": r"\b(?:is|are|was|were) (?:not )?there (?:yet|already|again)\b|\b(?:is|are) not there\b|\bwhat is due\b",
+    "noun riddle": r"^(?:What|Who|Which) [^?:|]*\.$|^A function of (?:the|its)\b",
     "old term": r"\b(?:zygote|nursery|courier|parcel|arbiter|diary|keeper|handover)s?\b",
     "gerund as a first word": r"^(?:Deciding|Waiting|Finding|Making|Telling|Saying|Going|Taking|Giving|Bringing|Noticing) ",
     "British spelling": r"\b\w*(?:[a-z]{4}isation|(?:token|serial|initial|normal|material|optim|organ|recogn|synchron)is(?:e|es|ed|ing))\b"
-    r"|\b\w*(?:colour|behaviour|neighbour|favour|honour)\w*\b|\bcentre\b|\bcancelled\b|\blearnt\b|\bwhilst\b|\blicences?\b|\blabelled\b",
+    r"|\b\w*(?:colour|behaviour|neighbour|favour|honour)\w*\b|\bcentre\b|\bcancelled\b|\blearnt\b|\bwhilst\b|\blicences?\b|\b(?:label|model|travel|signal)l(?:ed|ing)\b"
+    r"|\b(?:analys(?:e|es|ed|ing)|artefacts?|per cent|grey)\b",
 }
 COMPILED = {name: re.compile(pattern, re.IGNORECASE if name == "vague actor" else 0) for name, pattern in PATTERNS.items()}
 
@@ -69,8 +74,8 @@ def find(text: str) -> list[str]:
 
 def main(arguments: list[str]) -> int:
     quiet, arguments = "-q" in arguments, [argument for argument in arguments if argument != "-q"]
-    given = [Path(argument).resolve() for argument in arguments]
-    paths = [file for path in given for file in (sorted(path.rglob("*")) if path.is_dir() else [path])] or tracked_files()
+    requested = [Path(argument).resolve() for argument in arguments]
+    paths = [file for path in requested for file in (sorted(path.rglob("*")) if path.is_dir() else [path])] or tracked_files()
     words, hits, by_pattern, by_file = 0, [], Counter[str](), Counter[str]()
     for path in paths:
         name = str(path.relative_to(TOP))
@@ -85,8 +90,8 @@ def main(arguments: list[str]) -> int:
     subjects = [] if arguments else commit_subjects()
     for subject in subjects:
         words += len(subject.split())
-        found = find(subject) + (["a commit subject over 72 characters"] if len(subject) > 72 else [])
-        hits += [f"commit: {pattern}: {subject}" for pattern in found]
+        patterns = find(subject) + (["a commit subject over 72 characters"] if len(subject) > 72 else [])
+        hits += [f"commit: {pattern}: {subject}" for pattern in patterns]
     wide = [place for path in paths if path.suffix == ".md" for place in wide_lines(path)]
     if not quiet:
         print("\n".join([*hits, *(f"{place}: over 100 columns" for place in wide)]))
@@ -113,8 +118,8 @@ def commit_subjects() -> list[str]:
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:
     """Yield (line number, text) of each paragraph of prose in a Python or Markdown file, inline code replaced by X."""
-    found = python_texts(path.read_text()) if path.suffix == ".py" else markdown_texts(path.read_text())
-    for line, text in found:
+    located = python_texts(path.read_text()) if path.suffix == ".py" else markdown_texts(path.read_text())
+    for line, text in located:
         text = re.sub(r"``?[^`]*``?", "X", " ".join(text.split()))
         if text:
             yield line, text
@@ -129,11 +134,11 @@ def python_texts(source: str) -> Iterator[tuple[int, str]]:
             assert isinstance(first, ast.Expr)
             docstrings.add(first.value)
             yield from paragraphs(first.lineno, str(ast.literal_eval(first.value)).splitlines())
-    inside = {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    fragments = {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
             text = "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings and node not in inside:
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings and node not in fragments:
             text = node.value
         else:
             continue

@@ -1,0 +1,39 @@
+"""Hugging Face Accelerate: torchrun --nproc-per-node 2 with_accelerate.py"""
+
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from houses import Houses, make_model
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader
+
+
+def main(out: str = "runs/accelerate", steps: int = 192) -> None:
+    dataset, model = Houses(), make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    batches = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True)
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), dataloader_config=batches)
+    loader = DataLoader(dataset, batch_size=64, shuffle=True, drop_last=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    step, checkpoint = 0, Path(out) / "checkpoint"
+    if checkpoint.exists():
+        accelerator.load_state(str(checkpoint))
+        step = int((checkpoint / "step").read_text())
+    while step < steps:
+        loader.set_epoch(step // len(loader))
+        for x, y in loader:
+            loss = mse_loss(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+        accelerator.print(f"step {step}  loss {loss.item():.5f}")
+        accelerator.save_state(str(checkpoint))
+        if accelerator.is_main_process:
+            (checkpoint / "step").write_text(str(step))
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()
