@@ -1,12 +1,12 @@
-"""Gradient accumulation on two houses: small enough to check by hand, and the same thing that every training step does.
+"""Gradient accumulation on two houses: small enough to check by hand.
 
-A price is y = x1 w1 + x2 w2 + b. Two houses are known; the model begins at w1 = 0.773, w2 = 0.321, b = 0.067 and learns by gradient
-descent on the squared error. Without accumulation the weights move after each house, so the second house is seen with weights that
-the first has moved. With accumulation both gradients are taken at the same weights, added, and the weights move once: the step of one
-batch of two houses, in the memory of one.
+A price is y = x1 w1 + x2 w2 + b. Two houses are known. The model starts at w1 = 0.773, w2 = 0.321,
+b = 0.067 and learns by gradient descent on the squared error. Without accumulation the weights
+change after each house. With accumulation both gradients are computed at the same weights and
+added, and the weights change once: the step of one batch of two houses, in the memory of one.
 
 Run: python examples/gradient_accumulation.py
-docs/accumulation.md explains the numbers, and why sums are divided once.
+docs/accumulation.md explains the numbers.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ class House:
 
 @dataclass(frozen=True)
 class Step:
-    """What one step did: the gradient it used, and the weights it left, each as (w1, w2, b)."""
+    """The gradient of one step and the weights after it, each as (w1, w2, b)."""
 
     gradient: tuple[float, float, float]
     weights: tuple[float, float, float]
 
 
 HOUSES = (House(6, 2, 15), House(5, 2, 12))
-BEGIN = (0.773, 0.321, 0.067)
+START = (0.773, 0.321, 0.067)
 LEARNING_RATE = 0.001
 
 
 def steps_of(houses: Sequence[House], accumulate: bool) -> list[Sequence[House]]:
-    """The houses of each step: all in one, or each in its own."""
+    """Return the houses of each step: all in one step, or one house in each."""
     return [houses] if accumulate else [[house] for house in houses]
 
 
 def by_hand(houses: Sequence[House] = HOUSES, *, accumulate: bool, reduce: Reduce = "sum") -> list[Step]:
-    """The steps, with the derivative written out: of (y - price)^2 it is 2 (y - price) times x1, x2 and 1."""
-    w1, w2, b = BEGIN
+    """Compute the steps with the derivative of (y - price)^2: 2 (y - price) times x1, x2 and 1."""
+    w1, w2, b = START
     done = []
     for batch in steps_of(houses, accumulate):
         g1 = g2 = gb = 0.0
@@ -64,8 +64,8 @@ def by_hand(houses: Sequence[House] = HOUSES, *, accumulate: bool, reduce: Reduc
 
 
 def by_autograd(houses: Sequence[House] = HOUSES, *, accumulate: bool, reduce: Reduce = "sum") -> list[Step]:
-    """The same steps as a PyTorch loop: backward() adds to .grad, so to accumulate is not to clear it in between."""
-    weights = torch.tensor(BEGIN, dtype=torch.float64, requires_grad=True)
+    """Compute the steps as a PyTorch loop: backward() adds to .grad until zero_grad()."""
+    weights = torch.tensor(START, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.SGD([weights], lr=LEARNING_RATE)
     done = []
     for batch in steps_of(houses, accumulate):
@@ -84,19 +84,19 @@ def by_autograd(houses: Sequence[House] = HOUSES, *, accumulate: bool, reduce: R
 
 
 def table(title: str, hand: Sequence[Step], autograd: Sequence[Step]) -> str:
-    """Both ways of working it out, line by line, with the largest difference between them."""
+    """Format both computations, line by line, with their largest difference."""
     lines = [title, f"  {'step':>4}  {'':8}{'d/dw1':>13}{'d/dw2':>13}{'d/db':>13}    {'w1':>10}{'w2':>11}{'b':>11}"]
     for number, ways in enumerate(zip(hand, autograd, strict=True), 1):
         for name, step in zip(("by hand", "autograd"), ways, strict=True):
             gradient = "".join(f"{value:13.6f}" for value in step.gradient)
             weights = "".join(f"{value:11.7f}" for value in step.weights)
             lines.append(f"  {number:>4}  {name:8}{gradient}   {weights}")
-    apart = (
-        abs(one - two)
+    differences = (
+        abs(first - second)
         for left, right in zip(hand, autograd, strict=True)
-        for one, two in zip(left.gradient + left.weights, right.gradient + right.weights, strict=True)
+        for first, second in zip(left.gradient + left.weights, right.gradient + right.weights, strict=True)
     )
-    return "\n".join([*lines, f"  largest difference {max(apart):.0e}"])
+    return "\n".join([*lines, f"  largest difference {max(differences):.0e}"])
 
 
 def main() -> None:

@@ -1,11 +1,11 @@
-"""A PyTorch training loop before and after: `plain` runs in one process, `train` is the same loop with lockstep.Session.
+"""A training loop in one process (`plain`), and the same loop with lockstep.Session (`train`).
 
     python examples/own_loop.py                          two workers on this machine
-    lockstep run examples/own_loop.py --workers 4        four; --out runs/own --steps 300 are the arguments of train
+    lockstep run examples/own_loop.py --workers 4        four; --steps 300 is an argument of train
     torchrun --nproc-per-node 2 examples/own_loop.py     the workers of torchrun
 
-The changed lines buy: the same bits on any number of workers, exact resume after a kill, workers replaced while the others keep training,
-verified checkpoints, metrics, and the device. Model, data set, loss and optimizer stay as they are.
+The changed lines add: the same bits on any number of workers, exact resume after a kill, lost
+workers replaced while the others train, verified checkpoints, metrics, and the device.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@
                 session.backward(loss_fn(model(x), y))
             optimizer.step()
 
-A Session composes World, ReplicaGroup, Checkpointer and Tracker, which stay public and can be used without it (docs/loop.md).
+A Session composes ElasticRuntime, ReplicaGroup, Checkpointer and Tracker, which can also be used
+without it (docs/loop.md).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from pathlib import Path
 from types import TracebackType
@@ -30,17 +31,17 @@ from torch.utils.data import default_collate
 
 from lockstep.checkpoint.stateful import Stateful, refuse_unsupported_state
 from lockstep.data.order import UniformOrder, splitmix64
-from lockstep.elastic.consensus import all_gather_json
+from lockstep.elastic.collectives import all_gather_json
+from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.elastic.world import World
 from lockstep.errors import UsageError
 from lockstep.record.tracker import BackgroundTracker, Tracker
-from lockstep.runtime.exit_report import error_summary
 from lockstep.runtime.numerics import make_deterministic, seed_generators
 from lockstep.runtime.signals import Stopped, StopSignals
 from lockstep.runtime.worker_env import read_worker_env
-from lockstep.training.checkpointer import Checkpointer as Checkpointer
-from lockstep.training.loader import Collate, Loader, samples_of, size_of, to_device
-from lockstep.training.replica_group import ReplicaGroup as ReplicaGroup
+from lockstep.training.checkpointer import Checkpointer
+from lockstep.training.loader import Collate, Loader, get_samples, number_of_samples, to_device
+from lockstep.training.replica_group import ReplicaGroup
 
 log = logging.getLogger("lockstep")
 
@@ -49,18 +50,22 @@ class Session:
     """One training run of this process, together with all other workers. A context manager.
 
     out            folder of the run: checkpoints/, metrics.jsonl, events.jsonl
-    micro_batches  gradients that a step sums, over all workers together; at least as many as workers
-    save_every     steps from one checkpoint to the next; 0: only after the last step and when the run is stopped
-    keep           newest checkpoints kept; 0: all
-    seed           of the order of the samples and of the random numbers of samples and model
-    resume         "auto" (the newest whole checkpoint, if there is one), "never", "required", or a step as text
+    micro_batches  micro-batches of a step, over all workers; at least the number of workers
+    save_every     steps between two checkpoints; 0: only after the last step and when the run is
+                   stopped
+    keep           number of newest checkpoints to keep; 0: all
+    seed           of the order of the samples, and of the random numbers of samples and model
+    resume         "auto" (the newest valid checkpoint, if there is one), "never", "required", or a
+                   step as text
     threads        of torch in this process; their number changes bits
-    options        further keyword arguments for ReplicaGroup: reduce, verify_every, rehearse, on_nonfinite, local_buffers
+    options        keyword arguments for ReplicaGroup: reduce, verify_every, rehearse, on_nonfinite,
+                   local_buffers
 
-    world is set on entry; replicas, checkpointer and tracker once `steps` has begun. `step` counts the committed steps.
+    Attributes: `runtime` and `world` exist inside the `with` block; `replicas`, `checkpointer` and
+    `tracker` exist once `steps` has yielded. `step` is the number of committed steps.
     """
 
-    world: World
+    runtime: ElasticRuntime
     replicas: ReplicaGroup
     checkpointer: Checkpointer
     tracker: Tracker
@@ -85,54 +90,66 @@ class Session:
         self._state: dict[str, Stateful] = {}
         self._loaders: list[Loader] = []
         self._logged: dict[str, Any] = {}
-        self._committed = -1  # the newest step of which the gradient was whole
+        self._committed = -1  # the newest step whose gradient is complete
         self._total = 0
         self._exit = ExitStack()
 
     def __enter__(self) -> Session:
         refuse_another_folder(self.out)
-        self.world = self._exit.enter_context(World.join(threads=self.threads))
+        self.runtime = self._exit.enter_context(ElasticRuntime.join(threads=self.threads))
         log.debug(make_deterministic(self.world.device))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Collective, without an error: wait for the last checkpoint, and leave the run together."""
+        """Collective, without an error: wait for the last checkpoint, then leave the run."""
         if kind is None and self.step < self._total:
             log.warning("the loop was left in step %d of %d: the steps since the newest checkpoint are not saved", self.step, self._total)
         self._exit.__exit__(kind, error, trace)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("world", "replicas", "checkpointer", "tracker"):
-            when = "inside of `with Session(...) as session`" if name == "world" else "from session.steps(...) on"
-            raise UsageError(f"session.{name} is not there yet", f"it exists {when}", "move the line behind that")
+        if name in ("runtime", "replicas", "checkpointer", "tracker"):
+            names, when = f"session.{name} does", "after session.steps(...) has started"
+            if name == "runtime":
+                names, when = "session.world and session.runtime do", "inside `with Session(...) as session`"
+            raise UsageError(f"{names} not exist yet", f"set {when}", "move the line there")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property
+    def world(self) -> World:
+        """Rank, size and device of this worker; a new value after a failure."""
+        return self.runtime.world
 
     # Before the loop.
 
     def prepare(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> tuple[Any, ...]:
-        """(the model to call in the loop, *optimizers). Moves the model to world.device; a checkpoint holds it and the optimizers.
+        """Return (the model to call in the loop, *optimizers).
 
-        The returned model behaves like DistributedDataParallel: `model.module` is the one that was passed.
+        Moves the model to world.device. Checkpoints hold the model and the optimizers. The returned
+        model behaves like DistributedDataParallel: `model.module` is the model that was passed.
         """
-        self._refuse_if_begun("prepare")
+        self._refuse_after_start("prepare")
         if self.model is not None:
             raise UsageError("a second session.prepare", "one Session trains one model", "put all trained modules into one nn.ModuleDict")
         self.model, self.optimizers = PreparedModel(model.to(self.world.device), self), optimizers
         return self.model, *optimizers
 
     def state(self, **objects: Stateful) -> None:
-        """Add objects with state_dict and load_state_dict to the checkpoints: `session.state(scheduler=scheduler, ema=ema)`."""
-        self._refuse_if_begun("state")
+        """Add objects with state_dict and load_state_dict to the checkpoints, by name:
+        `session.state(scheduler=scheduler, ema=ema)`."""
+        self._refuse_after_start("state")
         refuse_unsupported_state(objects)
         self._state |= objects
 
     def loader(self, dataset: Any, *, batch_size: int, collate_fn: Collate | None = None, num_workers: int = 0) -> Loader:
-        """A function of the step: `for batch in loader(step)` gives this worker's micro-batches on its device. See training/loader.py.
+        """Return a loader: `for batch in loader(step)` yields this worker's micro-batches, on its
+        device. See training/loader.py.
 
         batch_size   samples of a step, over all workers; a multiple of micro_batches
-        num_workers  processes of each training worker that fetch ahead
+        num_workers  processes of each training worker that prefetch
+        A resumed run is refused when the number of samples or batch_size differs. Other content of
+        the same length is not detected.
         """
-        samples, count = size_of(dataset, "session.loader(dataset, ...)"), self.micro_batches_per_step
+        samples, count = number_of_samples(dataset, "session.loader(dataset, ...)"), self.micro_batches_per_step
         if samples < 1 or batch_size < 1 or batch_size % count:
             raise UsageError(
                 f"batch_size={batch_size} with micro_batches={count} and {samples} samples",
@@ -140,7 +157,7 @@ class Session:
                 f"give at least one sample and a batch_size that is a multiple of {count}: it counts the samples of a whole step",
             )
         order = UniformOrder(samples, batch_size, count, self.seed)
-        loader = Loader(dataset, order, self.world, self.micro_batches, collate_fn, num_workers)
+        loader = Loader(dataset, order, self.runtime, self.micro_batches, collate_fn, num_workers)
         self._exit.callback(loader.close)
         self._loaders.append(loader)
         return loader
@@ -148,32 +165,35 @@ class Session:
     # The loop.
 
     def steps(self, total: int) -> Iterator[int]:
-        """Collective. The numbers of the steps from the resumed one to `total` - 1. What the body does happens once for each step.
+        """Collective. Yield the step numbers from the resumed one to `total` - 1.
 
-        Saves when it is due and after the last step. After SIGTERM, SIGINT or SIGUSR1 the workers agree to stop, save, and raise Stopped, a
-        SystemExit with code 75 or 130.
+        Saves when a checkpoint is due and after the last step. After SIGTERM, SIGINT or SIGUSR1 the
+        workers agree to stop, save, and raise Stopped: a SystemExit with code 75 or 130.
         """
         if "replicas" not in self.__dict__:
             self._start()
         self._total = total
         while self.step < total:
-            self._logged, began_s = {}, time.monotonic()
+            self._logged, start_s = {}, time.monotonic()
             yield self.step
             if self._committed != self.step:
                 raise UsageError(
-                    f"the body of step {self.step} did no micro-batches",
+                    f"the body of step {self.step} ran no micro-batches",
                     "for step in session.steps(...)",
                     "take all of them, `for batch in loader(step)`, in every step",
                 )
             self.step += 1
-            values = {"loss": self.loss, **self._logged, "seconds": time.monotonic() - began_s, "workers": self.world.size}
+            values = {"loss": self.loss, **self._logged, "seconds": time.monotonic() - start_s, "workers": self.world.size}
             self._record.step(self.step, values)
             self._save_if_due(stop := self.replicas.decision.stop, last=bool(stop) or self.step >= total)
 
     def micro_batches(self, step: int) -> Iterator[int]:
-        """Collective. The numbers of this worker's micro-batches of `step`; for data that no loader has. See ReplicaGroup.micro_batches."""
+        """Collective. Yield the numbers of this worker's micro-batches: for data without a loader."""
         if "replicas" not in self.__dict__ or step != self.step:
             raise UsageError(f"the micro-batches of step {step}", f"the loop is at step {self.step}", "for step in session.steps(...)")
+        if self._committed == step:
+            where, hint = "loader(step) or session.micro_batches(step), called twice", "compute all losses in one loop"
+            raise UsageError(f"a second micro-batch loop in step {step}: it would drop the gradient of the first", where, hint)
         self.in_micro_batches = True
         try:
             yield from self.replicas.micro_batches(step)
@@ -181,24 +201,39 @@ class Session:
             self.in_micro_batches = False
         self._committed = step
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """The backward pass of a micro-batch, of which `loss` is the mean. The step's gradient is the mean over its micro-batches."""
+    def backward(self, loss: torch.Tensor, *, count: int | None = None) -> None:
+        """Run the backward pass of a micro-batch.
+
+        loss   mean over the micro-batch; the step's gradient is the mean over its micro-batches
+        count  number of samples or tokens of the micro-batch, an integer. `loss` is then their sum,
+               and the step's gradient is the sum of all losses divided by the sum of all counts.
+               Give it for every micro-batch of a step, or for none
+        """
         if "replicas" not in self.__dict__:
             raise UsageError("session.backward outside of the loop", "session.backward(loss)", "call it in `for batch in loader(step)`")
-        self.replicas.backward(loss / self.micro_batches_per_step)
+        if count is None:
+            self.replicas.backward(loss / self.micro_batches_per_step)
+        else:
+            self.replicas.backward(loss, count)
 
     @property
     def loss(self) -> float:
-        """The mean of the losses of the newest step's micro-batches, over all workers; the same bits on any number of them."""
+        """The mean loss of the newest step; the same bits for any number of workers."""
         return self.replicas.loss
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale the step's gradient to a norm of at most `max_norm`; its norm before. Between the micro-batches and optimizer.step()."""
+        """Scale the step's gradient to a norm of at most `max_norm`; return the norm before.
+
+        Call it between the micro-batches and optimizer.step().
+        """
         assert self.model is not None
         return nn.utils.clip_grad_norm_(self.model.module.parameters(), max_norm)
 
     def log(self, step: int, **values: Any) -> None:
-        """Add values to this step's line in metrics.jsonl, which rank 0 writes. The line has the number of committed steps, step + 1."""
+        """Add values to this step's line in metrics.jsonl, which rank 0 writes.
+
+        The line is numbered by committed steps: step + 1.
+        """
         if step != self.step:
             raise UsageError(f"session.log of step {step}", f"the loop is at step {self.step}", "call it in the body of that step")
         self._logged |= {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
@@ -211,49 +246,51 @@ class Session:
         batch_size: int = 64,
         collate_fn: Collate | None = None,
     ) -> Any:
-        """Collective. The mean over `dataset` of function(batch), a number or a dict of numbers, each the mean over the batch's samples.
+        """Collective. Return the mean over `dataset` of function(batch): a number or a dict of
+        numbers, each the mean over the batch's samples.
 
-        Each worker computes its share, in eval mode and without gradients; the result has the same bits on any number of workers.
+        Each worker computes its share, in eval mode and without gradients. The result has the same
+        bits on any number of workers.
         """
-        count = size_of(dataset, "session.evaluate(function, dataset)")
+        count = number_of_samples(dataset, "session.evaluate(function, dataset)")
         batches = [range(first, min(first + batch_size, count)) for first in range(0, count, batch_size)]
 
-        def scores(numbers: Iterable[int]) -> dict[int, dict[str, float]]:
-            found = {}
+        def compute_scores(numbers: Iterable[int]) -> dict[int, dict[str, float]]:
+            scores = {}
             for number in numbers:
                 seed_generators(splitmix64(self.seed, number) >> 1, self.world.device)
-                samples = samples_of(dataset, batches[number])
-                found[number] = as_numbers(function(to_device((collate_fn or default_collate)(samples), self.world.device)))
-            return found
+                samples = get_samples(dataset, batches[number])
+                scores[number] = to_numbers(function(to_device((collate_fn or default_collate)(samples), self.world.device)))
+            return scores
 
-        with torch.no_grad(), in_eval_mode(self.model), self.world.during("evaluating"):
-            found = self._shared(scores, len(batches))
-        seed_generators(
-            splitmix64(self.seed, self.step, self.micro_batches_per_step, 1) >> 1, self.world.device
-        )  # equal on all workers again
-        means = {name: weighted_mean([(len(batches[n]), found[n][name]) for n in range(len(batches))]) for name in found[0]}
+        with torch.no_grad(), in_eval_mode(self.model), self.runtime.during("evaluating"):
+            scores = self._compute_in_shares(compute_scores, len(batches))
+        # Equal on all workers again.
+        seed_generators(splitmix64(self.seed, self.step, self.micro_batches_per_step, 1) >> 1, self.world.device)
+        means = {name: weighted_mean([(len(batches[n]), scores[n][name]) for n in range(len(batches))]) for name in scores[0]}
         return means[""] if [*means] == [""] else means
 
-    # Inside.
+    # Private.
 
     def _start(self) -> None:
         """Collective. Resume, and open what the loop needs."""
         if self.model is None:
             raise UsageError("session.steps without a model", "session.steps(...)", "call session.prepare(model, optimizer) before")
-        module, world, enter = self.model.module, self.world, self._exit.enter_context
+        module, runtime, enter = self.model.module, self.runtime, self._exit.enter_context
         facts = {"micro_batches": str(self.micro_batches_per_step), "seed": str(self.seed)}
-        facts |= {f"loader {i}": f"{one.order.samples} samples, batch_size {one.order.batch_size}" for i, one in enumerate(self._loaders)}
+        for i, loader in enumerate(self._loaders):
+            facts[f"loader {i}"] = f"{loader.order.samples} samples, batch_size {loader.order.batch_size}"
         checkpointer = Checkpointer(
-            self.out / "checkpoints", world, module, self.optimizers, state=self._state, every_steps=self.save_every, keep=self.keep
+            self.out / "checkpoints", runtime, module, self.optimizers, state=self._state, every_steps=self.save_every, keep=self.keep
         )
         self.step = checkpointer.resume(self.resume, facts)
         signals = enter(StopSignals())
-        tracker = enter(Tracker(self.out, leader=world.is_leader_now, from_step=self.step))
+        tracker = enter(Tracker(self.out, leader=runtime.is_leader, from_step=self.step))
         self._record = enter(BackgroundTracker(tracker))
         enter(checkpointer)
         self.replicas = enter(
             ReplicaGroup(
-                world,
+                runtime,
                 module,
                 checkpointer,
                 micro_batches=self.micro_batches_per_step,
@@ -268,34 +305,36 @@ class Session:
     def _save_if_due(self, stop: str, *, last: bool) -> None:
         """Collective. Save; Stopped when the workers have agreed to."""
         if last or self.checkpointer.due(self.step):
-            with self.world.during("saving"):  # the metrics are on disk first, so that no checkpoint is ahead of them
+            with self.runtime.during("saving"):  # the metrics are on disk first, so that no checkpoint is ahead of them
                 self.checkpointer.save(self.step, first=self._record.sync, waits=last)
         if stop:
             self.checkpointer.close()
             raise Stopped(stop)
 
-    def _shared(self, scores: Callable[[Iterable[int]], dict[int, dict[str, float]]], count: int) -> dict[int, dict[str, float]]:
-        """Collective. scores(range(count)), computed in shares. Where a worker is lost, this one computes all; the next step regroups."""
-        rank, size = (0, 1) if self.world.is_joining else (self.world.rank, self.world.size)
-        mine = scores(range(rank, count, size))
-        try:
-            return {number: one for rows in all_gather_json(self.world, [*mine.items()]) for number, one in rows}
-        except Exception as error:
-            if not self.world.is_peer_loss(error):
-                raise
-            log.info("a worker was lost during an evaluation (%s); this one evaluates everything", error_summary(error))
-            error.__traceback__ = None  # it holds the group
-        return mine | scores(number for number in range(count) if number not in mine)
+    def _compute_in_shares(
+        self, compute: Callable[[Iterable[int]], dict[int, dict[str, float]]], count: int
+    ) -> dict[int, dict[str, float]]:
+        """Collective. Return compute(range(count)), of which each worker computes a share.
 
-    def _refuse_if_begun(self, what: str) -> None:
+        If a worker is lost, this worker computes everything, and the next step regroups.
+        """
+        rank, size = (0, 1) if self.runtime.is_joining else (self.world.rank, self.world.size)
+        own = compute(range(rank, count, size))
+        with self.runtime.catch_peer_loss() as loss:
+            return {number: scores for rows in all_gather_json(self.runtime, [*own.items()]) for number, scores in rows}
+        log.info("a worker was lost during an evaluation (%s); this worker evaluates everything", loss.why)
+        return own | compute(number for number in range(count) if number not in own)
+
+    def _refuse_after_start(self, what: str) -> None:
         if "replicas" in self.__dict__:
             raise UsageError(f"session.{what} after session.steps", "the run has resumed already", f"call session.{what} before the loop")
 
 
 class PreparedModel(nn.Module):
-    """A model whose forward pass goes through the replica group within micro-batches, and is its own elsewhere (evaluation, no_grad).
+    """A model whose forward pass runs through the ReplicaGroup inside micro-batches. Elsewhere
+    (evaluation, no_grad) it is the plain model.
 
-    module  the model that was passed to Session.prepare; its attributes and methods are this one's
+    module  the model that was passed to Session.prepare; its attributes are available here, too
     """
 
     module: nn.Module
@@ -315,42 +354,41 @@ class PreparedModel(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """A copy of the model alone, as an EMA makes one."""
+        """Copy the plain model, for an EMA."""
         return deepcopy(self.module, memo)
 
 
 def refuse_another_folder(out: Path) -> None:
-    """UsageError when the agent that started this worker keeps the run in another folder than the Session."""
-    seat = read_worker_env(os.environ)
-    if seat and Path(seat.folder) != out.resolve():
+    """UsageError when the agent of this worker uses another run folder than the Session."""
+    worker_env = read_worker_env(os.environ)
+    if worker_env and Path(worker_env.folder) != out.resolve():
         raise UsageError(
-            f"this Session's folder is {out}, the run's is {seat.folder}",
+            f"this Session's folder is {out}, the run's is {worker_env.folder}",
             "Session(out, ...), and the folder that lockstep was started with",
             f"start it with --out {out}: lockstep run --out {out} FILE.py, or let the script take --out",
         )
 
 
-class in_eval_mode:
-    """Put the modules of a model into eval mode for the block, and each back into its own mode after it."""
-
-    def __init__(self, model: nn.Module | None) -> None:
-        self.training = [module for module in model.modules() if module.training] if model else []
-
-    def __enter__(self) -> None:
-        for module in self.training:
+@contextmanager
+def in_eval_mode(model: nn.Module | None) -> Iterator[None]:
+    """Put the modules of a model into eval mode; restore the mode of each afterwards."""
+    training = [module for module in model.modules() if module.training] if model else []
+    try:
+        for module in training:
             module.training = False
-
-    def __exit__(self, *_: object) -> None:
-        for module in self.training:
+        yield
+    finally:
+        for module in training:
             module.training = True
 
 
-def as_numbers(value: Any) -> dict[str, float]:
-    """The numbers of a batch by name; a single number has the name ""."""
+def to_numbers(value: Any) -> dict[str, float]:
+    """Return the numbers of a batch by name; a single number has the name ""."""
     return {str(name): float(number) for name, number in (value.items() if isinstance(value, Mapping) else [("", value)])}
 
 
 def weighted_mean(rows: list[tuple[int, float]]) -> float:
-    """The mean of (weight, value) rows; exactly rounded sums, so that it has the same bits for any order of computing them."""
+    """Return the mean of (weight, value) rows. Sums are exactly rounded, so the order of computing
+    the rows does not change bits."""
     values = [weight * value for weight, value in rows]
     return math.fsum(values) / sum(weight for weight, _ in rows) if all(map(math.isfinite, values)) else math.nan

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from lockstep.config.schema import ResolvedRun
-from lockstep.elastic.world import World
+from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.parallel.grad_norm import divide_and_clip
 from lockstep.record.progress import ProgressDisplay
 from lockstep.record.tracker import BackgroundTracker
@@ -39,32 +39,34 @@ class TrainOutcome:
     stopped_by: str
 
 
-def train(resolved: ResolvedRun, folder: Path, world: World, *, resume: str = "auto", profile: ProfiledSteps | None = None) -> TrainOutcome:
-    """Collective. Train the run in `folder` to its last step, from where it left off.
+def train(
+    resolved: ResolvedRun, folder: Path, runtime: ElasticRuntime, *, resume: str = "auto", profile: ProfiledSteps | None = None
+) -> TrainOutcome:
+    """Collective. Train the run in `folder` to its last step; resume it first.
 
     resume   "auto", "never", "required", or a step: see Checkpointer.resume
     profile  the steps to trace
     Errors: DataError, CheckpointError, DivergedError, PeersLostError; all processes raise the same
     one. OutOfMemoryError on the processes that lack memory.
     """
-    with task_that_fits(resolved.run, folder, world) as task:
-        return train_task(task, resolved, folder, world, resume=resume, profile=profile)
+    with task_that_fits(resolved.run, folder, runtime) as task:
+        return train_task(task, resolved, folder, runtime, resume=resume, profile=profile)
 
 
-def train_task(
-    task: Task, resolved: ResolvedRun, folder: Path, world: World, *, resume: str, profile: ProfiledSteps | None
+def train_task(  # over 60 lines: the whole loop in one place
+    task: Task, resolved: ResolvedRun, folder: Path, runtime: ElasticRuntime, *, resume: str, profile: ProfiledSteps | None
 ) -> TrainOutcome:
     """Collective. Build the model, the optimizer and the checkpointer, resume, and run the loop."""
     run = resolved.run
-    log.info(make_deterministic(world.device))
-    model = build_model(resolved, task, world)
+    log.info(make_deterministic(runtime.world.device))
+    model = build_model(resolved, task, runtime)
     optimizer = adamw(model, run.optim, run.memory)
-    checkpointer = make_checkpointer(run, folder, world, model, optimizer, task.is_saved)
-    if world.is_joining and model.layout.workers_per_replica == 1:
-        warm_up(model.module, task, run, world)
+    checkpointer = make_checkpointer(run, folder, runtime, model, optimizer, task.is_saved)
+    if runtime.is_joining and model.layout.workers_per_replica == 1:
+        warm_up(model.module, task, run, runtime)
     first_step = resume_run(checkpointer, resolved, folder, resume, task.fingerprints)
-    tracker = make_tracker(resolved, folder, world, first_step)
-    progress = ProgressDisplay(run.steps, first_step, world.shows_progress, log_every=run.track.log_every)
+    tracker = make_tracker(resolved, folder, runtime, first_step)
+    progress = ProgressDisplay(run.steps, first_step, runtime.shows_progress, log_every=run.track.log_every)
     step, stop_signal = first_step, ""
     with (
         StopSignals() as signals,
@@ -72,20 +74,20 @@ def train_task(
         BackgroundTracker(tracker) as metrics,
         progress,
         checkpointer,
-        make_replica_group(run, world, model, checkpointer, signals, metrics) as replicas,
-        profiling(profile, folder, world) as profiler,
+        make_replica_group(run, runtime, model, checkpointer, signals, metrics) as replicas,
+        profiling(profile, folder, runtime) as profiler,
     ):
-        timer = make_step_timer(task, run, world)
+        timer = make_step_timer(task, run, runtime)
         while step < run.steps and not stop_signal:
             for k in replicas.micro_batches(step):
                 with timer.timing("data"):
-                    batch = task.micro_batch(step, k)
-                with torch.autocast(world.device.type, torch.bfloat16, enabled=run.compute.precision == "bf16"):
+                    batch = task.loader.micro_batch(step, k)
+                with torch.autocast(runtime.world.device.type, torch.bfloat16, enabled=run.compute.precision == "bf16"):
                     loss = task.loss(replicas, batch)
                 replicas.backward(loss)
             timer.add("communication", replicas.exposed_s())
 
-            tokens, decision = task.tokens_in_step(step), replicas.decision
+            tokens, decision = task.loader.tokens_in_step(step), replicas.decision
             squared = replicas.grad_norm_squared
             norm = float(divide_and_clip(model.parameters(), divisor=tokens, clip_norm=run.optim.clip_norm, grad_norm_squared=squared))
             raise_if_diverged(decision, step, norm)
@@ -94,10 +96,14 @@ def train_task(
             optimizer.step()
             step += 1  # committed
 
-            values = {"loss": decision.loss / tokens, "norm": norm, "epoch": task.epoch(step)}
-            values |= {"learning_rate": optimizer.param_groups[0]["lr"], "workers": world.size, **timer.step(tokens, world.size)}
-            account_step(world.ledger, values)
-            values |= {"generation": world.generation, **world.ledger.metrics(time.monotonic())}
+            values = {"loss": decision.loss / tokens, "norm": norm, "epoch": task.loader.order.epoch(step)}
+            values |= {
+                "learning_rate": optimizer.param_groups[0]["lr"],
+                "workers": runtime.world.size,
+                **timer.step(tokens, runtime.world.size),
+            }
+            account_step(runtime.ledger, values)
+            values |= {"generation": runtime.world.generation, **runtime.ledger.metrics(time.monotonic())}
             metrics.step(step, values)
             progress.step(step, values)
             profiler.step(step)
@@ -107,8 +113,8 @@ def train_task(
             stop_signal = decision.stop
             is_last = bool(stop_signal or decision.save_failed or step == run.steps)
             if checkpointer.due(step) or is_last:
-                with timer.timing("saving"), world.during("saving"):
-                    facts = {"time": world.ledger.to_json(time.monotonic(), time.time())}
+                with timer.timing("saving"), runtime.during("saving"):
+                    facts = {"time": runtime.ledger.to_json(time.monotonic(), time.time())}
                     # The metrics are flushed first, so that no checkpoint is ahead of them.
                     checkpointer.save(step, facts, first=metrics.sync, protect=partial(best_steps, folder), waits=is_last)
             if decision.save_failed:

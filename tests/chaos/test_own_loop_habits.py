@@ -1,4 +1,5 @@
-"""Own loops under an agent: an error of one worker ends the run as that error, and what is unseeded is the same on all workers."""
+"""User loops under an agent: an error of one worker ends the run with that error, and unseeded
+generators draw the same numbers on all workers."""
 
 from __future__ import annotations
 
@@ -15,18 +16,18 @@ LOOP = f"{Path(__file__).parents[1] / 'support' / 'loop_habits.py'}:train"
 
 
 @pytest.fixture(autouse=True)
-def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def separate_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_TMP", str(tmp_path))
 
 
 def trained(folder: Path, habit: str, workers: int, steps: int = 6) -> subprocess.CompletedProcess[str]:
-    """A training by `lockstep train`; its words and its code."""
+    """Run `lockstep train`; return its output and exit code."""
     words = ["--workers", str(workers), "--out", str(folder), "--habit", habit, "--steps", str(steps)]
     command = [sys.executable, "-m", "lockstep", "train", LOOP, *words]
     return subprocess.run(command, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
 
 
-def test_an_error_of_one_worker_is_the_first_failure_and_the_code_of_the_run(tmp_path: Path) -> None:
+def test_error_of_one_worker_is_reported_and_gives_the_exit_code(tmp_path: Path) -> None:
     ended = trained(tmp_path / "run", "rank 1 calls loss.backward", 2, steps=1_000_000)
     assert ended.returncode == 2, ended.stderr
     last = ended.stderr[ended.stderr.index("UsageError") :]
@@ -34,7 +35,7 @@ def test_an_error_of_one_worker_is_the_first_failure_and_the_code_of_the_run(tmp
     assert "lost" not in last and "Traceback" not in ended.stderr
 
 
-def test_replicas_that_differ_again_from_the_same_state_end_the_run_with_the_names_of_the_tensors(tmp_path: Path) -> None:
+def test_repeated_divergence_ends_the_run_and_names_the_tensors(tmp_path: Path) -> None:
     ended = trained(tmp_path / "run", "noise from a generator of each rank", 2)
     assert ended.returncode == 2, ended.stderr
     assert "UsageError: the replicas differ again before step 2" in ended.stderr and "model.1.weight" in ended.stderr
@@ -42,7 +43,7 @@ def test_replicas_that_differ_again_from_the_same_state_end_the_run_with_the_nam
     assert not list((tmp_path / "run" / "generations").glob("*.suspects.json"))
 
 
-def test_a_worker_without_memory_for_a_thread_ends_instead_of_waiting_for_ever(tmp_path: Path) -> None:
+def test_worker_without_memory_for_a_thread_exits_and_does_not_hang(tmp_path: Path) -> None:
     ended = trained(tmp_path / "run", "no memory is left for a thread", 2)
     assert ended.returncode == 1, ended.stderr
     assert "an error of rank 0" in ended.stderr
@@ -50,7 +51,7 @@ def test_a_worker_without_memory_for_a_thread_ends_instead_of_waiting_for_ever(t
     assert "can't start new thread" in events, events
 
 
-def test_unseeded_data_and_weights_are_the_same_for_1_and_2_workers(tmp_path: Path) -> None:
+def test_unseeded_data_and_weights_are_equal_on_1_and_2_workers(tmp_path: Path) -> None:
     digests = []
     for workers in (1, 2):
         ended = trained(tmp_path / str(workers), "none", workers)

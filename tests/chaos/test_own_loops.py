@@ -1,7 +1,8 @@
-"""Twelve loops with the habits of PyTorch scripts: each ends with one sha256, whatever happens to it, or with a refusal. None silently.
+"""Loops with the habits of PyTorch scripts: each gives one sha256 in all cases, or is refused.
 
-The short part trains each on 1 and 2 workers and resumes it with another number, in processes that are forked without an agent. The long
-part is `lockstep drill` with 2 and 3 workers, one killed and replaced (LOCKSTEP_CHAOS=1).
+The short part trains each on 1 and 2 workers and resumes it with another number, in processes that
+are forked without an agent. The long part is `lockstep drill` with 2 and 3 workers, one of them
+killed and replaced (LOCKSTEP_CHAOS=1).
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from fork_loop import Ended, run_loop
+from fork_loop import LoopResult, run_loop
 
 from lockstep.checkpoint.commands import digest_line
 
 LOOPS = Path(__file__).parents[1] / "support" / "loops"
 STEPS = 6
-long = pytest.mark.skipif(os.environ.get("LOCKSTEP_CHAOS") != "1", reason="the long part of own loops: LOCKSTEP_CHAOS=1")
+long = pytest.mark.long
 
-# What a refusal must name, by loop; "": the loop is supported, and ends with one sha256.
+# What a refusal must name, by loop; "": the loop is supported and gives one sha256.
 HABITS = {
     "scheduler": "",
     "ema": "",
@@ -38,26 +39,28 @@ HABITS = {
     "diverges": "loss|norm",
     "unfreeze": "",
     "gradient_noise": "",
+    "counts": "",
 }
 
 
-def assert_refused(end: Ended, names: str) -> None:
+def assert_refused(result: LoopResult, names: str) -> None:
     """A refusal has exit code 2 or 4, three parts, and names what it refuses."""
-    assert names and end.code in (2, 4), end
-    first, *more = end.text.splitlines()
-    assert re.match(r"\w+Error: .", first) and len(more) >= 2 and all(line.startswith("  ") for line in more), end.text
-    assert re.search(names, end.text), end.text
+    assert names and result.code in (2, 4), result
+    first, *more = result.text.splitlines()
+    assert re.match(r"\w+Error: .", first) and len(more) >= 2 and all(line.startswith("  ") for line in more), result.text
+    assert re.search(names, result.text), result.text
 
 
 @pytest.mark.parametrize("loop", HABITS)
-def test_a_habit_ends_with_the_same_bits_on_every_number_of_workers_or_is_refused(loop: str, tmp_path: Path) -> None:
+def test_habit_gives_the_same_bits_on_every_number_of_workers_or_is_refused(loop: str, tmp_path: Path) -> None:
     script, names = LOOPS / f"{loop}.py", HABITS[loop]
     digests = set()
-    for name, starts in {"one": [(1, STEPS)], "two": [(2, STEPS)], "resumed": [(2, STEPS // 2), (1, STEPS)]}.items():
+    runs = {"one": [(1, STEPS)], "two": [(2, STEPS)], "resumed": [(2, STEPS // 2), (1, STEPS)]}
+    for name, starts in (runs | ({"four": [(4, STEPS)]} if loop == "counts" else {})).items():
         for workers, steps in starts:
-            end = run_loop(script, tmp_path / name, workers, steps=steps)
-            if end.code:
-                assert_refused(end, names)
+            result = run_loop(script, tmp_path / name, workers, steps=steps)
+            if result.code:
+                assert_refused(result, names)
                 return
         digests.add(digest_line(tmp_path / name))
     assert len(digests) == 1 and digests.pop().startswith(f"step {STEPS} ") and not names
@@ -66,13 +69,13 @@ def test_a_habit_ends_with_the_same_bits_on_every_number_of_workers_or_is_refuse
 @long
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("loop", HABITS)
-def test_a_drill_of_a_habit_ends_with_the_same_bits_or_shows_the_refusal(loop: str, workers: int, tmp_path: Path) -> None:
+def test_drill_of_a_habit_gives_the_same_bits_or_shows_the_refusal(loop: str, workers: int, tmp_path: Path) -> None:
     names = HABITS[loop]
     words = ["drill", f"{LOOPS / loop}.py:train", "--workers", str(workers), "--out", str(tmp_path / "drill")]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "LOCKSTEP_TMP": str(tmp_path)}
     done = subprocess.run([sys.executable, "-m", "lockstep", *words], capture_output=True, text=True, env=environ, timeout=280, check=False)
     if done.returncode:
         text = "\n".join(line.removeprefix("  ") for line in done.stderr.splitlines()[2:])
-        assert_refused(Ended(done.returncode, text), names)
+        assert_refused(LoopResult(done.returncode, text), names)
     else:
         assert "the same bits" in done.stdout and "NOT" not in done.stdout and not names, done.stdout

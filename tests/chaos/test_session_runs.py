@@ -1,4 +1,4 @@
-"""lockstep.Session with real workers: one sha256 on any number of them, through a kill, a stop and a resume."""
+"""lockstep.Session with real workers: one sha256 through a kill, a stop and a resume."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = 40
 
 
 @pytest.fixture(autouse=True)
-def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def separate_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_TMP", str(tmp_path))
 
 
@@ -35,15 +35,15 @@ def train(folder: Path, workers: int, **flags: Any) -> subprocess.CompletedProce
 
 
 def lines_of(folder: Path) -> list[tuple[int, float, float, float | None]]:
-    """(step, loss, norm, error) of each line of metrics.jsonl."""
+    """Return (step, loss, norm, error) of each line of metrics.jsonl."""
     return [(line["step"], line["loss"], line["norm"], line.get("error")) for line in metrics.iter_steps(folder / "metrics.jsonl")]
 
 
-def test_one_sha256_and_one_record_on_1_and_2_workers_through_a_kill_a_stop_and_a_resume(tmp_path: Path) -> None:
+def test_same_sha256_and_metrics_on_1_and_2_workers_through_a_kill_a_stop_and_a_resume(tmp_path: Path) -> None:
     alone, two, disturbed = (tmp_path / name for name in ("alone", "two", "disturbed"))
     for folder, workers, num_workers in ((alone, 1, 0), (two, 2, 2)):
-        done = train(folder, workers, num_workers=num_workers)
-        assert done.returncode == 0, done.stderr
+        result = train(folder, workers, num_workers=num_workers)
+        assert result.returncode == 0, result.stderr
     disturbed.mkdir()
     (disturbed / "disturb").write_text(json.dumps({"kill": 13, "stop": 25}))
     stopped = train(disturbed, 3, num_workers=1)
@@ -52,27 +52,27 @@ def test_one_sha256_and_one_record_on_1_and_2_workers_through_a_kill_a_stop_and_
     assert any(event.get("joined") for event in events.read_events(disturbed) if event["event"] == "regrouped"), (
         "a worker was replaced in place"
     )
-    done = train(disturbed, 2)
-    assert done.returncode == 0, done.stderr
+    result = train(disturbed, 2)
+    assert result.returncode == 0, result.stderr
     digests = {digest_line(folder) for folder in (alone, two, disturbed)}
     assert len(digests) == 1 and digests.pop().startswith(f"step {STEPS} sha256 ")
     assert lines_of(alone) == lines_of(two) == lines_of(disturbed) and len(lines_of(alone)) == STEPS
     assert [error is not None for *_, error in lines_of(alone)] == [step % 10 == 0 for step in range(1, STEPS + 1)]
 
 
-def test_a_session_in_another_folder_than_its_run_is_refused(tmp_path: Path) -> None:
+def test_session_in_another_folder_than_its_run_is_refused(tmp_path: Path) -> None:
     loop = tmp_path / "loop.py"
     loop.write_text(f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})\nimport session\ndef main(): session.train('elsewhere', 2)\n")
-    done = lockstep("train", f"{loop}:main", "--out", tmp_path / "run", "--workers", "1")
-    assert done.returncode == 2 and f"this Session's folder is elsewhere, the run's is {tmp_path / 'run'}" in done.stderr, done.stderr
+    result = lockstep("train", f"{loop}:main", "--out", tmp_path / "run", "--workers", "1")
+    assert result.returncode == 2 and f"this Session's folder is elsewhere, the run's is {tmp_path / 'run'}" in result.stderr, result.stderr
 
 
 @pytest.fixture(scope="module")
 def digest(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of the script with 12 steps, on one worker."""
+    """Return the digest of the script with 12 steps on one worker."""
     folder = tmp_path_factory.mktemp("one") / "run"
-    done = lockstep("run", "--out", folder, SCRIPT, "--workers", "1", "--steps", "12")
-    assert done.returncode == 0, done.stderr
+    result = lockstep("run", "--out", folder, SCRIPT, "--workers", "1", "--steps", "12")
+    assert result.returncode == 0, result.stderr
     return digest_line(folder)
 
 
@@ -85,27 +85,27 @@ STARTS = {
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_each_way_to_start_a_script_ends_with_the_same_sha256_in_the_folder_of_its_session(start: str, digest: str, tmp_path: Path) -> None:
+def test_each_way_to_start_a_script_gives_the_same_sha256(start: str, digest: str, tmp_path: Path) -> None:
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *map(str, STARTS[start])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environ, cwd=tmp_path, check=False)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environ, cwd=tmp_path, check=False)
+    assert result.returncode == 0, result.stderr
     assert digest_line(tmp_path / "runs" / "session") == digest
     sizes = [line["workers"] for line in metrics.iter_steps(tmp_path / "runs" / "session" / "metrics.jsonl")]
     assert sizes == [3 if start == "run" else 2] * 12
 
 
-def test_a_worker_of_a_script_is_replaced_in_place(tmp_path: Path) -> None:
+def test_worker_of_a_script_is_replaced_in_place(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "disturb").write_text(json.dumps({"kill": 5, "stop": 20}))
-    done = lockstep("run", "--out", folder, SCRIPT, "--workers", "3")
-    assert done.returncode == 75, done.stderr
+    result = lockstep("run", "--out", folder, SCRIPT, "--workers", "3")
+    assert result.returncode == 75, result.stderr
     assert any(event.get("joined") for event in events.read_events(folder) if event["event"] == "regrouped")
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         (["run", "missing.py"], "there is no file missing.py"),
         (["run", "run.toml"], "'run.toml' is no script"),
@@ -114,8 +114,8 @@ def test_a_worker_of_a_script_is_replaced_in_place(tmp_path: Path) -> None:
         (["run", SCRIPT, "--stepz", "3"], "train takes no --stepz"),
     ],
 )
-def test_a_script_that_cannot_run_is_refused(words: list[str | Path], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_script_that_cannot_run_is_refused(words: list[str | Path], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("torn.py").write_text("def\n")
-    done = lockstep(*words)
-    assert done.returncode == 2 and says in done.stderr, done.stderr
+    result = lockstep(*words)
+    assert result.returncode == 2 and message in result.stderr, result.stderr

@@ -1,4 +1,4 @@
-"""Common habits of PyTorch loops: each gives the exact sum of the gradients, or an error that names the parameters."""
+"""Habits of PyTorch loops give the exact sum of gradients, or an error that names parameters."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.ranks import run_ranks
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lockstep.elastic.world import World
+from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.parallel.replica import Replica
-from lockstep.testing.ranks import run_ranks
 from lockstep.training.replica_group import ReplicaGroup
 
 
 class Transposed(nn.Module):
-    """A convolution in channels_last, a transposed parameter, a parameter with gaps in memory, and a scalar."""
+    """Parameters in channels_last, transposed, with gaps in memory, and a scalar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,8 +50,8 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
     return hashlib.sha256(b"".join(one.detach().contiguous().numpy().tobytes() for one in tensors.values())).hexdigest()
 
 
-def column_major(world: World, leaves: int, bucket_bytes: int) -> tuple[str, float]:
-    """Return (digest, largest error relative to accumulation in float64) of the gradients of two steps."""
+def column_major(runtime: ElasticRuntime, leaves: int, bucket_bytes: int) -> tuple[str, float]:
+    """Return (digest, largest error relative to float64) of the gradients of two steps."""
     model, error, seen = Transposed(), 0.0, ""
     with Replica(model, micro_batches=leaves, bucket_bytes=bucket_bytes) as replica:
         for step in range(2):
@@ -60,21 +60,21 @@ def column_major(world: World, leaves: int, bucket_bytes: int) -> tuple[str, flo
             plain = Transposed().double()
             for k in range(leaves):
                 plain(images(step, k, torch.float64)).backward()
-            right = gradients_of(plain)
+            expected = gradients_of(plain)
             for name, got in gradients_of(model).items():
-                error = max(error, float((got - right[name]).abs().max() / right[name].abs().max()))
+                error = max(error, float((got - expected[name]).abs().max() / expected[name].abs().max()))
             seen += digest(gradients_of(model))
     return seen, error
 
 
-def all_column_major(world: World) -> list[tuple[str, float]]:
-    return [column_major(world, leaves, bucket) for leaves in (3, 4, 7) for bucket in (100, 25_000_000)]
+def all_column_major(runtime: ElasticRuntime) -> list[tuple[str, float]]:
+    return [column_major(runtime, leaves, bucket) for leaves in (3, 4, 7) for bucket in (100, 25_000_000)]
 
 
 def test_gradients_in_any_memory_order_are_summed_to_the_same_bits_on_1_to_3_workers() -> None:
-    found = [answer for size in (1, 2, 3) for answer in run_ranks(all_column_major, size)]
-    assert max(error for answer in found for _, error in answer) < 1e-5
-    assert {str([bits for bits, _ in answer]) for answer in found} == {str([bits for bits, _ in found[0]])}
+    digests = [answer for size in (1, 2, 3) for answer in run_ranks(all_column_major, size)]
+    assert max(error for answer in digests for _, error in answer) < 1e-5
+    assert {str([bits for bits, _ in answer]) for answer in digests} == {str([bits for bits, _ in digests[0]])}
 
 
 # What a loop may do to its gradients.
@@ -165,12 +165,12 @@ HABITS: dict[Habit, str] = {
 }
 
 
-def said(world: World, habit: Habit, leaves: int) -> str:
+def error_of_habit(runtime: ElasticRuntime, habit: Habit, leaves: int) -> str:
     """Return the error of the first step of a loop with the habit; one bucket per layer."""
     model = Branches()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
-        with ReplicaGroup(world, model, micro_batches=leaves, bucket_bytes=20) as replicas:
+        with ReplicaGroup(runtime, model, micro_batches=leaves, bucket_bytes=20) as replicas:
             for k in replicas.micro_batches(0):
                 habit(replicas, optimizer, model, k, torch.randn(3, 4))
     except UsageError as error:
@@ -178,23 +178,26 @@ def said(world: World, habit: Habit, leaves: int) -> str:
     return "accepted"
 
 
-def all_said(world: World, leaves: int) -> list[str]:
-    return [said(world, habit, leaves) for habit in HABITS]
+def errors_of_habits(runtime: ElasticRuntime, leaves: int) -> list[str]:
+    return [error_of_habit(runtime, habit, leaves) for habit in HABITS]
 
 
 @pytest.mark.parametrize("leaves", [1, 2, 4])
 def test_habits_that_change_the_sum_are_refused(leaves: int) -> None:
     """On one worker: a refusal on several ranks is not a collective."""
-    texts = run_ranks(all_said, 1, leaves)[0]
-    for (habit, right), text in zip(HABITS.items(), texts, strict=True):
-        assert any(right.format(k=k) in text for k in range(leaves)), f"{habit.__name__}: {text}"
+    texts = run_ranks(errors_of_habits, 1, leaves)[0]
+    for (habit, expected), text in zip(HABITS.items(), texts, strict=True):
+        assert any(expected.format(k=k) in text for k in range(leaves)), f"{habit.__name__}: {text}"
 
 
-def leaves_one_out(world: World, at: int) -> str:
-    """In micro-batch `at` of step 2, when DDP has a bucket for each layer, `side` and after it `late` would not be summed."""
+def skip_a_parameter(runtime: ElasticRuntime, at: int) -> str:
+    """Leave `side` out of micro-batch `at` of step 2; return the error.
+
+    With one DDP bucket for each layer, `side` and after it `late` would not be summed.
+    """
     model = Branches()
     try:
-        with ReplicaGroup(world, model, micro_batches=4, bucket_bytes=20) as replicas:
+        with ReplicaGroup(runtime, model, micro_batches=4, bucket_bytes=20) as replicas:
             for step in range(3):
                 for k in replicas.micro_batches(step):
                     replicas.backward(replicas(torch.ones(3, 4), side=(step, k) != (2, at)))
@@ -205,17 +208,17 @@ def leaves_one_out(world: World, at: int) -> str:
 
 @pytest.mark.parametrize("at", [1, 3])
 def test_parameter_without_a_gradient_is_refused_by_name(at: int) -> None:
-    text = run_ranks(leaves_one_out, 1, at)[0]
+    text = run_ranks(skip_a_parameter, 1, at)[0]
     assert f"no gradient arrived for 2 of 6 parameters in micro-batch {at} of step 2: side.weight, side.bias" in text
 
 
-def leaves_early(world: World, how: str) -> tuple[bool, str]:
+def leave_early(runtime: ElasticRuntime, how: str) -> tuple[bool, str]:
     """Return (True when the update was skipped, the error of the next step or of the end)."""
     model = Branches()
     before = digest(dict(model.named_parameters()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
-        with ReplicaGroup(world, model, micro_batches=4, rehearse=how != "break") as replicas:
+        with ReplicaGroup(runtime, model, micro_batches=4, rehearse=how != "break") as replicas:
             for _, x in zip(replicas.micro_batches(0), torch.ones(4, 3, 4), strict=False):
                 replicas.backward(replicas(x))
                 if how == "break":
@@ -231,19 +234,22 @@ def leaves_early(world: World, how: str) -> tuple[bool, str]:
 
 @pytest.mark.parametrize("how", ["break", "the next step"])
 def test_loop_that_ends_early_changes_no_weights_and_is_refused(how: str) -> None:
-    untouched, text = run_ranks(leaves_early, 1, how)[0]
-    assert untouched and "the micro-batch loop of step 0 was left before its end" in text
+    untouched, text = run_ranks(leave_early, 1, how)[0]
+    assert untouched and "the micro-batch loop of step 0 ended early" in text
 
 
 # What is trained may change between steps.
 
 
-def unfreezes(world: World, at: int) -> list[str]:
-    """Return the digest of the weights after each step; `side` is trained from step `at`, `late` until step `at`."""
+def unfreeze_and_freeze(runtime: ElasticRuntime, at: int) -> list[str]:
+    """Return the digest of the weights after each step.
+
+    `side` is trained from step `at`, `late` until step `at`.
+    """
     model, seen = Branches(), []
     model.side.requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    with ReplicaGroup(world, model, micro_batches=4) as replicas:
+    with ReplicaGroup(runtime, model, micro_batches=4) as replicas:
         for step in range(5):
             model.side.requires_grad_(step >= at)
             model.late.requires_grad_(step <= at)
@@ -258,16 +264,16 @@ def unfreezes(world: World, at: int) -> list[str]:
 
 
 def test_layers_can_be_frozen_and_unfrozen_between_steps() -> None:
-    found = [run_ranks(unfreezes, size, 2) for size in (1, 2, 3)]
-    assert all(rank == found[0][0] for ranks in found for rank in ranks)
-    assert all(before != after for before, after in pairwise(found[0][0]))
+    digests = [run_ranks(unfreeze_and_freeze, size, 2) for size in (1, 2, 3)]
+    assert all(rank == digests[0][0] for ranks in digests for rank in ranks)
+    assert all(before != after for before, after in pairwise(digests[0][0]))
 
 
-def frozen_on_rank_1(world: World) -> str:
+def frozen_on_rank_1(runtime: ElasticRuntime) -> str:
     model = Branches()
-    model.side.bias.requires_grad_(world.rank != 1)
+    model.side.bias.requires_grad_(runtime.world.rank != 1)
     try:
-        with ReplicaGroup(world, model, micro_batches=4) as replicas:
+        with ReplicaGroup(runtime, model, micro_batches=4) as replicas:
             next(replicas.micro_batches(0))
     except UsageError as error:
         return str(error)
@@ -302,18 +308,18 @@ ODD = {
 
 
 @pytest.mark.parametrize("right", ODD)
-def test_parameters_that_cannot_be_summed_or_saved_are_refused_by_name(right: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(right)):
-        Replica(ODD[right](), micro_batches=2)
+def test_parameters_that_cannot_be_summed_or_saved_are_refused_by_name(expected: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(expected)):
+        Replica(ODD[expected](), micro_batches=2)
 
 
 # Data and random numbers.
 
 
-def noisy(world: World) -> list[str]:
-    """Return the digest of the weights after steps with noise from each global generator, drawn in the loop and after it."""
+def train_with_noise(runtime: ElasticRuntime) -> list[str]:
+    """Return the digest of the weights after steps with noise from each global generator."""
     model, seen = Branches(), []
-    with ReplicaGroup(world, model, micro_batches=5) as replicas:
+    with ReplicaGroup(runtime, model, micro_batches=5) as replicas:
         for step in range(4):
             for _ in replicas.micro_batches(step):
                 x = torch.randn(3, 4) + torch.from_numpy(np.random.randn(3, 4)).float() + random.random()
@@ -327,26 +333,26 @@ def noisy(world: World) -> list[str]:
 
 
 def test_noise_on_data_and_gradients_has_the_same_bits_on_1_to_3_workers() -> None:
-    found = [rank for size in (1, 2, 3) for rank in run_ranks(noisy, size)]
-    assert all(rank == found[0] for rank in found) and len(set(found[0])) == 4
+    digests = [rank for size in (1, 2, 3) for rank in run_ranks(train_with_noise, size)]
+    assert all(rank == digests[0] for rank in digests) and len(set(digests[0])) == 4
 
 
-def unkeyed(world: World, habit: str) -> str:
-    """Return the error of the first step of a loop whose data is not a function of the step and the micro-batch."""
+def error_of_unkeyed_data(runtime: ElasticRuntime, habit: str) -> str:
+    """Return the error of a loop whose data does not follow from step and micro-batch."""
     points = torch.arange(64.0).view(16, 4)
     if habit == "an unseeded data set":
-        points = torch.rand(16, 4, generator=torch.Generator().manual_seed(world.rank))
+        points = torch.rand(16, 4, generator=torch.Generator().manual_seed(runtime.world.rank))
     batches = iter(DataLoader(points, batch_size=2))  # type: ignore[arg-type]
     ahead = next(batches)
     try:
-        with ReplicaGroup(world, Branches(), micro_batches=4) as replicas:
+        with ReplicaGroup(runtime, Branches(), micro_batches=4) as replicas:
             for k in replicas.micro_batches(0):
                 if habit == "a DataLoader":
                     x = next(batches)
                 elif habit == "a prefetched batch":
                     x, ahead = ahead, next(batches)
                 elif habit == "a generator of the rank":
-                    x = torch.rand(2, 4, generator=torch.Generator().manual_seed(10 * world.rank + k))
+                    x = torch.rand(2, 4, generator=torch.Generator().manual_seed(10 * runtime.world.rank + k))
                 else:
                     x = points[2 * k : 2 * k + 2]
                 replicas.backward(replicas(x))
@@ -355,26 +361,26 @@ def unkeyed(world: World, habit: str) -> str:
     return "accepted"
 
 
-def all_unkeyed(world: World, habits: list[str]) -> list[str]:
-    return [unkeyed(world, habit) for habit in habits]
+def errors_of_unkeyed_data(runtime: ElasticRuntime, habits: list[str]) -> list[str]:
+    return [error_of_unkeyed_data(runtime, habit) for habit in habits]
 
 
-def test_data_that_is_not_a_function_of_the_micro_batch_is_refused() -> None:
+def test_data_that_does_not_follow_from_the_micro_batch_is_refused() -> None:
     for habit in ("a DataLoader", "a prefetched batch"):
-        assert "the loss of micro-batch 0 of step 0 is 0." in run_ranks(unkeyed, 1, habit)[0]
-    for texts in run_ranks(all_unkeyed, 2, ["a generator of the rank", "an unseeded data set"]):
+        assert "the loss of micro-batch 0 of step 0 is 0." in run_ranks(error_of_unkeyed_data, 1, habit)[0]
+    for texts in run_ranks(errors_of_unkeyed_data, 2, ["a generator of the rank", "an unseeded data set"]):
         assert all("is not the same on all workers: " in text and " on rank 1" in text for text in texts), texts
-    assert run_ranks(unkeyed, 2, "none") == ["accepted"] * 2
+    assert run_ranks(error_of_unkeyed_data, 2, "none") == ["accepted"] * 2
 
 
-def counts_in_a_buffer(world: World) -> int:
+def count_in_a_buffer(runtime: ElasticRuntime) -> int:
     """Return how many micro-batches of one step a buffer has counted."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    with ReplicaGroup(world, model, micro_batches=2, local_buffers=True) as replicas:
+    with ReplicaGroup(runtime, model, micro_batches=2, local_buffers=True) as replicas:
         for k in replicas.micro_batches(0):
             replicas.backward(replicas(torch.ones(3, 4) * k).sum())
     return int(model[1].num_batches_tracked)  # type: ignore[arg-type]
 
 
 def test_rehearsal_leaves_buffers_unchanged() -> None:
-    assert run_ranks(counts_in_a_buffer, 1) == [2]
+    assert run_ranks(count_in_a_buffer, 1) == [2]

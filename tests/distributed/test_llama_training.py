@@ -1,4 +1,4 @@
-"""Llama training: pre-training, chats, adapters. Same bits on 1, 2, 3 workers; interoperability with transformers."""
+"""Llama pre-training, chats, adapters: same bits on 1 to 3 workers; files for transformers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.ranks import run_ranks
 
 from lockstep.checkpoint.commands import digest_line
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.cli.main import main
-from lockstep.cli.run_options import open_run
+from lockstep.cli.run_request import open_run
 from lockstep.config import schema as config
 from lockstep.config.resolve import resolve
 from lockstep.config.schema import RunConfig
@@ -30,7 +31,7 @@ from lockstep.data.text.chat_tokenizer import ChatTokenizer
 from lockstep.data.text.packing import IGNORE_INDEX, CutRows, PackedRows, batch_of, pack
 from lockstep.data.text.prepare import open_prepared
 from lockstep.data.text.token_stream import TokenStream, TokenStreamWriter
-from lockstep.elastic.world import World
+from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import CheckpointError, DataError, UsageError
 from lockstep.models import lora
 from lockstep.models.build import materialize
@@ -42,7 +43,6 @@ from lockstep.record.metrics import read_metrics
 from lockstep.tasks.evaluate import evaluate, evaluate_at_end
 from lockstep.tasks.pretraining import prepare as prepare_language
 from lockstep.tasks.text_evaluator import windows
-from lockstep.testing.ranks import run_ranks
 from lockstep.train import train
 from lockstep.training.setup import lock_run_folder
 
@@ -66,19 +66,19 @@ CHATS = {**TEXT, "task": "sft", "data.kind": "drills", "data.pairs": "300", "bat
 ADAPTERS = {"lora.rank": "4", "lora.alpha": "64"}
 
 
-def trained(world: World, folder: str, flags: dict[str, str], steps: int) -> str:
+def trained(runtime: ElasticRuntime, folder: str, flags: dict[str, str], steps: int) -> str:
     """Train in `folder` up to step `steps`; return the digest of the state."""
     path = Path(folder)
     resolved = open_run(path, None, {**flags, "steps": str(steps)}, {})
-    if world.leader:
+    if runtime.world.leader:
         with lock_run_folder(path, resolved):
             pass
-    train(resolved, path, world)
-    return digest_line(path) if world.leader else ""
+    train(resolved, path, runtime)
+    return digest_line(path) if runtime.world.leader else ""
 
 
-def evaluated(world: World, folder: str, split: Any) -> str:
-    return evaluate(Path(folder), world, split=split)
+def evaluated(runtime: ElasticRuntime, folder: str, split: Any) -> str:
+    return evaluate(Path(folder), runtime, split=split)
 
 
 def losses(folder: Path) -> list[tuple[float, float]]:
@@ -120,7 +120,7 @@ def adapted(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_logged_loss_equals_that_of_a_plain_loop(corpus: Path, tmp_path: Path) -> None:
     schedule = {"optim.schedule": "linear", "optim.decay_steps": "20", "optim.warmup_steps": "4", "optim.learning_rate": "3e-3"}
     run_ranks(trained, 2, str(tmp_path), {**TEXT, **schedule, "data.train": str(corpus), "compute.precision": "fp32"}, 20)
-    bare = Path(__file__).parents[2] / "bench" / "bare_llama.py"
+    bare = Path(__file__).parents[2] / "bench" / "llama" / "bare_llama.py"
     shown = subprocess.run(
         [sys.executable, bare, tmp_path, "--steps", "20"], check=True, capture_output=True, text=True
     ).stdout.splitlines()
@@ -193,7 +193,7 @@ def test_packed_rows_have_the_loss_of_single_chats(tmp_path: Path) -> None:
     alone, labels = 0.0, 0
     for ids, learnt in zip(chats, counts, strict=True):
         logits = model(torch.tensor([ids[:-1]]))[0]
-        target = torch.tensor([one if counted else IGNORE_INDEX for one, counted in zip(ids[1:], learnt[1:], strict=True)])
+        target = torch.tensor([id if counted else IGNORE_INDEX for id, counted in zip(ids[1:], learnt[1:], strict=True)])
         alone += float(F.cross_entropy(logits, target, reduction="sum", ignore_index=IGNORE_INDEX).detach())
         labels += sum(learnt[1:])
     assert float(model(batch.tokens, batch.labels, batch.documents).detach()) == pytest.approx(alone, rel=1e-9)
@@ -223,24 +223,24 @@ def test_the_loss_mask_covers_answers_including_their_eos_token(adapted: Path) -
 
 def runs(ids: list[int], counts: list[bool]) -> Any:
     """Yield the spans of ids with a loss."""
-    held: list[int] = []
-    for one, counted in zip(ids, counts, strict=True):
+    span: list[int] = []
+    for id, counted in zip(ids, counts, strict=True):
         if counted:
-            held.append(one)
-        elif held:
-            yield held
-            held = []
-    if held:
-        yield held
+            span.append(id)
+        elif span:
+            yield span
+            span = []
+    if span:
+        yield span
 
 
 def test_unusable_templates_are_refused(adapted: Path) -> None:
-    right = ChatTokenizer.load(adapted / "tokenizer", {})
+    expected = ChatTokenizer.load(adapted / "tokenizer", {})
     chat = next(iter(drills(1)))
-    no_end = ChatTokenizer(right.inner, "{% for m in messages %}{{ m.content }}{% endfor %}", {}, right.eos_ids, right.folder)
+    no_end = ChatTokenizer(expected.inner, "{% for m in messages %}{{ m.content }}{% endfor %}", {}, expected.eos_ids, expected.folder)
     with pytest.raises(DataError, match="does not end an answer with an eos token"):
         encode(no_end, chat)
-    rewrites = ChatTokenizer(right.inner, "{{ messages | length }}{{ messages[-1].content }}", {}, right.eos_ids, right.folder)
+    rewrites = ChatTokenizer(expected.inner, "{{ messages | length }}{{ messages[-1].content }}", {}, expected.eos_ids, expected.folder)
     with pytest.raises(DataError, match="does not append answer"):
         encode(rewrites, chat)
 
@@ -268,10 +268,10 @@ def test_pretraining_has_the_same_bits_on_any_number_of_workers(base: Path, corp
 def test_the_held_out_loss_is_the_same_on_any_number_of_ranks(base: Path) -> None:
     run_ranks(evaluated, 2, str(base), "test")
     run_ranks(evaluated, 1, str(base), "validation")
-    found = {line["split"]: line for line in read_metrics(base / "evaluations.jsonl")}
+    line_of = {line["split"]: line for line in read_metrics(base / "evaluations.jsonl")}
     loaded = load_llama(base)
     data = open_prepared(base / "data", ChatTokenizer.load(base / "tokenizer", {}))
-    for split, line in found.items():
+    for split, line in line_of.items():
         nats, tokens = 0.0, 0
         for row, labels, inside in windows(getattr(data, split), 32):
             logits = loaded.model(torch.tensor(row)[None], documents=torch.tensor(inside)[None])[0]
@@ -309,17 +309,19 @@ def test_one_file_is_enough_and_holding_out_is_optional(corpus: Path, tmp_path: 
     (tmp_path / "one.txt").write_text(text)
     flags = {**TEXT, "data.train": str(tmp_path / "one.txt")}
     prepare_language(run_of(flags), tmp_path / "inside")
-    found = open_prepared(tmp_path / "inside/data", ChatTokenizer.load(tmp_path / "inside/tokenizer", {}))
-    assert len(found.train) == len(found.validation) == len(found.test) == 1 and found.train.tokens > 6 * found.test.tokens > 0
+    prepared = open_prepared(tmp_path / "inside/data", ChatTokenizer.load(tmp_path / "inside/tokenizer", {}))
+    assert (
+        len(prepared.train) == len(prepared.validation) == len(prepared.test) == 1 and prepared.train.tokens > 6 * prepared.test.tokens > 0
+    )
     folder = tmp_path / "all"
     run_ranks(trained, 1, str(folder), {**flags, "data.held_out_share": "0"}, 1)
-    found = open_prepared(folder / "data", ChatTokenizer.load(folder / "tokenizer", {}))
-    assert len(found.train) == 1 and len(found.validation) == len(found.test) == found.test.tokens == 0
-    with World.join(threads=1) as world:
+    prepared = open_prepared(folder / "data", ChatTokenizer.load(folder / "tokenizer", {}))
+    assert len(prepared.train) == 1 and len(prepared.validation) == len(prepared.test) == prepared.test.tokens == 0
+    with ElasticRuntime.join(threads=1) as runtime:
         with pytest.raises(UsageError, match="the run has no validation split"):
-            evaluate(folder, world)
-        assert evaluate(folder, world, follow=True) == ""
-        evaluate_at_end(folder, run_of({**flags, "steps": "1"}), world)
+            evaluate(folder, runtime)
+        assert evaluate(folder, runtime, follow=True) == ""
+        evaluate_at_end(folder, run_of({**flags, "steps": "1"}), runtime)
     assert "next: lockstep generate" in capsys.readouterr().out
 
 
@@ -348,12 +350,12 @@ def test_adapters_have_the_same_bits_on_any_number_of_workers(base: Path, adapte
 
 
 def test_a_checkpoint_contains_only_adapters_and_is_small(base: Path, adapted: Path) -> None:
-    found = CheckpointStore(adapted / "checkpoints").load(STEPS)
-    names = [name.removeprefix("model.") for name in found.tensors if name.startswith("model.")]
+    checkpoint = CheckpointStore(adapted / "checkpoints").load(STEPS)
+    names = [name.removeprefix("model.") for name in checkpoint.tensors if name.startswith("model.")]
     assert len(names) == 2 * 7 * LLAMA_CONFIGS["1M"].n_layers and all(lora.is_adapter(name) for name in names)
-    kept = sum(found.tensors[f"model.{name}"].numel() for name in names)
+    n_saved = sum(checkpoint.tensors[f"model.{name}"].numel() for name in names)
     whole = sum(tensor.numel() for tensor in open_weights(base).tensors.values())
-    assert kept < 0.08 * whole and any(found.tensors[f"model.{name}"].abs().sum() for name in names if name.endswith(lora.UP))
+    assert n_saved < 0.08 * whole and any(checkpoint.tensors[f"model.{name}"].abs().sum() for name in names if name.endswith(lora.UP))
 
 
 def test_adapters_start_at_zero_and_merge_exactly() -> None:
@@ -397,5 +399,5 @@ def test_adapters_over_other_weights_are_refused(base: Path, adapted: Path, corp
     about = json.loads((adapted / "model.json").read_text())
     (tmp_path / "model.json").write_text(json.dumps(about | {"start_sha256": "0" * 64}))
     (tmp_path / "checkpoints").symlink_to(adapted / "checkpoints")
-    with pytest.raises(CheckpointError, match="are not those that the run"):
+    with pytest.raises(CheckpointError, match="have changed since the run"):
         load_llama(tmp_path)

@@ -1,4 +1,4 @@
-"""Flipped bits that several workers of a ReplicaGroup detect: in a frozen weight, a buffer, an EMA. Real processes over gloo."""
+"""Flipped bits in a frozen weight, a buffer and an EMA are detected. Real processes over gloo."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.ranks import run_ranks
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lockstep.elastic.fault_injection import flip_bit
-from lockstep.elastic.world import World
+from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import LockstepError
 from lockstep.parallel import frozen_state
-from lockstep.testing.ranks import run_ranks
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.replica_group import ReplicaGroup
 
@@ -34,19 +34,22 @@ class Adapted(nn.Module):
         return (self.frozen(rows) + self.trained(rows)) * self.scale.mean()
 
 
-def train(world: World, folder: str, flipped: str) -> tuple[int, str]:
-    """Train 12 steps and save; rank 1 has one bit of `flipped` wrong after FLIP_AT steps. Return (committed steps, the error)."""
+def train(runtime: ElasticRuntime, folder: str, flipped: str) -> tuple[int, str]:
+    """Train 12 steps and save; rank 1 flips a bit of `flipped` after FLIP_AT steps.
+
+    Return (committed steps, the error).
+    """
     frozen_state.SLICE_BYTES = SLICE_BYTES
     model, step = Adapted(), 0
     optimizer, ema = torch.optim.SGD(model.trained.parameters(), lr=1e-3), AveragedModel(model.trained)
     tensors = {"frozen": model.frozen.weight, "buffer": model.scale, "ema": ema.module.weight}
     try:
         with (
-            Checkpointer(Path(folder), world, model, optimizer, state={"ema": ema}) as checkpointer,
-            ReplicaGroup(world, model, checkpointer, micro_batches=6) as replicas,
+            Checkpointer(Path(folder), runtime, model, optimizer, state={"ema": ema}) as checkpointer,
+            ReplicaGroup(runtime, model, checkpointer, micro_batches=6) as replicas,
         ):
             while step < 12:
-                if step == FLIP_AT and world.rank == 1 and flipped:
+                if step == FLIP_AT and runtime.world.rank == 1 and flipped:
                     flip_bit([tensors[flipped]])
                 for k in replicas.micro_batches(step):
                     replicas.backward(replicas(torch.full((2, 16), k / 6)).square().sum())
@@ -58,7 +61,7 @@ def train(world: World, folder: str, flipped: str) -> tuple[int, str]:
     return step, ""
 
 
-# With 1,024 bytes of frozen weights and 32 of the buffer, in slices of 256, all of them are compared every 5 steps.
+# 1,024 bytes of frozen weights and 32 of the buffer, in slices of 256: compared in 5 steps.
 @pytest.mark.parametrize(
     ("flipped", "last", "what"),
     [
@@ -69,16 +72,16 @@ def train(world: World, folder: str, flipped: str) -> tuple[int, str]:
     ],
 )
 def test_flipped_bit_outside_the_trained_weights_is_detected(tmp_path: Path, flipped: str, last: int, what: str) -> None:
-    found = run_ranks(train, 3, str(tmp_path), flipped)
-    assert all(what in text and bool(text) == bool(what) for _, text in found), found
-    assert len(set(found)) == 1 and (found[0][0] <= last if what else found[0][0] == 12)
+    results = run_ranks(train, 3, str(tmp_path), flipped)
+    assert all(what in text and bool(text) == bool(what) for _, text in results), results
+    assert len(set(results)) == 1 and (results[0][0] <= last if what else results[0][0] == 12)
     assert bool(list(tmp_path.glob("step-*"))) == (not what)
 
 
-def normalized(world: World) -> str:
+def normalized(runtime: ElasticRuntime) -> str:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     try:
-        with ReplicaGroup(world, model, micro_batches=6) as replicas:
+        with ReplicaGroup(runtime, model, micro_batches=6) as replicas:
             for _ in replicas.micro_batches(0):
                 replicas.backward(replicas(torch.rand(3, 4)).sum())
     except LockstepError as error:
@@ -87,5 +90,5 @@ def normalized(world: World) -> str:
 
 
 def test_every_worker_refuses_changing_buffers(tmp_path: Path) -> None:
-    found = run_ranks(normalized, 2)
-    assert len(set(found)) == 1 and found[0].startswith("buffers changed in the forward passes of step 1: 1.running_mean")
+    results = run_ranks(normalized, 2)
+    assert len(set(results)) == 1 and results[0].startswith("buffers changed in the forward passes of step 1: 1.running_mean")

@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from support.ranks import run_ranks
 from torch import nn
 
 from lockstep.checkpoint.fingerprints import make_run_id
-from lockstep.cli.run_options import open_run
+from lockstep.cli.run_request import open_run
+from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.elastic.world import World
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.runtime import sources
-from lockstep.testing.ranks import run_ranks
 from lockstep.train import train
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.setup import lock_run_folder
@@ -35,19 +36,19 @@ def make_text(path: Path, seed: int) -> str:
     return str(path)
 
 
-def train_here(world: World, folder: Path, flags: dict[str, Any]) -> str:
+def train_here(runtime: ElasticRuntime, folder: Path, flags: dict[str, Any]) -> str:
     """Train the run in `folder`; return the refusal, or ""."""
     try:
         resolved = open_run(folder, None, {**TINY, **flags}, {})
         with lock_run_folder(folder, resolved):
-            train(resolved, folder, world)
+            train(resolved, folder, runtime)
     except CheckpointError as error:
         return str(error)
     return ""
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def two_step_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A run of two steps and its values."""
     base = tmp_path_factory.mktemp("begun")
     flags = {"data.train": make_text(base / "text.tsv", 1), "data.held_out": 40, "steps": 2}
@@ -55,46 +56,51 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     return base / "run", flags
 
 
-def changed_run(begun: tuple[Path, dict[str, Any]], folder: Path) -> tuple[Path, dict[str, Any]]:
+def changed_run(two_step_run: tuple[Path, dict[str, Any]], folder: Path) -> tuple[Path, dict[str, Any]]:
     """Return a copy of the run, and values that train it to step 3."""
-    shutil.copytree(begun[0], folder / "run")
-    return folder / "run", begun[1] | {"steps": 3}
+    shutil.copytree(two_step_run[0], folder / "run")
+    return folder / "run", two_step_run[1] | {"steps": 3}
 
 
-def test_resumed_run_keeps_its_bits_or_is_refused(begun: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_resumed_run_keeps_its_bits_or_is_refused(two_step_run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     # A checkpoint of a run with another learning rate, copied in; then its own again.
-    folder, flags = changed_run(begun, tmp_path / "copied in")
+    folder, flags = changed_run(two_step_run, tmp_path / "copied in")
     other = tmp_path / "other"
     assert run_ranks(train_here, 1, other, flags | {"optim.learning_rate": 0.02, "steps": 2}) == [""]
     kept = folder / "checkpoints" / "step-00000002"
     kept.rename(tmp_path / "kept")
     shutil.copytree(other / "checkpoints" / "step-00000002", kept)
-    (told,) = run_ranks(train_here, 1, folder, flags)
-    assert "the checkpoint of step 2 belongs to another run: run_id was " in told and "; optim.learning_rate was 0.02, is 0.004" in told
+    (refusal,) = run_ranks(train_here, 1, folder, flags)
+    assert (
+        "the checkpoint of step 2 belongs to another run: run_id was " in refusal and "; optim.learning_rate was 0.02, is 0.004" in refusal
+    )
     shutil.rmtree(kept)
     (tmp_path / "kept").rename(kept)
     assert run_ranks(train_here, 1, folder, flags) == [""]
 
     # The text has changed, and was prepared again.
-    folder, flags = changed_run(begun, tmp_path / "other text")
+    folder, flags = changed_run(two_step_run, tmp_path / "other text")
     shutil.rmtree(folder / "data")
-    (told,) = run_ranks(train_here, 1, folder, flags | {"data.train": make_text(tmp_path / "text.tsv", 2)})
-    assert "belongs to another run: corpus was " in told and (folder / "checkpoints" / "step-00000002").is_dir()
+    (refusal,) = run_ranks(train_here, 1, folder, flags | {"data.train": make_text(tmp_path / "text.tsv", 2)})
+    assert "belongs to another run: corpus was " in refusal and (folder / "checkpoints" / "step-00000002").is_dir()
 
 
 def checkpointer(folder: Path) -> Checkpointer:
     """Return the checkpointer of a user's loop."""
     model = nn.Linear(2, 1)
     return Checkpointer(
-        folder / "checkpoints", World(0, 1, 0, 1, "here", torch.device("cpu")), model, torch.optim.SGD(model.parameters(), 0.1)
+        folder / "checkpoints",
+        ElasticRuntime(World(0, 1, 0, 1, "here", torch.device("cpu"))),
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
     )
 
 
 def save(folder: Path, step: int, facts: dict[str, str] | None = None) -> None:
     """Save the state of a user's loop."""
-    with checkpointer(folder) as one:
-        one.resume("never", facts)
-        one.save(step)
+    with checkpointer(folder) as saver:
+        saver.resume("never", facts)
+        saver.save(step)
 
 
 def test_checkpoint_of_another_run_folder_is_refused(tmp_path: Path) -> None:
@@ -117,24 +123,24 @@ def test_resume_compares_the_fingerprints_of_the_loop(tmp_path: Path) -> None:
 
 
 def test_reserved_facts_are_refused(tmp_path: Path) -> None:
-    """They would replace those that a resume compares."""
-    with checkpointer(tmp_path) as one:
-        one.resume("never", {"text": "abc"})
+    """They would replace the facts that a resume compares."""
+    with checkpointer(tmp_path) as saver:
+        saver.resume("never", {"text": "abc"})
         with pytest.raises(UsageError, match="facts of the names code, fingerprints are Lockstep's own"):
-            one.save(3, {"fingerprints": {}, "code": {}, "epoch": 2})
+            saver.save(3, {"fingerprints": {}, "code": {}, "epoch": 2})
 
 
 def test_joiner_reads_the_run_id_after_the_others_created_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may arrive before the id exists; a checkpoint that it saves later as rank 0 still has the id."""
+    """A checkpoint that it saves later as rank 0 then has the id."""
 
     def join(joiner: Checkpointer, facts: dict[str, str]) -> int:
         make_run_id(tmp_path, "0123456789abcdef")
         return 4
 
     monkeypatch.setattr(Checkpointer, "_join", join)
-    one = checkpointer(tmp_path)
-    one.world.is_joining = True
-    assert one.resume() == 4 and one.run_facts["run_id"] == "0123456789abcdef"
+    joiner = checkpointer(tmp_path)
+    joiner.runtime.is_joining = True
+    assert joiner.resume() == 4 and joiner.run_facts["run_id"] == "0123456789abcdef"
 
 
 def test_edited_loop_resumes_with_a_warning_and_an_event(

@@ -1,4 +1,4 @@
-"""A trace of real steps: the file can be read, its log line is complete, other steps are not profiled."""
+"""A trace of real steps: a readable file, a complete log line, and no other steps."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.ranks import run_ranks
 
+from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.elastic.world import World
 from lockstep.parallel.replica import Replica
-from lockstep.testing.ranks import run_ranks
 from lockstep.training.profiler import ProfiledSteps, measure_matmul_flops, profiling
 
 
-def profiled(world: World, folder: Path) -> None:
+def profiled(runtime: ElasticRuntime, folder: Path) -> None:
     replica = Replica(torch.nn.Linear(256, 256), micro_batches=2)
-    with replica, profiling(ProfiledSteps(2, 3), folder, world) as profiler:
+    with replica, profiling(ProfiledSteps(2, 3), folder, runtime) as profiler:
         for step in range(4):
             for _ in replica.micro_batches(step):
                 replica.backward(replica(torch.ones(64, 256)).sum())
@@ -35,8 +36,8 @@ def test_two_ranks_write_a_trace_of_the_requested_steps(tmp_path: Path) -> None:
 
 
 def test_run_that_ends_early_writes_its_trace(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    world = World(0, 1, 0, 1, "here", torch.device("cpu"))
-    with caplog.at_level(logging.INFO, "lockstep"), profiling(ProfiledSteps(1, 9), tmp_path, world) as profiler:
+    runtime = ElasticRuntime(World(0, 1, 0, 1, "here", torch.device("cpu")))
+    with caplog.at_level(logging.INFO, "lockstep"), profiling(ProfiledSteps(1, 9), tmp_path, runtime) as profiler:
         torch.ones(200, 200) @ torch.ones(200, 200)
         profiler.step(1)
     assert "steps 1..1: compute" in caplog.text and "peak memory" in caplog.text

@@ -1,6 +1,6 @@
-"""A user's own loop for test_mixed_hosts.py: a linear model, four micro-batches a step.
+"""A user's loop for test_mixed_hosts.py: a linear model, four micro-batches a step.
 
-lockstep launch small_loop.py:train --steps 40     or, with a launch environment:     python small_loop.py
+Run: lockstep launch small_loop.py:train --steps 40
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep.data.order import UniformOrder
 from lockstep.elastic.protocol.decisions import ElasticLimits
-from lockstep.elastic.world import World
+from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.record.tracker import Tracker
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.replica_group import ReplicaGroup
@@ -28,21 +28,24 @@ def train(steps: int = 4, out: Path = Path("run")) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     order = UniformOrder(len(points), batch_size=24, micro_batches=4)
     limits = ElasticLimits(rendezvous_timeout_s=0.1)
-    with World.join(limits=limits) as world, Checkpointer(out / "checkpoints", world, model, optimizer, every_steps=10) as keeper:
-        step = keeper.resume()
+    with (
+        ElasticRuntime.join(limits=limits) as runtime,
+        Checkpointer(out / "checkpoints", runtime, model, optimizer, every_steps=10) as checkpointer,
+    ):
+        step = checkpointer.resume()
         with (
-            ReplicaGroup(world, model, keeper, micro_batches=4) as team,
-            Tracker(out, leader=world.is_leader_now, from_step=step) as tracker,
+            ReplicaGroup(runtime, model, checkpointer, micro_batches=4) as replicas,
+            Tracker(out, leader=runtime.is_leader, from_step=step) as tracker,
         ):
             while step < steps:
-                for k in team.micro_batches(step):
+                for k in replicas.micro_batches(step):
                     rows = points[order.ids(step, k)]
-                    team.backward(SCALE * nn.functional.mse_loss(team(rows)[:, 0], rows.sum(1)) / 4)
+                    replicas.backward(SCALE * nn.functional.mse_loss(replicas(rows)[:, 0], rows.sum(1)) / 4)
                 time.sleep(PAUSE_S)
                 optimizer.step()
                 step += 1
-                tracker.step(step, {"loss": team.loss, "norm": 0.0})
-                keeper.save_if_due(step)
+                tracker.step(step, {"loss": replicas.loss, "norm": 0.0})
+                checkpointer.save_if_due(step)
 
 
 if __name__ == "__main__":

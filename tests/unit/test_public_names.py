@@ -1,4 +1,4 @@
-"""`import lockstep`: the public names, loaded when they are used, and what a script of the user's is taken for."""
+"""`import lockstep`: the public names, loaded on first use; and how a user's script is parsed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep.errors import LockstepError, UsageError
 SOURCE = Path(lockstep.__file__).parent
 
 
-def test_every_public_name_is_there_and_listed() -> None:
+def test_every_public_name_exists_and_is_listed() -> None:
     assert sorted(lockstep.__all__) == lockstep.__all__ and set(lockstep.__all__) <= set(dir(lockstep))
     for name in lockstep.__all__:
         assert getattr(lockstep, name) is not None
@@ -26,7 +26,7 @@ def test_every_public_name_is_there_and_listed() -> None:
     assert not hasattr(lockstep, "no_such_name")
 
 
-def test_an_editor_sees_the_names_that_are_loaded() -> None:
+def test_editors_see_the_lazily_loaded_names() -> None:
     tree = ast.parse((SOURCE / "__init__.py").read_text())
     (typed,) = (node for node in tree.body if isinstance(node, ast.If))
     seen = {alias.asname or alias.name for node in ast.walk(typed) if isinstance(node, ast.ImportFrom) for alias in node.names}
@@ -59,9 +59,9 @@ def test_there_is_one_version() -> None:
         ("loop.py:main --steps 4", "loop.py:main --steps 4", "", ""),
     ],
 )
-def test_what_follows_the_script_is_its_own(words: str, ours: str, script: str, arguments: str) -> None:
-    found = split_at_script(words.split(), {"--out": 1, "--workers": 1, "--ssh": 0, "--help": 0})
-    assert found == (ours.split(), script, arguments.split())
+def test_arguments_after_the_script_belong_to_it(words: str, ours: str, script: str, arguments: str) -> None:
+    parts = split_at_script(words.split(), {"--out": 1, "--workers": 1, "--ssh": 0, "--help": 0})
+    assert parts == (ours.split(), script, arguments.split())
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_what_follows_the_script_is_its_own(words: str, ours: str, script: str, 
         ("print('no session')", "runs/loop"),
     ],
 )
-def test_the_folder_of_a_script_is_its_sessions(source: str, folder: str) -> None:
+def test_folder_of_a_script_is_that_of_its_session(source: str, folder: str) -> None:
     script = ast.parse(source)
     assert folder_of(Path("code/loop.py"), script, None, []) == Path(folder)
     assert folder_of(Path("code/loop.py"), script, None, ["--steps", "3", "--out=given"]) == Path("given")
@@ -93,7 +93,7 @@ def test_the_folder_of_a_script_is_its_sessions(source: str, folder: str) -> Non
         ("from . import x", False),
     ],
 )
-def test_a_script_that_imports_lockstep_is_told_from_one_that_does_not(source: str, imports: bool) -> None:
+def test_imports_of_lockstep_are_detected(source: str, imports: bool) -> None:
     assert imports_lockstep(ast.parse(source)) is imports
 
 
@@ -104,7 +104,7 @@ def test_flags_are_the_arguments_of_main() -> None:
     called: list[tuple[str, int, float]] = []
     call(main, ["--steps", "3", "--rate=0.5"])
     call(main, ["--steps", "4"], Path("/runs/x"))
-    call(lambda: called.append(("", 0, 0.0)), ["positional", "of", "its", "own"])
+    call(lambda: called.append(("", 0, 0.0)), ["positional", "arguments"])
     assert called == [("runs/own", 3, 0.5), ("/runs/x", 4, 0.1), ("", 0, 0.0)]
     with pytest.raises(UsageError, match="main takes no --stepz"):
         call(main, ["--stepz", "3"])

@@ -24,21 +24,21 @@ INPUTS = torch.rand(50, 4, generator=torch.Generator().manual_seed(1))
 
 
 class Noisy(Dataset[Tensor]):
-    """Rows with noise that is drawn for each sample anew, and how often each was fetched in this process."""
+    """Rows with random noise. Counts the samples loaded in this process."""
 
     def __init__(self) -> None:
-        self.fetched = 0
+        self.loaded = 0
 
     def __len__(self) -> int:
         return len(INPUTS)
 
     def __getitem__(self, i: int) -> Tensor:
-        self.fetched += 1
+        self.loaded += 1
         return INPUTS[i] + 0.1 * torch.randn(4)
 
 
 def train(out: Path, steps: int, *, num_workers: int = 0, dataset: Any = None, **options: Any) -> Session:
-    """A run of a small model with dropout; the session, after it was closed."""
+    """Train a small model with dropout; return the closed session."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -53,22 +53,22 @@ def train(out: Path, steps: int, *, num_workers: int = 0, dataset: Any = None, *
     return session
 
 
-def test_a_resumed_run_ends_with_the_bits_and_lines_of_one_that_never_stopped(tmp_path: Path) -> None:
+def test_resumed_run_ends_with_the_bits_and_metrics_of_an_uninterrupted_run(tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", 6)
     train(tmp_path / "resumed", 3)
     resumed = train(tmp_path / "resumed", 6)
     assert digest_line(tmp_path / "whole") == digest_line(tmp_path / "resumed") and whole.loss == resumed.loss
-    one, other = (
+    first_lines, second_lines = (
         [(line["step"], line["loss"], line["norm"]) for line in metrics.read_metrics(tmp_path / name / "metrics.jsonl")]
         for name in ("whole", "resumed")
     )
-    assert one == other and [step for step, _, _ in one] == [1, 2, 3, 4, 5, 6]
+    assert first_lines == second_lines and [step for step, _, _ in first_lines] == [1, 2, 3, 4, 5, 6]
 
 
-def test_loading_processes_give_the_same_bits_and_fetch_nothing_here_but_the_rehearsal(tmp_path: Path) -> None:
+def test_loader_processes_give_the_same_bits_and_only_the_rehearsal_loads_here(tmp_path: Path) -> None:
     dataset = Noisy()
     train(tmp_path / "processes", 3, num_workers=2, dataset=dataset)
-    assert dataset.fetched == 2, "micro-batch 0 of the first step, once more"
+    assert dataset.loaded == 2, "micro-batch 0 of the first step, once more"
     train(tmp_path / "here", 3)
     assert digest_line(tmp_path / "processes") == digest_line(tmp_path / "here")
 
@@ -82,7 +82,8 @@ def test_the_gradient_is_the_mean_over_the_samples_of_the_step(tmp_path: Path) -
         for step in session.steps(1):
             for (rows,) in loader(step):
                 session.backward(prepared(rows).square().mean())
-            assert all(torch.allclose(p.grad, wanted) for p, wanted in zip(model.parameters(), expected, strict=True) if p.grad is not None)
+            pairs = zip(model.parameters(), expected, strict=True)
+            assert all(p.grad is not None and torch.allclose(p.grad, wanted) for p, wanted in pairs)
     assert session.loss == pytest.approx(model(INPUTS[:40]).square().mean().item(), rel=1e-6)
 
 
@@ -113,10 +114,10 @@ def test_an_evaluation_is_the_mean_over_the_samples_and_leaves_no_trace(tmp_path
         session.step = 3
         draws = []
         for batch_size in (7, 50):
-            found = session.evaluate(lambda batch: batch[0].sum(1).mean(), TensorDataset(INPUTS), batch_size=batch_size)
-            assert found == pytest.approx(float(rows.mean()))
+            mean = session.evaluate(lambda batch: batch[0].sum(1).mean(), TensorDataset(INPUTS), batch_size=batch_size)
+            assert mean == pytest.approx(float(rows.mean()))
             draws.append(torch.rand(2))
-        assert draws[0].equal(draws[1]), "equal on all workers, whatever each evaluated"
+        assert draws[0].equal(draws[1]), "equal on all workers, although each evaluated another share"
         named = session.evaluate(lambda batch: {"a": prepared(batch[0]).mean(), "b": torch.is_grad_enabled()}, TensorDataset(INPUTS))
         assert set(named) == {"a", "b"} and named["b"] == 0.0 and model.training
         model.eval()
@@ -128,21 +129,67 @@ def test_a_prepared_model_is_called_like_its_module_and_copied_without_the_sessi
         module = nn.Linear(4, 1)
         prepared, optimizer = session.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
         assert prepared.module is module and prepared.in_features == 4 and isinstance(optimizer, torch.optim.SGD)
-        assert prepared(INPUTS).equal(module(INPUTS)), "outside of the loop it is the module alone"
+        assert prepared(INPUTS).equal(module(INPUTS)), "outside the loop it is the plain module"
         assert type(copy.deepcopy(prepared)) is nn.Linear
         assert not hasattr(prepared, "absent")
 
 
-def refused(words: str) -> Any:
-    return pytest.raises(UsageError, match=words)
+def refused(message: str) -> Any:
+    return pytest.raises(UsageError, match=message)
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_unequal_micro_batches_are_weighted_by_their_counts(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    with Session(tmp_path, micro_batches=4) as session:
+        prepared, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in session.steps(2):
+            mean = model(INPUTS[:10]).square().mean()
+            expected = torch.autograd.grad(mean, [*model.parameters()])
+            for k in session.micro_batches(step):
+                rows = INPUTS[k * (k + 1) // 2 : (k + 1) * (k + 2) // 2]  # k + 1 rows
+                session.backward(prepared(rows).square().sum(), count=len(rows))
+            assert session.loss == pytest.approx(mean.item())
+            for parameter, gradient in zip(model.parameters(), expected, strict=True):
+                assert parameter.grad is not None and torch.allclose(parameter.grad, gradient)
+            optimizer.step()
+
+
+def test_count_may_be_a_tensor_or_zero_for_one_micro_batch(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    with Session(tmp_path, micro_batches=2) as session:
+        prepared, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in session.steps(1):
+            for k in session.micro_batches(step):
+                rows = INPUTS[: 3 * k]
+                session.backward(prepared(rows).square().sum(), count=torch.tensor(len(rows)))
+            assert session.loss == pytest.approx(model(INPUTS[:3]).square().mean().item())
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ((None, 3), "some micro-batches of a step have a count and others have none"),
+        ((3, None), "some micro-batches of a step have a count and others have none"),
+        ((0, 0), "the counts of a step add up to 0"),
+        ((2, -3), "the count of a micro-batch is -3, not an integer"),
+        ((0.5, 0.5), r"the count of a micro-batch is 0\.5, not an integer"),
+    ],
+)
+def test_wrong_counts_are_refused(tmp_path: Path, counts: tuple[Any, Any], message: str) -> None:
+    model = nn.Linear(4, 1)
+    with refused(message), Session(tmp_path, micro_batches=2, rehearse=False) as session:
+        prepared, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in session.steps(1):
+            for k in session.micro_batches(step):
+                session.backward(prepared(INPUTS).square().sum(), count=counts[k])
+
+
+def test_wrong_uses_are_refused(tmp_path: Path) -> None:
     class Endless(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
             return iter(range(9))
 
-    with pytest.raises(UsageError, match=r"session\.world is not there yet"):
+    with refused(r"session\.world and session\.runtime do not exist yet"):
         _ = Session(tmp_path, micro_batches=2).world
     with Session(tmp_path, micro_batches=4) as session:
         model = nn.Linear(4, 1)
@@ -153,7 +200,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
             session.loader(Endless(), batch_size=4)
         with refused(r"session\.steps without a model"):
             next(session.steps(1))
-        with refused(r"session\.replicas is not there yet"):
+        with refused(r"session\.replicas does not exist yet"):
             _ = session.replicas
         prepared, _ = session.prepare(model, optimizer)
         with refused(r"a second session\.prepare"):
@@ -169,12 +216,22 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
             with refused(r"session\.log of step 1"):
                 session.log(step + 1, loss=0.0)
             break
-        with refused("the body of step 0 did no micro-batches"):
+        with refused("the body of step 0 ran no micro-batches"):
             for _ in session.steps(2):
                 pass
 
 
-def test_a_loop_that_is_left_early_says_what_was_not_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_second_micro_batch_loop_in_a_step_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    with refused("a second micro-batch loop in step 0"), Session(tmp_path, micro_batches=2) as session:
+        prepared, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in session.steps(1):
+            for _ in range(2):
+                for k in session.micro_batches(step):
+                    session.backward(prepared(INPUTS[k : k + 1]).square().mean())
+
+
+def test_leaving_the_loop_early_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), Session(tmp_path, micro_batches=4) as session:
         model = nn.Linear(4, 1)
         prepared, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -188,13 +245,13 @@ def test_a_loop_that_is_left_early_says_what_was_not_saved(tmp_path: Path, caplo
     assert "the loop was left in step 3 of 9" in caplog.text
 
 
-def test_other_batches_are_another_run(tmp_path: Path) -> None:
+def test_resume_with_another_number_of_micro_batches_is_refused(tmp_path: Path) -> None:
     train(tmp_path, 2)
     with pytest.raises(CheckpointError, match="micro_batches was 4, is 2"):
         train(tmp_path, 4, micro_batches=2)
 
 
-def test_keys_follow_from_where_a_stream_begins_and_tensors_go_to_the_device() -> None:
+def test_keys_start_at_the_requested_micro_batch_and_tensors_move_to_the_device() -> None:
     keys = keys_from(3, 5, range(4, 6))
     assert [next(keys) for _ in range(4)] == [(3, 5), (4, 4), (4, 5), (5, 4)]
     Pair = namedtuple("Pair", "left right")

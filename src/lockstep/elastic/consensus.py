@@ -1,26 +1,19 @@
-"""Consensus: control flow depends only on values that all ranks agree on.
+"""Votes on a step and the decision that follows from them, as pure functions.
 
-Every function whose docstring begins with "Collective." must be called by all processes at the same
-point. Messages are numbers and JSON over gloo; nothing received is unpickled.
+Control flow depends only on values that all ranks agree on. collectives.py exchanges the votes.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
-import torch.distributed as dist
+from lockstep.errors import UsageError
 
-from lockstep.elastic.world import World
-from lockstep.errors import ERRORS_BY_NAME, LockstepError, UsageError
-from lockstep.runtime.process_group import gather_json
-from lockstep.units import join_names
-
-T = TypeVar("T")
 SIGNALS = ("", "SIGTERM", "SIGUSR1", "SIGINT")  # by precedence: if ranks received several, the last one listed here wins
 
 
@@ -29,6 +22,8 @@ class Vote:
     """What one process contributes to the decision on a step.
 
     losses           of its micro-batches, in order
+    count            number of samples or tokens that the losses sum over; None: the loss needs no
+                     division
     stop_signal      name of the signal that it received; "": none
     joiners_waiting  other workers wait to join
     leaving          this process leaves, and the others continue
@@ -36,6 +31,7 @@ class Vote:
     """
 
     losses: Sequence[float]
+    count: int | None = None
     stop_signal: str = ""
     save_failed: bool = False
     joiners_waiting: bool = False
@@ -48,6 +44,7 @@ class StepDecision:
     """The result of a vote, equal on all ranks.
 
     loss             sum over the micro-batches
+    count            sum of the votes' counts; 0: they have none
     stop             signal that stops the run; "": none
     regroup          the members change before the next step
     divergent_ranks  whose weights differ from the majority's; all ranks if there is no majority.
@@ -56,6 +53,7 @@ class StepDecision:
     """
 
     loss: float
+    count: int = 0
     finite: bool = True
     stop: str = ""
     save_failed: bool = False
@@ -75,6 +73,7 @@ def count_votes(votes: Sequence[Vote], replica_size: int = 1) -> StepDecision:
     finite = all(map(math.isfinite, losses))
     return StepDecision(
         loss=math.fsum(losses) if finite else math.nan,
+        count=add_counts([vote.count for vote in votes if vote.losses]),
         finite=finite,
         stop=max((vote.stop_signal for vote in votes), key=SIGNALS.index) or ("SIGUSR1" if all(vote.leaving for vote in votes) else ""),
         save_failed=any(vote.save_failed for vote in votes),
@@ -82,6 +81,30 @@ def count_votes(votes: Sequence[Vote], replica_size: int = 1) -> StepDecision:
         divergent_ranks=divergent,
         digests=tuple(vote.digest for vote in votes) if divergent else (),
     )
+
+
+def add_counts(counts: Sequence[int | None]) -> int:
+    """Return the sum; 0 if all are None. UsageError, on all ranks, for a mixture or a sum of 0."""
+    given = [count for count in counts if count is not None]
+    if given and (len(given) < len(counts) or sum(given) < 1):
+        raise UsageError(
+            f"the counts of a step add up to {sum(given)}" if len(given) == len(counts) else "some workers gave counts and others none",
+            "backward(loss, count=...)",
+            "give the number of samples or tokens of every micro-batch, or no count in the whole step",
+        )
+    return sum(given)
+
+
+def parse_count(count: Any) -> int:
+    """Return the count of a micro-batch. UsageError if it is not an integer, or negative."""
+    try:
+        number = operator.index(count)
+    except TypeError:
+        number = -1
+    if number < 0:
+        what = f"the count of a micro-batch is {count!r}, not an integer of at least 0"
+        raise UsageError(what, "backward(loss, count=...)", "give the number of samples or tokens")
+    return number
 
 
 def find_divergent_ranks(digests: Sequence[int | None], replica_size: int) -> tuple[int, ...]:
@@ -104,83 +127,22 @@ def minority(digest_of: Mapping[int, int]) -> list[int]:
     return [rank for rank, digest in digest_of.items() if digest != majority or 2 * count <= len(digest_of)]
 
 
-def vote_on_step(world: World, vote: Vote, *, losses_per_rank: Sequence[int], replica_size: int = 1) -> StepDecision:
-    """Collective. Return the decision on a step. Sends 6 + max(losses_per_rank) numbers per rank.
-
-    losses_per_rank  number of losses in each rank's vote
-    """
-    if world.size == 1:
-        return count_votes([vote])
-    longest = max(losses_per_rank)
+def vote_to_row(vote: Vote, length: int) -> list[float]:
+    """Return the vote as 7 + `length` numbers, for up to `length` losses."""
     digest = (vote.digest >> 32, vote.digest & 0xFFFFFFFF)
-    flags = [SIGNALS.index(vote.stop_signal), vote.save_failed, vote.joiners_waiting, vote.leaving, *digest]
-    sent = torch.tensor([*flags, *vote.losses, *[0.0] * (longest - len(vote.losses))], dtype=torch.float64)
-    received = torch.empty(world.size * len(sent), dtype=torch.float64)
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(received, sent)
-    rows = received.view(world.size, -1).tolist()
-    return count_votes([parse_vote(row, losses) for row, losses in zip(rows, losses_per_rank, strict=True)], replica_size)
+    flags = [
+        SIGNALS.index(vote.stop_signal),
+        vote.save_failed,
+        vote.joiners_waiting,
+        vote.leaving,
+        *digest,
+        -1 if vote.count is None else vote.count,
+    ]
+    return [*flags, *vote.losses, *[0.0] * (length - len(vote.losses))]
 
 
-def parse_vote(row: Sequence[float], losses: int) -> Vote:
+def row_to_vote(row: Sequence[float], losses: int) -> Vote:
     """Return the vote in a received row, of which `losses` losses are in use."""
     digest = int(row[4]) << 32 | int(row[5])
-    return Vote(row[6 : 6 + losses], SIGNALS[int(row[0])], bool(row[1]), bool(row[2]), bool(row[3]), digest)
-
-
-def all_gather_json(world: World, value: Any) -> list[Any]:
-    """Collective. Return the JSON values of all ranks. A joining worker gets only its own."""
-    return gather_json(1 if world.is_joining else world.size, value)
-
-
-def run_on_rank0(world: World, function: Callable[[], T]) -> T:
-    """Collective. Return rank 0's `function()` (a JSON value), or raise its LockstepError."""
-    value: T = gather_results(world, lambda: function() if world.leader or world.is_joining else None)[0]
-    return value
-
-
-def run_on_all(world: World, function: Callable[[], T]) -> T:
-    """Collective. Return `function()`; a LockstepError on one rank is raised on all."""
-    result: list[T] = []
-    gather_results(world, lambda: result.append(function()))
-    return result[0]
-
-
-def gather_results(world: World, function: Callable[[], Any]) -> list[Any]:
-    """Collective. Return all ranks' `function()` (JSON values), or raise the first LockstepError."""
-    own: dict[str, Any]
-    try:
-        own = {"value": function()}
-    except LockstepError as error:
-        own = {"error": type(error).__name__, "parts": [error.what, error.where, error.hint]}
-    except Exception as error:
-        all_gather_json(world, {"error": "LockstepError", "parts": [f"rank {world.rank} failed: {error!r}", "", ""]})
-        raise
-    results = all_gather_json(world, own)
-    for result in results:
-        if "error" in result:
-            raise ERRORS_BY_NAME[result["error"]](*result["parts"])
-    return [result["value"] for result in results]
-
-
-def assert_equal_on_all_ranks(world: World, facts: Mapping[str, str]) -> None:
-    """Collective. UsageError on all ranks if a fact differs between them."""
-    gathered = all_gather_json(world, {"node": world.host, "facts": dict(facts)})
-    if differences := differing_facts([(one["node"], one["facts"]) for one in gathered]):
-        raise UsageError(
-            f"the workers of this start would compute different bits: {'; '.join(differences)}",
-            "compared before the first step",
-            "start the same code, versions and settings on all hosts",
-        )
-
-
-def differing_facts(facts_of_ranks: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
-    """Describe each fact that differs between ranks, given (host, facts) of each rank."""
-    sentences = []
-    for key in dict.fromkeys(key for _, facts in facts_of_ranks for key in facts):
-        ranks: dict[str, list[str]] = {}
-        for rank, (host, facts) in enumerate(facts_of_ranks):
-            ranks.setdefault(repr(facts[key]) if key in facts else "not set", []).append(f"rank {rank} ({host})")
-        if len(ranks) > 1:
-            sentences.append(f"{key} is " + " and ".join(f"{value} on {join_names(where)}" for value, where in ranks.items()))
-    return sentences
+    count = None if row[6] < 0 else int(row[6])
+    return Vote(row[7 : 7 + losses], count, SIGNALS[int(row[0])], bool(row[1]), bool(row[2]), bool(row[3]), digest)

@@ -4,7 +4,8 @@ Each fault happens at an exact point of a step. A request is the JSON file SLOT.
 folder (runtime/worker_env.py); the worker deletes it before it carries it out:
 
     {"what": "kill", "at": "voting", "step": 7}
-    {"what": "kill", "at": "collective", "after": 1}      after one more bucket; "hand-over": during a joiner's state transfer
+    {"what": "kill", "at": "collective", "after": 1}      after one more bucket
+    {"what": "kill", "at": "hand-over"}                   during the state transfer to a joiner
 
 A worker looks for requests only if it was started with LOCKSTEP_DRILL=1, as `lockstep drill` and
 the tests do.
@@ -35,15 +36,16 @@ SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTO
 
 
 class FaultInjectingBoard(StatusBoard):
-    """A status board that carries out requested faults at each phase and collective of its worker.
-
-    flip  flips a bit of the weights; set by the owner of the weights
-    """
+    """A status board that carries out requested faults at each phase and collective."""
 
     def __init__(self, path: Path, request_path: Path) -> None:
         self.request_path = request_path
-        self.flip: Callable[[], None] | None = None
+        self._flip: Callable[[], None] | None = None
         super().__init__(path)
+
+    def set_flip(self, flip: Callable[[], None]) -> None:
+        """Set the function that flips a bit of this worker's weights."""
+        self._flip = flip
 
     def enter(self, phase: Phase, step: int | None = None, *, generation: int | None = None) -> None:
         super().enter(phase, step, generation=generation)
@@ -58,7 +60,7 @@ class FaultInjectingBoard(StatusBoard):
             fault = read_json(self.request_path)
         except (OSError, ValueError):
             return
-        if fault.get("at") not in (None, at) or self.step < fault.get("step", 0) or (fault["what"] == "flip" and self.flip is None):
+        if fault.get("at") not in (None, at) or self.step < fault.get("step", 0) or (fault["what"] == "flip" and self._flip is None):
             return
         if fault.get("after"):
             write_json(self.request_path, fault | {"after": fault["after"] - 1})
@@ -80,8 +82,8 @@ class FaultInjectingBoard(StatusBoard):
             raise ValueError("injected error")
         elif what == "exit":
             sys.exit(0)
-        elif self.flip:
-            self.flip()
+        elif self._flip:
+            self._flip()
 
 
 def request_fault(state: Path, slot: int, what: FaultKind, **where: Any) -> None:
@@ -90,7 +92,7 @@ def request_fault(state: Path, slot: int, what: FaultKind, **where: Any) -> None
 
 
 def flip_bit(parameters: list[Any], seed: int = 0) -> None:
-    """Flip one bit of one weight (a torch tensor), as a cosmic ray does."""
+    """Flip one bit of one weight (a torch tensor), as cosmic rays do."""
     import torch  # here, because the agent imports this module but not torch
 
     chance = random.Random(seed)

@@ -14,7 +14,7 @@ from torch import nn
 
 from lockstep.checkpoint.folder import committed_steps
 from lockstep.config.schema import ResolvedRun, RunConfig
-from lockstep.elastic.world import World
+from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.files import read_json
 from lockstep.layout import Layout, choose_layout
 from lockstep.parallel.activation_checkpoint import checkpoint_activations
@@ -23,6 +23,7 @@ from lockstep.parallel.parallelize import LocalModel, parallelize
 from lockstep.parallel.plans import plan_of
 from lockstep.record.metrics import iter_steps
 from lockstep.record.step_timer import StepTimer, peak_flops, peak_resident_bytes
+from lockstep.runtime.torch_private import set_recompile_limit
 from lockstep.tasks.evaluate import BEST, EVALUATIONS, best_of
 from lockstep.tasks.layout_limits import min_parameters
 from lockstep.tasks.open import open_task
@@ -34,22 +35,21 @@ log = logging.getLogger("lockstep")
 
 
 @contextmanager
-def task_that_fits(run: RunConfig, folder: Path, world: World) -> Iterator[Task]:
-    """Collective. The task of the run. A model too large for this device is refused before its data
-    is prepared.
+def task_that_fits(run: RunConfig, folder: Path, runtime: ElasticRuntime) -> Iterator[Task]:
+    """Collective. Yield the task; refuse a model too large for this device before preparing data.
 
-    Out-of-memory errors inside the block become an OutOfMemoryError that names a layout that fits.
+    Out-of-memory errors inside become an OutOfMemoryError that names a layout that fits.
     """
     axes = run.layout
     layout = Layout(1, axes.shard, axes.tensor, axes.pipeline)
-    refuse_too_large(min_parameters(run), run.task != "translate" and run.lora.rank > 0, run.memory, layout, world.device)
-    task = open_task(run, folder, world)
+    refuse_too_large(min_parameters(run), run.task != "translate" and run.lora.rank > 0, run.memory, layout, runtime.world.device)
+    task = open_task(run, folder, runtime)
     model = task.meta_model()
-    with explain_out_of_memory(model, layout, plan_of(model).layout_limits(run.batch.micro_batches), world.device):
+    with explain_out_of_memory(model, layout, plan_of(model).layout_limits(run.batch.micro_batches), runtime.world.device):
         yield task
 
 
-def build_model(resolved: ResolvedRun, task: Task, world: World) -> LocalModel:
+def build_model(resolved: ResolvedRun, task: Task, runtime: ElasticRuntime) -> LocalModel:
     """Collective. Build the part of a new model that this worker holds, with its initial weights.
 
     UsageError, on all ranks, when the layout does not suit the model.
@@ -59,20 +59,20 @@ def build_model(resolved: ResolvedRun, task: Task, world: World) -> LocalModel:
         model.bfloat16()
     asked = Layout(0, axes.shard, axes.tensor, axes.pipeline)
     if asked.workers_per_replica > 1:
-        if world.is_joining:
+        if runtime.is_joining:
             # Without a rank a worker does not know which part of the model it holds.
-            world.join_running(run_fingerprints(resolved, task.fingerprints))
-        layout = choose_layout(asked, world.size, plan_of(model).layout_limits(run.batch.micro_batches), "[layout] of the run")
+            runtime.join_running(run_fingerprints(resolved, task.fingerprints))
+        layout = choose_layout(asked, runtime.world.size, plan_of(model).layout_limits(run.batch.micro_batches), "[layout] of the run")
         log.info("%s: %s", layout, "each replica spans several workers" if layout.replicate > 1 else "one replica")
     else:
-        layout = replace(asked, replicate=world.size or 1)
+        layout = replace(asked, replicate=runtime.world.size or 1)
     per_block = _compiles_blocks(run, layout)
-    local_model = world.board.during("preparing")(parallelize)(  # reads the weights of llama.init_from: minutes for a large model
+    local_model = runtime.board.during("preparing")(parallelize)(  # reads the weights of llama.init_from: minutes for a large model
         model,
         layout,
-        layout.coordinates(max(0, world.rank)),
+        layout.coordinates(max(0, runtime.world.rank)),
         task.init_param,
-        world.device,
+        runtime.world.device,
         prepare_blocks=partial(_prepare_blocks, run=run, layout=layout)
         if run.memory.activation_checkpoint != "none" or per_block
         else None,
@@ -99,35 +99,33 @@ def _prepare_blocks(blocks: list[nn.Module], run: RunConfig, layout: Layout) -> 
 
 def _compile_in_place(modules: list[nn.Module], run: RunConfig) -> None:
     """Compile in place: one graph per shape of micro-batches, shared by equal blocks."""
-    torch._dynamo.config.cache_size_limit = 2 * run.batch.buckets * len(modules)
+    set_recompile_limit(2 * run.batch.buckets * len(modules))
     for module in modules:
         module.compile(dynamic=False)
 
 
-def warm_up(model: nn.Module, task: Task, run: RunConfig, world: World) -> None:
-    """Run one forward and backward pass and drop its gradients: the other workers need not wait for
-    compilation and allocation."""
-    with torch.autocast(world.device.type, torch.bfloat16, enabled=run.compute.precision == "bf16"):
-        task.loss(model, task.micro_batch(0, 0)).backward()
+def warm_up(model: nn.Module, task: Task, run: RunConfig, runtime: ElasticRuntime) -> None:
+    """Run one discarded pass, so that other workers need not wait for compilation."""
+    with torch.autocast(runtime.world.device.type, torch.bfloat16, enabled=run.compute.precision == "bf16"):
+        task.loss(model, task.loader.micro_batch(0, 0)).backward()
     model.zero_grad(set_to_none=True)
 
 
-def make_step_timer(task: Task, run: RunConfig, world: World) -> StepTimer:
+def make_step_timer(task: Task, run: RunConfig, runtime: ElasticRuntime) -> StepTimer:
     """Return the step timer, with the peak FLOP/s if known or asked for (`track.mfu`)."""
-    cuda = world.device.type == "cuda"
-    peak = peak_flops(torch.cuda.get_device_name(world.device), run.compute.precision) if cuda else None
+    cuda = runtime.world.device.type == "cuda"
+    peak = peak_flops(torch.cuda.get_device_name(runtime.world.device), run.compute.precision) if cuda else None
     if peak is None and run.track.mfu:
-        peak = measure_matmul_flops(world.device, run.compute.precision)
+        peak = measure_matmul_flops(runtime.world.device, run.compute.precision)
         log.info("the peak of this device is not known; its matrix products reach %.3g TFLOP/s now", peak / 1e12)
-    memory = (lambda: torch.cuda.max_memory_allocated(world.device)) if cuda else peak_resident_bytes
+    memory = (lambda: torch.cuda.max_memory_allocated(runtime.world.device)) if cuda else peak_resident_bytes
     return StepTimer(flops_per_token=task.flops_per_token, peak_flops=peak, memory=memory)
 
 
 def best_steps(folder: Path) -> list[int]:
-    """Return the steps that retention keeps: the one in best.json, and the best of the evaluations.
+    """Return the steps that retention keeps: the one in best.json, and the best evaluated one.
 
-    When best.json is damaged the evaluations alone decide; when they name no step either, every
-    checkpoint stays.
+    Without either, every checkpoint stays.
     """
     path, best = folder / BEST, None
     try:

@@ -11,7 +11,6 @@ import hashlib
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -22,20 +21,21 @@ from torch import nn
 from lockstep.checkpoint import state_dict, stateful
 from lockstep.checkpoint.async_save import AsyncSaver, do_nothing
 from lockstep.checkpoint.fingerprints import make_run_id, read_run_id, refuse_other_run, tolerated_changes
-from lockstep.checkpoint.policy import choose_resume_step, show_steps
+from lockstep.checkpoint.policy import show_steps
 from lockstep.checkpoint.shards import ShardWriter, parameter_of, slice_of
 from lockstep.checkpoint.store import Checkpoint, CheckpointStore
-from lockstep.elastic.consensus import assert_equal_on_all_ranks, gather_results, run_on_all, run_on_rank0
-from lockstep.elastic.run_folder import folder_error
-from lockstep.elastic.world import World
-from lockstep.errors import CheckpointError, DivergedError, RunFolderUnavailableError, SaveFailedError, UsageError
+from lockstep.elastic.collectives import assert_equal_on_all_ranks, run_on_rank0
+from lockstep.elastic.progress import Progress, transfer_roles
+from lockstep.elastic.runtime import ElasticRuntime
+from lockstep.errors import CheckpointError, DivergedError, SaveFailedError, UsageError
+from lockstep.parallel.digest import digest_of
 from lockstep.parallel.parallelize import LocalModel, unwrap_local_model
-from lockstep.parallel.replica import digest_of
 from lockstep.record.events import append_event
 from lockstep.runtime import numerics, sources
-from lockstep.runtime.exit_report import error_summary
 from lockstep.runtime.tensor_bytes import bytes_of
-from lockstep.training.state_transfer import transfer_roles, transfer_state
+from lockstep.training.loading import load_checkpoint
+from lockstep.training.state_transfer import transfer_state
+from lockstep.training.trained_parameters import refuse_unsaved, trained_names, warn_if_changed
 from lockstep.units import join_names
 
 log = logging.getLogger("lockstep")
@@ -44,7 +44,7 @@ SAVE_TIMEOUT_S = 5.0  # how long a save that may be skipped waits for the previo
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """The arguments of Checkpointer.save."""
+    """Arguments of Checkpointer.save."""
 
     step: int
     facts: dict[str, Any]
@@ -53,14 +53,11 @@ class SaveRequest:
 
 
 class Checkpointer:
-    """Saves and resumes `model` and `optimizer` (one, or a sequence of them) under `folder`; the
-    same object on every process.
+    """Saves and resumes `model` and `optimizer` (one, or a sequence of them) under `folder`.
 
-    state        other objects that change during training, by name: {"scheduler": scheduler, "ema":
-                 ema, "scaler": scaler}. Each has state_dict and load_state_dict. They are saved,
-                 resumed and sent to a joiner, as are the values of the optimizers' parameter groups
-                 (lr, ...). Not for the local model of a recipe, whose loop sets these values from
-                 the step
+    state        other objects that change during training, by name: {"scheduler": scheduler}. Each
+                 has state_dict and load_state_dict. They are saved, resumed and sent to a joiner,
+                 as are the parameter groups of the optimizers (lr, ...). Not with a LocalModel
     every_steps  committed steps between two checkpoints; 0: only when `save` is called
     keep         number of newest checkpoints to keep; 0: all
     on_error     "continue": a failed save is a warning, and the next one is tried; "stop": it ends
@@ -69,10 +66,10 @@ class Checkpointer:
                  process from the start
     """
 
-    def __init__(
+    def __init__(  # independent options, most by keyword and with defaults
         self,
         folder: Path,
-        world: World,
+        runtime: ElasticRuntime,
         model: nn.Module | LocalModel,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
@@ -82,7 +79,7 @@ class Checkpointer:
         on_error: Literal["continue", "stop"] = "continue",
         saved: Callable[[str], bool] = state_dict.all_names,
     ) -> None:
-        self.world, self.every_steps, self.on_error, self.saved = world, every_steps, on_error, saved
+        self.runtime, self.every_steps, self.on_error, self.saved = runtime, every_steps, on_error, saved
         self.optimizers = state_dict.as_tuple(optimizer)
         self.state = None if isinstance(model, LocalModel) else dict(state or {})
         self.store = CheckpointStore(folder, keep=keep)
@@ -98,7 +95,7 @@ class Checkpointer:
         self._skipped = False  # the last save that was due
         self._started = (-1, -1)  # step and generation of the last save that this worker started
         self._undecided_generation = -1  # the last generation in which the replicas were not found identical
-        world.register(self)
+        runtime.register(self)
         self._replicas_identical: Callable[[int], bool] | None = None
 
     @property
@@ -109,7 +106,7 @@ class Checkpointer:
     @property
     def writes(self) -> bool:
         """True when this worker writes checkpoints, or slices of them."""
-        return self.world.rank < self.replica_size
+        return self.runtime.world.rank < self.replica_size
 
     def compare_before_saving(self, replicas_identical: Callable[[int], bool]) -> None:
         """Set the collective comparison of the replicas: a save waits while it returns False."""
@@ -128,21 +125,7 @@ class Checkpointer:
 
     def refuse_unsaved_parameters(self) -> None:
         """UsageError for trained parameters and schedulers that no checkpoint would hold."""
-        known = state_dict.optimizer_parameters(self.model, self.optimizers)
-        if unsaved := [name for name, tensor in state_dict.named_tensors(self.model).items() if tensor.requires_grad and name not in known]:
-            names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
-            raise UsageError(
-                f"{len(unsaved)} trained parameters are in no optimizer that the Checkpointer knows: {join_names(unsaved)}",
-                f"Checkpointer(..., {names}), {state_dict.model_name(self.model)}",
-                "pass all optimizers as a list, or freeze these parameters with requires_grad_(False)",
-            )
-        if self.state is not None and (unregistered := stateful.unregistered_schedulers(self.optimizers, self.state)):
-            scheduler, optimizer = unregistered[0], unregistered[0].optimizer
-            raise UsageError(
-                f"{type(scheduler).__name__} sets the learning rate of {type(optimizer).__name__}, and the Checkpointer does not know it",
-                "after a resume, and in a worker that joins, the scheduler would start from the beginning",
-                'name it: Checkpointer(..., state={"scheduler": scheduler})',
-            )
+        refuse_unsaved(self.model, self.optimizers, self.state)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return this worker's state by name. Tensors share memory with model and optimizers."""
@@ -165,7 +148,9 @@ class Checkpointer:
 
     def _sharded_state_dict(self, local_model: LocalModel) -> dict[str, torch.Tensor]:
         """Return the tensors that this worker writes; each is written by one worker."""
-        coordinates, world, tensors = local_model.layout.coordinates(self.world.rank), self.world, self.state_dict()
+        runtime, tensors = self.runtime, self.state_dict()
+        rank = runtime.world.rank
+        coordinates = local_model.layout.coordinates(rank)
         slices = {name: slice_of(name, local_model.slices[parameter_of(name)].shape, local_model.slices) for name in tensors}
         shaped_slices = {name: slices[name] for name, tensor in tensors.items() if tuple(tensor.shape) == slices[name].local_shape}
 
@@ -178,7 +163,7 @@ class Checkpointer:
             return tensors[name].numel() > 0 and (coordinates.tensor == 0 or tensor_parallel)
 
         self.store.shard_writer = ShardWriter(
-            world.rank, self.replica_size, shaped_slices, lambda: world.generation, world.generation_error
+            rank, self.replica_size, shaped_slices, lambda: runtime.world.generation, runtime.generation_error
         )
         return {name: tensor for name, tensor in tensors.items() if writes(name)}
 
@@ -194,8 +179,7 @@ class Checkpointer:
         """Collective. Load the checkpoint that `how` names; return the number of committed steps, 0
         for a new run.
 
-        When other workers of this run are already training, this worker joins them and receives
-        their state, bitwise.
+        When other workers are already training, this worker joins them and receives their state.
 
         how           "auto", "never", "required", or a step: then newer checkpoints and the metrics
                       after that step are set aside
@@ -209,54 +193,30 @@ class Checkpointer:
         damaged newest checkpoint is set aside and the one before is used.
         """
         equal, run_folder = dict(fingerprints or {}), self.store.folder.parent
-        own = {"numerics": numerics.fingerprint(self.world.device), "code": sources.fingerprint(), "flags": self.world.flags}
+        own = {"numerics": numerics.fingerprint(self.runtime.world.device), "code": sources.fingerprint(), "flags": self.runtime.flags}
         self.run_facts = {"fingerprints": equal, **own, **(facts or {})}
-        if self.world.is_joining and (step := self._join(equal)) is not None:
+        if self.runtime.is_joining and (step := self._join(equal)) is not None:
             self.run_facts["run_id"] = read_run_id(run_folder)  # only now: the other workers may just have created it
             return step
-        assert_equal_on_all_ranks(self.world, self.world.fingerprint(equal))
-        self.world.set_fingerprint(equal)
-        checkpoint = self._load(how)
+        assert_equal_on_all_ranks(self.runtime, self.runtime.fingerprint(equal))
+        self.runtime.set_fingerprint(equal)
+        checkpoint = load_checkpoint(self.runtime, self.store, how, self.local_model)
         saved_id = str(checkpoint.facts.get("run_id") or "") if checkpoint else ""
-        self.run_facts["run_id"] = run_on_rank0(self.world, lambda: make_run_id(run_folder, saved_id))
+        self.run_facts["run_id"] = run_on_rank0(self.runtime, lambda: make_run_id(run_folder, saved_id))
         if checkpoint:
             self._refuse_other_run(checkpoint, allowed)
             self.load_state_dict(checkpoint.tensors)
             self.facts = checkpoint.facts
         self._saved_step = checkpoint.step if checkpoint else 0
-        if self.world.leader and self.world.membership:
-            append_event(run_folder, "began", generation=self.world.generation, step=self._saved_step, workers=list(self.world.members))
+        if self.runtime.world.leader and self.runtime.membership:
+            append_event(
+                run_folder,
+                "began",
+                generation=self.runtime.world.generation,
+                step=self._saved_step,
+                workers=list(self.runtime.world.members),
+            )
         return self._saved_step
-
-    def _load(self, how: str) -> Checkpoint | None:
-        """Collective. Return this worker's part of a checkpoint; None for a new run."""
-        checkpoint: Checkpoint | None = None
-
-        def select() -> int | None:
-            """Return the step to resume from. On rank 0, which loads an unsharded checkpoint."""
-            nonlocal checkpoint
-            if self.world.membership and (why := folder_error(self.world.membership.worker_env)):
-                raise RunFolderUnavailableError(f"the run folder cannot be used: {why}", str(self.store.folder), "mount it again")
-            self.store.preflight()
-            chosen, reason = choose_resume_step(how, self.store.steps())
-            step = chosen
-            if chosen is not None and not self.local_model:
-                checkpoint = self.store.load(chosen) if how.isdecimal() else self.store.load_newest()
-                step = checkpoint.step if checkpoint else None
-            if how == "never" or how.isdecimal():
-                self.store.set_aside_after(chosen or 0)
-            log.info(reason if step == chosen else f"resuming from step {step}")
-            return step
-
-        loading = self.world.board.during("preparing")  # takes as long as the disk and the size of the state require
-        step = run_on_rank0(self.world, loading(select))
-        self.store.folder_exists = True
-        if step is not None and self.local_model and not how.isdecimal():
-            step = self._newest_whole()
-        if step is None:
-            return None
-        load = partial(self.store.load_slices, step, self.local_model.slices) if self.local_model else partial(self.store.load, step)
-        return run_on_all(self.world, loading(lambda: checkpoint or load()))
 
     def _refuse_other_run(self, checkpoint: Checkpoint, allowed: Collection[str]) -> None:
         """Refuse a checkpoint of another run; log differences that are tolerated."""
@@ -264,68 +224,31 @@ class Checkpointer:
         differences = tolerated_changes(checkpoint.facts, self.run_facts)
         for sentence in differences:
             log.warning("this run continues with other bits than where it started: %s", sentence)
-        if differences and self.world.leader:
+        if differences and self.runtime.world.leader:
             append_event(self.store.folder.parent, "resumed with differences", step=checkpoint.step, differences=differences)
 
-    def _trained(self) -> list[str]:
-        return [name for name, tensor in state_dict.named_tensors(self.model).items() if tensor.requires_grad]
-
     def warn_if_trained_layers_changed(self) -> None:
-        """Warn in the first step after a resume when it trains other layers than the last step
-        before the checkpoint.
-
-        That is right only where the loop freezes or unfreezes in this very step: `if step == 300:
-        unfreeze()` does not run again.
-        """
-        before, now = self.facts.pop("trained", None), set(self._trained())
-        if before is not None and (changed := sorted(now ^ set(before))):
-            log.warning(
-                "the checkpoint was trained with other layers frozen: %s changed since; let requires_grad follow from the step, "
-                "layer.requires_grad_(step >= 300), so that it is the same after a resume",
-                join_names(changed),
-            )
-
-    def _newest_whole(self) -> int | None:
-        """Collective. Return the newest whole step. Each process verifies a share of the files."""
-        damaged: dict[int, list[str]] = {}
-        share, whole, verifying = (self.world.rank, self.world.size), None, self.world.board.during("preparing")
-        for step in reversed(run_on_rank0(self.world, self.store.steps)):
-            problems_per_rank = gather_results(self.world, verifying(partial(self.store.verify, step, share)))
-            problems = [problem for rank_problems in problems_per_rank for problem in rank_problems]
-            if not problems:
-                whole = step
-                break
-            damaged[step] = sorted(set(problems))
-        run_on_rank0(self.world, lambda: self.store.quarantine_damaged(damaged, whole))
-        return whole
+        """Warn in the first step after a resume when it trains other layers than the last step."""
+        warn_if_changed(self.facts.pop("trained", None), self.model)
 
     def _join(self, fingerprints: Mapping[str, str]) -> int | None:
         """Collective. Join the training workers and receive their state; return their step. None
         when none of them is left."""
-        world = self.world
-        world.standing = {"at": "resume", "step": -1}
-        if not world.generation:
-            world.join_running(fingerprints)
-        while world.is_joining:
-            try:
-                tensors = transfer_state(world, replica_size=self.replica_size)
-                break
-            except Exception as error:
-                if not world.is_peer_loss(error):
-                    raise
-                why = error_summary(error)
-                error.__traceback__ = None  # it references the group
-            world.leave_group(why)
-            world.form_next()
-        else:
+        runtime = self.runtime
+        runtime.set_progress(Progress("resume", -1))
+        if not runtime.world.generation:
+            runtime.join_running(fingerprints)
+        tensors = runtime.retry_across_generations(
+            lambda: transfer_state(runtime, replica_size=self.replica_size) if runtime.is_joining else None
+        )
+        if tensors is None:
             return None
-        assert tensors is not None
         self.load_state_dict(tensors)
-        world.is_joining, self.store.folder_exists = False, True
-        step = transfer_roles(world.standings)[0]
-        log.info("joined at step %d as rank %d of %d", step, world.rank, world.size)
-        self._saved_step = step
-        return step
+        runtime.finish_joining()
+        self.store.folder_exists = True
+        self._saved_step = transfer_roles(runtime.member_progress)[0]
+        log.info("joined at step %d as rank %d of %d", self._saved_step, runtime.world.rank, runtime.world.size)
+        return self._saved_step
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -345,9 +268,9 @@ class Checkpointer:
         """Collective. Start to save the state after `step` committed steps: it is copied now and
         written in the background.
 
-        Returns at once when the step is saved already. When the replicas differ, the next
-        generation saves, without those that differ (`retry_save`). DivergedError when trained
-        weights or optimizer state are not finite.
+        Returns at once when the step is saved already. When replicas differ, the next generation
+        saves (`retry_save`), without them. DivergedError when trained weights or optimizer state
+        are not finite.
 
         facts    JSON values for facts.json
         first    called in the background before anything is written
@@ -361,10 +284,10 @@ class Checkpointer:
             )
         if step == self._saved_step:
             return
-        trained = {} if self.state is None else {"trained": self._trained()}
+        trained = {} if self.state is None else {"trained": trained_names(self.model)}
         self._saved_step, self._request = step, SaveRequest(step, {**self.run_facts, **trained, **(facts or {})}, first, protect)
         if self._replicas_identical and not self._replicas_identical(step):
-            self._undecided_generation = self.world.generation
+            self._undecided_generation = self.runtime.world.generation
             return
         self._refuse_nonfinite_state(step)
         if not self.writes:
@@ -382,19 +305,19 @@ class Checkpointer:
             self.save(step, waits=False)
 
     def retry_save(self, step: int) -> None:
-        """Start the last requested save again in a new generation, if the state is still that of
-        `step`.
+        """Repeat the last requested save in a new generation, if the state is still that of `step`.
 
-        Rank 0 of the new generation saves what the previous rank 0 may not have finished. When a
-        replica spans several workers all of them start again, since a lost writer's slices would
-        never arrive. Not before a new generation when the replicas were not found identical: this
-        worker may be the one that differs.
+        The previous rank 0 may not have finished it. When a replica spans several workers all of
+        them repeat it, since a lost writer's slices would never arrive. When the replicas were not
+        found identical, wait for a new generation: this worker may be the one that differs.
         """
-        if self._undecided_generation == self.world.generation or not (self.writes and self._request and self._request.step == step):
+        if self._undecided_generation == self.runtime.world.generation or not (
+            self.writes and self._request and self._request.step == step
+        ):
             return
         if step in self.store.steps():
             return
-        if self._started == (step, self.world.generation) or (self._started[0] == step and not self.local_model):
+        if self._started == (step, self.runtime.world.generation) or (self._started[0] == step and not self.local_model):
             return
         if self.saver and self.local_model:
             self.saver.wait()
@@ -409,7 +332,7 @@ class Checkpointer:
 
     def _refuse_nonfinite_state(self, step: int) -> None:
         """DivergedError for a nonfinite state: retention would delete the last good checkpoints."""
-        trained = {f"model.{name}" for name in self._trained()}
+        trained = {f"model.{name}" for name in trained_names(self.model)}
         saved = {name: tensor for name, tensor in self.state_dict().items() if name in trained or name.startswith("optim.")}
         if wrong := state_dict.nonfinite_tensors(saved):
             raise DivergedError(
@@ -419,13 +342,13 @@ class Checkpointer:
             )
 
     def _start_save(self, request: SaveRequest) -> None:
-        self._started = (request.step, self.world.generation)
-        self.saver = self.saver or AsyncSaver(self.store, self._note_saved if self.world.leader else lambda step, seconds: None)
+        self._started = (request.step, self.runtime.world.generation)
+        self.saver = self.saver or AsyncSaver(self.store, self._note_saved if self.runtime.world.leader else lambda step, seconds: None)
         tensors = self._sharded_state_dict(self.local_model) if self.local_model else self.state_dict()
         self.saver.save(request.step, tensors, request.facts, request.protect, request.first)
 
     def _note_saved(self, step: int, seconds: float) -> None:
-        append_event(self.store.folder.parent, "saved", step=step, seconds=round(seconds, 4), generation=self.world.generation)
+        append_event(self.store.folder.parent, "saved", step=step, seconds=round(seconds, 4), generation=self.runtime.world.generation)
 
     def save_failed(self) -> bool:
         """True when a save failed and on_error is "stop"; with "continue" it is a warning, once."""
@@ -455,17 +378,18 @@ class Checkpointer:
         def finish_on_all() -> None:
             if self._request:
                 self.retry_save(self._request.step)
-            run_on_rank0(self.world, finish)
-            if self.saver and not self.world.leader:
+            run_on_rank0(self.runtime, finish)
+            if self.saver and not self.runtime.world.leader:
                 self.saver.close()
 
-        self.world.retry_across_generations(finish_on_all)
+        self.runtime.stop_admitting()
+        self.runtime.retry_across_generations(finish_on_all)
 
     def __enter__(self) -> Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.world.unregister(self)
+        self.runtime.unregister(self)
         if kind is None:
             self.close()
         elif self.saver:

@@ -1,7 +1,8 @@
-"""Micro-batches of a data set as a function of (seed, step, micro-batch), loaded here or in worker processes.
+"""Micro-batches of a data set by (seed, step, micro-batch), loaded here or in worker processes.
 
-A DataLoader is an iterator: what it gives next depends on what was taken before. Here a micro-batch is asked for by its key (step, k), so a
-failure, a resume or another number of workers changes nothing. Worker processes only fetch ahead the keys that come next.
+A DataLoader is an iterator: what it yields next depends on what was taken before. Here a
+micro-batch is requested by its key (step, k), so a failure, a resume or another number of workers
+changes nothing. Worker processes only prefetch the keys that come next.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lockstep.data.order import UniformOrder, splitmix64
-from lockstep.elastic.world import World
+from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.parallel.ordered_sum import leaves_of_rank
 from lockstep.runtime.numerics import seed_generators
@@ -22,105 +23,105 @@ from lockstep.runtime.sockets import open_sockets
 
 Key = tuple[int, int]  # (step, micro-batch)
 Collate = Callable[[list[Any]], Any]
-SAMPLES = 1  # tells the random numbers of the samples from those of the model
+SAMPLES = 1  # separates the random numbers of the samples from those of the model
 CPU = torch.device("cpu")
 
 
 class KeyedBatches(Dataset[Any]):
-    """Collated micro-batches of `dataset` by (step, k). Random draws of the samples are seeded by (seed, step, k)."""
+    """Collated micro-batches by (step, k), which also seed the random draws of the samples."""
 
     def __init__(self, dataset: Any, order: UniformOrder, collate_fn: Collate | None) -> None:
         self.dataset, self.order, self.collate_fn = dataset, order, collate_fn or default_collate
 
     def __getitem__(self, key: Key) -> Any:
         seed_generators(splitmix64(self.order.seed, *key, SAMPLES) >> 1, CPU)
-        return self.collate_fn(samples_of(self.dataset, self.order.ids(*key).tolist()))
+        return self.collate_fn(get_samples(self.dataset, self.order.ids(*key).tolist()))
 
 
 class Loader:
     """The micro-batches of a step on this worker's device: `for batch in loader(step)`. Stateless.
 
-    dataset        has __len__ and __getitem__, or __getitems__ for several samples at once
-    batch_size     samples of a step, over all workers; a multiple of the session's micro_batches
+    dataset        has __len__ and __getitem__, or __getitems__ for several samples at once. Keep
+                   its content: a resumed Session detects another length, not other content
+    order          which samples belong to which micro-batch
+    micro_batches  yields the numbers of this worker's micro-batches (Session.micro_batches)
     collate_fn     makes a micro-batch of a list of samples; None: torch's default_collate
-    num_workers    processes that fetch ahead; 0: samples are fetched in the training process
-    micro_batches  yields the numbers of this worker's micro-batches of a step (Session.micro_batches)
+    num_workers    processes that prefetch; 0: samples are loaded in the training process
     """
 
     def __init__(
         self,
         dataset: Any,
         order: UniformOrder,
-        world: World,
+        runtime: ElasticRuntime,
         micro_batches: Callable[[int], Iterator[int]],
         collate_fn: Collate | None = None,
         num_workers: int = 0,
     ) -> None:
-        self.order, self.world, self.num_workers, self._micro_batches = order, world, num_workers, micro_batches
+        self.order, self.runtime, self.num_workers, self._micro_batches = order, runtime, num_workers, micro_batches
         self.batches = KeyedBatches(dataset, order, collate_fn)
-        self._stream: Iterator[Any] | None = None  # gives the micro-batches of `_keys` in their order
+        self._stream: Iterator[Any] | None = None  # yields the micro-batches of `_keys` in order
         self._keys: Iterator[Key] = iter(())
         self._next: Key = (-1, -1)
         self._last: Key = (-1, -1)
         self._members = (-1, -1, -1)  # the (generation, rank, size) for which the stream was made
 
     def __call__(self, step: int) -> Iterator[Any]:
-        """Collective. This worker's micro-batches of `step`. After a failure they are repeated, with this worker's new share."""
-        seed, device = self.order.seed, self.world.device
+        """Collective. Yield this worker's micro-batches; after a failure, its new share."""
+        seed, device = self.order.seed, self.runtime.world.device
         for k in self._micro_batches(step):
             batch = to_device(self._fetch((step, k)), device)
-            seed_generators(
-                splitmix64(seed, step, k) >> 1, device
-            )  # as ReplicaGroup does: the model draws the same, however samples are loaded
+            # As ReplicaGroup does: the model draws the same numbers, however samples are loaded.
+            seed_generators(splitmix64(seed, step, k) >> 1, device)
             yield batch
 
     def close(self) -> None:
-        """End the worker processes."""
+        """Stop the worker processes."""
         self._stream = None
 
     def _fetch(self, key: Key) -> Any:
-        members = (self.world.generation, self.world.rank, self.world.size)
-        mine = leaves_of_rank(self.world.rank, self.world.size, self.order.micro_batches)
-        repeated = key[1] not in mine or (members == self._members and (key == self._last or key[0] == self._next[0] != -1))
+        world = self.runtime.world
+        members = (world.generation, world.rank, world.size)
+        own = leaves_of_rank(world.rank, world.size, self.order.micro_batches)
+        repeated = key[1] not in own or (members == self._members and (key == self._last or key[0] == self._next[0] != -1))
         if not self.num_workers or (repeated and key != self._next):
             return self.batches[key]  # the rehearsal of the first step asks out of turn
         if self._stream is None or members != self._members or key != self._next:
-            self._members, self._keys = members, keys_from(*key, mine)
+            self._members, self._keys = members, keys_from(*key, own)
             self._next = next(self._keys)
-            self._stream = self._start(keys_from(*key, mine))
+            self._stream = self._start(keys_from(*key, own))
         self._last, self._next = key, next(self._keys)
         return next(self._stream)
 
     def _start(self, keys: Iterator[Key]) -> Iterator[Any]:
-        self._stream = None  # ends the processes before others start
+        self._stream = None  # stops the processes before others start
         loader: DataLoader[Any] = DataLoader(
             self.batches,
             batch_size=None,
             sampler=keys,  # any iterable of keys
             collate_fn=unchanged,
             num_workers=self.num_workers,
-            pin_memory=self.world.device.type == "cuda",
+            pin_memory=self.runtime.world.device.type == "cuda",
             worker_init_fn=release_sockets,
         )
         return iter(loader)
 
 
-def keys_from(step: int, k: int, mine: range) -> Iterator[Key]:
-    """The keys of a worker's micro-batches from (step, k) on, without end."""
+def keys_from(step: int, k: int, own: range) -> Iterator[Key]:
+    """Yield the keys of a worker's micro-batches, starting with (step, k), forever."""
     while True:
-        yield from ((step, number) for number in mine if number >= k)
+        yield from ((step, number) for number in own if number >= k)
         step, k = step + 1, 0
 
 
-def samples_of(dataset: Any, ids: Sequence[int]) -> list[Any]:
-    """The samples with these ids."""
+def get_samples(dataset: Any, ids: Sequence[int]) -> list[Any]:
     if hasattr(dataset, "__getitems__"):
         return list(dataset.__getitems__(list(ids)))
     return [dataset[i] for i in ids]
 
 
-def size_of(dataset: Any, where: str) -> int:
-    """Number of samples. UsageError for a data set without a length or an index, such as an IterableDataset."""
+def number_of_samples(dataset: Any, where: str) -> int:
+    """Return the length. UsageError for a data set without length or index (IterableDataset)."""
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or isinstance(dataset, torch.utils.data.IterableDataset):
         raise UsageError(
             f"{type(dataset).__name__} has no length or no index",
@@ -131,19 +132,21 @@ def size_of(dataset: Any, where: str) -> int:
 
 
 def unchanged(batch: Any) -> Any:
-    """A micro-batch as KeyedBatches made it."""
+    """Return a micro-batch as KeyedBatches made it."""
     return batch
 
 
 def release_sockets(worker_id: int) -> None:
-    """Close the sockets that a loading process inherited: otherwise peers would not see that the training process has died."""
+    """Close the sockets that a loading process inherited, so that peers notice when the training
+    process dies."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor, _ in open_sockets():
         os.dup2(null, descriptor)  # not closed: an object of the training process may still close this number
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """`value` with every tensor in it on `device`: tensors, objects with `to`, mappings, lists and tuples of them."""
+    """Return `value` with every tensor on `device`: tensors, objects with `to`, and mappings, lists
+    and tuples of them."""
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
     if hasattr(value, "to"):

@@ -24,18 +24,15 @@ DEFAULT_MEMORY = MemoryOptions()
 class HasParameters(Protocol):
     """A module, or the part of it that one worker holds (parallel/parallelize.py)."""
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Return each parameter once, in the order of the model."""
+    def parameters(self) -> Iterator[nn.Parameter]: ...
 
 
 def adamw(model: HasParameters, values: OptimOptions, memory: MemoryOptions = DEFAULT_MEMORY) -> torch.optim.Optimizer:
-    """Return AdamW over the trained parameters, with weight decay on matrices only (Loshchilov and
-    Hutter, 2019).
+    """Return AdamW over the trained parameters, with weight decay on matrices only.
 
-    torch.optim.AdamW, whose bits do not depend on how tensors are sharded: on a GPU with foreach,
-    which launches fewer kernels; on a CPU one parameter after another, which stays in the cache
-    (the same bits in half the time: bench/memory.py). `fused` is faster, and logs that its bits may
-    differ. `LeanAdamW` for a lower-precision or offloaded state.
+    The bits do not depend on how tensors are sharded, except with `fused`. On a GPU with foreach,
+    which launches fewer kernels; on a CPU one parameter after another, which stays in the cache.
+    `LeanAdamW` for a lower-precision or offloaded state.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -125,8 +122,7 @@ class LeanAdamW(torch.optim.Optimizer):
 
 
 def stochastic_round(wide: Tensor, noise: Tensor, step: int) -> Tensor:
-    """Round float32 to bfloat16 stochastically, so that the mean over many steps is right (Gupta et
-    al. 2015, section 3.1).
+    """Round float32 to bfloat16 stochastically (Gupta et al. 2015, section 3.1).
 
     noise  float32 gradient of the same shape, whose bits with the step seed the rounding: equal
            gradients give equal bits, wherever an element is and however the tensor is sharded

@@ -1,19 +1,15 @@
-"""Profile a few steps: a trace for ui.perfetto.dev and chrome://tracing, and a log line of where
-the time went.
+"""Profile a few steps: a trace for ui.perfetto.dev, and a log line of where the time went.
 
-    with profiling(ProfiledSteps(10, 12), folder, world) as profiler:
-        ...
+    with profiling(ProfiledSteps(10, 12), folder, runtime) as profiler:
         profiler.step(step)        after each committed step
 
-Each rank writes RUN/profile/rank-N.trace.json.gz and logs its line: rank 0 to the terminal, the
-others to their log files.
+Each rank writes RUN/profile/rank-N.trace.json.gz and logs one line:
 
     compute                 a computation of the model was running
-    exposed communication   no computation was running, and a transfer between processes was in
-                            flight
+    exposed communication   only a transfer between processes was running
     idle                    neither: Python code of the loop, waiting for data or the disk
 
-On a GPU its kernels are measured, on a CPU the operations of all threads. Profiling costs a few
+On a GPU kernels are measured, on a CPU the operations of all threads. Profiling costs a few
 microseconds per operation, so the shares are more accurate than the seconds.
 """
 
@@ -28,14 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch._C._autograd import DeviceType
-from torch._dynamo.utils import counters
+from torch.autograd import DeviceType  # type: ignore[attr-defined]  # public at run time
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
-from lockstep.elastic.world import World
+from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.record.step_timer import peak_resident_bytes
+from lockstep.runtime.torch_private import compile_counters, profile_all_threads
 from lockstep.units import format_bytes
 
 log = logging.getLogger("lockstep")
@@ -120,6 +116,7 @@ def shares_of(events: Iterable[FunctionEvent], device_type: str) -> TimeShares:
 
 def compile_summary() -> str:
     """Describe what torch.compile did: graphs, graph breaks and reasons; "" for nothing."""
+    counters = compile_counters()
     graphs, reasons = counters["stats"]["unique_graphs"], counters["graph_break"]
     listed = "; ".join(f"{count} x {reason}" for reason, count in reasons.items())
     return f"torch.compile: {graphs} graphs, {sum(reasons.values())} graph breaks{': ' + listed if listed else ''}" if graphs else ""
@@ -128,8 +125,8 @@ def compile_summary() -> str:
 class Profiler:
     """Profiles the steps of `spec`; None profiles nothing."""
 
-    def __init__(self, spec: ProfiledSteps | None, folder: Path, world: World) -> None:
-        self.spec, self.folder, self.world = spec, folder, world
+    def __init__(self, spec: ProfiledSteps | None, folder: Path, runtime: ElasticRuntime) -> None:
+        self.spec, self.folder, self.runtime = spec, folder, runtime
         self.running: profile | None = None
         self.first_step = self.latest = 0  # committed steps: when profiling began, and now
         if spec and spec.first == 1:
@@ -146,8 +143,8 @@ class Profiler:
             self._start(step)
 
     def _start(self, step: int) -> None:
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.world.device.type == "cuda" else [])]
-        all_threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # the reducing thread too
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.runtime.world.device.type == "cuda" else [])]
+        all_threads = profile_all_threads()  # the reducing thread too
         self.running, self.first_step = profile(activities=activities, experimental_config=all_threads), step
         self.running.start()
 
@@ -156,23 +153,27 @@ class Profiler:
         finished, self.running = self.running, None
         if finished is None:
             return
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize(self.world.device)
+        if self.runtime.world.device.type == "cuda":
+            torch.cuda.synchronize(self.runtime.world.device)
         finished.stop()
-        path = self.folder / "profile" / f"rank-{self.world.rank}.trace.json.gz"
+        path = self.folder / "profile" / f"rank-{self.runtime.world.rank}.trace.json.gz"
         path.parent.mkdir(parents=True, exist_ok=True)
         finished.export_chrome_trace(str(path))
-        time_shares = shares_of(finished.events() or [], self.world.device.type).show()
-        peak = torch.cuda.max_memory_allocated(self.world.device) if self.world.device.type == "cuda" else peak_resident_bytes()
+        time_shares = shares_of(finished.events() or [], self.runtime.world.device.type).show()
+        peak = (
+            torch.cuda.max_memory_allocated(self.runtime.world.device)
+            if self.runtime.world.device.type == "cuda"
+            else peak_resident_bytes()
+        )
         log.info("steps %d..%d: %s; peak memory %s; %s", self.first_step + 1, self.latest, time_shares, format_bytes(peak), path)
         if summary := compile_summary():
             log.info("%s", summary)
 
 
 @contextmanager
-def profiling(spec: ProfiledSteps | None, folder: Path, world: World) -> Iterator[Profiler]:
+def profiling(spec: ProfiledSteps | None, folder: Path, runtime: ElasticRuntime) -> Iterator[Profiler]:
     """Profile `spec`. A run that ends before its last step writes the trace of the steps so far."""
-    profiler = Profiler(spec, folder, world)
+    profiler = Profiler(spec, folder, runtime)
     try:
         yield profiler
     finally:

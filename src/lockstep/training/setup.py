@@ -21,8 +21,9 @@ from lockstep.config.resolve import with_precision
 from lockstep.config.rules import DATA_PATHS, bit_deciding_values, shared_values
 from lockstep.config.saved_run import read_run, to_json, write_run
 from lockstep.config.schema import ResolvedRun, RunConfig
-from lockstep.elastic.consensus import StepDecision, run_on_rank0
-from lockstep.elastic.world import World
+from lockstep.elastic.collectives import run_on_rank0
+from lockstep.elastic.consensus import StepDecision
+from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import CheckpointError, DivergedError, UsageError
 from lockstep.files import try_lock
 from lockstep.parallel.parallelize import LocalModel
@@ -38,9 +39,6 @@ from lockstep.training.replica_group import ReplicaGroup
 log = logging.getLogger("lockstep")
 
 
-# -- before the loop --------------------------------------------------------------------------------------------------
-
-
 def resolve_precision(resolved: ResolvedRun, device: torch.device) -> ResolvedRun:
     """Replace `compute.precision = auto` by a choice for this device, which run.json records."""
     if resolved.run.compute.precision != "auto":
@@ -52,11 +50,9 @@ def resolve_precision(resolved: ResolvedRun, device: torch.device) -> ResolvedRu
 
 @contextmanager
 def lock_run_folder(folder: Path, resolved: ResolvedRun, *, alone: bool = True) -> Iterator[None]:
-    """Hold `folder` for this training, with its run.json written. For rank 0.
+    """Lock `folder` and write its run.json. For rank 0. UsageError when it is locked or read-only.
 
-    alone  take the folder's lock; False under an agent, where the generation log keeps another
-           training away
-    UsageError when another training holds it, or when it cannot be written.
+    alone  take the lock; False under an agent, where the generation log excludes another training
     """
     lock = None
     try:
@@ -66,7 +62,7 @@ def lock_run_folder(folder: Path, resolved: ResolvedRun, *, alone: bool = True) 
             raise UsageError(
                 f"another training is already running in {folder}",
                 f"it holds {folder}/run.lock",
-                "wait for it, end it, or give another --out",
+                "wait for it, stop it, or give another --out",
             )
         earlier_run = read_run(folder) if resolved.overrides else None
         known_overrides = earlier_run.overrides if earlier_run else ()
@@ -96,11 +92,11 @@ def run_fingerprints(resolved: ResolvedRun, task_fingerprints: Mapping[str, str]
 
 
 def make_checkpointer(
-    run: RunConfig, folder: Path, world: World, model: LocalModel, optimizer: torch.optim.Optimizer, saved: Callable[[str], bool]
+    run: RunConfig, folder: Path, runtime: ElasticRuntime, model: LocalModel, optimizer: torch.optim.Optimizer, saved: Callable[[str], bool]
 ) -> Checkpointer:
     return Checkpointer(
         folder / "checkpoints",
-        world,
+        runtime,
         model,
         optimizer,
         every_steps=run.checkpoint.every_steps,
@@ -110,11 +106,11 @@ def make_checkpointer(
     )
 
 
-def make_tracker(resolved: ResolvedRun, folder: Path, world: World, first_step: int) -> Tracker:
+def make_tracker(resolved: ResolvedRun, folder: Path, runtime: ElasticRuntime, first_step: int) -> Tracker:
     track = resolved.run.track
     return Tracker(
         folder,
-        leader=world.is_leader_now,
+        leader=runtime.is_leader,
         from_step=first_step,
         run=to_json(resolved)["values"],
         tensorboard=track.tensorboard,
@@ -124,10 +120,10 @@ def make_tracker(resolved: ResolvedRun, folder: Path, world: World, first_step: 
 
 
 def make_replica_group(
-    run: RunConfig, world: World, model: LocalModel, checkpointer: Checkpointer, signals: StopSignals, tracker: BackgroundTracker
+    run: RunConfig, runtime: ElasticRuntime, model: LocalModel, checkpointer: Checkpointer, signals: StopSignals, tracker: BackgroundTracker
 ) -> ReplicaGroup:
     return ReplicaGroup(
-        world,
+        runtime,
         model,
         checkpointer,
         micro_batches=run.batch.micro_batches,
@@ -143,16 +139,13 @@ def make_replica_group(
     )
 
 
-# -- resuming ---------------------------------------------------------------------------------------------------------
-
-
 def resume_run(checkpointer: Checkpointer, resolved: ResolvedRun, folder: Path, how: str, task_fingerprints: Mapping[str, str]) -> int:
     """Collective. Load the checkpoint that `how` names and the run's ledger; return its step."""
     saved_facts = {"run": to_json(resolved), "fingerprints": dict(task_fingerprints) | bit_deciding_values(resolved.run)}
     first_step = checkpointer.resume(how, run_fingerprints(resolved, task_fingerprints), saved_facts)
     refuse_other_overrides(checkpointer.facts, resolved, first_step)
     _warn_of_other_layout(checkpointer.facts, resolved.run.layout)
-    _resume_ledger(checkpointer.world, checkpointer.facts, first_step, folder)
+    _resume_ledger(checkpointer.runtime, checkpointer.facts, first_step, folder)
     return first_step
 
 
@@ -177,28 +170,27 @@ def _warn_of_other_layout(facts: Mapping[str, Any], layout: config.LayoutOptions
             log.warning("layout.%s is %s, it was %s: from here on other bits, equal to rounding", axis, getattr(layout, axis), size)
 
 
-def _resume_ledger(world: World, facts: Mapping[str, Any], first_step: int, folder: Path) -> None:
-    """Collective, except for a joiner, which received the ledger of the others. Continue the time
-    account of the run.
+def _resume_ledger(runtime: ElasticRuntime, facts: Mapping[str, Any], first_step: int, folder: Path) -> None:
+    """Collective, except for a joiner, which received a ledger. Continue the run's time account.
 
-    It continues from the checkpoint, or from the run's first start. Training behind `first_step`
-    counts as lost, and the time in which no worker ran as down.
+    It continues from the checkpoint, or from the run's first start. Training after `first_step`
+    counts as lost, and the time without workers as down.
     """
-    if not world.first_generation:
+    if not runtime.first_generation:
         return
 
     def read_files() -> tuple[dict[str, Any] | None, float]:
         seconds_after = (line.get("seconds", 0.0) for line in iter_steps(folder / "metrics.jsonl", after=first_step))
         return facts.get("time") or _empty_ledger(folder), math.fsum(seconds_after)
 
-    saved_ledger, lost_s = run_on_rank0(world, read_files)
+    saved_ledger, lost_s = run_on_rank0(runtime, read_files)
     if saved_ledger is None:
         return
     now_s = time.monotonic()
-    starting_s = world.ledger.summary(now_s)["wall_s"]
-    world.ledger = Ledger.from_json(saved_ledger, now_s, wall_clock_s=time.time())
-    world.ledger.move("down", "starting", math.inf if world.generation == 1 else starting_s, now_s)
-    world.ledger.move("down", "lost", lost_s, now_s)
+    starting_s = runtime.ledger.summary(now_s)["wall_s"]
+    runtime.set_ledger(Ledger.from_json(saved_ledger, now_s, wall_clock_s=time.time()))
+    runtime.ledger.move("down", "starting", math.inf if runtime.world.generation == 1 else starting_s, now_s)
+    runtime.ledger.move("down", "lost", lost_s, now_s)
 
 
 def _empty_ledger(folder: Path) -> dict[str, Any] | None:
@@ -207,12 +199,8 @@ def _empty_ledger(folder: Path) -> dict[str, Any] | None:
     return {"wall_clock_s": datetime.fromisoformat(history[0]["time"]).timestamp(), "seconds": {}} if history else None
 
 
-# -- in a step --------------------------------------------------------------------------------------------------------
-
-
 def raise_if_diverged(decision: StepDecision, step: int, norm: float) -> None:
-    """Raise a DivergedError, on all ranks, when the agreed loss or the gradient norm is not finite:
-    the update is not made.
+    """DivergedError, on all ranks, when the loss or the gradient norm is not finite.
 
     norm  the same bits on all ranks
     """

@@ -1,12 +1,10 @@
-"""Send the training state from the workers that have it to the workers that join: between peers, in
-parallel, without a disk.
+"""Send the training state to the workers that join, from all others in parallel, without a disk.
 
-Source i modulo the number of sources sends tensor i, so the sources share the work. A joiner
-compares the sha256 of the whole state (checkpoint/state_dict.py) with that of a source, so a joiner
-is bitwise equal or is refused. When they differ, the sources compare their own states, since a bit
-may have flipped in one of them. When the sources agree, the next attempt uses one source: the state
-was damaged in transit, or the sources differ in buffers that each worker has for itself
-(ReplicaGroup, local_buffers).
+Source i modulo the number of sources sends tensor i. A joiner compares the sha256 of the whole
+state with that of a source, so it is bitwise equal or refused. When they differ, the sources
+compare their states, since a bit may have flipped in one of them. When the sources agree, the next
+attempt uses one source: the state was damaged in transit, or the sources have different local
+buffers (ReplicaGroup, local_buffers).
 """
 
 from __future__ import annotations
@@ -14,19 +12,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from dataclasses import replace
+from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.checkpoint.state_dict import digest
 from lockstep.elastic.consensus import find_divergent_ranks
-from lockstep.elastic.world import World
+from lockstep.elastic.progress import transfer_roles
+from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import PeersLostError
-from lockstep.runtime.process_group import gather_json
 from lockstep.runtime.tensor_bytes import DTYPES, TORCH_DTYPES, as_bytes
-from lockstep.runtime.work import WorkWaiter
 
 
 class StateMismatchError(PeersLostError):
@@ -37,15 +34,8 @@ class StateMismatchError(PeersLostError):
         self.digests = digests
 
 
-def transfer_roles(standings: Sequence[Mapping[str, Any]]) -> tuple[int, list[int], list[int]]:
-    """Return (the step of the run, the ranks that have its state, the ranks that need it)."""
-    steps = [int(standing["step"]) for standing in standings]
-    newest = max(steps)
-    return newest, [rank for rank, step in enumerate(steps) if step == newest >= 0], [rank for rank, step in enumerate(steps) if step < 0]
-
-
 def transfer_state(
-    world: World,
+    runtime: ElasticRuntime,
     get_state: Callable[[], Mapping[str, Tensor]] | None = None,
     replica_size: int = 1,
     get_digest: Callable[[], int] | None = None,
@@ -60,26 +50,27 @@ def transfer_state(
     Errors: RuntimeError when a peer is lost meanwhile; StateMismatchError; PeersLostError when the
     received state is not the sent one.
     """
-    _, sources, joiners = transfer_roles(world.standings)
+    world, group = runtime.world, runtime.group
+    _, sources, joiners = transfer_roles(runtime.member_progress)
     if not sources or not joiners:
         return None
     all_sources, all_joiners = sources, joiners
     position = {rank: rank % replica_size for rank in range(world.size)}  # of a worker in its replica
     first_source = {rank: next(source for source in sources if position[source] == position[rank]) for rank in [*sources, *joiners]}
     sources, joiners = ([rank for rank in ranks if position[rank] == position[world.rank]] for ranks in (sources, joiners))
-    if any(standing.get("one_source") for standing in world.standings):
+    if any(member.one_source for member in runtime.member_progress):
         sources = sources[:1]
     is_source, is_joiner = world.rank in sources, world.rank in joiners
     state = dict(get_state()) if is_source and get_state else {}
     specs = [[name, DTYPES[tensor.dtype], list(tensor.shape)] for name, tensor in state.items()]
     specs_hash = hashlib.sha256(json.dumps(specs).encode()).hexdigest() if is_source else ""
-    offers = gather_json(world.size, {"hash": specs_hash, "tensors": specs if world.rank == sources[0] else []})
+    offers = group.gather_json(world.size, {"hash": specs_hash, "tensors": specs if world.rank == sources[0] else []})
 
     def refuse(what: str) -> NoReturn:
-        state_digests = gather_json(world.size, get_digest() if get_digest and world.rank in all_sources else None)
+        state_digests = group.gather_json(world.size, get_digest() if get_digest and world.rank in all_sources else None)
         if find_divergent_ranks(state_digests, replica_size):
             raise StateMismatchError(state_digests)
-        world.standing = world.standing | {"one_source": True}
+        runtime.set_progress(replace(runtime.progress, one_source=True))
         raise PeersLostError(what, f"sent by ranks {sources}")
 
     if other := [rank for rank in all_sources if offers[rank]["hash"] not in ("", offers[first_source[rank]]["hash"])]:
@@ -89,12 +80,12 @@ def transfer_state(
         source = sources[i % len(sources)]
         if is_joiner:
             state[name] = torch.empty(shape, dtype=TORCH_DTYPES[dtype])
-            works.append(dist.irecv(as_bytes(state[name]), src=source))
+            works.append(group.irecv(as_bytes(state[name]), source))
         elif source == world.rank:
-            works += [dist.isend(as_bytes(state[name].cpu()), dst=joiner) for joiner in joiners]
-    world.board.enter_collective()  # the whole transfer counts as one
-    WorkWaiter(world.generation_error).wait(works)
-    digests = gather_json(world.size, digest(state) if is_joiner or world.rank == sources[0] else None)
+            works += [group.isend(as_bytes(state[name].cpu()), joiner) for joiner in joiners]
+    runtime.board.enter_collective()  # the whole transfer counts as one
+    group.wait(works, runtime.generation_error)
+    digests = group.gather_json(world.size, digest(state) if is_joiner or world.rank == sources[0] else None)
     if wrong := [rank for rank in all_joiners if digests[rank] != digests[first_source[rank]]]:
         refuse(f"rank {', '.join(map(str, wrong))} received something other than the state of one worker")
     return state if is_joiner else None

@@ -1,4 +1,4 @@
-"""A DataLoader that is iterated inside of the loop: what comes next depends on what this worker took before."""
+"""A DataLoader that is iterated inside the loop: the next batch depends on the batches before."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ import torch
 from tiny import MICRO_BATCHES, loss_of, make_model, make_points
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep.elastic.world import World
+from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.replica_group import ReplicaGroup
 
 
 def endless(loader: DataLoader[Any]) -> Iterator[Any]:
-    """The batches of the loader, epoch after epoch."""
+    """Yield the batches of the loader, epoch after epoch."""
     while True:
         yield from loader
 
 
 def train(steps: int = 6, out: Path = Path("run")) -> None:
-    with World.join() as world:
+    with ElasticRuntime.join() as runtime:
         model, (inputs, targets) = make_model(), make_points()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         batches = endless(DataLoader(TensorDataset(inputs, targets), batch_size=2, shuffle=True))
-        with Checkpointer(out / "checkpoints", world, model, optimizer, every_steps=2) as keeper:
-            step = keeper.resume()
-            with ReplicaGroup(world, model, keeper, micro_batches=MICRO_BATCHES) as team:
+        with Checkpointer(out / "checkpoints", runtime, model, optimizer, every_steps=2) as checkpointer:
+            step = checkpointer.resume()
+            with ReplicaGroup(runtime, model, checkpointer, micro_batches=MICRO_BATCHES) as replicas:
                 while step < steps:
-                    for _ in team.micro_batches(step):
+                    for _ in replicas.micro_batches(step):
                         rows, wanted = next(batches)
-                        loss = loss_of(team(rows), wanted)
-                        team.backward(loss)
+                        loss = loss_of(replicas(rows), wanted)
+                        replicas.backward(loss)
                     optimizer.step()
                     step += 1
-                    keeper.save_if_due(step)
-                keeper.save(step)
+                    checkpointer.save_if_due(step)
+                checkpointer.save(step)

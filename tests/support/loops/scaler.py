@@ -7,26 +7,26 @@ from pathlib import Path
 import torch
 from tiny import MICRO_BATCHES, ORDER, loss_of, make_model, make_points
 
-from lockstep.elastic.world import World
+from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.replica_group import ReplicaGroup
 
 
 def train(steps: int = 6, out: Path = Path("run")) -> None:
-    with World.join() as world:
+    with ElasticRuntime.join() as runtime:
         model, (inputs, targets) = make_model(), make_points()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-        with Checkpointer(out / "checkpoints", world, model, optimizer, state={"scaler": scaler}, every_steps=2) as keeper:
-            step = keeper.resume()
-            with ReplicaGroup(world, model, keeper, micro_batches=MICRO_BATCHES) as team:
+        with Checkpointer(out / "checkpoints", runtime, model, optimizer, state={"scaler": scaler}, every_steps=2) as checkpointer:
+            step = checkpointer.resume()
+            with ReplicaGroup(runtime, model, checkpointer, micro_batches=MICRO_BATCHES) as replicas:
                 while step < steps:
-                    for k in team.micro_batches(step):
+                    for k in replicas.micro_batches(step):
                         rows = ORDER.ids(step, k)
-                        loss = loss_of(team(inputs[rows]), targets[rows])
-                        team.backward(scaler.scale(loss))
+                        loss = loss_of(replicas(inputs[rows]), targets[rows])
+                        replicas.backward(scaler.scale(loss))
                     scaler.step(optimizer)
                     scaler.update()
                     step += 1
-                    keeper.save_if_due(step)
-                keeper.save(step)
+                    checkpointer.save_if_due(step)
+                checkpointer.save(step)

@@ -1,6 +1,8 @@
-"""A loop with lockstep.Session that uses all of it: a scheduler, worker processes, random numbers in samples and model, an evaluation.
+"""A loop with all parts of lockstep.Session: a scheduler, loader processes, random numbers in
+samples and model, an evaluation.
 
-RUN/disturb holds JSON: {"kill": STEP, "stop": STEP}. The worker in slot 1 kills itself in the first, slot 0 asks for a stop in the second.
+RUN/disturb holds JSON: {"kill": STEP, "stop": STEP}. The worker in slot 1 kills itself in the first
+step, slot 0 requests a stop in the second.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import lockstep
 
 
 class Points(Dataset[tuple[Tensor, Tensor]]):
-    """600 points with noise that is drawn for each sample anew."""
+    """600 points with random noise."""
 
     def __init__(self) -> None:
         self.inputs = torch.rand(600, 2, generator=torch.Generator().manual_seed(1))
@@ -41,7 +43,7 @@ def train(out: str = "runs/session", steps: int = 40, num_workers: int = 0) -> N
         loader = session.loader(Points(), batch_size=24, num_workers=num_workers)
         for step in session.steps(steps):
             for inputs, targets in loader(step):
-                disturb(Path(out) / "disturb", session.world, step)
+                disturb(Path(out) / "disturb", session.runtime, step)
                 session.backward(nn.functional.mse_loss(model(inputs), targets))
             norm = session.clip_grad_norm_(0.5)
             optimizer.step()
@@ -52,17 +54,17 @@ def train(out: str = "runs/session", steps: int = 40, num_workers: int = 0) -> N
                 session.log(step, error=error)
 
 
-def disturb(path: Path, world: lockstep.World, step: int) -> None:
-    """Do what the file orders in this step, once."""
+def disturb(path: Path, runtime: lockstep.ElasticRuntime, step: int) -> None:
+    """Carry out what the file requests for this step, once."""
     orders = json.loads(path.read_text()) if path.exists() else {}
-    slot, done = world.slot_or_rank, path.with_name("killed")
+    slot, done = runtime.slot_or_rank, path.with_name("killed")
     if step == orders.get("kill") and slot == 1 and not done.exists():
         done.touch()
         os.kill(os.getpid(), signal.SIGKILL)
     if step == orders.get("stop") and slot == 0:
         path.unlink(missing_ok=True)
         os.kill(os.getpid(), signal.SIGTERM)
-    if orders and world.size < 3:
+    if orders and runtime.world.size < 3:
         time.sleep(0.05)  # time for the next worker to join
 
 

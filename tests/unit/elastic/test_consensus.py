@@ -12,22 +12,30 @@ from hypothesis import strategies as st
 
 from lockstep.elastic.consensus import Vote, count_votes, find_divergent_ranks
 from lockstep.elastic.generation_log import Generation, GenerationLog, Member
+from lockstep.elastic.progress import Progress, transfer_roles
 from lockstep.elastic.protocol.decisions import CoordinatorView, ElasticLimits, Joiner, LeaveReport, next_generation, select_joiners
 from lockstep.elastic.world import World
-from lockstep.training.replica_group import Divergence
-from lockstep.training.state_transfer import transfer_roles
+from lockstep.training.divergence import Divergence
 
 
-def member(number: int, host: str = "h") -> Member:
+class FakeRuntime:
+    """What Divergence reads of an ElasticRuntime."""
+
+    def form(self, generation: int, *member_progress: Progress) -> None:
+        self.world = World(0, 4, 0, 4, "here", torch.device("cpu"), generation)
+        self.member_progress = list(member_progress)
+
+
+def make_member(number: int, host: str = "h") -> Member:
     return Member(f"{host}/{number}/x", host, number, 100 + number, f"10.0.0.{number}:1")
 
 
 def view(size: int, dead: set[int], joiners: int = 0) -> CoordinatorView:
-    members = tuple(member(number) for number in range(size))
+    members = tuple(make_member(number) for number in range(size))
     record = Generation(7, "token", members, "", 40, "")
-    reports = {one.id: LeaveReport(7, 50) for number, one in enumerate(members) if number not in dead}
-    reaches = frozenset(one.id for one in members)
-    new = [Joiner(member(size + number), {}, reaches) for number in range(joiners)]
+    reports = {member.id: LeaveReport(7, 50) for number, member in enumerate(members) if number not in dead}
+    reaches = frozenset(member.id for member in members)
+    new = [Joiner(make_member(size + number), {}, reaches) for number in range(joiners)]
     return CoordinatorView(record, reports, {members[number].id: "it has exited" for number in dead}, new)
 
 
@@ -38,12 +46,12 @@ def test_only_whole_replicas_survive(replicas: int, unit: int, data: st.DataObje
     joiners = data.draw(st.integers(0, 5))
     record, _ = next_generation(view(size, dead, joiners), ElasticLimits(replica_size=unit), "next")
     assert record is not None and record.number == 8
-    old = [one.slot for one in record.members if one.slot < size]
+    old = [member.slot for member in record.members if member.slot < size]
     whole = [n for first in range(0, size, unit) for n in range(first, first + unit) if not dead & set(range(first, first + unit))]
     assert old == whole  # in order, so that each keeps its position
     new = len(record.members) - len(old)
     assert new == (joiners // unit * unit if whole else 0) and len(record.members) % unit == 0
-    assert {one.id for one in record.out} == {member(n).id for n in range(size) if n not in whole}
+    assert {member.id for member in record.out} == {make_member(n).id for n in range(size) if n not in whole}
 
 
 def test_without_a_whole_replica_all_members_are_removed_and_restart() -> None:
@@ -52,9 +60,9 @@ def test_without_a_whole_replica_all_members_are_removed_and_restart() -> None:
 
 
 def test_joiners_of_one_host_form_a_replica() -> None:
-    hosts = [member(0, "b"), member(0, "a"), member(1, "b"), member(1, "a")]
-    new = select_joiners([Joiner(one, {}) for one in hosts], [], ElasticLimits(replica_size=2))
-    assert [one.host for one in new] == ["a", "a", "b", "b"]
+    hosts = [make_member(0, "b"), make_member(0, "a"), make_member(1, "b"), make_member(1, "a")]
+    new = select_joiners([Joiner(member, {}) for member in hosts], [], ElasticLimits(replica_size=2))
+    assert [member.host for member in new] == ["a", "a", "b", "b"]
 
 
 def test_state_is_compared_with_the_same_position_of_other_replicas() -> None:
@@ -74,24 +82,23 @@ def test_three_divergences_in_a_row_after_a_state_transfer_are_a_bug_of_the_loop
     """Each time the others continue without divergence, and a new worker takes their state and
     diverges after one update.
     """
-    world = World(0, 4, 0, 4, "here", torch.device("cpu"))
-    divergence = Divergence()
+    runtime, divergence = FakeRuntime(), Divergence()
     for turn, step in enumerate((0, 10, 20, 30, 40)):
-        world.generation, world.standings = 2 * turn, [{"step": step, "diverged": divergence.count}, {"step": -1}]
-        divergence.start_generation(world, step)
+        runtime.form(2 * turn, Progress("step", step, divergences=divergence.count), Progress("join", -1))
+        divergence.start_generation(runtime, step)
         divergence.record_equal(step)  # the state as received: no update yet
         assert not divergence.proven
         if healthy := turn == 2:
             divergence.record_equal(step + 1)
         divergence.record_difference(step + 1)
         assert divergence.count == (0 if healthy else turn + 1 if turn < 2 else turn - 2)
-        world.generation, world.standings = 2 * turn + 1, [{"step": step + 1, "diverged": divergence.count}] * 3
-        divergence.start_generation(world, step + 1)
+        runtime.form(2 * turn + 1, *[Progress("step", step + 1, divergences=divergence.count)] * 3)
+        divergence.start_generation(runtime, step + 1)
         divergence.record_equal(step + 2)  # without the divergent worker, which proves nothing about it
 
 
 def test_state_comes_from_ranks_at_the_same_step() -> None:
-    first, sources, joiners = transfer_roles([{"step": 5}, {"step": 5}, {"step": -1}, {"step": -1}])
+    first, sources, joiners = transfer_roles([Progress("step", step) for step in (5, 5, -1, -1)])
     assert (first, sources, joiners) == (5, [0, 1], [2, 3])
 
 
@@ -101,8 +108,8 @@ def test_generations_stay_untrusted_until_the_divergent_rank_is_found(tmp_path: 
         log.mark_untrusted(number, f"replicas differ in {number}", {"step": number, "what": "weights", "digests": {}})
     assert [log.untrusted_reason(number) for number in (6, 7, 12)] == ["", "replicas differ in 7", "replicas differ in 12"]
     assert log.newest() is None  # no generations
-    path, found = log.divergence_records()[0]
-    assert found["step"] == 7
+    path, record = log.divergence_records()[0]
+    assert record["step"] == 7
     path.unlink()
     (tmp_path / "000009.suspects.json").symlink_to(tmp_path / "gone")  # deleted by another while it is read
-    assert log.untrusted_reason(7) == log.untrusted_reason(9) == "" and [found["step"] for _, found in log.divergence_records()] == [12]
+    assert log.untrusted_reason(7) == log.untrusted_reason(9) == "" and [record["step"] for _, record in log.divergence_records()] == [12]

@@ -23,7 +23,7 @@ def test_overlaps_count_once() -> None:
 
 
 def test_exposed_communication_excludes_compute_and_shares_add_up_to_the_window() -> None:
-    found = shares((0, 10), compute=[(0, 4), (3, 5), (8, 9)], communication=[(2, 7), (8.5, 8.7), (9.5, 20)])
-    assert found == TimeShares(compute_s=6, exposed_s=2.5, idle_s=1.5)
-    assert found.show() == "compute 6.000 s (60%), exposed communication 2.500 s (25%), idle 1.500 s (15%)"
+    time_shares = shares((0, 10), compute=[(0, 4), (3, 5), (8, 9)], communication=[(2, 7), (8.5, 8.7), (9.5, 20)])
+    assert time_shares == TimeShares(compute_s=6, exposed_s=2.5, idle_s=1.5)
+    assert time_shares.show() == "compute 6.000 s (60%), exposed communication 2.500 s (25%), idle 1.500 s (15%)"
     assert shares((0, 2), [], []) == TimeShares(0, 0, 2)

@@ -1,4 +1,4 @@
-"""What ReplicaGroup and Checkpointer refuse at construction and in a step. One process, real groups and files."""
+"""What ReplicaGroup and Checkpointer refuse at construction and in a step. One process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
 from lockstep.checkpoint.store import CheckpointStore
-from lockstep.elastic.world import World
+from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import DivergedError, UsageError
 from lockstep.parallel import frozen_state
 from lockstep.training.checkpointer import Checkpointer
@@ -20,9 +20,9 @@ from lockstep.training.replica_group import ReplicaGroup
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
-    with World.join() as world:
-        yield world
+def runtime() -> Iterator[ElasticRuntime]:
+    with ElasticRuntime.join() as runtime:
+        yield runtime
 
 
 def layers() -> nn.Sequential:
@@ -36,48 +36,48 @@ def one_step(replicas: ReplicaGroup, step: int, optimizer: torch.optim.Optimizer
     optimizer.step()
 
 
-# The state of an own loop.
+# The state of a user's loop.
 
 
-def test_trained_parameters_in_no_optimizer_are_refused_by_name(world: World, tmp_path: Path) -> None:
+def test_trained_parameters_in_no_optimizer_are_refused_by_name(runtime: ElasticRuntime, tmp_path: Path) -> None:
     model = layers()
-    checkpointer = Checkpointer(tmp_path, world, model, torch.optim.SGD(model[0].parameters(), lr=0.1))
+    checkpointer = Checkpointer(tmp_path, runtime, model, torch.optim.SGD(model[0].parameters(), lr=0.1))
     with pytest.raises(UsageError, match=r"2 trained parameters are in no optimizer that the Checkpointer knows: 1\.weight, 1\.bias"):
-        ReplicaGroup(world, model, checkpointer, micro_batches=1)
+        ReplicaGroup(runtime, model, checkpointer, micro_batches=1)
     model[1].requires_grad_(False)
-    with ReplicaGroup(world, model, checkpointer, micro_batches=1):
+    with ReplicaGroup(runtime, model, checkpointer, micro_batches=1):
         pass
 
 
-def test_second_replica_group_or_checkpointer_is_refused_until_the_first_is_closed(world: World, tmp_path: Path) -> None:
+def test_second_replica_group_or_checkpointer_is_refused_until_the_first_is_closed(runtime: ElasticRuntime, tmp_path: Path) -> None:
     model = layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
-        Checkpointer(tmp_path / "first", world, model, optimizer) as checkpointer,
-        ReplicaGroup(world, model, checkpointer, micro_batches=1),
+        Checkpointer(tmp_path / "first", runtime, model, optimizer) as checkpointer,
+        ReplicaGroup(runtime, model, checkpointer, micro_batches=1),
     ):
-        with pytest.raises(UsageError, match="a second ReplicaGroup on one World"):
-            ReplicaGroup(world, model, checkpointer, micro_batches=1)
-        with pytest.raises(UsageError, match="a second Checkpointer on one World"):
-            Checkpointer(tmp_path / "second", world, model, optimizer)
+        with pytest.raises(UsageError, match="a second ReplicaGroup on one ElasticRuntime"):
+            ReplicaGroup(runtime, model, checkpointer, micro_batches=1)
+        with pytest.raises(UsageError, match="a second Checkpointer on one ElasticRuntime"):
+            Checkpointer(tmp_path / "second", runtime, model, optimizer)
     with (
-        Checkpointer(tmp_path / "second", world, model, optimizer) as checkpointer,
-        ReplicaGroup(world, model, checkpointer, micro_batches=1),
+        Checkpointer(tmp_path / "second", runtime, model, optimizer) as checkpointer,
+        ReplicaGroup(runtime, model, checkpointer, micro_batches=1),
     ):
         pass
 
 
-def test_checkpointer_of_another_module_is_refused(world: World, tmp_path: Path) -> None:
+def test_checkpointer_of_another_module_is_refused(runtime: ElasticRuntime, tmp_path: Path) -> None:
     model = layers()
-    checkpointer = Checkpointer(tmp_path, world, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    checkpointer = Checkpointer(tmp_path, runtime, model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(UsageError, match="the ReplicaGroup trains Sequential, the Checkpointer saves another Sequential"):
-        ReplicaGroup(world, layers(), checkpointer, micro_batches=1)
+        ReplicaGroup(runtime, layers(), checkpointer, micro_batches=1)
 
 
-def test_digest_covers_weights_whose_memory_was_replaced(world: World) -> None:
+def test_digest_covers_weights_whose_memory_was_replaced(runtime: ElasticRuntime) -> None:
     """As when averaged weights replace them for a while: p.data = average."""
     model = layers()
-    with ReplicaGroup(world, model, micro_batches=1) as replicas:
+    with ReplicaGroup(runtime, model, micro_batches=1) as replicas:
         before = replicas.replica.digest()
         model[0].weight.data = model[0].weight.data.clone().mul_(2.0)
         assert replicas.replica.digest() != before
@@ -85,7 +85,7 @@ def test_digest_covers_weights_whose_memory_was_replaced(world: World) -> None:
         assert replicas.replica.digest() == before
 
 
-def test_unaligned_buffer_is_hashed(world: World) -> None:
+def test_unaligned_buffer_is_hashed(runtime: ElasticRuntime) -> None:
     class Shifted(nn.Module):
         table: torch.Tensor
 
@@ -95,7 +95,7 @@ def test_unaligned_buffer_is_hashed(world: World) -> None:
             self.register_buffer("table", torch.arange(5.0)[1:3])
 
     model = Shifted()
-    with ReplicaGroup(world, model, micro_batches=1) as replicas:
+    with ReplicaGroup(runtime, model, micro_batches=1) as replicas:
         before = replicas.frozen_state.digest()
         model.table[0] = 7.0
         assert replicas.frozen_state.digest() != before
@@ -122,16 +122,19 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_unregistered_scheduler_is_refused(world: World, tmp_path: Path, name: str) -> None:
+def test_unregistered_scheduler_is_refused(runtime: ElasticRuntime, tmp_path: Path, name: str) -> None:
     model = layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = SCHEDULERS[name](optimizer)
-    with Checkpointer(tmp_path, world, model, optimizer) as checkpointer, pytest.raises(UsageError, match="sets the learning rate of SGD"):
-        ReplicaGroup(world, model, checkpointer, micro_batches=1)
+    with (
+        Checkpointer(tmp_path, runtime, model, optimizer) as checkpointer,
+        pytest.raises(UsageError, match="sets the learning rate of SGD"),
+    ):
+        ReplicaGroup(runtime, model, checkpointer, micro_batches=1)
     for known in (scheduler, Warmup(scheduler)):
         with (
-            Checkpointer(tmp_path, world, model, optimizer, state={"any": known}) as checkpointer,
-            ReplicaGroup(world, model, checkpointer, micro_batches=1),
+            Checkpointer(tmp_path, runtime, model, optimizer, state={"any": known}) as checkpointer,
+            ReplicaGroup(runtime, model, checkpointer, micro_batches=1),
         ):
             pass
 
@@ -146,29 +149,29 @@ LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("what", LOSSES)
-def test_nonfinite_loss_or_gradient_ends_the_run_before_the_update(world: World, tmp_path: Path, what: str) -> None:
+def test_nonfinite_loss_or_gradient_ends_the_run_before_the_update(runtime: ElasticRuntime, tmp_path: Path, what: str) -> None:
     model = layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     refused = pytest.raises(DivergedError, match=what)
     with (
-        refused as found,
-        Checkpointer(tmp_path, world, model, optimizer) as checkpointer,
-        ReplicaGroup(world, model, checkpointer, micro_batches=1) as replicas,
+        refused as error,
+        Checkpointer(tmp_path, runtime, model, optimizer) as checkpointer,
+        ReplicaGroup(runtime, model, checkpointer, micro_batches=1) as replicas,
     ):
         one_step(replicas, 0, optimizer)
         before = [p.detach().clone() for p in model.parameters()]
         for _ in replicas.micro_batches(1):
             replicas.backward(LOSSES[what](replicas(torch.ones(2, 3))))
-    assert found.value.exit_code == 4
+    assert error.value.exit_code == 4
     assert all(map(torch.equal, before, model.parameters()))
 
 
-def test_nonfinite_gradients_can_be_left_to_a_scaler(world: World, tmp_path: Path) -> None:
+def test_nonfinite_gradients_can_be_left_to_a_scaler(runtime: ElasticRuntime, tmp_path: Path) -> None:
     model = layers()
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-3), torch.amp.GradScaler("cpu", init_scale=2.0**120)
     with (
-        Checkpointer(tmp_path, world, model, optimizer, state={"scaler": scaler}) as checkpointer,
-        ReplicaGroup(world, model, checkpointer, micro_batches=1, on_nonfinite="ignore") as replicas,
+        Checkpointer(tmp_path, runtime, model, optimizer, state={"scaler": scaler}) as checkpointer,
+        ReplicaGroup(runtime, model, checkpointer, micro_batches=1, on_nonfinite="ignore") as replicas,
     ):
         for step in range(3):
             for _ in replicas.micro_batches(step):
@@ -179,12 +182,12 @@ def test_nonfinite_gradients_can_be_left_to_a_scaler(world: World, tmp_path: Pat
     assert scaler.get_scale() < 2.0**120 and all(bool(p.isfinite().all()) for p in model.parameters())
 
 
-def test_nonfinite_state_is_not_saved_and_the_last_checkpoint_stays(world: World, tmp_path: Path) -> None:
+def test_nonfinite_state_is_not_saved_and_the_last_checkpoint_stays(runtime: ElasticRuntime, tmp_path: Path) -> None:
     model = layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     model.register_buffer("mask", torch.full((3,), float("-inf")))
     refused = pytest.raises(DivergedError, match=r"not finite after step 2: optim\.0\.weight\.momentum_buffer\n.*checkpoints: 1")
-    with refused, Checkpointer(tmp_path, world, model, optimizer, keep=1) as checkpointer:
+    with refused, Checkpointer(tmp_path, runtime, model, optimizer, keep=1) as checkpointer:
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
         checkpointer.save(1)
@@ -210,26 +213,26 @@ class Counting(nn.Module):
         return self.inner(rows)
 
 
-def test_buffers_changed_by_the_forward_pass_are_refused_by_name(world: World) -> None:
+def test_buffers_changed_by_the_forward_pass_are_refused_by_name(runtime: ElasticRuntime) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = model[0].weight.detach().clone()
     names = r"1\.running_mean, 1\.running_var, 1\.num_batches_tracked \(BatchNorm1d\)"
     assert isinstance(model[1], nn.BatchNorm1d)
-    with pytest.raises(UsageError, match=f"passes of step 1: {names}"), ReplicaGroup(world, model, micro_batches=2) as replicas:
+    with pytest.raises(UsageError, match=f"passes of step 1: {names}"), ReplicaGroup(runtime, model, micro_batches=2) as replicas:
         one_step(replicas, 0, optimizer)
     assert torch.equal(before, model[0].weight)
-    with ReplicaGroup(world, model, micro_batches=2, local_buffers=True) as replicas:
+    with ReplicaGroup(runtime, model, micro_batches=2, local_buffers=True) as replicas:
         one_step(replicas, 0, optimizer)
     model[1].eval()
-    with ReplicaGroup(world, model, micro_batches=2) as replicas:
+    with ReplicaGroup(runtime, model, micro_batches=2) as replicas:
         one_step(replicas, 0, optimizer)
     with (
         pytest.raises(UsageError, match=r": seen \(Counting\)"),
-        ReplicaGroup(world, persistent := Counting(True), micro_batches=2) as replicas,
+        ReplicaGroup(runtime, persistent := Counting(True), micro_batches=2) as replicas,
     ):
         one_step(replicas, 0, torch.optim.SGD(persistent.parameters()))
-    with ReplicaGroup(world, cache := Counting(False), micro_batches=2) as replicas:
+    with ReplicaGroup(runtime, cache := Counting(False), micro_batches=2) as replicas:
         one_step(replicas, 0, torch.optim.SGD(cache.parameters()))
 
 
@@ -245,38 +248,45 @@ def test_every_byte_of_frozen_weights_and_buffers_is_hashed_in_one_cycle_of_slic
     before, whole = [rest.digest(number) for number in range(count)], rest.digest()
     for tensor in (*frozen, module.running_mean, module.num_batches_tracked):
         assert tensor is not None
-        for place in range(tensor.numel()):
-            kept = tensor.detach().clone()
-            torch.as_strided(tensor, (tensor.numel(),), (1,))[place] += 1
-            assert sum(rest.digest(number) != one for number, one in enumerate(before)) == 1 and rest.digest() != whole
-            tensor.copy_(kept)
+        for position in range(tensor.numel()):
+            original = tensor.detach().clone()
+            torch.as_strided(tensor, (tensor.numel(),), (1,))[position] += 1
+            assert sum(rest.digest(number) != digest for number, digest in enumerate(before)) == 1 and rest.digest() != whole
+            tensor.copy_(original)
     assert [rest.digest(number + count) for number in range(count)] == before and rest.digest() == whole
 
 
-def test_layers_frozen_differently_after_a_resume_are_a_warning(world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_layers_frozen_differently_after_a_resume_are_a_warning(
+    runtime: ElasticRuntime, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for start, frozen, warned in ((0, False, False), (1, False, False), (2, True, True)):
         model = layers()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model[0].requires_grad_(not frozen)
         caplog.clear()
-        with Checkpointer(tmp_path / "checkpoints", world, model, optimizer) as checkpointer:
+        with Checkpointer(tmp_path / "checkpoints", runtime, model, optimizer) as checkpointer:
             assert checkpointer.resume() == start
-            with ReplicaGroup(world, model, checkpointer, micro_batches=1) as replicas:
+            with ReplicaGroup(runtime, model, checkpointer, micro_batches=1) as replicas:
                 one_step(replicas, start, optimizer)
             checkpointer.save(start + 1)
         assert ("other layers frozen: 0.bias, 0.weight changed since" in caplog.text) is warned, caplog.text
 
 
-def test_loading_a_checkpoint_has_no_time_limit(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_a_checkpoint_has_no_time_limit(runtime: ElasticRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Checkpointer(tmp_path / "checkpoints", world, model, optimizer) as checkpointer:
+    with Checkpointer(tmp_path / "checkpoints", runtime, model, optimizer) as checkpointer:
         checkpointer.resume()
         checkpointer.save(1)
     phases = []
     load = CheckpointStore.load_newest
-    monkeypatch.setattr(CheckpointStore, "load_newest", lambda store: phases.append(world.board.phase) or load(store))
-    before = world.board.phase
-    with Checkpointer(tmp_path / "checkpoints", world, model, optimizer) as checkpointer:
-        assert checkpointer.resume() == 1 and world.board.phase == before
+
+    def load_newest(store: CheckpointStore) -> Any:
+        phases.append(runtime.board.phase)
+        return load(store)
+
+    monkeypatch.setattr(CheckpointStore, "load_newest", load_newest)
+    before = runtime.board.phase
+    with Checkpointer(tmp_path / "checkpoints", runtime, model, optimizer) as checkpointer:
+        assert checkpointer.resume() == 1 and runtime.board.phase == before
     assert phases == ["preparing"]

@@ -1,0 +1,89 @@
+"""Collectives whose results are equal on all ranks.
+
+All processes call a function whose docstring starts with "Collective." at the same point. Messages
+are numbers and JSON over gloo; nothing received is unpickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from lockstep.elastic.consensus import StepDecision, Vote, count_votes, row_to_vote, vote_to_row
+from lockstep.elastic.runtime import ElasticRuntime
+from lockstep.errors import ERRORS_BY_NAME, LockstepError, UsageError
+from lockstep.units import join_names
+
+T = TypeVar("T")
+
+
+def vote_on_step(runtime: ElasticRuntime, vote: Vote, *, losses_per_rank: Sequence[int], replica_size: int = 1) -> StepDecision:
+    """Collective. Return the decision on a step. Sends 7 + max(losses_per_rank) numbers per rank.
+
+    losses_per_rank  number of losses in each rank's vote
+    """
+    if runtime.world.size == 1:
+        return count_votes([vote])
+    sent = torch.tensor(vote_to_row(vote, max(losses_per_rank)), dtype=torch.float64)
+    rows = runtime.group.all_gather(runtime.world.size, sent).tolist()
+    return count_votes([row_to_vote(row, losses) for row, losses in zip(rows, losses_per_rank, strict=True)], replica_size)
+
+
+def all_gather_json(runtime: ElasticRuntime, value: Any) -> list[Any]:
+    """Collective. Return the JSON values of all ranks. A joining worker gets only its own."""
+    return runtime.group.gather_json(1 if runtime.is_joining else runtime.world.size, value)
+
+
+def run_on_rank0(runtime: ElasticRuntime, function: Callable[[], T]) -> T:
+    """Collective. Return rank 0's `function()` (a JSON value), or raise its LockstepError."""
+    value: T = gather_results(runtime, lambda: function() if runtime.world.leader or runtime.is_joining else None)[0]
+    return value
+
+
+def run_on_all(runtime: ElasticRuntime, function: Callable[[], T]) -> T:
+    """Collective. Return `function()`; a LockstepError on one rank is raised on all."""
+    result: list[T] = []
+    gather_results(runtime, lambda: result.append(function()))
+    return result[0]
+
+
+def gather_results(runtime: ElasticRuntime, function: Callable[[], Any]) -> list[Any]:
+    """Collective. Return `function()` (a JSON value) of all ranks, or raise the first error."""
+    own: dict[str, Any]
+    try:
+        own = {"value": function()}
+    except LockstepError as error:
+        own = {"error": type(error).__name__, "parts": [error.what, error.where, error.hint]}
+    except Exception as error:
+        all_gather_json(runtime, {"error": "LockstepError", "parts": [f"rank {runtime.world.rank} failed: {error!r}", "", ""]})
+        raise
+    results = all_gather_json(runtime, own)
+    for result in results:
+        if "error" in result:
+            raise ERRORS_BY_NAME[result["error"]](*result["parts"])
+    return [result["value"] for result in results]
+
+
+def assert_equal_on_all_ranks(runtime: ElasticRuntime, facts: Mapping[str, str]) -> None:
+    """Collective. UsageError on all ranks if a fact differs between them."""
+    gathered = all_gather_json(runtime, {"node": runtime.world.host, "facts": dict(facts)})
+    if differences := differing_facts([(sent["node"], sent["facts"]) for sent in gathered]):
+        raise UsageError(
+            f"the workers of this start would compute different bits: {'; '.join(differences)}",
+            "compared before the first step",
+            "start the same code, versions and settings on all hosts",
+        )
+
+
+def differing_facts(facts_of_ranks: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
+    """Describe each fact that differs between ranks, given (host, facts) of each rank."""
+    sentences = []
+    for key in dict.fromkeys(key for _, facts in facts_of_ranks for key in facts):
+        ranks: dict[str, list[str]] = {}
+        for rank, (host, facts) in enumerate(facts_of_ranks):
+            ranks.setdefault(repr(facts[key]) if key in facts else "not set", []).append(f"rank {rank} ({host})")
+        if len(ranks) > 1:
+            sentences.append(f"{key} is " + " and ".join(f"{value} on {join_names(where)}" for value, where in ranks.items()))
+    return sentences

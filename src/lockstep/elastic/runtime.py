@@ -1,0 +1,401 @@
+"""Join a run, leave it, and form the process group of each generation.
+
+Under an agent the workers form numbered generations: a worker leaves the group and forms the next
+one without a restart, so rank and size change during a run. Elsewhere (torchrun, srun) they come
+from environment variables, and the group is static. A single process has a group, too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from lockstep.elastic.generation_group import GenerationGroup
+from lockstep.elastic.generation_log import Generation, RunResult
+from lockstep.elastic.joining import is_run_active, join_static_group, make_board, prepare_worker
+from lockstep.elastic.membership import Membership, OthersStarted, RunEnded
+from lockstep.elastic.progress import Progress
+from lockstep.elastic.protocol.decisions import ElasticLimits, LeaveReport
+from lockstep.elastic.world import World
+from lockstep.errors import FencedError, PeersLostError, UsageError
+from lockstep.record.events import append_event
+from lockstep.record.goodput import Ledger
+from lockstep.runtime import numerics, sources
+from lockstep.runtime.exit_report import error_summary, is_out_of_memory, is_peer_loss
+from lockstep.runtime.numerics import seed_unseeded_generators
+from lockstep.runtime.signals import Stopped
+from lockstep.runtime.status_board import StatusBoard
+from lockstep.runtime.worker_env import SHARED_TERMINAL, WorkerEnv, read_worker_env
+
+log = logging.getLogger("lockstep")
+T = TypeVar("T")
+MAX_FAILED_GENERATIONS = 50  # in a row
+
+
+class PeerLoss:
+    """Context manager that catches the loss of a peer; `why` is then set."""
+
+    def __init__(self, runtime: ElasticRuntime) -> None:
+        self.runtime = runtime
+        self.why = ""
+
+    def __enter__(self) -> PeerLoss:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        if error is None or not self.runtime.is_peer_loss(error):
+            return False
+        self.why = error_summary(error) or type(error).__name__
+        error.__traceback__ = None  # it references the group
+        return True
+
+
+class ElasticRuntime:
+    """This process as a worker of the run: `with ElasticRuntime.join() as runtime:`.
+
+    world             rank, size, device; a new value in each generation
+    membership        this worker's side of the membership protocol; None: a static process group
+    group             the process group
+    is_joining        other workers train; this worker has not received their state yet
+    first_generation  all workers started together, so all take part in preparing the run
+    progress          of this worker, sent to all members when a generation forms
+    member_progress   of each rank, as of then
+    leave_reason      why this worker left its last generation
+    exit_code         of the run, if this worker leaves without an error
+    board, ledger     this worker's current activity; how the run's time was spent
+    """
+
+    def __init__(
+        self,
+        world: World,
+        group: GenerationGroup | None = None,
+        *,
+        board: StatusBoard | None = None,
+        make_membership: Callable[[ElasticRuntime], Membership] | None = None,
+    ) -> None:
+        self.world = world
+        self.group = group or GenerationGroup(world.device)
+        self.board = board or StatusBoard(None)
+        self.ledger = Ledger(time.monotonic())
+        self.progress = Progress("join", -1)
+        self.member_progress: list[Progress] = []
+        self.is_joining, self.first_generation = False, True
+        self.leave_reason = ""
+        self.exit_code = 0
+        self._owners: dict[str, weakref.ref[object]] = {}
+        self._stop_signal: Callable[[], str] = str
+        self.membership: Membership | None = None  # its threads call this object from now on
+        self.membership = make_membership(self) if make_membership else None
+
+    @classmethod
+    def join(cls, threads: int = 1, timeout_s: float = 600.0, limits: ElasticLimits | None = None) -> ElasticRuntime:
+        """Collective. Join the workers of the run: `with ElasticRuntime.join() as runtime:`.
+
+        threads    of torch in this process; their number changes bits, so it belongs to the run
+        timeout_s  after which a missing or silent peer counts as lost, now and in every collective
+        limits     under an agent: how soon a silent peer or a hang is acted on
+
+        Seeds the generators of torch, NumPy and Python with 0, unless the user has seeded them.
+        Errors: UsageError (contradictory environment, busy port), PeersLostError (missing workers).
+        """
+        torch.set_num_threads(threads)
+        seed_unseeded_generators()
+        if worker_env := read_worker_env(os.environ):
+            return cls.join_under_agent(worker_env, timeout_s, limits or ElasticLimits())
+        world, group = join_static_group(threads, timeout_s)
+        return cls(world, group)
+
+    @classmethod
+    def join_under_agent(cls, worker_env: WorkerEnv, timeout_s: float, limits: ElasticLimits) -> ElasticRuntime:
+        """Collective. Return the runtime of a worker that an agent started.
+
+        It is a member of the first generation. Or it `is_joining`, if a generation is training
+        already: then `join_running` follows when this worker has built its model.
+        """
+        device, reason = prepare_worker(worker_env)
+        limits = replace(
+            limits, expected_workers=worker_env.expected_workers, min_workers=worker_env.min_workers, max_workers=worker_env.max_workers
+        )
+        runtime = cls(
+            World(-1, 0, worker_env.slot, worker_env.slots, worker_env.host, device),
+            GenerationGroup(device, timeout_s),
+            board=make_board(worker_env),
+            make_membership=lambda runtime: Membership(
+                worker_env, limits, runtime.shutdown_group, local_stop_signal=runtime.local_stop_signal
+            ),
+        )
+        if worker_env.slot == 0:
+            log.info("%s, %d of %d workers on %s: %s", device, worker_env.slots, worker_env.expected_workers, worker_env.host, reason)
+        assert runtime.membership is not None
+        try:
+            runtime.is_joining = is_run_active(Path(worker_env.folder), worker_env)
+            if not runtime.is_joining:
+                runtime.join_first_generation()
+        except BaseException:
+            runtime.membership.close()
+            raise
+        return runtime
+
+    def join_first_generation(self) -> None:
+        """Collective. Join the first generation, or become `is_joining` if it formed already."""
+        assert self.membership is not None
+        self.membership.request_join({}, is_joining=False)
+        try:
+            self.form_next()
+        except OthersStarted:
+            self.is_joining = True
+
+    def join_running(self, facts: Mapping[str, str]) -> None:
+        """Collective. Join workers that are training and have the same fingerprint."""
+        assert self.membership is not None
+        self.membership.request_join(self.fingerprint(facts), is_joining=True)
+        self.form_next()
+
+    def finish_joining(self) -> None:
+        """Record that this worker has received the training state."""
+        self.is_joining = False
+
+    def is_leader(self) -> bool:
+        """Return `world.leader`, now: it changes with the generation."""
+        return self.world.leader
+
+    def shows_progress(self) -> bool:
+        """Return whether this is the first worker of its host, or of the shared terminal."""
+        world = self.world
+        if os.environ.get(SHARED_TERMINAL) != "1" or not world.members:
+            return world.local_leader
+        first_of_hosts = [rank for rank, id in enumerate(world.members) if id.split("/")[1] == "0"]
+        return first_of_hosts[:1] == [world.rank]
+
+    @property
+    def slot_or_rank(self) -> int:
+        """The number of this process in logs: its slot under an agent, else its rank."""
+        return self.membership.worker_env.slot if self.membership else self.world.rank
+
+    def register(self, owner: object) -> None:
+        """Register a ReplicaGroup or Checkpointer. UsageError if another one is open."""
+        kind = type(owner).__name__
+        if (registered := self._owners.get(kind)) and registered() is not None:
+            raise UsageError(
+                f"a second {kind} on one ElasticRuntime",
+                f"{kind}(...) while the first one is open",
+                "use one ReplicaGroup and one Checkpointer for an nn.ModuleDict of all trained modules, or close the first one (`with`)",
+            )
+        self._owners[kind] = weakref.ref(owner)
+
+    def unregister(self, owner: object) -> None:
+        """Unregister a ReplicaGroup or Checkpointer that was closed."""
+        self._owners.pop(type(owner).__name__, None)
+
+    def set_progress(self, progress: Progress) -> None:
+        """Set what this worker reports when the next generation forms."""
+        self.progress = progress
+
+    def set_ledger(self, ledger: Ledger) -> None:
+        """Continue the time account of an earlier start of the run."""
+        self.ledger = ledger
+
+    def set_exit_code(self, code: int) -> None:
+        """Set the exit code of the run, for all workers."""
+        self.exit_code = code
+
+    def set_stop_signal(self, stop_signal: Callable[[], str]) -> None:
+        """Set the function that returns the stop signal this worker received; "": none."""
+        self._stop_signal = stop_signal
+
+    def local_stop_signal(self) -> str:
+        """Return the stop signal that this worker received; "": none."""
+        return self._stop_signal()
+
+    def set_fingerprint(self, facts: Mapping[str, str]) -> None:
+        """Set what must be equal on all workers; a joiner with another fingerprint is refused."""
+        if self.membership:
+            self.membership.set_fingerprint(self.fingerprint(facts))
+
+    def fingerprint(self, facts: Mapping[str, str]) -> dict[str, str]:
+        """Return what must be equal on all workers: numerics, code, flags and `facts`."""
+        return {**numerics.fingerprint(self.world.device), **sources.fingerprint(), **self.flags, **facts}
+
+    @property
+    def flags(self) -> dict[str, str]:
+        """Arguments of the user's own function, as given to the agent."""
+        return {f"--{name}": text for name, text in self.membership.worker_env.flags.items()} if self.membership else {}
+
+    @contextmanager
+    def during(self, phase: Literal["saving", "evaluating"]) -> Iterator[None]:
+        """Context manager that shows `phase` on the board and in the ledger."""
+        before = self.ledger.switch(phase, time.monotonic())
+        try:
+            with self.board.during(phase):
+                yield
+        finally:
+            self.ledger.switch(before, time.monotonic())
+
+    def report_goodput(self, folder: Path) -> None:
+        """Log how the time of the run in `folder` was spent, and write it to its events."""
+        if self.world.leader:
+            append_event(folder, "goodput", **self.ledger.summary(time.monotonic()))
+        log.log(logging.INFO if self.shows_progress() else logging.DEBUG, self.ledger.describe(time.monotonic()))
+
+    def generation_error(self) -> str:
+        """Return why this generation is over; "" while it is intact, or for a static group."""
+        return self.membership.generation_error(self.world.generation) if self.membership else ""
+
+    def is_peer_loss(self, error: BaseException) -> bool:
+        """Return whether `error` requires the next generation. Out-of-memory would recur there."""
+        if self.membership is None or isinstance(error, FencedError):
+            return False
+        if not isinstance(error, RuntimeError) or is_out_of_memory(error):
+            return isinstance(error, PeersLostError)
+        return is_peer_loss(error) or bool(self.generation_error())
+
+    def catch_peer_loss(self) -> PeerLoss:
+        """Return a context manager that catches the loss of a peer and keeps its reason."""
+        return PeerLoss(self)
+
+    def retry_across_generations(self, function: Callable[[], T], why: str = "", *, leaving: bool = False) -> T:
+        """Collective. Return `function()`; if a member is lost, retry in the next generation.
+
+        why      leave the current generation first, for this reason
+        leaving  take no part in the next generation: FencedError
+        """
+        while True:
+            if why:
+                self.leave_group(why, leaving=leaving)
+                self.form_next()
+            with self.catch_peer_loss() as loss:
+                return function()
+            why = loss.why
+
+    def form_next(self) -> None:
+        """Collective. Form this worker's next generation, and gather its members' progress.
+
+        A generation that breaks while it forms is skipped. FencedError if the state of this
+        worker's last generation was marked as untrusted.
+        """
+        assert self.membership is not None
+        last = self.world.generation
+        for _ in range(MAX_FAILED_GENERATIONS):
+            record = self.membership.next_generation(after=self.world.generation)
+            if why := self.membership.generation_log.untrusted_reason(last):
+                raise FencedError(why, "found by members of that generation", "this worker restarts")
+            try:
+                self._form(record)
+                break
+            except RuntimeError as error:
+                if is_out_of_memory(error):
+                    raise
+                why = error_summary(error)
+                error.__traceback__ = None  # it references the group
+            self.leave_group(why)
+        else:
+            raise PeersLostError(
+                f"{MAX_FAILED_GENERATIONS} generations in a row failed to form: {why}", f"{self.world.host}, {self.membership.me.address}"
+            )
+        self._take_progress()
+
+    def _form(self, record: Generation) -> None:
+        """Collective. Form the process group and exchange progress. RuntimeError if that fails."""
+        assert self.membership is not None
+        self.world = self.world.in_generation(record, self.membership.me.id)
+        self.board.enter("joining", generation=record.number)
+        self.group.form(record, self.world.rank, self.generation_error)
+        log.info("generation %d: rank %d of %d (%s)", record.number, self.world.rank, self.world.size, record.reason)
+        spent = self.ledger.to_json(time.monotonic(), time.time())
+        sent = replace(self.progress, first_generation=self.first_generation, ledger=spent)
+        self.member_progress = [Progress.from_json(values) for values in self.group.gather_json(self.world.size, sent.to_json())]
+
+    def _take_progress(self) -> None:
+        """Decide from the members' progress what this generation starts with."""
+        newest = max(self.member_progress, key=lambda member: member.step)
+        self.is_joining = self.progress.step < 0 <= newest.step
+        if self.is_joining and newest.ledger:  # a later leader must count the time of the run, not its own
+            self.ledger = Ledger.from_json(newest.ledger, time.monotonic(), self.ledger.category)
+        # Equal on all ranks: collectives depend on it.
+        self.first_generation = all(member.first_generation for member in self.member_progress) and newest.step < 0
+        stages = sorted({member.stage for member in self.member_progress})
+        if newest.step < 0 and len(stages) > 1:
+            member = self.world.members[self.world.rank]
+            raise FencedError(f"workers are at different stages of the start: {', '.join(stages)}", member, "they restart")
+
+    def leave_group(self, why: str, *, leaving: bool = False) -> None:
+        """Leave this generation's process group, intact or broken, and report the progress."""
+        assert self.membership is not None
+        self.leave_reason = why
+        log.debug("leaving generation %d: %s", self.world.generation, why)
+        self.membership.start_leaving()
+        self.group.abort()
+        self.membership.report_left(LeaveReport(self.world.generation, self.progress.step, leaving, why))
+
+    def shutdown_group(self) -> None:
+        """Abort all waits in this generation's groups. Called by the membership thread."""
+        self.group.shutdown(self.membership.sockets() if self.membership else set())
+
+    def stop_admitting(self) -> None:
+        """Let no worker join from now on: the run is about to end."""
+        if self.membership:
+            self.membership.stop_admitting()
+
+    def evict(self, rank: int, why: str) -> None:
+        """Exclude a member from the next generation on."""
+        assert self.membership is not None
+        self.membership.evict(self.world.members[rank], why)
+
+    def mark_untrusted(self, why: str, facts: dict[str, Any]) -> None:
+        """Mark this generation's state as untrusted.
+
+        Every member restarts from a checkpoint.
+        """
+        if self.membership:
+            try:
+                self.membership.generation_log.mark_untrusted(self.world.generation, why, facts)
+            except OSError as error:
+                log.error("cannot mark the state of generation %d as untrusted: %s", self.world.generation, error)
+
+    def __enter__(self) -> ElasticRuntime:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Leave. A torch error caused by a lost peer becomes a PeersLostError."""
+        try:
+            if error is None or isinstance(error, Stopped):
+                if self.membership:
+                    self.report_goodput(self.membership.folder)
+                    self._end_run(self.membership, RunResult(self.exit_code if error is None else int(str(error))))
+                self.group.destroy()
+                return
+            with suppress(RuntimeError):  # no memory for a thread: the exit of the process closes the group
+                self.group.abort()
+        finally:
+            if self.membership:
+                self.membership.close()
+        if not isinstance(error, PeersLostError) and is_peer_loss(error):
+            raise PeersLostError(
+                f"rank {self.world.rank} lost its peers: {error_summary(error)}",
+                f"{self.world.host}, pid {os.getpid()}",
+                "another worker failed first, see its log; the same command resumes from the newest checkpoint",
+            ) from error
+
+    def _end_run(self, membership: Membership, result: RunResult) -> None:
+        """Collective. Barrier; then rank 0 records the end of the run, and all ranks exit."""
+
+        def record_end() -> None:
+            self.group.gather_json(self.world.size, "done")
+            if self.world.leader:
+                membership.publish_result(result)
+            else:
+                membership.wait_for_result(self.world.generation)
+
+        self.stop_admitting()
+        with suppress(RunEnded):
+            self.retry_across_generations(record_end)

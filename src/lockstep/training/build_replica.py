@@ -1,0 +1,67 @@
+"""Build the replica that a ReplicaGroup trains, and refuse a checkpointer of another model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from torch import nn
+
+from lockstep.checkpoint.state_dict import model_name, unwrap_model
+from lockstep.elastic.runtime import ElasticRuntime
+from lockstep.errors import UsageError
+from lockstep.parallel.parallelize import LocalModel, unwrap_local_model
+from lockstep.parallel.replica import Replica
+from lockstep.parallel.sharded_replica import ShardedReplica
+from lockstep.runtime.work import static_group
+from lockstep.training.checkpointer import Checkpointer
+
+
+def build_replica(
+    runtime: ElasticRuntime, module: nn.Module, micro_batches: int, seed: int, *, reduce: Literal["ordered", "fast"], bucket_bytes: int
+) -> Replica | ShardedReplica:
+    """Collective. Return a whole replica of the module; in a new run, with rank 0's weights."""
+    return Replica(
+        module,
+        micro_batches=micro_batches,
+        seed=seed,
+        reduce=reduce,
+        bucket_bytes=bucket_bytes,
+        init_sync=runtime.first_generation,
+        board=runtime.board,
+        generation_error=_generation_error(runtime),
+    )
+
+
+def build_sharded_replica(
+    runtime: ElasticRuntime, local_model: LocalModel, micro_batches: int, seed: int, *, reduce_once_per_step: bool
+) -> Replica | ShardedReplica:
+    """Return this worker's part of a replica that several workers hold."""
+    return ShardedReplica(
+        local_model,
+        micro_batches=micro_batches,
+        seed=seed,
+        reduce_once_per_step=reduce_once_per_step,
+        board=runtime.board,
+        generation_error=_generation_error(runtime),
+        form_context=runtime.group.track_subgroups,
+    )
+
+
+def _generation_error(runtime: ElasticRuntime) -> Callable[[], str]:
+    return runtime.generation_error if runtime.membership else static_group
+
+
+def refuse_other_checkpointer(checkpointer: Checkpointer, runtime: ElasticRuntime, model: nn.Module | LocalModel) -> None:
+    """UsageError when the checkpointer saves another model than the group trains."""
+    module, local_model = unwrap_local_model(model)
+    same = local_model is not None or (
+        isinstance(checkpointer.model, nn.Module) and unwrap_model(checkpointer.model) is unwrap_model(module)
+    )
+    if checkpointer.runtime is not runtime or checkpointer.local_model is not local_model or not same:
+        raise UsageError(
+            f"the ReplicaGroup trains {model_name(module)}, the Checkpointer saves another {model_name(checkpointer.model)}",
+            "Checkpointer(folder, runtime, model, ...) and ReplicaGroup(runtime, model, ...)",
+            "give the same ElasticRuntime and module to both",
+        )
+    checkpointer.refuse_unsaved_parameters()

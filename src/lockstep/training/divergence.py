@@ -1,0 +1,188 @@
+"""Compare the replicas, and act when their weights or optimizer states differ."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.elastic.collectives import all_gather_json
+from lockstep.elastic.consensus import find_divergent_ranks
+from lockstep.elastic.progress import transfer_roles
+from lockstep.elastic.runtime import ElasticRuntime
+from lockstep.errors import FencedError, UsageError
+from lockstep.parallel.digest import digest_of
+from lockstep.record.events import append_event
+from lockstep.training.checkpointer import Checkpointer
+from lockstep.units import join_names
+
+log = logging.getLogger("lockstep")
+
+# What is compared: trained weights and a slice of the rest at a vote; all weights at a member's
+# first vote; all state before a save.
+WEIGHTS, ALL_WEIGHTS, STATE = "weights", "weights and buffers", "weights or optimizer state"
+MAX_DIVERGENCES = 3  # in a row; then the loop itself is nondeterministic
+
+
+@dataclass
+class Divergence:
+    """Counter of divergences in a row: replicas that differ after the first update since all
+    received the same state.
+
+    One such divergence may be a flipped bit. MAX_DIVERGENCES in a row, with no generation in
+    between that has a new worker and is equal after its first update, are the fault of the loop.
+    All members of a generation have the same count, which is exchanged when it forms.
+    """
+
+    count: int = 0
+    generation: int = -1
+    first_step: int = 0  # of the generation
+    proven: bool = False  # all replicas were equal after an update of this generation
+    joined: bool = False  # the generation has a new worker
+
+    def start_generation(self, runtime: ElasticRuntime, step: int) -> None:
+        """Take the count of all members when the generation is new; `step` is its first step."""
+        if self.generation != runtime.world.generation:
+            members = runtime.member_progress
+            self.count = max((member.divergences for member in members), default=0)
+            self.generation, self.first_step, self.proven = runtime.world.generation, step, False
+            self.joined = bool(transfer_roles(members)[2]) if members else False
+
+    def record_equal(self, step: int) -> None:
+        """Record that all replicas are equal after `step` steps."""
+        if step > self.first_step and not self.proven:
+            self.proven = True
+            self.count = 0 if self.joined else self.count
+
+    def record_difference(self, step: int) -> None:
+        """Record that replicas differ after `step` steps."""
+        self.count += step > self.first_step and not self.proven
+
+
+class ReplicaComparison:
+    """Finds replicas that differ, and evicts them.
+
+    replica_size   workers per replica
+    get_digest     returns 64 bits over WEIGHTS (of a step), ALL_WEIGHTS or STATE of this replica
+    get_state      returns the tensors of this replica's state by name
+    verify_every   steps between two comparisons; 0: never
+    identical_at   the last step after which all replicas were found equal
+    """
+
+    def __init__(
+        self,
+        runtime: ElasticRuntime,
+        checkpointer: Checkpointer | None,
+        *,
+        replica_size: int,
+        verify_every: int,
+        get_digest: Callable[[str, int], int],
+        get_state: Callable[[], dict[str, Tensor]],
+    ) -> None:
+        self.runtime, self.checkpointer = runtime, checkpointer
+        self.replica_size, self.verify_every = replica_size, verify_every
+        self.get_digest, self.get_state = get_digest, get_state
+        self.identical_at = -1
+        self.divergence = Divergence()
+        membership = runtime.membership
+        self._unexplained = membership.generation_log.divergence_records() if membership else []
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the replicas are compared at the vote on `step`."""
+        return bool(self.verify_every) and step % self.verify_every == 0 and self.runtime.world.size > self.replica_size
+
+    def record_equal(self, step: int) -> None:
+        """Record that all replicas are equal after `step` steps."""
+        self.identical_at = step
+        self.divergence.record_equal(step)
+
+    def compare_state(self, step: int) -> bool:
+        """Collective. Return whether all replicas hold the same weights and optimizer state after
+        `step` steps.
+
+        False when a peer is lost, too. Replicas that differ are evicted.
+        """
+        if self.runtime.world.size <= self.replica_size:
+            return True
+        with self.runtime.catch_peer_loss() as loss:
+            digests = all_gather_json(self.runtime, self.get_digest(STATE, step))
+            divergent = find_divergent_ranks(digests, self.replica_size)
+            if divergent:
+                self.refuse_repeated(step)
+        if loss.why:
+            return False
+        if divergent:
+            self.evict(step, divergent, digests, STATE)
+            return False
+        self.record_equal(step)
+        return True
+
+    def refuse_repeated(self, step: int) -> None:
+        """Collective. UsageError when replicas differ again: that is not a flipped bit."""
+        runtime = self.runtime
+        again = [path for path, record in self._unexplained if record["step"] == step]
+        self.divergence.record_difference(step)
+        runtime.set_progress(replace(runtime.progress, divergences=self.divergence.count))
+        if not again and self.divergence.count < MAX_DIVERGENCES:
+            return
+        state = self.get_state()
+        digests = all_gather_json(runtime, {name: str(digest_of([tensor])) for name, tensor in state.items()})
+        same_position = digests[runtime.world.rank % self.replica_size :: self.replica_size]
+        names = [name for name in state if len({rank_digests.get(name) for rank_digests in same_position}) > 1]
+        for path in again:
+            path.unlink(missing_ok=True)
+        raise UsageError(
+            f"the replicas differ again before step {step + 1}, after all of them had taken the same state: {join_names(names)}",
+            "the digest of each tensor on each worker",
+            "the update must be the same on every worker: no data, state or rank that differs, random numbers only from the global "
+            "generators of torch, NumPy or random, and as many on each worker. If one host alone differs, test its memory",
+        )
+
+    def evict(self, step: int, divergent: Sequence[int], digests: Sequence[int | None], what: str) -> None:
+        """Continue without the replicas whose state differs from the majority; FencedError on these
+        replicas.
+
+        FencedError on all when there is no majority, or when steps between two comparisons may have
+        used their gradients: then all workers restart from a checkpoint of a step after which all
+        were equal. The repeated steps show which replica was wrong.
+        """
+        world, members = self.runtime.world, self.runtime.world.members
+        listed = ", ".join(f"rank {rank} ({members[rank]})" if members else f"rank {rank}" for rank in divergent)
+        message = f"the {what} of {listed} differ before step {step + 1}"
+        holders = [rank for rank, digest in enumerate(digests) if digest is not None]
+        no_majority = not self.runtime.membership or list(divergent) == holders
+        if no_majority or self.verify_every > 1:
+            message += ", and none is in the majority" if no_majority else ", and their gradients may have been used"
+            digest_of_member = {members[rank]: str(digests[rank]) for rank in holders if members}
+            self.runtime.mark_untrusted(message, {"step": step, "what": what, "digests": digest_of_member})
+            if self.checkpointer:
+                self.checkpointer.store.set_aside_after(self.identical_at if self.identical_at >= 0 else max(0, step - self.verify_every))
+            raise FencedError(message, "a bit has flipped in one of them, or their updates differ", "the same command resumes the run")
+        log.error("%s from those of the others: a bit has flipped there", message)
+        if world.rank in divergent:
+            raise FencedError(message, "a bit has flipped here", "this worker is restarted and receives the state of the others")
+        for rank in divergent:
+            self.runtime.evict(rank, f"its {what} differ before step {step + 1}")
+
+    def name_culprits(self, step: int) -> None:
+        """Report which replica was wrong, once the step at which replicas differed is repeated."""
+        position = self.runtime.world.rank
+        if not self._unexplained or position >= self.replica_size:
+            return
+        remaining: list[tuple[Any, dict[str, Any]]] = []
+        for path, record in self._unexplained:
+            if step < record["step"]:
+                remaining.append((path, record))
+                continue
+            if step == record["step"]:
+                right = str(self.get_digest(record["what"], step))
+                same_position = list(record["digests"].items())[position :: self.replica_size]
+                wrong = [id for id, digest in same_position if digest != right]
+                if wrong:
+                    log.error("before step %d the %s of %s were wrong: a bit had flipped there", step + 1, record["what"], ", ".join(wrong))
+                    append_event(path.parent.parent, "culprit found", step=step, wrong=wrong, why="the step was repeated from a checkpoint")
+            path.unlink(missing_ok=True)
+        self._unexplained = remaining

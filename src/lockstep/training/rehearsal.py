@@ -1,0 +1,55 @@
+"""Run micro-batch 0 of the first step twice, to find loops whose loss depends on more than the step
+and the micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lockstep.elastic.collectives import all_gather_json
+from lockstep.elastic.runtime import ElasticRuntime
+from lockstep.errors import UsageError
+from lockstep.parallel.replica import Replica
+
+
+class Rehearsal:
+    """One rehearsal of a replica. A retry of the step does not repeat it, since only some ranks may
+    have rehearsed before the failure."""
+
+    def __init__(self, runtime: ElasticRuntime, replica: Replica) -> None:
+        self.runtime, self.replica = runtime, replica
+        self._due = True
+        self._loss: float | None = None
+
+    def run(self, step: int) -> Iterator[int]:
+        """Collective. Yield micro-batch 0. UsageError when its loss differs between ranks."""
+        if not self._due:
+            return
+        self._due = False
+        for k in self.replica.rehearsal(step):
+            self.runtime.board.enter("forward", step + 1)
+            yield k
+        self.runtime.board.enter("voting")
+        self.runtime.board.enter_collective()
+        self._loss = self.replica.rehearsed
+        losses = all_gather_json(self.runtime, str(self._loss))
+        if len(set(losses)) > 1:
+            listed = ", ".join(f"{loss} on rank {rank}" for rank, loss in enumerate(losses))
+            raise _nondeterministic(f"the loss of micro-batch 0 of step {step} is not the same on all workers: {listed}")
+
+    def compare(self, step: int) -> None:
+        """UsageError when micro-batch 0 has another loss now than in the rehearsal."""
+        before, self._loss = self._loss, None
+        if before is None or self.replica.own_leaves.start > 0:
+            return
+        if str(now := self.replica.losses()[0]) != str(before):
+            raise _nondeterministic(f"the loss of micro-batch 0 of step {step} is {before} the first time and {now} the second time")
+
+
+def _nondeterministic(what: str) -> UsageError:
+    return UsageError(
+        what,
+        "the first step of a start runs micro-batch 0 twice on every worker, to compare the loss",
+        "data and random numbers of a micro-batch must follow from its step and number alone: no DataLoader or iterator consumed in the "
+        "loop, no prefetched batch, no unseeded data set, no rank in a seed, only deterministic kernels (docs/loop.md); "
+        "ReplicaGroup(rehearse=False) skips the comparison",
+    )

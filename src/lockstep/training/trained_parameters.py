@@ -1,0 +1,53 @@
+"""Refuse, or warn of, trained parameters and schedulers that checkpoints do not cover."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.checkpoint import state_dict, stateful
+from lockstep.errors import UsageError
+from lockstep.units import join_names
+
+log = logging.getLogger("lockstep")
+Model = nn.Module | Mapping[str, Tensor]
+
+
+def trained_names(model: Model) -> list[str]:
+    return [name for name, tensor in state_dict.named_tensors(model).items() if tensor.requires_grad]
+
+
+def refuse_unsaved(model: Model, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, stateful.Stateful] | None) -> None:
+    """UsageError for trained parameters and schedulers that no checkpoint would hold."""
+    known = state_dict.optimizer_parameters(model, optimizers)
+    if unsaved := [name for name in trained_names(model) if name not in known]:
+        names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+        raise UsageError(
+            f"{len(unsaved)} trained parameters are in no optimizer that the Checkpointer knows: {join_names(unsaved)}",
+            f"Checkpointer(..., {names}), {state_dict.model_name(model)}",
+            "pass all optimizers as a list, or freeze these parameters with requires_grad_(False)",
+        )
+    if state is not None and (unregistered := stateful.unregistered_schedulers(optimizers, state)):
+        scheduler, optimizer = unregistered[0], unregistered[0].optimizer
+        raise UsageError(
+            f"{type(scheduler).__name__} sets the learning rate of {type(optimizer).__name__}, and the Checkpointer does not know it",
+            "after a resume, and in a worker that joins, the scheduler would start from the beginning",
+            'name it: Checkpointer(..., state={"scheduler": scheduler})',
+        )
+
+
+def warn_if_changed(before: Sequence[str] | None, model: Model) -> None:
+    """Warn when the first step after a resume trains other layers than the last step before.
+
+    That is right only where the loop freezes or unfreezes in this very step: `if step == 300:
+    unfreeze()` does not run again.
+    """
+    if before is not None and (changed := sorted(set(trained_names(model)) ^ set(before))):
+        log.warning(
+            "the checkpoint was trained with other layers frozen: %s changed since; let requires_grad follow from the step, "
+            "layer.requires_grad_(step >= 300), so that it is the same after a resume",
+            join_names(changed),
+        )

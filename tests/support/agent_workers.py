@@ -1,0 +1,221 @@
+"""The workers of test_agent.py: functions that an agent's workers run, by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from processes import mark_ready
+from waiting import wait_until
+
+from lockstep.errors import CheckpointError, DivergedError, FencedError, PeersLostError, UsageError
+from lockstep.runtime.signals import StopSignals, stop_exit_code
+from lockstep.runtime.status_board import StatusBoard
+from lockstep.runtime.worker_env import WorkerEnv, read_worker_env
+from lockstep.runtime.worker_main import worker_main
+
+PRELOADED = set(sys.modules)
+report_fields: dict[str, Any] = {}
+words: list[str] = []
+
+
+def main(argv: list[str]) -> int:
+    words.extend(argv[1:])
+    worker: Callable[[], int] = globals()[argv[0]]
+    return worker_main(worker, lambda: report_fields)
+
+
+def worker_env() -> WorkerEnv:
+    env = read_worker_env(os.environ)
+    assert env is not None
+    return env
+
+
+def count_starts() -> int:
+    """Return how many workers called this before."""
+    path = Path("starts")
+    starts = len(path.read_text()) if path.exists() else 0
+    path.write_text("x" * (starts + 1))
+    return starts
+
+
+def polite() -> int:
+    """Save and stop on the first stop signal."""
+    slot = worker_env().slot
+    with StopSignals() as signals:
+        mark_ready(slot)
+        wait_until(lambda: bool(signals.received))
+    Path(f"saved-{slot}").touch()
+    return stop_exit_code(signals.received)
+
+
+def deaf() -> int:
+    """Ignore stop signals."""
+    with StopSignals():
+        mark_ready(worker_env().slot)
+        time.sleep(60)
+    return 0
+
+
+def without_handlers() -> int:
+    mark_ready(worker_env().slot)
+    time.sleep(60)
+    return 0
+
+
+def slot_0_polite() -> int:
+    return deaf() if worker_env().slot else polite()
+
+
+def finish() -> int:
+    return 0
+
+
+def print_words() -> int:
+    print(*words)
+    return polite()
+
+
+def print_slot() -> int:
+    slot = worker_env().slot
+    print("out", slot)
+    print("err", slot, file=sys.stderr)
+    return 0
+
+
+def print_slot_and_wait() -> int:
+    print("words of", worker_env().slot)
+    return polite()
+
+
+def train_one_step() -> int:
+    """Check that the real forkserver has loaded what an optimizer needs."""
+    from lockstep.agent.forkserver import PRELOAD
+
+    missing = set(PRELOAD) - PRELOADED
+    assert not missing, missing
+    import torch
+
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([parameter])
+    parameter.sum().backward()
+    optimizer.step()
+    return polite()
+
+
+def slot_1_raises() -> int:
+    if worker_env().slot == 1:
+        report_fields["step"] = 7
+        raise ValueError("the loss is a fish")
+    return deaf()
+
+
+def killed_itself(name: str, enter: Callable[[StatusBoard], None] = lambda board: None) -> int:
+    """In slot 1: show a phase on the board, then die by the signal `name`."""
+    slot = worker_env().slot
+    if slot == 0:
+        return polite()
+    print("about to go", flush=True)
+    enter(StatusBoard(Path(worker_env().state) / f"{slot}.board"))
+    os.kill(os.getpid(), signal.Signals[name])
+    return 0
+
+
+def crash_in_step_12() -> int:
+    return killed_itself("SIGSEGV", lambda board: board.enter("forward", 12))
+
+
+def abort_before_the_first_step() -> int:
+    return killed_itself("SIGABRT")
+
+
+def killed_in_step_12() -> int:
+    return killed_itself("SIGKILL", lambda board: board.enter("backward", 12))
+
+
+def killed_while_joining() -> int:
+    return killed_itself("SIGKILL", lambda board: board.enter("joining"))
+
+
+def fail_with_progress() -> int:
+    report_fields["step"] = starts = count_starts()
+    if starts < 6:
+        raise ValueError("bad luck")
+    return 0
+
+
+def fail_if_slot_1(error: type[UsageError | CheckpointError | DivergedError]) -> int:
+    if worker_env().slot:
+        raise error("it does not fit", "a.txt", "fix it")
+    return polite()
+
+
+def usage_error() -> int:
+    return fail_if_slot_1(UsageError)
+
+
+def checkpoint_error() -> int:
+    return fail_if_slot_1(CheckpointError)
+
+
+def diverged_error() -> int:
+    return fail_if_slot_1(DivergedError)
+
+
+def exit_early() -> int:
+    sys.exit(0)
+
+
+def lose_peers_four_times() -> int:
+    starts = count_starts()
+    if starts < 4:
+        raise FencedError("left out") if starts % 2 else PeersLostError("gone")
+    return 0
+
+
+def fail_and_hang_once() -> int:
+    if not count_starts():
+        threading.Thread(target=time.sleep, args=(60,)).start()
+        raise ValueError("fish")
+    return 0
+
+
+def drained() -> int:
+    report_fields["drained"] = True
+    return 0
+
+
+def refuse_its_config() -> int:
+    mark_ready(worker_env().slot)
+    wait_until(Path("go").exists)
+    raise UsageError("threads=2", "run.toml", "make it 1")
+
+
+def leave_child_processes() -> int:
+    subprocess.Popen(["sleep", "60"])
+    subprocess.Popen(["sh", "-c", "sleep 0.3 & exec true"], start_new_session=True)  # outlives the worker for a moment
+    return polite()
+
+
+def slot_1_without_handlers() -> int:
+    return without_handlers() if worker_env().slot else polite()
+
+
+def print_environment() -> int:
+    env = worker_env()
+    links = [os.readlink(f"/proc/self/fd/{fd}") for fd in ("0", "3", "4", "5", "6", "7") if os.path.exists(f"/proc/self/fd/{fd}")]
+    print(
+        json.dumps(
+            [env.slot, env.slots, env.expected_workers, env.host, env.after_generation, env.agent_pid == os.getppid(), env.drain, links]
+        )
+    )
+    assert os.getpgrp() == os.getsid(0) == os.getpid()
+    return 0

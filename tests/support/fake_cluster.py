@@ -1,0 +1,318 @@
+"""Several ranks in one process, each a thread, with fakes for the network and the membership.
+
+FakeCluster forms generations, delivers messages and loses workers on request. GenerationGroup,
+Membership and Replica are fakes; ElasticRuntime, ReplicaGroup and Checkpointer are real.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.elastic.generation_log import Generation, GenerationLog, Member, RunResult
+from lockstep.elastic.membership import RunEnded
+from lockstep.elastic.protocol.decisions import LeaveReport
+from lockstep.elastic.runtime import ElasticRuntime
+from lockstep.elastic.world import World
+from lockstep.errors import FencedError, PeersLostError
+from lockstep.parallel.digest import digest_of
+from lockstep.parallel.ordered_sum import leaves_of_rank
+
+log = logging.getLogger("lockstep")
+CPU = torch.device("cpu")
+LIMIT_S = 20.0  # a test that waits longer is stuck
+LOST = "Connection closed by peer"
+
+
+class WorkerKilled(BaseException):
+    """Ends the thread of a worker that a test kills."""
+
+
+class FakeCluster:
+    """The workers "h/0/x", "h/1/x", ... of one run, in generations of the living workers."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self.folder, self.ended = folder, None
+        (folder / "generations").mkdir(parents=True, exist_ok=True)
+        self.log = GenerationLog(folder / "generations")
+        self.turn = threading.Condition()
+        self.gone: dict[str, str] = {}  # id -> why it is not a member any longer
+        self.left: set[str] = set()  # members that left the newest generation
+        self.joiners: list[str] = []
+        self.messages: dict[Any, Any] = {}
+        self.newest: Generation | None = None
+        self.starting = [f"h/{slot}/x" for slot in range(size)]
+
+    def member(self, id: str) -> Member:
+        slot = int(id.split("/")[1])
+        return Member(id, "h", slot, 100 + slot, f"10.0.0.1:{1000 + slot}")
+
+    def runtime(self, slot: int) -> ElasticRuntime:
+        """Return the runtime of a worker, in no generation yet."""
+        id = f"h/{slot}/x"
+        return ElasticRuntime(
+            World(-1, 0, slot, 4, "h", CPU), FakeGroup(self, id), make_membership=lambda _: cast(Any, FakeMembership(self, id))
+        )
+
+    def remove(self, id: str, why: str) -> None:
+        with self.turn:
+            self.gone[id] = why
+            self.turn.notify_all()
+
+    def wait(self, ready: Callable[[], Any]) -> Any:
+        """Return the first true value of `ready`, with the lock held."""
+        if not self.turn.wait_for(ready, LIMIT_S):
+            raise AssertionError("the fake cluster is stuck")
+        return ready()
+
+    def error(self, number: int) -> str:
+        """Return why generation `number` is over; "" while it lives."""
+        newest = self.newest
+        if newest is None or newest.number > number:
+            return "a newer generation exists" if newest else ""
+        return next((f"{m.id} is gone" for m in newest.members if m.id in self.gone or m.id in self.left), "")
+
+    def form_if_ready(self) -> None:
+        """Form the next generation once all remaining members have left the last one."""
+        members = [m.id for m in self.newest.members] if self.newest else self.starting
+        remaining = [id for id in members if id not in self.gone]
+        ready = all(id in self.left for id in remaining) if self.newest else set(remaining) <= set(self.joiners)
+        if not ready or (self.newest and self.newest.members and not self.left and not self.gone):
+            return
+        waiting = [id for id in self.joiners if id not in remaining and id not in self.gone]
+        joiners = waiting if self.newest else []
+        number = self.newest.number + 1 if self.newest else 1
+        self.newest = Generation(number, f"token {number}", tuple(self.member(id) for id in [*remaining, *joiners]), "", 0, "")
+        self.left, self.joiners = set(), [id for id in waiting if id not in joiners]
+        self.turn.notify_all()
+
+
+class FakeMembership:
+    """The main thread's side of Membership."""
+
+    def __init__(self, cluster: FakeCluster, id: str) -> None:
+        self.cluster, self.me, self.folder = cluster, cluster.member(id), cluster.folder
+        self.generation_log, self.stop_signal = cluster.log, ""
+        self.worker_env = SimpleNamespace(slot=self.me.slot, flags={}, drain=False, run_folder_id="", folder=str(cluster.folder))
+
+    @property
+    def joiner_count(self) -> int:
+        return len(self.cluster.joiners)
+
+    def request_join(self, fingerprint: dict[str, str], *, is_joining: bool) -> None:
+        with self.cluster.turn:
+            self.cluster.joiners.append(self.me.id)
+            if not is_joining:
+                self.cluster.form_if_ready()
+            self.cluster.turn.notify_all()
+
+    def next_generation(self, after: int) -> Generation:
+        cluster = self.cluster
+
+        def formed() -> Generation | None:
+            if self.me.id in cluster.gone:
+                raise FencedError(cluster.gone[self.me.id])
+            if after or cluster.newest is None:
+                cluster.form_if_ready()
+            newest = cluster.newest
+            return newest if newest and newest.number > after and newest.rank_of(self.me.id) is not None else None
+
+        with cluster.turn:
+            return cluster.wait(formed)
+
+    def start_leaving(self) -> None: ...
+
+    def report_left(self, report: LeaveReport) -> None:
+        with self.cluster.turn:
+            self.cluster.left.add(self.me.id)
+            if report.leaving:
+                self.cluster.gone[self.me.id] = report.why
+            self.cluster.turn.notify_all()
+
+    def generation_error(self, number: int) -> str:
+        return self.cluster.error(number)
+
+    def evict(self, id: str, why: str) -> None:
+        self.cluster.remove(id, why)
+
+    def publish_result(self, result: RunResult) -> None:
+        with self.cluster.turn:
+            self.cluster.ended = result
+            self.cluster.turn.notify_all()
+
+    def wait_for_result(self, number: int) -> None:
+        with self.cluster.turn:
+            self.cluster.wait(lambda: self.cluster.ended or self.cluster.error(number))
+        if not self.cluster.ended:
+            raise PeersLostError(self.cluster.error(number))
+
+    def set_fingerprint(self, fingerprint: dict[str, str]) -> None: ...
+
+    def stop_admitting(self) -> None: ...
+
+    def sockets(self) -> set[int]:
+        return set()
+
+    def close(self) -> None: ...
+
+
+class FakeGroup:
+    """A process group whose collectives go through the cluster.
+
+    lose_results  number of all-gathers whose result this rank misses, after the others have it
+    """
+
+    def __init__(self, cluster: FakeCluster, id: str) -> None:
+        self.cluster, self.id = cluster, id
+        self.number = self.rank = self.count = 0
+        self.lose_results = 0
+        self.sent: dict[int, int] = {}
+        self.received: dict[int, int] = {}
+
+    def form(self, generation: Generation, rank: int, generation_error: Callable[[], str]) -> None:
+        if why := generation_error():
+            raise RuntimeError(why)
+        self.number, self.rank, self.count = generation.number, rank, 0
+        self.sent, self.received = {}, {}
+
+    def exchange(self, size: int, value: Any) -> list[Any]:
+        cluster, self.count = self.cluster, self.count + 1
+        slots = [(self.number, self.count, rank) for rank in range(size)]
+        with cluster.turn:
+            cluster.messages[slots[self.rank]] = value
+            cluster.turn.notify_all()
+            cluster.wait(lambda: all(slot in cluster.messages for slot in slots) or cluster.error(self.number))
+            if not all(slot in cluster.messages for slot in slots):
+                raise RuntimeError(LOST)
+            return [cluster.messages[slot] for slot in slots]
+
+    def gather_json(self, size: int, value: Any) -> list[Any]:
+        return [value] if size == 1 else [json.loads(text) for text in self.exchange(size, json.dumps(value))]
+
+    def all_gather(self, size: int, sent: Tensor) -> Tensor:
+        rows = torch.stack(self.exchange(size, sent.clone()))
+        if self.lose_results:
+            self.lose_results -= 1
+            raise RuntimeError(LOST)
+        return rows
+
+    def isend(self, tensor: Tensor, rank: int) -> FakeWork:
+        self.sent[rank] = number = self.sent.get(rank, 0) + 1
+        with self.cluster.turn:
+            self.cluster.messages[self.number, "to", self.rank, rank, number] = tensor.clone()
+            self.cluster.turn.notify_all()
+        return FakeWork(lambda: None)
+
+    def irecv(self, tensor: Tensor, rank: int) -> FakeWork:
+        self.received[rank] = number = self.received.get(rank, 0) + 1
+        key = (self.number, "to", rank, self.rank, number)
+
+        def receive() -> None:
+            with self.cluster.turn:
+                self.cluster.wait(lambda: key in self.cluster.messages or self.cluster.error(key[0]))
+                if key not in self.cluster.messages:
+                    raise RuntimeError(LOST)
+                tensor.copy_(self.cluster.messages[key])
+
+        return FakeWork(receive)
+
+    def wait(self, works: list[FakeWork], generation_error: Callable[[], str]) -> None:
+        for work in works:
+            work.wait()
+
+    def abort(self) -> None: ...
+
+    def destroy(self) -> None: ...
+
+    def shutdown(self, links: set[int]) -> None: ...
+
+    def track_subgroups(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class FakeWork:
+    """A send or receive in flight."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self.wait = finish
+
+
+class FakeReplica:
+    """A whole replica; gradients are added in the order of the micro-batches, through the group."""
+
+    current = threading.local()  # .runtime: of the worker that runs in this thread
+
+    def __init__(self, model: nn.Module, *, micro_batches: int, seed: int = 0, **options: Any) -> None:
+        self.model, self.leaves, self.seed = model, micro_batches, seed
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.workers_per_replica, self.rehearsed = 1, None
+        self.generation_error = options["generation_error"]
+        self.runtime: ElasticRuntime = self.current.runtime
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.model(*inputs)
+
+    def micro_batches(self, step: int) -> Iterator[int]:
+        world = self.runtime.world
+        self.own_leaves = leaves_of_rank(world.rank, world.size, self.leaves)
+        self._losses: list[float] = []
+        gradients = []
+        for k in self.own_leaves:
+            if why := self.generation_error():
+                raise PeersLostError(why)
+            self.model.zero_grad()
+            yield k
+            gradients.append([p.grad.clone() for p in self.parameters if p.grad is not None])
+        rows = [row for rows in self.runtime.group.exchange(world.size, gradients) for row in rows]
+        for parameter, *grads in zip(self.parameters, *rows, strict=True):
+            parameter.grad = torch.stack(grads).double().sum(0).to(parameter.dtype)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+        self._losses.append(float(loss.detach()))
+
+    def losses(self) -> list[float]:
+        return self._losses
+
+    def losses_per_rank(self, size: int) -> list[int]:
+        return [len(leaves_of_rank(rank, size, self.leaves)) for rank in range(size)]
+
+    def digest(self) -> int:
+        return digest_of(self.parameters)
+
+    def grad_norm_squared(self) -> None: ...
+
+    def release_groups(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def run_workers(cluster: FakeCluster, work: Callable[[int], Any], slots: list[int]) -> dict[int, Any]:
+    """Run work(slot) in one thread per slot; return the results, or the exceptions, by slot."""
+    results: dict[int, Any] = {}
+
+    def run(slot: int) -> None:
+        try:
+            results[slot] = work(slot)
+        except BaseException as error:
+            log.debug("worker %d ended", slot, exc_info=True)
+            results[slot] = error
+            if not isinstance(error, RunEnded):
+                cluster.remove(f"h/{slot}/x", f"worker {slot} ended: {error!r}")
+
+    threads = [threading.Thread(target=run, args=(slot,), daemon=True) for slot in slots]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * LIMIT_S)
+        assert not thread.is_alive(), "a worker is stuck"
+    return results

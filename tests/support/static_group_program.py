@@ -1,0 +1,26 @@
+"""Run a static group with the settings in argv[1] (JSON): test_static_group.py."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from lockstep.agent.config import AgentTimeouts
+from lockstep.agent.static_group import run_static_group
+from lockstep.errors import LockstepError
+
+settings = json.loads(sys.argv[1])
+assert "torch" not in sys.modules
+try:
+    sys.exit(
+        run_static_group(
+            [settings["worker"]],
+            settings["workers"],
+            entry="static_workers:main",
+            preload=("static_workers",),
+            timeouts=AgentTimeouts(**settings["timeouts"]),
+        )
+    )
+except LockstepError as error:
+    print(error, file=sys.stderr)
+    sys.exit(error.exit_code)

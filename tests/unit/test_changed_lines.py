@@ -1,0 +1,11 @@
+"""The comparison page shows the counts that the scripts have now."""
+
+import runpy
+from pathlib import Path
+
+TOP = Path(__file__).parents[2]
+
+
+def test_table_of_the_page_is_the_output_of_the_command() -> None:
+    table = runpy.run_path(str(TOP / "tools/changed_lines.py"))["table"]()
+    assert table in (TOP / "docs/compare.md").read_text()
