@@ -23,7 +23,7 @@ $(VENV)/.set-up: pyproject.toml constraints.txt
 train: setup
 	$(BIN)/lockstep train --out runs/default
 
-# The unit tests without those marked slow: under a minute on two cores.
+# The unit tests without those marked slow: a minute on two idle cores.
 test-fast: setup
 	$(PYTEST) -m "not slow" tests/unit
 
@@ -50,5 +50,6 @@ docs: setup
 	$(PIP) -e ".[docs]"
 	$(BIN)/mkdocs build --strict
 
-wheel: setup
-	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+# Needs neither torch nor the tools.
+wheel:
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
