@@ -195,7 +195,8 @@ class Invariants:
             return f"generation {newest.number} commits nothing"
         reach = cluster.network.both_ways_open
         able = [worker for worker in living if worker not in members and all(reach(worker.host, other.host) for other in members)]
-        if len(able) >= cluster.limits.replica_size and len(members) + cluster.limits.replica_size <= cluster.limits.max_workers:
+        largest = max((len(self._friends(worker, able)) for worker in able), default=0)
+        if largest >= cluster.limits.replica_size and len(members) + cluster.limits.replica_size <= cluster.limits.max_workers:
             return f"{[worker.me.id for worker in able]} are on standby although there is room"
         return ""
 

@@ -110,6 +110,10 @@ def test_partner_of_a_lost_worker_is_replaced_while_too_few_workers_are_left(num
     play(some_history_in_replicas(random.Random(number)))
 
 
+def test_joiners_that_cannot_reach_each_other_are_not_one_replica() -> None:
+    play(some_history_in_replicas(random.Random(226)))
+
+
 @pytest.mark.parametrize("number", range(max(20, HISTORIES // 10)))
 def test_larger_side_continues_in_a_new_generation(number: int) -> None:
     play(kill_then_cut(random.Random(f"{SEED} {number}")))
@@ -511,6 +515,26 @@ def test_last_leaving_member_stays_until_a_joiner_has_its_state() -> None:
     joiner = Joiner(member(1), {}, frozenset({"a/0/x"}))
     both, _ = NEXT_GENERATION(CoordinatorView(generation(1, 0), reports, {}, [joiner]), ElasticLimits(), "token")
     assert both and both.members == (member(0), member(1)) and both.step == 7
+
+
+def test_replica_of_joiners_that_reach_each_other_is_admitted() -> None:
+    members = {slot: member(slot) for slot in range(4)}
+    links = {1: ["a/0/x"], 2: ["a/0/x", "a/3/x"], 3: ["a/0/x"]}  # no link between 1 and the others
+    joiners = [Joiner(members[slot], {}, frozenset(reached)) for slot, reached in links.items()]
+    limits = ElasticLimits(replica_size=2)
+    assert NEWCOMERS(joiners, [members[0]], limits) == [members[2], members[3]]
+    assert NEWCOMERS(joiners[:2], [members[0]], limits) == []
+
+
+def test_joiner_links_to_other_joiners_that_may_share_its_replica() -> None:
+    joiner = protocol(1)
+    joiner.limits = replace(joiner.limits, replica_size=2)
+    joiner.request_join(0.0, {"torch": "2.13"}, is_joining=True)
+    effects = joiner.on_log_read(generation(1, 0), [member(2)], 0.0)
+    assert effects == [Connect(member(0)), Connect(member(2))]
+    joiner.on_link_up("a/0/x", 0.1)
+    requests = [effect.message for effect in joiner.on_link_up("a/2/x", 0.2) if isinstance(effect, Send) and effect.id == "a/0/x"]
+    assert requests[0]["reaches"] == ["a/0/x", "a/2/x"]
 
 
 def test_reason_names_removed_members_and_joiners() -> None:

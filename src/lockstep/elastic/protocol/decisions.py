@@ -68,11 +68,14 @@ class LeaveReport:
 
 @dataclass(frozen=True)
 class Joiner:
-    """A worker that asks to join, its fingerprint, and the ids of the members it reaches."""
+    """A worker that asks to join, its fingerprint, and the ids of the workers it reaches."""
 
     member: Member
     fingerprint: Mapping[str, str]
     reaches: frozenset[str] = frozenset()
+
+    def is_linked(self, other: Joiner) -> bool:
+        return other.member.id in self.reaches or self.member.id in other.reaches
 
 
 @dataclass(frozen=True)
@@ -146,11 +149,29 @@ def split_members(view: CoordinatorView, limits: ElasticLimits) -> tuple[list[Me
 
 
 def select_joiners(joiners: Iterable[Joiner], stay: Sequence[Member], limits: ElasticLimits) -> list[Member]:
-    """Return the joiners to admit: whole replicas that reach every staying member."""
-    fit = [joiner.member for joiner in joiners if all(member.id in joiner.reaches for member in stay)]
+    """Return the joiners to admit: whole replicas that reach every staying member.
+
+    Replicas of one worker may not reach each other. Then the next generation does not form, and
+    one of them is removed. Members of a larger replica would be removed and join together again.
+    """
+    fit = [joiner for joiner in joiners if all(member.id in joiner.reaches for member in stay)]
     if limits.replica_size > 1:
-        fit.sort(key=lambda member: member.sort_key)  # workers of one host make a replica
-    return first_whole_replicas(fit, max(0, limits.max_workers - len(stay)), limits.replica_size)
+        fit = replicas_that_reach_each_other(fit, limits.replica_size)
+    return first_whole_replicas([joiner.member for joiner in fit], max(0, limits.max_workers - len(stay)), limits.replica_size)
+
+
+def replicas_that_reach_each_other(joiners: Sequence[Joiner], replica_size: int) -> list[Joiner]:
+    """Return joiners in whole replicas, preferably of one host, that all reach each other."""
+    chosen: list[Joiner] = []
+    waiting = sorted(joiners, key=lambda joiner: joiner.member.sort_key)
+    while waiting:
+        replica: list[Joiner] = []
+        for joiner in waiting:
+            if len(replica) < replica_size and all(joiner.is_linked(other) for other in (*chosen, *replica)):
+                replica.append(joiner)
+        chosen += replica if len(replica) == replica_size else []
+        waiting = [joiner for joiner in waiting[1:] if joiner not in chosen]
+    return chosen
 
 
 def first_whole_replicas(members: Sequence[Member], most: int, replica_size: int) -> list[Member]:

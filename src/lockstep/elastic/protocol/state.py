@@ -110,9 +110,15 @@ class MembershipState:
         return id in self.dead or (id not in self.links and self._silence_s(id) > self.limits.heartbeat_s)
 
     def _wanted_peers(self) -> list[Member]:
-        """Return the peers to link to: the coordinator and the silent members before it."""
-        if self.phase == "out":
-            candidates = self._candidates() if not self._active_members() else []
+        """Return the peers to link to: the coordinator and the silent members before it.
+
+        A joiner links to all members, and to the other joiners if they may share its replica.
+        """
+        if self.phase == "out" and self._active_members():
+            other_joiners = self.waiting_members if self.limits.replica_size > 1 else ()
+            wanted = [*self._members(), *other_joiners] if self.join_requested else []
+        elif self.phase == "out":
+            candidates = self._candidates()
             first = candidates[: 1 + sum(self._is_late(member.id) for member in candidates)]
             wanted = [*self._members(), *first] if self.join_requested else []
         elif self._made_no_progress or (self.is_coordinator and self.generation_error):

@@ -249,8 +249,7 @@ class Protocol(MembershipState):
         """Return what a peer should know: join request, report, generation error, heartbeat."""
         stop = {"stops": self.stop_signal} if self.stop_signal else {}
         if self.phase == "out" and self.join_requested and any(member.id == id for member in self._join_targets()):
-            reaches = sorted(member.id for member in self._active_members() if member.id in self.links)
-            request = {"member": vars(self.me), "facts": dict(self.fingerprint), "reaches": reaches}
+            request = {"member": vars(self.me), "facts": dict(self.fingerprint), "reaches": sorted(self.links)}
             return {"kind": "join", "number": self.number, **request, **stop}
         if not self.generation_error or all(member.id != id for member in self.others):
             return {"kind": "beat"}
