@@ -42,41 +42,30 @@ MEDIAN_STEPS = 10.0  # for slow machines
 FIRST_STEP_S = 60.0  # in a generation's first step, which warms up
 COMMON_S = 300.0  # before all ranks are killed if all hang outside collectives: their shared cause (a disk) may recover
 
+# Kill the culprits and continue without them; form a new group of all members; end the run; only log.
 Action = Literal["evict", "regroup", "abort", "warn"]
 
 
 @dataclass(frozen=True)
 class MemberSnapshot:
-    """What the coordinator knows of a member.
-
-    status    its newest status, with durations as of now
-    silent_s  seconds since its last heartbeat
-    state     process state of proc(5): "R", "S", "D", "T", "Z"; "" if unknown
-    stack     of its main thread, from `stack_of`; may be empty
-    """
+    """A member, as the coordinator knows it."""
 
     id: str
     host: str
     slot: int
     rank: int
-    status: Status
-    silent_s: float = 0.0
-    state: str = ""
-    stack: str = ""
+    status: Status  # the newest, with durations as of now
+    silent_s: float = 0.0  # since its last heartbeat
+    state: str = ""  # of its process, by proc(5): "R", "S", "D", "T", "Z"; "" if unknown
+    stack: str = ""  # of its main thread, from `stack_of`; may be empty
 
 
 @dataclass(frozen=True)
 class HangVerdict:
-    """A detected hang.
+    """A detected hang."""
 
-    culprits   ids in rank order; empty if no member is to blame
-    paragraph  description for the log
-    action     "evict": kill the culprits and continue without them; "regroup": all members form a
-               new group; "abort": end the run; "warn": only log
-    """
-
-    culprits: tuple[str, ...]
-    paragraph: str
+    culprits: tuple[str, ...]  # ids in rank order; empty if no member is to blame
+    paragraph: str  # for the log
     action: Action
 
 
@@ -102,20 +91,15 @@ def in_collective(member: MemberSnapshot) -> bool:
 
 
 def user_collective(member: MemberSnapshot) -> str:
-    """Return the torch.distributed function in which the user's loop waits: "all_reduce of 8 B".
-
-    "" if it waits in none, or in a collective of the library.
-    """
+    """Return the collective that the user's loop called, such as "all_reduce of 8 B", or ""."""
     match = None if member.status.phase in WAITING else COLLECTIVE.search(member.stack.rpartition("\n")[2])
     return match[1] if match else ""
 
 
 def cannot_move(member: MemberSnapshot, limits: ElasticLimits) -> Literal["", "exited", "stopped", "unheard"]:
     """Return why the member's process cannot run at all; "" if it can."""
-    if member.state in ("Z", "X"):
-        return "exited"
-    if member.state in ("T", "t"):
-        return "stopped"
+    if member.state in ("Z", "X", "T", "t"):
+        return "exited" if member.state in ("Z", "X") else "stopped"
     return "unheard" if member.state == "" and member.silent_s > limits.heartbeat_timeout_s else ""
 
 
@@ -134,14 +118,11 @@ def stall_limit_s(member: MemberSnapshot, limits: ElasticLimits, step_s: float) 
     return max(limits.hang_timeout_s, MEDIAN_STEPS * step_s, first_s, allowance_s)
 
 
-# Verdicts.
-
-
 def blame_culprits(culprits: Sequence[MemberSnapshot], others: Sequence[MemberSnapshot], limits: ElasticLimits) -> HangVerdict:
     """Some members hang by themselves; the others wait for them."""
-    clauses = "; ".join([*describe_all(culprits, limits), *describe_waiting(others, "it" if is_single(culprits) else "them")])
-    subject = "It" if is_single(culprits) else "They"
-    return HangVerdict(ids_by_rank(culprits), f"{clauses}. {action_words(subject, culprits, others, limits)}", limits.on_hang)
+    subject, pronoun = ("It", "it") if is_single(culprits) else ("They", "them")
+    clauses = "; ".join([*describe_all(culprits, limits), *describe_waiting(others, pronoun)])
+    return HangVerdict(ids_of(culprits), f"{clauses}. {action_words(subject, culprits, others, limits)}", limits.on_hang)
 
 
 def blame_shared_cause(members: Sequence[MemberSnapshot], limits: ElasticLimits) -> HangVerdict:
@@ -150,7 +131,7 @@ def blame_shared_cause(members: Sequence[MemberSnapshot], limits: ElasticLimits)
     cause = f"none of the {len(members)} ranks makes progress or waits for another, so look for a shared cause, such as a disk: {clauses}."
     if limits.on_hang == "evict" and min(member.status.moved_s for member in members) <= COMMON_S:
         return HangVerdict((), f"{cause} They have {format_duration(COMMON_S)} to recover.", "warn")
-    return HangVerdict(ids_by_rank(members), f"{cause} {action_words('They', members, (), limits)}", limits.on_hang)
+    return HangVerdict(ids_of(members), f"{cause} {action_words('They', members, (), limits)}", limits.on_hang)
 
 
 def blame_mismatch(members: Sequence[MemberSnapshot], limits: ElasticLimits) -> HangVerdict:
@@ -162,10 +143,9 @@ def blame_mismatch(members: Sequence[MemberSnapshot], limits: ElasticLimits) -> 
         groups.setdefault((*where, *((own, innermost(member.stack)) if own else ())), []).append(member)
     if len(groups) == 1:
         return blame_network(members, limits)
-    largest = max(map(len, groups.values()))
-    culprits = [member for group in groups.values() if len(group) < largest for member in group]
-    if len([group for group in groups.values() if len(group) == largest]) > 1:
-        culprits = []  # no majority
+    largest = max(groups.values(), key=len)
+    has_majority = [len(group) for group in groups.values()].count(len(largest)) == 1
+    culprits = [member for member in members if member not in largest] if has_majority else []
     clauses = ", while ".join(
         f"{who(group)} {have(group)} waited in {collective_with_number(group[0])} for {longest_stall(group)}{at_line(group[0])}"
         for group in sorted(groups.values(), key=lambda group: (len(group), group[0].rank))
@@ -173,7 +153,7 @@ def blame_mismatch(members: Sequence[MemberSnapshot], limits: ElasticLimits) -> 
     rule = "Every rank must call the same collectives, in the same order and with tensors of the same size."
     end = action_words(rank_words(culprits).capitalize(), culprits, members, limits)
     action: Action = "regroup" if limits.on_hang == "evict" and not culprits else limits.on_hang
-    return HangVerdict(ids_by_rank(culprits), f"mismatched collectives: {clauses}. {rule} {end}", action)
+    return HangVerdict(ids_of(culprits), f"mismatched collectives: {clauses}. {rule} {end}", action)
 
 
 def blame_network(members: Sequence[MemberSnapshot], limits: ElasticLimits) -> HangVerdict:
@@ -187,8 +167,6 @@ def blame_network(members: Sequence[MemberSnapshot], limits: ElasticLimits) -> H
         cause = f"all {len(members)} ranks have been in {where}; none is missing, so {between} makes no progress"
     return HangVerdict((), f"{cause}. {action_words('', (), members, limits)}", "regroup" if limits.on_hang == "evict" else limits.on_hang)
 
-
-# Their words.
 
 PHASE_WORDS: dict[Phase, str] = {
     "idle": "standing by",
@@ -239,12 +217,10 @@ def describe_group(group: Sequence[MemberSnapshot], limits: ElasticLimits) -> st
 def describe_waiting(others: Sequence[MemberSnapshot], pronoun: str) -> list[str]:
     """Return a clause for each collective that members wait in."""
     groups: dict[str, list[MemberSnapshot]] = {}
-    for member in others:
-        if in_collective(member):
-            groups.setdefault(collective_words(member), []).append(member)
-    return [
-        f"{rank_words(group)} {have(group)} waited for {pronoun} in {where} for {longest_stall(group)}" for where, group in groups.items()
-    ]
+    for member in filter(in_collective, others):
+        groups.setdefault(collective_words(member), []).append(member)
+    waited = f"waited for {pronoun} in"
+    return [f"{rank_words(group)} {have(group)} {waited} {where} for {longest_stall(group)}" for where, group in groups.items()]
 
 
 def collective_words(member: MemberSnapshot) -> str:
@@ -260,19 +236,15 @@ def collective_words(member: MemberSnapshot) -> str:
 
 def collective_with_number(member: MemberSnapshot) -> str:
     """The same with the number and size of a collective of the library."""
-    status = member.status
-    if user_collective(member):
-        return collective_words(member)
+    status, words = member.status, collective_words(member)
     size = f", {format_bytes(status.collective_bytes)}" if status.collective_bytes else ""
-    return f"{collective_words(member)} (collective {status.collective} of generation {status.generation}{size})"
+    return words if user_collective(member) else f"{words} (collective {status.collective} of generation {status.generation}{size})"
 
 
 def action_words(subject: str, culprits: Sequence[MemberSnapshot], others: Sequence[MemberSnapshot], limits: ElasticLimits) -> str:
     """Describe the action. subject: the culprits, as the sentence calls them."""
-    if limits.on_hang == "abort":
-        return "The run is aborted."
-    if limits.on_hang == "warn":
-        return "No action is taken."
+    if limits.on_hang != "evict":
+        return "The run is aborted." if limits.on_hang == "abort" else "No action is taken."
     if not culprits:
         return "All ranks form a new group and retry the step."
     verb = "removed" if all(cannot_move(member, limits) in ("exited", "unheard") for member in culprits) else "killed"
@@ -281,8 +253,8 @@ def action_words(subject: str, culprits: Sequence[MemberSnapshot], others: Seque
     return f"{subject} {be} {verb}, and the run continues {how} {them}."
 
 
-def ids_by_rank(members: Sequence[MemberSnapshot]) -> tuple[str, ...]:
-    return tuple(member.id for member in sorted(members, key=lambda member: member.rank))
+def ids_of(members: Sequence[MemberSnapshot]) -> tuple[str, ...]:
+    return tuple(member.id for member in members)
 
 
 def who(members: Sequence[MemberSnapshot]) -> str:
@@ -293,8 +265,7 @@ def who(members: Sequence[MemberSnapshot]) -> str:
 
 
 def rank_words(members: Sequence[MemberSnapshot]) -> str:
-    ranks = sorted(member.rank for member in members)
-    return f"rank{'' if is_single(members) else 's'} {joined([str(rank) for rank in ranks])}"
+    return f"rank{'' if is_single(members) else 's'} {joined([str(rank) for rank in sorted(member.rank for member in members)])}"
 
 
 def joined(words: Sequence[str]) -> str:
@@ -319,8 +290,6 @@ def at_line(member: MemberSnapshot) -> str:
     return f", at {line}" if line else ""
 
 
-# Stacks.
-
 LINE = re.compile(r"(.+):(\d+) in (.+?): (.*)")
 COLLECTIVES = "distributed_c10d.py"
 COLLECTIVE = re.compile(rf"{re.escape(COLLECTIVES)}:\d+ in (.+?): ")
@@ -334,20 +303,17 @@ def stack_of(thread_id: int | None = None, *, frames: int = 40) -> str:
     disk. The tensor size of a torch.distributed collective follows its name.
     """
     frame = sys._current_frames().get(thread_id or threading.main_thread().ident or 0)
-    calls = traceback.extract_stack(frame, frames) if frame else []
-    lines = [f"{call.filename}:{call.lineno} in {call.name}: {call.line or ''}" for call in calls]
-    if frame and frame.f_code.co_filename.endswith(COLLECTIVES):
-        bytes = getattr(frame.f_locals.get("tensor"), "nbytes", None)
-        size = f" of {format_bytes(bytes)}" if bytes is not None else ""
-        lines[-1] = f"{calls[-1].filename}:{calls[-1].lineno} in {calls[-1].name}{size}: {calls[-1].line or ''}"
-    return "\n".join(lines)
+    if frame is None:
+        return ""
+    *outer, inner = traceback.extract_stack(frame, frames)
+    tensor_bytes = getattr(frame.f_locals.get("tensor"), "nbytes", None) if inner.filename.endswith(COLLECTIVES) else None
+    size = f" of {format_bytes(tensor_bytes)}" if tensor_bytes is not None else ""
+    calls = [(call, "") for call in outer] + [(inner, size)]
+    return "\n".join(f"{call.filename}:{call.lineno} in {call.name}{size}: {call.line or ''}" for call, size in calls)
 
 
 def innermost(stack: str) -> str:
-    """Return the innermost line outside Python and installed packages, else of all; or "".
-
-    model.py:83 in forward: `time.sleep(600)`
-    """
+    """Return the innermost line, preferably of the user: "model.py:83 in forward: `sleep(9)`"."""
     calls = [match.groups() for match in map(LINE.fullmatch, stack.splitlines()) if match]
     user_calls = [call for call in calls if not NOT_THE_USERS.search(call[0])]
     for path, line, function, source in (user_calls or calls)[-1:]:

@@ -14,35 +14,20 @@ INCOMPLETE = "its replica is incomplete"
 
 @dataclass(frozen=True)
 class ElasticLimits:
-    """Timeouts and numbers of workers.
+    """Timeouts and numbers of workers."""
 
-    heartbeat_s           interval between heartbeats
-    heartbeat_timeout_s   without a message for longer, a peer counts as lost
-    log_poll_s            interval between reads of the log while waiting for a generation
-    rendezvous_timeout_s  how long a start waits for `expected_workers` once `min_workers` are there
-    takeover_s            how long new workers wait for members of the newest generation that
-                          neither answer nor update their liveness file
-    hang_timeout_s        time without progress before the blocking rank is identified
-    evaluate_timeout_s    the same for a rank that evaluates
-    on_hang               remove the culprits ("evict"), end the run ("abort"), or only log ("warn")
-    expected_workers      workers that a start waits for
-    min_workers           training waits below this number
-    max_workers           at most this many train at once
-    replica_size          workers per replica, adjacent in rank; incomplete replicas are removed
-    """
-
-    heartbeat_s: float = 0.5
-    heartbeat_timeout_s: float = 2.5
-    log_poll_s: float = 0.25
-    rendezvous_timeout_s: float = 30.0
-    takeover_s: float = 30.0
-    hang_timeout_s: float = 10.0
-    evaluate_timeout_s: float = 1800.0
-    on_hang: Literal["evict", "abort", "warn"] = "evict"
-    expected_workers: int = 1
-    min_workers: int = 1
-    max_workers: int = 1_000_000
-    replica_size: int = 1
+    heartbeat_s: float = 0.5  # interval between heartbeats
+    heartbeat_timeout_s: float = 2.5  # without a message for longer, a peer counts as lost
+    log_poll_s: float = 0.25  # interval between reads of the log while waiting for a generation
+    rendezvous_timeout_s: float = 30.0  # how long a start waits for `expected_workers` once there are `min_workers`
+    takeover_s: float = 30.0  # how long new workers wait for members that neither answer nor update their liveness file
+    hang_timeout_s: float = 10.0  # time without progress before the blocking rank is identified
+    evaluate_timeout_s: float = 1800.0  # the same for a rank that evaluates
+    on_hang: Literal["evict", "abort", "warn"] = "evict"  # remove the culprits, end the run, or only log
+    expected_workers: int = 1  # that a start waits for
+    min_workers: int = 1  # training waits below this number
+    max_workers: int = 1_000_000  # at most this many train at once
+    replica_size: int = 1  # workers per replica, adjacent in rank; incomplete replicas are removed
 
     @property
     def for_stopping(self) -> ElasticLimits:
@@ -52,18 +37,13 @@ class ElasticLimits:
 
 @dataclass(frozen=True)
 class LeaveReport:
-    """A member's report that its main thread has left generation `number`.
-
-    step     committed steps, or steps that it must commit because all ranks agreed; < 0: no state
-    leaving  it leaves the run, because its host is drained
-    lost     ids of members that it cannot reach; filled in by the protocol
-    """
+    """A member's report that its main thread has left generation `number`."""
 
     number: int
-    step: int
-    leaving: bool = False
+    step: int  # committed steps, or steps that it must commit because all ranks agreed; < 0: no state
+    leaving: bool = False  # the member leaves the run, because its host is drained
     why: str = ""
-    lost: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()  # ids of members that it cannot reach; filled in by the protocol
 
 
 @dataclass(frozen=True)
@@ -80,11 +60,11 @@ class Joiner:
 
 @dataclass(frozen=True)
 class CoordinatorView:
-    """All inputs of a coordinator's decision. dead: id -> why a member counts as gone."""
+    """All inputs of a coordinator's decision."""
 
     generation: Generation
     reports: Mapping[str, LeaveReport]
-    dead: Mapping[str, str]
+    dead: Mapping[str, str]  # id -> why a member counts as gone
     joiners: Sequence[Joiner]
 
 
@@ -190,11 +170,10 @@ def split_whole_replicas(members: Sequence[Member], stay: Sequence[Member], repl
 
 def rendezvous_status(workers: Sequence[Member], limits: ElasticLimits) -> str:
     """Return the log line of a start that waits for workers."""
-    names, timeout_s = member_names(workers), limits.rendezvous_timeout_s
     if len(workers) < limits.min_workers:
-        return f"too few workers: {len(workers)} available ({names}), at least {limits.min_workers} required"
-    expected = f"{len(workers)} of {limits.expected_workers} available ({names})"
-    return f"waiting for workers: {expected}; training starts without the others after {timeout_s:g} s"
+        return f"too few workers: {len(workers)} available ({member_names(workers)}), at least {limits.min_workers} required"
+    available = f"{len(workers)} of {limits.expected_workers} available ({member_names(workers)})"
+    return f"waiting for workers: {available}; training starts without the others after {limits.rendezvous_timeout_s:g} s"
 
 
 def member_names(members: Sequence[Member]) -> str:
@@ -202,22 +181,15 @@ def member_names(members: Sequence[Member]) -> str:
     return ", ".join(f"{member.host}/{member.slot}" for member in members)
 
 
-def describe_differences(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
-    """Describe how two fingerprints differ; "" when they are equal."""
-
-    def shown(value: str | None) -> str:
-        return "not set" if value is None else repr(value)
-
-    keys = [key for key in {**ours, **theirs} if theirs.get(key) != ours.get(key)]
-    return "; ".join(f"{key} is {shown(theirs.get(key))} there and {shown(ours.get(key))} here" for key in keys)
-
-
 def refusal_reason(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
     """Return why a worker with the fingerprint `theirs` cannot join; "" when it can."""
-    asked_there, asked_here = (
-        {key: value for key, value in facts.items() if key.startswith(RUN_FACT_PREFIXES)} for facts in (theirs, ours)
-    )
-    if differences := describe_differences(asked_there, asked_here):
+
+    def describe(key: str, facts: Mapping[str, str]) -> str:
+        return repr(facts[key]) if key in facts else "not set"
+
+    different = [key for key in {**ours, **theirs} if theirs.get(key) != ours.get(key)]
+    of_run = [key for key in different if key.startswith(RUN_FACT_PREFIXES)]
+    differences = "; ".join(f"{key} is {describe(key, theirs)} there and {describe(key, ours)} here" for key in of_run or different)
+    if of_run:
         return f"it was started for a different run: {differences}"
-    differences = describe_differences(theirs, ours)
     return f"it would compute different bits: {differences}" if differences else ""

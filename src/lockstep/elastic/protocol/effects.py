@@ -1,4 +1,4 @@
-"""Effects: requests of the protocol to the membership thread."""
+"""Effects: requests of the protocol to the membership thread, and the events that follow them."""
 
 from __future__ import annotations
 
@@ -9,45 +9,33 @@ from lockstep.elastic.generation_log import Generation, Member, RunResult
 
 
 @dataclass(frozen=True)
-class Connect:
-    """Open a link; `on_link_up` or `on_connect_failed` follows."""
-
+class Connect:  # open a link; then `on_link_up` or `on_connect_failed`
     member: Member
 
 
 @dataclass(frozen=True)
-class Send:
-    """Send a message to a linked peer."""
-
+class Send:  # send a message to a linked peer
     id: str
     message: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class ReadLog:
-    """Read the log above `known`, and the waiting room; `on_log_read` or `on_disk_error` follows."""
-
+class ReadLog:  # read the log above `known`, and the waiting room; then `on_log_read` or `on_disk_error`
     known: int
 
 
 @dataclass(frozen=True)
-class Propose:
-    """Propose a generation, with its store filled in; `on_proposed` or `on_disk_error` follows."""
-
+class Propose:  # propose a generation, with its store filled in; then `on_proposed` or `on_disk_error`
     generation: Generation
 
 
 @dataclass(frozen=True)
-class AbortGroup:
-    """Abort every collective of the process group."""
-
+class AbortGroup:  # abort every collective of the process group
     why: str
 
 
 @dataclass(frozen=True)
-class FormGroup:
-    """Let the main thread form the process group of `generation`, which has this worker."""
-
+class FormGroup:  # let the main thread form the process group of `generation`, which has this worker
     generation: Generation
 
 
@@ -57,9 +45,7 @@ class GetReady:
 
 
 @dataclass(frozen=True)
-class Exit:
-    """Leave for good: removed from the run (`fenced`), refused, or the run ended."""
-
+class Exit:  # leave for good: removed from the run (`fenced`), refused, or the run ended
     why: str
     fenced: bool = False
     end: RunResult | None = None

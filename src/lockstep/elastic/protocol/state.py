@@ -16,44 +16,27 @@ from lockstep.elastic.protocol.decisions import ElasticLimits, Joiner, LeaveRepo
 
 @dataclass
 class MembershipState:
-    """What one worker knows about its membership and the other workers.
-
-    tokens               returns a new random token for each proposal
-    after                newest generation before this start: a recorded end up to it is ignored
-    fingerprint          values that must be equal on all members; empty until this worker trains
-    join_requested       the main thread has asked to join
-    is_joining           it asked while others trained, and starts with no other worker
-    generation_error     why the generation is over, until its successor exists; "" otherwise
-    partition_suspected  the generation ended without progress and no rank was to blame: some of its
-                         members may not reach each other
-    stop_signal          the signal with which the run shall stop, as far as known; "" for none
-    reports              id -> report of a member that has left the generation
-    joiners              id -> worker that asked this worker to join
-    dead                 id -> why a worker is gone for good: exited or evicted
-    last_heard_s         id -> time of the last message, for each monitored peer
-    links                ids of linked peers
-    waiting_members      workers outside every generation, from the run folder; some may have exited
-    """
+    """The membership and the other workers, as one worker knows them."""
 
     me: Member
     limits: ElasticLimits
-    tokens: Callable[[], str]
+    tokens: Callable[[], str]  # returns a new random token for each proposal
     now_s: float
-    after: int = 0
-    fingerprint: Mapping[str, str] = field(default_factory=dict)
-    generation: Generation | None = None
+    after: int = 0  # newest generation before this start: a recorded end up to it is ignored
+    fingerprint: Mapping[str, str] = field(default_factory=dict)  # must be equal on all members; empty until this worker trains
+    generation: Generation | None = None  # the newest one that this worker knows
     phase: str = "out"
-    join_requested: bool = False
-    is_joining: bool = False
-    generation_error: str = ""
-    partition_suspected: bool = False
-    stop_signal: str = ""
-    reports: dict[str, LeaveReport] = field(default_factory=dict)
-    joiners: dict[str, Joiner] = field(default_factory=dict)
-    dead: dict[str, str] = field(default_factory=dict)
-    last_heard_s: dict[str, float] = field(default_factory=dict)
-    links: set[str] = field(default_factory=set)
-    waiting_members: tuple[Member, ...] = ()
+    join_requested: bool = False  # by the main thread
+    is_joining: bool = False  # it asked while others trained, and starts with no other worker
+    generation_error: str = ""  # why the generation is over, until its successor exists
+    partition_suspected: bool = False  # the generation stalled and no rank was to blame: some members may not reach each other
+    stop_signal: str = ""  # the signal with which the run shall stop, as far as known
+    reports: dict[str, LeaveReport] = field(default_factory=dict)  # by id, of members that have left the generation
+    joiners: dict[str, Joiner] = field(default_factory=dict)  # by id, workers that asked this worker to join
+    dead: dict[str, str] = field(default_factory=dict)  # id -> why a worker is gone for good: exited or evicted
+    last_heard_s: dict[str, float] = field(default_factory=dict)  # id -> time of the last message, for each monitored peer
+    links: set[str] = field(default_factory=set)  # ids of linked peers
+    waiting_members: tuple[Member, ...] = ()  # outside every generation, from the run folder; some may have exited
     _last_sent: dict[str, dict[str, Any]] = field(default_factory=dict)  # id -> newest update sent
     _connect_after_s: dict[str, float] = field(default_factory=dict)  # id -> next attempt; inf: one is under way
     _has_read_log: bool = False
@@ -66,7 +49,6 @@ class MembershipState:
 
     @property
     def number(self) -> int:
-        """The newest generation that this worker knows; 0: none."""
         return self.generation.number if self.generation else 0
 
     @property
@@ -86,10 +68,8 @@ class MembershipState:
     @property
     def joiner_count(self) -> int:
         """Number of joiners that could be admitted now."""
-        if not self.is_coordinator or not self.generation:
-            return 0
-        alive = [member for member in self.generation.members if not self._loss_reason(member.id)]
-        return len(select_joiners(self._reachable_joiners(), alive, self.limits))
+        alive = [member for member in self._members() if not self._loss_reason(member.id)]
+        return len(select_joiners(self._reachable_joiners(), alive, self.limits)) if self.is_coordinator else 0
 
     @property
     def writes_liveness(self) -> bool:
@@ -102,37 +82,37 @@ class MembershipState:
     def _is_silent(self, id: str) -> bool:
         return self._silence_s(id) > self.limits.heartbeat_timeout_s
 
+    def _is_late(self, id: str) -> bool:
+        return id in self.dead or (id not in self.links and self._silence_s(id) > self.limits.heartbeat_s)
+
     def _loss_reason(self, id: str) -> str:
         """Return why a worker counts as gone, for good or until it is heard from; else ""."""
         return self.dead.get(id) or (f"no heartbeat for {self.limits.heartbeat_timeout_s:g} s" if self._is_silent(id) else "")
-
-    def _is_late(self, id: str) -> bool:
-        return id in self.dead or (id not in self.links and self._silence_s(id) > self.limits.heartbeat_s)
 
     def _wanted_peers(self) -> list[Member]:
         """Return the peers to link to: the coordinator and the silent members before it.
 
         A joiner links to all members, and to the other joiners if they may share its replica.
         """
-        if self.phase == "out" and self._active_members():
-            other_joiners = self.waiting_members if self.limits.replica_size > 1 else ()
-            wanted = [*self._members(), *other_joiners] if self.join_requested else []
+        wanted: Sequence[Member] = ()
+        if self.phase == "out" and not self.join_requested:
+            return []
+        elif self.phase == "out" and self._active_members():
+            wanted = [*self._members(), *(self.waiting_members if self.limits.replica_size > 1 else ())]
         elif self.phase == "out":
             candidates = self._candidates()
-            first = candidates[: 1 + sum(self._is_late(member.id) for member in candidates)]
-            wanted = [*self._members(), *first] if self.join_requested else []
+            wanted = [*self._members(), *candidates[: 1 + sum(self._is_late(member.id) for member in candidates)]]
         elif self._made_no_progress or (self.is_coordinator and self.generation_error):
             wanted = self.others
-        else:
-            coordinator, members = self.coordinator(), self._members()
-            wanted = members[: members.index(coordinator) + 1] if coordinator else []
+        elif coordinator := self.coordinator():
+            members = self._members()
+            wanted = members[: members.index(coordinator) + 1]
         return [member for member in wanted if member.id != self.me.id and member.id not in self.dead]
 
     def _monitored(self) -> list[Member]:
         """Return the workers whose silence counts: peers, joiners, and a coordinator's members."""
-        joiners = [joiner.member for joiner in self.joiners.values()]
-        monitored = (*self._wanted_peers(), *joiners, *(self.others if self.is_coordinator else ()))
-        return [member for member in monitored if member.id not in self.dead]
+        joiners, members = [joiner.member for joiner in self.joiners.values()], self.others if self.is_coordinator else ()
+        return [member for member in (*self._wanted_peers(), *joiners, *members) if member.id not in self.dead]
 
     def _members(self) -> list[Member]:
         return list(self.generation.members) if self.generation and not self.generation.end else []

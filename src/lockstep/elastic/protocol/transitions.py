@@ -66,7 +66,6 @@ class Protocol(MembershipState):
     # -- requests of the main thread ------------------------------------------------------------------------------------
 
     def request_join(self, now_s: float, fingerprint: Mapping[str, str], *, is_joining: bool = False) -> list[Effect]:
-        """Ask to join. is_joining: only workers that train already."""
         self.join_requested, self.fingerprint, self.is_joining = True, fingerprint, is_joining
         self._log_read_s = now_s
         return [ReadLog(0)]
@@ -85,7 +84,6 @@ class Protocol(MembershipState):
         return self._advance(now_s)
 
     def evict(self, id: str, why: str, now_s: float) -> list[Effect]:
-        """Remove a member that hangs or whose state differs."""
         if id == self.me.id:
             return self._exit_removed(why)
         self.dead.setdefault(id, why)
@@ -141,7 +139,10 @@ class Protocol(MembershipState):
         if kind == "record":
             return self._adopt(Generation.from_json(message["record"]), now_s)
         if kind == "prepare":
-            return self._on_get_ready()
+            if self.phase != "out" or not self.join_requested or self.fingerprint:
+                return []
+            self.join_requested, self._rendezvous_since_s = False, None  # stop asking until this worker has a model
+            return [GetReady()]
         if kind == "refused":
             self.phase = "gone"
             return [Exit(str(message["why"]))]
@@ -198,14 +199,13 @@ class Protocol(MembershipState):
         monitored = [member.id for member in self._monitored()]
         self.last_heard_s = {id: min(now_s, self.last_heard_s.get(id, now_s) + stopped_s) for id in monitored}
         self.joiners = {id: joiner for id, joiner in self.joiners.items() if not self._is_silent(id)}
-        effects: list[Effect] = []
         if now_s - self._last_heartbeat_s >= self.limits.heartbeat_s:
             self._last_heartbeat_s, self._last_sent = now_s, {}
         pause_s = self.limits.log_poll_s if self.phase != "in" else 4 * self.limits.log_poll_s
-        if now_s - self._log_read_s >= pause_s and (self.phase != "out" or self.join_requested):
-            self._log_read_s = now_s
-            effects.append(ReadLog(self.number))
-        return [*effects, *self._advance(now_s)]
+        if now_s - self._log_read_s < pause_s or (self.phase == "out" and not self.join_requested):
+            return self._advance(now_s)
+        self._log_read_s = now_s
+        return [ReadLog(self.number), *self._advance(now_s)]
 
     # -- actions --------------------------------------------------------------------------------------------------------
 
@@ -307,8 +307,7 @@ class Protocol(MembershipState):
             return self._propose_end() if self._may_propose(now_s) else []
         self._rendezvous_since_s = now_s if self._rendezvous_since_s is None else self._rendezvous_since_s
         waited_s, limits = now_s - self._rendezvous_since_s, self.limits
-        late = waited_s >= limits.rendezvous_timeout_s
-        wanted = limits.min_workers if late else max(limits.expected_workers, limits.min_workers)
+        wanted = limits.min_workers if waited_s >= limits.rendezvous_timeout_s else max(limits.expected_workers, limits.min_workers)
         workers = [self.me, *sorted((joiner.member for joiner in self.joiners.values()), key=lambda member: member.sort_key)]
         if len(workers) < wanted or not self._may_propose(now_s):
             return self._log_status(rendezvous_status(workers, limits)) if waited_s >= limits.heartbeat_timeout_s else []
@@ -343,13 +342,6 @@ class Protocol(MembershipState):
             return [Send(id, {"kind": "refused", "why": f"{why} {where}"})]
         self.joiners[id] = joiner
         return self._advance(now_s)
-
-    def _on_get_ready(self) -> list[Effect]:
-        """Stop asking until this worker has a model: the others train already."""
-        if self.phase != "out" or not self.join_requested or self.fingerprint:
-            return []
-        self.join_requested, self._rendezvous_since_s = False, None
-        return [GetReady()]
 
     def _adopt(self, generation: Generation, now_s: float) -> list[Effect]:
         if generation.number <= self.number:
