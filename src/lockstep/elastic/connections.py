@@ -9,13 +9,13 @@ import resource
 import selectors
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.elastic.generation_log import Member
 from lockstep.elastic.link import AuthenticationError, Link
-from lockstep.elastic.log_limiter import LogLimiter
 from lockstep.elastic.protocol.effects import Effect
 from lockstep.elastic.protocol.transitions import Protocol
 
@@ -25,6 +25,7 @@ RETRY_S = 0.01  # interval between connection attempts to an exiting process
 KEEP_S = 0.05  # minimum age of an unauthenticated connection that is closed in favor of a new one
 EXITING_S = 1.0  # how long a member that closes new connections counts as exiting
 REFUSAL_LOG_S = 10.0  # interval between log lines about one peer refused for one reason
+MAX_REFUSAL_KEYS = 256  # more share one counter: an unauthenticated peer could cause any number of them
 
 
 class Connections:
@@ -99,15 +100,15 @@ class Connections:
             return
         connection.setblocking(False)
         code = connection.connect_ex((host, int(port)))
-        if code not in (0, errno.EINPROGRESS):
+        if code in (0, errno.EINPROGRESS):
+            self._add(connection, is_client=True, expected_id=member.id, member=vars(member))
+        else:
             connection.close()
             self._on_connect_failed(member.id, refused=code == errno.ECONNREFUSED)
-            return
-        self._add(connection, is_client=True, expected_id=member.id, member=vars(member))
 
-    def send(self, id: str, message: Mapping[str, Any]) -> None:
-        for link in [link for link in self._links.values() if link.id == id][:1]:
-            link.send(dict(message))
+    def send(self, id: str, message: dict[str, Any]) -> None:
+        if link := next((link for link in self._links.values() if link.id == id), None):
+            link.send(message)
             self._flush(link)
 
     def close(self) -> None:
@@ -230,3 +231,22 @@ class Connections:
 def max_unauthenticated() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(16, min(256, soft // 8)) if soft != resource.RLIM_INFINITY else 256
+
+
+@dataclass
+class LogLimiter:
+    """Allow a line for each key at its first event, then at most every `every_s` seconds."""
+
+    every_s: float
+    _logged_s: dict[Hashable, float] = field(default_factory=dict)
+    _counts: dict[Hashable, int] = field(default_factory=dict)
+
+    def due(self, key: Hashable, now_s: float) -> int:
+        """Count an event. Return the count since the last line if a line is due, else 0."""
+        if key not in self._logged_s and len(self._logged_s) >= MAX_REFUSAL_KEYS:
+            key = None
+        self._counts[key] = self._counts.get(key, 0) + 1
+        if now_s - self._logged_s.get(key, now_s - self.every_s) < self.every_s:
+            return 0
+        self._logged_s[key] = now_s
+        return self._counts.pop(key)

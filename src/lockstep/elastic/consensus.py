@@ -19,47 +19,29 @@ SIGNALS = ("", "SIGTERM", "SIGUSR1", "SIGINT")  # by precedence: if ranks receiv
 
 @dataclass(frozen=True)
 class Vote:
-    """What one process contributes to the decision on a step.
+    """The contribution of one process to the decision on a step."""
 
-    losses           of its micro-batches, in order
-    count            number of samples or tokens that the losses sum over; None: the loss needs no
-                     division
-    stop_signal      name of the signal that it received; "": none
-    joiners_waiting  other workers wait to join
-    leaving          this process leaves, and the others continue
-    digest           64 bits over the weights that it computed with; 0: not computed
-    """
-
-    losses: Sequence[float]
-    count: int | None = None
-    stop_signal: str = ""
+    losses: Sequence[float]  # of its micro-batches, in order
+    count: int | None = None  # samples or tokens that the losses sum over; None: the loss needs no division
+    stop_signal: str = ""  # name of the signal that it received
     save_failed: bool = False
     joiners_waiting: bool = False
-    leaving: bool = False
-    digest: int = 0
+    leaving: bool = False  # this process leaves, and the others continue
+    digest: int = 0  # 64 bits over the weights that it computed with; 0: not computed
 
 
 @dataclass(frozen=True)
 class StepDecision:
-    """The result of a vote, equal on all ranks.
+    """The result of a vote, equal on all ranks. With divergent ranks it must not be committed."""
 
-    loss             sum over the micro-batches
-    count            sum of the votes' counts; 0: they have none
-    stop             signal that stops the run; "": none
-    regroup          the members change before the next step
-    divergent_ranks  whose weights differ from the majority's; all ranks if there is no majority.
-                     A step with divergent ranks must not be committed
-    digests          of all ranks, if some diverge
-    """
-
-    loss: float
-    count: int = 0
+    loss: float  # sum over the micro-batches
+    count: int = 0  # sum of the votes' counts; 0: they have none
     finite: bool = True
-    stop: str = ""
+    stop: str = ""  # signal that stops the run
     save_failed: bool = False
-    regroup: bool = False
-    divergent_ranks: tuple[int, ...] = ()
-    digests: tuple[int, ...] = ()
+    regroup: bool = False  # the members change before the next step
+    divergent_ranks: tuple[int, ...] = ()  # whose weights differ from the majority's; all ranks if there is no majority
+    digests: tuple[int, ...] = ()  # of all ranks, if some diverge
 
 
 def count_votes(votes: Sequence[Vote], replica_size: int = 1) -> StepDecision:
@@ -112,13 +94,11 @@ def find_divergent_ranks(digests: Sequence[int | None], replica_size: int) -> tu
 
     digests  by rank; None: no state
     """
-    by_position = [
-        {rank: digest for rank, digest in enumerate(digests) if rank % replica_size == position and digest is not None}
-        for position in range(replica_size)
-    ]
-    divergent = [rank for digest_of in by_position for rank in minority(digest_of)]
-    no_majority = any(len(minority(digest_of)) == len(digest_of) > 1 for digest_of in by_position)
-    return tuple(sorted({rank for digest_of in by_position for rank in digest_of} if no_majority else divergent))
+    known = {rank: digest for rank, digest in enumerate(digests) if digest is not None}
+    by_position = [{rank: known[rank] for rank in known if rank % replica_size == position} for position in range(replica_size)]
+    if any(len(minority(digest_of)) == len(digest_of) > 1 for digest_of in by_position):
+        return tuple(known)
+    return tuple(sorted(rank for digest_of in by_position for rank in minority(digest_of)))
 
 
 def minority(digest_of: Mapping[int, int]) -> list[int]:
@@ -129,20 +109,12 @@ def minority(digest_of: Mapping[int, int]) -> list[int]:
 
 def vote_to_row(vote: Vote, length: int) -> list[float]:
     """Return the vote as 7 + `length` numbers, for up to `length` losses."""
-    digest = (vote.digest >> 32, vote.digest & 0xFFFFFFFF)
-    flags = [
-        SIGNALS.index(vote.stop_signal),
-        vote.save_failed,
-        vote.joiners_waiting,
-        vote.leaving,
-        *digest,
-        -1 if vote.count is None else vote.count,
-    ]
-    return [*flags, *vote.losses, *[0.0] * (length - len(vote.losses))]
+    flags = [SIGNALS.index(vote.stop_signal), vote.save_failed, vote.joiners_waiting, vote.leaving]
+    digest, count = (vote.digest >> 32, vote.digest & 0xFFFFFFFF), -1 if vote.count is None else vote.count
+    return [*flags, *digest, count, *vote.losses, *[0.0] * (length - len(vote.losses))]
 
 
 def row_to_vote(row: Sequence[float], losses: int) -> Vote:
     """Return the vote in a received row, of which `losses` losses are in use."""
-    digest = int(row[4]) << 32 | int(row[5])
-    count = None if row[6] < 0 else int(row[6])
+    count, digest = None if row[6] < 0 else int(row[6]), int(row[4]) << 32 | int(row[5])
     return Vote(row[7 : 7 + losses], count, SIGNALS[int(row[0])], bool(row[1]), bool(row[2]), bool(row[3]), digest)

@@ -35,20 +35,14 @@ GENERATION_FILE = re.compile(r"(\d{6,})\.json")
 
 @dataclass(frozen=True)
 class Member:
-    """One worker process, for its whole life.
+    """One worker process, for its whole life."""
 
-    id        "HOST/SLOT/RANDOM", unique
-    slot      number on its host, from 0
-    address   "ADDRESS:PORT" on which its membership thread listens
-    loopback  id of the network of a loopback address (worker_env.py); "" if other hosts reach it
-    """
-
-    id: str
+    id: str  # "HOST/SLOT/RANDOM", unique
     host: str
-    slot: int
+    slot: int  # number on its host, from 0
     pid: int
-    address: str
-    loopback: str = ""
+    address: str  # "ADDRESS:PORT" on which its membership thread listens
+    loopback: str = ""  # id of the network of a loopback address (worker_env.py); "" if other hosts reach it
 
     @property
     def sort_key(self) -> tuple[str, int, str]:
@@ -87,26 +81,16 @@ class RunResult:
 
 @dataclass(frozen=True)
 class Generation:
-    """A numbered list of members.
+    """A numbered list of members."""
 
-    number   from 1, without gaps
-    token    random; distinguishes proposals of the same number
-    members  in rank order; empty in the record that ends the run
-    store    "ADDRESS:PORT" of the TCPStore of its proposer, used to form the process group
-    step     committed steps at its start; 0 for a start, which looks for its checkpoint only later
-    reason   why it was formed, for logs
-    out      members of the previous generation that are not in this one
-    end      result of the run; None while it runs
-    """
-
-    number: int
-    token: str
-    members: tuple[Member, ...]
-    store: str
-    step: int
-    reason: str
-    out: tuple[Removed, ...] = ()
-    end: RunResult | None = None
+    number: int  # from 1, without gaps
+    token: str  # random; distinguishes proposals of the same number
+    members: tuple[Member, ...]  # in rank order; empty in the record that ends the run
+    store: str  # "ADDRESS:PORT" of the TCPStore of its proposer, used to form the process group
+    step: int  # committed steps at its start; 0 for a start, which looks for its checkpoint only later
+    reason: str  # why it was formed, for logs
+    out: tuple[Removed, ...] = ()  # members of the previous generation that are not in this one
+    end: RunResult | None = None  # of the run; None while it runs
 
     def rank_of(self, id: str) -> int | None:
         return next((rank for rank, member in enumerate(self.members) if member.id == id), None)
@@ -194,8 +178,8 @@ class GenerationLog:
         for path in sorted(self.folder.glob("*.suspects.json")):
             try:
                 facts = verify_checksum(read_json(path))
-                if not (isinstance(facts["step"], int) and isinstance(facts["what"], str) and isinstance(facts["digests"], dict)):
-                    raise ValueError("fields are missing or have the wrong type")
+                if not all(isinstance(facts[name], kind) for name, kind in [("step", int), ("what", str), ("digests", dict)]):
+                    raise ValueError("a field has the wrong type")
                 records.append((path, facts))
             except FileNotFoundError:
                 continue

@@ -12,41 +12,29 @@ from lockstep.errors import LockstepError
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a worker is, and what the next generation needs to know about it.
+    """The progress of a worker."""
 
-    stage             "join" and "resume" before the first step, then "step"
-    step              committed steps; -1: this worker has no training state yet
-    decision          the vote on the last committed step, for members that missed it
-    divergences       see Divergence
-    compare_all       compare all weights at the next vote: a member is new
-    one_source        a joiner receives its state from one worker only
-    first_generation  the worker was in no generation that trained
-    ledger            how the time of the run was spent, as JSON
-    """
-
-    stage: Literal["join", "resume", "step"]
-    step: int
-    decision: StepDecision | None = None
-    divergences: int = 0
-    compare_all: bool = False
-    one_source: bool = False
-    first_generation: bool = True
-    ledger: Mapping[str, Any] | None = None
+    stage: Literal["join", "resume", "step"]  # "join" and "resume" before the first step, then "step"
+    step: int  # committed steps; -1: this worker has no training state yet
+    decision: StepDecision | None = None  # the vote on the last committed step, for members that missed it
+    divergences: int = 0  # see Divergence
+    compare_all: bool = False  # compare all weights at the next vote: a member is new
+    one_source: bool = False  # a joiner receives its state from one worker only
+    first_generation: bool = True  # the worker was in no generation that trained
+    ledger: Mapping[str, Any] | None = None  # how the time of the run was spent
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Progress:
         """Return the progress that `to_json` described. LockstepError for other fields."""
         _refuse_other_fields(cls, values)
-        decision = values["decision"]
-        if decision is not None:
-            _refuse_other_fields(StepDecision, decision)
-            ranks, digests = tuple(decision["divergent_ranks"]), tuple(decision["digests"])
-            decision = StepDecision(**{**decision, "divergent_ranks": ranks, "digests": digests})
-        return cls(**{**values, "decision": decision})
+        if (decision := values["decision"]) is None:
+            return cls(**values)
+        _refuse_other_fields(StepDecision, decision)
+        tuples = {name: tuple(decision[name]) for name in ("divergent_ranks", "digests")}
+        return cls(**{**values, "decision": StepDecision(**{**decision, **tuples})})
 
 
 def _refuse_other_fields(kind: type, values: Mapping[str, Any]) -> None:
@@ -61,10 +49,7 @@ def _refuse_other_fields(kind: type, values: Mapping[str, Any]) -> None:
 
 
 def transfer_roles(progress: Sequence[Progress]) -> tuple[int, list[int], list[int]]:
-    """Return (the step of the run, the ranks that have its state, the ranks that need it).
-
-    progress  of the members, by rank
-    """
+    """Return (the step of the run, the ranks that have its state, the ranks that need it)."""
     newest = max(member.step for member in progress)
     sources = [rank for rank, member in enumerate(progress) if member.step == newest >= 0]
     return newest, sources, [rank for rank, member in enumerate(progress) if member.step < 0]

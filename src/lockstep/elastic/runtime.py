@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -42,22 +42,11 @@ T = TypeVar("T")
 MAX_FAILED_GENERATIONS = 50  # in a row
 
 
+@dataclass
 class PeerLoss:
-    """Context manager that catches the loss of a peer; `why` is then set."""
+    """The reason why a peer is lost; "" if none is."""
 
-    def __init__(self, runtime: ElasticRuntime) -> None:
-        self.runtime = runtime
-        self.why = ""
-
-    def __enter__(self) -> PeerLoss:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
-        if error is None or not self.runtime.is_peer_loss(error):
-            return False
-        self.why = error_summary(error) or type(error).__name__
-        error.__traceback__ = None  # it references the group
-        return True
+    why: str = ""
 
 
 class ElasticRuntime:
@@ -85,13 +74,11 @@ class ElasticRuntime:
     ) -> None:
         self.world = world
         self.group = group or GenerationGroup(world.device)
-        self.board = board or StatusBoard(None)
-        self.ledger = Ledger(time.monotonic())
+        self.board, self.ledger = board or StatusBoard(None), Ledger(time.monotonic())
         self.progress = Progress("join", -1)
         self.member_progress: list[Progress] = []
         self.is_joining, self.first_generation = False, True
-        self.leave_reason = ""
-        self.exit_code = 0
+        self.leave_reason, self.exit_code = "", 0
         self._owners: dict[str, weakref.ref[object]] = {}
         self._stop_signal: Callable[[], str] = str
         self.membership: Membership | None = None  # its threads call this object from now on
@@ -119,26 +106,22 @@ class ElasticRuntime:
     def join_under_agent(cls, worker_env: WorkerEnv, timeout_s: float, limits: ElasticLimits) -> ElasticRuntime:
         """Collective. Return the runtime of a worker that an agent started.
 
-        It is a member of the first generation. Or it `is_joining`, if a generation is training
-        already: then `join_running` follows when this worker has built its model.
+        If a generation is training already, it `is_joining`: `join_running` follows when it has
+        built its model.
         """
-        device, reason = prepare_worker(worker_env)
-        limits = replace(
-            limits, expected_workers=worker_env.expected_workers, min_workers=worker_env.min_workers, max_workers=worker_env.max_workers
-        )
+        env, (device, reason) = worker_env, prepare_worker(worker_env)
+        limits = replace(limits, expected_workers=env.expected_workers, min_workers=env.min_workers, max_workers=env.max_workers)
         runtime = cls(
-            World(-1, 0, worker_env.slot, worker_env.slots, worker_env.host, device),
+            World(-1, 0, env.slot, env.slots, env.host, device),
             GenerationGroup(device, timeout_s),
-            board=make_board(worker_env),
-            make_membership=lambda runtime: Membership(
-                worker_env, limits, runtime.shutdown_group, local_stop_signal=runtime.local_stop_signal
-            ),
+            board=make_board(env),
+            make_membership=lambda runtime: Membership(env, limits, runtime.shutdown_group, local_stop_signal=runtime.local_stop_signal),
         )
-        if worker_env.slot == 0:
-            log.info("%s, %d of %d workers on %s: %s", device, worker_env.slots, worker_env.expected_workers, worker_env.host, reason)
+        if env.slot == 0:
+            log.info("%s, %d of %d workers on %s: %s", device, env.slots, env.expected_workers, env.host, reason)
         assert runtime.membership is not None
         try:
-            runtime.is_joining = is_run_active(Path(worker_env.folder), worker_env)
+            runtime.is_joining = is_run_active(Path(env.folder), env)
             if not runtime.is_joining:
                 runtime.join_first_generation()
         except BaseException:
@@ -166,16 +149,15 @@ class ElasticRuntime:
         self.is_joining = False
 
     def is_leader(self) -> bool:
-        """Return `world.leader`, now: it changes with the generation."""
+        """Return `world.leader`, which changes with the generation."""
         return self.world.leader
 
     def shows_progress(self) -> bool:
         """Return whether this is the first worker of its host, or of the shared terminal."""
-        world = self.world
-        if os.environ.get(SHARED_TERMINAL) != "1" or not world.members:
-            return world.local_leader
-        first_of_hosts = [rank for rank, id in enumerate(world.members) if id.split("/")[1] == "0"]
-        return first_of_hosts[:1] == [world.rank]
+        if os.environ.get(SHARED_TERMINAL) != "1" or not self.world.members:
+            return self.world.local_leader
+        first_of_hosts = [rank for rank, id in enumerate(self.world.members) if id.split("/")[1] == "0"]
+        return first_of_hosts[:1] == [self.world.rank]
 
     @property
     def slot_or_rank(self) -> int:
@@ -259,9 +241,17 @@ class ElasticRuntime:
             return isinstance(error, PeersLostError)
         return is_peer_loss(error) or bool(self.generation_error())
 
-    def catch_peer_loss(self) -> PeerLoss:
-        """Return a context manager that catches the loss of a peer and keeps its reason."""
-        return PeerLoss(self)
+    @contextmanager
+    def catch_peer_loss(self) -> Iterator[PeerLoss]:
+        """Context manager that catches the loss of a peer and keeps its reason."""
+        loss = PeerLoss()
+        try:
+            yield loss
+        except Exception as error:
+            if not self.is_peer_loss(error):
+                raise
+            loss.why = error_summary(error) or type(error).__name__
+            error.__traceback__ = None  # it references the group
 
     def retry_across_generations(self, function: Callable[[], T], why: str = "", *, leaving: bool = False) -> T:
         """Collective. Return `function()`; if a member is lost, retry in the next generation.
@@ -291,18 +281,16 @@ class ElasticRuntime:
                 raise FencedError(why, "found by members of that generation", "this worker restarts")
             try:
                 self._form(record)
-                break
             except RuntimeError as error:
                 if is_out_of_memory(error):
                     raise
                 why = error_summary(error)
                 error.__traceback__ = None  # it references the group
+            else:
+                return self._take_progress()
             self.leave_group(why)
-        else:
-            raise PeersLostError(
-                f"{MAX_FAILED_GENERATIONS} generations in a row failed to form: {why}", f"{self.world.host}, {self.membership.me.address}"
-            )
-        self._take_progress()
+        what = f"{MAX_FAILED_GENERATIONS} generations in a row failed to form: {why}"
+        raise PeersLostError(what, f"{self.world.host}, {self.membership.me.address}")
 
     def _form(self, record: Generation) -> None:
         """Collective. Form the process group and exchange progress. RuntimeError if that fails."""
@@ -352,10 +340,7 @@ class ElasticRuntime:
         self.membership.evict(self.world.members[rank], why)
 
     def mark_untrusted(self, why: str, facts: dict[str, Any]) -> None:
-        """Mark this generation's state as untrusted.
-
-        Every member restarts from a checkpoint.
-        """
+        """Mark this generation's state as untrusted: every member restarts from a checkpoint."""
         if self.membership:
             try:
                 self.membership.generation_log.mark_untrusted(self.world.generation, why, facts)

@@ -1,8 +1,8 @@
-"""Rate limit of log lines."""
+"""Rate limit of log lines about refused connections."""
 
 from __future__ import annotations
 
-from lockstep.elastic.log_limiter import MAX_KEYS, LogLimiter
+from lockstep.elastic.connections import MAX_REFUSAL_KEYS, LogLimiter
 
 
 def test_first_event_is_logged_and_later_ones_counted() -> None:
@@ -15,5 +15,5 @@ def test_first_event_is_logged_and_later_ones_counted() -> None:
 
 def test_number_of_keys_is_limited() -> None:
     limiter = LogLimiter(10.0)
-    assert sum(bool(limiter.due(number, 0.0)) for number in range(10 * MAX_KEYS)) == MAX_KEYS + 1
-    assert limiter.due("the last", 10.0) == 9 * MAX_KEYS
+    assert sum(bool(limiter.due(number, 0.0)) for number in range(10 * MAX_REFUSAL_KEYS)) == MAX_REFUSAL_KEYS + 1
+    assert limiter.due("the last", 10.0) == 9 * MAX_REFUSAL_KEYS
