@@ -20,10 +20,7 @@ T = TypeVar("T")
 
 
 def vote_on_step(runtime: ElasticRuntime, vote: Vote, *, losses_per_rank: Sequence[int], replica_size: int = 1) -> StepDecision:
-    """Collective. Return the decision on a step. Sends 7 + max(losses_per_rank) numbers per rank.
-
-    losses_per_rank  number of losses in each rank's vote
-    """
+    """Collective. Return the decision on a step. Sends 7 + max(losses_per_rank) numbers per rank."""
     if runtime.world.size == 1:
         return count_votes([vote])
     sent = torch.tensor(vote_to_row(vote, max(losses_per_rank)), dtype=torch.float64)
@@ -51,18 +48,16 @@ def run_on_all(runtime: ElasticRuntime, function: Callable[[], T]) -> T:
 
 def gather_results(runtime: ElasticRuntime, function: Callable[[], Any]) -> list[Any]:
     """Collective. Return `function()` (a JSON value) of all ranks, or raise the first error."""
-    own: dict[str, Any]
     try:
-        own = {"value": function()}
+        own: dict[str, Any] = {"value": function()}
     except LockstepError as error:
         own = {"error": type(error).__name__, "parts": [error.what, error.where, error.hint]}
     except Exception as error:
         all_gather_json(runtime, {"error": "LockstepError", "parts": [f"rank {runtime.world.rank} failed: {error!r}", "", ""]})
         raise
     results = all_gather_json(runtime, own)
-    for result in results:
-        if "error" in result:
-            raise ERRORS_BY_NAME[result["error"]](*result["parts"])
+    if failed := next((result for result in results if "error" in result), None):
+        raise ERRORS_BY_NAME[failed["error"]](*failed["parts"])
     return [result["value"] for result in results]
 
 

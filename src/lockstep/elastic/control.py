@@ -52,13 +52,9 @@ def request_stop(
     run: Path, recipients: Sequence[Member], signal_name: str, *, within_s: float, each_s: float = REPLY_TIMEOUT_S
 ) -> Member | None:
     """Ask workers in turn, for `within_s`, to stop the run; return the first one that accepts."""
-    until_s = time.monotonic() + within_s
-    for member in recipients:
-        if time.monotonic() > until_s:
-            break
-        if query_member(run, member, {"kind": "stop", "signal": signal_name}, each_s).get("kind") == "stopping":
-            return member
-    return None
+    until_s, message = time.monotonic() + within_s, {"kind": "stop", "signal": signal_name}
+    in_time = (member for member in recipients if time.monotonic() <= until_s)
+    return next((member for member in in_time if query_member(run, member, message, each_s).get("kind") == "stopping"), None)
 
 
 def query_member(run: Path, member: Member, message: dict[str, Any], timeout_s: float = REPLY_TIMEOUT_S) -> dict[str, Any]:
@@ -111,10 +107,9 @@ def run_status(run: Path) -> dict[str, Any]:
 
 def status_row(rank: int | None, member: Member, reply: Mapping[str, Any]) -> dict[str, Any]:
     """Return the status of a worker; rank None: it waits to join."""
-    doing = reply.get("doing") or {}
-    row: dict[str, Any] = {"rank": rank, "host": member.host, "slot": member.slot, "pid": member.pid, "address": member.address}
-    role = "waiting" if rank is None else "leader" if rank == 0 else "worker"
-    row |= {"role": role, "step": doing.get("step"), "phase": doing.get("phase")}
+    doing, role = reply.get("doing") or {}, "waiting" if rank is None else "leader" if rank == 0 else "worker"
+    process = {"rank": rank, "host": member.host, "slot": member.slot, "pid": member.pid, "address": member.address}
+    row = {**process, "role": role, "step": doing.get("step"), "phase": doing.get("phase")}
     return row | ({"unreachable": reply["unreachable"]} if "unreachable" in reply else {})
 
 

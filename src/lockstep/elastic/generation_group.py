@@ -26,9 +26,7 @@ POLL_S = 0.02
 class GenerationGroup:
     """torch's default process group, which each generation forms again.
 
-    timeout_s  of its collectives
-    sockets    gloo's, as (file descriptor, name in /proc/self/fd), so that a failure can shut them
-               down
+    sockets  gloo's, as (file descriptor, name in /proc/self/fd): a failure shuts them down
     """
 
     def __init__(self, device: torch.device, timeout_s: float = 600.0, sockets: set[tuple[int, str]] | None = None) -> None:
@@ -60,9 +58,9 @@ class GenerationGroup:
             self._forming_subgroups = False
 
     def shutdown(self, links: set[int]) -> None:
-        """Abort all waits in the group and its subgroups. Called by the membership thread.
+        """Abort all waits in the group and its subgroups, except on `links` of the membership.
 
-        links  file descriptors of the membership, which do not belong to the group
+        Called by the membership thread.
         """
         sockets = open_sockets()
         forming = sockets - self._sockets_before if not self._sockets or self._forming_subgroups else set()
@@ -76,9 +74,8 @@ class GenerationGroup:
     def abort(self) -> None:
         """Close the process group after a failure; pending collectives fail at once.
 
-        Closing a gloo group waits for its pending collectives, up to its timeout; shutting down its
-        sockets ends them in milliseconds. NCCL may still wait: after a few seconds it is left to
-        the exit of the process.
+        Closing a gloo group waits for them up to its timeout, unless its sockets are shut down.
+        NCCL may still wait: after CLOSE_TIMEOUT_S it is left to the exit of the process.
         """
         shutdown_sockets(open_sockets() & self._sockets)
         self._sockets = set()
@@ -94,7 +91,7 @@ class GenerationGroup:
     def all_gather(self, size: int, sent: torch.Tensor) -> torch.Tensor:
         """Collective. Return the float64 rows of all ranks, (size, n), given (n,) of this rank."""
         received = torch.empty(size * len(sent), dtype=sent.dtype)
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its older name
         gather(received, sent)
         return received.view(size, -1)
 
@@ -112,8 +109,7 @@ class GenerationGroup:
 def _connect_store(address: str, size: int, generation_error: Callable[[], str]) -> TCPStore:
     """Connect to a store. RuntimeError if it does not answer or the generation is over.
 
-    On a thread: if nothing listens there, torch's client retries for its whole timeout and cannot
-    be interrupted.
+    On a thread: torch's client cannot be interrupted while it retries.
     """
     host, _, port = address.rpartition(":")
     connected: Future[TCPStore] = Future()

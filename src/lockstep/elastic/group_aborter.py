@@ -24,13 +24,10 @@ LEAVE_S = 20.0  # a main thread that takes longer to leave a broken group is stu
 
 
 class GroupAborter:
-    """Aborts the group, and watches the main thread leave it.
-
-    on_abort  aborts every collective of the group
-    """
+    """Aborts the group, and watches the main thread leave it."""
 
     def __init__(self, on_abort: Callable[[], None], main_thread: int) -> None:
-        self.on_abort, self.main_thread = on_abort, main_thread
+        self.on_abort, self.main_thread = on_abort, main_thread  # on_abort aborts every collective of the group
         self._aborted_s = 0.0  # when the group was first aborted; 0: it was not
         self._leaving_s = 0.0  # when the main thread started to leave the group; 0: it has not
 

@@ -98,20 +98,16 @@ def encode_frame(message: dict[str, Any], signer: Signer | None = None) -> bytes
 
 @dataclass
 class Link:
-    """A non-blocking connection with its partly read and partly written frames.
-
-    id         of the peer; "" until it has authenticated
-    is_client  this side opened the connection, to reach the member `expected_id`
-    """
+    """A non-blocking connection with its partly read and partly written frames."""
 
     socket: socket.socket
     token: bytes
     me: str
     me_json: dict[str, Any]
-    is_client: bool
+    is_client: bool  # this side opened the connection, to reach the member `expected_id`
     opened_s: float
     expected_id: str = ""
-    id: str = ""
+    id: str = ""  # of the peer, once it has authenticated
     nonce: str = field(default_factory=lambda: secrets.token_hex(16))
     member: dict[str, Any] = field(default_factory=dict)
     _signer: Signer | None = None  # set with _verifier once the peer has authenticated

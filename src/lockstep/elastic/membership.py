@@ -45,7 +45,7 @@ log = logging.getLogger("lockstep")
 TICK_S = 0.1
 SIGNAL_POLL_S = 1.0  # interval between checks for a signal while the main thread waits for a generation
 PUBLISH_S = 10.0  # how long to try to record the end of the run
-LIVENESS_S = 10.0  # an unreachable worker without a new liveness file for longer counts as dead; it is written each second
+LIVENESS_S = 10.0  # the file is written each second
 AGREED_CODES = (0, 75, 130)  # exit codes of a run that all ranks agreed to end
 SAME = "start it with the same command, code and package versions as the other workers, on the same kind of processor"
 
@@ -55,8 +55,7 @@ class RunEnded(LockstepError):
 
     def __init__(self, end: RunResult) -> None:
         super().__init__(f"the run ended with exit code {end.code}", "", "")
-        self.end = end
-        self.exit_code = end.code
+        self.end, self.exit_code = end, end.code
 
 
 class OthersStarted(Exception):
@@ -109,7 +108,6 @@ class Membership:
     # -- for the main thread --------------------------------------------------------------------------------------------
 
     def request_join(self, fingerprint: Mapping[str, str], *, is_joining: bool) -> None:
-        """Ask to join. is_joining: only workers that train already."""
         self._call(lambda: self.protocol.request_join(time.monotonic(), fingerprint, is_joining=is_joining))
 
     def set_fingerprint(self, fingerprint: Mapping[str, str]) -> None:
@@ -136,7 +134,7 @@ class Membership:
 
     @property
     def stop_signal(self) -> str:
-        """The signal with which the run shall stop, as far as known; "" for none."""
+        """The signal with which the run shall stop, as far as known."""
         return self.protocol.stop_signal
 
     def request_stop(self, name: str) -> None:
@@ -168,7 +166,7 @@ class Membership:
         return self.protocol.generation_error if generation is None or generation.number <= number else "a newer generation exists"
 
     def publish_result(self, end: RunResult) -> None:
-        """Record the end of the run in the log, for the other workers. Gives up after PUBLISH_S."""
+        """Record the end of the run in the log. Give up after PUBLISH_S."""
         self.disk.record_end(end, PUBLISH_S)
 
     def wait_for_result(self, number: int) -> None:
@@ -236,8 +234,7 @@ class Membership:
             self.watchdog.reset()
             return
         self.watchdog.on_heartbeat(self.me.id, read_status(self.board), now_s)
-        verdict = self.watchdog.new_verdict(protocol.generation, now_s)
-        if verdict is None:
+        if (verdict := self.watchdog.new_verdict(protocol.generation, now_s)) is None:
             return
         log.error("%s", verdict.paragraph)
         facts = {"culprits": list(verdict.culprits), "action": verdict.action, "why": verdict.paragraph}
@@ -265,9 +262,10 @@ class Membership:
             if not isinstance(effect, ReadLog) and not (isinstance(effect, Send) and effect.message["kind"] == "beat"):
                 log.debug("%s", effect)
             match effect:
+                case Send(id, {"kind": "beat"} as message):
+                    self.connections.send(id, message | {"doing": read_status(self.board)})
                 case Send(id, message):
-                    is_heartbeat = message["kind"] == "beat"
-                    self.connections.send(id, {**message, "doing": read_status(self.board)} if is_heartbeat else message)
+                    self.connections.send(id, message)
                 case Connect(member):
                     self._connect(member)
                 case ReadLog(known):
@@ -276,15 +274,13 @@ class Membership:
                     self.disk.propose(generation, self.worker_env.address)
                 case AbortGroup(why):
                     self._abort_group(why)
-                case FormGroup(generation):
-                    with self._turn:
-                        self._formed = generation
-                        self._turn.notify_all()
-                    self.disk.unregister()
-                case GetReady():
+                case FormGroup() | GetReady():
                     self.disk.unregister()
                     with self._turn:
-                        self._others_started = True
+                        if isinstance(effect, FormGroup):
+                            self._formed = effect.generation
+                        else:
+                            self._others_started = True
                         self._turn.notify_all()
                 case Exit(why, fenced, end):
                     self._exit(RunEnded(end) if end else FencedError(why) if fenced else UsageError(why, self.me.id, SAME))
@@ -306,10 +302,7 @@ class Membership:
             self._turn.notify_all()
 
     def _connect(self, member: Member) -> None:
-        """Connect to a member.
-
-        An unreachable one counts as dead if its liveness file does not change for LIVENESS_S.
-        """
+        """Connect. An unreachable member without a new liveness file for LIVENESS_S counts as dead."""
         if is_loopback_reachable(member.loopback):
             self.connections.connect(member)
             return

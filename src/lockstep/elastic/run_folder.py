@@ -42,7 +42,7 @@ def create_run_folder(run: Path, host: str) -> str:
 
 
 def folder_id(token: bytes) -> str:
-    """Return a public id of the folder with this token, from which the token cannot be derived."""
+    """Return a public id, from which the token cannot be derived."""
     return hashlib.sha256(b"run folder " + token).hexdigest()[:16]
 
 
@@ -86,14 +86,13 @@ def check_writable(run: Path, host: str, slot: int) -> None:
 
 def wait_until_usable(env: WorkerEnv) -> None:
     """Return when the folder of a worker's run is usable."""
-    started_s, logged = time.monotonic(), False
-    while why := folder_error(env):
-        if not logged:
-            log.warning("the run folder cannot be used (%s); worker %s/%d waits for it", why, env.host, env.slot)
-        logged = True
+    if not (why := folder_error(env)):
+        return
+    started_s = time.monotonic()
+    log.warning("the run folder cannot be used (%s); worker %s/%d waits for it", why, env.host, env.slot)
+    while folder_error(env):
         time.sleep(POLL_S)
-    if logged:
-        log.warning("the run folder is usable again after %.0f s; %s/%d continues", time.monotonic() - started_s, env.host, env.slot)
+    log.warning("the run folder is usable again after %.0f s; %s/%d continues", time.monotonic() - started_s, env.host, env.slot)
 
 
 def may_be_folder_error(error: BaseException | None) -> bool:

@@ -357,8 +357,7 @@ class ElasticRuntime:
                 if self.membership:
                     self.report_goodput(self.membership.folder)
                     self._end_run(self.membership, RunResult(self.exit_code if error is None else int(str(error))))
-                self.group.destroy()
-                return
+                return self.group.destroy()
             with suppress(RuntimeError):  # no memory for a thread: the exit of the process closes the group
                 self.group.abort()
         finally:

@@ -24,15 +24,11 @@ STACK_S = 1.0  # how long to wait for the stack of a culprit
 
 @dataclass
 class Watchdog:
-    """Collects heartbeats and stacks.
-
-    host       of the coordinator, where it can see the state of processes
-    ask_stack  requests the stack of a member's main thread; `on_stack` takes the answer
-    """
+    """Collects heartbeats and stacks."""
 
     limits: ElasticLimits
-    host: str
-    ask_stack: Callable[[str], None]
+    host: str  # of the coordinator, where it can see the state of processes
+    ask_stack: Callable[[str], None]  # requests the stack of a member's main thread; `on_stack` takes the answer
     statuses: dict[str, tuple[Status, float]] = field(default_factory=dict)  # id -> (newest, when)
     stacks: dict[str, str] = field(default_factory=dict)
     _checked_s: float = 0.0
@@ -61,13 +57,13 @@ class Watchdog:
         if verdict is None:
             self._suspects, self.stacks = (), {}  # the next hang is elsewhere
             return None
+        missing = [id for id in verdict.culprits if id not in self.stacks]
         if verdict.culprits and self._suspects != verdict.culprits:
             self._suspects, self._suspected_s = verdict.culprits, now_s
-            for id in verdict.culprits:
-                if id not in self.stacks:
-                    self.ask_stack(id)
+            for id in missing:
+                self.ask_stack(id)
             return None
-        if now_s - self._suspected_s < STACK_S and any(id not in self.stacks for id in verdict.culprits):
+        if missing and now_s - self._suspected_s < STACK_S:
             return None
         if self._reported == (verdict.culprits, verdict.action):
             return None

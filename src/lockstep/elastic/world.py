@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -42,15 +42,7 @@ class World:
 
     def in_generation(self, generation: Generation, id: str) -> World:
         """Return the world of member `id` in a generation."""
-        rank = generation.rank_of(id)
-        assert rank is not None
-        local_slots = sorted(member.slot for member in generation.members if member.host == self.host)
-        return replace(
-            self,
-            rank=rank,
-            size=len(generation.members),
-            local_rank=local_slots.index(generation.members[rank].slot),
-            local_size=len(local_slots),
-            generation=generation.number,
-            members=tuple(member.id for member in generation.members),
-        )
+        ids = tuple(member.id for member in generation.members)
+        rank, local = ids.index(id), sorted(member.slot for member in generation.members if member.host == self.host)
+        local_rank = local.index(generation.members[rank].slot)
+        return World(rank, len(ids), local_rank, len(local), self.host, self.device, generation.number, ids)

@@ -47,7 +47,7 @@ class Worker:
 
     @property
     def now_s(self) -> float:
-        """Time of its own clock, with any offset and up to 1% drift."""
+        """Time of this worker's clock, with any offset and up to 1% drift."""
         return self._offset_s + self._rate * self.clock.now_s
 
     # -- life -----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from lockstep.training.divergence import Divergence
 
 
 class FakeRuntime:
-    """What Divergence reads of an ElasticRuntime."""
+    """The part of an ElasticRuntime that Divergence reads."""
 
     def form(self, generation: int, *member_progress: Progress) -> None:
         self.world = World(0, 4, 0, 4, "here", torch.device("cpu"), generation)

@@ -291,8 +291,8 @@ class Greedy(Protocol):
 class Hurried(Protocol):
     """The smaller side gives the larger one no time to probe its members."""
 
-    def _committed_at_most(self, max_workers: int) -> bool:
-        return max_workers == 0 and super()._committed_at_most(max_workers)
+    def _committed_at_most(self, steps: int) -> bool:
+        return steps == 0 and super()._committed_at_most(steps)
 
 
 class Hospitable(Protocol):
@@ -303,7 +303,7 @@ class Hospitable(Protocol):
 
 
 class Incurious(Protocol):
-    """When a group effects not form, members do not probe each other."""
+    """When a group does not form, members do not probe each other."""
 
     @property
     def _made_no_progress(self) -> bool:
