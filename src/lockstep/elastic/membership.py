@@ -28,14 +28,13 @@ from typing import Any
 from lockstep.elastic.connections import Connections
 from lockstep.elastic.disk_thread import DiskThread
 from lockstep.elastic.generation_log import Generation, GenerationLog, Member, RunResult, new_token
-from lockstep.elastic.group_aborter import GroupAborter, exit_for_restart
 from lockstep.elastic.hang import stack_of
 from lockstep.elastic.link import Link
 from lockstep.elastic.protocol.decisions import ElasticLimits, LeaveReport
 from lockstep.elastic.protocol.effects import AbortGroup, Connect, Effect, Exit, FormGroup, GetReady, LogMessage, Propose, ReadLog, Send
 from lockstep.elastic.protocol.transitions import Protocol
 from lockstep.elastic.run_folder import read_worker_token
-from lockstep.elastic.watchdog import Watchdog, read_status
+from lockstep.elastic.watchdog import GroupAborter, Watchdog, exit_for_restart, read_status
 from lockstep.errors import FencedError, LockstepError, PeersLostError, UsageError
 from lockstep.record.events import append_event
 from lockstep.runtime.signals import STOP_EXIT_CODES
