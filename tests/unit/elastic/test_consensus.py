@@ -61,7 +61,8 @@ def test_without_a_whole_replica_all_members_are_removed_and_restart() -> None:
 
 def test_joiners_of_one_host_form_a_replica() -> None:
     hosts = [make_member(0, "b"), make_member(0, "a"), make_member(1, "b"), make_member(1, "a")]
-    new = select_joiners([Joiner(member, {}) for member in hosts], [], ElasticLimits(replica_size=2))
+    ids = frozenset(member.id for member in hosts)
+    new = select_joiners([Joiner(member, {}, ids) for member in hosts], [], ElasticLimits(replica_size=2))
     assert [member.host for member in new] == ["a", "a", "b", "b"]
 
 

@@ -518,20 +518,23 @@ def test_last_leaving_member_stays_until_a_joiner_has_its_state() -> None:
 
 
 def test_replica_of_joiners_that_reach_each_other_is_admitted() -> None:
-    members = {slot: member(slot) for slot in range(4)}
+    members = {slot: replace(member(slot), host="abcd"[slot]) for slot in range(4)}
     links = {1: ["a/0/x"], 2: ["a/0/x", "a/3/x"], 3: ["a/0/x"]}  # no link between 1 and the others
     joiners = [Joiner(members[slot], {}, frozenset(reached)) for slot, reached in links.items()]
     limits = ElasticLimits(replica_size=2)
     assert NEWCOMERS(joiners, [members[0]], limits) == [members[2], members[3]]
     assert NEWCOMERS(joiners[:2], [members[0]], limits) == []
+    on_one_host = [replace(joiner, member=member(slot)) for slot, joiner in enumerate(joiners[:2], 1)]
+    assert NEWCOMERS(on_one_host, [members[0]], limits) == [member(1), member(2)]
 
 
-def test_joiner_links_to_other_joiners_that_may_share_its_replica() -> None:
+def test_joiner_links_to_joiners_of_other_hosts_that_may_share_its_replica() -> None:
     joiner = protocol(1)
     joiner.limits = replace(joiner.limits, replica_size=2)
     joiner.request_join(0.0, {"torch": "2.13"}, is_joining=True)
-    effects = joiner.on_log_read(generation(1, 0), [member(2)], 0.0)
-    assert effects == [Connect(member(0)), Connect(member(2))]
+    elsewhere = replace(member(2), host="b")
+    effects = joiner.on_log_read(generation(1, 0), [elsewhere, member(3)], 0.0)
+    assert effects == [Connect(member(0)), Connect(elsewhere)]
     joiner.on_link_up("a/0/x", 0.1)
     requests = [effect.message for effect in joiner.on_link_up("a/2/x", 0.2) if isinstance(effect, Send) and effect.id == "a/0/x"]
     assert requests[0]["reaches"] == ["a/0/x", "a/2/x"]

@@ -54,8 +54,9 @@ class Joiner:
     fingerprint: Mapping[str, str]
     reaches: frozenset[str] = frozenset()
 
-    def is_linked(self, other: Joiner) -> bool:
-        return other.member.id in self.reaches or self.member.id in other.reaches
+    def reaches_joiner(self, other: Joiner) -> bool:
+        """Whether they are on one host, which no cut separates, or linked."""
+        return self.member.host == other.member.host or other.member.id in self.reaches or self.member.id in other.reaches
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ def replicas_that_reach_each_other(joiners: Sequence[Joiner], replica_size: int)
     while waiting:
         replica: list[Joiner] = []
         for joiner in waiting:
-            if len(replica) < replica_size and all(joiner.is_linked(other) for other in (*chosen, *replica)):
+            if len(replica) < replica_size and all(joiner.reaches_joiner(other) for other in (*chosen, *replica)):
                 replica.append(joiner)
         chosen += replica if len(replica) == replica_size else []
         waiting = [joiner for joiner in waiting[1:] if joiner not in chosen]

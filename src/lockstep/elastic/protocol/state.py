@@ -92,13 +92,14 @@ class MembershipState:
     def _wanted_peers(self) -> list[Member]:
         """Return the peers to link to: the coordinator and the silent members before it.
 
-        A joiner links to all members, and to the other joiners if they may share its replica.
+        A joiner links to all members, and to joiners of other hosts that may share its replica.
         """
         wanted: Sequence[Member] = ()
         if self.phase == "out" and not self.join_requested:
             return []
         elif self.phase == "out" and self._active_members():
-            wanted = [*self._members(), *(self.waiting_members if self.limits.replica_size > 1 else ())]
+            partners = self.waiting_members if self.limits.replica_size > 1 else ()
+            wanted = [*self._members(), *(member for member in partners if member.host != self.me.host)]
         elif self.phase == "out":
             candidates = self._candidates()
             wanted = [*self._members(), *candidates[: 1 + sum(self._is_late(member.id) for member in candidates)]]
