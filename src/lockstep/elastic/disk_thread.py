@@ -58,10 +58,7 @@ class DiskThread:
         self._jobs.put(job)
 
     def read_log(self, known: int) -> None:
-        """Read the newest generation above `known`, unless a read is pending.
-
-        Outside a generation, read the waiting room and the liveness files, too.
-        """
+        """Read the newest generation above `known`; outside a generation, the waiting room, too."""
         if self._reading_log:
             return
         self._reading_log = True

@@ -24,14 +24,11 @@ POLL_S = 0.02
 
 
 class GenerationGroup:
-    """torch's default process group, which each generation forms again.
-
-    sockets  gloo's, as (file descriptor, name in /proc/self/fd): a failure shuts them down
-    """
+    """torch's default process group, which each generation forms again."""
 
     def __init__(self, device: torch.device, timeout_s: float = 600.0, sockets: set[tuple[int, str]] | None = None) -> None:
         self.device, self.timeout_s = device, timeout_s
-        self._sockets = sockets or set()
+        self._sockets = sockets or set()  # gloo's, as (file descriptor, name in /proc/self/fd): a failure shuts them down
         self._sockets_before: set[tuple[int, str]] = set()
         self._forming_subgroups = False
 

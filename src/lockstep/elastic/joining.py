@@ -26,10 +26,7 @@ log = logging.getLogger("lockstep")
 
 
 def join_static_group(threads: int, timeout_s: float) -> tuple[World, GenerationGroup]:
-    """Collective. Form the process group that the launch variables describe; alone without them.
-
-    threads  of torch, for the log
-    """
+    """Collective. Form the process group that the launch variables describe; alone without them."""
     info, source = read_rank_info(os.environ)
     device, reason = select_device(info)
     info = info or RankInfo(0, 1, 0, 1, "", 0, "nobody")
@@ -65,10 +62,7 @@ def make_board(worker_env: WorkerEnv) -> StatusBoard:
 
 
 def is_run_active(folder: Path, worker_env: WorkerEnv) -> bool:
-    """Return whether a generation is training.
-
-    UsageError if this single-host start is not its host.
-    """
+    """Return whether a generation is training. UsageError if this start is on another host."""
     newest = GenerationLog(folder / "generations", since=worker_env.known_generation).newest()
     if newest is None or newest.end:
         return False

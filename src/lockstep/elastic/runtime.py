@@ -58,7 +58,7 @@ class ElasticRuntime:
     is_joining        other workers train; this worker has not received their state yet
     first_generation  all workers started together, so all take part in preparing the run
     progress          of this worker, sent to all members when a generation forms
-    member_progress   of each rank, as of then
+    member_progress   of each rank, received at that time
     leave_reason      why this worker left its last generation
     exit_code         of the run, if this worker leaves without an error
     board, ledger     this worker's current activity; how the run's time was spent
@@ -104,11 +104,7 @@ class ElasticRuntime:
 
     @classmethod
     def join_under_agent(cls, worker_env: WorkerEnv, timeout_s: float, limits: ElasticLimits) -> ElasticRuntime:
-        """Collective. Return the runtime of a worker that an agent started.
-
-        If a generation is training already, it `is_joining`: `join_running` follows when it has
-        built its model.
-        """
+        """Collective. Join under an agent. A joiner calls `join_running` once it has a model."""
         env, (device, reason) = worker_env, prepare_worker(worker_env)
         limits = replace(limits, expected_workers=env.expected_workers, min_workers=env.min_workers, max_workers=env.max_workers)
         runtime = cls(

@@ -11,7 +11,7 @@ from lockstep.elastic.generation_log import Generation
 
 @dataclass(frozen=True)
 class World:
-    """The workers of a run, as one of them sees them in one generation.
+    """The position of this worker among the workers of one generation.
 
     rank, size              among all workers of the run; -1 and 0 before the first generation
     local_rank, local_size  among the workers of this host

@@ -169,10 +169,7 @@ class Protocol(MembershipState):
     def on_log_read(
         self, newest: Generation | None, waiting_members: Sequence[Member], now_s: float, alive: Iterable[str] = ()
     ) -> list[Effect]:
-        """Adopt `newest`, if there is one above the known generation.
-
-        alive  ids whose liveness file (`writes_liveness`) has changed since the last read
-        """
+        """Adopt `newest`. alive: ids whose liveness file has changed since the last read."""
         self._has_read_log = True
         self.waiting_members = tuple(member for member in waiting_members if member.id != self.me.id)
         if self.phase == "out" and self.generation:
