@@ -289,6 +289,26 @@ def test_three_own_errors_at_the_same_step_end_the_run_and_print_the_traceback_f
     assert (log.count("Traceback"), log.count("the same error again")) == (1, 2)
 
 
+def test_one_error_of_all_workers_at_the_start_ends_the_run_after_one_attempt(start: Callable[..., AgentRun]) -> None:
+    agent = start("fail_at_the_start")
+    code, _, err = agent.wait()
+    assert code == 1 and len(agent.events("worker started")) == 2
+    assert err.count("Traceback") == 1 and "all 2 workers failed with this error before the first step" in err
+
+
+@pytest.mark.parametrize(
+    ("worker", "code", "message"), [("raise_after_the_end", 1, "ValueError: too late"), ("exit_3_after_the_end", 3, "code 3")]
+)
+def test_an_error_after_the_end_of_the_run_gives_the_exit_code(
+    start: Callable[..., AgentRun], worker: str, code: int, message: str
+) -> None:
+    agent = start(worker)
+    result = agent.wait()
+    assert result[0] == code and message in result[2] and len(agent.events("worker started")) == 2
+    record = GenerationLog(agent.run / "generations").newest()
+    assert record and record.end == RunResult(0)
+
+
 @pytest.mark.parametrize(
     ("worker", "name", "count", "where"),
     [
@@ -375,6 +395,19 @@ def test_a_stopped_worker_left_out_of_a_generation_is_killed_and_restarted(start
     assert is_alive(pids[0])
     assert agent.stop()[0] == 75
     assert agent.events("SIGKILL sent")[0]["why"] == "removed from generation 2: silent for 3 s"
+
+
+def test_a_removed_worker_that_exits_has_time_for_its_exit_report(start: Callable[..., AgentRun]) -> None:
+    agent = start("slot_1_raises_when_told")
+    pids = agent.ready()
+    members = tuple(Member(f"here/{slot}/a", "here", slot, pid, "127.0.0.1:1") for slot, pid in enumerate(pids))
+    publish(agent, members)
+    publish(agent, members[:1], (Removed("here/1/a", "exited"),))
+    time.sleep(0.5)
+    (agent.folder / "go").touch()
+    agent.restarted(1, pids[1])
+    assert agent.stop()[0] == 75
+    assert agent.events("worker ended")[0]["why"] == "ValueError: bad luck; restarting now" and not agent.events("SIGKILL sent")
 
 
 def test_a_generation_with_a_result_ends_all_workers_within_five_seconds(start: Callable[..., AgentRun]) -> None:

@@ -81,6 +81,27 @@ def test_a_repeated_error_ends_the_run_with_its_traceback_and_code() -> None:
     result = run("--workers", "2", "--fail", "always")
     assert result.returncode == 1 and "ValueError: a bad record" in result.stderr, result.stderr
     assert "plain_ddp.py of rank 1 exited with code 1" in result.stderr and len(report()) == 6
+    assert "plain_ddp.py failed on 3 starts in a row (slot 1, exit code 1)" in result.stderr
+
+
+def test_help_of_a_script_is_shown_once_and_starts_no_run(tmp_path: Path) -> None:
+    result = run("--workers", "2", "-h")
+    assert result.returncode == 0 and result.stdout.count("usage: plain_ddp.py") == 1 and not result.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_help_of_a_main_function_lists_its_flags(tmp_path: Path) -> None:
+    file = tmp_path / "loop.py"
+    file.write_text("import lockstep\ndef main(lr: float = 0.1, *, name: str):\n    'Train it.'\nlockstep.launch(main, workers=2)\n")
+    for command in ([sys.executable, str(file), "--help"], lockstep("run", file, "--workers", "2", "-h")):
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert (result.returncode, result.stderr) == (0, "")
+        assert result.stdout == "Train it.\n\n  --lr (default: 0.1)\n  --name (required)\n"
+
+
+def test_a_function_of_a_script_is_refused_with_the_command_that_takes_it() -> None:
+    result = subprocess.run(lockstep("run", f"{SCRIPT}:main"), capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2 and f"give {SCRIPT}; lockstep train takes FILE.py:FUNCTION" in result.stderr
 
 
 def test_a_wrong_argument_ends_the_run_at_once() -> None:

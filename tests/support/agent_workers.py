@@ -16,6 +16,7 @@ from typing import Any
 from processes import mark_ready
 from waiting import wait_until
 
+from lockstep.elastic.generation_log import Generation, GenerationLog, Member, RunResult
 from lockstep.errors import CheckpointError, DivergedError, FencedError, PeersLostError, UsageError
 from lockstep.runtime.signals import StopSignals, stop_exit_code
 from lockstep.runtime.status_board import StatusBoard
@@ -145,8 +146,44 @@ def killed_while_joining() -> int:
     return killed_itself("SIGKILL", lambda board: board.enter("joining"))
 
 
+def fail_at_the_start() -> int:
+    raise ValueError("a wrong path")
+
+
+def record_the_end() -> None:
+    """Wait until all workers run, then record the end of the run, once."""
+    env = worker_env()
+    mark_ready(env.slot)
+    wait_until(lambda: all(Path(f"ready-{slot}").exists() for slot in range(env.slots)))
+    log = GenerationLog(Path(env.folder) / "generations")
+    pids = [int(Path(f"ready-{slot}").read_text()) for slot in range(env.slots)]
+    members = tuple(Member(f"here/{slot}/a", "here", slot, pid, "127.0.0.1:1") for slot, pid in enumerate(pids))
+    log.propose(Generation(1, "1", members, "", 0, "start"))
+    log.propose(Generation(2, "2", (), "", 3, "done", end=RunResult(0)))
+
+
+def raise_after_the_end() -> int:
+    record_the_end()
+    raise ValueError("too late")
+
+
+def exit_3_after_the_end() -> int:
+    record_the_end()
+    sys.exit(3)
+
+
+def slot_1_raises_when_told() -> int:
+    if worker_env().slot == 0 or count_starts():
+        return polite()
+    mark_ready(1)
+    wait_until(Path("go").exists)
+    report_fields["step"] = 3
+    raise ValueError("bad luck")
+
+
 def fail_with_progress() -> int:
-    report_fields["step"] = starts = count_starts()
+    starts = count_starts()
+    report_fields["step"] = starts + 1
     if starts < 6:
         raise ValueError("bad luck")
     return 0
@@ -182,6 +219,7 @@ def lose_peers_four_times() -> int:
 
 
 def fail_and_hang_once() -> int:
+    report_fields["step"] = 1
     if not count_starts():
         threading.Thread(target=time.sleep, args=(60,)).start()
         raise ValueError("fish")

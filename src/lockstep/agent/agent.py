@@ -28,7 +28,16 @@ from lockstep.agent.event_log import EventLog
 from lockstep.agent.forkserver import WorkerProgram
 from lockstep.agent.generation_reader import GenerationReader
 from lockstep.agent.lock import PriorState, agent_lock, kill_all
-from lockstep.agent.restart_policy import decide_restart, fails_only_here, is_crash, is_own_fault, summarize
+from lockstep.agent.restart_policy import (
+    decide_first_exit,
+    decide_restart,
+    fails_after_end,
+    fails_only_here,
+    is_crash,
+    is_own_fault,
+    start_error,
+    summarize,
+)
 from lockstep.agent.slots import RunEnd, Slot, Worker, exited, last_status, phase_of, read_exit_report, reap_orphans, signal_due, write_log
 from lockstep.agent.stop_requests import StopRequests
 from lockstep.agent.worker_pool import RETRY_S, PendingWorker, WorkerPool
@@ -42,6 +51,7 @@ from lockstep.runtime.worker_env import ProcessIdentity, WorkerEnv, exit_report_
 
 log = logging.getLogger("lockstep")
 TOUCH_INTERVAL_S = 3600.0
+EXITED = "exited"  # the reason of a removal because connections are closed and refused (elastic/protocol/transitions.py)
 
 
 def run_agent(program: WorkerProgram, folder: Path, config: AgentConfig) -> int:
@@ -89,7 +99,9 @@ class Agent:
     """The agent of one host and run.
 
     run_end       the end of the run, once it is known
+    finishers     pids of the local workers that trained until the end of the run
     shown_errors  one-line summaries of worker errors that were already logged
+    start_errors  by slot, `start_error` of its first worker, once that has exited
     """
 
     def __init__(self, program: WorkerProgram, folder: Path, config: AgentConfig, worker_env: WorkerEnv, prior: PriorState) -> None:
@@ -101,7 +113,9 @@ class Agent:
         self.stops = StopRequests(self.folder, self.host, self.events, self.timeouts, drains=worker_env.drain)
         self.generations = GenerationReader(self.folder, prior, self.events)
         self.run_end: RunEnd | None = None
+        self.finishers: set[int] = set()
         self.shown_errors: set[str] = set()
+        self.start_errors: dict[int, str] = {}
         self.touched_s = now_s()
         self.slots = {number: Slot(number) for number in range(worker_env.slots)}
         for number, process in prior.running.items():
@@ -130,9 +144,10 @@ class Agent:
                 if number in STOP_SIGNALS and number not in self.stops.received:
                     self.on_signal(number)
             self.touch_state_folder()
-            for record, before in self.generations.read_new():  # first: a worker that exited because the run ended is not restarted
+            exited_workers = exited(self.workers)  # before the log is read: if they recorded the end of the run, it is known below
+            for record, before in self.generations.read_new():
                 self.apply_generation(record, before)
-            for worker in exited(self.workers):
+            for worker in exited_workers:
                 self.on_worker_exit(worker)
             if not self.run_end:
                 self.stops.request_elsewhere(self.generations.newest, self.workers)
@@ -168,7 +183,8 @@ class Agent:
     def result(self) -> tuple[int, str]:
         """Return (exit code, text to print) after all workers have exited."""
         if self.run_end and self.policy.restart:
-            return self.run_end.code, self.run_end.text
+            late = [last_exit for last_exit in self.finisher_exits() if fails_after_end(last_exit)]
+            return summarize_exits(late) if late and not self.run_end.code else (self.run_end.code, self.run_end.text)
         exits = [slot.last_exit for slot in self.slots.values() if slot.last_exit]
         if not exits and self.stops.is_draining:
             return 0, ""
@@ -178,6 +194,11 @@ class Agent:
             return 128 + number, str(LockstepError(what, f"{self.host}, {self.folder}"))
         completed = [last_exit for last_exit in exits if exit_kind(last_exit) == "completed"] if self.policy.restart else []
         return summarize_exits(completed or exits, asked=self.stops.received, grace_s=self.timeouts.grace_s)
+
+    def finisher_exits(self) -> list[WorkerExit]:
+        """Return the exits of the local workers that trained until the end of the run."""
+        exits = [slot.last_exit for slot in self.slots.values() if slot.last_exit]
+        return [last_exit for last_exit in exits if last_exit.pid in self.finishers]
 
     def close(self) -> None:
         """Release everything. Workers keep running under `launch`, and are killed under `train`."""
@@ -232,9 +253,12 @@ class Agent:
             slot = self.slots.get(member.slot) if member and member.host == self.host else None
             if member and slot and slot.worker and slot.worker.pid == member.pid:
                 # A worker that leaves because this host is drained needs a moment to exit.
-                delay_s = self.timeouts.exit_s if signal.SIGUSR1 in self.stops.received else 0.0
+                # A worker whose connections were closed may be about to write its exit report.
+                leaving = removed.why == EXITED or signal.SIGUSR1 in self.stops.received
+                delay_s = self.timeouts.exit_s if leaving else 0.0
                 slot.worker.kill_at = now_s() + delay_s, f"removed from generation {record.number}: {removed.why}"
         if record.end and not self.run_end:
+            self.finishers = {member.pid for member in members.values() if member.host == self.host}
             self.run_end = RunEnd(record.end.code, record.end.text, now_s())
             self.stop_starting()
 
@@ -303,16 +327,20 @@ class Agent:
         with suppress(OSError):
             waiting_room.remove_stale_files(self.folder, self.host, worker.slot)
         status, newest = last_status(self.state, worker), self.generations.newest
+        lived_s = last_exit.at_s - worker.started_s
         decision, slot.history = decide_restart(
             last_exit,
             slot.history,
-            lived_s=last_exit.at_s - worker.started_s,
+            lived_s=lived_s,
             # A crash counts at the worker's own step, a kill at the step of the run.
             step=status.step - 1 if status and is_crash(last_exit) else newest.step if newest else -1,
             phase=phase_of(status),
             stopping=bool(self.stops.received or self.run_end),
             policy=self.policy,
         )
+        if slot.number not in self.start_errors and self.worker_env.slots == self.worker_env.expected_workers:
+            self.start_errors[slot.number] = start_error(last_exit, lived_s, self.policy)
+            decision = decide_first_exit(decision, last_exit, self.start_errors, self.worker_env.slots)
         self.events.add("worker ended", decision.reason, slot=worker.slot, pid=worker.pid)
         if decision.action == "restart":
             summary = summarize(last_exit)  # an error of a user's function occurs in every worker, and again after each restart

@@ -81,15 +81,18 @@ class EvaluatorProcess:
                     start_new_session=True,
                     preexec_fn=in_child,  # noqa: PLW1509  the agent has one thread
                 )
-            self.record_path.parent.mkdir(exist_ok=True)
-            identity = {"machine": socket.gethostname(), "pid": self.process.pid, "started": process_stat(self.process.pid)[1]}
-            write_json(self.record_path, {"role": ROLE, "host": self.host, **identity})
         except (OSError, subprocess.SubprocessError) as error:
             self.events.warn("cannot start the evaluator", error)
             self._schedule_restart()
             return
         self.start_at_s = None
         self.events.add("evaluator started", "the run has one", pid=self.process.pid)
+        try:
+            self.record_path.parent.mkdir(exist_ok=True)
+            identity = {"machine": socket.gethostname(), "pid": self.process.pid, "started": process_stat(self.process.pid)[1]}
+            write_json(self.record_path, {"role": ROLE, "host": self.host, **identity})
+        except OSError as error:
+            self.events.warn("cannot record the evaluator's process", error)
 
     def _on_exit(self, pid: int, code: int) -> None:
         self.process = None

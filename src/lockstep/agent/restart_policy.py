@@ -7,7 +7,8 @@ several times in a row, the program or its data is at fault, and the run ends wi
 signal that a process causes itself (SIGSEGV and the like) counts as such an error. SIGKILL comes
 from outside at any moment and ends no run, unless it repeats in the same phase of the same step:
 then the kernel ran out of memory there. What no retry can fix (the run's config, damaged data, a
-loss that is not finite) ends the run the first time.
+loss that is not finite) ends the run the first time, as does an error that the first workers of all
+slots raise alike before their first step.
 
 The steps of a plain script are unknown (cli/restart_all.py). Its errors count as errors in a row if
 the worker lived less than `crash_reset_s` before each. The workers of a static group
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,6 +27,7 @@ from lockstep.errors import LockstepError
 from lockstep.runtime.exit_report import WorkerExit, describe_early_exit, describe_failure, exit_code_of, exit_kind, signal_name
 
 FATAL = (2, 3, 4)  # usage and config, data and checkpoints, diverged (errors.py)
+START_ERROR_WAIT_S = 1.0  # before a restart at the start of the run: the other workers may report the same error
 CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)  # a process causes them itself
 
 
@@ -40,6 +42,7 @@ class RestartPolicy:
     reset_after_s    a worker that lived this long resets the count of restarts
     crash_reset_s    a worker that lived this long resets the count of own errors
     restart          restart workers at all
+    script           name of a plain script, whose steps are unknown; "": the steps are known
     """
 
     max_crashes: int = 3
@@ -49,8 +52,10 @@ class RestartPolicy:
     reset_after_s: float = 60.0
     crash_reset_s: float = math.inf
     restart: bool = True
+    script: str = ""
 
 
+RESUME_HINT = "the same command resumes from the newest checkpoint"
 PLAIN_SCRIPT_POLICY = RestartPolicy(crash_reset_s=600.0)
 
 
@@ -111,28 +116,65 @@ def decide_restart(
     phase = phase if is_sigkill(worker_exit) else ""
     kills = (history.kills if phase == history.phase else 0) + 1 if phase else 0
     now = SlotHistory(restarts + 1, crashes, max(step, history.step), kills, phase)
+    if is_own_fault(worker_exit) and crashes >= policy.max_crashes and policy.script:
+        end = f"signal {signal_name(worker_exit.signal)}" if worker_exit.signal else f"exit code {code}"
+        what = f"{policy.script} failed on {crashes} starts in a row ({worker_exit.title} {worker_exit.rank}, {end})"
+        return end_the_run(worker_exit, what, "fix the error above; the same command starts the script again"), now
     if is_own_fault(worker_exit) and crashes >= policy.max_crashes:
         where = f"at step {step}" if step >= 0 else "before its first step"
         cause = f"by {signal_name(worker_exit.signal)}" if is_crash(worker_exit) else "with an error"
         what = f"{worker_exit} is worker number {crashes} in a row to fail {where} {cause}"
-        return end_the_run(worker_exit, what, "fix the error above"), now
+        return end_the_run(worker_exit, what, f"fix the error above; {RESUME_HINT}"), now
     if kills >= policy.max_kills:
         what = f"{worker_exit} is worker number {kills} in a row killed by SIGKILL in the {phase}"
-        return end_the_run(worker_exit, what, "give the workers more memory, or use less (batch.tokens, memory.activation_checkpoint)"), now
-    delay_s = restart_delay(restarts, policy)
-    return RestartDecision("restart", f"{summary}; restarting {f'in {delay_s:g} s' if delay_s else 'now'}", delay_s), now
+        hint = f"give the workers more memory, or use less (batch.tokens, memory.activation_checkpoint); {RESUME_HINT}"
+        return end_the_run(worker_exit, what, hint), now
+    return restart_after(worker_exit, restart_delay(restarts, policy)), now
+
+
+def start_error(worker_exit: WorkerExit, lived_s: float, policy: RestartPolicy) -> str:
+    """Return the error text of a slot's first worker if it failed before its first step, else ""."""
+    report = worker_exit.report
+    early = report is not None and report.step <= 0 and lived_s < policy.reset_after_s and not policy.script
+    return report.text if report and early and is_own_fault(worker_exit) else ""
+
+
+def decide_first_exit(decision: RestartDecision, worker_exit: WorkerExit, errors: Mapping[int, str], workers: int) -> RestartDecision:
+    """Return the decision on a slot's first worker: end the run if all workers raised one error.
+
+    errors   `start_error` of the first worker of each slot that exited so far
+    workers  of the run
+    """
+    text = errors[worker_exit.rank]
+    if decision.action != "restart" or not text or set(errors.values()) != {text}:
+        return decision
+    if len(errors) < workers:
+        return restart_after(worker_exit, START_ERROR_WAIT_S)
+    what = f"all {workers} workers failed with this error" if workers > 1 else f"{worker_exit} failed"
+    return end_the_run(worker_exit, f"{what} before the first step", "fix the error above and give the same command")
+
+
+def restart_after(worker_exit: WorkerExit, delay_s: float) -> RestartDecision:
+    when = f"in {delay_s:g} s" if delay_s else "now"
+    return RestartDecision("restart", f"{summarize(worker_exit)}; restarting {when}", delay_s)
 
 
 def end_the_run(worker_exit: WorkerExit, what: str, hint: str) -> RestartDecision:
     """Return the decision to end the run, with the worker's failure and why it is not restarted."""
     where = f"log: {worker_exit.log}" if worker_exit.log else ""
-    error = LockstepError(what, where, f"{hint}; the same command resumes from the newest checkpoint")
+    error = LockstepError(what, where, hint)
     return RestartDecision("end", summarize(worker_exit), code=exit_code_of(worker_exit) or 1, text=f"{failure_text(worker_exit)}\n{error}")
 
 
 def fails_only_here(code: int, active_hosts: Collection[str], host: str) -> bool:
     """Return whether a config or data error concerns only this host, while others are training."""
     return code in (2, 3) and bool(active_hosts) and host not in active_hosts
+
+
+def fails_after_end(worker_exit: WorkerExit) -> bool:
+    """Return whether a worker failed by its own code after it had recorded the end of the run."""
+    finished = worker_exit.report and worker_exit.report.finished
+    return exit_kind(worker_exit) == "failed" and not finished and not worker_exit.signal
 
 
 def restart_delay(restarts: int, policy: RestartPolicy) -> float:
@@ -169,7 +211,7 @@ def summarize(worker_exit: WorkerExit) -> str:
     if report and not report.finished and report.text:
         lines = report.text.strip().splitlines()
         return lines[-1] if lines[0].startswith("Traceback") else lines[0]
-    if report and report.finished:
+    if report and (report.finished or report.code):
         return f"exited with code {report.code}"
     if worker_exit.signal:
         return f"killed by {signal_name(worker_exit.signal)}"

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 
 from lockstep.cli.run_request import read_script_request
+from lockstep.cli.script import asks_for_help
 from lockstep.cli.start import choose_worker_count, run_as_worker, start_local_agent
 from lockstep.errors import UsageError
 
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:
     if not args.file.endswith(".py"):
-        raise UsageError(f"{args.file!r} is no script", "command line", "write lockstep run FILE.py; a run file: lockstep train RUN.toml")
+        file, colon, _ = args.file.partition(":")
+        hint = f"give {file}; lockstep train takes FILE.py:FUNCTION" if colon else "give FILE.py; a run file: lockstep train RUN.toml"
+        raise UsageError(f"{args.file!r} is no script", "command line", hint)
     request = read_script_request(args, args.file, rest)
     code = run_as_worker(request, args.workers)
     if code is not None:
         return code
+    if asks_for_help(rest):
+        os.execv(sys.executable, [sys.executable, args.file, *rest])
     workers, _ = choose_worker_count(args.workers, None)
     return start_local_agent(request, None, workers, workers if request.restart == "all" else 1)

@@ -11,7 +11,7 @@ import inspect
 import os
 import runpy
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import GenericAlias
@@ -50,6 +50,9 @@ def launch(main: Callable[..., object], *, workers: int | None = None) -> None:
         if code := worker_main(lambda: call(main, sys.argv[1:])):
             sys.exit(code)
         return
+    if asks_for_help(sys.argv[1:]):
+        call(main, sys.argv[1:])
+        return
     script = sys.modules["__main__"]
     file = getattr(script, "__file__", None)
     if not file or getattr(script, "__spec__", None) is not None:
@@ -73,9 +76,23 @@ def call(function: Callable[..., object], words: list[str], folder: Path | None 
     from lockstep.config.resolve import parse_flags
     from lockstep.runtime.numerics import seed_unseeded_generators
 
+    if asks_for_help(words) and parameters_of(function):
+        print_help(function)
+        return
     seed_unseeded_generators()  # before the function makes its data and its model
     name = getattr(function, "__name__", "main")
     function(**(arguments_of(function, name, parse_flags(words), folder) if parameters_of(function) else {}))
+
+
+def asks_for_help(words: Sequence[str]) -> bool:
+    return words[-1:] in (["-h"], ["--help"])
+
+
+def print_help(function: Callable[..., object]) -> None:
+    """Print the docstring and the flags of a user's function."""
+    print(inspect.getdoc(function) or f"usage: {Path(sys.argv[0]).name} [--NAME VALUE]", end="\n\n")
+    for name, parameter in parameters_of(function).items():
+        print(f"  --{name}", "(required)" if parameter.default is parameter.empty else f"(default: {parameter.default!r})")
 
 
 def parameters_of(function: Callable[..., object]) -> dict[str, inspect.Parameter]:

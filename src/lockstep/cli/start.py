@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 from dataclasses import replace
+from pathlib import Path
 
 from lockstep.agent.agent import run_agent
 from lockstep.agent.config import AgentConfig
@@ -71,7 +72,7 @@ def start_agent(request: RunRequest, run: RunConfig | None, config: AgentConfig)
     script = "" if request.is_whole_script else request.script
     # A restarted worker resumes from the newest checkpoint, regardless of --resume.
     program = WorkerProgram(request.command_words(request.resume), request.command_words("auto"), script=script)
-    policy = PLAIN_SCRIPT_POLICY if request.restart == "all" else config.policy
+    policy = replace(PLAIN_SCRIPT_POLICY, script=Path(request.script).name) if request.restart == "all" else config.policy
     config = replace(config, flags=request.flags if request.script else {}, command=command, policy=policy)
     return run_agent(program, request.folder, config)
 

@@ -170,7 +170,8 @@ def describe_failure(first: WorkerExit, exits: Sequence[WorkerExit], asked: Sequ
     log = log_paths([first])
     if not first.signal:
         code = "an unknown code" if first.code is None else f"code {first.code}"
-        return with_log_tail(first, LockstepError(f"{first} exited with {code} and left no error report", log))
+        no_report = "" if first.report else " and left no error report"
+        return with_log_tail(first, LockstepError(f"{first} exited with {code}{no_report}", log))
     number = first.signal
     if number in asked:
         return str(LockstepError(f"{first} was killed by {signal.Signals(number).name} before it could save and stop", log))

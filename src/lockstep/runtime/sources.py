@@ -45,6 +45,8 @@ def record_user_code(module: ModuleType) -> None:
     folder, package = f"{file.parent}{os.sep}", module.__name__.partition(".")[0]
     names = {str(file): file.name}
     for name, other in list(sys.modules.items()):
+        if other is module:  # its __file__ may be relative (runpy)
+            continue
         path = getattr(other, "__file__", None) or ""
         beside = path.startswith(folder) and not any(f"{os.sep}{part}{os.sep}" in path for part in INSTALLED)
         if path.endswith(".py") and (beside or name.partition(".")[0] == package) and not path.startswith(PACKAGE_FOLDER):

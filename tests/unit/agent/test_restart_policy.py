@@ -15,9 +15,12 @@ from lockstep.agent.restart_policy import (
     RestartDecision,
     RestartPolicy,
     SlotHistory,
+    decide_first_exit,
     decide_restart,
+    fails_after_end,
     fails_only_here,
     restart_delay,
+    start_error,
 )
 from lockstep.runtime.exit_report import ExitReport, WorkerExit, exit_kind
 
@@ -160,6 +163,56 @@ def test_errors_of_a_plain_script_count_only_if_each_worker_lived_briefly() -> N
     assert actions(3600.0, 3600.0, 3600.0, 3600.0) == ["restart"] * 4
     assert actions(1.0, 3600.0, 1.0, 1.0) == ["restart", "restart", "restart", "end"]
     assert actions(3600.0, 3600.0, 3600.0, policy=DEFAULT_POLICY) == ["restart", "restart", "end"], "the steps of a run are known"
+
+
+def test_a_plain_script_that_always_fails_is_named() -> None:
+    policy, history = replace(PLAIN_SCRIPT_POLICY, script="tr.py"), EMPTY
+    for _ in range(3):
+        decision, history = decide_restart(make_exit(1, text=TRACE), history, lived_s=1.0, step=-1, stopping=False, policy=policy)
+    assert decision.action == "end" and "LockstepError: tr.py failed on 3 starts in a row (slot 1, exit code 1)" in decision.text
+    assert "step" not in decision.text and "checkpoint" not in decision.text
+
+
+RAISED_AT_START = make_exit(1, text=TRACE, trace=TRACE, step=0)
+
+
+def decide_at_start(errors: dict[int, str], workers: int, worker_exit: WorkerExit = RAISED_AT_START) -> RestartDecision:
+    return decide_first_exit(decide(worker_exit)[0], worker_exit, errors, workers)
+
+
+def test_one_error_of_all_workers_at_the_start_ends_the_run() -> None:
+    decision = decide_at_start({0: TRACE, 1: TRACE}, 2)
+    assert (decision.action, decision.code) == ("end", 1) and decision.text.startswith(TRACE)
+    assert "all 2 workers failed with this error before the first step" in decision.text
+    assert decide_at_start({1: TRACE}, 1).action == "end"
+
+
+def test_a_restart_at_the_start_waits_for_the_errors_of_the_other_workers() -> None:
+    assert (decide_at_start({1: TRACE}, 2).action, decide_at_start({1: TRACE}, 2).delay_s) == ("restart", 1.0)
+    for errors in ({0: "", 1: TRACE}, {0: "another error", 1: TRACE}, {0: TRACE, 1: ""}):
+        assert decide_at_start(errors, 2).delay_s == 0.0 and decide_at_start(errors, 2).action == "restart"
+
+
+def test_only_an_early_error_of_the_program_is_an_error_at_the_start() -> None:
+    assert start_error(RAISED_AT_START, 1.0, DEFAULT_POLICY) == TRACE
+    assert not start_error(RAISED_AT_START, 61.0, DEFAULT_POLICY)
+    assert not start_error(RAISED_AT_START, 1.0, replace(PLAIN_SCRIPT_POLICY, script="tr.py"))
+    assert not any(start_error(worker_exit, 1.0, DEFAULT_POLICY) for worker_exit in ENDS)
+
+
+@pytest.mark.parametrize(
+    ("worker_exit", "fails"),
+    [
+        (make_exit(1, text=TRACE), True),
+        (make_exit(3, text=""), True),
+        (SILENT, True),
+        (make_exit(0, finished=True), False),
+        (CRASHED_AT_ITS_EXIT, False),
+        *[(worker_exit, False) for worker_exit in (KILLED, STOPPED, LOST, BROKE_OFF)],
+    ],
+)
+def test_own_errors_after_the_end_of_the_run_count(worker_exit: WorkerExit, fails: bool) -> None:
+    assert fails_after_end(worker_exit) == fails
 
 
 @pytest.mark.parametrize("worker_exit", [*ENDS, make_exit(2, text="UsageError: no")], ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -47,6 +48,15 @@ def test_user_code_is_its_file_and_its_imports_from_the_same_folder(tmp_path: Pa
     assert fingerprint_of(tmp_path / "b", monkeypatch, loop, layer) == expected, "another clone, another unused file"
     assert fingerprint_of(tmp_path / "c", monkeypatch, loop.replace("1.0", "1.001"), layer) != expected
     assert fingerprint_of(tmp_path / "d", monkeypatch, loop, layer.replace("8", "9")) != expected
+
+
+def test_a_script_has_the_same_fingerprint_under_every_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text("from lockstep.runtime.sources import fingerprint\nresult = fingerprint()['own loop']\n")
+    monkeypatch.chdir(tmp_path)
+    by_lockstep_run = runpy.run_path("train.py", run_name="__main__")["result"]
+    monkeypatch.setattr(sources, "user_code", {})
+    by_python = runpy.run_path(str(tmp_path / "train.py"), run_name="__main__")["result"]
+    assert by_lockstep_run == by_python and by_python.startswith("train.py, sources ")
 
 
 def test_editing_a_loaded_file_does_not_change_the_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
