@@ -1,15 +1,13 @@
 """The agent: one process per host that starts the workers, detects their exits and restarts them.
 
-The agent imports no torch, starts no thread and can recover all its state: the processes of the
-slots are recorded in the state folder (runtime/worker_env.py), and the run's state in the
-generation log. So it may die at any time. Under `lockstep launch` its workers keep training and the
-next agent adopts them; under `lockstep train` the kernel ends them with it.
+The agent imports no torch, starts no thread and keeps all its state in files: the processes of the
+slots in the state folder (runtime/worker_env.py), the run's state in the generation log. So it may
+die at any time. Under `lockstep launch` its workers keep training and the next agent adopts them;
+under `lockstep train` the kernel kills them with it.
 
 It sleeps until a worker exits (its pidfd becomes readable), the forkserver answers or a signal
-arrives, and polls the generation log ten times a second. It kills local workers that the newest
-generation removed, whether they are alive, stopped or hanging. A record with a result ends the
-run. restart_policy.py decides what follows from a worker's exit, stop_requests.py how a stop
-signal reaches the workers.
+arrives, and polls the generation log. It kills local workers that the newest generation removed; a
+generation with a result ends the run.
 """
 
 from __future__ import annotations
@@ -51,6 +49,8 @@ from lockstep.runtime.worker_env import ProcessIdentity, WorkerEnv, exit_report_
 
 log = logging.getLogger("lockstep")
 TOUCH_INTERVAL_S = 3600.0
+# Fields of AgentConfig that the workers receive unchanged.
+SHARED_FIELDS = ("host", "slots", "expected_workers", "min_workers", "max_workers", "address", "flags", "master_port")
 EXITED = "exited"  # the reason of a removal because connections are closed and refused (elastic/protocol/transitions.py)
 
 
@@ -62,28 +62,21 @@ def run_agent(program: WorkerProgram, folder: Path, config: AgentConfig) -> int:
     if sys.platform != "linux":
         hint = "start the workers with torchrun -m lockstep COMMAND"
         raise UsageError(f"the agent does not support {sys.platform}", "it needs pidfd_open(2) and prctl(2)", hint)
-    host, slots, lives_on = config.host, config.slots, config.lives_on
-    state = state_folder(folder, host, temporary=bool(config.master_port))
-    sizes = {"--workers": slots, "--min": config.min_workers, "--max": config.max_workers}
+    state = state_folder(folder, config.host, temporary=bool(config.master_port))
+    sizes = {"--workers": config.slots, "--min": config.min_workers, "--max": config.max_workers}
     command = {**config.command, **{name: str(size) for name, size in sizes.items()}}
-    with SignalInbox() as inbox, agent_lock(folder, state, host, command, slots=slots, lives_on=lives_on) as prior:
+    with SignalInbox() as inbox, agent_lock(folder, state, config.host, command, slots=config.slots, lives_on=config.lives_on) as prior:
         prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of exited workers become children of this process
+        shared = {name: getattr(config, name) for name in SHARED_FIELDS}
         worker_env = WorkerEnv(
             folder=str(folder.resolve()),
             state=str(state),
-            host=host,
             slot=0,
-            slots=slots,
-            expected_workers=config.expected_workers,
-            min_workers=config.min_workers,
-            max_workers=config.max_workers,
-            address=config.address,
             after_generation=prior.base_generation,
-            agent_pid=0 if lives_on else os.getpid(),
-            drain=lives_on,
+            agent_pid=0 if config.lives_on else os.getpid(),
+            drain=config.lives_on,
             folder_id=prior.folder_id,
-            flags=dict(config.flags),
-            master_port=config.master_port,
+            **shared,
         )
         agent = Agent(program, folder, config, worker_env, prior)
         try:
@@ -123,7 +116,6 @@ class Agent:
 
     @property
     def workers(self) -> list[Worker]:
-        """Workers that have not been seen to exit."""
         return [slot.worker for slot in self.slots.values() if slot.worker]
 
     def run(self, inbox: SignalInbox) -> tuple[int, str]:
@@ -158,15 +150,11 @@ class Agent:
                 known = {worker.pid for worker in self.workers} | self.pool.pids()
                 reap_orphans(known | (self.evaluator.pids() if self.evaluator else set()))
         code, text = self.result()
-        if self.evaluator and not code and not self.stops.is_draining:
-            self.wait_for_evaluator(self.evaluator, inbox)
+        if self.evaluator and not code and not self.stops.is_draining:  # it scores the last checkpoint, until a stop signal
+            until_s = now_s() + self.timeouts.final_eval_s
+            while self.evaluator.is_running and now_s() < until_s and not set(STOP_SIGNALS) & set(inbox.wait(self.timeouts.poll_s, [])):
+                pass
         return code, text
-
-    def wait_for_evaluator(self, evaluator: EvaluatorProcess, inbox: SignalInbox) -> None:
-        """Let the evaluator score the last checkpoint of a completed run, until a stop signal."""
-        until_s = now_s() + self.timeouts.final_eval_s
-        while evaluator.is_running and now_s() < until_s and not set(STOP_SIGNALS) & set(inbox.wait(self.timeouts.poll_s, [])):
-            pass
 
     def sleep_s(self) -> float:
         waits = [slot.start_at_s - now_s() for slot in self.slots.values() if slot.start_at_s is not None]
@@ -181,11 +169,10 @@ class Agent:
                     os.utime(path)
 
     def result(self) -> tuple[int, str]:
-        """Return (exit code, text to print) after all workers have exited."""
-        if self.run_end and self.policy.restart:
-            late = [last_exit for last_exit in self.finisher_exits() if fails_after_end(last_exit)]
-            return summarize_exits(late) if late and not self.run_end.code else (self.run_end.code, self.run_end.text)
         exits = [slot.last_exit for slot in self.slots.values() if slot.last_exit]
+        if self.run_end and self.policy.restart:
+            late = [last_exit for last_exit in exits if last_exit.pid in self.finishers and fails_after_end(last_exit)]
+            return summarize_exits(late) if late and not self.run_end.code else (self.run_end.code, self.run_end.text)
         if not exits and self.stops.is_draining:
             return 0, ""
         if not exits:
@@ -194,11 +181,6 @@ class Agent:
             return 128 + number, str(LockstepError(what, f"{self.host}, {self.folder}"))
         completed = [last_exit for last_exit in exits if exit_kind(last_exit) == "completed"] if self.policy.restart else []
         return summarize_exits(completed or exits, asked=self.stops.received, grace_s=self.timeouts.grace_s)
-
-    def finisher_exits(self) -> list[WorkerExit]:
-        """Return the exits of the local workers that trained until the end of the run."""
-        exits = [slot.last_exit for slot in self.slots.values() if slot.last_exit]
-        return [last_exit for last_exit in exits if last_exit.pid in self.finishers]
 
     def close(self) -> None:
         """Release everything. Workers keep running under `launch`, and are killed under `train`."""
@@ -284,14 +266,12 @@ class Agent:
             self.pool.request(worker_env, 1, 2, restarted=slot.had_worker)
             return
         try:
-            output = open_worker_log(self.folder, slot.number, self.host)
+            with open_worker_log(self.folder, slot.number, self.host) as output:
+                slot.log_offset = output.tell()
+                self.pool.request(worker_env, output.fileno(), output.fileno(), restarted=slot.had_worker)
         except UsageError as error:
             self.events.warn(f"slot {slot.number} writes to the terminal", error)
             self.pool.request(worker_env, 2, 2, restarted=slot.had_worker)
-            return
-        with output:
-            slot.log_offset = output.tell()
-            self.pool.request(worker_env, output.fileno(), output.fileno(), restarted=slot.had_worker)
 
     def on_worker_started(self, slot: Slot, started: PendingWorker) -> None:
         """Record the process of `slot` and let the worker run."""

@@ -1,11 +1,16 @@
-"""What an agent is started with."""
+"""Settings of an agent."""
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from lockstep.agent.restart_policy import RestartPolicy
+
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -13,10 +18,8 @@ class AgentTimeouts:
     """How long an agent waits, in seconds.
 
     poll_s         between two reads of the generation log
-    grace_s        from a stop signal until SIGKILL (a step and a checkpoint), and from the end of a
-                   completed run until SIGTERM
-    exit_s         from the end of a failed run until SIGTERM to workers that have not exited, and
-                   from SIGTERM until SIGKILL
+    grace_s        from a stop signal until SIGKILL, and from the end of a completed run until SIGTERM
+    exit_s         from the end of a failed run until SIGTERM, and from SIGTERM until SIGKILL
     failed_exit_s  from a worker's failure report until SIGKILL, if the process does not exit
     import_s       for the forkserver to import everything
     fork_s         for the forkserver to fork one worker
@@ -36,19 +39,12 @@ class AgentTimeouts:
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """What an agent is started with.
+    """Settings of an agent; the other fields are those of WorkerEnv.
 
-    host, address     name of this host, unique in the run; where its servers listen
-    slots             workers of this host
-    expected_workers  on all hosts, that the first generation waits for
-    min_workers       below which training waits
-    max_workers       that train at once; others wait to join
-    lives_on          workers outlive the agent and SIGUSR1 drains this host; else they exit with it
-    environ           for the workers, extended by the agent's variables
-    flags             of a user's own loop, equal on all workers
-    command           the workers' settings, by name; running workers are adopted if they are equal
-    evaluator         run an evaluator process beside the workers
-    master_port       of a static group (agent/static_group.py); 0: the workers form generations
+    lives_on   workers outlive the agent and SIGUSR1 drains this host; else they exit with it
+    environ    for the workers, extended by the agent's variables
+    command    the workers' settings, by name; running workers are adopted if they are equal
+    evaluator  run an evaluator process beside the workers
     """
 
     host: str
@@ -65,3 +61,10 @@ class AgentConfig:
     master_port: int = 0
     timeouts: AgentTimeouts = AgentTimeouts()
     policy: RestartPolicy = RestartPolicy()
+
+    @classmethod
+    def for_this_machine(cls, workers: int, **settings: Any) -> AgentConfig:
+        """Return the settings of an agent without other hosts, whose workers exit with it."""
+        sizes = dict.fromkeys(("slots", "expected_workers", "min_workers", "max_workers"), workers)
+        values: dict[str, Any] = {"host": socket.gethostname(), "address": LOOPBACK, "lives_on": False, "environ": os.environ}
+        return cls(**(values | sizes | settings))

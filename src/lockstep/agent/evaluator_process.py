@@ -1,8 +1,7 @@
 """The evaluator process beside the workers, restarted when it dies.
 
 It runs `lockstep evaluate RUN --follow`, which waits for checkpoints, writes their scores into the
-run and exits when the run is finished. It has the lowest priority, talks to no worker and ends with
-its agent (prctl(2), PR_SET_PDEATHSIG). The next agent starts a new one.
+run and exits when the run is finished. It has the lowest priority and is killed with its agent.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ class EvaluatorProcess:
             self._start()
 
     def pids(self) -> set[int]:
-        """Return the children of this process that this object waits for."""
         return {self.process.pid} if self.process else set()
 
     @property

@@ -23,7 +23,6 @@ class EventLog:
             self.warn(f"cannot write {self.folder / 'events.jsonl'}", "its lines are lost")
 
     def warn(self, what: str, error: Exception | str) -> None:
-        """Log a failure that the agent tolerates."""
         if what not in self.warned:
             self.warned.add(what)
             log.warning("%s: %s", what, error)

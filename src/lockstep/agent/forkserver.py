@@ -1,14 +1,12 @@
 """A process that imports torch once and forks workers within milliseconds.
 
-Importing torch and what the first optimizer needs takes two seconds; a fork takes five
-milliseconds. The forkserver starts no thread, because a fork would copy the locks of other threads
-but not the threads, and does not touch a GPU.
+Importing torch takes two seconds, a fork five milliseconds. The forkserver does not touch a GPU and
+starts no thread: a fork would copy the locks of other threads but not the threads.
 
-A worker is forked twice. The intermediate process exits at once, and the kernel makes the agent the
-worker's parent, because the agent is a subreaper (prctl(2), PR_SET_CHILD_SUBREAPER). So the agent
-gets the worker's exit code, and workers survive a killed forkserver. The worker then blocks at a
-gate, a pipe, until the agent has recorded its process. If the agent dies before that, the pipe
-loses its writer and the worker exits: no worker runs unrecorded.
+A worker is forked twice. The intermediate process exits at once, and the kernel makes the agent, a
+subreaper (prctl(2)), the worker's parent. So the agent gets the worker's exit code, and workers
+survive a killed forkserver. The worker blocks at a gate, a pipe, until the agent has recorded its
+process. If the agent dies before that, the pipe loses its writer and the worker exits.
 
     agent -> forkserver     {"slot": 3, "spec": {...}} with three file descriptors: stdout, stderr, gate
     forkserver -> agent     {"ready": true} or {"unusable": REASON}, once
@@ -40,7 +38,7 @@ ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 
 @dataclass(frozen=True)
 class WorkerProgram:
-    """What the workers of a run execute.
+    """Program of the workers of a run.
 
     argv          arguments for `entry`
     restart_argv  arguments for a restarted worker; None: the same
@@ -58,7 +56,7 @@ class WorkerProgram:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What to start for one worker.
+    """Program and environment of one worker.
 
     environ  variables added to those of the forkserver
     agent    pid of the agent that the worker ends with; 0: it outlives its agent
@@ -98,9 +96,9 @@ class Forkserver:
                 raise
 
     def request(self, slot: int, spec: WorkerSpec, descriptors: Sequence[int]) -> None:
-        """Request a worker with these file descriptors for stdout, stderr and gate.
+        """Request a worker. OSError if the forkserver has exited or the message is too long.
 
-        OSError if the forkserver has exited or the message is too long.
+        descriptors  stdout, stderr and gate
         """
         message = json.dumps({"slot": slot, "spec": asdict(spec)}).encode()
         if len(message) > MAX_MESSAGE_BYTES:
@@ -108,7 +106,7 @@ class Forkserver:
         socket.send_fds(self.socket, [message], list(descriptors))
 
     def replies(self) -> list[dict[str, Any]] | None:
-        """Return the messages received since the last call; None: the forkserver has exited."""
+        """Return the messages since the last call; None: the forkserver has exited."""
         received = []
         with suppress(BlockingIOError, ConnectionResetError):
             while message := self.socket.recv(MAX_MESSAGE_BYTES):
@@ -117,7 +115,6 @@ class Forkserver:
         return received
 
     def kill(self) -> None:
-        """Kill the forkserver. Its workers keep running."""
         self.socket.close()
         self.process.kill()
         self.process.wait()
@@ -140,7 +137,6 @@ def spawn(spec: WorkerSpec, environ: Mapping[str, str], descriptors: Sequence[in
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run as a forkserver, or as a worker that was started without one."""
     role, descriptor, *rest = arguments
     if role == "worker":
         return run_worker(WorkerSpec(**json.loads(rest[0])), int(descriptor))
@@ -171,10 +167,7 @@ def preload(modules: Sequence[str], script: str) -> str:
 
 
 def serve(channel: socket.socket) -> tuple[WorkerSpec, int] | None:
-    """Fork a worker for each request.
-
-    Returns (spec, gate) in each new worker, and None in the forkserver when the agent has exited.
-    """
+    """Fork workers. Return (spec, gate) in each, and None in the forkserver once the agent exited."""
     while True:
         message, descriptors, _, _ = socket.recv_fds(channel, MAX_MESSAGE_BYTES, 3)
         if not message:
@@ -196,8 +189,7 @@ def serve(channel: socket.socket) -> tuple[WorkerSpec, int] | None:
 
 
 def reply(channel: socket.socket, message: dict[str, Any]) -> None:
-    """Send a message to the agent. If the agent has exited, the next receive shows it."""
-    with suppress(BrokenPipeError):
+    with suppress(BrokenPipeError):  # the next receive shows that the agent has exited
         channel.send(json.dumps(message).encode())
 
 
@@ -228,12 +220,10 @@ def double_fork() -> int:
 
 def take_descriptors(descriptors: Sequence[int]) -> int:
     """Move the received descriptors to stdout and stderr, and return the gate."""
-    out, err, gate = descriptors
-    os.dup2(out, 1)
-    os.dup2(err, 2)
-    os.close(out)
-    os.close(err)
-    return gate
+    for received, standard in zip(descriptors, (1, 2), strict=False):
+        os.dup2(received, standard)
+        os.close(received)
+    return descriptors[2]
 
 
 def run_worker(spec: WorkerSpec, gate: int) -> int:

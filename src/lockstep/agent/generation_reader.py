@@ -40,7 +40,6 @@ class GenerationReader:
             self.events.warn("cannot read the generation log", error)
 
     def read(self, number: int) -> Generation | None:
-        """Return a generation; None if it cannot be read."""
         with suppress(OSError):
             return self.log.read(number)
         return None

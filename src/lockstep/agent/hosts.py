@@ -37,11 +37,7 @@ MAX_WORKERS = 4096  # per host; the agent there applies a tighter limit, from it
 @with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True)
 class Host:
-    """One machine.
-
-    workers  processes on this host
-    address  as other hosts reach it; "": its name
-    """
+    """One machine; `address`: as other hosts reach it, "": its name."""
 
     name: Name
     workers: Annotated[int, Field(ge=1, le=MAX_WORKERS, strict=True)]
@@ -49,7 +45,6 @@ class Host:
 
     @property
     def reached_at(self) -> str:
-        """Address or name that other hosts connect to."""
         return self.address or self.name
 
     def resolve(self) -> str:
@@ -120,8 +115,7 @@ def format_location(path: Sequence[int | str]) -> str:
 def ssh_command(host: Host, command: Sequence[str], cwd: Path, environ: Mapping[str, str]) -> list[str]:
     """Return the ssh command that runs `command` on a host, in `cwd`, with LOCKSTEP_ variables.
 
-    The remote shell reads signal names from standard input, one per line, and sends them to the
-    program: ssh cannot forward signals.
+    The remote shell reads signal names from standard input and sends them: ssh cannot forward them.
     """
     variables = [f"{name}={value}" for name, value in sorted(environ.items()) if name.startswith("LOCKSTEP_")]
     # Without job control, a shell's background command reads /dev/null by default.
@@ -131,10 +125,7 @@ def ssh_command(host: Host, command: Sequence[str], cwd: Path, environ: Mapping[
 
 
 def run_on_all_hosts(commands: Sequence[Sequence[str]]) -> int:
-    """Run the ssh commands, forward signals to their standard input; return one exit code.
-
-    Call it from the main thread.
-    """
+    """Run the ssh commands and forward signals (main thread only); return one exit code."""
     with ExitStack() as stack:
         processes = [
             stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)) for command in commands

@@ -38,12 +38,11 @@ COMMAND_FILE = "agent.command"
 
 @dataclass(frozen=True)
 class PriorState:
-    """What an agent finds when it starts.
+    """State of the run when an agent starts.
 
     newest           the newest generation in the log
-    base_generation  the newest generation that this agent's workers are not concerned with
+    base_generation  the newest generation before the start of the workers
     running          slot -> worker of an earlier agent that is still training
-    folder_id        id of the run folder
     """
 
     newest: Generation | None
@@ -54,7 +53,7 @@ class PriorState:
 
 @contextmanager
 def agent_lock(folder: Path, state: Path, host: str, command: Mapping[str, str], *, slots: int, lives_on: bool) -> Iterator[PriorState]:
-    """Context manager: be the agent of `host` for the run in `folder`, which is prepared.
+    """Be the agent of `host` for the run in `folder`, which is prepared.
 
     UsageError if there is another agent, other workers survived, or the folder cannot be used.
     """
@@ -78,7 +77,6 @@ def agent_lock(folder: Path, state: Path, host: str, command: Mapping[str, str],
 
 @contextmanager
 def hold_lock(path: Path, folder: Path, host: str) -> Iterator[BinaryIO]:
-    """Hold the lock. UsageError if another agent holds it."""
     descriptor = try_lock(path)
     if descriptor is None:
         with open(path, "rb", opener=open_regular) as file:

@@ -1,14 +1,12 @@
 """What follows from a worker's exit: a restart, nothing, or the end of the run.
 
-A worker that was killed or lost its peers is restarted at once. If it exits again without progress,
-each further restart is delayed longer. A worker's own error may be bad luck: the other workers
-retry the step, and so does the restarted worker. When workers of one slot fail at the same step
-several times in a row, the program or its data is at fault, and the run ends with that error. A
-signal that a process causes itself (SIGSEGV and the like) counts as such an error. SIGKILL comes
-from outside at any moment and ends no run, unless it repeats in the same phase of the same step:
-then the kernel ran out of memory there. What no retry can fix (the run's config, damaged data, a
-loss that is not finite) ends the run the first time, as does an error that the first workers of all
-slots raise alike before their first step.
+A worker that was killed or lost its peers is restarted at once; each further restart without
+progress is delayed longer. A worker's own error, or a signal that it causes itself (SIGSEGV), may
+not repeat: the step is retried. If workers of one slot fail at the same step several times in a
+row, the run ends with that error. SIGKILL comes from outside and ends no run, unless it repeats in
+the same phase of the same step: the kernel ran out of memory there. Errors that no retry can fix
+(config, damaged data, a loss that is not finite) end the run the first time, as does an error that
+the first workers of all slots raise alike before their first step.
 
 The steps of a plain script are unknown (cli/restart_all.py). Its errors count as errors in a row if
 the worker lived less than `crash_reset_s` before each. The workers of a static group
@@ -61,7 +59,7 @@ PLAIN_SCRIPT_POLICY = RestartPolicy(crash_reset_s=600.0)
 
 @dataclass(frozen=True)
 class SlotHistory:
-    """What a slot remembers of the exits of its workers.
+    """Earlier exits of the workers of one slot.
 
     restarts  in a row, of workers that made no progress and did not live long
     crashes   own errors since the last progress
@@ -78,7 +76,7 @@ class SlotHistory:
 
 @dataclass(frozen=True)
 class RestartDecision:
-    """What to do after a worker's exit, and why.
+    """Decision after a worker's exit, and its reason.
 
     delay_s     before the restart
     code, text  of a run that ends: its exit code, and what to print
@@ -172,13 +170,12 @@ def fails_only_here(code: int, active_hosts: Collection[str], host: str) -> bool
 
 
 def fails_after_end(worker_exit: WorkerExit) -> bool:
-    """Return whether a worker failed by its own code after it had recorded the end of the run."""
+    """Return whether a worker failed by an error in its code after it recorded the end of the run."""
     finished = worker_exit.report and worker_exit.report.finished
     return exit_kind(worker_exit) == "failed" and not finished and not worker_exit.signal
 
 
 def restart_delay(restarts: int, policy: RestartPolicy) -> float:
-    """Return the seconds before the next restart, after `restarts` in a row."""
     return min(policy.max_delay_s, policy.initial_delay_s * 2.0 ** min(restarts - 1, 60)) if restarts else 0.0
 
 

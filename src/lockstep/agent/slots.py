@@ -122,14 +122,12 @@ def write_log(path: Path, slot: Slot, report: ExitReport | None, offset: int) ->
 
 
 def read_exit_report(state: Path, slot: int) -> ExitReport | None:
-    """Return the exit report of the worker in `slot`; None if it wrote none."""
     with suppress(OSError, ValueError, TypeError):
         return ExitReport.from_line(read_bytes(exit_report_path(state, slot)))
     return None
 
 
 def last_status(state: Path, worker: Worker) -> Status | None:
-    """Return the status on the worker's board; None if it has not written one yet."""
     with suppress(OSError):
         status = read_status(state / f"{worker.slot}.board")
         return status if status.pid == worker.pid else None

@@ -1,26 +1,22 @@
 """Run a command as a static group on this host: `evaluate --workers` and `generate --tensor`.
 
-The same agent as in training, with another policy: it restarts no worker, and the first failure
-ends them all. Its files are in a temporary folder. The workers get torchrun's variables and meet at
-a port that is reserved here.
+The agent restarts no worker, and the first failure ends them all. Its files are in a temporary
+folder. The workers get torchrun's variables and a port that is reserved here.
 """
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from lockstep.agent.agent import run_agent
-from lockstep.agent.config import AgentConfig, AgentTimeouts
+from lockstep.agent.config import LOOPBACK, AgentConfig, AgentTimeouts
 from lockstep.agent.forkserver import WorkerProgram
 from lockstep.agent.restart_policy import RestartPolicy
 from lockstep.runtime.environment import check_worker_count
 from lockstep.runtime.sockets import reserve_port
 
-LOOPBACK = "127.0.0.1"
 ENTRY = "lockstep.cli.main:main"
 PRELOAD = ("torch", "lockstep.cli.main", "lockstep.elastic.runtime")
 TIMEOUTS = AgentTimeouts(exit_s=5.0)  # time for the exit reports of the other workers
@@ -36,17 +32,6 @@ def run_static_group(
     """
     check_worker_count(workers, "this machine")
     with TemporaryDirectory(prefix="lockstep-") as folder, reserve_port(LOOPBACK) as reserved:
-        config = AgentConfig(
-            host=socket.gethostname(),
-            address=LOOPBACK,
-            slots=workers,
-            expected_workers=workers,
-            min_workers=workers,
-            max_workers=workers,
-            lives_on=False,
-            environ=os.environ,
-            master_port=reserved.getsockname()[1],
-            timeouts=timeouts,
-            policy=RestartPolicy(restart=False),
-        )
+        port, policy = reserved.getsockname()[1], RestartPolicy(restart=False)
+        config = AgentConfig.for_this_machine(workers, master_port=port, timeouts=timeouts, policy=policy)
         return run_agent(WorkerProgram(tuple(arguments), entry=entry, preload=preload), Path(folder), config)

@@ -42,7 +42,6 @@ class StopRequests:
         self.events.add("signal passed on", f"the agent received {signal.Signals(number).name}")
 
     def is_drain(self, number: int) -> bool:
-        """Return whether a signal drains only this host."""
         return number == signal.SIGUSR1 and self.drains
 
     @property
@@ -65,7 +64,6 @@ class StopRequests:
                 worker.signal(number)
 
     def waiting_members(self) -> list[Member]:
-        """Return the workers registered in the run folder's waiting room; [] if it cannot be read."""
         with suppress(OSError):
             return list(waiting_room.registered_members(self.folder))
         return []
@@ -93,7 +91,6 @@ class StopRequests:
         self.next_request_s = now_s() + STOP_REQUEST_S
 
     def awaits_run_end(self, newest: Generation | None, workers: Collection[Worker]) -> bool:
-        """Return whether the agent waits without workers, having asked others to stop."""
         if not self.stop_signal or self.received_s is None:
             return False
         until_s = min(max(self.received_s, self.accepted_s) + self.timeouts.stop_reply_s, self.received_s + self.timeouts.grace_s)

@@ -1,8 +1,8 @@
 """Start workers: forked by the forkserver, or spawned if no forkserver can run.
 
-Each requested worker appears a little later, blocked at its gate. A forkserver that was killed is
-restarted. One that hangs or fails to fork is bypassed. If none can run (the user's module starts
-threads), all workers are spawned.
+Each requested worker appears later, blocked at its gate. A killed forkserver is restarted, one that
+hangs or fails to fork is bypassed. If none can run (the user's module starts threads), all workers
+are spawned.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ MALLOC_SETTINGS = {"MALLOC_MMAP_THRESHOLD_": "2000000000", "MALLOC_TRIM_THRESHOL
 class PendingWorker:
     """A requested worker. Once it has a `pid`, it is blocked at its gate: a byte lets it run.
 
-    out, err, gate  its file descriptors; gate_writer: the agent's end of the gate; closed: it exits
+    out, err, gate  its file descriptors
+    gate_writer     the agent's end of the gate; if it is closed, the worker exits
     requested_s     when the forkserver was asked for it; None: it was not
     use_spawn       bypass the forkserver
-    retry_at_s      do not start it earlier
     """
 
     slot: int
@@ -76,7 +76,6 @@ class WorkerPool:
         self.start_forkserver()
 
     def request(self, worker_env: WorkerEnv, out: int, err: int, *, restarted: bool) -> None:
-        """Request a worker that writes to `out` and `err`."""
         argv = self.program.restart_argv if restarted and self.program.restart_argv is not None else self.program.argv
         spec = WorkerSpec(self.program.entry, argv, worker_env.environ(), worker_env.agent_pid)
         self.pending[worker_env.slot] = PendingWorker(worker_env.slot, spec, os.dup(out), os.dup(err), *os.pipe())
@@ -111,7 +110,6 @@ class WorkerPool:
         return [self.forkserver.socket.fileno()] if self.forkserver else []
 
     def pids(self) -> set[int]:
-        """Return the children of this process that the pool waits for."""
         return {self.forkserver.process.pid} if self.forkserver else set()
 
     # -- one worker -----------------------------------------------------------------------------------------------------------
@@ -185,7 +183,6 @@ class WorkerPool:
             self.disable_forkserver(f"{reason}, {MAX_FAILED_STARTS} times before it was ready")
 
     def disable_forkserver(self, reason: str) -> None:
-        """Spawn all further workers."""
         if self.forkserver:
             self.forkserver.kill()
             self.forkserver = None

@@ -1,9 +1,8 @@
 """Run a plain torchrun script: torchrun's environment, and one failure restarts all processes.
 
-Each worker of the agent is a supervisor here: a member of the run's generations, with the script as
-its child process. When a generation ends because a member failed or a host is lost, every
-supervisor ends its child and starts it again in the next generation. There is no rendezvous host:
-any host may be lost, and the remaining workers form the next generation (--min).
+Each worker of the agent supervises the script as its child process. When a generation ends, every
+supervisor terminates its child and starts it again in the next generation. There is no rendezvous
+host: any host may be lost, and the remaining workers form the next generation (--min).
 """
 
 from __future__ import annotations
@@ -38,10 +37,7 @@ NO_LIMIT_S = 1e8  # for the wait until all scripts are done: a lost worker ends 
 
 
 def supervise(file: Path, arguments: Sequence[str], worker_env: WorkerEnv) -> int:
-    """Run the script in each generation until it has exited with 0 on all workers.
-
-    Returns the exit code of the run.
-    """
+    """Run the script in each generation until it exits with 0 on all workers; return the exit code."""
     environ = {name: text for name, text in os.environ.items() if not name.startswith("LOCKSTEP_")}
     os.environ["LOCKSTEP_DEVICE"] = "cpu"  # the GPU is the script's
     limits = ElasticLimits(rendezvous_timeout_s=60.0)
@@ -139,17 +135,16 @@ def is_drain(signals: StopSignals, worker_env: WorkerEnv) -> bool:
 
 
 def terminate(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(EXIT_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    process.terminate()
+    try:
+        process.wait(EXIT_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def exit_like(code: int, script: str, command: Sequence[str], log_size: int) -> None:
-    """End this worker as its script ended: by the same signal, or an error with the same exit code."""
+    """Exit as the script did: by the same signal, or an error with the same exit code."""
     if code < 0:
         signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
         os.kill(os.getpid(), -code)
@@ -163,24 +158,21 @@ def exit_like(code: int, script: str, command: Sequence[str], log_size: int) -> 
 
 
 def torchrun_environ(runtime: ElasticRuntime, hosts: Sequence[str], attempt: int) -> dict[str, str]:
-    """Return the variables that torchrun sets for a process, except the run's name and the master.
-
-    hosts  of each rank
-    """
-    unique_hosts = list(dict.fromkeys(hosts))
+    """Return torchrun's variables, except the run's name and the master; `hosts`: of each rank."""
+    unique_hosts, world = list(dict.fromkeys(hosts)), runtime.world
     values = {
-        "RANK": runtime.world.rank,
-        "WORLD_SIZE": runtime.world.size,
-        "LOCAL_RANK": runtime.world.local_rank,
-        "LOCAL_WORLD_SIZE": runtime.world.local_size,
-        "GROUP_RANK": unique_hosts.index(hosts[runtime.world.rank]),
+        "RANK": world.rank,
+        "WORLD_SIZE": world.size,
+        "LOCAL_RANK": world.local_rank,
+        "LOCAL_WORLD_SIZE": world.local_size,
+        "GROUP_RANK": unique_hosts.index(hosts[world.rank]),
         "GROUP_WORLD_SIZE": len(unique_hosts),
-        "ROLE_RANK": runtime.world.rank,
-        "ROLE_WORLD_SIZE": runtime.world.size,
+        "ROLE_RANK": world.rank,
+        "ROLE_WORLD_SIZE": world.size,
         "ROLE_NAME": "default",
         "TORCHELASTIC_RESTART_COUNT": attempt,
         "TORCHELASTIC_MAX_RESTARTS": 3,
         "TORCHELASTIC_USE_AGENT_STORE": False,
     }
-    threads = {} if "OMP_NUM_THREADS" in os.environ or runtime.world.local_size == 1 else {"OMP_NUM_THREADS": "1"}
+    threads = {} if "OMP_NUM_THREADS" in os.environ or world.local_size == 1 else {"OMP_NUM_THREADS": "1"}
     return {name: str(value) for name, value in values.items()} | threads

@@ -34,7 +34,7 @@ log = logging.getLogger("lockstep")
 
 @dataclass(frozen=True)
 class RunRequest:
-    """What to run, in which folder, from which checkpoint.
+    """Program, run folder and checkpoint of a run.
 
     script     the user's FILE.py:FUNCTION, or FILE.py as a whole; "": the built-in loop
     values     words `--section.key VALUE`, flags of the function, or arguments of the script

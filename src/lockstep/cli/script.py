@@ -68,11 +68,7 @@ def launch(main: Callable[..., object], *, workers: int | None = None) -> None:
 
 
 def call(function: Callable[..., object], words: list[str], folder: Path | None = None) -> None:
-    """Call a user's function with command-line flags as its keyword arguments.
-
-    A function without parameters reads sys.argv itself.
-    folder  of the run, for the parameter `out` if no flag sets it
-    """
+    """Call a user's function with flags as `arguments_of`; without parameters it reads sys.argv."""
     from lockstep.config.resolve import parse_flags
     from lockstep.runtime.numerics import seed_unseeded_generators
 
@@ -89,14 +85,12 @@ def asks_for_help(words: Sequence[str]) -> bool:
 
 
 def print_help(function: Callable[..., object]) -> None:
-    """Print the docstring and the flags of a user's function."""
     print(inspect.getdoc(function) or f"usage: {Path(sys.argv[0]).name} [--NAME VALUE]", end="\n\n")
     for name, parameter in parameters_of(function).items():
         print(f"  --{name}", "(required)" if parameter.default is parameter.empty else f"(default: {parameter.default!r})")
 
 
 def parameters_of(function: Callable[..., object]) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a function that a flag can set, by name."""
     parameters = inspect.signature(function).parameters.items()
     return {
         name: parameter for name, parameter in parameters if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
@@ -201,8 +195,7 @@ def imports_lockstep(script: ast.Module) -> bool:
 def session_folder(script: ast.Module) -> str:
     """Return the folder of the script's Session if it is a literal; "" otherwise.
 
-    Recognizes Session("runs/a"), Session(Path("runs/a")), and a name that is a parameter with such
-    a default or a constant of the module.
+    Session("a"), Session(Path("a")), or the name of a constant or of a parameter with a default.
     """
     functions = [node for node in ast.walk(script) if isinstance(node, ast.FunctionDef)]
     for scope in [*functions, script]:
@@ -218,16 +211,15 @@ def session_folder(script: ast.Module) -> str:
 
 def constants(scope: ast.AST) -> Iterator[tuple[str, str]]:
     """Yield (name, text) of a function's literal defaults, or of a module's constants."""
+    pairs: list[tuple[str, ast.AST | None]] = []
     if isinstance(scope, ast.FunctionDef):
         positional = [*scope.args.posonlyargs, *scope.args.args]
-        pairs = [
-            *zip(positional[::-1], scope.args.defaults[::-1], strict=False),
-            *zip(scope.args.kwonlyargs, scope.args.kw_defaults, strict=True),
-        ]
-        yield from ((parameter.arg, text_of(default)) for parameter, default in pairs if text_of(default))
+        last = positional[len(positional) - len(scope.args.defaults) :]
+        defaults = [*scope.args.defaults, *scope.args.kw_defaults]
+        pairs = [(parameter.arg, default) for parameter, default in zip([*last, *scope.args.kwonlyargs], defaults, strict=True)]
     elif isinstance(scope, ast.Module):
-        assigned = [node for node in scope.body if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)]
-        yield from ((getattr(node.targets[0], "id", ""), text_of(node.value)) for node in assigned if text_of(node.value))
+        pairs = [(getattr(node.targets[0], "id", ""), node.value) for node in scope.body if isinstance(node, ast.Assign)]
+    yield from ((name, text_of(value)) for name, value in pairs if name and text_of(value))
 
 
 def text_of(node: ast.AST | None) -> str:

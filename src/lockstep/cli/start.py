@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from lockstep.runtime.worker_main import worker_main
 from lockstep.tasks.layout_limits import layout_limits
 
 log = logging.getLogger("lockstep")
-LOOPBACK = "127.0.0.1"
 
 
 def run_as_worker(request: RunRequest, workers: int | None) -> int | None:
@@ -47,16 +45,7 @@ def run_as_worker(request: RunRequest, workers: int | None) -> int | None:
 
 def start_local_agent(request: RunRequest, run: RunConfig | None, workers: int, min_workers: int) -> int:
     """Be the agent of a run on this machine alone; return the exit code of the run."""
-    config = AgentConfig(
-        host=socket.gethostname(),
-        address=LOOPBACK,
-        slots=workers,
-        expected_workers=workers,
-        min_workers=min_workers,
-        max_workers=max_workers(run, workers),
-        lives_on=False,
-        environ=os.environ,
-    )
+    config = AgentConfig.for_this_machine(workers, min_workers=min_workers, max_workers=max_workers(run, workers))
     return start_agent(request, run, config)
 
 

@@ -16,7 +16,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import UsageError
@@ -33,14 +33,12 @@ PET = ("PET_NODE_RANK", "PET_NNODES", "PET_NPROC_PER_NODE", "PET_MASTER_ADDR", "
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Rank and world size of this worker, and the rendezvous address.
+    """Rank and world size of this worker, and the address of the store.
 
-    size, local_size          workers in all, and on this machine
-    master_addr, master_port  address of the store, which rank 0 serves
-    launcher                  the launcher that set the variables
-    launcher_has_store        the launcher serves the store (torchrun's agent), not rank 0
-    attempt                   prefix of the store keys: separates this start from earlier ones
-    warnings                  known problems of this launcher, one sentence each
+    local_size          workers on this machine
+    launcher_has_store  the launcher serves the store (torchrun's agent), not rank 0
+    attempt             prefix of the store keys: separates this start from earlier ones
+    warnings            known problems of this launcher, one sentence each
     """
 
     rank: int
@@ -61,8 +59,7 @@ def read_rank_info(environ: Mapping[str, str]) -> tuple[RankInfo | None, str]:
     UsageError when the variables are incomplete, not numbers, or inconsistent.
     """
     for read in (rank_from_torchrun, rank_from_kubeflow, rank_from_slurm):
-        info = read(environ)
-        if info is not None:
+        if info := read(environ):
             require_consistent(info, environ)
             return info, describe(info)
     return None, "one machine (no RANK, PET_NNODES or SLURM_PROCID in the environment)"
@@ -186,21 +183,13 @@ def rank_from_slurm(environ: Mapping[str, str]) -> RankInfo | None:
     if node >= len(counts):
         what = f"SLURM_NODEID={node}, but the Slurm step has {len(counts)} nodes"
         raise UsageError(what, set_variables(environ, names), "start the tasks with srun in a fresh shell")
-    info = RankInfo(
-        read_number(environ, "SLURM_PROCID"),
-        read_number(environ, "SLURM_STEP_NUM_TASKS"),
-        read_number(environ, "SLURM_LOCALID"),
-        counts[node],
-        environ.get("MASTER_ADDR", ""),
-        read_number(environ, "MASTER_PORT") if "MASTER_PORT" in environ else slurm_port(environ),
-        launcher="srun",
-    )
-    if info.master_addr:
-        return info
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
-    if not nodes:
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
+    master_addr = environ.get("MASTER_ADDR") or first_host(nodes)
+    master_port = read_number(environ, "MASTER_PORT") if "MASTER_PORT" in environ else slurm_port(environ)
+    if not master_addr:
         raise UsageError("SLURM_JOB_NODELIST is not set", set_variables(environ, names), "start the tasks with srun, or set MASTER_ADDR")
-    return replace(info, master_addr=first_host(nodes))
+    rank, size, local_rank = (read_number(environ, name) for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"))
+    return RankInfo(rank, size, local_rank, counts[node], master_addr, master_port, launcher="srun")
 
 
 def first_host(nodes: str) -> str:
@@ -211,13 +200,10 @@ def first_host(nodes: str) -> str:
 
 def tasks_per_node(text: str) -> list[int]:
     """Expand Slurm's "2(x3),1" to [2, 2, 2, 1]."""
-    counts = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part)
-        if not match:
-            raise UsageError(f"SLURM_STEP_TASKS_PER_NODE={text}", "environment", "expected a list like 2(x3),1")
-        counts += [int(match[1])] * int(match[2] or 1)
-    return counts
+    matches = [re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part) for part in text.split(",")]
+    if not all(matches):
+        raise UsageError(f"SLURM_STEP_TASKS_PER_NODE={text}", "environment", "expected a list like 2(x3),1")
+    return [int(match[1]) for match in matches if match for _ in range(int(match[2] or 1))]
 
 
 def slurm_port(environ: Mapping[str, str]) -> int:
@@ -249,13 +235,8 @@ def require_all(environ: Mapping[str, str], names: tuple[str, ...]) -> None:
 
 
 def require_consistent(info: RankInfo, environ: Mapping[str, str]) -> None:
-    consistent = (
-        info.rank < info.size
-        and info.local_rank < info.local_size <= info.size
-        and info.local_rank <= info.rank
-        and 0 < info.master_port < 65536
-    )
-    if not consistent:
+    in_range = info.local_rank <= info.rank < info.size and info.local_rank < info.local_size <= info.size
+    if not in_range or not 0 < info.master_port < 65536:
         names = tuple(name for name in environ if name in TORCHRUN + PET or name.startswith(("SLURM_PROC", "SLURM_STEP", "MASTER_")))
         what = f"inconsistent launch environment: {describe(info)}"
         raise UsageError(what, set_variables(environ, names), "ranks count from 0 to size - 1; start with one launcher, in a fresh shell")

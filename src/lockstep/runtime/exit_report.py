@@ -1,8 +1,8 @@
 """Exit reports of workers, and the root cause of a failed run.
 
 One failure makes all other workers fail, often earlier on the screen than the worker that caused
-it. So each worker writes one line of JSON with how and when it exited (CLOCK_MONOTONIC, one clock
-per machine) and whether it only lost a peer. `summarize_exits` finds the earliest root cause.
+it. So each worker writes one line of JSON: how and when it exited, and whether it only lost a peer.
+`summarize_exits` finds the earliest root cause.
 """
 
 from __future__ import annotations
@@ -96,7 +96,6 @@ def is_peer_loss(error: BaseException | None) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether Python, a GPU, or torch's CPU allocator is out of memory."""
     return isinstance(error, MemoryError) or any(message in str(error) for message in OUT_OF_MEMORY)
 
 
@@ -189,7 +188,6 @@ def signal_name(number: int) -> str:
 
 
 def describe_early_exit(first: WorkerExit) -> str:
-    """Return the message for a worker that exited while the others still needed it."""
     what = "exited early (code 0)" if exit_kind(first) == "exited early" else "finished"
     hint = "all workers must take the same number of steps; a worker exits by returning from its function, not by sys.exit"
     what += " while other workers were still training"
@@ -201,7 +199,7 @@ def with_log_tail(exited: WorkerExit, error: LockstepError) -> str:
 
 
 def describe_other_exits(first: WorkerExit, exits: Sequence[WorkerExit]) -> list[str]:
-    """Return one line for all workers that lost their peers, and one for each further failure."""
+    """Return one line for all workers that lost their peers, one for each further failure."""
     text = first.report.text if first.report else ""
     rest = [exited for exited in exits if exited is not first and not (text and exited.report and exited.report.text == text)]
     lost = [exited for exited in rest if exit_kind(exited) == "lost"]

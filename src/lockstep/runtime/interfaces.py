@@ -23,7 +23,6 @@ def interface_with_address(address: str) -> str:
 
 
 def interfaces_by_address() -> dict[str, str]:
-    """Return address -> name of the network interface of this machine that has it."""
     return {item.address.partition("%")[0]: name for name, items in psutil.net_if_addrs().items() for item in items}
 
 

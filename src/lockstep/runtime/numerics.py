@@ -1,4 +1,4 @@
-"""What decides the bits besides the run: versions, processor, threads. Compared at each resume."""
+"""Versions, processor and threads, which decide bits like the run's config; compared at each resume."""
 
 from __future__ import annotations
 
@@ -59,8 +59,7 @@ def choose_precision(device: torch.device, cpu_flags: str | None = None) -> tupl
     """Return (precision, the reason): bf16 if the device has bf16 units, else fp32.
 
     cpu_flags  processor flags as in /proc/cpuinfo; None: of this machine
-    On one core (bench/step/products.py): without bf16 units 25 GFLOP/s in bf16 and 119 in fp32; with AMX
-    tiles 700 to 1,080 and 30 to 83.
+    On one core: without bf16 units 25 GFLOP/s in bf16, 119 in fp32; with AMX tiles over 700 and 30.
     """
     if device.type == "cuda":
         supported = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -73,10 +72,7 @@ def choose_precision(device: torch.device, cpu_flags: str | None = None) -> tupl
 
 
 def fingerprint(device: torch.device) -> dict[str, str]:
-    """Return what decides the bits here: versions, settings, digests of fixed computations.
-
-    Versions and settings do not show which kernels the libraries choose; results of `PROBES` do.
-    """
+    """Return versions, settings, and digests of fixed computations, which show the chosen kernels."""
     threads = torch.get_num_threads() if device.type == "cpu" else 0
     return {
         "torch": torch.__version__,
@@ -92,10 +88,9 @@ def fingerprint(device: torch.device) -> dict[str, str]:
 
 @functools.cache
 def probe_results(device: str, threads: int) -> dict[str, str]:
-    """Return {"result of NAME": first 12 hex digits of the sha256 of its bytes} for each of PROBES.
+    """Return {"result of NAME": start of the sha256 of its bytes} for each of PROBES, in 15 to 30 ms.
 
-    Computed once per process, in 15 to 30 ms on one CPU core. Independent of generators and of the
-    caller's grad and autocast modes.
+    Independent of generators and of the caller's grad and autocast modes.
     """
     with torch.no_grad(), torch.autocast(torch.device(device).type, enabled=False):
         return {f"result of {name}": sha256_of(probe(torch.device(device))) for name, probe in PROBES.items()}
@@ -115,7 +110,6 @@ def products(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
 
 
 def convolutions(device: torch.device) -> list[Tensor]:
-    """A convolution and its weight gradient, in float32 and bfloat16."""
     results = []
     for dtype in (torch.float32, torch.bfloat16):
         image, kernel = pattern((2, 8, 17, 17), device).to(dtype), pattern((16, 8, 3, 3), device).to(dtype)
@@ -125,7 +119,6 @@ def convolutions(device: torch.device) -> list[Tensor]:
 
 
 def attention(device: torch.device) -> list[Tensor]:
-    """Causal attention over 40 positions."""
     query = pattern((2, 4, 40, 32), device)
     return [functional.scaled_dot_product_attention(query, query.flip(2), query, is_causal=True)]
 

@@ -29,7 +29,6 @@ def gather_json(size: int, value: Any) -> list[Any]:
 
 
 def group_timeout(group: dist.ProcessGroup | None = None) -> timedelta:
-    """Return the timeout of collectives in `group`; None: the default group."""
     group = group or dist.group.WORLD
     assert group is not None
     return backend_timeout(group)

@@ -52,7 +52,6 @@ def open_worker_log(run_folder: Path, slot: int, host: str) -> IO[bytes]:
 
 
 def last_lines(output: IO[bytes], offset: int, lines: int = 12) -> str:
-    """Return the last lines of a worker's output after byte `offset`."""
     end = output.seek(0, os.SEEK_END)
     output.seek(max(offset, end - 4096))
     return "\n".join(output.read().decode(errors="replace").splitlines()[-lines:])

@@ -56,10 +56,7 @@ def rendezvous(info: RankInfo, timeout_s: float, source: str) -> Store:
 
 
 def listen_on_master_port(info: RankInfo) -> int:
-    """Return a file descriptor that listens on the master port, on the master address if possible.
-
-    UsageError if the port is busy.
-    """
+    """Return a descriptor that listens, on the master address if possible. UsageError if busy."""
     dual = socket.has_dualstack_ipv6()
     any_address = ("", socket.AF_INET6 if dual else socket.AF_INET, dual)
     try:
@@ -91,10 +88,7 @@ def local_master_address(master_addr: str) -> list[tuple[str, socket.AddressFami
 
 
 def wait_for_master(info: RankInfo, deadline_s: float, timeout_s: float) -> None:
-    """Wait until the master port accepts connections. PeersLostError if it does not.
-
-    torch's own client would flood the terminal while it waits.
-    """
+    """Wait until the master port accepts connections; torch's client would flood the terminal."""
     pause_s = 0.02
     while True:
         try:

@@ -1,9 +1,8 @@
 """Stop signals: the first sets a name that the training loop reads between two steps.
 
-The ranks agree on that name, save, and exit. A Python handler only runs between two bytecodes, so a
-process blocked in a collective would not notice a second Ctrl-C. The byte that Python's C handler
-writes to the wake-up descriptor (signal.set_wakeup_fd) arrives at once: a thread reads it and ends
-the process.
+The ranks agree on that name, save, and exit. A Python handler only runs between two bytecodes: a
+process blocked in a collective would miss a second Ctrl-C. So a thread reads the byte that Python's
+C handler writes to the wake-up descriptor (signal.set_wakeup_fd), and ends the process.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ class Stopped(SystemExit):
 class StopSignals:
     """Context manager: the first SIGTERM, SIGINT or SIGUSR1 sets `received` to its name.
 
-    A second SIGINT ends the process with 130. Main thread only (signal.signal requires it). The
-    previous handlers are restored at the end, and in forked children.
+    A second SIGINT ends the process with 130. Main thread only. Handlers are restored at the end,
+    and in forked children.
     """
 
     def __init__(self) -> None:
@@ -66,7 +65,6 @@ class StopSignals:
         self.received = self.received or signal.Signals(number).name
 
     def restore(self) -> None:
-        """Restore the previous handlers; the second call does nothing."""
         if self.before:
             signal.set_wakeup_fd(self.wakeup_before)
         restore_handlers(self.before)

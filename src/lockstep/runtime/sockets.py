@@ -20,10 +20,7 @@ def open_sockets() -> set[tuple[int, str]]:
 
 
 def reserve_port(address: str) -> socket.socket:
-    """Return a socket that is bound to a free port and does not listen.
-
-    The kernel gives the port to no other process, and a program that knows it can listen on it.
-    """
+    """Return a socket bound to a free port, on which a program that knows the port can listen."""
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind((address, 0))

@@ -1,7 +1,6 @@
 """Source fingerprints of the code that this process runs: Lockstep's and a user's training loop.
 
-Both are hashes of source files taken at load time, so a later edit does not change them. They do
-not depend on the folder of the files or on compiled files.
+Both are hashes of source files at load time, independent of later edits and of their folder.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Shared-memory status of a worker, readable by its agent and membership thread without its help.
 
-SLOT.board in the state folder (worker_env.py) is a small file mapped with mmap(2). The worker
-writes it; it can be read while the worker is stopped, holds the GIL, or has just died.
-
-Two records alternate, each with a sequence number and a checksum; a reader takes the newer valid
-one. So a record is valid at every instant, even if the writer was killed in the middle of the
-other, and in any order of the stores that another CPU sees.
+SLOT.board in the state folder (worker_env.py) is a small file mapped with mmap(2), readable while
+the worker is stopped, holds the GIL, or has just died. Two records alternate, each with a sequence
+number and a checksum; a reader takes the newer valid one. So one record is always valid, even if
+the writer was killed while it wrote the other.
 """
 
 from __future__ import annotations
@@ -53,13 +51,13 @@ RECORD_BYTES = BODY.size + CHECK.size
 
 @dataclass(frozen=True)
 class Status:
-    """What a worker was doing when its status was read.
+    """Status of a worker at the time of the read.
 
     step              current step, from 1; while it saves or evaluates, the last completed step
     first_step        whether this is the first step of its generation
     collective        number of the newest collective it entered, from 1 in each generation
     collective_bytes  size of its tensor in that collective; 0: unknown
-    since_s           seconds since the phase began, by CLOCK_MONOTONIC of its host
+    since_s           seconds since it entered the phase, by CLOCK_MONOTONIC of its host
     moved_s           seconds since it entered a phase or a collective
     step_s            median seconds of its newest steps; 0.0 before the first
     """
@@ -91,7 +89,7 @@ class StatusBoard:
         self.phase: Phase = "starting"
         self.generation, self.step, self.collective_number, self.collective_bytes = 0, 0, 0, 0
         self._first_step = -1  # unknown
-        self._step_began_ns = 0
+        self._step_start_ns = 0
         self._steps_ns: deque[int] = deque(maxlen=15)
         self._median_s = 0.0
         self._since_ns = self._number = 0
@@ -108,7 +106,6 @@ class StatusBoard:
         os.replace(temporary, path)
 
     def enter(self, phase: Phase, step: int | None = None, *, generation: int | None = None) -> None:
-        """Enter `phase`; also set the step or the generation where given."""
         now_ns = time.monotonic_ns()
         with self._lock:
             if generation is not None:
@@ -138,34 +135,33 @@ class StatusBoard:
 
     def track_compilation(self) -> None:
         """Be in the phase "compiling" whenever torch.compile works, maybe for minutes."""
-        from lockstep.runtime.torch_private import on_compile_end, on_compile_start  # agents read statuses without torch
+        from lockstep.runtime.torch_private import on_compile  # agents read statuses without torch
 
         before: list[Phase] = []
 
-        def begin(_: object) -> None:
+        def start(_: object) -> None:
             before.append(self.phase)
             self.enter("compiling")
 
-        on_compile_start(begin)
-        on_compile_end(lambda _: self.enter(before.pop()))
+        on_compile(start, lambda _: self.enter(before.pop()))
 
     def _set_step(self, step: int, now_ns: int) -> None:
         if self._first_step < 0:
             self._first_step = step
         if step == self.step:
             return
-        if step == self.step + 1 and self._step_began_ns:
-            self._steps_ns.append(now_ns - self._step_began_ns)
+        if step == self.step + 1 and self._step_start_ns:
+            self._steps_ns.append(now_ns - self._step_start_ns)
             self._median_s = statistics.median(self._steps_ns) / 1e9
-        self.step, self._step_began_ns = step, now_ns
+        self.step, self._step_start_ns = step, now_ns
 
     def _write(self, now_ns: int) -> None:
         self._number += 1
         place = self.pid, self.generation, self._first_step, self.step, PHASE_NUMBERS[self.phase]
         collective = self.collective_number, self.collective_bytes
         body = BODY.pack(self._number, *place, *collective, self._since_ns, now_ns, self._median_s)
-        begin = self._number % 2 * RECORD_BYTES
-        self._memory[begin : begin + RECORD_BYTES] = body + CHECK.pack(crc32(body))
+        start = self._number % 2 * RECORD_BYTES
+        self._memory[start : start + RECORD_BYTES] = body + CHECK.pack(crc32(body))
 
 
 def read_status(path: Path) -> Status:
@@ -181,13 +177,11 @@ def read_status(path: Path) -> Status:
 
 
 def valid_body(record: bytes) -> bytes | None:
-    """Return the body of a record; None if its checksum is wrong."""
     body = record[: BODY.size]
     return body if CHECK.unpack(record[BODY.size :])[0] == crc32(body) else None
 
 
 def decode_status(body: bytes, now_ns: int) -> Status:
-    """Decode a record's body, with ages at `now_ns`."""
     _, pid, generation, first_step, step, phase, collective, size_bytes, since_ns, moved_ns, median_s = BODY.unpack(body)
     is_first, since_s, moved_s = first_step < 0 or step <= first_step, max(0, now_ns - since_ns) / 1e9, max(0, now_ns - moved_ns) / 1e9
     return Status(pid, generation, step, PHASES[phase], is_first, collective, size_bytes, since_s, moved_s, median_s)

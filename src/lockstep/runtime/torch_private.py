@@ -1,8 +1,7 @@
 """Every private name of torch that Lockstep uses, in one file.
 
-Each entry gives the reason why no public name serves, as of torch 2.13;
-tests/unit/runtime/test_torch_private.py checks that each exists and behaves as it is used here, on
-any torch. torch._dynamo takes a second to import, so functions that need it import it when called.
+Each entry gives the reason why no public name serves, as of torch 2.13; test_torch_private.py
+checks each on any torch. torch._dynamo takes a second to import: functions import it when called.
 """
 
 from __future__ import annotations
@@ -103,18 +102,12 @@ def init_fsdp(model: nn.Module) -> None:
 # -- compilation and profiling ----------------------------------------------------------------------------------------
 
 
-def on_compile_start(callback: Callable[[object], None]) -> None:
-    """Call `callback` whenever torch.compile starts to work; no public hook."""
+def on_compile(start: Callable[[object], None], end: Callable[[object], None]) -> None:
+    """Call `start` and `end` whenever torch.compile starts and ends its work; no public hook."""
     import torch._dynamo.callback
 
-    torch._dynamo.callback.on_compile_start(callback)
-
-
-def on_compile_end(callback: Callable[[object], None]) -> None:
-    """Call `callback` whenever torch.compile has finished; no public hook."""
-    import torch._dynamo.callback
-
-    torch._dynamo.callback.on_compile_end(callback)
+    torch._dynamo.callback.on_compile_start(start)
+    torch._dynamo.callback.on_compile_end(end)
 
 
 def compile_counters() -> Mapping[str, Mapping[str, int]]:

@@ -1,8 +1,7 @@
 """Load a user's function by name: "examples/own_loop.py:train" or "package.module:train".
 
 The file is loaded as a module with its folder first on the search path, as in `python FILE.py`: it
-can import its neighbors, and its classes can be pickled for DataLoader workers. Errors that it
-raises while loading pass through unchanged.
+can import its neighbors, and its classes can be pickled for DataLoader workers.
 """
 
 from __future__ import annotations

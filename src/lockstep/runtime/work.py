@@ -1,10 +1,9 @@
 """Wait for in-flight sends and receives; abandon them when the generation ends.
 
-A gloo send or receive that has not started fails as soon as its connection is closed. One that is
-in progress does not (torch 2.13: `pair.cc` notifies the operations in its queues, not the one whose
-bytes it is moving), and a C++ wait cannot be interrupted: the caller would block for the whole
-timeout of the group. So a helper thread waits. When the generation is over and its connections are
-closed, the helper and its operations are left behind until the group's timeout.
+A gloo send or receive in progress does not fail when its connection is closed (torch 2.13:
+`pair.cc` notifies the operations in its queues, not the one whose bytes it is moving), and a C++
+wait cannot be interrupted. So a helper thread waits; when the generation is over, it and its
+operations are left behind until the group's timeout.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from lockstep.errors import PeersLostError
 from lockstep.runtime.process_group import group_timeout
 
 POLL_S = 0.05
-GRACE_S = 0.2  # after the end of a generation: works that have not begun fail by themselves within milliseconds
+GRACE_S = 0.2  # after the end of a generation: works that have not started fail by themselves within milliseconds
 
 
 def static_group() -> str:
@@ -44,9 +43,8 @@ class WorkWaiter:
     def wait(self, works: Iterable[dist.Work | None], group: dist.ProcessGroup | None = None) -> None:
         """Collective. Wait until all works are done, for the timeout of the group at most.
 
-        (Without an explicit timeout gloo ends sends and receives after the time that the group had
-        for forming: torch 2.13 does not pass a changed group timeout on to them.) PeersLostError
-        when the generation ends first; otherwise the error of torch.
+        The timeout is explicit: torch 2.13 does not pass a changed group timeout on to sends and
+        receives. PeersLostError when the generation ends first; otherwise the error of torch.
         """
         started = [work for work in works if work is not None]
         if not started:
@@ -97,7 +95,6 @@ def serve(jobs: Jobs, results: Results) -> None:
 
 
 def wait_for(works: list[dist.Work], timeout: timedelta) -> Exception | None:
-    """Wait for all works; return the error that torch raised."""
     try:
         for work in works:
             work.wait(timeout)

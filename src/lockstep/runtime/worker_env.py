@@ -40,7 +40,7 @@ SHARED_TERMINAL = "LOCKSTEP_SHARED_TERMINAL"
 
 @dataclass(frozen=True)
 class WorkerEnv:
-    """What the agent of a host tells a worker.
+    """Settings that a worker receives from the agent of its host.
 
     folder            run folder, absolute
     state             state folder of this host for this run
@@ -53,7 +53,7 @@ class WorkerEnv:
     after_generation  newest generation before this start: ignore an earlier end of the run
     agent_pid         this worker exits with this agent; 0: it outlives its agent
     drain             SIGUSR1 makes this host leave, and the others continue
-    folder_id       identifies the run folder (elastic/run_folder.py); "": any folder
+    folder_id         identifies the run folder (elastic/run_folder.py); "": any folder
     known_generation  newest generation at the start: an older log is not this run's
     flags             command-line flags of a user's own loop: must be equal on all workers
     master_port       of a static group of `slots` workers on this host; 0: they form generations
@@ -99,8 +99,8 @@ def read_worker_env(environ: Mapping[str, str]) -> WorkerEnv | None:
 def state_folder(run: Path, host: str, *, temporary: bool = False) -> Path:
     """Create the state folder of this host, mode 700, on a local disk: the run's disk may hang.
 
-    In /tmp (or $LOCKSTEP_TMP), regardless of TMPDIR and XDG_RUNTIME_DIR: an agent started by cron
-    must find the state of one started at a terminal. In the run folder if that is `temporary`.
+    In /tmp (or $LOCKSTEP_TMP), regardless of TMPDIR: an agent started by cron must find the state
+    of one started at a terminal. In the run folder if that is `temporary`.
     """
     if temporary:
         (run / "state").mkdir(exist_ok=True)
@@ -138,7 +138,7 @@ def is_loopback_reachable(loopback: str) -> bool:
 class ProcessIdentity:
     """A process, identified by pid and start time: the kernel reuses pids.
 
-    started        clock ticks after boot, which do not depend on the wall clock
+    started     clock ticks after boot, which do not depend on the wall clock
     log_offset  length of its log when it started
     """
 
@@ -163,7 +163,6 @@ def process_stat(pid: int) -> tuple[str, int]:
 
 
 def identify_process(pid: int, log_offset: int = 0) -> ProcessIdentity:
-    """Return the identity of the running process `pid`. FileNotFoundError when there is none."""
     return ProcessIdentity(pid, process_stat(pid)[1], log_offset)
 
 
@@ -176,7 +175,6 @@ def exit_report_path(state: Path, slot: int) -> Path:
 
 
 def running_workers(state: Path) -> dict[int, ProcessIdentity]:
-    """Return {slot: running worker process}."""
     running = {}
     for path in sorted(state.glob("*.json")):
         if not path.stem.isdecimal():

@@ -21,7 +21,7 @@ from lockstep.runtime.worker_env import EXIT_REPORT, exit_report_path, read_work
 def worker_main(function: Callable[[], int | None], about: Callable[[], Mapping[str, Any]] = dict) -> int:
     """Run `function()` and return the exit code; report failures to the agent, else on stderr.
 
-    about  called at the end, returns further fields of the ExitReport: {"step": 7}
+    about  called at the end, returns further fields of the ExitReport
     """
     report, text = run_and_report(function)
     report = replace(report, **about())
@@ -31,10 +31,8 @@ def worker_main(function: Callable[[], int | None], about: Callable[[], Mapping[
 
 
 def run_and_report(function: Callable[[], int | None]) -> tuple[ExitReport, str]:
-    """Run `function()` and return (exit report, message for stderr)."""
     try:
-        code = function() or 0
-        return ExitReport(code, now_s(), finished=True), ""
+        return ExitReport(function() or 0, now_s(), finished=True), ""
     except KeyboardInterrupt:
         return ExitReport(EXIT_INTERRUPTED, now_s(), finished=True), ""
     except SystemExit as error:

@@ -170,7 +170,7 @@ def test_a_plain_script_that_always_fails_is_named() -> None:
     for _ in range(3):
         decision, history = decide_restart(make_exit(1, text=TRACE), history, lived_s=1.0, step=-1, stopping=False, policy=policy)
     assert decision.action == "end" and "LockstepError: tr.py failed on 3 starts in a row (slot 1, exit code 1)" in decision.text
-    assert "step" not in decision.text and "checkpoint" not in decision.text
+    assert "first step" not in decision.text and "checkpoint" not in decision.text
 
 
 RAISED_AT_START = make_exit(1, text=TRACE, trace=TRACE, step=0)

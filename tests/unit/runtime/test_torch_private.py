@@ -196,8 +196,7 @@ def test_compilation_is_counted_and_reported() -> None:
 
     torch._dynamo.reset()
     phases = []
-    private.on_compile_start(lambda _: phases.append("start"))
-    private.on_compile_end(lambda _: phases.append("end"))
+    private.on_compile(lambda _: phases.append("start"), lambda _: phases.append("end"))
     private.compile_counters().clear()
     try:
         torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
