@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.processes import SUPPORT
 
 from lockstep.agent.hosts import Host, Hosts, combined_exit_code, parse_hosts, read_hosts, run_on_all_hosts, ssh_command
 from lockstep.cli.main import main
@@ -67,22 +68,8 @@ def test_run_on_all_hosts_starts_each_host_and_forwards_signals(tmp_path: Path) 
     (tmp_path / "ssh").write_text('#!/bin/sh\neval "exec sh -c \\"\\$$#\\""\n')
     (tmp_path / "ssh").chmod(0o755)
     (tmp_path / "a folder").mkdir()
-    program = """
-import os, signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
-open(sys.argv[1] + "-" + os.environ["LOCKSTEP_TEST"], "w").close()
-time.sleep(60)
-"""
-    driver = f"""
-import os
-from pathlib import Path
-from lockstep.agent.hosts import *
-hosts = [Host("ada", 1), Host("bob", 1)]
-commands = [ssh_command(host, [{sys.executable!r}, "-c", {program!r}, host.name], Path("a folder").resolve(), os.environ) for host in hosts]
-raise SystemExit(run_on_all_hosts(commands))
-"""
     environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LOCKSTEP_TEST": "it's forwarded"}
-    with subprocess.Popen([sys.executable, "-c", driver], cwd=tmp_path, env=environ) as process:
+    with subprocess.Popen([sys.executable, str(SUPPORT / "two_ssh_hosts.py")], cwd=tmp_path, env=environ) as process:
         try:
             while not all((tmp_path / "a folder" / f"{name}-it's forwarded").exists() for name in ("ada", "bob")):
                 assert process.poll() is None

@@ -12,29 +12,16 @@ from pathlib import Path
 from zlib import crc32
 
 import pytest
+from support.processes import SUPPORT
 
 from lockstep.runtime.status_board import BODY, CHECK, PHASES, RECORD_BYTES, Status, StatusBoard, read_status, valid_body
-
-# A torn record is detectable: step, phase, collective and bytes are functions of one counter.
-SPIN = """
-import sys
-from pathlib import Path
-from lockstep.runtime.status_board import PHASES, StatusBoard
-board = StatusBoard(Path(sys.argv[1]))
-board.enter("joining", generation=7)
-n = 0
-while True:
-    n += 1
-    board.enter(PHASES[n % len(PHASES)], n)
-    board.enter_collective(n << 32 | n)
-"""
 
 
 @pytest.fixture
 def spinning(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     """A process that writes status records in a loop, and the path of its board."""
     path = tmp_path / "0.board"
-    with subprocess.Popen([sys.executable, "-c", SPIN, str(path)]) as process:
+    with subprocess.Popen([sys.executable, str(SUPPORT / "write_statuses.py"), str(path)]) as process:
         try:
             while not path.exists() or read_status(path).step < 100:
                 assert process.poll() is None
@@ -56,8 +43,8 @@ def is_consistent(status: Status, pid: int) -> bool:
 
 def test_reader_never_sees_a_torn_record(spinning: tuple[subprocess.Popen[bytes], Path]) -> None:
     process, path = spinning
-    begin, steps = time.monotonic(), set()
-    while (passed_s := time.monotonic() - begin) < 0.3 or (len(steps) < 50 and passed_s < 3):
+    start_s, steps = time.monotonic(), set()
+    while (passed_s := time.monotonic() - start_s) < 0.3 or (len(steps) < 50 and passed_s < 3):
         status = read_status(path)
         assert is_consistent(status, process.pid), status
         steps.add(status.step)
@@ -186,8 +173,8 @@ def test_a_call_takes_microseconds(tmp_path: Path) -> None:
         "enter_collective": board.enter_collective,
         "read_status": lambda: read_status(tmp_path / "0.board"),
     }.items():
-        begin = time.perf_counter()
+        start_s = time.perf_counter()
         for _ in range(1000):
             call()
-        times[name] = (time.perf_counter() - begin) / 1000 * 1e6
+        times[name] = (time.perf_counter() - start_s) / 1000 * 1e6
     assert max(times.values()) < 200, f"microseconds: {times}"
