@@ -272,7 +272,7 @@ def test_row_58_an_error_at_every_start_of_the_users_loop_ends_the_run(start_tra
     training = start_training(script="own.py:train")
     assert training.end() == {"here": 1}
     assert training.wrote("FileNotFoundError: .*no such folder/file")
-    assert training.wrote("number 3 in a row to fail before its first step")
+    assert training.wrote("workers failed with this error before the first step")
     training.assert_nothing_left()
 
 
