@@ -307,7 +307,7 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("right", ODD)
+@pytest.mark.parametrize("expected", ODD)
 def test_parameters_that_cannot_be_summed_or_saved_are_refused_by_name(expected: str) -> None:
     with pytest.raises(UsageError, match=re.escape(expected)):
         Replica(ODD[expected](), micro_batches=2)

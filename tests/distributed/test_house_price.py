@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
-from gradient_accumulation import BEGIN, HOUSES, LEARNING_RATE, House, Reduce, Step, by_autograd, by_hand  # noqa: E402
+from gradient_accumulation import START, HOUSES, LEARNING_RATE, House, Reduce, Step, by_autograd, by_hand  # noqa: E402
 
 # By hand. First house: y = 6 * 0.773 + 2 * 0.321 + 0.067 = 5.347, 9.653 below its price of 15, so
 # the gradient is -2 * 9.653 * (6, 2, 1). Second house, initial weights: y = 4.574, 7.426 below 12.
@@ -45,7 +45,7 @@ def test_gradients_and_weights_equal_the_calculation_by_hand(way: type, accumula
 
 
 def test_accumulated_gradients_equal_those_of_one_batch() -> None:
-    weights = torch.tensor(BEGIN, dtype=torch.float64, requires_grad=True)
+    weights = torch.tensor(START, dtype=torch.float64, requires_grad=True)
     inputs = torch.tensor([[house.x1, house.x2, 1.0] for house in HOUSES], dtype=torch.float64)
     prices = torch.tensor([house.price for house in HOUSES], dtype=torch.float64)
     ((inputs @ weights - prices) ** 2).sum().backward()
@@ -87,8 +87,8 @@ def two_processes(rank: int, port: int, out: Path) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=2)
     model = nn.Linear(2, 1).double()
     with torch.no_grad():
-        model.weight[:] = torch.tensor([BEGIN[:2]])
-        model.bias[:] = BEGIN[2]
+        model.weight[:] = torch.tensor([START[:2]])
+        model.bias[:] = START[2]
     replica = DistributedDataParallel(model)
     seen = []
     for number, house in enumerate(HOUSES if rank == 0 else HOUSES[::-1]):
