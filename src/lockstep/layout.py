@@ -24,8 +24,6 @@ AXES = ("replicate", "shard", "tensor", "pipeline")
 
 @dataclass(frozen=True)
 class Layout:
-    """The size of each axis."""
-
     replicate: int = 1
     shard: int = 1
     tensor: int = 1
@@ -77,10 +75,10 @@ class Coordinates:
 class LayoutLimits:
     """Upper bounds on a layout, from a model and a run.
 
-    micro_batches    per step: each shard of each replica needs at least one
-    tensor           sizes that the tensor axis must divide (heads, key-value heads, inner width);
-                     empty: the model does not support tensor parallelism
-    stages           layers that can be split over stages; 0: the model does not support pipelining
+    micro_batches  per step: each shard of each replica needs at least one
+    tensor         sizes that the tensor axis must divide (heads, key-value heads, inner width);
+                   empty: not supported by the model
+    stages         layers that can be split over stages; 0: not supported by the model
     """
 
     micro_batches: int
@@ -105,18 +103,30 @@ class LayoutLimits:
 def choose_layout(asked: Layout, workers: int, bounds: LayoutLimits, where: str) -> Layout:
     """Return `asked` as a layout of `workers` processes; replicate 0: as many as fit.
 
-    where  source of `asked`
-    UsageError with the nearest layouts that work when `asked` does not fit.
+    UsageError, with the nearest layouts that work: `asked`, whose source is `where`, does not fit.
     """
     layout = asked if asked.replicate else replace(asked, replicate=max(1, workers // asked.workers_per_replica))
     why = bounds.problem_with(layout)
     if not why and layout.workers != workers:
         why = f"it needs {layout.workers} workers, {workers} are running"
     if why:
-        nearest = nearest_layouts(layout, workers, bounds)
-        hint = "these work: " + "; ".join(map(layout_flags, nearest)) if nearest else f"give {layout.workers} workers"
-        raise UsageError(f"the layout {layout} does not work: {why}", where, hint)
+        raise UsageError(f"the layout {layout} does not work: {why}", where, hint_for(layout, workers, bounds))
     return layout
+
+
+def hint_for(wrong: Layout, workers: int, bounds: LayoutLimits) -> str:
+    """Name the nearest layouts that work, and what else to change so that `wrong` works."""
+    needed = wrong.data_parallel_size
+    changes = [f"give {wrong.workers} workers"] if wrong.workers != workers else []
+    if needed > bounds.micro_batches:
+        changes.append(f"set batch.micro_batches={needed}")
+    if replace(bounds, micro_batches=needed).problem_with(wrong):
+        changes = [f"leave out the [layout] and set batch.micro_batches={workers}"]
+    nearest = nearest_layouts(wrong, workers, bounds)
+    if not nearest:
+        return " and ".join(changes)
+    hint = "these work: " + "; ".join(map(layout_flags, nearest))
+    return f"{hint}; or {changes[0]}" if wrong.workers == workers and needed > bounds.micro_batches else hint
 
 
 def nearest_layouts(wrong: Layout, workers: int, bounds: LayoutLimits, most: int = 3) -> list[Layout]:

@@ -47,9 +47,9 @@ class TensorSlice:
         return self.local_shape == self.shape
 
     def split_rows(self, part: int, parts: int, groups: int = 1) -> TensorSlice:
-        """Return row chunk `part` of `parts`, like torch.chunk; the last may be shorter or empty.
+        """Return row chunk `part` of `parts` of each of `groups` equal blocks, as torch.chunk does.
 
-        groups  equal blocks of rows (packed matrices); the result has a chunk of each block
+        The last chunk may be shorter or empty. Packed matrices are blocks of rows.
         """
         total = self.local_shape[0]
         block = total // groups
@@ -88,9 +88,7 @@ class TensorSlice:
             rows: Array = whole[self.rows[0][0] : self.rows[0][1]]
         else:
             rows = whole[[row for start, stop in self.rows for row in range(start, stop)]]
-        if self.columns is not None:
-            rows = rows[:, self.columns[0] : self.columns[1]]
-        return rows
+        return rows if self.columns is None else rows[:, self.columns[0] : self.columns[1]]
 
     def copy_to(self, other: TensorSlice, part: Array, target: Array) -> None:
         """Copy common elements from `part`, of this slice, to `target`, of the slice `other`."""

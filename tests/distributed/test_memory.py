@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.tensor_memory import TensorMemory
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
@@ -27,7 +28,6 @@ from lockstep.parallel.activation_checkpoint import Mode, checkpoint_activations
 from lockstep.parallel.memory_estimate import memory_limit, refuse_too_large
 from lockstep.parallel.plans import plan_of
 from lockstep.tasks.layout_limits import min_parameters
-from lockstep.testing.tensor_memory import TensorMemory
 from lockstep.training.optim import LeanAdamW, adamw, stochastic_round
 
 CONFIG = LlamaConfig(300, 64, 4, 4, 2, 16, 192, max_seq_len=256)

@@ -1,7 +1,6 @@
-"""A Llama's config.json and tensor names as Hugging Face writes them.
+"""A Llama's config.json and tensor names as Hugging Face's `LlamaConfig` writes them.
 
-Unknown keys are refused unless they are known to change no logit. Format: transformers'
-`LlamaConfig`.
+Unknown keys are refused unless they are known to change no logit.
 """
 
 from __future__ import annotations
@@ -46,26 +45,24 @@ def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Return {parameter name: shape} in the model's order, building one layer only."""
     with torch.device("meta"):
         single = {name: tuple(parameter.shape) for name, parameter in Llama(replace(config, n_layers=1)).named_parameters()}
-    inside = {name.removeprefix("layers.0."): shape for name, shape in single.items() if name.startswith("layers.0.")}
+    inside = {name.removeprefix("layers.0."): single.pop(name) for name in list(single) if name.startswith("layers.0.")}
     layers = {f"layers.{number}.{name}": shape for number in range(config.n_layers) for name, shape in inside.items()}
-    before = [name for name in single if name == "embedding.weight"]
-    after = [name for name in single if name not in before and name not in layers]
-    return {name: single[name] for name in before} | layers | {name: single[name] for name in after}
+    return {"embedding.weight": single.pop("embedding.weight")} | layers | single
 
 
 # -- config.json ------------------------------------------------------------------------------------------------------
 
-MAX_SIZES = {  # keys of config.json that size the model -> largest accepted value
-    "vocab_size": 1 << 24,
-    "hidden_size": 1 << 20,
-    "num_hidden_layers": 1_000,
-    "num_attention_heads": 1 << 16,
-    "num_key_value_heads": 1 << 16,
-    "head_dim": 1 << 16,
-    "intermediate_size": 1 << 22,
-    "max_position_embeddings": 1 << 31,
+SIZES = {  # field of LlamaConfig -> (key of config.json, largest accepted value)
+    "vocab_size": ("vocab_size", 1 << 24),
+    "dim": ("hidden_size", 1 << 20),
+    "n_layers": ("num_hidden_layers", 1_000),
+    "n_heads": ("num_attention_heads", 1 << 16),
+    "n_kv_heads": ("num_key_value_heads", 1 << 16),
+    "head_dim": ("head_dim", 1 << 16),
+    "ffn_dim": ("intermediate_size", 1 << 22),
+    "max_seq_len": ("max_position_embeddings", 1 << 31),
 }
-READ_KEYS = {*MAX_SIZES, "architectures", "model_type", "rms_norm_eps", "tie_word_embeddings"}
+READ_KEYS = {key for key, _ in SIZES.values()} | {"architectures", "model_type", "rms_norm_eps", "tie_word_embeddings"}
 READ_KEYS |= {"rope_theta", "rope_parameters", "rope_scaling"}
 FIXED_KEYS: dict[str, Any] = {  # keys that must have this value, or null
     "quantization_config": None, "attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "attention_dropout": 0,
@@ -91,10 +88,10 @@ def config_from_hf(hf_config: Mapping[str, Any], where: str) -> LlamaConfig:
     """Parse a config.json. CheckpointError: a key is missing, malformed or unsupported."""
     refuse_other_models(hf_config, where)
 
-    def size(key: str, default: int | None = None) -> int:
-        return whole_number(hf_config, key, MAX_SIZES[key], where, default)
+    def size(field: str, default: int | None = None) -> int:
+        return whole_number(hf_config, *SIZES[field], where, default)
 
-    dim, n_heads = size("hidden_size"), size("num_attention_heads")
+    dim, n_heads = size("dim"), size("n_heads")
     if hf_config.get("head_dim") is None and dim % n_heads:
         what = f"hidden_size {dim} is not a multiple of num_attention_heads {n_heads}"
         raise CheckpointError(what, where, "correct one, or set head_dim")
@@ -102,16 +99,10 @@ def config_from_hf(hf_config: Mapping[str, Any], where: str) -> LlamaConfig:
     if not isinstance(tied, bool | None):
         raise CheckpointError(f"tie_word_embeddings is {as_json(tied)}", where, "write true or false")
     theta, scaling = rope_of(hf_config, where)
+    defaults = {"n_kv_heads": n_heads, "head_dim": max(1, dim // n_heads), "max_seq_len": 2048}
     try:
         return LlamaConfig(
-            vocab_size=size("vocab_size"),
-            dim=dim,
-            n_layers=size("num_hidden_layers"),
-            n_heads=n_heads,
-            n_kv_heads=size("num_key_value_heads", n_heads),
-            head_dim=size("head_dim", max(1, dim // n_heads)),
-            ffn_dim=size("intermediate_size"),
-            max_seq_len=size("max_position_embeddings", 2048),
+            **{field: size(field, defaults.get(field)) for field in SIZES},
             rope_theta=theta,
             rope_scaling=scaling,
             norm_eps=positive(hf_config, "rms_norm_eps", 1e-6, where, below=1.0),
@@ -207,13 +198,7 @@ def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.n_layers,
-        "num_attention_heads": config.n_heads,
-        "num_key_value_heads": config.n_kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.ffn_dim,
+        **{key: getattr(config, field) for field, (key, _) in SIZES.items() if field != "max_seq_len"},
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,

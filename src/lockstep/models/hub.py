@@ -51,28 +51,14 @@ class TensorLocation(NamedTuple):
     spec: TensorSpec
     start: int  # byte offset in the file
 
-    def renamed(self, name: str) -> TensorLocation:
-        return self._replace(spec=self.spec._replace(name=name))
-
-
-class MappedTensors(LazyTensors):
-    """Tensors in safetensors files, each mapped on access and unmapped when released.
-
-    The mapping is copy-on-write: a tensor may be changed, its file is not.
-    """
-
-    def __init__(self, locations: Mapping[str, TensorLocation]) -> None:
-        super().__init__(locations)
-        self.locations = locations
-
-    def __getitem__(self, name: str) -> Tensor:
-        path, spec, start = self.locations[name]
-        padding = start % mmap.ALLOCATIONGRANULARITY
-        if spec.bytes == 0:
-            return tensor_from_bytes(spec, memoryview(b""))
-        with open(path, "rb") as file:
-            mapped = mmap.mmap(file.fileno(), padding + spec.bytes, access=mmap.ACCESS_COPY, offset=start - padding)
-        return tensor_from_bytes(spec, memoryview(mapped)[padding:])
+    def map(self) -> Tensor:
+        """Map the tensor into memory until it is released; changing it does not change the file."""
+        padding = self.start % mmap.ALLOCATIONGRANULARITY
+        if self.spec.bytes == 0:
+            return tensor_from_bytes(self.spec, memoryview(b""))
+        with open(self.path, "rb") as file:
+            mapped = mmap.mmap(file.fileno(), padding + self.spec.bytes, access=mmap.ACCESS_COPY, offset=self.start - padding)
+        return tensor_from_bytes(self.spec, memoryview(mapped)[padding:])
 
 
 def tensor_locations(path: Path) -> dict[str, TensorLocation]:
@@ -150,11 +136,11 @@ def locations_in_folder(folder: Path) -> dict[str, TensorLocation]:
         what = f"{INDEX_FILE} names files outside the folder: {join_names(outside)}"
         raise CheckpointError(what, str(folder / INDEX_FILE), "do not use this folder")
     present = {path.name for path in folder.iterdir()}
-    missing = [file for file in sorted(set(files.values())) if file not in present]
-    if missing:
-        what = f"{len(missing)} of {len(set(files.values()))} shards are missing: {join_names(missing)}"
+    shards = sorted(set(files.values()))
+    if missing := [file for file in shards if file not in present]:
+        what = f"{len(missing)} of {len(shards)} shards are missing: {join_names(missing)}"
         raise CheckpointError(what, f"{folder / INDEX_FILE} names them", "copy the missing files into the folder")
-    located = {file: tensor_locations(folder / file) for file in sorted(set(files.values()))}
+    located = {file: tensor_locations(folder / file) for file in shards}
     if lost := [f"{name} in {file}" for name, file in files.items() if name not in located[file]]:
         what = f"{INDEX_FILE} and the shards disagree: {len(lost)} tensors are not in the file it names"
         raise CheckpointError(what, f"{folder}: {join_names(lost)}", "copy the whole folder again")
@@ -169,11 +155,10 @@ class HubFolder:
     folder: Path
     hf_config: dict[str, Any]
     config: LlamaConfig
-    tensors: MappedTensors  # under the names of llama.py
+    tensors: LazyTensors  # under the names of llama.py
 
     @property
     def companions(self) -> list[Path]:
-        """Tokenizer files and the like."""
         return [self.folder / name for name in COMPANION_FILES if (self.folder / name).is_file()]
 
 
@@ -198,7 +183,7 @@ def open_hub(folder: Path) -> HubFolder:
     return HubFolder(folder, hf_config, config, match_tensors(locations_in_folder(folder), config, folder))
 
 
-def match_tensors(located: Mapping[str, TensorLocation], config: LlamaConfig, folder: Path) -> MappedTensors:
+def match_tensors(located: Mapping[str, TensorLocation], config: LlamaConfig, folder: Path) -> LazyTensors:
     """Return the tensors under the names of llama.py. CheckpointError: they do not fit `config`."""
     shapes = parameter_shapes(config)
     names = {name: hf_name(name) for name in shapes}
@@ -213,8 +198,7 @@ def match_tensors(located: Mapping[str, TensorLocation], config: LlamaConfig, fo
     spare = hf_name("output.weight")
     if config.tie_embeddings and spare in others and not problems:
         others.remove(spare)
-        tensors = MappedTensors(located)
-        if not torch.equal(tensors[spare], tensors[hf_name("embedding.weight")]):
+        if not torch.equal(located[spare].map(), located[hf_name("embedding.weight")].map()):
             problems.append(f"{CONFIG_FILE} ties the output to the embedding, but {spare} differs from it")
     if others:
         problems.append(f"unexpected: {join_names(others)}")
@@ -224,7 +208,7 @@ def match_tensors(located: Mapping[str, TensorLocation], config: LlamaConfig, fo
     if problems:
         hint = "copy the whole folder again, or correct its config.json"
         raise CheckpointError(f"the tensors are not those of {CONFIG_FILE}", "\n".join([str(folder), *problems]), hint)
-    return MappedTensors({name: located[other].renamed(name) for name, other in names.items()})
+    return LazyTensors(names, lambda name: located[names[name]].map())
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -242,7 +226,7 @@ def write_hub(
     """Write a Hugging Face folder atomically; return the names of its tensor files.
 
     tensors      under the names of llama.py; accessed one at a time
-    hf_config    the config.json that the model came with; kept as is if it still describes `config`
+    hf_config    the model's earlier config.json; kept as is if it still describes `config`
     companions   files to copy into the folder
     shard_bytes  most tensor bytes per file; a larger tensor has a file to itself
     UsageError: the folder exists and is not empty. CheckpointError: it cannot be written.

@@ -8,24 +8,16 @@ from torch import Tensor
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Names of tensors, in order; a subclass computes the tensor of a name in `__getitem__`."""
+    """The tensors of these names, in order; `compute(name)` returns one."""
 
-    def __init__(self, names: Iterable[str]) -> None:
-        self.names = dict.fromkeys(names)
+    def __init__(self, names: Iterable[str], compute: Callable[[str], Tensor]) -> None:
+        self.names, self.compute = dict.fromkeys(names), compute
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.compute(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
 
     def __len__(self) -> int:
         return len(self.names)
-
-
-class ComputedTensors(LazyTensors):
-    """Tensors that `compute(name)` returns."""
-
-    def __init__(self, names: Iterable[str], compute: Callable[[str], Tensor]) -> None:
-        super().__init__(names)
-        self.compute = compute
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.compute(name)

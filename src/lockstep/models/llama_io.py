@@ -30,10 +30,10 @@ from lockstep.checkpoint.store import CheckpointStore
 from lockstep.errors import CheckpointError, DataError, UsageError
 from lockstep.files import read_json, write_atomic, write_json
 from lockstep.models.hf_config import config_from_json
-from lockstep.models.hub import SHARD_BYTES, MappedTensors, is_hub, open_hub, write_hub
-from lockstep.models.lazy_tensors import ComputedTensors
+from lockstep.models.hub import SHARD_BYTES, is_hub, open_hub, write_hub
+from lockstep.models.lazy_tensors import LazyTensors
 from lockstep.models.llama import Llama, LlamaConfig
-from lockstep.models.lora import LoRAConfig, MergedWeights, is_adapter
+from lockstep.models.lora import LoRAConfig, is_adapter, merged_weights
 from lockstep.units import format_bytes, format_count
 
 log = logging.getLogger("lockstep")
@@ -66,17 +66,16 @@ def import_hub(source: Path, folder: Path) -> str:
     hub = open_hub(source)
     model = {"shape": asdict(hub.config), "config": hub.hf_config}
     refuse_other_run(folder, model)
-    tensors = MappedTensors({f"model.{name}": at.renamed(f"model.{name}") for name, at in hub.tensors.locations.items()})
-    size = sum(location.spec.bytes for location in tensors.locations.values())
+    tensors = LazyTensors([f"model.{name}" for name in hub.tensors], lambda name: hub.tensors[name.removeprefix("model.")])
+    size = sum(tensor.nbytes for tensor in tensors.values())
     with commit.explain_write_errors(f"{folder} was not written", nearest_folder(folder), size):
         (folder / TOKENIZER).mkdir(parents=True, exist_ok=True)
         for path in hub.companions:
             write_atomic(folder / TOKENIZER / path.name, path.read_bytes())
         write_json(folder / MODEL, model)
     CheckpointStore(folder / CHECKPOINTS).save(0, tensors, {"imported": source.name})
-    return (
-        f"step 0: {len(tensors)} tensors, {format_count(hub.config.num_parameters)} parameters, {format_bytes(size)}, written to {folder}"
-    )
+    count = format_count(hub.config.num_parameters)
+    return f"step 0: {len(tensors)} tensors, {count} parameters, {format_bytes(size)}, written to {folder}"
 
 
 def refuse_other_run(folder: Path, model: Mapping[str, Any]) -> None:
@@ -92,17 +91,17 @@ def export_run(folder: Path, step: int | None, target: Path, shard_bytes: int = 
     """Export a checkpoint (step None: the newest) to a Hugging Face folder; return a line about it.
 
     dtype  of the exported tensors, as torch spells it; "": that of the starting weights
+
     The checkpoint is verified first. Memory: one tensor.
     """
     config, hf_config = read_model(folder)
     dtype_name = dtype or read_json(folder / MODEL).get("dtype", "")
-    torch_dtype = getattr(torch, str(dtype_name), None) if dtype_name else None
+    torch_dtype: Any = getattr(torch, str(dtype_name), None) if dtype_name else None
     if dtype_name and not isinstance(torch_dtype, torch.dtype):
         raise DataError(f"{MODEL} names the dtype {dtype_name!r}", str(folder / MODEL), "give one with --dtype")
     with commands.open_verified(folder, step) as (newest_step, _):
         saved = merge_adapters(folder, checkpoint_tensors(folder, newest_step))
-        convert = (lambda name: cast_tensor(name, saved[name], torch_dtype)) if isinstance(torch_dtype, torch.dtype) else None
-        tensors = ComputedTensors(saved, convert) if convert else saved
+        tensors = LazyTensors(saved, lambda name: cast_tensor(name, saved[name], torch_dtype)) if torch_dtype else saved
         companions = sorted((folder / TOKENIZER).iterdir()) if (folder / TOKENIZER).is_dir() else []
         files = write_hub(target, config, tensors, hf_config=hf_config or None, companions=companions, shard_bytes=shard_bytes)
         size = sum(tensors[name].nbytes for name in tensors)
@@ -119,11 +118,11 @@ def cast_tensor(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return converted
 
 
-def checkpoint_tensors(folder: Path, step: int) -> ComputedTensors:
+def checkpoint_tensors(folder: Path, step: int) -> LazyTensors:
     """Return the model's tensors in a checkpoint, unverified, each read on access."""
     stored = open_tensors(commands.checkpoints_folder(folder) / folder_name(step), step)
     model = {name.removeprefix("model."): tensor for name, tensor in stored.items() if name.startswith("model.")}
-    return ComputedTensors(model, lambda name: tensor_from_bytes(model[name].spec, model[name].data()))
+    return LazyTensors(model, lambda name: tensor_from_bytes(model[name].spec, model[name].data()))
 
 
 def merge_adapters(folder: Path, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -133,11 +132,11 @@ def merge_adapters(folder: Path, tensors: Mapping[str, Tensor]) -> Mapping[str, 
         return tensors
     lora = LoRAConfig(model_json["lora"]["rank"], model_json["lora"]["alpha"], tuple(model_json["lora"]["targets"]))
     if any(not is_adapter(name) for name in tensors):
-        return MergedWeights({}, tensors, lora)
+        return merged_weights({}, tensors, lora)
     base = open_weights(Path(model_json["start"]))
     if (current := base.sha256()) != model_json["start_sha256"]:
         raise weights_changed_error(folder, model_json["start"], model_json["start_sha256"], current)
-    return MergedWeights(base.tensors, tensors, lora)
+    return merged_weights(base.tensors, tensors, lora)
 
 
 def weights_changed_error(folder: Path, start: str, expected: str, current: str) -> CheckpointError:
@@ -150,11 +149,11 @@ def weights_changed_error(folder: Path, start: str, expected: str, current: str)
 
 @dataclass(frozen=True)
 class LlamaWeights:
-    """The Llama in a folder; each tensor is read on access.
+    """The Llama in a folder.
 
-    tensors     under the names of llama.py
+    tensors     under the names of llama.py; each is read on access
     companions  tokenizer files and the like
-    dtype       that the weights were published in, as torch spells it
+    dtype       of the published weights, as torch spells it
     """
 
     folder: Path
@@ -170,9 +169,9 @@ class LlamaWeights:
 
 
 def open_weights(folder: Path, step: int | None = None) -> LlamaWeights:
-    """Open the Llama in a run folder (at `step`; None: newest, verified) or Hugging Face folder.
+    """Open the Llama in a run folder (at `step`, verified; None: the newest) or Hugging Face folder.
 
-    UsageError: there is none. CheckpointError: it is damaged. Tensors are read on access.
+    UsageError: there is none. CheckpointError: it is damaged.
     """
     if is_llama_run(folder):
         config, hf_config = read_model(folder)
@@ -220,9 +219,8 @@ def load_llama(folder: Path, step: int | None = None, *, device: torch.device | 
         checkpoint = store.load_newest() if step is None else store.load(step)
         if checkpoint is None:
             raise CheckpointError("there is no checkpoint yet", str(store.folder), "import the model again")
-        saved = checkpoint.tensors
-        tensors = {name.removeprefix("model."): saved[name] for name in saved if name.startswith("model.")}
-        saved.clear()
+        tensors = {name.removeprefix("model."): tensor for name, tensor in checkpoint.tensors.items() if name.startswith("model.")}
+        checkpoint.tensors.clear()  # frees the optimizer's state
         model = llama_from_tensors(config, merge_adapters(folder, tensors), device)
         return LoadedLlama(model, folder / TOKENIZER, hf_config, checkpoint.step)
     refuse_no_model(folder)

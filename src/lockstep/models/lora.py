@@ -85,21 +85,18 @@ def init_param(name: str, shape: torch.Size, seed: int) -> Tensor:
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
-class MergedWeights(LazyTensors):
-    """A model's weights with its adapters merged, under the model's names; merged on access.
+def merged_weights(base: Mapping[str, Tensor], adapters: Mapping[str, Tensor], lora: LoRAConfig) -> LazyTensors:
+    """Return a model's weights under their names, each merged with its adapter on access.
 
-    base      weights without adapters
-    adapters  `...lora_down` and `...lora_up` by name; other tensors in it precede `base`
+    adapters  `...lora_down` and `...lora_up` by name; other tensors in it precede those of `base`
     """
 
-    def __init__(self, base: Mapping[str, Tensor], adapters: Mapping[str, Tensor], lora: LoRAConfig) -> None:
-        super().__init__(name for name in (*base, *adapters) if not is_adapter(name))
-        self.base, self.adapters, self.lora = base, adapters, lora
-
-    def __getitem__(self, name: str) -> Tensor:
-        weight = self.adapters[name] if name in self.adapters else self.base[name]
+    def merge(name: str) -> Tensor:
+        weight = adapters[name] if name in adapters else base[name]
         path = name.removesuffix(".weight")
-        if path + UP not in self.adapters:
+        if path + UP not in adapters:
             return weight
-        up, down = (self.adapters[path + end].float() for end in (UP, DOWN))
-        return torch.addmm(weight.float(), up, down, alpha=self.lora.scale).to(weight.dtype)
+        up, down = (adapters[path + end].float() for end in (UP, DOWN))
+        return torch.addmm(weight.float(), up, down, alpha=lora.scale).to(weight.dtype)
+
+    return LazyTensors((name for name in (*base, *adapters) if not is_adapter(name)), merge)

@@ -1,4 +1,4 @@
-"""FSDP's two collectives, replaced: they use the groups of the current generation."""
+"""Replacements of FSDP's two collectives, over the groups of the current generation."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.parallel.groups import ProcessGroups
+from lockstep.parallel.groups import ProcessGroups, start_exchange
 
 
 class CustomComm:
-    """What torch's interfaces AllGather and ReduceScatter, which have no public name, share."""
+    """Base of both collectives; torch's interfaces AllGather and ReduceScatter are private."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -29,7 +29,7 @@ class CapturedReduceScatter(CustomComm):
 
 
 class GroupAllGather(CustomComm):
-    """FSDP's all-gather, over the groups of this generation."""
+    """FSDP's all-gather."""
 
     def __init__(self, groups: ProcessGroups) -> None:
         self.groups = groups
@@ -40,9 +40,10 @@ class GroupAllGather(CustomComm):
         if output_tensor.is_cuda:
             groups.start_works(lambda: [dist.all_gather_into_tensor(output_tensor, input_tensor, group=shard_group)])
             return None
-        parts = list(output_tensor.view(shard_group.size(), -1))  # FSDP has written this worker's part
+        parts = output_tensor.view(shard_group.size(), -1)  # FSDP has written this worker's part
         groups.board.enter_collective(output_tensor.nbytes)
-        return AllGatherWork(groups, groups.start_works(lambda: start_all_gather(parts, shard_group)))
+        sends, receives = [[parts[shard_group.rank()]]] * len(parts), [[part] for part in parts]
+        return AllGatherWork(groups, groups.start_works(lambda: start_exchange(sends, receives, shard_group)))
 
 
 class AllGatherWork(dist.Work):
@@ -55,11 +56,3 @@ class AllGatherWork(dist.Work):
     def wait(self, timeout: Any = None) -> bool:
         self.groups.wait(self.works)
         return True
-
-
-def start_all_gather(parts: list[Tensor], group: dist.ProcessGroup) -> list[dist.Work | None]:
-    """Start an all-gather by sends and receives: parts[i] comes from member i."""
-    own = group.rank()
-    others = [i for i in range(group.size()) if i != own]
-    works = [dist.irecv(parts[i], group=group, group_src=i) for i in others if parts[i].numel()]
-    return works + [dist.isend(parts[own], group=group, group_dst=i) for i in others if parts[own].numel()]

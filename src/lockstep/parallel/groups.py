@@ -11,7 +11,7 @@ which each generation forms, so a live model is wrapped only once.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ class ProcessGroups:
     """The process groups of this worker. None where an axis has size 1, or before `form`.
 
     gather_group    shards of a unit's parameters, used by the thread of the model
-    scatter_group   the same workers, for gradients: the reducer thread needs its own group
+    scatter_group   the same workers, for gradients: the reducer thread needs a separate group
     replica_group   workers with the same slices in other replicas, for gradients
     tensor_group    workers that share each layer
     pipeline_group  stages of the pipeline
@@ -143,8 +143,14 @@ def all_to_all_rows(parts: list[Tensor], group: dist.ProcessGroup | None, waits:
         dist.all_to_all_single(received, torch.stack(parts), group=group)
         return list(received)
     rows = [part if i == own else torch.empty_like(parts[own]) for i, part in enumerate(parts)]
-    others = [i for i in range(len(parts)) if i != own]
-    works = [dist.irecv(rows[i], group=group, group_src=i) for i in others]
-    works += [dist.isend(parts[i], group=group, group_dst=i) for i in others]
-    waits.wait(works, group)
+    waits.wait(start_exchange([[part] for part in parts], [[row] for row in rows], group), group)
     return rows
+
+
+def start_exchange(
+    sends: Sequence[Sequence[Tensor]], receives: Sequence[Sequence[Tensor]], group: dist.ProcessGroup
+) -> list[dist.Work | None]:
+    """Receive receives[i] from and send sends[i] to each other member i; skip empty tensors."""
+    others = [i for i in range(group.size()) if i != group.rank()]
+    works = [dist.irecv(tensor, group=group, group_src=i) for i in others for tensor in receives[i] if tensor.numel()]
+    return works + [dist.isend(tensor, group=group, group_dst=i) for i in others for tensor in sends[i] if tensor.numel()]

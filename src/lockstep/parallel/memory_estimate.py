@@ -28,6 +28,7 @@ from lockstep.units import format_bytes, format_count
 TRAINING_BYTES, SAVING_BYTES, WEIGHT_BYTES = 16, 12, 4  # bytes per parameter
 GATHERED_UNITS = 6  # of the largest size: one computes, one is prefetched; gradients of three, and received rows of one
 HEADROOM_FACTOR = 3  # times the state: room for activations, and stacks and arenas of about 20 threads where address space is limited
+MAX_WORKERS = 64  # of a replica that is proposed
 CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -89,10 +90,13 @@ def used_bytes(device: torch.device) -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def smallest_fitting_layout(size: ModelSize, free_bytes: int, bounds: LayoutLimits, most: int = 64) -> Layout | None:
-    """Return the smallest replica that fits, sharded first; None: none of up to `most` workers."""
-    sizes = [1 << power for power in range(most.bit_length())]
-    replicas = [Layout(1, shard, tensor) for tensor in sizes for shard in sizes if shard * tensor <= most]
+def smallest_fitting_layout(size: ModelSize, free_bytes: int, bounds: LayoutLimits, more_than: int = 0) -> Layout | None:
+    """Return the smallest replica of more than `more_than` workers that fits, sharded first.
+
+    None: no replica of up to MAX_WORKERS workers fits.
+    """
+    sizes = [1 << power for power in range(MAX_WORKERS.bit_length())]
+    replicas = [Layout(1, shard, tensor) for tensor in sizes for shard in sizes if more_than < shard * tensor <= MAX_WORKERS]
     for layout in sorted(replicas, key=lambda layout: (layout.workers_per_replica, layout.tensor)):
         if not bounds.problem_with(layout) and HEADROOM_FACTOR * size.bytes(layout) <= free_bytes:
             return layout
@@ -101,10 +105,7 @@ def smallest_fitting_layout(size: ModelSize, free_bytes: int, bounds: LayoutLimi
 
 @contextmanager
 def explain_out_of_memory(model: nn.Module, layout: Layout, bounds: LayoutLimits, device: torch.device) -> Iterator[None]:
-    """Turn out-of-memory errors into an OutOfMemoryError that names a layout that fits.
-
-    model  may be on the meta device; only its parameters are counted
-    """
+    """Turn out-of-memory errors into an OutOfMemoryError that names a larger layout that fits."""
     size, before = ModelSize.of(model), used_bytes(device)
     try:
         yield
@@ -113,12 +114,10 @@ def explain_out_of_memory(model: nn.Module, layout: Layout, bounds: LayoutLimits
             raise
         limit, source = memory_limit(device)
         need = size.bytes(layout)
-        fit = smallest_fitting_layout(size, limit - before, bounds)
-        hint = (
-            f"try {layout_flags(fit)}: {format_bytes(size.bytes(fit))} per worker"
-            if fit
-            else "give it more memory, or choose a smaller model"
-        )
+        fit = smallest_fitting_layout(size, limit - before, bounds, more_than=layout.workers_per_replica)
+        hint = "give it more memory, or choose a smaller model"
+        if fit:
+            hint = f"try {layout_flags(fit)}: {format_bytes(size.bytes(fit))} per worker"
         raise OutOfMemoryError(
             f"out of memory: the state of {format_count(size.parameters)} parameters takes {format_bytes(need)} per worker with {layout}",
             f"the limit is {format_bytes(limit)}, from {source}; {format_bytes(before)} were in use before the model was built",

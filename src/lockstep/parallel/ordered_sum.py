@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.errors import UsageError
+from lockstep.parallel.groups import start_exchange
 from lockstep.runtime.work import WorkWaiter
 
 
@@ -73,8 +74,8 @@ Value = TypeVar("Value")
 class SumTree(Generic[Value]):
     """Partial sums of adjacent subtrees, left to right, merged on arrival.
 
-    Over K leaves, K not a power of two, several subtrees remain; `total` adds them from the right,
-    as if the missing leaves of the full tree were zeros.
+    If K is not a power of two, several subtrees remain; `total` adds them from the right, as if the
+    missing leaves of the full tree were zeros.
     """
 
     stack: list[tuple[Subtree, Value]] = field(default_factory=list)
@@ -120,24 +121,25 @@ def tree_all_reduce(partials: list[tuple[Subtree, Tensor]], leaves: int, group: 
         return
     slice_len = -(-out.numel() // size)
     slices = [slice(j * slice_len, (j + 1) * slice_len) for j in range(size)]  # the last ones may be short or empty
-    others = [j for j in range(size) if j != rank]
+    parts = [out[piece] for piece in slices]
+    own = parts[rank]
     by_rank = [subtrees(leaves_of_rank(r, size, leaves)) for r in range(size)]
-    own = slices[rank]
-    rows = {r: [torch.empty_like(out[own]) for _ in by_rank[r]] for r in others}
-    rows[rank] = [value[own] for _, value in partials]
-    works = [dist.irecv(row, group=group, group_src=r) for r in others for row in rows[r] if row.numel()]
-    works += [dist.isend(value[slices[r]], group=group, group_dst=r) for r in others for _, value in partials if value[slices[r]].numel()]
-    waits.wait(works, group)
+    rows = [[torch.empty_like(own) for _ in trees] for trees in by_rank]
+    rows[rank] = [value[slices[rank]] for _, value in partials]
+    waits.wait(start_exchange([[value[piece] for _, value in partials] for piece in slices], rows, group), group)
+    total = sum_of_rows(by_rank, rows).total().tensor
+    if total.data_ptr() != own.data_ptr():
+        own.copy_(total)
+    waits.wait(start_exchange([[own]] * size, [[part] for part in parts], group), group)
+
+
+def sum_of_rows(by_member: list[list[Subtree]], rows: list[list[Tensor]]) -> SumTree[PartialSum]:
+    """Add the rows of each member's subtrees, which are adjacent, in tree order."""
     tree: SumTree[PartialSum] = SumTree()
-    for r in range(size):
-        for subtree, row in zip(by_rank[r], rows[r], strict=True):
+    for member_subtrees, member_rows in zip(by_member, rows, strict=True):
+        for subtree, row in zip(member_subtrees, member_rows, strict=True):
             tree.add(subtree, PartialSum(row))
-    total = tree.total().tensor
-    if total.data_ptr() != out[own].data_ptr():
-        out[own].copy_(total)
-    works = [dist.irecv(out[slices[r]], group=group, group_src=r) for r in others if out[slices[r]].numel()]
-    works += [dist.isend(out[own], group=group, group_dst=r) for r in others if out[own].numel()]
-    waits.wait(works, group)
+    return tree
 
 
 def tree_all_reduce_collectives(partials: list[tuple[Subtree, Tensor]], leaves: int, group: dist.ProcessGroup, out: Tensor) -> None:

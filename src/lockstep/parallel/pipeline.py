@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import torch
@@ -28,6 +27,7 @@ from lockstep.models.llama import IGNORE_INDEX, Llama, RotaryEmbedding, position
 from lockstep.models.loss import output_cross_entropy
 from lockstep.models.translator import EncodedSource, Translator, causal_bias, source_bias
 from lockstep.parallel.groups import ProcessGroups
+from lockstep.parallel.ordered_sum import leaves_of_rank
 
 
 class PipelineOp(NamedTuple):
@@ -77,11 +77,7 @@ def pipeline_schedule(stage: int, stages: int, micro_batches: int, chunks: int =
 
 def split_layers(layers: int, stages: int) -> list[range]:
     """Split layers into adjacent blocks of equal size, the first ones with one more."""
-    each, rest = divmod(layers, stages)
-    bounds = [0]
-    for stage in range(stages):
-        bounds.append(bounds[-1] + each + (stage < rest))
-    return [range(a, b) for a, b in pairwise(bounds)]
+    return [leaves_of_rank(stage, stages, layers) for stage in range(stages)]
 
 
 class Chunk(NamedTuple):
@@ -96,7 +92,6 @@ class Chunk(NamedTuple):
 class PipelineStage:
     """A worker's part of a model that is split into stages.
 
-    chunks    its chunks of the model
     modules   names of the modules of each chunk
     borrowed  copies of parameters of the first stage, which saves them
     lent      parameters of the first stage that the last stage has too
@@ -119,13 +114,10 @@ def build_stage(model: nn.Module, stage: int, stages: int, chunks_per_stage: int
     The forward pass becomes that of a chunk. Chunk c of stage s is chunk c * stages + s of all.
     """
     names = layer_names(model)
-    ranges = split_layers(len(names), stages * chunks_per_stage)
-    final = stages * chunks_per_stage - 1
-    chunks = tuple(Chunk(ranges[n], n == 0, n == final) for n in range(stage, stages * chunks_per_stage, stages))
+    total = stages * chunks_per_stage
+    ranges = split_layers(len(names), total)
+    chunks = tuple(Chunk(ranges[n], n == 0, n == total - 1) for n in range(stage, total, stages))
     kept = {names[layer] for chunk in chunks for layer in chunk.layers}
-    for name in names:
-        if name not in kept:
-            remove_module(model, name)
     first, last = chunks[0].first, chunks[-1].last
     last_encoder = names[len(model.encoder) - 1] if isinstance(model, Translator) else ""
     outer = ("embedding", "norm", "output", "decoder_norm")
@@ -133,26 +125,12 @@ def build_stage(model: nn.Module, stage: int, stages: int, chunks_per_stage: int
     for chunk in chunks:
         layers = [names[layer] for layer in chunk.layers]
         modules.append((*layers, *(outer if chunk.first or chunk.last else ()), *(("encoder_norm",) if last_encoder in layers else ())))
-    if isinstance(model, Llama):
-        tied = model.output is None
-        if not last:
-            remove_module(model, "norm")
-            if not tied:
-                remove_module(model, "output")
-        if not (first or (last and tied)):
-            remove_module(model, "embedding")
-        run: Callable[..., tuple[Tensor, ...]] = forward_llama_chunk
-    else:
-        assert isinstance(model, Translator)
-        tied = True
-        if last_encoder not in kept:
-            remove_module(model, "encoder_norm")
-        if not last:
-            remove_module(model, "decoder_norm")
-        if not (first or last):
-            remove_module(model, "embedding")
-        run = forward_translator_chunk
-    model.forward = lambda received, chunk, inputs, named: run(model, chunks[chunk], received, *inputs, **named)  # type: ignore[method-assign, assignment]
+    tied = isinstance(model, Translator) or model.output is None
+    uses = {"embedding": first or (last and tied), "norm": last, "output": last, "decoder_norm": last, "encoder_norm": last_encoder in kept}
+    for name in [name for name in names if name not in kept] + [name for name, used in uses.items() if not used]:
+        remove_module(model, name)
+    run: Callable[..., tuple[Tensor, ...]] = forward_llama_chunk if isinstance(model, Llama) else forward_translator_chunk
+    model.forward = lambda received, chunk, inputs, named: run(model, chunks[chunk], received, *inputs, **named)
     shared = ("embedding.weight",) if tied and stages > 1 else ()
     return PipelineStage(stage, stages, chunks, tuple(modules), shared if last and not first else (), shared if first and not last else ())
 
@@ -165,8 +143,10 @@ def layer_names(model: nn.Module) -> list[str]:
 
 
 def remove_module(model: nn.Module, name: str) -> None:
+    """Replace a module, if the model has it, so that later layers keep their numbers."""
     path, _, last = name.rpartition(".")
-    setattr(model.get_submodule(path), last, nn.Identity())
+    if getattr(model.get_submodule(path), last, None) is not None:
+        setattr(model.get_submodule(path), last, nn.Identity())
 
 
 def forward_llama_chunk(
@@ -174,7 +154,7 @@ def forward_llama_chunk(
     chunk: Chunk,
     received: Sequence[Tensor],
     tokens: Tensor,
-    labels: Tensor | None = None,
+    labels: Tensor,
     documents: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Run a chunk of Llama.forward: (states,) (B, T, D), or the loss at the end."""
@@ -185,7 +165,6 @@ def forward_llama_chunk(
         states = model.layers[number](states, rotary, mask)
     if not chunk.last:
         return (states,)
-    assert labels is not None, "a pipeline only trains"
     return (output_cross_entropy(model.norm(states), model.output_weight, labels, smoothing=0.0, ignore_index=IGNORE_INDEX),)
 
 
@@ -226,7 +205,7 @@ def empty_activations(model: nn.Module, dtype: torch.dtype, inputs: Sequence[Ten
 
 @dataclass
 class PipelineRunner:
-    """Runs one step of one stage.
+    """Run one step of one stage.
 
     forward          (received activations, chunk, micro-batch) -> activations, or the loss
     before_backward  called with (micro-batch, chunk) before each backward pass
@@ -278,9 +257,8 @@ class PipelineRunner:
 
     def _receive(self, into: list[Tensor], peer: int, message: P2PMessage) -> list[Tensor]:
         group, into = self.groups.pipeline_group, [tensor.detach() for tensor in into]
-        self.groups.wait(
-            self.groups.start_works(
-                lambda: [dist.irecv(tensor, group=group, group_src=peer, tag=message.tag(number)) for number, tensor in enumerate(into)]
-            )
+        works = self.groups.start_works(
+            lambda: [dist.irecv(tensor, group=group, group_src=peer, tag=message.tag(number)) for number, tensor in enumerate(into)]
         )
+        self.groups.wait(works)
         return into

@@ -35,8 +35,8 @@ from lockstep.layout import Coordinates, Layout
 from lockstep.parallel.digest import digest_of
 from lockstep.parallel.fsdp_comm import CapturedReduceScatter, GroupAllGather
 from lockstep.parallel.grad_norm import row_norms
-from lockstep.parallel.groups import all_to_all_rows
-from lockstep.parallel.ordered_sum import PartialSum, Subtree, SumTree, leaves_of_rank, subtrees, tree_all_reduce
+from lockstep.parallel.groups import all_to_all_rows, start_exchange
+from lockstep.parallel.ordered_sum import PartialSum, Subtree, SumTree, leaves_of_rank, subtrees, sum_of_rows, tree_all_reduce
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.parallel.pipeline import PipelineRunner, PipelineStage, empty_activations
 from lockstep.parallel.shard_passes import ShardPass, plan_passes, refuse_idle_shards
@@ -53,7 +53,7 @@ class UnitGradients:
     """The gradients of one unit in flight.
 
     sent  (S * n,), slice j for shard j
-    out   (n,), where FSDP expects the sum of this shard's rows
+    out   (n,), for the sum of this shard's rows
     """
 
     unit: int
@@ -225,32 +225,28 @@ class ShardedReplica:
                 if stage.holds(chunk, name):
                     p.grad = None
 
-        dtype = next(iter(self.local.local_params.values())).dtype
-        runner = PipelineRunner(
-            stage, self.groups, forward, before_backward, lambda micro: empty_activations(module, dtype, self._pending[micro].inputs)
-        )
-        losses = runner.step(len(passes))
+        def empty(micro: int) -> list[Tensor]:
+            return empty_activations(module, next(self.local.parameters()).dtype, self._pending[micro].inputs)
+
+        losses = PipelineRunner(stage, self.groups, forward, before_backward, empty).step(len(passes))
         self._losses = [loss for loss, shard_pass in zip(losses, passes, strict=False) if shard_pass.counts]
 
     def _sum_shared_gradients(self) -> None:
         """Collective. Sum gradients that are partial over the tensor axis or tied across stages."""
+        stage, gradients = self.local.stage, {name: p.grad for name, p in self.local.local_params.items()}
         for name in self.local.partial_grads:
-            gradient = self.local.local_params[name].grad
-            if gradient is not None:
+            if (gradient := gradients[name]) is not None:
                 self.groups.all_reduce_in_order(gradient, self.groups.tensor_group)
-        stage = self.local.stage
         for name in (*stage.borrowed, *stage.lent) if stage else ():
-            gradient = self.local.local_params[name].grad
-            if gradient is not None:
+            if (gradient := gradients[name]) is not None:
                 self.groups.all_reduce(gradient, self.groups.tied_group)
         self.groups.raise_failure()
 
     def losses_per_rank(self, size: int) -> list[int]:
         layout = self.groups.layout_of(size)
-        all_coordinates = [layout.coordinates(rank) for rank in range(size)]
         return [
             len(leaves_of_rank(at.replica, layout.replicate, self.leaves)[at.shard :: layout.shard]) if reports_losses(at, layout) else 0
-            for at in all_coordinates
+            for at in map(layout.coordinates, range(size))
         ]
 
     def grad_norm_squared(self) -> Tensor:
@@ -360,18 +356,11 @@ class ShardedReplica:
         own_sums = [(subtree, part.tensor.view(layout.shard, -1)) for subtree, part in own.stack]
         blocks = [leaves_of_rank(shard, layout.shard, len(block)) for shard in range(layout.shard)]
         subtrees_by_shard = [subtrees(block[part.start : part.stop]) for part in blocks]
-        here, empty = group.rank(), own_sums[0][1][0]
-        others = [shard for shard in range(layout.shard) if shard != here]
-        rows = [[torch.empty_like(empty) for _ in shard_subtrees] for shard_subtrees in subtrees_by_shard]
-        rows[here] = [parts[here] for _, parts in own_sums]
-        works = [dist.irecv(row, group=group, group_src=shard) for shard in others for row in rows[shard]]
-        works += [dist.isend(parts[shard], group=group, group_dst=shard) for shard in others for _, parts in own_sums]
-        self.groups.waits.wait(works, group)
-        tree: SumTree[PartialSum] = SumTree()
-        for shard_subtrees, shard_rows in zip(subtrees_by_shard, rows, strict=True):
-            for subtree, row in zip(shard_subtrees, shard_rows, strict=True):
-                tree.add(subtree, PartialSum(row))
-        return tree
+        rows = [[torch.empty_like(own_sums[0][1][0]) for _ in shard_subtrees] for shard_subtrees in subtrees_by_shard]
+        rows[group.rank()] = [parts[group.rank()] for _, parts in own_sums]
+        sends = [[parts[shard] for _, parts in own_sums] for shard in range(layout.shard)]
+        self.groups.waits.wait(start_exchange(sends, rows, group), group)
+        return sum_of_rows(subtrees_by_shard, rows)
 
 
 def reports_losses(at: Coordinates, layout: Layout) -> bool:

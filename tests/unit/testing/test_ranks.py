@@ -9,9 +9,9 @@ import time
 import pytest
 import torch
 from support.ranks import run_ranks
+from support.tensor_memory import TensorMemory
 
 from lockstep.elastic.runtime import ElasticRuntime
-from lockstep.testing.tensor_memory import TensorMemory
 
 
 def rank_and_sum(runtime: ElasticRuntime, offset: int) -> tuple[int, int]:

@@ -1,0 +1,65 @@
+"""Estimates of a worker's state, and the layout that an out-of-memory error proposes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.errors import OutOfMemoryError
+from lockstep.layout import Layout, LayoutLimits
+from lockstep.models.llama import LLAMA_CONFIGS, Llama
+from lockstep.parallel import memory_estimate
+from lockstep.parallel.memory_estimate import ModelSize, explain_out_of_memory, smallest_fitting_layout
+
+LIMITS = LayoutLimits(micro_batches=8, tensor=(4, 2, 384), stages=4)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    with torch.device("meta"):
+        return Llama(LLAMA_CONFIGS["1M"])
+
+
+def hint_after_running_out(model: nn.Module, layout: Layout, monkeypatch: pytest.MonkeyPatch, limit: int) -> str:
+    monkeypatch.setattr(memory_estimate, "memory_limit", lambda device: (limit, "a test"))
+    monkeypatch.setattr(memory_estimate, "used_bytes", lambda device: 0)
+    with pytest.raises(OutOfMemoryError) as caught, explain_out_of_memory(model, layout, LIMITS, CPU):
+        raise MemoryError
+    assert "from a test" in caught.value.where
+    return caught.value.hint
+
+
+def test_size_of_a_model_counts_its_parameters_and_its_largest_unit(model: nn.Module) -> None:
+    size = ModelSize.of(model)
+    assert size.parameters == LLAMA_CONFIGS["1M"].num_parameters
+    assert size.unit == 2048 * 128 + 128  # the root: embedding and norm
+
+
+def test_bytes_fall_with_the_workers_of_a_replica() -> None:
+    size = ModelSize(parameters=1000, unit=100)
+    assert size.bytes(Layout()) == 28_000
+    assert size.bytes(Layout(8)) == 28_000
+    assert size.bytes(Layout(1, 2)) == 14_000 + 6 * 4 * 100
+    assert size.bytes(Layout(1, 1, 2)) == 14_000 + 6 * 4 * 100 // 2
+
+
+def test_smallest_fitting_layout_prefers_shards_and_respects_the_limits() -> None:
+    size = ModelSize(parameters=1000, unit=0)
+    assert smallest_fitting_layout(size, 84_000, LIMITS) == Layout()
+    assert smallest_fitting_layout(size, 42_000, LIMITS) == Layout(1, 2)
+    assert smallest_fitting_layout(size, 42_000, LayoutLimits(1, (2,))) == Layout(1, 1, 2)
+    assert smallest_fitting_layout(size, 42_000, LayoutLimits(1)) is None
+
+
+def test_proposed_layout_is_larger_than_the_one_that_ran_out(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    plenty = 10**12  # the estimate does not see activations, so any layout seems to fit
+    assert hint_after_running_out(model, Layout(), monkeypatch, plenty).startswith("try --layout.shard 2:")
+    assert hint_after_running_out(model, Layout(2, 2), monkeypatch, plenty).startswith("try --layout.shard 4:")
+    assert hint_after_running_out(model, Layout(1, 8, 2), monkeypatch, plenty).startswith("give it more memory")
+
+
+def test_other_errors_pass_unchanged(model: nn.Module) -> None:
+    with pytest.raises(ValueError, match="unrelated"), explain_out_of_memory(model, Layout(), LIMITS, CPU):
+        raise ValueError("unrelated")
