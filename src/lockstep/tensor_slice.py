@@ -5,15 +5,15 @@
     shard    rows 1024-2047      the chunk of that for this shard
 
 Rows may be several ranges: where a matrix packs query, key and value, the tensor axis takes a part
-of each. So every layout is a set of slices of the same whole tensors, and a checkpoint of one
-layout is loaded in another by copying between overlapping slices.
+of each. A checkpoint of one layout is loaded in another by copying between overlapping slices.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, TypeVar
 
 Array = TypeVar("Array", bound=Any)  # of numpy or torch; this module imports neither: commands that only read bytes do not need torch
@@ -58,15 +58,17 @@ class TensorSlice:
         rows = [rows for start, stop in chunks for rows in self._global_rows(start, stop)]
         return TensorSlice(self.shape, tuple(rows), self.columns)
 
+    def _row_ranges(self) -> Iterator[tuple[int, int, int]]:
+        """Yield (first local row, first row, end) of each range of rows."""
+        passed = 0
+        for start, stop in self.rows:
+            yield passed, start, stop
+            passed += stop - start
+
     def _global_rows(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the local rows [start, stop) as ranges of global rows."""
-        ranges, passed = [], 0
-        for first, last in self.rows:
-            low, high = max(start, passed), min(stop, passed + last - first)
-            if low < high:
-                ranges.append((first + low - passed, first + high - passed))
-            passed += last - first
-        return ranges
+        ranges = [(max(first + start - local, first), min(first + stop - local, last)) for local, first, last in self._row_ranges()]
+        return [(low, high) for low, high in ranges if low < high]
 
     def split_columns(self, part: int, parts: int) -> TensorSlice:
         """Return chunk `part` of `parts` equal ones along the columns."""
@@ -88,7 +90,9 @@ class TensorSlice:
             rows: Array = whole[self.rows[0][0] : self.rows[0][1]]
         else:
             rows = whole[[row for start, stop in self.rows for row in range(start, stop)]]
-        return rows if self.columns is None else rows[:, self.columns[0] : self.columns[1]]
+        if self.columns is not None:
+            rows = rows[:, self.columns[0] : self.columns[1]]
+        return rows
 
     def copy_to(self, other: TensorSlice, part: Array, target: Array) -> None:
         """Copy common elements from `part`, of this slice, to `target`, of the slice `other`."""
@@ -100,17 +104,12 @@ class TensorSlice:
             (left, right), (first, last) = self.columns or (0, self.shape[1]), other.columns or (0, self.shape[1])
             begin, end = max(left, first), max(left, first, min(right, last))
             columns = [(slice(begin - left, end - left),), (slice(begin - first, end - first),)]
-        passed = 0
-        for start, stop in self.rows:
-            filled = 0
-            for first_row, last_row in other.rows:
-                low, high = max(start, first_row), min(stop, last_row)
-                if low < high:
-                    source = slice(passed + low - start, passed + high - start), *columns[0]
-                    destination = slice(filled + low - first_row, filled + high - first_row), *columns[1]
-                    target[destination] = part[source]
-                filled += last_row - first_row
-            passed += stop - start
+        for (local, start, stop), (other_local, first_row, last_row) in product(self._row_ranges(), other._row_ranges()):
+            low, high = max(start, first_row), min(stop, last_row)
+            if low < high:
+                source = slice(local + low - start, local + high - start), *columns[0]
+                destination = slice(other_local + low - first_row, other_local + high - first_row), *columns[1]
+                target[destination] = part[source]
 
     def to_json(self) -> dict[str, Any]:
         return {"shape": list(self.shape), "rows": [list(rows) for rows in self.rows], "columns": self.columns and list(self.columns)}

@@ -7,7 +7,8 @@ import torch
 
 from lockstep.data.tokenizer import BEGIN, END, PAD, Tokenizer
 from lockstep.generation.beam_search import batches_by_length, beam_search, greedy_search, max_lengths, pad_rows, translate
-from lockstep.models.translator import Translator, init_params
+from lockstep.models.build import materialize
+from lockstep.models.translator import Translator, init_param
 
 VOCABULARY = 60
 
@@ -20,7 +21,7 @@ def model() -> Translator:
     net = Translator(
         vocab_size=VOCABULARY, dim=32, n_heads=4, encoder_layers=1, decoder_layers=2, ffn_dim=64, dropout=0.0, attention="plain"
     )
-    init_params(net, 5)
+    materialize(net, torch.device("cpu"), lambda name, shape: init_param(name, shape, 5))
     optimizer = torch.optim.AdamW(net.parameters(), lr=4e-3)
     for _ in range(60):
         sentences = [torch.randint(4, VOCABULARY, (int(n),)).tolist() for n in torch.randint(1, 9, (64,))]

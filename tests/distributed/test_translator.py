@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from lockstep.config import schema as config
 from lockstep.models import kernels
-from lockstep.models.build import build_translator, choose_attention
+from lockstep.models.build import build_translator, choose_attention, materialize
 from lockstep.models.kernels import add_dropout, attend_packed, dropout_mask
 from lockstep.models.loss import cross_entropy, output_cross_entropy
-from lockstep.models.translator import Translator, init_params
+from lockstep.models.translator import Translator, init_param
 
 V = 50
 
@@ -29,8 +29,11 @@ def one_thread() -> None:
 def small(dropout: float = 0.0, attention: kernels.AttentionKernel = "plain", **other: Any) -> Translator:
     sizes = {"vocab_size": V, "dim": 16, "n_heads": 4, "encoder_layers": 2, "decoder_layers": 2, "ffn_dim": 24} | other
     model = Translator(**sizes, dropout=dropout, attention=attention)
-    init_params(model, 1)
-    return model
+    return initialized(model, 1)
+
+
+def initialized(model: Translator, seed: int) -> Translator:
+    return materialize(model, torch.device("cpu"), lambda name, shape: init_param(name, shape, seed))
 
 
 def batch(rows: int = 5, length: int = 7) -> tuple[Tensor, Tensor, Tensor]:
@@ -235,9 +238,9 @@ def test_initial_weights_depend_on_seed_and_name_only() -> None:
     deeper = small(encoder_layers=3)
     known = dict(deeper.named_parameters())
     assert all(torch.equal(parameter, known[name]) for name, parameter in first.named_parameters())
-    init_params(deeper, 2)
-    matrices = [name for name, parameter in first.named_parameters() if parameter.dim() > 1]
-    assert not any(torch.equal(dict(first.named_parameters())[name], known[name]) for name in matrices)
+    other = dict(initialized(deeper, 2).named_parameters())
+    matrices = [(name, parameter) for name, parameter in first.named_parameters() if parameter.dim() > 1]
+    assert not any(torch.equal(matrix, other[name]) for name, matrix in matrices)
 
 
 def test_building_on_the_meta_device_gives_the_same_model() -> None:

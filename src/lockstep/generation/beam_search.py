@@ -1,8 +1,8 @@
 """Translation by greedy and beam search: in batches, one token at a time, with a cache.
 
-Sentences are sorted by length to save padding; results are in the order of the input. The limit of
-tokens depends on the sentence alone, so a translation does not depend on its batch. When half of a
-batch is finished, its rows are dropped.
+Sentences are sorted by length to save padding; results are in input order. The limit of tokens
+depends on the sentence alone, so a translation does not depend on its batch. When half of the
+sentences of a batch are finished, their rows are dropped.
 
 Dimensions in the margin: B sentences of a batch, K beams, S source positions, V vocabulary.
 """
@@ -57,13 +57,7 @@ def greedy_search(model: Translator, source: Tensor, *, max_tokens: int = 256, s
 
 @torch.inference_mode()
 def beam_search(
-    model: Translator,
-    source: Tensor,
-    *,
-    beams: int,
-    length_penalty: float = 1.0,
-    max_tokens: int = 256,
-    step: StepFunction | None = None,
+    model: Translator, source: Tensor, *, beams: int, length_penalty: float = 1.0, max_tokens: int = 256, step: StepFunction | None = None
 ) -> list[list[int]]:
     """Return the ids of each row's best translation found with K beams, without END.
 
@@ -124,19 +118,19 @@ class BeamSearch:
         for row, candidate in ended[:, : self.beams].nonzero().tolist():
             sentence = self.rows[row]
             if not self.done[sentence]:
-                ids = self.written[row, int(parents[row, candidate]), : self.position].tolist()
-                self.finished[sentence].append((self.score(float(totals[row, candidate]), self.position + 1), ids))
+                self.finish(row, int(parents[row, candidate]), float(totals[row, candidate]), self.position + 1)
                 self.done[sentence] = len(self.finished[sentence]) >= self.beams
 
     def finish_at_limit(self) -> None:
         for row, sentence in enumerate(self.rows):
             if self.position == self.limit[sentence] and not self.done[sentence]:
-                ids = self.written[row, 0, : self.position].tolist()
-                self.finished[sentence].append((self.score(float(self.totals[row, 0]), self.position), ids))
+                self.finish(row, 0, float(self.totals[row, 0]), self.position)
                 self.done[sentence] = True
 
-    def score(self, log_probability: float, tokens: int) -> float:
-        return log_probability / float(tokens**self.length_penalty)
+    def finish(self, row: int, beam: int, log_probability: float, tokens: int) -> None:
+        """Store the translation of a beam with its score."""
+        ids = self.written[row, beam, : self.position].tolist()
+        self.finished[self.rows[row]].append((log_probability / float(tokens**self.length_penalty), ids))
 
     def keep_rows(self, remaining: Sequence[int], kept: Tensor) -> None:
         self.rows = [self.rows[i] for i in remaining]
@@ -171,37 +165,22 @@ def pad_rows(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
 
 
 def search_ids(
-    model: Translator,
-    rows: Sequence[Sequence[int]],
-    *,
-    beams: int = 1,
-    length_penalty: float = 1.0,
-    max_tokens: int = 256,
-    step: StepFunction | None = None,
+    model: Translator, rows: Sequence[Sequence[int]], *, beams: int = 1, max_tokens: int = 256, step: StepFunction | None = None
 ) -> list[list[int]]:
     """Translate one batch of token ids: beam search, or greedy search with one beam."""
     source = pad_rows(rows, model.embedding.weight.device)
     if beams == 1:
         return greedy_search(model, source, max_tokens=max_tokens, step=step)
-    return beam_search(model, source, beams=beams, length_penalty=length_penalty, max_tokens=max_tokens, step=step)
+    return beam_search(model, source, beams=beams, max_tokens=max_tokens, step=step)
 
 
-def translate(  # 8 parameters: the options of `lockstep translate`
-    model: Translator,
-    tokenizer: Tokenizer,
-    texts: Sequence[str],
-    *,
-    beams: int = 1,
-    length_penalty: float = 1.0,
-    batch_tokens: int = 2048,
-    max_tokens: int = 256,
-    compile: bool = False,
+def translate(
+    model: Translator, tokenizer: Tokenizer, texts: Sequence[str], *, beams: int = 1, batch_tokens: int = 2048, compile: bool = False
 ) -> list[str]:
     """Translate each text, in order; an empty text stays empty.
 
     beams         1: greedy; more: beam search of that width
     batch_tokens  of a batch: source tokens including padding, times beams
-    max_tokens    longest translation
     compile       torch.compile the decoder's step: takes half a minute, pays off for many texts
     """
     model.eval()
@@ -211,9 +190,6 @@ def translate(  # 8 parameters: the options of `lockstep translate`
     filled = [i for i, row in enumerate(rows) if row]
     for batch in batches_by_length([len(rows[i]) + 1 for i in filled], max(1, batch_tokens // beams)):
         chosen = [filled[i] for i in batch]
-        translated = search_ids(
-            model, [rows[i] for i in chosen], beams=beams, length_penalty=length_penalty, max_tokens=max_tokens, step=step
-        )
-        for i, ids in zip(chosen, translated, strict=True):
+        for i, ids in zip(chosen, search_ids(model, [rows[i] for i in chosen], beams=beams, step=step), strict=True):
             translations[i] = ids
     return tokenizer.decode(translations)

@@ -1,14 +1,13 @@
 """A Llama arranged for generation: the same arithmetic in fewer and faster operations.
 
-One token of a small model is hundreds of operations of a few microseconds on a few rows, and every
-weight is read once. So, unlike `llama.py`,
+One token of a small model is hundreds of operations of a few microseconds. So, unlike `llama.py`,
 
 * query, key and value are one matrix, gate and up another: 4 products a layer instead of 7;
 * query and key are rotated together, in place, and written to the cache by one copy;
 * on a CPU the weights are stored in a layout for few rows: see `choose_layout`.
 
-The cache has a fixed size, and each row has its own position in it: rows of different lengths need
-no padding before them, and no shape changes between tokens, so one compiled step serves all.
+The cache has a fixed size and a position for each row: rows of different lengths need no padding,
+and no shape changes between tokens, so one compiled step serves all.
 
 Dimensions in the margin: B rows, T positions, D dim, H heads, G key-value heads, E head dim,
 F inner width, V vocabulary, L layers, C capacity of a cache, S positions attended to. Under tensor
@@ -33,10 +32,7 @@ WeightLayout = Literal["plain", "columns", "packed"]
 
 
 def choose_layout(device_type: str, dtype: torch.dtype, rows: int) -> tuple[WeightLayout, str]:
-    """Return (layout, reason) of a weight that is multiplied with `rows` rows per token.
-
-    Measured by bench/decode/run.py --layouts; docs/llama.md has the gain of a whole step.
-    """
+    """Return (layout, reason) for `rows` rows per token; measured by bench/decode/run.py --layouts."""
     if device_type != "cpu" or dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
         return "plain", f"no other layout is faster for {str(dtype).removeprefix('torch.')} on {device_type}"
     if dtype == torch.float32 and rows == 1:
@@ -45,7 +41,7 @@ def choose_layout(device_type: str, dtype: torch.dtype, rows: int) -> tuple[Weig
 
 
 class Matrix(nn.Module):
-    """Linear layer with a frozen weight (N, K): (..., K) -> (..., N)."""
+    """Linear layer with a frozen weight."""
 
     def __init__(self, weight: Tensor, layout: WeightLayout) -> None:
         super().__init__()
@@ -58,9 +54,7 @@ class Matrix(nn.Module):
         self.weight: Tensor
 
     def forward(self, states: Tensor) -> Tensor:
-        if self.layout == "packed":
-            return packed_linear(states, self.weight)
-        return F.linear(states, self.weight)
+        return packed_linear(states, self.weight) if self.layout == "packed" else F.linear(states, self.weight)
 
 
 class Norm(nn.Module):
@@ -178,8 +172,7 @@ class Decoder(nn.Module):
     def prefill(self, tokens: Tensor, lengths: Tensor, cache: KVCache) -> Tensor:
         """Fill the empty cache; return the logits (B, V) of each row's next token.
 
-        tokens (B, T): row b is its first `lengths[b]` tokens (at least 1) and then anything. Tokens
-        after a row are never attended to, and are overwritten as the row grows.
+        tokens (B, T): row b has `lengths[b]` tokens (at least 1), then padding, never attended to.
         """
         rows, length = tokens.shape
         cos, sin = cache.cos[None, :length, None], cache.sin[None, :length, None]  # (1, T, 1, E)
@@ -198,8 +191,7 @@ class Decoder(nn.Module):
     def step(self, tokens: Tensor, cache: KVCache, window: int) -> Tensor:
         """Append `tokens` (B,), one per row; return the logits (B, V) of the next ones.
 
-        window  S, more than any row's position: only the first S positions are attended to. A
-                compiled step gets the capacity
+        window  S, more than any row's position: only the first S positions are attended to
         """
         rows, scale = len(tokens), self.config.head_dim**-0.5
         n_kv_heads = cast(Block, self.blocks[0]).n_kv_heads

@@ -28,6 +28,7 @@ log = logging.getLogger("lockstep")
 StepFunction = Callable[[Tensor, KVCache, int], Tensor]
 WINDOW_STEP = 64  # the attended part of the cache grows in these steps; a compiled step attends to all of it
 UNFINISHED = "\ufffd"  # decoded from an incomplete UTF-8 sequence
+ROWS = 16  # texts of a batch
 CONTEXT_TOKENS = 8  # prompt tokens decoded with a continuation, whose first token may join the last one of the prompt
 
 
@@ -80,7 +81,7 @@ def sample_tokens(
 ) -> Iterator[list[int]]:
     """Yield the next id of each of B prompts, `tokens` times, or until the caller stops.
 
-    prompts   ids, at least one each
+    prompts   at least one id each
     step      a compiled `decoder.step`; None: `decoder.step`
     capacity  of the cache, if larger than prompt and tokens need
     first     the number of the first row, which its draws depend on
@@ -96,10 +97,9 @@ def sample_tokens(
         draws = torch.stack([torch.rand((), generator=generator, dtype=torch.float64) for generator in generators]).to(device)
         newest = sample_next(logits, draws, sampling)  # (B,)
         yield newest.tolist()
-        if written + 1 < tokens and step:
-            logits = step(newest, cache, cache.capacity)
-        elif written + 1 < tokens:
-            logits = decoder.step(newest, cache, min(cache.capacity, -(-(longest + written + 1) // WINDOW_STEP) * WINDOW_STEP))
+        if written + 1 < tokens:
+            window = cache.capacity if step else min(cache.capacity, -(-(longest + written + 1) // WINDOW_STEP) * WINDOW_STEP)
+            logits = (step or decoder.step)(newest, cache, window)
 
 
 @dataclass
@@ -134,8 +134,7 @@ class TextStream:
 
     def text(self) -> str:
         """Return the continuation without the prompt."""
-        whole, prompt = self.tokenizer.decode([*self.before, *self.ids]), self.tokenizer.decode(self.before)
-        return whole[len(prompt) :]
+        return self.tokenizer.decode([*self.before, *self.ids])[len(self.tokenizer.decode(self.before)) :]
 
     def emit(self, text: str) -> str:
         new = text[self.emitted :]
@@ -173,11 +172,6 @@ def stream_continuations(  # 9 parameters: those of `sample_tokens`, and how a t
             yield row, new
 
 
-# -- the command ------------------------------------------------------------------------------------------------------
-
-ROWS = 16  # texts of a batch
-
-
 def generate(  # 9 parameters: the options of `lockstep generate`
     model: Llama,
     tokenizer: ChatTokenizer,
@@ -192,12 +186,11 @@ def generate(  # 9 parameters: the options of `lockstep generate`
 ) -> Iterator[tuple[int, str]]:
     """Yield (number of the text, new text of its continuation), a batch of rows at a time.
 
-    The decoder takes the model's weights; the model is unusable afterwards.
-
     chat     each text is a user's message, its continuation the answer
     compile  torch.compile the step: takes a minute or more, pays off for long or many continuations
     group    that of `apply_tensor_parallel`; all its processes call this
 
+    The decoder takes the model's weights; the model is unusable afterwards.
     UsageError: a number is out of range, a text has no token, or the model has too few positions.
     """
     check_sampling(tokens, sampling)

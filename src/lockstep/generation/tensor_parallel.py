@@ -23,13 +23,12 @@ def refuse_indivisible(config: LlamaConfig, parts: int, where: str) -> None:
 def apply_tensor_parallel(model: Llama, runtime: ElasticRuntime, where: str) -> dist.ProcessGroup:
     """Collective. Split a model that every process has whole; return the group of its all-reduces.
 
-    where  option that asked for it, for the error. UsageError: the model cannot be split so
+    UsageError, which names the option `where`: the model cannot be split so.
     """
     refuse_indivisible(model.config, runtime.world.size, where)
     slices = tensor_slices(model, plan_of_llama(model), runtime.world.rank, runtime.world.size)
     for name, parameter in model.named_parameters():
         if not slices[name].is_whole:
             parameter.data = slices[name].of(parameter.data).clone(memory_format=torch.contiguous_format)  # frees the whole weight
-    group = dist.group.WORLD
-    assert group is not None
-    return group
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD

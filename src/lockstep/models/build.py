@@ -1,8 +1,7 @@
 """Build a model on the meta device, then give it memory and initial values.
 
-On the meta device a model takes no memory and draws no random numbers. `materialize` then allocates
-one tensor at a time and fills it with its initial value, which follows from (seed, name) or comes
-from a file. This file builds the translator of a run's [model] section; `llama.py` builds a Llama.
+On the meta device a model takes no memory and draws no random numbers. An initial value follows
+from (seed, name) or comes from a file. `llama.py` builds a Llama.
 """
 
 from __future__ import annotations
@@ -27,9 +26,8 @@ Model = TypeVar("Model", bound=nn.Module)
 def choose_attention(device_type: str, length: int) -> tuple[AttentionKernel, str]:
     """Return (kernel, reason) for sentences of up to `length` tokens on this kind of device.
 
-    On a CPU torch's flash kernel has a slow backward pass for short sentences: a whole step takes
-    1.4 to 1.8 times as long at 16 tokens (torch 2.13). At long lengths the score matrix no longer
-    fits the cache, and flash is faster.
+    With torch's flash kernel a whole step on a CPU takes 1.4 to 1.8 times as long at 16 tokens
+    (torch 2.13), because its backward pass is slow for short sentences.
     """
     if device_type != "cpu":
         return "sdpa", f"torch's fused attention is fastest on {device_type}"

@@ -4,8 +4,8 @@
     model.safetensors                 all tensors, or
     model-00001-of-00004.safetensors  some of them, and model.safetensors.index.json: tensor -> file
 
-A model may be larger than memory: files are checked by their headers, then one tensor at a time is
-mapped, used and released. Nothing is unpickled, cast or permuted, so a round trip keeps all bits.
+A model may be larger than memory: one tensor at a time is mapped, used and released. Nothing is
+unpickled, cast or permuted, so a round trip keeps all bits.
 Format: https://huggingface.co/docs/safetensors
 """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -62,17 +61,18 @@ class InitialWeights:
         return self.lora is None or self.saves_all or lora.is_adapter(name)
 
     def flops_per_token(self, length: int) -> float:
-        """Operations to train a token of a row of `length`; frozen weights need no gradient."""
+        """Return the operations to train a token of a row of `length`."""
         embedding = 0 if self.config.tie_embeddings else self.config.vocab_size * self.config.dim
-        total = sum(p.numel() for p in self.meta_model().parameters()) - embedding
-        trained = sum(p.numel() for p in self.meta_model().parameters() if p.requires_grad) if self.lora else total
-        return flops_per_token(total, self.config.n_layers, self.config.dim, length) - 2.0 * (total - trained)
+        parameters = list(self.meta_model().parameters())
+        total = sum(p.numel() for p in parameters) - embedding
+        trained = sum(p.numel() for p in parameters if p.requires_grad) if self.lora else total
+        frozen = total - trained  # frozen weights need no gradient
+        return flops_per_token(total, self.config.n_layers, self.config.dim, length) - 2.0 * frozen
 
     def to_json(self) -> dict[str, Any]:
         new = config_to_hf(self.config) | {"bos_token_id": BEGIN, "eos_token_id": END}
-        hf_config: Mapping[str, Any] = self.start.hf_config if self.start else new
-        adapters = asdict(self.lora) if self.lora else None
-        content: dict[str, Any] = {"shape": asdict(self.config), "config": hf_config, "lora": adapters}
+        hf_config = self.start.hf_config if self.start else new
+        content: dict[str, Any] = {"shape": asdict(self.config), "config": hf_config, "lora": self.lora and asdict(self.lora)}
         if self.start:
             content |= {"start": str(self.start.folder), "start_sha256": self.start.sha256(), "dtype": self.start.dtype}
         return content

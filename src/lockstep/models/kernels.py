@@ -1,10 +1,8 @@
 """Dropout and attention with fewer passes over memory, for training on a CPU.
 
-Measured on one core of a Cascade Lake, torch 2.13, for 262,144 numbers (2,048 tokens of width 128):
-residual + F.dropout takes 3.0 ms, of which torch's Bernoulli draw takes 2.3; `add_dropout` 0.8 ms.
-
-On a GPU and inside torch.compile torch's operations are used, because they are fused there. On
-every path the bits follow from the inputs and torch.manual_seed.
+On one core (Cascade Lake, torch 2.13), residual + F.dropout of 2,048 tokens of width 128 takes
+3.0 ms, `add_dropout` 0.8 ms. On a GPU and inside torch.compile torch's operations are used: they
+are fused there. On every path the bits follow from the inputs and torch.manual_seed.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ AttentionKernel = Literal["plain", "sdpa"]
 
 
 def use_cpu_kernels(tensor: Tensor) -> bool:
-    """Return True on a CPU in eager mode; elsewhere torch fuses these operations."""
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 

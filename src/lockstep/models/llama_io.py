@@ -68,7 +68,8 @@ def import_hub(source: Path, folder: Path) -> str:
     refuse_other_run(folder, model)
     tensors = LazyTensors([f"model.{name}" for name in hub.tensors], lambda name: hub.tensors[name.removeprefix("model.")])
     size = sum(tensor.nbytes for tensor in tensors.values())
-    with commit.explain_write_errors(f"{folder} was not written", nearest_folder(folder), size):
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    with commit.explain_write_errors(f"{folder} was not written", existing, size):
         (folder / TOKENIZER).mkdir(parents=True, exist_ok=True)
         for path in hub.companions:
             write_atomic(folder / TOKENIZER / path.name, path.read_bytes())
@@ -164,7 +165,6 @@ class LlamaWeights:
     dtype: str
 
     def sha256(self) -> str:
-        """Hash names, dtypes, shapes and bytes of all tensors. Memory: one tensor."""
         return digest(self.tensors)
 
 
@@ -186,11 +186,6 @@ def open_weights(folder: Path, step: int | None = None) -> LlamaWeights:
 
 def dtype_of(tensors: Mapping[str, Tensor]) -> str:
     return str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-
-
-def nearest_folder(folder: Path) -> Path:
-    """Return the folder or its nearest existing parent, whose free disk space can be queried."""
-    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
 
 
 # -- loading ----------------------------------------------------------------------------------------------------------

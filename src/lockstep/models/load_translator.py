@@ -35,12 +35,15 @@ def load_translator(folder: Path, step: int | None = None, average: int = 0, *, 
 
     average  N: average the weights of the newest N checkpoints up to that step, or of all if fewer
     device   default: the GPU if there is one
-    Errors: UsageError: no run. DataError, CheckpointError: tokenizer or checkpoint is damaged.
+    UsageError: no run. DataError, CheckpointError: tokenizer or checkpoint is damaged.
     """
     run = read_run(folder)
     tokenizer = Tokenizer.load(folder / "data" / "tokenizer.json")
     store = CheckpointStore(folder / "checkpoints")
-    newest = newest_checkpoint(store) if step is None else store.load(step)
+    newest = store.load_newest() if step is None else store.load(step)
+    if newest is None:
+        hint = "train on: checkpoint.every_steps is the interval of checkpoints"
+        raise CheckpointError("there is no checkpoint yet", str(store.folder), hint)
     steps = newest_steps(store.steps(), newest.step, average)
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = empty_translator(run, tokenizer.vocab_size, device)
@@ -52,18 +55,9 @@ def read_run(folder: Path) -> RunConfig:
     """Read the run in `folder`. UsageError: there is none. CheckpointError: run.json is damaged."""
     saved = saved_run.read_run(folder)
     if saved is None:
-        where = f"{folder / 'run.json'} is missing"
-        raise UsageError(f"there is no run in {folder}", where, "give the folder that lockstep train --out wrote")
+        hint = "give the folder that lockstep train --out wrote"
+        raise UsageError(f"there is no run in {folder}", f"{folder / 'run.json'} is missing", hint)
     return saved.run
-
-
-def newest_checkpoint(store: CheckpointStore) -> Checkpoint:
-    """Load the newest complete checkpoint. CheckpointError: there is none."""
-    checkpoint = store.load_newest()
-    if checkpoint is None:
-        hint = "train on: checkpoint.every_steps is the interval of checkpoints"
-        raise CheckpointError("there is no checkpoint yet", str(store.folder), hint)
-    return checkpoint
 
 
 def newest_steps(steps: Sequence[int], step: int, average: int) -> tuple[int, ...]:
@@ -90,5 +84,4 @@ def empty_translator(run: RunConfig, vocab_size: int, device: torch.device) -> T
     chosen, _ = choose_attention(device.type, run.data.max_tokens)
     with torch.device("meta"):
         model = translator_from_config(run.model, vocab_size, chosen if run.model.attention == "auto" else run.model.attention)
-    model.to_empty(device=device).eval()
-    return model.requires_grad_(False)
+    return model.to_empty(device=device).eval().requires_grad_(False)

@@ -2,9 +2,8 @@
 
     y = x W^T + alpha / rank * (x D^T) U^T        W (out, in), D (rank, in), U (out, rank)
 
-U is initialized to zero, so the adapted model starts equal to the base model. Only D and U are
-trained, so gradients, optimizer state and (if wanted) checkpoints have a hundredth of the model's
-size. Merged, W + alpha / rank * U D is an ordinary Llama.
+U is initialized to zero, so the adapted model starts equal to the base model. Gradients, optimizer
+state and (if wanted) checkpoints hold D and U only. Merged, W + alpha / rank * U D is a Llama.
 """
 
 from __future__ import annotations
@@ -55,7 +54,6 @@ class LoRALinear(nn.Linear):
         self.lora_up = nn.Parameter(inner.weight.new_empty(inner.out_features, lora.rank))
 
     def forward(self, states: Tensor) -> Tensor:
-        """(..., in) -> (..., out)."""
         narrow = F.linear(states, self.lora_down)  # (..., rank)
         return F.linear(states, self.weight) + self.scale * F.linear(narrow, self.lora_up)
 

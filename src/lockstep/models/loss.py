@@ -1,18 +1,15 @@
 """Cross-entropy over a large vocabulary, as a sum, without a float32 copy of all logits.
 
-torch.nn.functional.cross_entropy takes a quarter of a step of a small model, because it writes and
-reads the logits of all tokens several times. Here a few hundred tokens are processed at a time, so
-that their logits stay in the cache. The forward pass also computes the gradient, in the same
-memory, and the backward pass only multiplies it by a number.
+torch.nn.functional.cross_entropy takes a quarter of a step of a small model: it writes and reads
+the logits of all tokens several times. Here the logits of a few hundred tokens at a time stay in
+the cache. The forward pass also computes the gradient; the backward pass multiplies it by a number.
 
     loss of a token   (1 - s) * -log p(label) + s * mean over words of -log p(word),   s = smoothing
     its gradient      p - (1 - s) * [word = label] - s / words
 
-as `torch.nn.functional.cross_entropy(reduction="sum", label_smoothing=s)` defines it. Labels equal
-to `ignore_index` (a word or a negative number) have no loss.
-
-Both functions are custom operators, so torch.compile does not break the graph at them.
-Dimensions in the margin: N tokens, V vocabulary, D dim, R tokens of a chunk.
+as torch.nn.functional.cross_entropy(reduction="sum", label_smoothing=s) defines it. Labels equal to
+`ignore_index` (a word or a negative number) have no loss. Custom operators do not break the graph
+of torch.compile. Dimensions: N tokens, V vocabulary, D dim, R tokens of a chunk.
 """
 
 from __future__ import annotations

@@ -1,17 +1,14 @@
 """A complete encoder-decoder Transformer for translation: model, cached decoding, initial weights.
 
-This file defines the whole model but attention and dropout (`kernels.py`) and the cross-entropy
-(`loss.py`), without process groups, files or runs. Choices, and why:
+Attention and dropout are in `kernels.py`, the cross-entropy in `loss.py`. Choices, and why:
 
-* Layer norm before each sublayer and once at the end of each stack (pre-norm; Xiong et al. 2020):
-  trains without a long warm-up.
+* Pre-norm (Xiong et al. 2020) trains without a long warm-up.
 * One joint vocabulary, one matrix for source, target and output (Press and Wolf 2017), multiplied
   by dim**0.5 on input (Vaswani et al. 2017).
 * No biases except those of the layer norms, which reach every projection: a twentieth of a step.
 * Sinusoidal positions, computed when needed: no buffer to save, move or materialize.
 * PAD only follows a sentence, so causal attention hides it in the decoder; elsewhere a mask does.
-  The first position of a row is never hidden: a row of PAD only (the ragged end of an epoch) gives
-  finite numbers, not 0 / 0.
+  Position 0 is never hidden: a row of PAD only, at the end of an epoch, gives finite numbers.
 * The loss is a sum over tokens; the training loop divides by the tokens of the whole step.
 
 Dimensions in the margin: B rows, S source and T target positions, D dim, H heads, E = D / H,
@@ -102,8 +99,6 @@ class CrossAttention(MultiHeadAttention):
 
 
 class FeedForward(nn.Module):
-    """Two matrices with a ReLU between them."""
-
     def __init__(self, dim: int, ffn_dim: int) -> None:
         super().__init__()
         self.up = nn.Linear(dim, ffn_dim, bias=False)
@@ -172,10 +167,7 @@ class EncodedSource:
 
 @dataclass
 class BeamCache:
-    """Keys and values of B sentences, K beams each.
-
-    Beams are never copied: each position keeps all K, and `ancestors` selects one for each beam.
-    """
+    """Keys and values of B sentences with K beams, which are never copied: `ancestors` selects."""
 
     keys: Tensor  # (L, B, H, C, K, E)
     values: Tensor  # (L, B, H, C, K, E)
@@ -224,7 +216,7 @@ class Translator(nn.Module):
 
     vocab_size  of source and target; token `pad` is never attended to
     dropout     of the embeddings and of each sublayer's output
-    attention   "plain" (matrix product, softmax, matrix product) or "sdpa" (torch's fused kernels)
+    attention   "plain": separate operations; "sdpa": torch's fused kernels
     """
 
     def __init__(  # 10 parameters: all numbers that define the model, as in a run's [model]
@@ -312,12 +304,6 @@ class Translator(nn.Module):
 
 
 # -- initial weights --------------------------------------------------------------------------------------------------
-
-
-def init_params(model: nn.Module, seed: int) -> None:
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(init_param(name, parameter.shape, seed))
 
 
 def init_param(name: str, shape: torch.Size, seed: int) -> Tensor:

@@ -4,14 +4,14 @@
     selective  matrix products and attention; norms, rotations, gates recomputed  little time
     full       the block's inputs; the block is recomputed                        a third more time
 
-(Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; Korthikanti et al. 2022,
-"Reducing Activation Recomputation".) Recomputation uses the same inputs, operations and random
-state, so the gradient has the same bits.
+Recomputation uses the same inputs, operations and random state, so the gradient has the same bits.
+Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; Korthikanti et al. 2022.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from types import MethodType
 from typing import Any, Literal
 
@@ -28,10 +28,8 @@ SAVED_OPS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, *ATTENTION
 
 
 def checkpoint_activations(blocks: Iterable[nn.Module], mode: Mode) -> None:
-    """Make blocks keep what `mode` says, in place, before they are wrapped or compiled."""
-    if mode == "none":
-        return
-    for block in blocks:
+    """Make blocks keep only the activations of `mode`, in place, before wrapping or compiling."""
+    for block in blocks if mode != "none" else ():
         block.forward = MethodType(full_checkpoint if mode == "full" else selective_checkpoint, block)
 
 
@@ -43,8 +41,5 @@ def full_checkpoint(block: nn.Module, *inputs: Any) -> Any:
 
 
 def selective_checkpoint(block: nn.Module, *inputs: Any) -> Any:
-    return checkpoint(lambda: type(block).forward(block, *inputs), use_reentrant=False, context_fn=selective_contexts)
-
-
-def selective_contexts() -> Any:
-    return create_selective_checkpoint_contexts(SAVED_OPS)
+    contexts = partial(create_selective_checkpoint_contexts, SAVED_OPS)
+    return checkpoint(lambda: type(block).forward(block, *inputs), use_reentrant=False, context_fn=contexts)

@@ -37,7 +37,7 @@ class CommTimer:
     def exposed_s(self) -> float:
         if self._last_sent is None or self._last_received is None:
             return 0.0
-        if not self.cuda:
-            return max(0.0, float(self._last_received - self._last_sent))
-        self._last_received.synchronize()
-        return max(0.0, float(self._last_sent.elapsed_time(self._last_received)) / 1000)
+        if self.cuda:
+            self._last_received.synchronize()
+            return max(0.0, float(self._last_sent.elapsed_time(self._last_received)) / 1000)
+        return max(0.0, float(self._last_received - self._last_sent))

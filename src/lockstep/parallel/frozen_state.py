@@ -19,23 +19,16 @@ SMALL_BYTES = 2**20
 
 
 class BufferSnapshot(NamedTuple):
-    """Snapshot of a buffer.
-
-    version  torch's counter of in-place changes, which batch_norm does not increment
-    value    a copy, of small buffers in the first step
-    """
-
     tensor: Tensor
-    version: int
-    value: Tensor | None
+    version: int  # torch's counter of in-place changes, which batch_norm does not increment
+    value: Tensor | None  # a copy, of small buffers in the first step
     persistent: bool
     module: str
 
 
 class FrozenState:
-    """The frozen weights and buffers of `module`.
+    """The `frozen` weights of this worker, and the buffers of `module`.
 
-    frozen         the frozen weights of this worker
     local_buffers  True: forward passes may change buffers, which then differ between workers
     """
 
@@ -57,10 +50,7 @@ class FrozenState:
         return snapshots
 
     def refuse_changes(self, before: dict[str, BufferSnapshot], step: int) -> None:
-        """UsageError: the micro-batches of `step` have changed buffers.
-
-        A buffer that is not persistent may be replaced, but not changed in place.
-        """
+        """UsageError: `step` changed buffers in place, or replaced persistent ones."""
         now = {} if self.local_buffers else self.buffers()
         changed = [name for name, snapshot in now.items() if name in before and is_changed(before[name], snapshot)]
         if changed:

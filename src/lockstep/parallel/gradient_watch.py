@@ -30,12 +30,13 @@ def refuse_unsupported(model: nn.Module) -> None:
             type(model).__name__,
             "train the real and imaginary parts as two parameters and combine them in forward()",
         )
-    if names := [name for name, module in model.named_modules() if getattr(module, "sparse", False) and is_trained(module)]:
-        raise UsageError(
-            f"sparse gradients are not supported: {join_names(names)}",
-            "nn.Embedding or nn.EmbeddingBag with sparse=True",
-            "use sparse=False",
-        )
+    if names := [
+        name
+        for name, module in model.named_modules()
+        if getattr(module, "sparse", False) and any(p.requires_grad for p in module.parameters(recurse=False))
+    ]:
+        where = "nn.Embedding or nn.EmbeddingBag with sparse=True"
+        raise UsageError(f"sparse gradients are not supported: {join_names(names)}", where, "use sparse=False")
     if names := [f"{name} ({tensor.dtype})" for name, tensor in named_tensors(model).items() if tensor.dtype not in DTYPES]:
         raise UsageError(
             f"a checkpoint cannot hold these parameters or buffers: {join_names(names)}",
@@ -44,17 +45,11 @@ def refuse_unsupported(model: nn.Module) -> None:
         )
 
 
-def is_trained(module: nn.Module) -> bool:
-    """Return whether a parameter of the module itself, not of its children, is trained."""
-    return any(p.requires_grad for p in module.parameters(recurse=False))
-
-
 class GradientWatch:
     """Detect changes to the gradients of `parameters` within the micro-batch loop.
 
-    A change shows as a different tensor in .grad, or a higher version of the same one; a change
-    through `.data` does not show. Costs about 0.3 us per parameter and snapshot, three snapshots
-    per micro-batch.
+    A change gives .grad another tensor or a higher version; a change through `.data` does not show.
+    Costs about 0.3 us per parameter and snapshot, three snapshots per micro-batch.
     """
 
     def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
@@ -70,17 +65,11 @@ class GradientWatch:
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass. UsageError: the second one, or a gradient changed or missing."""
         if not self.where:
-            raise UsageError(
-                "backward() was called outside of the micro-batch loop",
-                "backward(loss)",
-                "call it inside the loop over micro_batches(step)",
-            )
+            hint = "call it inside the loop over micro_batches(step)"
+            raise UsageError("backward() was called outside of the micro-batch loop", "backward(loss)", hint)
         if self._backwards:
-            raise UsageError(
-                f"backward() was called twice in {self.where}",
-                "backward(loss)",
-                "add the losses of a micro-batch and call it once",
-            )
+            hint = "add the losses of a micro-batch and call it once"
+            raise UsageError(f"backward() was called twice in {self.where}", "backward(loss)", hint)
         self._refuse_changes("before backward()")
         before = [(0 if gradient is None else gradient.data_ptr(), version) for gradient, version in self._seen]
         self._seen = []  # references would keep the old memory alive while DDP moves the gradients into its buckets
@@ -99,9 +88,7 @@ class GradientWatch:
                 "every trained parameter must take part in every micro-batch: freeze it with requires_grad_(False), "
                 "or add 0.0 * parameter.sum() to the loss",
             )
-        if sparse := [
-            name for name, (gradient, _) in zip(self.names, self._seen, strict=True) if gradient is not None and gradient.is_sparse
-        ]:
+        if sparse := [name for name, (gradient, _) in zip(self.names, self._seen, strict=True) if getattr(gradient, "is_sparse", False)]:
             raise UsageError(f"sparse gradients are not supported: {join_names(sparse)}", self.where, "use sparse=False")
 
     def end(self) -> None:

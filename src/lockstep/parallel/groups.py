@@ -2,10 +2,8 @@
 
 A peer may fail in the middle of a pass, where an exception would leave torch in an undefined state.
 So the first error is kept until the end of the pass, whose results are discarded: nothing is sent
-after it, and receive buffers keep their old values.
-
-FSDP's units are sharded over a mesh that only defines the ranks. Data is sent over the groups here,
-which each generation forms, so a live model is wrapped only once.
+after it, and receive buffers keep their old values. Each generation forms the groups again, and a
+model is wrapped by FSDP only once: FSDP's mesh only defines the ranks.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ class ProcessGroups:
     ) -> None:
         """Connect the groups to the run.
 
-        board             where the current collective is recorded
+        board             records the current collective
         generation_error  returns why the generation is over; "" while it is valid
         form_context      entered while groups are formed
         """
@@ -79,7 +77,6 @@ class ProcessGroups:
         self.formed = True
 
     def current_layout(self) -> Layout:
-        """Return the layout with the number of replicas of this generation."""
         return self.layout_of(dist.get_world_size())
 
     def layout_of(self, workers: int) -> Layout:
@@ -87,16 +84,13 @@ class ProcessGroups:
 
     def start_works(self, start: Callable[[], Iterable[dist.Work | None]]) -> list[dist.Work]:
         """Return the works that `start()` returns; none after a failure."""
-        if self.failure is not None:
-            return []
         try:
-            return [work for work in start() if work is not None]
+            return [] if self.failure else [work for work in start() if work is not None]
         except Exception as error:
             self.record_failure(error)
             return []
 
     def wait(self, works: list[dist.Work]) -> None:
-        """Wait for all works, in the thread of the model."""
         start_s = time.perf_counter()
         if self.failure is None:
             try:

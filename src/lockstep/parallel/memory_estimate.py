@@ -1,9 +1,8 @@
 """Estimate the memory that a worker needs for a model's state, and find a layout that fits.
 
 Per parameter a worker holds the weight, its gradient and AdamW's two moments (16 bytes in float32),
-and while it saves a copy of all but the gradient (12 more). Sharded state also has some units whole
-for a while: gathered parameters, and gradients being reduced. Activations come on top and depend on
-the micro-batch, and allocators leave gaps, so a layout counts as fitting if it takes a third.
+and while it saves a copy of all but the gradient (12 more). Sharded state also has some units
+whole. Activations depend on the micro-batch, so a layout counts as fitting if it takes a third.
 """
 
 from __future__ import annotations
@@ -34,14 +33,12 @@ CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Parameters of a model and of its largest unit."""
-
     parameters: int
     unit: int
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelSize:
-        """Count the parameters of a model, which may be on the meta device."""
+        """Count the parameters of a model, which may be on the meta device, and its largest unit."""
         whole = sum(p.numel() for p in model.parameters())
         units = [sum(p.numel() for p in model.get_submodule(name).parameters()) for name in plan_of(model).units]
         return cls(whole, max([*units, whole - sum(units)]))

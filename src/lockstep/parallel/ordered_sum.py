@@ -27,7 +27,7 @@ from lockstep.runtime.work import WorkWaiter
 
 
 def leaves_of_rank(rank: int, size: int, leaves: int) -> range:
-    """Return the leaves of `rank`: contiguous blocks of equal size, or one more."""
+    """Return the leaves of `rank`: contiguous blocks of equal size, the first ones one larger."""
     each, rest = divmod(leaves, size)
     first = rank * each + min(rank, rest)
     return range(first, first + each + (rank < rest))

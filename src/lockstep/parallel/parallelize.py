@@ -14,20 +14,22 @@ Plain replicas need only 3, 4, 6 and 7.
 from __future__ import annotations
 
 import itertools
+import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lockstep.layout import Coordinates, Layout
 from lockstep.models.build import materialize
 from lockstep.parallel.groups import ProcessGroups
 from lockstep.parallel.pipeline import PipelineStage, build_stage
-from lockstep.parallel.plans import ParallelPlan, plan_of
+from lockstep.parallel.plans import plan_of
 from lockstep.parallel.tensor_parallel import apply_tensor_parallel
 from lockstep.runtime.torch_private import init_fsdp, mesh_without_backend
 from lockstep.tensor_slice import TensorSlice
@@ -43,7 +45,7 @@ class LocalModel:
     module         the module to call; its parameters belong to FSDP
     local_params   name -> parameter on this worker's slice, for optimizer and checkpoint
     slices         name -> its slice of the whole tensor
-    fsdp_units     FSDP modules in forward order, the root last
+    fsdp_units     in forward order, the root last
     tensor_slices  name -> the slice left by the tensor axis, before sharding
     partial_grads  names of parameters whose gradient is the sum over the tensor axis
     """
@@ -62,29 +64,15 @@ class LocalModel:
         return iter(self.local_params.values())
 
     def is_tied_copy(self, name: str) -> bool:
-        """Return whether the parameter belongs to the first stage, and this one has a copy."""
+        """Return whether the parameter is a copy of the first stage's."""
         return self.stage is not None and name in self.stage.borrowed
-
-    def trained_rows(self, shard: int) -> list[tuple[int, int, int, bool]]:
-        """(first, stop, offset, split) of each trained parameter of this stage.
-
-        Its rows among all, this shard's first row in it, and whether the tensor axis splits it.
-        """
-        rows_of_params, first = [], 0
-        for name, parameter in self.local_params.items():
-            if parameter.requires_grad and not self.is_tied_copy(name):
-                rows = self.tensor_slices[name].local_shape[0]
-                offset = min(rows, shard * -(-rows // self.layout.shard))
-                rows_of_params.append((first, first + rows, offset, not self.tensor_slices[name].is_whole))
-                first += rows
-        return rows_of_params
 
 
 def unwrap_local_model(model: nn.Module | LocalModel) -> tuple[nn.Module, LocalModel | None]:
     """Return (module, local model); the local model is None where a replica is one worker."""
-    if not isinstance(model, LocalModel):
-        return model, None
-    return model.module, model if model.layout.workers_per_replica > 1 else None
+    if isinstance(model, LocalModel):
+        return model.module, model if model.layout.workers_per_replica > 1 else None
+    return model, None
 
 
 def parallelize(  # 9 parameters: a model, its place in the layout, and three options of FSDP
@@ -101,7 +89,6 @@ def parallelize(  # 9 parameters: a model, its place in the layout, and three op
 ) -> LocalModel:
     """Return this worker's part of `model`, which is on the meta device.
 
-    coordinates            of this worker in the layout
     prepare_blocks         called with the blocks before sharding (checkpointing, compile)
     prefetch_units         units gathered ahead of the one that computes
     reshard_after_forward  False: keep units gathered until the backward pass (ZeRO-2)
@@ -118,10 +105,12 @@ def parallelize(  # 9 parameters: a model, its place in the layout, and three op
     tensor_slices = apply_tensor_parallel(model, plan, groups, coordinates.tensor, layout.tensor)
     if prepare_blocks:
         prepare_blocks([model.get_submodule(name) for name in plan.units])
-    units = shard_units(model, plan, device, coordinates.shard, layout.shard, reshard_after_forward)
+    # The mesh only defines the ranks; its group cannot send.
+    mesh = mesh_without_backend(device.type, coordinates.shard, layout.shard, f"lockstep-shard-{next(GROUP_NUMBERS)}")
+    units = shard_units(model, plan.units, mesh, reshard_after_forward)
     set_prefetch(units, prefetch_units)
     slices = {name: part.split_rows(coordinates.shard, layout.shard) for name, part in tensor_slices.items()}
-    partial_grads = tuple(filter(plan.has_partial_grad, slices)) if layout.tensor > 1 else ()
+    partial_grads = tuple(name for name in slices if re.search(plan.partial_grads, name)) if layout.tensor > 1 else ()
     local = LocalModel(
         model, layout, groups, slices=slices, fsdp_units=units, tensor_slices=tensor_slices, stage=stage, partial_grads=partial_grads
     )
@@ -136,17 +125,12 @@ def parallelize(  # 9 parameters: a model, its place in the layout, and three op
     return local
 
 
-def shard_units(
-    model: nn.Module, plan: ParallelPlan, device: torch.device, rank: int, shards: int, reshard_after_forward: bool
-) -> list[FSDPModule]:
-    """Wrap each unit, then the model. The mesh only defines the ranks; its group cannot send."""
-    mesh = mesh_without_backend(device.type, rank, shards, f"lockstep-shard-{next(GROUP_NUMBERS)}")
+def shard_units(model: nn.Module, names: Sequence[str], mesh: DeviceMesh, reshard_after_forward: bool) -> list[FSDPModule]:
+    """Wrap each unit, then the model."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FSDP's, about CPUs
-        for name in plan.units:
-            fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=reshard_after_forward)
-        fully_shard(model, mesh=mesh)
-    return [cast(FSDPModule, model.get_submodule(name)) for name in plan.units] + [cast(FSDPModule, model)]
+        units = [fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=reshard_after_forward) for name in names]
+        return [*units, fully_shard(model, mesh=mesh)]
 
 
 def set_prefetch(units: list[FSDPModule], ahead: int) -> None:

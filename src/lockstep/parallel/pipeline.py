@@ -8,9 +8,9 @@ With several chunks per stage, each stage holds chunks of the model that are `st
 idle time at both ends, more messages.
 
 Every stage knows each micro-batch, because the data order is arithmetic, so only activations are
-sent, in shapes that both sides know. Gradients are added per micro-batch in the tree, so the
-schedule decides no bits. Not torch.distributed.pipelining, which needs equal shapes and one
-permanent group, and adds gradients in order of arrival.
+sent. Gradients are added per micro-batch in the tree, so the schedule decides no bits. Not
+torch.distributed.pipelining, which needs equal shapes and one permanent group, and adds gradients
+in order of arrival.
 """
 
 from __future__ import annotations
@@ -65,14 +65,11 @@ def pipeline_schedule(stage: int, stages: int, micro_batches: int, chunks: int =
         cycle, within = divmod(number, stages * chunks)
         return within // stages, cycle * stages + within % stages
 
-    warmup = stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
-    warmup = min(total, warmup)
-    forward = [PipelineOp("forward", *(unit(i) if chunks > 1 else (0, i))) for i in range(total)]
-    backward = [PipelineOp("backward", *((chunks - 1 - unit(i)[0], unit(i)[1]) if chunks > 1 else (0, i))) for i in range(total)]
-    schedule = forward[:warmup]
-    for number in range(total - warmup):
-        schedule += [forward[warmup + number], backward[number]]
-    return schedule + backward[total - warmup :]
+    warmup = min(total, stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages)
+    forward = [PipelineOp("forward", *unit(i)) for i in range(total)]
+    backward = [PipelineOp("backward", chunks - 1 - chunk, micro) for chunk, micro in map(unit, range(total))]
+    steady = [op for pair in zip(forward[warmup:], backward, strict=False) for op in pair]
+    return forward[:warmup] + steady + backward[total - warmup :]
 
 
 def split_layers(layers: int, stages: int) -> list[range]:
@@ -150,12 +147,7 @@ def remove_module(model: nn.Module, name: str) -> None:
 
 
 def forward_llama_chunk(
-    model: Llama,
-    chunk: Chunk,
-    received: Sequence[Tensor],
-    tokens: Tensor,
-    labels: Tensor,
-    documents: Tensor | None = None,
+    model: Llama, chunk: Chunk, received: Sequence[Tensor], tokens: Tensor, labels: Tensor, documents: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """Run a chunk of Llama.forward: (states,) (B, T, D), or the loss at the end."""
     positions, mask = positions_and_mask(tokens, documents)
@@ -198,9 +190,8 @@ def forward_translator_chunk(
 def empty_activations(model: nn.Module, dtype: torch.dtype, inputs: Sequence[Tensor]) -> list[Tensor]:
     """Return empty tensors to receive the activations of a micro-batch."""
     assert isinstance(model, Llama | Translator)
-    dim = model.config.dim if isinstance(model, Llama) else model.dim
-    shaped = inputs[:1] if isinstance(model, Llama) else inputs[:2]
-    return [torch.empty(*tokens.shape, dim, dtype=dtype, device=tokens.device) for tokens in shaped]
+    dim, streams = (model.config.dim, 1) if isinstance(model, Llama) else (model.dim, 2)
+    return [torch.empty(*tokens.shape, dim, dtype=dtype, device=tokens.device) for tokens in inputs[:streams]]
 
 
 @dataclass

@@ -20,14 +20,13 @@ from lockstep.models.translator import Translator
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """How a model may be split.
+    """How a model may be split; patterns are searched in names of parameters or modules.
 
-    units            names of modules
-    regions          names of modules
-    column_parallel  split by rows of the weight: (pattern of names, matrices packed in it)
-    row_parallel     split by columns of the weight: a pattern of names
-    partial_grads    whole weights whose gradient is summed over the tensor axis: a pattern
-    per_rank_counts  attributes to divide by the tensor axis: (pattern of module names, attribute)
+    units, regions   names of modules
+    column_parallel  weights split by rows: (pattern, matrices packed in the weight)
+    row_parallel     weights split by columns
+    partial_grads    whole weights whose gradient is summed over the tensor axis
+    per_rank_counts  attributes to divide by the tensor axis: (pattern of modules, attribute)
     widths           numbers that the tensor axis must divide
     layers           that can be split into stages
     """
@@ -45,20 +44,11 @@ class ParallelPlan:
         """Return the number of matrices packed in a column-parallel weight; 0 for other weights."""
         return next((count for pattern, count in self.column_parallel if re.search(pattern, name)), 0)
 
-    def is_row_parallel(self, name: str) -> bool:
-        return re.search(self.row_parallel, name) is not None
-
-    def has_partial_grad(self, name: str) -> bool:
-        return re.search(self.partial_grads, name) is not None
-
     def within(self, model: nn.Module) -> ParallelPlan:
         """Return the plan of a pipeline stage, which has only some of the layers."""
-        modules = dict(model.named_modules())
-
-        def has(name: str) -> bool:
-            return name in modules and not isinstance(modules[name], nn.Identity)
-
-        return replace(self, units=tuple(filter(has, self.units)), regions=tuple(filter(has, self.regions)))
+        present = {name for name, module in model.named_modules() if not isinstance(module, nn.Identity)}
+        units, regions = (tuple(name for name in names if name in present) for names in (self.units, self.regions))
+        return replace(self, units=units, regions=regions)
 
     def layout_limits(self, micro_batches: int) -> LayoutLimits:
         return LayoutLimits(micro_batches, self.widths, self.layers)

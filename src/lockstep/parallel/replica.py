@@ -2,13 +2,11 @@
 
 DistributedDataParallel passes each bucket of gradients to a communication hook while the backward
 pass still runs. The hook does all communication, so DDP gets a process group of one process, and
-the group of all replicas can change between generations. On a CPU the hook queues each bucket for
-one reducer thread: collectives issued from several threads, or from a future's callback, may pair
-up wrongly between processes and deadlock.
+the group of all replicas can change between generations. On a CPU one reducer thread reduces all
+buckets: collectives from several threads may pair up wrongly between processes and deadlock.
 
 All micro-batches but the last run under `no_sync()`. Their gradients are added in the tree of
-ordered_sum.py: two sibling leaves by autograd, larger subtrees by a binary counter. At most log2(K)
-copies of the gradients exist.
+ordered_sum.py: two sibling leaves by autograd, larger subtrees by SumTree.
 """
 
 from __future__ import annotations
@@ -62,9 +60,7 @@ class Gradients:
 class Bucket:
     """A bucket of gradients in flight.
 
-    buffer     its flat memory
-    gradients  DDP's views of it, in the memory formats of their parameters (channels_last),
-               so adding and copying go by element
+    gradients  DDP's views of the flat buffer, in the memory formats of their parameters
     indices    of these parameters among all trained ones
     """
 
@@ -88,10 +84,9 @@ class Replica:
     seed           of the randomness within the model, keyed by (seed, step, micro-batch)
     reduce         "ordered": the fixed tree; "fast": the backend's all-reduce, other bits
     bucket_bytes   gradients reduced together
-    init_sync      Collective: broadcast rank 0's weights now. False: they are equal, or this worker
-                   joins a run and receives them later
+    init_sync      Collective: broadcast rank 0's weights. False: they are equal, or received later
     board, generation_error  see `ProcessGroups.connect`
-    Errors: UsageError: more processes than micro-batches, or no backward pass ran.
+    UsageError: more processes than micro-batches, or no backward pass ran.
     """
 
     def __init__(  # 9 parameters: independent values of the run, most with a default
@@ -136,7 +131,6 @@ class Replica:
             self._reducer.start()
 
     def _collect_parameters(self) -> None:
-        """Collect the parameters with requires_grad. UsageError: some cannot be summed or saved."""
         refuse_unsupported(self.model)
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.parameters = list(trained.values())
@@ -192,8 +186,7 @@ class Replica:
         self.__dict__.pop("group", None)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        ddp = self.ddp or self._wrap()
-        return ddp(*inputs, **named)
+        return (self.ddp or self._wrap())(*inputs, **named)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run the backward pass of a micro-batch and keep its loss."""
@@ -208,7 +201,7 @@ class Replica:
     def micro_batches(self, step: int) -> Iterator[int]:
         """Collective. Yield this replica's micro-batches of `step`, each for forward and backward.
 
-        After the loop the parameters' .grad is the sum over all K micro-batches of all replicas.
+        After the loop .grad is the sum over all K micro-batches of all replicas.
         """
         ddp = self._wrap_if_needed()
         self._tree, self._current, self._losses = SumTree(), None, []
@@ -229,11 +222,8 @@ class Replica:
             self._watch.end()
         self._bucket_count = self._timer.buckets
         if not self._timer.buckets:
-            raise UsageError(
-                f"the gradients of step {step} were not summed over the workers",
-                f"the forward pass of micro-batch {self.own_leaves[-1]}",
-                "call the replicas, not the model",
-            )
+            where = f"the forward pass of micro-batch {self.own_leaves[-1]}"
+            raise UsageError(f"the gradients of step {step} were not summed over the workers", where, "call the replicas, not the model")
         if self.failure:
             raise self.failure
 
@@ -323,7 +313,6 @@ class Replica:
         return bucket.future
 
     def _reduce_buckets(self) -> None:
-        """Run the reducer thread."""
         while (bucket := self._queue.get()) is not None:
             self._complete(bucket, reduce=self.failure is None)
 

@@ -1,7 +1,7 @@
 """A replica of several workers with slices of the model; sums with the bits of whole replicas.
 
-FSDP2 gathers each unit's parameters before it computes, frees them afterwards, and passes on the
-unit's gradients after its backward pass. Its two collectives are replaced (fsdp_comm.py):
+FSDP2 gathers each unit's parameters and passes on its gradients; its two collectives are replaced
+(fsdp_comm.py):
 
     all-gather      each shard sends its slice of a unit to the others, `prefetch_units` ahead
     reduce-scatter  micro-batches go to the shards of a replica in turn, so a pass of all shards
@@ -10,8 +10,8 @@ unit's gradients after its backward pass. Its two collectives are replaced (fsdp
                     the last pass, workers with the same rows in other replicas finish the tree
 
 So a shard's gradient is the same sum, in the same order, for any number of replicas and shards. A
-reducer thread reduces beside the backward pass, as in replica.py. With `reduce_once_per_step` a
-shard keeps partial sums of whole gradients, for less traffic; the tree is the same.
+reducer thread works beside the backward pass, as in replica.py. With `reduce_once_per_step` a shard
+keeps partial sums of whole gradients; the tree is the same.
 """
 
 from __future__ import annotations
@@ -190,14 +190,11 @@ class ShardedReplica:
         self._sum_shared_gradients()
 
     def _refuse_changed_requires_grad(self) -> None:
-        """UsageError: other parameters are trained than when the model was sharded."""
         pairs = zip(self.local.local_params.items(), self.local.module.parameters(), strict=True)
         if changed := [name for (name, p), q in pairs if {p.requires_grad, q.requires_grad} != {name in self._names}]:
-            raise UsageError(
-                f"requires_grad has changed since the model was sharded: {join_names(changed)}",
-                f"layout {self.local.layout}",
-                "freeze layers before the model is sharded, or train with whole replicas",
-            )
+            what = f"requires_grad has changed since the model was sharded: {join_names(changed)}"
+            hint = "freeze layers before the model is sharded, or train with whole replicas"
+            raise UsageError(what, f"layout {self.local.layout}", hint)
 
     def _refuse_missing(self, where: str) -> None:
         missing = [name for name, p in zip(self._names, self._sharded, strict=True) if p.grad is None]
@@ -251,18 +248,18 @@ class ShardedReplica:
 
     def grad_norm_squared(self) -> Tensor:
         """Collective in the replica. Return the sum of squares of the whole gradient, float64."""
-        layout, coordinates = self.local.layout, self.groups.current_layout().coordinates(dist.get_rank())
-        trained_rows = self.local.trained_rows(coordinates.shard)
-        total = max((stop for _, stop, _, _ in trained_rows), default=0)
-        rows = torch.zeros(total, device=self.parameters[0].device)
-        own = [p for name, p in self.local.local_params.items() if p.requires_grad and not self.local.is_tied_copy(name)]
-        for parameter, (first, _, offset, _) in zip(own, trained_rows, strict=True):
-            assert parameter.grad is not None
-            norms = row_norms(parameter.grad)
-            rows[first + offset : first + offset + len(norms)] = norms
+        layout, shard = self.local.layout, self.groups.current_layout().coordinates(dist.get_rank()).shard
+        own = {name: p.grad for name, p in self.local.local_params.items() if p.requires_grad and not self.local.is_tied_copy(name)}
+        slices = [self.local.tensor_slices[name] for name in own]  # of all shards together
+        rows = torch.zeros(sum(part.local_shape[0] for part in slices), device=self.parameters[0].device)
+        rows_by_parameter = rows.split([part.local_shape[0] for part in slices])
+        for gradient, parameter_rows in zip(own.values(), rows_by_parameter, strict=True):
+            assert gradient is not None
+            norms, first = row_norms(gradient), shard * -(-len(parameter_rows) // layout.shard)
+            parameter_rows[first : first + len(norms)] = norms
         self.groups.all_reduce(rows, self.groups.gather_group)  # each row comes from one shard, so the sum is exact
-        sums = torch.stack([rows[first:stop].double().square().sum() for first, stop, _, _ in trained_rows])
-        is_split = torch.tensor([split for _, _, _, split in trained_rows], device=rows.device)
+        sums = torch.stack([parameter_rows.double().square().sum() for parameter_rows in rows_by_parameter])
+        is_split = torch.tensor([not part.is_whole for part in slices], device=rows.device)
         parts = self.groups.all_reduce(torch.where(is_split, sums, 0.0), self.groups.tensor_group)
         grad_norm_squared = torch.where(is_split, parts, sums).sum()
         if layout.pipeline > 1:

@@ -1,9 +1,8 @@
 """Tensor parallelism for training (Shoeybi et al. 2019, "Megatron-LM", section 3).
 
-In each region (attention, feed-forward) a worker has a part of the heads or of the inner width: the
-first matrices are column-parallel, the last one is row-parallel. The input is the same on all
-workers, and its gradient is all-reduced; the output is all-reduced. Each layer takes two
-all-reduces of whole activations per pass, so this axis belongs inside a host.
+In each region (attention, feed-forward) the first matrices are column-parallel, the last one is
+row-parallel. The output and the gradient of the input are all-reduced: two all-reduces of whole
+activations per layer and pass, so this axis belongs inside a host.
 
 Not DTensor, because the process groups change during the life of the model (groups.py).
 """
@@ -78,7 +77,7 @@ def tensor_slices(model: nn.Module, plan: ParallelPlan, part: int, parts: int) -
     for name in slices if parts > 1 else ():
         if packed := plan.packed(name):
             slices[name] = slices[name].split_rows(part, parts, packed)
-        elif plan.is_row_parallel(name):
+        elif re.search(plan.row_parallel, name):
             slices[name] = slices[name].split_columns(part, parts)
     return slices
 

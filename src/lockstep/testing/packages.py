@@ -3,9 +3,8 @@
     python -m lockstep.testing.packages [SRC/lockstep]
 
 Prints one line per package, lowest layer first, with the packages it imports and the number of
-import statements, then a few sizes of the code. Exits with code 1 and names the imports when one of
-them points upward or a layer contains a cycle. It reads the source with `ast` and imports nothing,
-so imports inside functions and under `TYPE_CHECKING` count too.
+import statements, then a few sizes of the code. Exits with code 1 when an import points upward or a
+layer contains a cycle. Imports inside functions and under `TYPE_CHECKING` count too.
 """
 
 from __future__ import annotations
@@ -44,9 +43,10 @@ Imports = dict[tuple[str, str], list[str]]  # (importing, imported package): "mo
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     top = Path(arguments[0]) if arguments else Path(__file__).parents[1]
-    trees = {name: ast.parse(path.read_text(), str(path)) for name, path in modules(top).items()}
+    paths = modules(top)
+    trees = {name: ast.parse(path.read_text(), str(path)) for name, path in paths.items()}
     imports = package_imports(trees)
-    print("\n".join([*graph_lines(trees, imports), sizes({path: trees[name] for name, path in modules(top).items()})]))
+    print(*graph_lines(trees, imports), sizes(list(paths.values()), list(trees.values())), sep="\n")
     problems = find_problems(trees, imports)
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
@@ -54,10 +54,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def modules(top: Path) -> dict[str, Path]:
-    """Return the modules below `top`, the package folder, by dotted name without `lockstep.`.
+    """Return the modules below the package folder `top`, by dotted name without `lockstep.`.
 
-    The root `__init__.py` is not one of them. It names modules of all layers, because it is the
-    public API, but imports each only when its name is first used: it belongs to no layer.
+    Without the root `__init__.py`: it imports modules of all layers, each on first use.
     """
     paths = {path.relative_to(top).with_suffix(""): path for path in sorted(top.rglob("*.py"))}
     return {".".join(part for part in name.parts if part != "__init__"): path for name, path in paths.items() if str(name) != "__init__"}
@@ -92,10 +91,8 @@ def imported_modules(node: ast.AST, known: dict[str, ast.Module]) -> set[str]:
 
 def find_problems(trees: dict[str, ast.Module], imports: Imports) -> list[str]:
     """Return one line for each package without a layer, upward import, and cycle within a layer."""
-    packages = {name.partition(".")[0] for name in trees}
-    problems = [
-        f"package {package} has no layer: add it to LAYERS and to docs/architecture.md" for package in sorted(packages - set(LEVEL))
-    ]
+    unknown = {name.partition(".")[0] for name in trees} - set(LEVEL)
+    problems = [f"package {package} has no layer: add it to LAYERS and to docs/architecture.md" for package in sorted(unknown)]
     for (source, target), statements in sorted(imports.items()):
         if LEVEL.get(target, 0) > LEVEL.get(source, len(LAYERS)):
             problems += [f"upward import: {statement}" for statement in statements]
@@ -120,10 +117,10 @@ def graph_lines(trees: dict[str, ast.Module], imports: Imports) -> list[str]:
     return lines
 
 
-def sizes(trees: dict[Path, ast.Module]) -> str:
-    lines = {path: path.read_text().count("\n") for path in trees}
-    functions = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    repeated = repeated_class_names(trees.values())
+def sizes(paths: list[Path], trees: list[ast.Module]) -> str:
+    lines = {path: path.read_text().count("\n") for path in paths}
+    functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    repeated = repeated_class_names(trees)
     longest = max(lines, key=lambda path: lines[path])
     return (
         f"{len(lines)} files, {sum(lines.values()):,} lines; median file {median(lines.values()):.0f}, largest {longest.name} "
