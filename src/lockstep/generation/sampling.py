@@ -133,7 +133,6 @@ class TextStream:
         return last
 
     def text(self) -> str:
-        """Return the continuation without the prompt."""
         return self.tokenizer.decode([*self.before, *self.ids])[len(self.tokenizer.decode(self.before)) :]
 
     def emit(self, text: str) -> str:
@@ -236,7 +235,6 @@ def compile_step(decoder: Decoder) -> StepFunction:
 
 
 def check_sampling(tokens: int, sampling: SamplingParams) -> None:
-    """UsageError: a parameter is out of range."""
     for name, value, valid, hint in (
         ("tokens", tokens, tokens >= 1, "1 or more"),
         ("temperature", sampling.temperature, 0.0 <= sampling.temperature < float("inf"), "0 (greedy) or more"),

@@ -37,7 +37,6 @@ def choose_attention(device_type: str, length: int) -> tuple[AttentionKernel, st
 
 
 def translator_from_config(model: config.ModelOptions, vocab_size: int, attention: AttentionKernel) -> Translator:
-    """Build the translator on torch's default device; its parameters are not initialized."""
     return Translator(vocab_size=vocab_size, **(asdict(model) | {"attention": attention}))
 
 

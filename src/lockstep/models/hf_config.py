@@ -113,7 +113,6 @@ def config_from_hf(hf_config: Mapping[str, Any], where: str) -> LlamaConfig:
 
 
 def refuse_other_models(hf_config: Mapping[str, Any], where: str) -> None:
-    """CheckpointError: another architecture, or a key with a value that is not implemented."""
     named = [] if hf_config.get("architectures") is None else hf_config["architectures"]
     if not isinstance(named, list):
         raise CheckpointError(f"architectures is {as_json(named)}", where, f'write ["{ARCHITECTURE}"]')

@@ -36,7 +36,7 @@ class InitialWeights:
 
     @classmethod
     def of(cls, run: RunConfig, vocab_size: int) -> InitialWeights:
-        """Read them from the run. UsageError, CheckpointError: `llama.init_from` cannot be read."""
+        """UsageError, CheckpointError: `llama.init_from` cannot be read."""
         start = open_weights(Path(run.llama.init_from)) if run.llama.init_from else None
         config = start.config if start else replace(LLAMA_CONFIGS[run.llama.size], vocab_size=vocab_size)
         if run.llama.max_seq_len:

@@ -118,7 +118,6 @@ class RotaryEmbedding:
         return cls(angle.cos().to(dtype), angle.sin().to(dtype))
 
     def rotate(self, heads: Tensor) -> Tensor:
-        """(B, H, T, E) -> (B, H, T, E)."""
         first, second = heads.chunk(2, dim=-1)
         return heads * self.cos.to(heads.dtype) + torch.cat((-second, first), dim=-1) * self.sin.to(heads.dtype)
 
@@ -154,8 +153,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Te
 
 
 class LlamaAttention(nn.Module):
-    """Grouped-query attention with rotary embeddings."""
-
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
@@ -171,7 +168,6 @@ class LlamaAttention(nn.Module):
         return projected.view(rows, length, -1, self.head_dim).transpose(1, 2)
 
     def forward(self, states: Tensor, rotary: RotaryEmbedding, mask: Tensor | None) -> Tensor:
-        """states (B, T, D) -> (B, T, D)."""
         query = rotary.rotate(self.split_heads(self.query(states)))  # (B, H, T, E)
         key = rotary.rotate(self.split_heads(self.key(states)))  # (B, G, T, E)
         value = self.split_heads(self.value(states))
@@ -244,7 +240,7 @@ class Llama(nn.Module):
 
 
 def build_llama(config: LlamaConfig, *, device: torch.device, seed: int, dtype: torch.dtype = torch.float32) -> Llama:
-    """Build a model in training mode on `device`, through the meta device."""
+    """Build a model on `device`, in training mode, without temporary memory."""
     with torch.device("meta"):
         model = Llama(config).to(dtype)
     model.to_empty(device=device)

@@ -52,7 +52,6 @@ def load_translator(folder: Path, step: int | None = None, average: int = 0, *, 
 
 
 def read_run(folder: Path) -> RunConfig:
-    """Read the run in `folder`. UsageError: there is none. CheckpointError: run.json is damaged."""
     saved = saved_run.read_run(folder)
     if saved is None:
         hint = "give the folder that lockstep train --out wrote"
@@ -80,7 +79,6 @@ def average_weights(store: CheckpointStore, steps: Sequence[int], newest: Checkp
 
 
 def empty_translator(run: RunConfig, vocab_size: int, device: torch.device) -> Translator:
-    """Build the run's model on `device` in evaluation mode, with uninitialized parameters."""
     chosen, _ = choose_attention(device.type, run.data.max_tokens)
     with torch.device("meta"):
         model = translator_from_config(run.model, vocab_size, chosen if run.model.attention == "auto" else run.model.attention)

@@ -59,8 +59,6 @@ def causal_bias(target: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class MultiHeadAttention(nn.Module):
-    """Base of both attentions: heads, kernel, output projection."""
-
     def __init__(self, dim: int, n_heads: int, kernel: AttentionKernel) -> None:
         super().__init__()
         self.n_heads, self.kernel = n_heads, kernel
@@ -87,7 +85,7 @@ class SelfAttention(MultiHeadAttention):
 
 
 class CrossAttention(MultiHeadAttention):
-    """Attention of the target to the encoded source, with one fused projection of key and value."""
+    """Attention to the encoded source, with one fused projection of key and value."""
 
     def __init__(self, dim: int, n_heads: int, kernel: AttentionKernel) -> None:
         super().__init__(dim, n_heads, kernel)
@@ -109,8 +107,6 @@ class FeedForward(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Pre-norm self-attention and feed-forward, each added to its input."""
-
     def __init__(self, dim: int, n_heads: int, ffn_dim: int, dropout: float, kernel: AttentionKernel) -> None:
         super().__init__()
         self.dropout = dropout
@@ -126,8 +122,6 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm causal self-attention, cross-attention and feed-forward, each added to its input."""
-
     def __init__(self, dim: int, n_heads: int, ffn_dim: int, dropout: float, kernel: AttentionKernel) -> None:
         super().__init__()
         self.dropout = dropout
@@ -195,7 +189,6 @@ class BeamCache:
         self.ancestors = self.ancestors.gather(1, parents[..., None].expand(-1, -1, self.capacity))
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Drop all sentences except `rows`."""
         self.keys, self.values = self.keys[:, rows], self.values[:, rows]
         self.memory_keys, self.memory_values = self.memory_keys[:, rows], self.memory_values[:, rows]
         self.memory_bias, self.ancestors = self.memory_bias[rows], self.ancestors[rows]
@@ -260,7 +253,6 @@ class Translator(nn.Module):
         return EncodedSource(self.encoder_norm(states), bias)
 
     def decode(self, target: Tensor, memory: EncodedSource) -> Tensor:
-        """target (B, T) -> normalized states (B, T, D)."""
         causal = causal_bias(target, self.embedding.weight.dtype)
         states = self.embed(target)
         for layer in self.decoder:

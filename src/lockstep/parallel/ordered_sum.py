@@ -6,10 +6,8 @@ processes. Here the leaves are the K micro-batches, and additions follow the tre
     leaves_of_rank   a rank computes a contiguous block of leaves
     subtrees         a block is a list of subtrees: [3, 6) of 8 is leaf 3 and [4, 6)
     SumTree          merges equal neighbors on arrival: at most log2(K) partial sums
-    tree_all_reduce  each rank sends slice j of its partial sums to rank j, which finishes the tree
-                     for its slice; the slices are all-gathered
-
-Traffic equals a ring all-reduce while each rank holds one subtree; uneven blocks add a few.
+    tree_all_reduce  rank j finishes the tree for slice j; the slices are all-gathered. The traffic
+                     of a ring all-reduce while each rank holds one subtree
 """
 
 from __future__ import annotations

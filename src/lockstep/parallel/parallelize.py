@@ -126,7 +126,6 @@ def parallelize(  # 9 parameters: a model, its place in the layout, and three op
 
 
 def shard_units(model: nn.Module, names: Sequence[str], mesh: DeviceMesh, reshard_after_forward: bool) -> list[FSDPModule]:
-    """Wrap each unit, then the model."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FSDP's, about CPUs
         units = [fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=reshard_after_forward) for name in names]

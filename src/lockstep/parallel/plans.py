@@ -1,9 +1,4 @@
-"""Where each model may be split, by module and parameter names; the models know nothing of it.
-
-units    blocks that the shard axis gathers and frees one after another, in forward order
-regions  modules that the tensor axis shares: input replicated, output all-reduced. A region's first
-         weights are column-parallel (a part of the heads or inner width), its last row-parallel
-"""
+"""Where each model may be split, by module and parameter names; the models know nothing of it."""
 
 from __future__ import annotations
 
@@ -22,9 +17,10 @@ from lockstep.models.translator import Translator
 class ParallelPlan:
     """How a model may be split; patterns are searched in names of parameters or modules.
 
-    units, regions   names of modules
-    column_parallel  weights split by rows: (pattern, matrices packed in the weight)
-    row_parallel     weights split by columns
+    units            modules that the shard axis gathers and frees, in forward order
+    regions          modules that the tensor axis shares: input replicated, output all-reduced
+    column_parallel  first weights of a region, split by rows: (pattern, matrices packed in one)
+    row_parallel     last weight of a region, split by columns
     partial_grads    whole weights whose gradient is summed over the tensor axis
     per_rank_counts  attributes to divide by the tensor axis: (pattern of modules, attribute)
     widths           numbers that the tensor axis must divide

@@ -189,13 +189,11 @@ class Replica:
         return (self.ddp or self._wrap())(*inputs, **named)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run the backward pass of a micro-batch and keep its loss."""
         self.board.enter("backward")
         self._watch.backward(loss)
         self._losses.append(loss.detach())
 
     def losses(self) -> list[float]:
-        """Return the losses of this step's micro-batches, in order. Waits for the device."""
         return [float(loss) for loss in torch.stack(self._losses).tolist()] if self._losses else []
 
     def micro_batches(self, step: int) -> Iterator[int]:
@@ -246,14 +244,12 @@ class Replica:
             own_buffers(module)[name] = buffer.copy_(before)
 
     def losses_per_rank(self, size: int) -> list[int]:
-        """Return the number of losses that each of `size` ranks reports."""
         return [len(leaves_of_rank(rank, size, self.leaves)) for rank in range(size)]
 
     def grad_norm_squared(self) -> None:
         """Return None: .grad is the whole gradient, so its norm needs no communication."""
 
     def digest(self) -> int:
-        """Return a 64-bit digest of the weights that detects any single flipped bit."""
         return digest_of(self.parameters)
 
     def exposed_s(self) -> float:
@@ -264,7 +260,6 @@ class Replica:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop the reducer thread and release the group, so that its threads end."""
         if self.device.type != "cuda":
             self._queue.put(None)
             self._reducer.join(timeout=5)
@@ -279,7 +274,7 @@ class Replica:
         self._current = None
 
     def _reduce(self, bucket: Bucket) -> None:
-        """Collective. Sum a bucket over all replicas, in its own buffer."""
+        """Collective. Sum a bucket over all replicas, in place."""
         self.board.enter_collective(bucket.buffer.nbytes)
         if not self.ordered:
             work = dist.all_reduce(bucket.buffer, group=self.group, async_op=True)

@@ -1,4 +1,4 @@
-"""Which micro-batches each shard of a replica computes, and in which pass."""
+"""Assign the micro-batches of a replica to its shards, pass by pass."""
 
 from __future__ import annotations
 

@@ -134,7 +134,6 @@ class ShardedReplica:
         return torch.zeros(())
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward pass of a micro-batch; keep its loss if it counts."""
         if self.local.stage is not None:
             return
         if self._backwards:
@@ -146,7 +145,6 @@ class ShardedReplica:
             self._losses.append(loss.detach())
 
     def losses(self) -> list[float]:
-        """Return the losses of this worker's micro-batches; one worker reports each."""
         reports = reports_losses(self.local.layout.coordinates(dist.get_rank()), self.local.layout)
         return [float(loss) for loss in torch.stack(self._losses).tolist()] if self._losses and reports else []
 
@@ -206,7 +204,6 @@ class ShardedReplica:
             )
 
     def _run_pipeline(self, stage: PipelineStage, step: int, passes: list[ShardPass]) -> None:
-        """Run the pipeline's step: forward and backward passes of the pending micro-batches."""
         module, kind = self.local.module, self.parameters[0].device.type
 
         def forward(received: list[Tensor], chunk: int, micro: int) -> tuple[Tensor, ...]:
@@ -268,7 +265,6 @@ class ShardedReplica:
         return grad_norm_squared
 
     def digest(self) -> int:
-        """Return a 64-bit digest of this worker's slices, equal in the other replicas."""
         return digest_of(self.parameters)
 
     def exposed_s(self) -> float:
