@@ -114,7 +114,6 @@ class BeamSearch:
         return tokens, parents
 
     def collect_finished(self, totals: Tensor, parents: Tensor, ended: Tensor) -> None:
-        """Store those of the best K candidates that end here."""
         for row, candidate in ended[:, : self.beams].nonzero().tolist():
             sentence = self.rows[row]
             if not self.done[sentence]:
@@ -128,7 +127,6 @@ class BeamSearch:
                 self.done[sentence] = True
 
     def finish(self, row: int, beam: int, log_probability: float, tokens: int) -> None:
-        """Store the translation of a beam with its score."""
         ids = self.written[row, beam, : self.position].tolist()
         self.finished[self.rows[row]].append((log_probability / float(tokens**self.length_penalty), ids))
 

@@ -127,7 +127,6 @@ class TextStream:
         return "" if text.endswith(UNFINISHED) else self.emit(text[: len(text) - stop_prefix_length(text, self.stops)])
 
     def close(self) -> str:
-        """End the row; return the rest of its text."""
         last = "" if self.ended else self.emit(self.text())
         self.ended = True
         return last

@@ -50,7 +50,6 @@ def translator_on_meta(model: config.ModelOptions, vocab_size: int, device_type:
 
 
 def build_translator(model: config.ModelOptions, *, vocab_size: int, device: torch.device, seed: int, length: int = 128) -> Translator:
-    """Build the translator of a run on `device`, initialized, in training mode."""
     translator = translator_on_meta(model, vocab_size, device.type, length)
     return materialize(translator, device, lambda name, shape: init_param(name, shape, seed))
 

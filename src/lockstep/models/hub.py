@@ -122,7 +122,6 @@ def read_header(text: bytes) -> tuple[list[TensorSpec], list[tuple[int, int]]]:
 
 
 def locations_in_folder(folder: Path) -> dict[str, TensorLocation]:
-    """Locate every tensor of a Hugging Face folder, by its name there."""
     if not (folder / INDEX_FILE).exists():
         if not (folder / WEIGHTS_FILE).exists() and sorted(folder.glob("*.bin")):
             hint = "load it with transformers and save it again: save_pretrained writes safetensors"

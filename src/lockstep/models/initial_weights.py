@@ -45,7 +45,6 @@ class InitialWeights:
         return cls(config, run.seed, start, adapters, run.lora.save == "all")
 
     def meta_model(self) -> nn.Module:
-        """Build the model on the meta device, in training mode, frozen parameters marked."""
         with torch.device("meta"):
             model = Llama(self.config)
         return lora.add_adapters(model, self.lora) if self.lora else model

@@ -112,7 +112,6 @@ class RotaryEmbedding:
 
     @classmethod
     def of(cls, positions: Tensor, config: LlamaConfig, dtype: torch.dtype) -> RotaryEmbedding:
-        """positions (B or 1, T)."""
         angle = positions[:, None, :, None].float() * rope_frequencies(config, positions.device)  # (B, 1, T, E/2)
         angle = torch.cat((angle, angle), dim=-1)  # (B, 1, T, E)
         return cls(angle.cos().to(dtype), angle.sin().to(dtype))
@@ -175,8 +174,6 @@ class LlamaAttention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """Gated feed-forward (Shazeer 2020)."""
-
     def __init__(self, dim: int, ffn_dim: int) -> None:
         super().__init__()
         self.gate = nn.Linear(dim, ffn_dim, bias=False)

@@ -166,7 +166,6 @@ def save_grads(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
 
 
 def scale_grads(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    """Multiply the gradients of the forward pass by the gradient of the loss."""
     return *(grad * saved for saved in ctx.saved_tensors), *([None] * ctx.others)
 
 

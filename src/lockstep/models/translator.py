@@ -74,8 +74,6 @@ class MultiHeadAttention(nn.Module):
 
 
 class SelfAttention(MultiHeadAttention):
-    """Self-attention with one fused projection of query, key and value."""
-
     def __init__(self, dim: int, n_heads: int, kernel: AttentionKernel) -> None:
         super().__init__(dim, n_heads, kernel)
         self.query_key_value = nn.Linear(dim, 3 * dim, bias=False)
@@ -85,8 +83,6 @@ class SelfAttention(MultiHeadAttention):
 
 
 class CrossAttention(MultiHeadAttention):
-    """Attention to the encoded source, with one fused projection of key and value."""
-
     def __init__(self, dim: int, n_heads: int, kernel: AttentionKernel) -> None:
         super().__init__(dim, n_heads, kernel)
         self.query = nn.Linear(dim, dim, bias=False)
@@ -185,7 +181,6 @@ class BeamCache:
         return mask_bias((other | (position > self.position)[:, None]).flatten(2)[:, None], dtype)
 
     def reorder(self, parents: Tensor) -> None:
-        """Let beam k of row b continue beam parents[b, k]."""
         self.ancestors = self.ancestors.gather(1, parents[..., None].expand(-1, -1, self.capacity))
 
     def keep_rows(self, rows: Tensor) -> None:

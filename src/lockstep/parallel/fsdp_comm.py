@@ -29,8 +29,6 @@ class CapturedReduceScatter(CustomComm):
 
 
 class GroupAllGather(CustomComm):
-    """FSDP's all-gather."""
-
     def __init__(self, groups: ProcessGroups) -> None:
         self.groups = groups
 

@@ -83,7 +83,6 @@ class ProcessGroups:
         return replace(self.layout, replicate=workers // self.layout.workers_per_replica)
 
     def start_works(self, start: Callable[[], Iterable[dist.Work | None]]) -> list[dist.Work]:
-        """Return the works that `start()` returns; none after a failure."""
         try:
             return [] if self.failure else [work for work in start() if work is not None]
         except Exception as error:

@@ -81,7 +81,6 @@ def refuse_too_large(parameters: int, frozen: bool, memory: MemoryOptions, layou
 
 
 def used_bytes(device: torch.device) -> int:
-    """Return the bytes in use: address space on a CPU, device memory on a GPU."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")

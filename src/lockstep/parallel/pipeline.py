@@ -73,7 +73,6 @@ def pipeline_schedule(stage: int, stages: int, micro_batches: int, chunks: int =
 
 
 def split_layers(layers: int, stages: int) -> list[range]:
-    """Split layers into adjacent blocks of equal size, the first ones with one more."""
     return [leaves_of_rank(stage, stages, layers) for stage in range(stages)]
 
 
@@ -161,14 +160,7 @@ def forward_llama_chunk(
 
 
 def forward_translator_chunk(
-    model: Translator,
-    chunk: Chunk,
-    received: Sequence[Tensor],
-    source: Tensor,
-    target: Tensor,
-    labels: Tensor,
-    *,
-    smoothing: float = 0.0,
+    model: Translator, chunk: Chunk, received: Sequence[Tensor], source: Tensor, target: Tensor, labels: Tensor, *, smoothing: float = 0.0
 ) -> tuple[Tensor, ...]:
     """Run a chunk of Translator.forward: (source states, target states), or the loss."""
     dtype = next(model.parameters()).dtype
