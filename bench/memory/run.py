@@ -4,7 +4,7 @@ OMP_NUM_THREADS=1 python -m bench.memory.run                              a Llam
 OMP_NUM_THREADS=1 python -m bench.memory.run --keep NAME    keep bench/memory/DATE-NAME/
 
 One process, one thread; seconds are the thread's CPU time, the best of several. Bytes are those of the tensors that live at
-once beside weights and gradients (`testing.ranks.TensorMemory`), and for the loss the growth of the process.
+once beside weights and gradients (`support.tensor_memory.TensorMemory`), and for the loss the growth of the process.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
 import torch
-from lockstep.testing.ranks import TensorMemory
 
-from bench.results import keep, machine
+from bench.results import TOP, keep, machine
 from lockstep.checkpoint.state_dict import get_state_dict
 from lockstep.config.schema import MemoryOptions, OptimOptions
 from lockstep.models.llama import LLAMA_CONFIGS, build_llama
 from lockstep.parallel.activation_checkpoint import checkpoint_activations
 from lockstep.training.optim import adamw
+
+sys.path.append(str(TOP / "tests"))
+from support.tensor_memory import TensorMemory
 
 Row = dict[str, object]
 CPU = torch.device("cpu")

@@ -38,7 +38,7 @@ from lockstep.models.build import materialize
 from lockstep.models.initial_weights import InitialWeights
 from lockstep.models.llama import LLAMA_CONFIGS, Llama
 from lockstep.models.llama_io import load_llama, open_weights
-from lockstep.models.lora import LoRAConfig, MergedWeights
+from lockstep.models.lora import LoRAConfig, merged_weights
 from lockstep.record.metrics import read_metrics
 from lockstep.tasks.evaluate import evaluate, evaluate_at_end
 from lockstep.tasks.pretraining import prepare as prepare_language
@@ -369,7 +369,7 @@ def test_adapters_start_at_zero_and_merge_exactly() -> None:
     values = {name: parameter.detach() for name, parameter in model.named_parameters()}
     with torch.device("meta"):
         plain = Llama(LLAMA_CONFIGS["1M"])
-    merged = MergedWeights({}, values, LoRAConfig(4, 8.0, ("query", "down")))
+    merged = merged_weights({}, values, LoRAConfig(4, 8.0, ("query", "down")))
     assert list(merged) == [name for name in values if not lora.is_adapter(name)] and len(merged) == len(list(merged))
     materialize(plain, CPU, lambda name, size: merged[name])
     torch.testing.assert_close(plain(tokens), model(tokens), rtol=1e-4, atol=1e-4)

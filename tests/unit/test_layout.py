@@ -141,3 +141,20 @@ def test_message_tags_are_unique() -> None:
         P2PMessage(micro, edge, what).tag(i) for micro in range(40) for edge in range(20) for what in ("states", "grads") for i in (0, 1)
     ]  # type: ignore[arg-type]
     assert len(set(every)) == len(every)
+
+
+@pytest.mark.parametrize(
+    ("asked", "workers", "bounds", "hint"),
+    [
+        (Layout(2, 2), 4, LayoutLimits(2), "set batch.micro_batches=4"),
+        (Layout(2, 2), 4, LayoutLimits(2, (2,)), "these work: --layout.shard 2 --layout.tensor 2; --layout.replicate 2 --layout.tensor 2; "
+         "or set batch.micro_batches=4"),
+        (Layout(2, 2), 3, LayoutLimits(2), "give 4 workers and set batch.micro_batches=4"),
+        (Layout(0, 3), 4, LayoutLimits(3), "give 3 workers"),
+        (Layout(0, 1, 3), 3, LayoutLimits(2), "leave out the [layout] and set batch.micro_batches=3"),
+    ],
+)  # fmt: skip
+def test_hint_of_a_refusal_names_what_must_change(asked: Layout, workers: int, bounds: LayoutLimits, hint: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        choose_layout(asked, workers, bounds, "here")
+    assert refused.value.hint == hint
