@@ -85,10 +85,4 @@ class RunFolderUnavailableError(FencedError):
     pass
 
 
-ERRORS_BY_NAME: dict[str, type[LockstepError]] = {
-    error.__name__: error
-    for error in (
-        *(LockstepError, UsageError, ConfigError, DataError, DamagedFileError, CheckpointError, SaveFailedError, DivergedError),
-        *(OutOfMemoryError, PeersLostError, FencedError, RunFolderUnavailableError),
-    )
-}
+ERRORS_BY_NAME = {name: value for name, value in list(globals().items()) if isinstance(value, type) and issubclass(value, LockstepError)}

@@ -78,10 +78,7 @@ def write_if_absent(path: Path, content: str, mode: int = 0o666) -> None:
 
 @contextmanager
 def temporary_file(path: Path, content: bytes | str | Iterable[bytes | memoryview], mode: int = 0o666) -> Iterator[Path]:
-    """Yield a flushed temporary file with `content` beside `path`; then flush the folder.
-
-    A rename in a folder survives a power cut only after a flush of the folder (fsync(2), rename(2)).
-    """
+    """Yield a flushed temporary file with `content` beside `path`; then flush the folder."""
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -115,7 +112,6 @@ def parse_json(text: str) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """Return the value in a JSON file. OSError when it is missing, ValueError as in `parse_json`."""
     return parse_json(read_text(path))
 
 
@@ -154,10 +150,8 @@ def append_line(path: Path, text: str) -> None:
 
 
 def try_lock(path: Path) -> int | None:
-    """Return a descriptor with the exclusive lock on `path`; None when another process holds it.
-
-    The kernel releases it at process exit. Works on local disks and NFS (Linux 2.6.12 and later).
-    """
+    """Return a descriptor with the exclusive lock on `path`, which the kernel releases at process
+    exit; None when another process holds it. Works on local disks and NFS (Linux 2.6.12)."""
     descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -59,13 +59,11 @@ class BackgroundHandler(QueueHandler):
                 self.handler.handle(record)
 
     def flush(self) -> None:
-        """Wait until the thread has written all records so far, FLUSH_TIMEOUT_S at most."""
         written = threading.Event()
         self.records.put(written)
         written.wait(FLUSH_TIMEOUT_S)
 
     def close(self) -> None:
-        """Write all remaining records. Waits for the disk."""
         self.records.put(None)
         self.thread.join()
         self.handler.close()

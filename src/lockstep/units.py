@@ -76,6 +76,15 @@ def format_count(count: float) -> str:
     return f"{count:.0f}" if float(count).is_integer() else f"{count:.1f}"
 
 
+def shorten(value: object) -> str:
+    """Return the repr of a value, cut to a length that fits a message."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an int with more digits than Python prints, or deep nesting
+        return f"({type(value).__name__}, too large to print)"
+    return text if len(text) <= 100 else f"{text[:80]}... ({len(text):,} characters)"
+
+
 def join_names(names: list[str]) -> str:
     """Return the first MAX_NAMES names, comma-separated, and how many more there are."""
     more = len(names) - MAX_NAMES

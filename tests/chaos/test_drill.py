@@ -14,7 +14,7 @@ import pytest
 from support.hosts import living
 
 from lockstep.checkpoint.folder import committed_steps
-from lockstep.cli.drill_run import FAULTS, DrillRun, plan_faults
+from lockstep.cli.drill import FAULTS, DrillRun, plan_faults
 from lockstep.elastic.generation_log import GenerationLog
 from lockstep.errors import LockstepError
 from lockstep.record import events

@@ -25,19 +25,14 @@ from lockstep.units import format_duration
 log = logging.getLogger("lockstep")
 
 
-def do_nothing() -> None: ...
-
-
 class AsyncSaver:
     """Saves into `store`, one checkpoint at a time. Call it from one thread only.
 
     on_saved  called as on_saved(step, seconds) in the writing thread after each commit
-    `failure` returns errors of the thread, for all ranks to vote on; `close` raises the rest.
     """
 
     def __init__(self, store: CheckpointStore, on_saved: Callable[[int, float], object] = lambda step, seconds: None) -> None:
         self.store, self.on_saved = store, on_saved
-        self.committed: int | None = None  # the last step that this saver committed
         self._buffers: dict[str, Tensor] = {}
         self._failures: deque[Exception] = deque()
         self._thread: threading.Thread | None = None
@@ -50,13 +45,10 @@ class AsyncSaver:
         tensors: Mapping[str, Tensor],
         facts: Mapping[str, Any],
         protect: Callable[[], Collection[int]] = tuple,
-        first: Callable[[], None] = do_nothing,
+        first: Callable[[], object] = tuple,
     ) -> None:
-        """Copy the state and return; the thread then calls `first` and `CheckpointStore.save`.
-
-        Waits for the previous save. The tensors may change once this returns.
-        protect  called in the thread: steps that retention must keep
-        """
+        """Wait for the previous save, copy the state and return; the tensors may then change. The
+        thread calls `first`, and `CheckpointStore.save` with the steps that `protect` returns."""
         self.wait(why=f"before step {step} is copied")
         copied_facts = json.loads(json.dumps(dict(facts)))
         events = self._copy(tensors)
@@ -69,7 +61,6 @@ class AsyncSaver:
                 first()
                 start_s = time.monotonic()
                 self.store.save(step, copies, copied_facts, tuple(protect()))
-                self.committed = step
                 self.on_saved(step, time.monotonic() - start_s)
             except Exception as error:
                 self._failures.append(error)
@@ -105,6 +96,7 @@ class AsyncSaver:
         return self._thread is not None and not self._done.is_set()
 
     def failure(self) -> Exception | None:
+        """Return an error of the thread, once, for all ranks to vote on."""
         return self._failures.popleft() if self._failures else None
 
     def wait(self, why: str = "", within_s: float | None = None) -> bool:

@@ -24,7 +24,7 @@ def checkpoints_folder(folder: Path) -> Path:
 
 
 def list_table(folder: Path) -> str:
-    """Return a table of committed checkpoints and other checkpoint folders. Verifies nothing."""
+    """Return a table of the committed checkpoints, unverified, and of other checkpoint folders."""
     folder = checkpoints_folder(folder)
     lines = []
     for step in committed_steps(folder):
@@ -76,7 +76,7 @@ def export(folder: Path, step: int | None, target: Path) -> str:
 
 @contextmanager
 def open_verified(folder: Path, step: int | None) -> Iterator[tuple[int, StoredTensors]]:
-    """(step, tensors by name) of a checkpoint: verified first, not deleted inside the block."""
+    """Yield (step, tensors) of a verified checkpoint, which is not deleted inside the block."""
     folder = checkpoints_folder(folder)
     steps = committed_steps(folder)
     step = choose_step(step, steps, folder)

@@ -1,9 +1,8 @@
 """Make a folder of files a checkpoint, and verify one. The states of the folder are in `folder.py`.
 
-A commit in order (fsync(2) and rename(2) give the reasons): write and fsync each file; write and
-fsync the content of the marker; fsync the folder; rename the folder to its final name; fsync the
-parent; rename the marker to COMMITTED; fsync the folder. Everything that needs disk space is
-written before the first rename.
+A commit, in order: write and fsync each file; write and fsync the content of the marker; fsync the
+folder; rename the folder to its final name; fsync the parent; rename the marker to COMMITTED; fsync
+the folder. Everything that needs disk space is written before the first rename.
 """
 
 from __future__ import annotations
@@ -52,8 +51,6 @@ COMMITTER_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size and hex sha256 of one file."""
-
     bytes: int
     sha256: str
 
@@ -238,7 +235,7 @@ class Attempt:
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview], fail_point: FailPoint = no_fail_point) -> FileRecord:
-    """Write a new file, hash its bytes, flush it to the disk."""
+    """Write a new file and flush it to the disk."""
     sha256, size = hashlib.sha256(), 0
     with open(path, "xb") as file:
         for chunk in chunks:

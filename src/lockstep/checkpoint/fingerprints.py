@@ -40,18 +40,16 @@ def refuse_other_run(before: Mapping[str, Any], now: Mapping[str, Any], step: in
 
 
 def fingerprint_changes(before: Mapping[str, Any], now: Mapping[str, Any], allowed: Collection[str] = ()) -> list[str]:
-    """Return "KEY was X, is Y" for each difference in run id and fingerprints."""
     old, new = ({"run_id": facts.get("run_id") or "", **facts.get("fingerprints", {})} for facts in (before, now))
     return changes({key: value for key, value in old.items() if value and key not in allowed}, new)
 
 
 def tolerated_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return "KEY was X, is Y" for each accepted difference that may change the bits."""
     return [change for name in ("numerics", "code", "flags") for change in changes(before.get(name, {}), now.get(name, {}))]
 
 
 def changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each common key whose values differ, without long values."""
+    """Return "KEY was X, is Y" for each common key whose values differ, without long values."""
     wrong = [key for key in new if key in old and old[key] != new[key]]
     short = [key for key in wrong if max(len(old[key]), len(new[key])) <= MAX_SHOWN_CHARS]
     return [f"{key} was {old[key]}, is {new[key]}" if key in short else f"{key} has changed" for key in wrong]

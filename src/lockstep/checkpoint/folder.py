@@ -5,18 +5,16 @@
       step-00001300.damaged/      set aside by a reader that found damage; Lockstep never deletes it
       .step-00001400.3f9c01d2a4b5e6f7/     WRITING facts.json ...    being written, or unfinished
 
-Each folder has a *marker*: one small file. Its name is the state of the folder. Its content fixes
-every other byte: it holds the sha256 of manifest.json, which holds size and sha256 of every other
-file.
+Each folder has a *marker*, a small file. Its name is the state of the folder. It holds the sha256 of
+manifest.json, which holds size and sha256 of every other file.
 
     WRITING    the writer holds a shared lock on it; several writers could share one attempt
     COMMITTED  a reader holds a shared lock on it while it reads
     REMOVING   retention is deleting this folder
 
-One rename of the marker changes the state, so a folder always has a state, and a lock on the marker
-survives the change. Deleting a folder requires the *exclusive* lock: a live writer or reader is
-never disturbed, and a process that dies releases its lock. A folder without COMMITTED is not a
-checkpoint.
+One rename of the marker changes the state, and keeps the locks. To delete a folder requires the
+*exclusive* lock: a live writer or reader is never disturbed, and a dead process releases its lock.
+A folder without COMMITTED is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -49,7 +47,6 @@ def no_fail_point(place: str) -> None:
 
 
 def folder_name(step: int) -> str:
-    """step-00001200"""
     return f"step-{step:08d}"
 
 
@@ -103,8 +100,8 @@ def unlock_marker(marker: int) -> None:
 
 @contextmanager
 def pinned(folder: Path, step: int) -> Iterator[Path | None]:
-    """The path of the committed checkpoint, or None. It is not deleted inside the block, except on
-    a file system without locks (a read-only object-store mount): there hashes detect changes."""
+    """Yield the path of the committed checkpoint, or None. It is not deleted inside the block, except
+    on a file system without locks (a read-only object-store mount): there hashes detect changes."""
     path = folder / folder_name(step)
     marker: int | None
     try:

@@ -59,7 +59,7 @@ def steps_to_delete(steps: Collection[int], *, keep: int, protect: Collection[in
 
 
 def show_steps(steps: Collection[int]) -> str:
-    """Return a phrase that lists the steps, with the middle omitted when there are more than 12."""
+    """Return a phrase that lists the steps, without the middle ones of more than 12."""
     words = [str(step) for step in sorted(steps)]
     if not words:
         return "there are no checkpoints"

@@ -1,9 +1,10 @@
 """Read and write tensors in the safetensors layout: eight bytes of length, a JSON header, the bytes
-of each tensor (https://huggingface.co/docs/safetensors).
+of each tensor (https://huggingface.co/docs/safetensors). The library reads these files, and vice
+versa (tested).
 
-Without torch, so that `lockstep checkpoint list|verify|digest` start fast. One pass writes chunks
-and hashes them, and a full disk is an OSError with its number. The safetensors library reads these
-files, and vice versa (tested). Its `load` is not used: it holds the interpreter lock.
+The library is not used: without torch, `lockstep checkpoint list|verify|digest` start fast; one pass
+writes and hashes chunks; a full disk is an OSError with its number; no call holds the interpreter
+lock.
 """
 
 from __future__ import annotations

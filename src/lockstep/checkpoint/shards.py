@@ -45,7 +45,7 @@ FILES_PER_WRITER = 1000  # so that file names of different writers differ
 
 @dataclass(frozen=True)
 class ShardWriter:
-    """What writer `writer` of `writers` writes of a checkpoint.
+    """Worker `writer` of the `writers` that write a checkpoint together.
 
     slices            tensor name -> the slice that this worker writes; an unlisted tensor is whole
     generation        returns the number of the current generation; called at each save
@@ -96,7 +96,7 @@ class ShardWriter:
             shutil.rmtree(path, ignore_errors=True)
 
     def sweep(self, folder: Path, step: int) -> None:
-        """Delete folders of writers that were left from steps before `step`."""
+        """Delete leftover folders of writers from steps before `step`."""
         for path in folder.glob(".part-*"):
             match = SHARD_FOLDER.fullmatch(path.name)
             if match and int(match[1]) < step:
@@ -104,7 +104,6 @@ class ShardWriter:
 
 
 def read_shard_list(path: Path, writer: int, step: int) -> dict[str, FileRecord]:
-    """Return the files of writer `writer`. CheckpointError when it failed or is damaged."""
     try:
         listed = read_json(path / SHARD_LIST)
         if "error" not in listed:
@@ -147,7 +146,6 @@ class StoredTensor:
         return same[:1] or [stored for stored in self.slices if stored.slice.overlaps(wanted)]
 
     def data(self) -> memoryview:
-        """The bytes of the whole tensor."""
         first = self.slices[0]
         return first.data if first.slice.is_whole else self.read(TensorSlice.whole(self.spec.shape))[1]
 
@@ -159,7 +157,7 @@ class StoredTensor:
 
 
 class SliceBuffer:
-    """The slice `slice` of a tensor of spec `whole`, filled from verified files in turn."""
+    """A slice of a tensor of spec `whole`, filled from verified files in turn."""
 
     def __init__(self, whole: TensorSpec, slice: TensorSlice) -> None:
         self.whole, self.slice = whole, slice
@@ -167,7 +165,6 @@ class SliceBuffer:
         self.filled: tuple[RawArray, npt.NDArray[np.bool_]] | None = None
 
     def add(self, tensor: StoredTensor) -> None:
-        """Copy the parts of the slice that one file holds."""
         for stored in tensor.slices:
             if stored.spec.dtype == self.whole.dtype and stored.slice.shape == self.whole.shape:
                 values, missing = self.filled = self.filled or self._empty()

@@ -42,7 +42,6 @@ def all_names(name: str) -> bool:
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """Return the user's module without the wrappers of torch.compile and data parallel."""
     while True:
         if isinstance(model, (DistributedDataParallel, DataParallel)):
             model = model.module
@@ -206,7 +205,6 @@ def optimizer_differences(parameters: OptimizedParameters, states: Mapping[str, 
 
 
 def dtype_and_shape(tensor: Tensor) -> str:
-    """Return a text such as "float32 (128, 64)"."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 

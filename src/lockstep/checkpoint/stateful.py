@@ -121,7 +121,7 @@ def differing_paths(name: str, first: Mapping[str, Tensor], second: Mapping[str,
 
 
 def refuse_unsupported_state(state: Mapping[str, Any]) -> None:
-    """Raise a UsageError when a value of Checkpointer(state=...) cannot be saved as state."""
+    """UsageError when a value of Checkpointer(state=...) cannot be saved as state."""
     for name, value in state.items():
         if not re.fullmatch(r"[\w-]+", name):
             raise UsageError(f"{name!r} is not a name for a state", "Checkpointer(state=...)", "use letters, digits, _ and -")
@@ -156,7 +156,6 @@ def describe_groups(model: Model, optimizers: Sequence[torch.optim.Optimizer]) -
 
 
 def pack_extra_state(model: Model, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Stateful]) -> dict[str, Tensor]:
-    """Return parameter groups and registered state by name, without copying tensors."""
     tensors = pack(GROUPS, describe_groups(model, optimizers))
     for name, value in state.items():
         tensors |= pack(f"state.{name}", value.state_dict())

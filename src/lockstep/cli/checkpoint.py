@@ -26,7 +26,6 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
 
 
 def convert_llama(args: argparse.Namespace) -> str:
-    """Import a Hugging Face folder into a run folder, or export a run to one."""
     from lockstep.models.hub import SHARD_BYTES  # these load torch, which verify and digest do not need
     from lockstep.models.llama_io import export_run, import_hub
 

@@ -1,8 +1,16 @@
 """`lockstep drill`: train several times and compare the hashes of the last checkpoints.
 
-`drill` trains twice: undisturbed, and with random faults (cli/drill_run.py). `self_check` trains a
-user's loop on one worker, on several, through the loss of a worker, and through a stop and a resume
-with another number of workers.
+`drill` trains twice: undisturbed, and with random faults. `self_check` trains a user's loop on one
+worker, on several, through the loss of a worker, and through a stop and a resume with another
+number of workers. The faults:
+
+worker      SIGKILL to a worker
+leader      SIGKILL to rank 0
+stop        SIGSTOP to a worker for longer than its heartbeat timeout, then SIGCONT
+flip        one bit of one weight, in the memory of one worker
+agent       SIGKILL to the agent; a new one is started at once, as systemd would
+host        SIGKILL to the agent and all its workers; the same command is started again
+checkpoint  one bit of the newest checkpoint, then SIGKILL to all workers: an older one must do
 """
 
 from __future__ import annotations
@@ -10,29 +18,37 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import signal
 import socket
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
 from lockstep.checkpoint.commands import digest_line
-from lockstep.checkpoint.folder import committed_steps
-from lockstep.cli.drill_run import FAULTS, DrillRun, plan_faults
+from lockstep.checkpoint.folder import committed_steps, folder_name
 from lockstep.cli.run_request import is_script
 from lockstep.cli.start import refuse_layout, workers_per_replica
 from lockstep.config.resolve import parse_flags, resolve
-from lockstep.elastic.fault_injection import request_fault
-from lockstep.elastic.generation_log import Generation
-from lockstep.errors import UsageError
+from lockstep.elastic.fault_injection import DRILL_VARIABLE, request_fault
+from lockstep.elastic.generation_log import Generation, GenerationLog, Member
+from lockstep.errors import LockstepError, UsageError
 from lockstep.record.events import read_events
 from lockstep.record.metrics import last_step
+from lockstep.runtime import status_board
 from lockstep.runtime.signals import stop_exit_code
-from lockstep.runtime.worker_env import state_folder
+from lockstep.runtime.worker_env import ProcessIdentity, running_workers, state_folder
 from lockstep.units import format_duration
+
+FAULTS = ("worker", "leader", "stop", "flip", "agent", "host", "checkpoint")
+POLL_S = 0.005
+PATIENCE_S = 120.0
+PATIENCE_STEPS = 20
 
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:
@@ -80,12 +96,12 @@ def drill(words: Sequence[str], folder: Path, *, workers: int, faults: int, seed
 def inject_fault(run: DrillRun, fault: str, after_step: int, workers: int, generator: random.Random) -> str:
     """Inject a fault when the run is complete and past `after_step`; return a line of the table."""
     run.wait_for(lambda: run.committed_steps() >= after_step and len(run.members()) == workers, f"step {after_step} with {workers} workers")
-    step, before = run.committed_steps(), run.newest_generation()
+    step, before = run.committed_steps(), run.generation_number()
     started_s = time.monotonic()
     run.inject(fault, generator)
     detected = "not needed"
     if fault != "agent":
-        run.wait_for(lambda: is_newer(run.newest_generation(), before), f"a new generation after {fault!r} at step {step}")
+        run.wait_for(lambda: run.generation_number() > before, f"a new generation after {fault!r} at step {step}")
         detected = format_duration(time.monotonic() - started_s)
     run.resume_stopped()
     generation, steps = run.newest_generation(), run.committed_steps()
@@ -98,12 +114,7 @@ def inject_fault(run: DrillRun, fault: str, after_step: int, workers: int, gener
     return f"{fault:<11} {step:>8,} {detected:>14} {format_duration(time.monotonic() - started_s):>11} {lost_steps:>11,}"
 
 
-def is_newer(generation: Generation | None, before: Generation | None) -> bool:
-    return generation is not None and (before is None or generation.number > before.number)
-
-
 def recorded_steps(run: DrillRun) -> tuple[int, int]:
-    """Return (last step, steps between checkpoints) of a user's loop. UsageError if it records none."""
     saved, last = saved_steps(run), last_step(run.metrics, below=sys.maxsize)
     if not last:
         raise UsageError(
@@ -115,7 +126,6 @@ def recorded_steps(run: DrillRun) -> tuple[int, int]:
 
 
 def saved_steps(run: DrillRun) -> list[int]:
-    """Return the steps that a user's loop has saved. UsageError if there are none."""
     saved = committed_steps(run.folder / "checkpoints")
     if not saved:
         raise UsageError(
@@ -180,13 +190,166 @@ def train_once(
 
 
 def require_empty(folder: Path) -> None:
-    """UsageError if `folder` is not empty."""
     if folder.exists() and any(folder.iterdir()):
         raise UsageError(f"{folder} is not empty", "--out", "give a new folder: a drill starts at step 0")
 
 
 def compare(digests: Sequence[str]) -> int:
-    """Print whether the hashes are equal; return the exit code."""
     equal = len(set(digests)) == 1
     print("the same bits" if equal else "NOT the same bits")
     return 0 if equal else 1
+
+
+def plan_faults(seed: int, faults: int, steps: int, workers: int, save_every: int) -> list[tuple[int, str]]:
+    """Return (step, fault) of each fault in order, with every kind once before any repeats.
+
+    `stop` needs a second worker to detect it, `flip` two others to compare with, `checkpoint` an
+    earlier checkpoint.
+    """
+    generator = random.Random(seed)
+    last, two_saved = max(2, steps - 3), 2 * save_every + 1 if save_every else steps
+    excluded = {"flip": workers < 3, "stop": workers < 2, "checkpoint": two_saved >= last}
+    kinds = [fault for fault in FAULTS if not excluded.get(fault)]
+    chosen: list[str] = []
+    while len(chosen) < faults:
+        chosen += generator.sample(kinds, len(kinds))
+    planned = zip(sorted(generator.randrange(1, last) for _ in range(faults)), chosen[:faults], strict=True)
+    delayed = [
+        (generator.randrange(two_saved, last) if fault == "checkpoint" and step < two_saved else step, fault) for step, fault in planned
+    ]
+    return sorted(delayed, key=lambda entry: entry[0])
+
+
+class DrillRun:
+    """A run with its own agent, started by `lockstep launch`.
+
+    min_workers  below which training waits
+    patience_s   time without progress until `wait_for` gives up; at least 20 median steps
+    """
+
+    patience_s = PATIENCE_S
+
+    def __init__(self, words: Sequence[str], folder: Path, workers: int, host: str, *, min_workers: int = 1) -> None:
+        self.folder, self.host = folder, host
+        counts = ["--workers", str(workers), "--min", str(min_workers)]
+        self.command = [sys.executable, "-m", "lockstep", "launch", *words, "--out", str(folder), *counts]
+        self.generations = GenerationLog(folder / "generations")
+        self.metrics, self.log = folder / "metrics.jsonl", folder / "drill.log"
+        self.stopped: list[Member] = []
+        folder.mkdir(parents=True, exist_ok=True)
+        self.start_agent()
+
+    def __enter__(self) -> DrillRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Kill the agent, then the workers, which outlive it."""
+        if self.agent.poll() is None:
+            self.agent.kill()
+            self.agent.wait()
+        while workers := running_workers(state_folder(self.folder, self.host)).values():
+            self.kill([*workers])
+            time.sleep(POLL_S)
+
+    def start_agent(self) -> None:
+        environ = {**os.environ, DRILL_VARIABLE: "1"}
+        with open(self.log, "ab") as output:
+            self.agent = subprocess.Popen(self.command, env=environ, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
+
+    def committed_steps(self) -> int:
+        with suppress(OSError):
+            return self.metrics.read_bytes().count(b"\n")
+        return 0
+
+    def newest_generation(self) -> Generation | None:
+        with suppress(OSError):
+            return self.generations.newest()
+        return None
+
+    def generation_number(self) -> int:
+        generation = self.newest_generation()
+        return generation.number if generation else 0
+
+    def members(self) -> list[Member]:
+        generation = self.newest_generation()
+        return list(generation.members) if generation else []
+
+    def progress(self) -> tuple[tuple[object, ...], float]:
+        """Return (values that change with any progress, the median seconds of a step)."""
+        values: list[object] = [self.generation_number()]
+        values += [path.stat().st_size for path in (self.log, self.metrics, self.folder / "events.jsonl") if path.exists()]
+        statuses = []
+        for path in sorted(state_folder(self.folder, self.host).glob("[0-9]*.board")):
+            with suppress(OSError):
+                statuses.append(status_board.read_status(path))
+        values += [(status.pid, status.step, status.phase, status.collective) for status in statuses]
+        return tuple(values), max((status.step_s for status in statuses), default=0.0)
+
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait until `condition` holds. LockstepError if the run exits or stalls first."""
+        progress_s = time.monotonic()
+        before, _ = self.progress()
+        while not condition():
+            if self.agent.poll() is not None:
+                raise self.failure(f"the run, before {what},")
+            now, step_s = self.progress()
+            if now != before:
+                before, progress_s = now, time.monotonic()
+            patience_s = max(self.patience_s, PATIENCE_STEPS * step_s)
+            if time.monotonic() - progress_s > patience_s:
+                what = f"timed out waiting for {what}: the run has made no progress for {format_duration(patience_s)}"
+                raise LockstepError(what, str(self.log), "lockstep status shows what the workers are doing")
+            time.sleep(POLL_S)
+
+    def failure(self, what: str) -> LockstepError:
+        """Return the run's failure, from its generation log or the last error in its log."""
+        code, generation, text = self.agent.wait(), self.newest_generation(), self.log.read_text(errors="replace")
+        errors = re.split(r"^(?=\w+Error: )", text, flags=re.MULTILINE)[1:] or ["\n".join(text.splitlines()[-10:])]
+        reason = generation.end.text if generation and generation.end and generation.end.text else errors[-1]
+        error = LockstepError(f"{what} exited with code {code}", f"log: {self.log}", reason)
+        error.exit_code = code or LockstepError.exit_code
+        return error
+
+    def kill(self, members: Sequence[Member | ProcessIdentity], number: int = signal.SIGKILL) -> None:
+        for member in members:
+            with suppress(ProcessLookupError):
+                os.kill(member.pid, number)
+
+    def inject(self, fault: str, generator: random.Random) -> None:
+        members = self.members()
+        others = members[1:] or members
+        if fault == "worker":
+            self.kill([generator.choice(others)])
+        elif fault == "leader":
+            self.kill(members[:1])
+        elif fault == "stop":
+            self.stopped = [generator.choice(members)]
+            self.kill(self.stopped, signal.SIGSTOP)
+        elif fault == "flip":
+            request_fault(state_folder(self.folder, self.host), generator.choice(members).slot, "flip", at="forward")
+        elif fault in ("agent", "host"):
+            self.agent.kill()
+            if fault == "host":
+                self.kill(members)
+            self.agent.wait()
+            self.start_agent()
+        else:
+            self.damage_checkpoint(generator)
+            self.kill(members)
+
+    def resume_stopped(self) -> None:
+        """Send SIGCONT to the stopped worker, which is evicted, unless its agent has killed it."""
+        self.kill(self.stopped, signal.SIGCONT)
+        self.stopped = []
+
+    def damage_checkpoint(self, generator: random.Random) -> None:
+        """Flip a bit of the newest checkpoint, as soon as there is an older one."""
+        checkpoints = self.folder / "checkpoints"
+        self.wait_for(lambda: len(committed_steps(checkpoints)) > 1, "a second checkpoint")
+        path = generator.choice(sorted((checkpoints / folder_name(committed_steps(checkpoints)[-1])).glob("*.safetensors")))
+        with open(path, "r+b") as file:
+            position = generator.randrange(path.stat().st_size)
+            file.seek(position)
+            byte = file.read(1)[0]
+            file.seek(position)
+            file.write(bytes([byte ^ (1 << generator.randrange(8))]))

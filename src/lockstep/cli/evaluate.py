@@ -17,8 +17,7 @@ from lockstep.runtime.worker_main import worker_main
 def main(args: argparse.Namespace, rest: list[str]) -> int:
     rank_info, description = read_rank_info(os.environ)
     if rank_info is None:
-        command = ["evaluate", *sys.argv[2:]]
-        return run_static_group(command, args.workers or 1)
+        return run_static_group(["evaluate", *sys.argv[2:]], args.workers or 1)
     refuse_other_worker_count(args.workers, rank_info.size, description)
     return worker_main(lambda: run_worker(args))
 

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
+from lockstep import log
 from lockstep.agent.static_group import run_static_group
 from lockstep.cli.options import refuse_unknown
 from lockstep.errors import UsageError
 from lockstep.runtime.environment import read_rank_info
 from lockstep.runtime.worker_main import worker_main
 
+if TYPE_CHECKING:
+    from lockstep.elastic.runtime import ElasticRuntime
+
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:
     refuse_unknown([word for word in rest if word.startswith("-")], "generate")
     args.text += rest  # argparse leaves texts behind an option over
-    if args.tensor != 1 and args.compile:
+    if args.tensor == 1:
+        return print_continuations(args, None)
+    if args.compile:
         raise UsageError(f"--compile is not supported with --tensor {args.tensor}", "command line", "remove one of them")
-    is_worker = args.tensor != 1 and read_rank_info(os.environ)[0] is not None
-    if args.tensor != 1 and not is_worker:
+    if read_rank_info(os.environ)[0] is None:
         return launch_workers(args)
-    from lockstep.cli.continuations import print_continuations, run_worker  # loads torch, which starting workers does not need
-
-    return worker_main(lambda: run_worker(args)) if is_worker else print_continuations(args)
+    return worker_main(lambda: run_worker(args))
 
 
 def launch_workers(args: argparse.Namespace) -> int:
@@ -37,3 +42,38 @@ def launch_workers(args: argparse.Namespace) -> int:
             lines.write_bytes(sys.stdin.buffer.read())
             command += ["--file", str(lines)]
         return run_static_group(command, args.tensor)
+
+
+def run_worker(args: argparse.Namespace) -> int:
+    from lockstep.elastic.runtime import ElasticRuntime  # loads torch, which starting workers does not need
+
+    with ElasticRuntime.join(threads=1) as runtime:
+        log.set_up_logging(rank=runtime.world.rank)
+        return print_continuations(args, runtime)
+
+
+def print_continuations(args: argparse.Namespace, runtime: ElasticRuntime | None) -> int:
+    """Collective with `runtime`. Print a single text as it is generated, several as JSON lines."""
+    # These load torch, which starting workers does not need.
+    from lockstep.data.pairs.textfiles import read_input_lines
+    from lockstep.data.text.chat_tokenizer import ChatTokenizer
+    from lockstep.generation.sampling import SamplingParams, check_sampling, generate
+    from lockstep.generation.tensor_parallel import apply_tensor_parallel
+    from lockstep.models.llama_io import load_llama
+
+    sampling = SamplingParams(args.temperature, args.top_k, args.top_p, args.seed)
+    check_sampling(args.tokens, sampling)
+    loaded = load_llama(args.folder, args.step, device=runtime.world.device if runtime else None)
+    group = apply_tensor_parallel(loaded.model, runtime, "--tensor") if runtime else None
+    tokenizer = ChatTokenizer.load(loaded.tokenizer, loaded.hf_config)
+    texts = args.text or read_input_lines(args.file)
+    options = {"tokens": args.tokens, "sampling": sampling, "stops": args.stop, "chat": args.chat, "compile": args.compile, "group": group}
+    continuations = ["" for _ in texts]
+    single, prints = len(args.text) == 1, runtime is None or runtime.world.leader
+    for row, text in generate(loaded.model, tokenizer, texts, **options):
+        continuations[row] += text
+        if single and prints:
+            print(text, end="", flush=True)
+    for continuation in continuations if prints else []:
+        print("" if single else json.dumps(continuation, ensure_ascii=False))
+    return 0

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from itertools import islice
 from typing import Literal, get_args, get_origin
 
 import lockstep
@@ -21,17 +22,16 @@ from lockstep.errors import LockstepError, OutOfMemoryError, UsageError
 from lockstep.runtime.environment import RESERVED_VARIABLES
 from lockstep.runtime.exit_report import error_summary, is_out_of_memory
 
-RUN_COMMANDS = ("train", "launch", "drill")  # they accept every key of a run as an option
-STRICT_COMMANDS = ("status", "evaluate", "translate", "checkpoint")  # they accept no other words than argparse knows
+RUN_COMMANDS = ("train", "launch", "drill")  # accept every key of a run as an option
+STRICT_COMMANDS = ("status", "evaluate", "translate", "checkpoint")  # accept only the words that argparse knows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return run_command(words)
     except LockstepError as error:
-        return report(error)
+        failure = error
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # 128 + SIGPIPE
@@ -39,17 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.filename is None:
             raise
         what = f"{error.filename}: {error.strerror}"
-        return report(UsageError(what, f"lockstep {words[0]}", "give a path that this user can read and write"))
+        failure = UsageError(what, f"lockstep {words[0]}", "give a path that this user can read and write")
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         what = f"out of memory: {error_summary(error)}"
-        return report(OutOfMemoryError(what, f"lockstep {words[0]}", "give shorter texts, or fewer at a time"))
-
-
-def report(error: LockstepError) -> int:
-    print(error, file=sys.stderr)
-    return error.exit_code
+        failure = OutOfMemoryError(what, f"lockstep {words[0]}", "give shorter texts, or fewer at a time")
+    print(failure, file=sys.stderr)
+    return failure.exit_code
 
 
 def run_command(words: list[str]) -> int:
@@ -112,12 +109,11 @@ def split_values(command: Parser, words: list[str]) -> tuple[list[str], list[str
         if not word.startswith("--") or word.partition("=")[0] in command._option_string_actions:
             ours.append(word)
         else:
-            values += [word] if "=" in word else [word, *(value for value in [next(rest, None)] if value is not None)]
+            values += [word] if "=" in word else [word, *islice(rest, 1)]
     return ours, values
 
 
 def print_run_help(command: Parser) -> None:
-    """Print the options of the command and every key of a run."""
     from lockstep.config.schema import config_fields  # loads pydantic, which the other commands' --help does not need
 
     keys = config_fields()

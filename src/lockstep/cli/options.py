@@ -21,7 +21,6 @@ class Parser(argparse.ArgumentParser):
 
 
 def refuse_unknown(rest: list[str], command: str) -> None:
-    """UsageError for words that the command does not know."""
     if rest:
         raise UsageError(f"unknown option {rest[0]!r}", "command line", f"see lockstep {command} --help")
 

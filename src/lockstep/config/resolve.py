@@ -17,6 +17,7 @@ from typing import Any, Literal
 from lockstep.config.rules import DECAY_STEPS, conflicts
 from lockstep.config.schema import ResolvedRun, build_config, config_fields, flatten
 from lockstep.errors import ConfigError
+from lockstep.units import shorten
 
 AS_STEPS = "as steps"  # origin of optim.decay_steps when it follows `steps`
 
@@ -45,10 +46,7 @@ def recipes() -> dict[str, Path]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Return the dotted keys of a TOML file, or of the recipe with this name if there is no such file.
-
-    ConfigError if it is missing, unreadable or not TOML.
-    """
+    """Return the dotted keys of a TOML file, or of the recipe with this name. ConfigError."""
     if not path.exists() and str(path.parent) in (".", "recipes") and path.suffix in ("", ".toml"):
         path = recipes().get(path.stem, path)
     try:
@@ -100,15 +98,12 @@ def nearest_keys(key: str, known: list[str]) -> list[str]:
 
 
 def environment_variable(key: str) -> str:
-    """Return "LOCKSTEP_OPTIM_LEARNING_RATE" for "optim.learning_rate"."""
     return "LOCKSTEP_" + key.upper().replace(".", "_")
 
 
 def refuse_unknown_variables(environ: Mapping[str, str], others: Sequence[str]) -> None:
-    """ConfigError with the nearest names for LOCKSTEP_ variables that Lockstep does not read.
-
-    others  variables that are not keys of a run
-    """
+    """ConfigError with the nearest names for LOCKSTEP_ variables that are neither a key of a run
+    nor in `others`."""
     keys = list(config_fields())
     known = {*map(environment_variable, keys), *others}
     unknown = [name for name in environ if name.startswith("LOCKSTEP_") and name not in known]
@@ -164,16 +159,6 @@ def resolve(
     return ResolvedRun(run, origin, saved.overrides if saved else ())
 
 
-def shorten(raw: object) -> str:
-    """Return the repr of a value, cut to a length that fits a message."""
-    try:
-        text = repr(raw)
-    except (ValueError, RecursionError):  # an int with more digits than Python prints, or deep nesting
-        return f"({type(raw).__name__}, too large to print)"
-    return text if len(text) <= 80 else f"{text[:70]}... ({len(text):,} characters)"
-
-
 def with_precision(resolved: ResolvedRun, precision: Literal["auto", "bf16", "fp32"], origin: str) -> ResolvedRun:
-    """Return the run with compute.precision set, and the reason as its origin."""
     run = replace(resolved.run, compute=replace(resolved.run.compute, precision=precision))
     return replace(resolved, run=run, origin=resolved.origin | {"compute.precision": origin})

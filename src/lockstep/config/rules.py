@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -62,7 +62,6 @@ def conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
 
 
 def llama_conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
-    """Yield the conflicts of a run that trains a Llama."""
     tokens, seq_len, max_seq_len = run.batch.tokens, run.batch.seq_len, run.llama.max_seq_len
     if tokens % seq_len:
         what = f"batch.tokens={tokens} is not a multiple of batch.seq_len={seq_len}"
@@ -101,15 +100,15 @@ def refuse_missing_packages(resolved: ResolvedRun, *, prepared: bool) -> None:
 
 def shared_values(run: RunConfig) -> dict[str, str]:
     """Return every value that must be equal on all ranks, as text."""
-    return as_text(run, [key for key, field in config_fields().items() if not field.each_host])
+    return as_text(run, (key for key, field in config_fields().items() if not field.each_host))
 
 
 def bit_deciding_values(run: RunConfig) -> dict[str, str]:
     """Return every value that decides the trained bits, as text, without the paths of the data."""
-    return as_text(run, [key for key, field in config_fields().items() if field.bits and key not in DATA_PATHS])
+    return as_text(run, (key for key, field in config_fields().items() if field.bits and key not in DATA_PATHS))
 
 
-def as_text(run: RunConfig, keys: Sequence[str]) -> dict[str, str]:
+def as_text(run: RunConfig, keys: Iterable[str]) -> dict[str, str]:
     values = flatten(asdict(run))
     return {key: values[key] if isinstance(values[key], str) else json.dumps(values[key]) for key in keys}
 
@@ -140,7 +139,6 @@ def parse_schedule(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
-    """Return the KEY=VALUE words of --override as values of SCHEDULE. ConfigError if invalid."""
     return parse_schedule({key: text for key, _, text in (word.partition("=") for word in words)}, "--override")
 
 
@@ -155,11 +153,11 @@ def add_override(resolved: ResolvedRun, override: ScheduleOverride, *, rewind: b
     if not new:
         return resolved
     earlier = [item for item in resolved.overrides if item.step < override.step]
-    later = [
-        ScheduleOverride(item.step, {key: value for key, value in item.values.items() if key not in new})
-        for item in resolved.overrides[len(earlier) :]
-    ]
-    return replace(resolved, overrides=(*earlier, ScheduleOverride(override.step, new), *(item for item in later if item.values)))
+    later = []
+    for item in resolved.overrides[len(earlier) :]:
+        if kept := {key: value for key, value in item.values.items() if key not in new}:
+            later.append(ScheduleOverride(item.step, kept))
+    return replace(resolved, overrides=(*earlier, ScheduleOverride(override.step, new), *later))
 
 
 def refuse_exhausted_schedule(resolved: ResolvedRun, saved: ResolvedRun | None, flags: Mapping[str, Any]) -> None:

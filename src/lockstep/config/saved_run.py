@@ -19,7 +19,6 @@ FORMAT = 2  # 1 had other names of the keys, and no number
 
 
 def to_json(resolved: ResolvedRun) -> dict[str, Any]:
-    """Return the run as JSON: format, values, their origin, and the schedule overrides if any."""
     overrides = {"overrides": [asdict(override) for override in resolved.overrides]} if resolved.overrides else {}
     return {"format": FORMAT, "values": json.loads(json.dumps(asdict(resolved.run))), "origin": resolved.origin} | overrides
 
@@ -32,10 +31,9 @@ def from_json(saved: Mapping[str, Any], source: str = RUN_FILE) -> ResolvedRun:
             f"{source}; format 1, without a number, has other names of the keys",
             "use the version of lockstep that started this run, or start a new run in another folder",
         )
-    resolved = resolve(None, flatten(saved["values"]))
-    saved_overrides = saved.get("overrides", ())
+    resolved, saved_overrides = resolve(None, flatten(saved["values"])), saved.get("overrides", ())
     overrides = tuple(ScheduleOverride(int(item["step"]), parse_schedule(item["values"], source)) for item in saved_overrides)
-    return ResolvedRun(resolved.run, {**{key: "default" for key in config_fields()}, **saved["origin"]}, overrides)
+    return ResolvedRun(resolved.run, {**dict.fromkeys(config_fields(), "default"), **saved["origin"]}, overrides)
 
 
 def write_run(folder: Path, resolved: ResolvedRun) -> None:
@@ -69,7 +67,6 @@ def has_output(folder: Path) -> bool:
 
 
 def format_run(resolved: ResolvedRun) -> str:
-    """Return every value and its origin, one per line."""
     values = {key: json.dumps(value) for key, value in flatten(asdict(resolved.run)).items()}
     width = max(map(len, values))
     column = min(40, max(map(len, values.values())))

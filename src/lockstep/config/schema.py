@@ -93,7 +93,7 @@ class Field:
 
 @cache
 def type_adapter(type: Any) -> TypeAdapter[Any]:
-    """pydantic's validator of a type, cached: constructing one costs 100 times as much as a call."""
+    """Return pydantic's validator, cached: to construct one costs 100 times as much as a call."""
     return TypeAdapter(type)
 
 
@@ -307,25 +307,23 @@ class ResolvedRun:
     overrides: tuple[ScheduleOverride, ...] = ()
 
     def optim_after(self, step: float) -> OptimOptions:
-        """The values that hold for the update after `step` committed steps."""
-        changed = {
-            key.removeprefix("optim."): value
-            for override in self.overrides
-            if override.step <= step
-            for key, value in override.values.items()
-        }
-        return replace(self.run.optim, **changed) if changed else self.run.optim
+        """Return the values that hold for the update after `step` committed steps."""
+        changed: dict[str, Any] = {}
+        for override in self.overrides:
+            if override.step <= step:
+                changed |= {key.removeprefix("optim."): value for key, value in override.values.items()}
+        return replace(self.run.optim, **changed)
 
 
 @cache
 def type_hints(cls: type) -> dict[str, Any]:
-    """The type of each field, cached: evaluating the hints dominates the cost of `resolve`."""
+    """Return the type of each field, cached: evaluating the hints dominates the cost of `resolve`."""
     return get_type_hints(cls, include_extras=True)
 
 
 @cache
 def config_fields(cls: type = RunConfig, prefix: str = "") -> dict[str, Field]:
-    """Every dotted key of the configuration, in the order of this file."""
+    """Return every dotted key of the configuration, in the order of this file."""
     hints = type_hints(cls)
     by_key: dict[str, Field] = {}
     for member in fields(cls):
@@ -347,8 +345,8 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def build_config(values: Mapping[str, Any], cls: type = RunConfig, prefix: str = "") -> Any:
     """Return the dataclass tree for dotted keys."""
-    hints = type_hints(cls)
-    keys = {member.name: prefix + member.name for member in fields(cls)}
-    return cls(
-        **{name: build_config(values, hints[name], f"{key}.") if is_dataclass(hints[name]) else values[key] for name, key in keys.items()}
-    )
+    options = {}
+    for name, kind in type_hints(cls).items():
+        key = prefix + name
+        options[name] = build_config(values, kind, f"{key}.") if is_dataclass(kind) else values[key]
+    return cls(**options)

@@ -1,8 +1,8 @@
 """Data order as a pure function: (seed, step) -> the K micro-batches of the step -> sample ids.
 
-There is no state to save: a run resumes from the number of the step. The micro-batches of all
-epochs form one endless sequence, and step s takes numbers s*K to s*K + K - 1. A step can span the
-end of an epoch, and every sample still occurs exactly once per epoch.
+There is no state to save. The micro-batches of all epochs form one endless sequence, and step s
+takes numbers s*K to s*K + K - 1. A step can span the end of an epoch, and every sample still occurs
+exactly once per epoch.
 
 An epoch is a permutation that is computed element by element and never stored: a Feistel network
 over the next power of four, iterated until the result is in range (cycle walking; Black and
@@ -99,11 +99,8 @@ class BucketShape:
 
 
 def choose_bucket_lengths(histogram: npt.NDArray[np.int64], shapes: int) -> list[int]:
-    """Return at most `shapes` ascending lengths that fit every pair with the least padding.
-
-    histogram  histogram[n]: number of pairs of n tokens
-    Exact, by dynamic programming over the lengths that occur: O(shapes * distinct lengths ** 2).
-    """
+    """Return at most `shapes` ascending lengths that fit every pair with the least padding. Exact,
+    by dynamic programming: O(shapes * distinct lengths ** 2). histogram[n]: pairs of n tokens."""
     present = np.flatnonzero(histogram)
     count = np.concatenate([[0], np.cumsum(histogram[present])])
     best = np.where(np.arange(len(count)) == 0, 0.0, np.inf)  # positions needed by the first n distinct lengths
@@ -115,10 +112,9 @@ def choose_bucket_lengths(histogram: npt.NDArray[np.int64], shapes: int) -> list
         best = np.concatenate([[0.0], np.min(cells, axis=0)])
     chosen, end = [], len(present)
     for cut in reversed(cuts):
-        if end == 0:
-            break
-        chosen.append(int(present[end - 1]))
-        end = int(cut[end - 1])
+        if end:
+            chosen.append(int(present[end - 1]))
+            end = int(cut[end - 1])
     return chosen[::-1]
 
 

@@ -80,10 +80,8 @@ class Tokenizer:
 
     @classmethod
     def train_on_documents(cls, texts: Iterable[str], *, vocab_size: int, min_frequency: int) -> Tokenizer:
-        """Train a tokenizer for a Llama: byte-level BPE that keeps every byte and adds none.
-
-        vocab_size  maximum entries: four special tokens, chat tokens, 256 bytes, then merges
-        """
+        """Train a tokenizer for a Llama: byte-level BPE that keeps every byte and adds none. Of its
+        `vocab_size` entries, 4 are special tokens, 3 chat tokens and 256 bytes."""
         inner, begin_token = byte_level_bpe(WORDS_OF_DOCUMENTS), SPECIALS[BEGIN]
         inner.post_processor = processors.TemplateProcessing(single=f"{begin_token} $A", special_tokens=[(begin_token, BEGIN)])
         specials = [*SPECIALS, *CHAT_SPECIALS]
@@ -137,13 +135,12 @@ def byte_level_bpe(words: str) -> tokenizers.Tokenizer:
 
 
 def train_bpe(tokenizer: tokenizers.Tokenizer, texts: Iterable[str], words: str, **options: Any) -> None:
-    """Train `tokenizer`. `options`: those of BpeTrainer."""
     trainer = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False, **options)
     tokenizer.train_from_iterator(truncate_words(texts, words), trainer)
 
 
 def truncate_words(texts: Iterable[str], words: str) -> Iterator[str]:
-    """Yield the texts with words cut to MAX_WORD characters. `words`: as for `byte_level_bpe`."""
+    """Yield the texts with words cut to MAX_WORD characters."""
     split = pre_tokenizers.Split(tokenizers.Regex(words), "isolated")
     for text in texts:
         if LONG_WORD.search(text):

@@ -3,14 +3,13 @@
 When a backend opens it reports its position (`cursor`), and the tracker sends the rest from the
 run's files.
 
-TensorBoard writes in the background, so the file of a killed process ends earlier than the run. The
-tracker stores the cursor at each flush; the next start rewinds to it (`purge_step`: readers drop
-all points from that step on) and sends the rest again.
+TensorBoard's file lacks the last seconds of a killed process. The tracker stores the cursor at each
+flush; the next start rewinds to it (`purge_step`: readers drop all points from that step on).
 
-Weights & Biases cannot rewind, and its offline mode cannot resume (0.31: a new folder for each
-start). A separate process writes the data and loses its last seconds when the trainer is killed. So
-every row has the cursor under the hidden keys `lockstep/*`, and the last row that arrived has the
-position: online in the server's summary, offline at the end of the newest file.
+Weights & Biases cannot rewind, its offline mode cannot resume (0.31: a new folder for each start),
+and it loses the last seconds of a killed process. So every row has the cursor under the hidden keys
+`lockstep/*`, and the last row that arrived has the position: online in the server's summary, offline
+at the end of the newest file.
 """
 
 from __future__ import annotations
@@ -64,11 +63,11 @@ class TensorBoard:
         writers = import_optional("torch.utils.tensorboard", "track.tensorboard", "tensorboard")
         self.protocol = import_optional("tensorboard.compat.proto.summary_pb2", "track.tensorboard", "tensorboard")
         last = cursor.step if from_step is None else min(cursor.step, from_step)
+        self.noted = replace(cursor, step=last)
         # Stored before points are purged: after a kill here the next start sends them again.
-        note("tensorboard", asdict(replace(cursor, step=last)))
+        note("tensorboard", asdict(self.noted))
         rename_older_event_files(folder / "tensorboard", int(time.time()))
         self.writer = writers.SummaryWriter(str(folder / "tensorboard"), purge_step=last + 1, flush_secs=10)
-        self.noted = replace(cursor, step=last)
         # There are few evaluations: the tracker sends all, and `validation` skips the old ones.
         self.cursor = Cursor(step=last)
 
@@ -95,11 +94,8 @@ class TensorBoard:
 
 
 def rename_older_event_files(folder: Path, now_s: int) -> None:
-    """Rename event files so that one created at `now_s`, by this machine's clock, sorts after them.
-
-    Readers sort the files by name, which has the second of their creation. After two starts in one
-    second, or with a clock that is behind, they would read the newest file first or never.
-    """
+    """Rename event files so that one created at `now_s`, by this machine's clock, sorts after them:
+    readers sort them by the second of creation in their names, which may repeat or decrease."""
     files = sorted(folder.glob("events.out.tfevents.*"))
     if files and int(files[-1].name.split(".")[3]) >= now_s:
         for number, path in enumerate(files):

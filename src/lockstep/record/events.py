@@ -17,7 +17,7 @@ log = logging.getLogger("lockstep")
 
 
 def append_event(run: Path, event: str, **facts: Any) -> bool:
-    """Append one event; return False when it cannot be written."""
+    """Append an event; return False when it cannot be written."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     try:
         append_json(run / "events.jsonl", {"time": now, "event": event, **facts})
@@ -35,7 +35,6 @@ def read_events(run: Path) -> list[dict[str, Any]]:
 
 
 def is_event(event: dict[str, Any]) -> bool:
-    """Whether a line has the fields that `append_event` always writes."""
     try:
         datetime.fromisoformat(event["time"])
         return isinstance(event["event"], str)

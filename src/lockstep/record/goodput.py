@@ -38,7 +38,6 @@ class Ledger:
         self._sums_s = dict.fromkeys(CATEGORIES, 0.0)
 
     def switch(self, category: Category, now_s: float) -> Category:
-        """Enter `category`; return the previous one."""
         self._book(now_s)
         before, self.category = self.category, category
         return before
@@ -74,29 +73,22 @@ class Ledger:
         return f"goodput {values['goodput']:.1%}: {', '.join(parts)}, of {format_duration(wall_s)}"
 
     def to_json(self, now_s: float, wall_clock_s: float) -> dict[str, Any]:
-        """Return the sums as JSON. wall_clock_s: since 1970, for the gap to a later start."""
+        """Return the sums as JSON. wall_clock_s: since 1970, for the time until a later start."""
         self._book(now_s)
         return {"wall_clock_s": wall_clock_s, "seconds": dict(self._sums_s)}
 
     @staticmethod
-    def from_json(
-        value: Mapping[str, Any],
-        now_s: float,
-        category: Category = "starting",
-        *,
-        wall_clock_s: float | None = None,
-        gap: Category = "down",
-    ) -> Ledger:
+    def from_json(value: Mapping[str, Any], now_s: float, category: Category = "starting", *, wall_clock_s: float | None = None) -> Ledger:
         """Return a ledger that continues from other sums. KeyError, TypeError, ValueError.
 
-        wall_clock_s  now, for sums of an earlier start: the time since then counts as `gap`; None
+        wall_clock_s  now, for sums of an earlier start: the time since then counts as "down"; None
                       for sums of a running process, maybe by another host's clock
         """
         ledger = Ledger(now_s, category)
         sums = dict(value["seconds"])
         ledger._sums_s = {name: valid_seconds(sums.get(name, 0.0)) for name in CATEGORIES}
         if wall_clock_s is not None:
-            ledger._sums_s[gap] += max(0.0, wall_clock_s - valid_seconds(value["wall_clock_s"]))
+            ledger._sums_s["down"] += max(0.0, wall_clock_s - valid_seconds(value["wall_clock_s"]))
         return ledger
 
     def _book(self, now_s: float) -> None:
@@ -105,7 +97,6 @@ class Ledger:
 
 
 def valid_seconds(seconds: Any) -> float:
-    """Return a finite, non-negative number of seconds. ValueError otherwise."""
     number = float(seconds)
     if not 0.0 <= number < math.inf:
         raise ValueError(f"{seconds!r} is not a valid number of seconds")

@@ -58,7 +58,7 @@ def decode_line(line: bytes) -> dict[str, Any] | None:
 
 
 def step_of(line: bytes) -> int | None:
-    """Return the step of a line of metrics.jsonl; None when the line is torn or has none."""
+    """Return the step of a line; None when the line is torn or has none."""
     if not line.endswith(b"\n"):
         return None
     if (match := STEP.match(line)) and line.endswith(b"}\n"):
@@ -142,7 +142,6 @@ def iter_steps(path: Path, after: int = 0) -> Iterator[dict[str, Any]]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return all steps of a metrics.jsonl as dicts, without torn lines."""
     return list(iter_steps(path))
 
 

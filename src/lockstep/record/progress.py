@@ -1,8 +1,6 @@
-"""Progress display of a training run: a bar on a terminal, plain lines elsewhere.
+"""Progress display of a training run: a bar on a terminal, plain flushed lines elsewhere.
 
-In a pipe or a file there is no bar and no control character, and every line is flushed, so that
-`tail -f` and a supervisor see it at once. When the reader exits (`lockstep train | head`) the
-output ends and the training continues.
+When the reader exits (`lockstep train | head`) the output ends and the training continues.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ class ProgressDisplay:
             self.bar.start()
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """Update the bar; show a line if it is due. values: see `format_step_line`."""
+        """Update the bar; print a line if it is due. values: see `format_step_line`."""
         if self.closed or not self.shows():
             return
         if self.bar is not None:
@@ -68,7 +66,6 @@ class ProgressDisplay:
             log.warning("standard output was closed (%s); training continues without progress output", error.strerror)
 
     def close(self) -> None:
-        """Remove the bar; the lines stay."""
         if self.bar is not None:
             bar, self.bar = self.bar, None
             try:

@@ -57,7 +57,6 @@ class StepTimer:
         self.start()
 
     def start(self) -> None:
-        """Start the first step now, without the setup time before."""
         self.seconds = dict.fromkeys(CATEGORIES, 0.0)
         self.since = self.clock()
 
@@ -70,13 +69,11 @@ class StepTimer:
             self.add(category, self.clock() - start)
 
     def add(self, category: str, seconds: float) -> None:
-        """Count `seconds`, measured elsewhere, as `category`, one of CATEGORIES."""
         self.seconds[category] += seconds
 
     def step(self, tokens: int, devices: int = 1) -> dict[str, float]:
-        """End the step and start the next; return its metrics.
+        """End the step, in which `devices` trained `tokens` target tokens; return its metrics.
 
-        tokens   target tokens that all `devices` together trained in this step
         Of this step: seconds, tokens, data_, communication_, saving_ and overhead_seconds.
         Averages: tokens_per_second(_per_device), data_wait and exposed_communication (shares of 1),
         mfu (if the peak is known). memory_bytes: peak of this rank since its start.
@@ -129,16 +126,13 @@ PEAKS_TFLOPS: tuple[tuple[str, float | None, float], ...] = (
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Return the peak FLOP/s of one device; None when unknown, as for every CPU.
-
-    device_name  as from torch.cuda.get_device_name
-    precision    "bf16" or "fp32"
-    """
+    """Return the peak FLOP/s of the device that torch.cuda.get_device_name names, in "bf16" or
+    "fp32"; None when unknown, as for every CPU."""
     if re.search(r"\bMIG\b", device_name.upper()):
         return None  # a part of a GPU
     for pattern, bf16, fp32 in PEAKS_TFLOPS:
         if re.search(pattern, device_name.upper()):
-            peak = {"bf16": bf16, "fp32": fp32}[precision]
+            peak = bf16 if precision == "bf16" else fp32
             return None if peak is None else peak * 1e12
     return None
 

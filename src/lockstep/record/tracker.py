@@ -34,7 +34,6 @@ LOCK_TIMEOUT_S = 30.0  # for an evaluator that is forwarding its lines when trai
 
 
 def numeric_values(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers among `values`, without the step."""
     scalars = {key: to_json_value(value) if hasattr(value, "item") else value for key, value in values.items() if key != "step"}
     return {key: value for key, value in scalars.items() if isinstance(value, (int, float)) and not isinstance(value, bool)}
 
@@ -57,7 +56,6 @@ class Tracker:
     run          resolved configuration, shown in Weights & Biases without secrets
     tensorboard, wandb, project     as in the section [track] of a run
 
-    Steps that a resumed run repeats: TensorBoard drops the first version, wandb keeps it.
     UsageError when another process records this run; ConfigError for a missing package or login.
     """
 
@@ -90,7 +88,6 @@ class Tracker:
 
     @property
     def leader(self) -> bool:
-        """Whether this process is recording now."""
         return self.lock is not None
 
     def _open_record(self, lock: int, from_step: int | None) -> None:
@@ -243,11 +240,13 @@ class Tracker:
         self.forward_evaluations()
 
     def _send_step(self, name: str, step: int, values: Mapping[str, Any]) -> None:
-        if name not in self.backends or step <= self.cursors[name].step:
-            return
-        now = replace(self.cursors[name], step=step, rows=self.cursors[name].rows + 1)
+        if name in self.backends and step > self.cursors[name].step:
+            now = replace(self.cursors[name], step=step, rows=self.cursors[name].rows + 1)
+            self._send(name, now, partial(self.backends[name].train, numeric_values(values), now))
+
+    def _send(self, name: str, now: Cursor, send: Callable[[], None]) -> None:
         try:
-            self.backends[name].train(numeric_values(values), now)
+            send()
         except Exception as error:
             self._drop(name, error)
         else:
@@ -258,23 +257,18 @@ class Tracker:
         with open(self.evaluations, "rb", opener=open_regular) as file:
             file.seek(self.cursors[name].evaluations_bytes)
             for raw in file:
-                if not raw.endswith(b"\n"):
+                if name not in self.backends or not raw.endswith(b"\n"):
                     return
-                cursor = self.cursors[name]
-                now = replace(cursor, evaluations_bytes=cursor.evaluations_bytes + len(raw), rows=cursor.rows + 1)
-                line = decode_line(raw)
-                is_valid = line is not None and isinstance(line.get("step"), int)
-                if not is_valid:
+                sent = replace(self.cursors[name], evaluations_bytes=self.cursors[name].evaluations_bytes + len(raw))
+                line = decode_line(raw) or {}
+                step, values = line.get("step"), numeric_values(line)
+                if not isinstance(step, int):
                     self._warn(f"{self.evaluations}: skipped a line that is torn or has no step: {raw[:80]!r}")
-                if line is None or not is_valid or line.get("split", "validation") != "validation":
-                    self.cursors[name] = replace(now, rows=cursor.rows)  # test scores are not for model selection
+                if not isinstance(step, int) or line.get("split", "validation") != "validation":
+                    self.cursors[name] = sent  # test scores are not for model selection
                     continue
-                try:
-                    self.backends[name].validation(line["step"], numeric_values(line), now)
-                except Exception as error:
-                    self._drop(name, error)
-                    return
-                self.cursors[name] = now
+                now = replace(sent, rows=sent.rows + 1)
+                self._send(name, now, partial(self.backends[name].validation, step, values, now))
 
     def _write_evaluations(self) -> None:
         try:

@@ -1,11 +1,10 @@
 """`lockstep evaluate`: score checkpoints on held-out data, each of them exactly once.
 
-RUN/evaluations.jsonl has one line per (step, split, beams, average, lowercase). Before it appends a
-line, a writer takes a lock, truncates a partial line of a killed process, and checks that the line
-does not exist. So an evaluator can be killed and restarted at any time, or run twice.
+RUN/evaluations.jsonl has one line per (step, split, beams, average, lowercase). A writer appends it
+with a lock, after truncating a partial line of a killed process, unless it exists: an evaluator can
+be killed and restarted at any time, or run twice. RUN/best.json is computed from these lines.
 
---follow scores all committed checkpoints without a line, oldest first, as retention deletes them in
-that order. RUN/best.json is computed from the lines of the validation split.
+--follow scores all committed checkpoints without a line, oldest first: retention deletes these first.
 """
 
 from __future__ import annotations
@@ -42,14 +41,12 @@ POLL_S = 1.0
 
 @dataclass(frozen=True)
 class NextAction:
-    """What an evaluator with --follow does next, and why."""
-
     kind: Literal["evaluate", "wait", "end"]
     step: int
     reason: str
 
 
-def evaluate(  # reason: one parameter for each option of the command
+def evaluate(
     folder: Path,
     runtime: ElasticRuntime,
     *,
@@ -57,14 +54,12 @@ def evaluate(  # reason: one parameter for each option of the command
     split: Split = "validation",
     beams: int = 1,
     average: int = 0,
-    lowercase: bool | None = None,
     follow: bool = False,
 ) -> str:
     """Collective. Score the checkpoint of `step` (default: the newest), or with `follow` all until
     the run is finished. Return the name of the signal that stopped it, or "".
 
     average    N: score the mean of the weights of the newest N checkpoints, or of all if fewer
-    lowercase  compare in lower case (default: as the tokenizer of the run)
     UsageError, DataError, CheckpointError.
     """
     with StopSignals() as signals:
@@ -72,7 +67,7 @@ def evaluate(  # reason: one parameter for each option of the command
         if stopped:
             return stopped
         run = read_run(folder)
-        spec = EvalSpec(split, beams, average, run.tokenizer.lowercase if lowercase is None else lowercase)
+        spec = EvalSpec(split, beams, average, run.tokenizer.lowercase)
         evaluator = open_evaluator(run, folder)
         if not evaluator.held_out(split):
             what = f"the run has no {split} split: it trains on all of its data"

@@ -47,15 +47,14 @@ class EvalResult:
 
 class Evaluator(Protocol):
     @property
-    def folder(self) -> Path:
-        """The run folder."""
+    def folder(self) -> Path: ...
 
     @property
     def next_command(self) -> str:
         """A command that uses the trained model."""
 
     def held_out(self, split: Split) -> int:
-        """Number of pairs, documents or chats in the split."""
+        """Return the number of pairs, documents or chats in the split."""
 
     def load(self, step: int, spec: EvalSpec, device: torch.device) -> Any:
         """Load the model at `step`. UsageError: unsupported spec. CheckpointError: damaged."""
@@ -72,8 +71,7 @@ class Evaluator(Protocol):
         limit    number of sentences or chats to generate for; 0: all. The loss always covers all
         """
 
-    def summary(self, record: dict[str, Any]) -> str:
-        """Format a record as one line."""
+    def summary(self, record: dict[str, Any]) -> str: ...
 
 
 def merge_results(runtime: ElasticRuntime, stopped: Callable[[], str], **results: dict[int, Any]) -> dict[str, dict[int, Any]] | None:

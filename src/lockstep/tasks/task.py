@@ -3,9 +3,8 @@
     batch = task.loader.micro_batch(step, k)     on the device
     loss = task.loss(model, batch)               one forward pass; a sum
 
-Implementations: translation, pre-training and fine-tuning; `open.py` selects one by `run.task`. A
-task communicates only to prepare its data. Everything else is a pure function of the configuration
-and the data, so every rank gets the same values.
+`open.py` selects an implementation by `run.task`. A task communicates only to prepare its data.
+Everything else is a pure function of the configuration and the data, equal on every rank.
 """
 
 from __future__ import annotations
@@ -41,11 +40,8 @@ class Task(Protocol):
         """Return a new model on the meta device, in training mode, with `requires_grad` set."""
 
     def init_param(self, name: str, shape: torch.Size) -> Tensor:
-        """Return the full initial value of the parameter or buffer `name`, on the CPU.
-
-        From (seed, name) only, or a view of the file that the run initializes from: a rank can fill
-        its shard without loading the whole model.
-        """
+        """Return the full initial value of the parameter or buffer `name`, on the CPU, from (seed,
+        name) or the file that the run initializes from: a rank fills its shard from this alone."""
 
     def is_saved(self, name: str) -> bool:
         """Whether checkpoints contain `name`. Other tensors keep their initial value."""

@@ -120,9 +120,9 @@ def test_new_leader_with_a_wrong_clock_counts_no_gap() -> None:
     assert set_back.summary(0.0)["wall_s"] == pytest.approx(3600)
 
 
-def test_gap_category() -> None:
+def test_the_time_since_an_earlier_start_counts_as_down() -> None:
     saved = Ledger(0.0).to_json(1.0, wall_clock_s=100.0)
-    assert Ledger.from_json(saved, 0.0, wall_clock_s=103.0, gap="regrouping").summary(0.0)["regrouping_s"] == 3.0
+    assert Ledger.from_json(saved, 0.0, wall_clock_s=103.0).summary(0.0)["down_s"] == 3.0
 
 
 def test_no_time_has_passed() -> None:

@@ -31,11 +31,10 @@ Messages = dict[tuple[str, str], str]  # (catalogue, English) -> the language's 
 
 
 def read_catalogues(paths: Sequence[str], source: str, target: str) -> tuple[Pairs, dict[str, int]]:
-    """Return the pairs, and the number of dropped pairs by reason.
+    """Return the pairs, and the number of dropped pairs by reason. DataError.
 
     paths  .mo files, or folders with LANGUAGE/LC_MESSAGES/*.mo; empty: LOCALES. If neither language
            is English, folders only: a file does not contain its language
-    DataError if a language has no catalogue, or a catalogue is damaged.
     """
     if source == target:
         raise DataError(f"source and target are both {source!r}", "data.source, data.target", "name two languages")

@@ -1,9 +1,9 @@
 """A generated parallel corpus, without a download: values of Unicode CLDR in two languages.
 
-CLDR (in the package `babel`) has names of languages, countries, currencies, units and cities, and
-patterns for dates, times, amounts of money, durations and lists, in several hundred languages. A
-name is a pair by itself; a *value* (a day, an amount of money, a set of countries) becomes one when
-cldr_format.py formats it in both languages.
+CLDR (in the package `babel`) has names (of languages, countries, currencies, units, cities) and
+patterns (for dates, times, money, durations, lists) in several hundred languages. A name is a pair
+by itself; a *value* (a day, an amount, a set of countries) becomes one when cldr_format.py formats
+it in both languages.
 
     family -> values -> forms of a value (long, short, ...) -> (source, target)
 
@@ -162,7 +162,7 @@ def split_duration(duration: int, units: Sequence[str], limit: int) -> Parts | N
 
 
 def durations(rng: Random, shared: SharedCodes) -> Values:
-    """Durations. 90 minutes equals 1 hour and 30 minutes: a value has all combinations of units."""
+    """Durations in all combinations of units: 90 minutes equals 1 hour and 30 minutes."""
 
     def duration() -> tuple[str, int]:
         units, limit = list(UNIT_COMBINATIONS.items())[below(rng, len(UNIT_COMBINATIONS))]
@@ -324,9 +324,9 @@ def generate_sentences(values: Values, collector: Collector, rng: Random, held_o
 def generate_pairs(source: str, target: str, *, limit: int, held_out: int) -> GeneratedPairs:
     """Generate pairs for two of CLDR's languages, by their codes (en, pt_BR, zh_Hant).
 
-    limit      maximum number of training pairs; 0: all (MAX_PAIRS)
+    limit      maximum number of training pairs; 0: all (MAX_PAIRS); 120,000 take about 4 s
     held_out   pairs in validation and in test; independent of `limit`
-    DataError if CLDR lacks a language, or most of its data. 120,000 pairs take about 4 s on a core.
+    DataError if CLDR lacks a language, or most of its data.
     """
     if locale(source) == locale(target):
         raise DataError(f"source and target are both {source!r}", "data.source, data.target", "name two languages")

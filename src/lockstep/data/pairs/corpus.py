@@ -79,7 +79,7 @@ def read_corpus(data: config.DataOptions) -> Corpus:
 
 
 def read_splits(data: config.DataOptions) -> tuple[dict[str, Pairs], dict[str, int]]:
-    """Return the splits of the source, unchanged, and the dropped pairs of its reader by reason."""
+    """Return the splits of the source, and the pairs that its reader dropped, by reason."""
     if data.kind == "cldr":
         generated = cldr.generate_pairs(data.source, data.target, limit=data.pairs, held_out=data.held_out)
         held_out = {"validation": generated.validation, "test": generated.test} if data.held_out else {}
@@ -90,9 +90,6 @@ def read_splits(data: config.DataOptions) -> tuple[dict[str, Pairs], dict[str, i
     if data.kind == "gettext":
         pairs, left_out = catalogues.read_catalogues(data.train, data.source, data.target)
         return {"train": pairs}, left_out
-    if not data.dataset:
-        what = "data.kind=huggingface needs data.dataset"
-        raise ConfigError(what, describe_source(data), "for example data.dataset=Helsinki-NLP/opus_books data.subset=en-it")
     return importlib.import_module("lockstep.data.pairs.huggingface").read_dataset(data), {}
 
 
@@ -106,11 +103,9 @@ def clean(pairs: Pairs, left_out: Counter[str]) -> Pairs:
 
 
 def hold_out(pairs: Pairs, size: int, *, parts: int, where: str) -> tuple[Pairs, ...]:
-    """Return (remaining pairs, part 1, .., part `parts`), each with `size` pairs, in corpus order.
-
-    Source texts are taken in the order of their hashes. A group of pairs with equal source text
-    that does not fit into a part stays in training. DataError if the parts take more than half.
-    """
+    """Return (remaining pairs, part 1, .., part `parts`) in corpus order, each part with `size` pairs,
+    taken by the hash of the source text. A group of pairs with equal source text that does not fit
+    into a part stays in training. DataError if the parts take more than half."""
     if 2 * parts * size > len(pairs):
         what = f"{len(pairs):,} pairs are too few to hold out {parts} times {size:,}"
         raise DataError(what, where, f"set data.held_out to {max(1, len(pairs) // (8 * parts)):,}, or give validation and test files")
@@ -124,14 +119,13 @@ def hold_out(pairs: Pairs, size: int, *, parts: int, where: str) -> tuple[Pairs,
             space[part] -= groups[source]
         if not any(space):
             break
-    split: tuple[Pairs, ...] = tuple([] for _ in range(parts + 1))
+    splits: tuple[Pairs, ...] = tuple([] for _ in range(parts + 1))
     for pair in pairs:
-        split[part_of.get(pair[0], 0)].append(pair)
-    return split
+        splits[part_of.get(pair[0], 0)].append(pair)
+    return splits
 
 
 def digest(splits: dict[str, Pairs]) -> str:
-    """Return the hex sha256 of all texts of all splits, in order."""
     total = hashlib.sha256()
     for split in SPLITS:
         total.update(f"{split} {len(splits[split])}\n".encode())
@@ -140,10 +134,10 @@ def digest(splits: dict[str, Pairs]) -> str:
 
 
 def fingerprint(data: config.DataOptions) -> str:
-    """Return the hex sha256 of the sources of the corpus, without parsing them.
+    """Return the hex sha256 of the sources of the corpus, without parsing them. DataError.
 
     cldr: versions, CLDR data, options. files, gettext, local datasets: bytes of the files. Hub
-    datasets: name and options only, so that a prepared run resumes without network. DataError.
+    datasets: name and options only, so that a prepared run resumes without network.
     """
     total = hashlib.sha256(json.dumps({k: v for k, v in asdict(data).items() if k not in (*SPLITS, "dataset", "max_tokens")}).encode())
     if data.kind == "cldr":

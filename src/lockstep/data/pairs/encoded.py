@@ -22,7 +22,7 @@ SIDES = ("source", "target")
 
 
 def write_side(folder: Path, split: str, side: str, rows: Iterable[list[int]], vocab_size: int) -> list[Path]:
-    """Write and sync one side of a split; return the files. Uses 16-bit ids if possible."""
+    """Write and sync one side of a split, with 16-bit ids if possible; return the files."""
     ids, ends = array("H" if vocab_size <= 1 << 16 else "I"), array("q", [0])
     for row in rows:
         ids.extend(row)
@@ -55,8 +55,8 @@ class EncodedPairs:
                 try:
                     loaded.append(np.load(path, mmap_mode="r"))
                 except (OSError, ValueError) as error:
-                    hint = "remove its folder to prepare it again"
-                    raise DataError(f"{path} cannot be opened: {error}", "a file of the prepared corpus", hint) from None
+                    what = f"{path} cannot be opened: {error}"
+                    raise DataError(what, "a file of the prepared corpus", "remove its folder to prepare it again") from None
         offsets = [np.asarray(o, dtype=np.int64) for o in arrays["offsets"]]
         if len({len(o) for o in offsets}) > 1 or any(o[-1] != len(i) for o, i in zip(offsets, arrays["ids"], strict=True)):
             raise DataError(f"the arrays of {split} are inconsistent", str(folder), "remove the folder to prepare the corpus again")

@@ -20,12 +20,9 @@ from lockstep.errors import ConfigError, DataError
 
 def read_dataset(data: DataOptions) -> dict[str, Pairs]:
     """Return the pairs of each split that exists. A cached dataset does not contact the hub.
-
-    data.dataset  on the hub, or a folder: of `save_to_disk`, or with parquet, jsonl, csv files
-    ConfigError, DataError: no such dataset, subset, split or column.
-    """
-    source, target, where = data.source, data.target, f"data.dataset={data.dataset} data.subset={data.subset}"
-    dataset = load(data.dataset, data.subset, where)
+    ConfigError, DataError: no such dataset, subset, split or column."""
+    source, target, where = data.source, data.target, describe(data.dataset, data.subset)
+    dataset = load(data.dataset, data.subset)
     pairs = {}
     for ours, wanted in choose_splits(requested_splits(data), list(dataset), where).items():
         split = dataset[wanted]
@@ -64,25 +61,28 @@ def requested_splits(data: DataOptions) -> dict[str, str]:
 
 
 def splits_of(data: DataOptions) -> dict[str, str]:
-    where = f"data.dataset={data.dataset} data.subset={data.subset}"
-    return choose_splits(requested_splits(data), list(load(data.dataset, data.subset, where)), where)
+    return choose_splits(requested_splits(data), list(load(data.dataset, data.subset)), describe(data.dataset, data.subset))
+
+
+def describe(name: str, subset: str) -> str:
+    return f"data.dataset={name} data.subset={subset}"
 
 
 def read_column(name: str, subset: str, split: str, column: str) -> Iterator[tuple[int, str]]:
-    """Yield (number, text) of each row of a split; skip rows without a text.
-    DataError: no such dataset or column."""
-    where = f"data.dataset={name} data.subset={subset}"
-    rows = load(name, subset, where)[split]
+    """Yield (number, text) of each row with a text. DataError: no such dataset or column."""
+    rows = load(name, subset)[split]
     if column not in rows.column_names:
-        raise DataError(f"no column {column!r}, but {', '.join(rows.column_names)}", where, "set data.column to one of its columns")
+        what = f"no column {column!r}, but {', '.join(rows.column_names)}"
+        raise DataError(what, describe(name, subset), "set data.column to one of its columns")
     for number, row in enumerate(rows.select_columns([column])):
         if isinstance(text := row[column], str):
             yield number, text
 
 
 @lru_cache(maxsize=1)  # a run reads its dataset several times, and each load contacts the hub
-def load(name: str, subset: str, where: str) -> datasets.DatasetDict:
-    """Load the dataset. Without splits, it becomes the split train. DataError if it fails."""
+def load(name: str, subset: str) -> datasets.DatasetDict:
+    """Load a dataset of the hub, a folder of `save_to_disk`, or one with parquet, jsonl or csv files.
+    A dataset without splits becomes the split train. DataError."""
     folder = Path(name)
     try:
         if folder.is_dir() and ((folder / "dataset_dict.json").exists() or (folder / "state.json").exists()):
@@ -91,7 +91,6 @@ def load(name: str, subset: str, where: str) -> datasets.DatasetDict:
             dataset = datasets.load_dataset(name, subset or None)
         return datasets.DatasetDict({"train": dataset}) if isinstance(dataset, datasets.Dataset) else dataset
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        reason = " ".join(str(error).split())
-        what = f"the dataset cannot be loaded: {reason[:300]}"
+        what = f"the dataset cannot be loaded: {' '.join(str(error).split())[:300]}"
         hint = "check the name and the network; a folder of `save_to_disk`, or one with parquet files, needs no network"
-        raise DataError(what, where, hint) from error
+        raise DataError(what, describe(name, subset), hint) from error

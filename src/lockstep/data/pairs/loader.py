@@ -21,17 +21,14 @@ class PairBatch:
 
 
 class PairLoader:
-    """Micro-batches of `pairs` in `order`, on `device`. Stateless: steps in any order.
-
-    fixed_shapes  pad each micro-batch to the shape of its bucket, for torch.compile; else to its
-                  longest sentence
-    """
+    """Micro-batches of `pairs` in `order`, on `device`. Stateless: steps in any order. Padded to the
+    longest sentence, or with `fixed_shapes`, for torch.compile, to the shape of the bucket."""
 
     def __init__(self, pairs: EncodedPairs, order: BucketOrder, device: torch.device, *, fixed_shapes: bool = False) -> None:
         self.pairs, self.order, self.device, self.fixed_shapes = pairs, order, device, fixed_shapes
 
     def tokens_in_step(self, step: int) -> int:
-        """Number of target tokens of the step, END included, over all micro-batches."""
+        """Return the number of target tokens of the step, END included."""
         ids = np.concatenate([self.order.ids(step, k) for k in range(self.order.micro_batches)])
         return int(self.pairs.lengths[ids, 1].sum())
 

@@ -14,14 +14,14 @@ from functools import partial
 from pathlib import Path
 
 from lockstep.config import schema as config
-from lockstep.data.manifest import MANIFEST, matches_prepared, read_manifest, verify_files
+from lockstep.data.manifest import matches_prepared, open_manifest, write_manifest
 from lockstep.data.pairs import corpus
 from lockstep.data.pairs.corpus import SPLITS, Corpus, CorpusReport
 from lockstep.data.pairs.encoded import SIDES, EncodedPairs, write_side
 from lockstep.data.pairs.textfiles import Pairs
 from lockstep.data.tokenizer import Tokenizer
 from lockstep.errors import DataError
-from lockstep.files import sha256_file, write_atomic, write_json
+from lockstep.files import write_atomic
 
 log = logging.getLogger("lockstep")
 
@@ -49,7 +49,7 @@ class PreparedPairs:
 def prepare(data: config.DataOptions, options: config.TokenizerOptions, folder: Path) -> None:
     """For rank 0: prepare the corpus under `folder`, and the manifest last. If they exist, only
     compare the settings. DataError if another corpus is there, or this one cannot be read."""
-    # What the files depend on, besides the corpus.
+    # The files depend on the corpus and on these settings.
     settings = {"max_tokens": data.max_tokens, **{f"tokenizer.{name}": value for name, value in asdict(options).items()}}
     if matches_prepared(folder, settings, "corpus", partial(corpus.fingerprint, data)):
         return
@@ -74,15 +74,8 @@ def prepare(data: config.DataOptions, options: config.TokenizerOptions, folder: 
         what = f"no training pair has at most {data.max_tokens} tokens"
         raise DataError(what, "data.max_tokens", "increase it, or split the text into sentences")
     log.info("tokenizer: %d entries (%s, %d asked for)", tokenizer.vocab_size, options.kind, options.vocab_size)
-    manifest = {
-        "corpus": text.fingerprint,
-        "tokenizer": tokenizer.fingerprint,
-        "asked": settings,
-        "report": asdict(report),
-        "too_long": too_long,
-        "files": {path.name: sha256_file(path) for path in [folder / "tokenizer.json", *files]},
-    }
-    write_json(folder / MANIFEST, manifest)
+    fingerprints = {"corpus": text.fingerprint, "tokenizer": tokenizer.fingerprint}
+    write_manifest(folder, [folder / "tokenizer.json", *files], **fingerprints, asked=settings, report=asdict(report), too_long=too_long)
 
 
 def write_arrays(folder: Path, text: Corpus, tokenizer: Tokenizer, max_tokens: int) -> tuple[list[Path], dict[str, int]]:
@@ -107,8 +100,7 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> Iterator[list[int]]:
 
 def open_prepared(folder: Path) -> PreparedPairs:
     """Open the corpus under `folder` and verify every file: about 1 s per gigabyte. DataError."""
-    manifest = read_manifest(folder)
-    verify_files({folder / name: digest for name, digest in manifest["files"].items()}, folder)
+    manifest = open_manifest(folder)
     settings = json.dumps(manifest["asked"], sort_keys=True)
     return PreparedPairs(
         folder=folder,

@@ -15,17 +15,14 @@ from typing import Any
 
 from lockstep.errors import DataError, UsageError
 from lockstep.files import parse_json
+from lockstep.units import shorten
 
 Pairs = list[tuple[str, str]]
 
 
 def read_pairs(paths: Sequence[str], source: str, target: str, split: str) -> Pairs:
-    """Return the pairs of one split, including empty lines.
-
-    paths  source and target text file; or one .tsv or .jsonl; each may end in .gz
-    split  train, validation or test, for error messages
-    DataError: wrong, unreadable or not UTF-8 files, sides of different length, a missing side.
-    """
+    """Return the pairs of `split`, including empty lines, from a source and a target text file, or
+    one .tsv or .jsonl. DataError: unreadable or not UTF-8, sides of different length or missing."""
     if len(paths) == 2:
         return pair_lines(Path(paths[0]), Path(paths[1]))
     kind = Path(paths[0]).name.removesuffix(".gz").rpartition(".")[2] if len(paths) == 1 else ""
@@ -93,7 +90,6 @@ def pair_lines(source: Path, target: Path) -> Pairs:
 
 
 def pairs_of_tsv(path: Path, source: str, target: str) -> Pairs:
-    """Read two columns, source and target; or columns named in a header."""
     rows = [line.split("\t") for line in read_lines(path)]
     left, right, first = 0, 1, 0
     if rows and {source, target} <= set(rows[0]):
@@ -110,17 +106,14 @@ def pairs_of_tsv(path: Path, source: str, target: str) -> Pairs:
 
 
 def pairs_of_jsonl(path: Path, source: str, target: str) -> Pairs:
-    """Read one JSON object per line, as for `sides_of`. An empty line is an empty pair."""
-    pairs = []
-    for number, line in enumerate(read_lines(path), start=1):
-        where = f"{path}, line {number:,}"
-        pairs.append(sides_of(parse_json_line(line, where) if line.strip() else {source: "", target: ""}, source, target, where))
-    return pairs
+    """Read one JSON object per line. An empty line is an empty pair."""
+    lines = [(f"{path}, line {number:,}", line) for number, line in enumerate(read_lines(path), start=1)]
+    return [sides_of(parse_json_line(line, where), source, target, where) if line.strip() else ("", "") for where, line in lines]
 
 
 def sides_of(record: Any, source: str, target: str, where: str) -> tuple[str, str]:
     """Return both texts of a record: {"en": .., "it": ..}, also under the key "translation", or
-    {"source": .., "target": ..}. null counts as empty text. DataError: no such columns."""
+    {"source": .., "target": ..}. A null is an empty text. DataError: no such columns."""
     inner = record.get("translation", record) if isinstance(record, dict) else {}
     for left, right in ((source, target), ("source", "target")):
         if isinstance(inner, dict) and left in inner and right in inner:
@@ -130,8 +123,3 @@ def sides_of(record: Any, source: str, target: str, where: str) -> tuple[str, st
             raise DataError(f"the texts are {type(a).__name__} and {type(b).__name__}", where, "both sides must be strings")
     columns = ", ".join(map(str, inner)) if isinstance(inner, dict) and inner else shorten(record)
     raise DataError(f"no columns {source!r} and {target!r}, but {columns}", where, "set data.source and data.target to existing columns")
-
-
-def shorten(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:97]}..."

@@ -6,8 +6,7 @@
 
 The chat template of the model renders a chat, which is tokenized as a whole. The ids before an
 answer must equal the ids of its prompt at generation. The loss mask of an answer includes the token
-that ends the turn. A part of a chat that the template does not render (tools, names, a role) is an
-error.
+that ends the turn. A part that the template does not render (tools, names, a role) is an error.
 """
 
 from __future__ import annotations

@@ -39,10 +39,9 @@ class Document:
 
 
 def documents(data: config.DataOptions, inside: bool | None = None) -> Iterator[tuple[Split, Document]]:
-    """Yield every document that is not empty, with its split, in a fixed order.
+    """Yield every document that is not empty, with its split, in a fixed order. DataError.
 
     inside  hold out parts of documents instead of whole ones; None: as `held_inside` decides
-    DataError if a source is missing, damaged or not text.
     """
     named = splits_of(data)
     missing: list[Split] = [split for split in SPLITS[1:] if split not in named]

@@ -22,13 +22,13 @@ from typing import Any
 import tokenizers
 
 from lockstep.config.schema import RunConfig, TokenizerOptions
-from lockstep.data.manifest import MANIFEST, matches_prepared, read_manifest, verify_files
+from lockstep.data.manifest import matches_prepared, open_manifest, verify_file, write_manifest
 from lockstep.data.text.chat_tokenizer import ChatTokenizer
 from lockstep.data.text.documents import SPLITS, Document, Split, in_groups
 from lockstep.data.text.token_stream import TokenStream, TokenStreamWriter
 from lockstep.data.tokenizer import Tokenizer
 from lockstep.errors import DataError
-from lockstep.files import sha256_file, write_json
+from lockstep.files import sha256_file
 from lockstep.units import format_bytes, format_count
 
 log = logging.getLogger("lockstep")
@@ -90,7 +90,7 @@ def prepare(
     samples  yields the samples, and counts dropped ones by reason
     DataError: other data is in the folder, the source cannot be read, or a split is empty.
     """
-    # What the streams depend on, besides their source.
+    # The streams depend on their source and on these settings.
     data = {f"data.{k}": v for k, v in asdict(run.data).items() if k in ("kind", "column", "held_out_share", "pairs")}
     options = {f"tokenizer.{k}": v for k, v in asdict(run.tokenizer).items() if k in ("vocab_size", "min_frequency")}
     seq_len = {"batch.seq_len": run.batch.seq_len} if run.task == "sft" else {}
@@ -122,22 +122,14 @@ def prepare(
         log.info("%s: %s", split, figures)
     for reason, count in dropped.items():
         log.info("dropped: %d %s", count, reason)
-    manifest = {
-        "corpus": run.data.kind,
-        "tokenizer": sha256_file(tokenizer.folder / "tokenizer.json"),
-        "asked": settings,
-        "report": report | {"left_out": dict(dropped)},
-        "files": {path.name: sha256_file(path) for path in files},
-    }
-    write_json(folder / MANIFEST, manifest)
+    facts = {"corpus": run.data.kind, "tokenizer": sha256_file(tokenizer.folder / "tokenizer.json")}
+    write_manifest(folder, files, **facts, asked=settings, report=report | {"left_out": dict(dropped)})
 
 
 def open_prepared(folder: Path, tokenizer: ChatTokenizer) -> PreparedText:
     """Open the data under `folder` and verify every file: about 1 s per gigabyte. DataError."""
-    manifest = read_manifest(folder)
-    expected = {folder / name: digest for name, digest in manifest["files"].items()}
-    expected[tokenizer.folder / "tokenizer.json"] = manifest["tokenizer"]
-    verify_files(expected, folder)
+    manifest = open_manifest(folder)
+    verify_file(tokenizer.folder / "tokenizer.json", manifest["tokenizer"], folder)
     return PreparedText(
         folder,
         tokenizer,

@@ -414,5 +414,4 @@ def test_datasets_that_do_not_fit_are_refused(hub: Path, tmp_path: Path, monkeyp
     refused(books(hub / "splits", test=("dev",)), "no split 'dev', but train, validation", "data.test")
     refused(books(tmp_path / "absent"), "cannot be loaded", "absent")
     refused(books(tmp_path), "cannot be loaded")
-    refused(config.DataOptions(kind="huggingface"), "needs data.dataset", kind=ConfigError)
     refused(books(hub / "splits", test=("a", "b")), "several splits", kind=ConfigError)
