@@ -17,7 +17,6 @@ import pytest
 from babel.messages.catalog import Catalog
 from babel.messages.mofile import write_mo
 
-from lockstep.config import schema as config
 from lockstep.config.schema import DataOptions
 from lockstep.data.pairs import catalogues, corpus
 from lockstep.data.pairs.corpus import read_corpus
@@ -260,7 +259,7 @@ def gettext(*train: Path, target: str = "it", held_out: int = 1, source: str = "
     return DataOptions(kind="gettext", source=source, target=target, train=tuple(map(str, train)), held_out=held_out)
 
 
-FIVE = {f"The file number {i} is not there": f"Il file numero {i} non è presente" for i in range(9)}
+FIVE = {f"The file number {i} was not found": f"Il file numero {i} non è presente" for i in range(9)}
 
 
 def test_catalogues_are_read_in_place(tmp_path: Path) -> None:
@@ -283,7 +282,7 @@ def test_messages_that_are_not_sentences_are_dropped_and_counted(tmp_path: Path)
         "A line\nthat is   broken in two": "Una riga\nche è spezzata in due",
     }
     compiled(tmp_path / "it/LC_MESSAGES/one.mo", {**FIVE, **messages})
-    compiled(tmp_path / "it/LC_MESSAGES/two.mo", {"The file number 0 is not there": "Un'altra traduzione"})
+    compiled(tmp_path / "it/LC_MESSAGES/two.mo", {"The file number 0 was not found": "Un'altra traduzione"})
     loaded = read_corpus(gettext(tmp_path))
     assert loaded.report.left_out == {"fewer than 5 words": 1, "other placeholders": 1, "not translated": 1, "the same source again": 1}
     extra = set(all_pairs(loaded)) - set(FIVE.items())
