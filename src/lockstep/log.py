@@ -16,8 +16,8 @@ from pathlib import Path
 FLUSH_TIMEOUT_S = 1.0
 
 
-def set_up_logging(*, rank: int = 0, file: Path | None = None, level: int = logging.INFO) -> None:
-    """Send records from `level` on to stderr (rank 0 only), and all records to `file`."""
+def set_up_logging(*, rank: int = 0, file: Path | None = None) -> None:
+    """Send records from INFO on to stderr (rank 0 only), and all records to `file`."""
     log = logging.getLogger("lockstep")
     log.setLevel(logging.DEBUG)
     log.propagate = False
@@ -26,7 +26,7 @@ def set_up_logging(*, rank: int = 0, file: Path | None = None, level: int = logg
         handler.close()
     if rank == 0:
         terminal = logging.StreamHandler(sys.stderr)
-        terminal.setLevel(level)
+        terminal.setLevel(logging.INFO)
         terminal.setFormatter(logging.Formatter("%(message)s"))
         log.addHandler(terminal)
     if file is not None:

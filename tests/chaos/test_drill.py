@@ -99,9 +99,9 @@ def test_a_drill_waits_while_the_run_makes_progress_and_times_out_without(tmp_pa
     with DrillRun(words, tmp_path / "run", 1, socket.gethostname()) as run:
         run.wait_for(lambda: bool(committed_steps(tmp_path / "run" / "checkpoints")), "the first checkpoint")
         run.patience_s = 0.3
-        began_s = time.monotonic()
+        start_s = time.monotonic()
         run.wait_for(lambda: committed_steps(tmp_path / "run" / "checkpoints")[-1] >= 8, "step 8")
-        assert time.monotonic() - began_s > 2 * run.patience_s, "a fixed patience would have given up"
+        assert time.monotonic() - start_s > 2 * run.patience_s, "a fixed patience would have given up"
         run.kill(run.members(), signal.SIGSTOP)
         with pytest.raises(LockstepError, match=r"timed out waiting for step 1000: the run has made no progress for"):
             run.wait_for(lambda: False, "step 1000")

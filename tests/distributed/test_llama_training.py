@@ -41,7 +41,7 @@ from lockstep.models.llama_io import load_llama, open_weights
 from lockstep.models.lora import LoRAConfig, merged_weights
 from lockstep.record.metrics import read_metrics
 from lockstep.tasks.evaluate import evaluate, evaluate_at_end
-from lockstep.tasks.pretraining import prepare as prepare_language
+from lockstep.tasks.language_model import prepare_documents
 from lockstep.tasks.text_evaluator import windows
 from lockstep.train import train
 from lockstep.training.setup import lock_run_folder
@@ -308,7 +308,7 @@ def test_one_file_is_enough_and_holding_out_is_optional(corpus: Path, tmp_path: 
     text = "\n".join(json.loads(line)["text"] for line in corpus.read_text().splitlines())
     (tmp_path / "one.txt").write_text(text)
     flags = {**TEXT, "data.train": str(tmp_path / "one.txt")}
-    prepare_language(run_of(flags), tmp_path / "inside")
+    prepare_documents(run_of(flags), tmp_path / "inside")
     prepared = open_prepared(tmp_path / "inside/data", ChatTokenizer.load(tmp_path / "inside/tokenizer", {}))
     assert (
         len(prepared.train) == len(prepared.validation) == len(prepared.test) == 1 and prepared.train.tokens > 6 * prepared.test.tokens > 0
@@ -331,7 +331,7 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused_before_data_is_prepare
     tokenizer.inner.add_tokens(["<extra>"])
     tokenizer.inner.save(str(tmp_path / "hub/tokenizer.json"))
     with pytest.raises(DataError, match=r"the tokenizer has ids up to 300, the embedding of the model 300 rows"):
-        prepare_language(run_of({**TEXT, "data.train": str(corpus), "llama.init_from": str(tmp_path / "hub")}), tmp_path / "run")
+        prepare_documents(run_of({**TEXT, "data.train": str(corpus), "llama.init_from": str(tmp_path / "hub")}), tmp_path / "run")
     assert not (tmp_path / "run/data").exists()
 
 

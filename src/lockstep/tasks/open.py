@@ -8,12 +8,10 @@ from lockstep.config.schema import RunConfig
 from lockstep.data.pairs import prepare
 from lockstep.data.text import prepare as text_prepare
 from lockstep.data.text.chat_tokenizer import ChatTokenizer
-from lockstep.data.text.packing import CutRows, PackedRows
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.models.llama_io import TOKENIZER, read_model
-from lockstep.tasks import finetuning, pretraining
 from lockstep.tasks.evaluator import Evaluator
-from lockstep.tasks.pretraining import LanguageModelTask
+from lockstep.tasks.language_model import LanguageModelTask
 from lockstep.tasks.task import Task
 from lockstep.tasks.text_evaluator import LlamaEvaluator
 from lockstep.tasks.translation import TranslationTask
@@ -22,12 +20,9 @@ from lockstep.tasks.translation_evaluator import TranslationEvaluator
 
 def open_task(run: RunConfig, folder: Path, runtime: ElasticRuntime) -> Task:
     """Collective. Return the task of the run, with prepared data. DataError."""
-    length = run.batch.seq_len
-    if run.task == "pretrain":
-        return LanguageModelTask.open(run, folder, runtime, pretraining.prepare, lambda data: CutRows(data.train, length))
-    if run.task == "sft":
-        return LanguageModelTask.open(run, folder, runtime, finetuning.prepare, lambda data: PackedRows(data.train, length, seed=run.seed))
-    return TranslationTask.open(run, folder, runtime)
+    if run.task == "translate":
+        return TranslationTask.open(run, folder, runtime)
+    return LanguageModelTask.open(run, folder, runtime)
 
 
 def open_evaluator(run: RunConfig, folder: Path) -> Evaluator:

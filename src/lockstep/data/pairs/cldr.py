@@ -39,7 +39,7 @@ GENERATOR = 1  # part of the fingerprint: increment it when the generated senten
 MAX_PAIRS = 400_000  # number of pairs with `limit=0`; the ranges of the families below are sized for it
 
 TRAINING_ONLY = {"minutes"}  # 3:05 PM occurs in dates too, so it would not be an unseen value
-MAX_NAMES = 0.1  # share of names in the training pairs, to keep a small corpus balanced
+NAMES_SHARE = 0.1  # of the training pairs at most, to keep a small corpus balanced
 FORMS_OF_A_VALUE = 3  # per training value: more values teach more than more forms
 
 DAY_STYLES = (("full", "short"), ("long", "full"), ("medium", "long"), ("short", "medium"), ("yMMMEd", "full"))  # alone, with a time
@@ -333,7 +333,7 @@ def generate_pairs(source: str, target: str, *, limit: int, held_out: int) -> Ge
     collector = Collector(LocaleFormatter(locale(source)), LocaleFormatter(locale(target)))
     limit = limit or MAX_PAIRS
     dictionary = [pair for x, y in names(collector.source, collector.target) if (pair := collector.add(x, y))]
-    train, validation, test = shuffled(Random("names"), dictionary)[: int(MAX_NAMES * limit)], list[Pair](), list[Pair]()
+    train, validation, test = shuffled(Random("names"), dictionary)[: int(NAMES_SHARE * limit)], list[Pair](), list[Pair]()
     collector.left_out["names beyond their share"] = len(dictionary) - len(train)
     shared = SharedCodes.of(collector.source, collector.target)
     draws = {family: Random(f"{family} {GENERATOR}") for family in FAMILIES}

@@ -1,4 +1,5 @@
-"""Pre-training of a Llama, or continued pre-training, on concatenated documents cut into rows."""
+"""Training of a Llama. Pre-training (or continued pre-training) cuts concatenated documents into
+rows; supervised fine-tuning packs whole chats into rows, and its loss covers the answers only."""
 
 from __future__ import annotations
 
@@ -18,32 +19,34 @@ from lockstep.config.schema import RunConfig
 from lockstep.data.manifest import MANIFEST
 from lockstep.data.order import UniformOrder
 from lockstep.data.text import prepare as data
-from lockstep.data.text.chat_tokenizer import ChatTokenizer
+from lockstep.data.text.chat_samples import chat_samples, chats
+from lockstep.data.text.chat_template import renderer
+from lockstep.data.text.chat_tokenizer import ChatTokenizer, optional_json
 from lockstep.data.text.documents import documents, held_inside, source_of
 from lockstep.data.text.packing import CutRows, PackedRows, RowLoader, TextBatch
+from lockstep.data.tokenizer import CHAT_SPECIALS, CHAT_TEMPLATE
 from lockstep.elastic.collectives import assert_equal_on_all_ranks, run_on_rank0
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import DataError
+from lockstep.files import write_atomic, write_json
 from lockstep.models.initial_weights import InitialWeights, write_model_json
 from lockstep.models.llama_io import TOKENIZER, open_weights
 
 log = logging.getLogger("lockstep")
 
-Prepare = Callable[[RunConfig, Path], None]
-RowsOf = Callable[[data.PreparedText], CutRows | PackedRows]
-
 
 @dataclass(frozen=True)
 class LanguageModelTask:
-    """A Llama and its rows. Pre-training and fine-tuning differ only in the rows."""
+    """A Llama and its rows."""
 
     initial_weights: InitialWeights
     loader: RowLoader
     fingerprints: Mapping[str, str]
 
     @classmethod
-    def open(cls, run: RunConfig, folder: Path, runtime: ElasticRuntime, prepare: Prepare, rows_of: RowsOf) -> Self:
+    def open(cls, run: RunConfig, folder: Path, runtime: ElasticRuntime) -> Self:
         """Collective. Return the task over the rows of prepared data; rank 0 prepares it."""
+        prepare = prepare_chats if run.task == "sft" else prepare_documents
         run_on_rank0(runtime, lambda: runtime.board.during("preparing")(prepare)(run, folder))
         tokenizer = ChatTokenizer.load(folder / TOKENIZER, {})
         prepared = data.open_prepared(folder / "data", tokenizer)
@@ -51,12 +54,13 @@ class LanguageModelTask:
         start = run_on_rank0(runtime, lambda: runtime.board.during("preparing")(write_model_json)(initial_weights, folder))
         fingerprints = prepared.fingerprints | {"start": start}
         assert_equal_on_all_ranks(runtime, fingerprints)
-        rows = rows_of(prepared)
+        length, stream = run.batch.seq_len, prepared.train
+        rows: CutRows | PackedRows = PackedRows(stream, length, seed=run.seed) if run.task == "sft" else CutRows(stream, length)
         if not len(rows):
-            what = f"the training text has fewer than {run.batch.seq_len} tokens, one row"
+            what = f"the training text has fewer than {length} tokens, one row"
             raise DataError(what, f"{folder / 'data'}; batch.seq_len", "lower it")
         k = run.batch.micro_batches
-        order = UniformOrder(len(rows), k * (run.batch.tokens // run.batch.seq_len), k, run.seed)
+        order = UniformOrder(len(rows), k * (run.batch.tokens // length), k, run.seed)
         return cls(initial_weights, RowLoader(rows, order, runtime.world.device), fingerprints)
 
     @property
@@ -80,7 +84,7 @@ class LanguageModelTask:
         return model(batch.tokens, batch.labels, batch.documents)
 
 
-def prepare(run: RunConfig, folder: Path) -> None:
+def prepare_documents(run: RunConfig, folder: Path) -> None:
     """For rank 0: prepare the tokenizer and the token streams of the run's documents."""
     inside = not (folder / "data" / MANIFEST).exists() and held_inside(run.data)
     if inside:
@@ -91,6 +95,18 @@ def prepare(run: RunConfig, folder: Path) -> None:
         return data.document_samples(tokenizer, documents(run.data, inside))
 
     data.prepare(run, folder / "data", partial(source_of, run.data), tokenizer, samples)
+
+
+def prepare_chats(run: RunConfig, folder: Path) -> None:
+    """For rank 0: prepare the tokenizer and the token streams of the run's chats."""
+    texts = (m.get("content") or "" for split, chat in chats(run.data, Counter()) if split == "train" for m in chat.messages)
+    tokenizer = with_template(tokenizer_of(run, folder, texts), folder / TOKENIZER)
+
+    def samples(left_out: Counter[str]) -> Iterator[data.Sample]:
+        return chat_samples(tokenizer, run.data, run.batch.seq_len, left_out)
+
+    data.prepare(run, folder / "data", partial(source_of, run.data), tokenizer, samples)
+    renderer.close()
 
 
 def tokenizer_of(run: RunConfig, folder: Path, texts: Iterable[str]) -> ChatTokenizer:
@@ -110,3 +126,18 @@ def tokenizer_of(run: RunConfig, folder: Path, texts: Iterable[str]) -> ChatToke
         hint = "resize it with transformers (model.resize_token_embeddings, save_pretrained), or remove the added tokens"
         raise DataError(what, f"{start.folder}; llama.init_from", hint)
     return tokenizer
+
+
+def with_template(tokenizer: ChatTokenizer, folder: Path) -> ChatTokenizer:
+    """Return the tokenizer with a chat template: the one it has, or Llama 3's if it has those
+    tokens. DataError otherwise."""
+    if tokenizer.template:
+        return tokenizer
+    ids = {token: tokenizer.inner.token_to_id(token) for token in CHAT_SPECIALS}
+    if missing := [token for token, number in ids.items() if number is None]:
+        what = f"the tokenizer has no chat template, and lacks {', '.join(missing)}, which Llama 3's template needs"
+        raise DataError(what, str(tokenizer.folder), "add a chat_template.jinja that uses its own tokens beside it")
+    eos_ids = [*sorted(tokenizer.eos_ids), ids[CHAT_SPECIALS[-1]]]
+    write_json(folder / "generation_config.json", optional_json(folder / "generation_config.json") | {"eos_token_id": eos_ids})
+    write_atomic(folder / "chat_template.jinja", CHAT_TEMPLATE)
+    return ChatTokenizer.load(folder, {})
