@@ -117,22 +117,22 @@ class AsyncSaver:
         return True
 
     def close(self) -> None:
+        """Wait for the save in progress; raise its error, or the first one that was not returned."""
         self.wait()
         self._buffers = {}
-        if error := self.failure():
-            self._log_failures()
+        error = self.failure()
+        while later_error := self.failure():
+            log.error("%s", later_error)
+        if error:
             raise error
-
-    def _log_failures(self) -> None:
-        while error := self.failure():
-            log.error("%s", error)
 
     def __enter__(self) -> AsyncSaver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if error is None:
+        try:
             self.close()
-            return
-        self.wait()  # the error in progress is raised; a failed save is only logged
-        self._log_failures()
+        except Exception as failure:
+            if error is None:
+                raise
+            log.error("%s", failure)  # the error in progress is raised

@@ -67,8 +67,8 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    for add in (add_train, add_run, add_launch, add_status, add_drill, add_evaluate, add_translate, add_generate, add_checkpoint):
-        add(commands)
+    add_training_commands(commands)
+    add_checkpoint_commands(commands)
     return parser
 
 
@@ -85,7 +85,8 @@ def add_command(commands: Commands, name: str, help: str, *, takes_target: bool 
     return command.add_argument
 
 
-def add_train(commands: Commands) -> None:
+def add_training_commands(commands: Commands) -> None:
+    """Add the commands that start, stop, show and test training."""
     add = add_command(commands, "train", "train a run file or a function on all devices of this machine", takes_target=True)
     add("--out", type=Path, help="run folder (default: runs/NAME of the run file, or runs/default)")
     add("--workers", **WORKERS, help="worker processes on this machine (default: one per GPU, two on a CPU)")
@@ -94,16 +95,12 @@ def add_train(commands: Commands) -> None:
     add("--profile", default="", metavar="steps=A..B", help="write a trace and a time breakdown of these steps")
     add("--show", action="store_true", help="print every value with its origin, and exit")
 
-
-def add_run(commands: Commands) -> None:
     add = add_command(commands, "run", "run a script on all devices of this machine; its arguments follow FILE.py")
     add("file", metavar="FILE.py", help="script that every worker runs as python FILE.py ARGUMENTS")
     add("--out", type=Path, help="run folder (default: --out of the script's arguments, the folder of its Session, or runs/FILE)")
     add("--workers", **WORKERS, help="worker processes on this machine (default: one per GPU, two on a CPU)")
     add("--restart", **RESTART)
 
-
-def add_launch(commands: Commands) -> None:
     add = add_command(commands, "launch", "train on one or more hosts, and recover from lost workers and hosts", takes_target=True)
     add("--out", type=Path, help="run folder, on a disk that all hosts share (default: as for train)")
     add("--workers", **WORKERS, help="worker processes on this host, without --hosts (default: as for train)")
@@ -118,14 +115,10 @@ def add_launch(commands: Commands) -> None:
     add("--with-evaluator", action="store_true", help="score every checkpoint in a separate process; with --ssh on the first host")
     add("--stop", type=Path, metavar="RUN", help="ask the run in this folder to save and stop, from any host, and exit")
 
-
-def add_status(commands: Commands) -> None:
     add = add_command(commands, "status", "list the members of a run: hosts, process ids, roles and steps")
     add("folder", **RUN_FOLDER)
     add("--json", action="store_true", help="print JSON")
 
-
-def add_drill(commands: Commands) -> None:
     add = add_command(commands, "drill", "train with faults or other numbers of workers, and compare the hashes", takes_target=True)
     add("--workers", **WORKERS, help="worker processes on this machine (default: 3, or as the layout requires; self-check: 2)")
     help = "number of faults (default: 7, one of each kind); a function without --faults: self-check with 1 and N workers"
@@ -134,7 +127,8 @@ def add_drill(commands: Commands) -> None:
     add("--out", type=Path, help="new folder (default: runs/drill)")
 
 
-def add_evaluate(commands: Commands) -> None:
+def add_checkpoint_commands(commands: Commands) -> None:
+    """Add the commands that use the checkpoints of a run."""
     add = add_command(commands, "evaluate", "score the checkpoints of a run on its held-out data")
     add("folder", **RUN_FOLDER)
     add("--step", type=STEP, help="checkpoint to score (default: the newest)")
@@ -144,8 +138,6 @@ def add_evaluate(commands: Commands) -> None:
     add("--average", help="score the mean of the newest N checkpoints' weights", **AVERAGE)
     add("--workers", **WORKERS, help="worker processes that share the work (default: 1); the score is the same for any number")
 
-
-def add_translate(commands: Commands) -> None:
     add = add_command(commands, "translate", "translate a text, or lines from standard input")
     add("folder", **RUN_FOLDER)
     add("text", nargs="*", help="text to translate (default: lines from standard input)")
@@ -154,8 +146,6 @@ def add_translate(commands: Commands) -> None:
     add("--average", help="use the mean of the newest N checkpoints' weights", **AVERAGE)
     add("--compile", action="store_true", help="compile the decoder; faster for long files")
 
-
-def add_generate(commands: Commands) -> None:
     add = add_command(commands, "generate", "continue a text, or lines from standard input, with a Llama")
     add("folder", type=Path, metavar="RUN|HF-FOLDER", help="folder of a run or of a Hugging Face model")
     add("text", nargs="*", help="text to continue (default: lines from standard input)")
@@ -171,8 +161,6 @@ def add_generate(commands: Commands) -> None:
     add("--tensor", type=WORKERS["type"], default=1, metavar="T", help="split the model over T processes of this machine (default: 1)")
     add("--file", type=Path, help="read lines from this file instead of standard input")
 
-
-def add_checkpoint(commands: Commands) -> None:
     add = add_command(commands, "checkpoint", "list, verify, digest, import or export the checkpoints of a run")
     add("action", choices=["list", "verify", "digest", "import", "export"])
     add("folder", type=Path, metavar="RUN", help="run folder; import: a Hugging Face folder")

@@ -114,8 +114,8 @@ class Tracker:
             raise
 
     def take_over(self, step: int) -> None:
-        """If this process has become leader, write the steps that the previous leader did not
-        write, and record from `step` on. While that leader holds the lock, steps stay in memory."""
+        """If this process has become leader, write the steps that the previous leader did not, and
+        record from `step` on. While that leader holds the lock, steps stay in memory."""
         if self.leader or not self.is_leader():
             return
         lock = try_lock(self.folder / "tracker.lock")

@@ -10,8 +10,8 @@ it in both languages.
 Splits are by value: the value of a held-out sentence does not occur in training in any form. Names
 cannot be inferred: all of them are in training.
 
-The result does not depend on the clock, the machine or the order of a set. Randomness comes from
-`random.Random(text).random()` only, whose sequence Python guarantees.
+The result does not depend on the clock, the machine or the order of a set. All randomness is from
+`random.Random(text).random()`, whose sequence Python guarantees.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Chat templates, rendered in a separate process: untrusted code that could use all time or memory.
 
-One process renders all templates. It reads one JSON request per line and writes one JSON response
-per line. jinja's sandbox hides Python's internals. The kernel kills the process if a request takes
-CPU_S seconds of CPU time, and limits its memory to MEMORY_BYTES.
+The process reads a JSON request per line and writes a JSON response per line. jinja's sandbox hides
+Python's internals. The kernel kills the process after CPU_S seconds of CPU time in one request, and
+limits its memory to MEMORY_BYTES.
 """
 
 from __future__ import annotations

@@ -122,8 +122,8 @@ def read(data: config.DataOptions, split: Split, named: str) -> Iterator[Documen
 
 
 def source_of(data: config.DataOptions) -> dict[str, Any]:
-    """Return a description of the source, to be compared when a prepared run resumes. For files:
-    names, sizes and a hash of both ends, in order, without folders. DataError: missing."""
+    """Return a description of the source, to be compared when a prepared run resumes. Of files:
+    names without folders, sizes and a hash of both ends. DataError: missing."""
     if data.kind == "stdlib":
         return {"python": sys.version.split()[0]}
     if data.kind == "huggingface":
