@@ -252,11 +252,8 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview], fail_point: Fai
 
 
 def clear_target(target: Path) -> None:
-    """Free the name `target`, which something other than a checkpoint has.
-
-    Wait for another process that is between its rename and its marker; delete the folder of a
-    process that died there. A folder without a marker may have lost it: set it aside.
-    """
+    """Free the name of something other than a checkpoint: wait for another process that is between its
+    rename and its marker; delete the folder of a process that died there; set aside one without."""
     deadline = time.monotonic() + COMMITTER_TIMEOUT_S
     while not target.is_symlink() and is_unfinished(target):
         if discard(target):

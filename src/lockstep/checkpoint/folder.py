@@ -67,10 +67,7 @@ def committed_steps(folder: Path) -> list[int]:
 
 def lock_marker(marker: Path, how: int) -> int | None:
     """Return a descriptor with lock `how` on `marker`; None when it is missing or locked by others.
-
-    flock(2) rather than fcntl(2) locks: they belong to the open file, not to the process, so
-    closing another descriptor of the file in this process does not release them.
-    """
+    A flock(2) belongs to the open file: closing another descriptor of the file does not release it."""
     try:
         descriptor = open_regular(marker, os.O_RDONLY if how & fcntl.LOCK_SH else os.O_RDWR)
     except (FileNotFoundError, NotADirectoryError):

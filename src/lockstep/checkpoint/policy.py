@@ -11,8 +11,7 @@ from lockstep.errors import CheckpointError, UsageError
 def choose_resume_step(resume: str, steps: Collection[int]) -> tuple[int | None, str]:
     """Return (the step to resume from, or None to start at step 0; the reason).
 
-    resume  "auto": the newest checkpoint, if any; "required": the newest; "never": none; or a step
-    steps   steps with a committed checkpoint
+    resume  "auto": the newest of `steps`, if any; "required": the newest; "never": none; or a step
     CheckpointError when the requested checkpoint is missing; UsageError for another `resume`.
     """
     available = show_steps(steps)

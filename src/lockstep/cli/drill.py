@@ -201,11 +201,8 @@ def compare(digests: Sequence[str]) -> int:
 
 
 def plan_faults(seed: int, faults: int, steps: int, workers: int, save_every: int) -> list[tuple[int, str]]:
-    """Return (step, fault) of each fault in order, with every kind once before any repeats.
-
-    `stop` needs a second worker to detect it, `flip` two others to compare with, `checkpoint` an
-    earlier checkpoint.
-    """
+    """Return (step, fault) of each fault in order, with every kind once before any repeats. `stop`
+    needs a second worker, `flip` two others to compare with, `checkpoint` an earlier checkpoint."""
     generator = random.Random(seed)
     last, two_saved = max(2, steps - 3), 2 * save_every + 1 if save_every else steps
     excluded = {"flip": workers < 3, "stop": workers < 2, "checkpoint": two_saved >= last}

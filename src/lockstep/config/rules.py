@@ -143,11 +143,9 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
 
 
 def add_override(resolved: ResolvedRun, override: ScheduleOverride, *, rewind: bool) -> ResolvedRun:
-    """Return the run with `override` in effect from its step on, unchanged if it already is.
-
-    rewind  the user returns to an earlier step on purpose. Otherwise this may repeat an earlier
-            command, so the values at the end of the run's history count
-    """
+    """Return the run with `override` in effect from its step on, unchanged if it already is: at that
+    step if the user returns to it (`rewind`), else at the end of the run's history, as the user may
+    repeat an earlier command."""
     effective = {f"optim.{name}": value for name, value in asdict(resolved.optim_after(override.step if rewind else math.inf)).items()}
     new = {key: value for key, value in override.values.items() if effective[key] != value}
     if not new:

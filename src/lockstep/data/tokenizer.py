@@ -59,11 +59,8 @@ class Tokenizer:
     def train(
         cls, texts: Iterable[str], *, kind: Literal["bpe", "word"], vocab_size: int, min_frequency: int, lowercase: bool
     ) -> Tokenizer:
-        """Train a tokenizer. The result depends neither on the order of the texts nor on threads.
-
-        vocab_size      maximum entries, with the four special tokens; bpe starts with 256 bytes
-        min_frequency   minimum frequency of a merge (bpe) or a word (word)
-        """
+        """Train a tokenizer of at most `vocab_size` entries, with merges or words that occur at least
+        `min_frequency` times. It depends neither on the order of the texts nor on threads."""
         lower = [normalizers.Lowercase()] if lowercase else []
         sizes = {"vocab_size": vocab_size, "min_frequency": min_frequency}
         if kind == "bpe":

@@ -36,8 +36,7 @@ class StepTimer:
 
     window_steps      number of newest steps for rates and shares; the first step of a start
                       (warm-up, compilation) is dropped once there is another
-    flops_per_token   see `flops_per_token`; None: no mfu
-    peak_flops        of one device; None: no mfu
+    flops_per_token, peak_flops     of the model, of one device; None: no mfu
     memory            returns peak bytes; torch.cuda.max_memory_allocated on a GPU
     """
 

@@ -185,11 +185,8 @@ def load(evaluator: Evaluator, step: int, spec: EvalSpec, runtime: ElasticRuntim
 
 
 def next_action(committed: Sequence[int], scored: Collection[int], unreadable: Collection[int], last: int, finished: int) -> NextAction:
-    """Return the next action, given the steps that are committed, scored and unreadable.
-
-    last      last step of the run
-    finished  step at which a training run ended; 0 before that
-    """
+    """Return the next action, given the steps that are committed, scored and unreadable, the last step
+    of the run, and the step at which a training run has `finished` (0: none has)."""
     pending = [step for step in committed if step not in scored and step not in unreadable]
     if pending:
         return NextAction("evaluate", pending[0], f"step {pending[0]} is the oldest of {len(pending)} that are not scored")

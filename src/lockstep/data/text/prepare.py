@@ -39,16 +39,12 @@ ENCODE_CHARACTERS = 4_000_000  # of text per call of the tokenizer
 
 @dataclass(frozen=True)
 class Sample:
-    """An encoded document or chat.
-
-    loss_mask  which ids have a loss; None: all
-    record     the line that is stored if the sample is held out
-    """
+    """An encoded document or chat."""
 
     split: Split
     ids: list[int]
-    loss_mask: list[bool] | None
-    record: dict[str, Any]
+    loss_mask: list[bool] | None  # which ids have a loss; None: all
+    record: dict[str, Any]  # the line that is stored if the sample is held out
     bytes: int  # of text with a loss
 
 
