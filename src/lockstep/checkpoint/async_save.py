@@ -25,6 +25,9 @@ from lockstep.units import format_duration
 log = logging.getLogger("lockstep")
 
 
+def do_nothing() -> None: ...
+
+
 class AsyncSaver:
     """Saves into `store`, one checkpoint at a time. Call it from one thread only.
 
@@ -45,7 +48,7 @@ class AsyncSaver:
         tensors: Mapping[str, Tensor],
         facts: Mapping[str, Any],
         protect: Callable[[], Collection[int]] = tuple,
-        first: Callable[[], object] = tuple,
+        first: Callable[[], None] = do_nothing,
     ) -> None:
         """Wait for the previous save, copy the state and return; the tensors may then change. The
         thread calls `first`, and `CheckpointStore.save` with the steps that `protect` returns."""

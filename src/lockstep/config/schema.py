@@ -345,8 +345,8 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def build_config(values: Mapping[str, Any], cls: type = RunConfig, prefix: str = "") -> Any:
     """Return the dataclass tree for dotted keys."""
-    options = {}
-    for name, kind in type_hints(cls).items():
+    options, hints = {}, type_hints(cls)
+    for name in hints:
         key = prefix + name
-        options[name] = build_config(values, kind, f"{key}.") if is_dataclass(kind) else values[key]
+        options[name] = build_config(values, hints[name], f"{key}.") if is_dataclass(hints[name]) else values[key]
     return cls(**options)

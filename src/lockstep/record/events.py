@@ -16,12 +16,15 @@ from lockstep.record.metrics import append_json, decode_line
 log = logging.getLogger("lockstep")
 
 
-def append_event(run: Path, event: str, **facts: Any) -> None:
+def append_event(run: Path, event: str, **facts: Any) -> bool:
+    """Append an event; return False when it cannot be written."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     try:
         append_json(run / "events.jsonl", {"time": now, "event": event, **facts})
     except OSError as error:
         log.debug("event %s was not written: %s", event, error)
+        return False
+    return True
 
 
 def read_events(run: Path) -> list[dict[str, Any]]:
