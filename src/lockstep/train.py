@@ -26,7 +26,16 @@ from lockstep.tasks.setup import best_steps, build_model, make_step_timer, task_
 from lockstep.tasks.task import Task
 from lockstep.training.optim import adamw, learning_rate, set_learning_rate
 from lockstep.training.profiler import ProfiledSteps, compile_summary, profiling
-from lockstep.training.setup import account_step, make_checkpointer, make_replica_group, make_tracker, raise_if_diverged, resume_run
+from lockstep.training.setup import (
+    account_step,
+    make_checkpointer,
+    make_replica_group,
+    make_tracker,
+    raise_if_diverged,
+    resume_run,
+    run_fingerprints,
+    warn_of_other_layout,
+)
 
 log = logging.getLogger("lockstep")
 
@@ -59,12 +68,14 @@ def train_task(  # over 60 lines: the whole loop in one place
     """Collective. Build the model, the optimizer and the checkpointer, resume, and run the loop."""
     run = resolved.run
     log.info(make_deterministic(runtime.world.device))
-    model = build_model(resolved, task, runtime)
+    fingerprints = run_fingerprints(resolved, task.fingerprints)
+    model = build_model(resolved, task, runtime, fingerprints)
     optimizer = adamw(model, run.optim, run.memory)
     checkpointer = make_checkpointer(run, folder, runtime, model, optimizer, task.is_saved)
     if runtime.is_joining and model.layout.workers_per_replica == 1:
         warm_up(model.module, task, run, runtime)
-    first_step = resume_run(checkpointer, resolved, folder, resume, task.fingerprints)
+    first_step = resume_run(checkpointer, resolved, folder, resume, task.fingerprints, fingerprints)
+    warn_of_other_layout(checkpointer.facts, run, task.meta_model())
     tracker = make_tracker(resolved, folder, runtime, first_step)
     progress = ProgressDisplay(run.steps, first_step, runtime.shows_progress, log_every=run.track.log_every)
     step, stop_signal = first_step, ""

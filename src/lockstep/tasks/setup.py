@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,6 @@ from lockstep.tasks.layout_limits import min_parameters
 from lockstep.tasks.open import open_task
 from lockstep.tasks.task import Task
 from lockstep.training.profiler import measure_matmul_flops
-from lockstep.training.setup import run_fingerprints
 
 log = logging.getLogger("lockstep")
 
@@ -49,9 +48,10 @@ def task_that_fits(run: RunConfig, folder: Path, runtime: ElasticRuntime) -> Ite
         yield task
 
 
-def build_model(resolved: ResolvedRun, task: Task, runtime: ElasticRuntime) -> LocalModel:
+def build_model(resolved: ResolvedRun, task: Task, runtime: ElasticRuntime, fingerprints: Mapping[str, str]) -> LocalModel:
     """Collective. Build the part of a new model that this worker holds, with its initial weights.
 
+    fingerprints  of the run, to join workers that train already
     UsageError, on all ranks, when the layout does not suit the model.
     """
     run, model, axes = resolved.run, task.meta_model(), resolved.run.layout
@@ -61,7 +61,7 @@ def build_model(resolved: ResolvedRun, task: Task, runtime: ElasticRuntime) -> L
     if asked.workers_per_replica > 1:
         if runtime.is_joining:
             # Without a rank a worker does not know which part of the model it holds.
-            runtime.join_running(run_fingerprints(resolved, task.fingerprints))
+            runtime.join_running(fingerprints)
         layout = choose_layout(asked, runtime.world.size, plan_of(model).layout_limits(run.batch.micro_batches), "[layout] of the run")
         log.info("%s: %s", layout, "each replica spans several workers" if layout.replicate > 1 else "one replica")
     else:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from lockstep.config import schema as config
 from lockstep.config.resolve import with_precision
 from lockstep.config.rules import DATA_PATHS, bit_deciding_values, shared_values
 from lockstep.config.saved_run import read_run, to_json, write_run
@@ -139,12 +139,21 @@ def make_replica_group(
     )
 
 
-def resume_run(checkpointer: Checkpointer, resolved: ResolvedRun, folder: Path, how: str, task_fingerprints: Mapping[str, str]) -> int:
-    """Collective. Load the checkpoint that `how` names and the run's ledger; return its step."""
+def resume_run(
+    checkpointer: Checkpointer,
+    resolved: ResolvedRun,
+    folder: Path,
+    how: str,
+    task_fingerprints: Mapping[str, str],
+    fingerprints: Mapping[str, str],
+) -> int:
+    """Collective. Load the checkpoint that `how` names and the run's ledger; return its step.
+
+    fingerprints  the result of run_fingerprints
+    """
     saved_facts = {"run": to_json(resolved), "fingerprints": dict(task_fingerprints) | bit_deciding_values(resolved.run)}
-    first_step = checkpointer.resume(how, run_fingerprints(resolved, task_fingerprints), saved_facts)
+    first_step = checkpointer.resume(how, fingerprints, saved_facts)
     refuse_other_overrides(checkpointer.facts, resolved, first_step)
-    _warn_of_other_layout(checkpointer.facts, resolved.run.layout)
     _resume_ledger(checkpointer.runtime, checkpointer.facts, first_step, folder)
     return first_step
 
@@ -162,12 +171,16 @@ def refuse_other_overrides(facts: Mapping[str, Any], resolved: ResolvedRun, step
         )
 
 
-def _warn_of_other_layout(facts: Mapping[str, Any], layout: config.LayoutOptions) -> None:
+def warn_of_other_layout(facts: Mapping[str, Any], run: RunConfig, model: nn.Module) -> None:
     """Warn when the checkpoint with these facts was saved in a layout with other bits."""
+    dropout = run.task == "translate" and run.model.dropout > 0  # a Llama has none
+    is_tied = getattr(model, "output", None) is None
+    decides_bits = {"tensor": True, "pipeline": dropout or is_tied, "pipeline_chunks": dropout}
     saved_layout = facts["run"]["values"].get("layout", {}) if "run" in facts else {}
-    for axis, size in saved_layout.items():
-        if axis in ("tensor", "pipeline", "pipeline_chunks") and size != getattr(layout, axis):
-            log.warning("layout.%s is %s, it was %s: from here on other bits, equal to rounding", axis, getattr(layout, axis), size)
+    for axis, saved in saved_layout.items():
+        now = getattr(run.layout, axis, saved)
+        if decides_bits.get(axis) and saved != now:
+            log.warning("layout.%s is %s, it was %s: from here on other bits, equal to rounding", axis, now, saved)
 
 
 def _resume_ledger(runtime: ElasticRuntime, facts: Mapping[str, Any], first_step: int, folder: Path) -> None:
