@@ -15,23 +15,22 @@ without it (docs/loop.md).
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from copy import deepcopy
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import nn
-from torch.utils.data import default_collate
 
 from lockstep.checkpoint.stateful import Stateful, refuse_unsupported_state
 from lockstep.data.order import UniformOrder, splitmix64
 from lockstep.elastic.collectives import all_gather_json
+from lockstep.elastic.consensus import STOP_REQUEST
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.elastic.world import World
 from lockstep.errors import UsageError
@@ -40,10 +39,21 @@ from lockstep.runtime.numerics import make_deterministic, seed_generators
 from lockstep.runtime.signals import Stopped, StopSignals
 from lockstep.runtime.worker_env import read_worker_env
 from lockstep.training.checkpointer import Checkpointer
-from lockstep.training.loader import Collate, Loader, get_samples, number_of_samples, to_device
+from lockstep.training.evaluation import in_eval_mode, mean_over
+from lockstep.training.loader import Collate, Loader, number_of_samples
 from lockstep.training.replica_group import ReplicaGroup
+from lockstep.training.session_checks import (
+    ReplicaOptions,
+    number_of,
+    refuse_different_folders,
+    refuse_second_session,
+    refuse_unprepared,
+    refuse_wrong_options,
+)
+from lockstep.training.session_words import in_session_words
 
 log = logging.getLogger("lockstep")
+RECORDED = ("step", "seconds", "workers")  # names in metrics.jsonl that session.log cannot set
 
 
 class Session:
@@ -58,8 +68,8 @@ class Session:
     resume         "auto" (the newest valid checkpoint, if there is one), "never", "required", or a
                    step as text
     threads        of torch in this process; their number changes bits
-    options        keyword arguments for ReplicaGroup: reduce, verify_every, rehearse, on_nonfinite,
-                   local_buffers
+    options        keyword arguments for ReplicaGroup: reduce, bucket_bytes, verify_every, rehearse,
+                   on_nonfinite, local_buffers
 
     Attributes: `runtime` and `world` exist inside the `with` block; `replicas`, `checkpointer` and
     `tracker` exist once `steps` has yielded. `step` is the number of committed steps.
@@ -69,8 +79,10 @@ class Session:
     replicas: ReplicaGroup
     checkpointer: Checkpointer
     tracker: Tracker
+    _open: ClassVar[list[Path]] = []  # folders of the open Sessions of this process
+    _entered: ClassVar[list[Path]] = []  # and of all that it has entered
 
-    def __init__(
+    def __init__(  # independent options, all by keyword and with defaults
         self,
         out: str | os.PathLike[str],
         *,
@@ -80,8 +92,9 @@ class Session:
         seed: int = 0,
         resume: str = "auto",
         threads: int = 1,
-        **options: Any,
+        **options: Unpack[ReplicaOptions],
     ) -> None:
+        refuse_wrong_options(micro_batches, options)
         self.out, self.micro_batches_per_step, self.save_every, self.keep = Path(out), micro_batches, save_every, keep
         self.seed, self.resume, self.threads, self.options = seed, resume, threads, options
         self.step = 0
@@ -90,21 +103,36 @@ class Session:
         self._state: dict[str, Stateful] = {}
         self._loaders: list[Loader] = []
         self._logged: dict[str, Any] = {}
-        self._committed = -1  # the newest step whose gradient is complete
         self._total = 0
+        self._initial_digest: int | None = None  # of the weights, until the first step of this start is checked
         self._exit = ExitStack()
 
     def __enter__(self) -> Session:
-        refuse_another_folder(self.out)
-        self.runtime = self._exit.enter_context(ElasticRuntime.join(threads=self.threads))
-        log.debug(make_deterministic(self.world.device))
+        refuse_second_session(self.out, self._open, bool(self._entered), read_worker_env(os.environ))
+        with ExitStack() as stack:
+            self.runtime = stack.enter_context(ElasticRuntime.join(threads=self.threads))
+            if self.runtime.membership is None:
+                refuse_different_folders(all_gather_json(self.runtime, str(self.out)))
+            log.debug(make_deterministic(self.world.device))
+            self._exit = stack.pop_all()
+        self._open.append(self.out)
+        self._entered.append(self.out)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Collective, without an error: wait for the last checkpoint, then leave the run."""
         if kind is None and self.step < self._total:
-            log.warning("the loop was left in step %d of %d: the steps since the newest checkpoint are not saved", self.step, self._total)
+            committed = max(self.step, self.replicas.last_step + 1)
+            log.warning(
+                "the loop was left after %d of %d steps, and those since the newest checkpoint are not saved: "
+                "session.stop() saves before it ends the loop",
+                committed,
+                self._total,
+            )
+        self._open.remove(self.out)
         self._exit.__exit__(kind, error, trace)
+        if reworded := in_session_words(error):
+            raise reworded.with_traceback(trace) from None
 
     def __getattr__(self, name: str) -> Any:
         if name in ("runtime", "replicas", "checkpointer", "tracker"):
@@ -121,8 +149,8 @@ class Session:
 
     # Before the loop.
 
-    def prepare(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> tuple[Any, ...]:
-        """Return (the model to call in the loop, *optimizers).
+    def prepare(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> Any:
+        """Return (the model to call in the loop, *optimizers); without optimizers only the model.
 
         Moves the model to world.device. Checkpoints hold the model and the optimizers. The returned
         model behaves like DistributedDataParallel: `model.module` is the model that was passed.
@@ -130,8 +158,9 @@ class Session:
         self._refuse_after_start("prepare")
         if self.model is not None:
             raise UsageError("a second session.prepare", "one Session trains one model", "put all trained modules into one nn.ModuleDict")
+        refuse_unprepared(model, optimizers)
         self.model, self.optimizers = PreparedModel(model.to(self.world.device), self), optimizers
-        return self.model, *optimizers
+        return (self.model, *optimizers) if optimizers else self.model
 
     def state(self, **objects: Stateful) -> None:
         """Add objects with state_dict and load_state_dict to the checkpoints, by name:
@@ -150,11 +179,11 @@ class Session:
         the same length is not detected.
         """
         samples, count = number_of_samples(dataset, "session.loader(dataset, ...)"), self.micro_batches_per_step
-        if samples < 1 or batch_size < 1 or batch_size % count:
+        if not 1 <= batch_size <= samples or batch_size % count:
             raise UsageError(
                 f"batch_size={batch_size} with micro_batches={count} and {samples} samples",
                 "session.loader(...), Session(micro_batches=...)",
-                f"give at least one sample and a batch_size that is a multiple of {count}: it counts the samples of a whole step",
+                f"batch_size counts the samples of a whole step: give a multiple of {count}, at most the size of the data set",
             )
         order = UniformOrder(samples, batch_size, count, self.seed)
         loader = Loader(dataset, order, self.runtime, self.micro_batches, collate_fn, num_workers)
@@ -173,52 +202,75 @@ class Session:
         if "replicas" not in self.__dict__:
             self._start()
         self._total = total
+        if self.step >= total:
+            log.info("the run is finished: step %d of %d", self.step, total)
         while self.step < total:
             self._logged, start_s = {}, time.monotonic()
-            yield self.step
-            if self._committed != self.step:
+            rate, step = self._learning_rate(), self.step
+            yield step
+            if self.replicas.last_step != step:
                 raise UsageError(
-                    f"the body of step {self.step} ran no micro-batches",
+                    f"the body of step {step} ran no micro-batches",
                     "for step in session.steps(...)",
                     "take all of them, `for batch in loader(step)`, in every step",
                 )
             self.step += 1
+            if rate and self._learning_rate():
+                self._warn_if_unchanged(step)
+            self._initial_digest = None
             values = {"loss": self.loss, **self._logged, "seconds": time.monotonic() - start_s, "workers": self.world.size}
             self._record.step(self.step, values)
-            self._save_if_due(stop := self.replicas.decision.stop, last=bool(stop) or self.step >= total)
+            stop = self.replicas.decision.stop
+            self._save_if_due(last=bool(stop) or self.step >= total)
+            if stop == STOP_REQUEST:
+                log.info("session.stop(): step %d of %d is the last one", self.step, total)
+                self._total = self.step
+                return
+            if stop:
+                self.checkpointer.close()
+                raise Stopped(stop)
+
+    def stop(self) -> None:
+        """End `steps` with a save and without an error, on all workers, when one of them asks to.
+
+        The next vote carries the request: inside the micro-batch loop the current step is the last
+        one; after that loop, the next step.
+        """
+        if "replicas" not in self.__dict__:
+            raise UsageError("session.stop outside of the loop", "session.stop()", "call it in `for step in session.steps(...)`")
+        self.replicas.request_stop()
 
     def micro_batches(self, step: int) -> Iterator[int]:
-        """Collective. Yield the numbers of this worker's micro-batches: for data without a loader."""
+        """Collective. Yield the numbers of this worker's micro-batches: for data without a loader.
+
+        One loop per step.
+        """
         if "replicas" not in self.__dict__ or step != self.step:
             raise UsageError(f"the micro-batches of step {step}", f"the loop is at step {self.step}", "for step in session.steps(...)")
-        if self._committed == step:
-            where, hint = "loader(step) or session.micro_batches(step), called twice", "compute all losses in one loop"
-            raise UsageError(f"a second micro-batch loop in step {step}: it would drop the gradient of the first", where, hint)
         self.in_micro_batches = True
         try:
             yield from self.replicas.micro_batches(step)
         finally:
             self.in_micro_batches = False
-        self._committed = step
 
-    def backward(self, loss: torch.Tensor, *, count: int | None = None) -> None:
+    def backward(self, loss: torch.Tensor, *, count: int | None = None, scaler: torch.amp.GradScaler | None = None) -> None:
         """Run the backward pass of a micro-batch.
 
-        loss   mean over the micro-batch; the step's gradient is the mean over its micro-batches
-        count  number of samples or tokens of the micro-batch, an integer. `loss` is then their sum,
-               and the step's gradient is the sum of all losses divided by the sum of all counts.
-               Give it for every micro-batch of a step, or for none
+        loss    mean over the micro-batch; the step's gradient is the mean over its micro-batches
+        count   number of samples or tokens of the micro-batch, an integer. `loss` is then their sum,
+                and the step's gradient is the sum of all losses divided by the sum of all counts.
+                Give it for every micro-batch of a step, or for none
+        scaler  scales the gradient; `loss` is unscaled, and so is the recorded loss
         """
         if "replicas" not in self.__dict__:
             raise UsageError("session.backward outside of the loop", "session.backward(loss)", "call it in `for batch in loader(step)`")
-        if count is None:
-            self.replicas.backward(loss / self.micro_batches_per_step)
-        else:
-            self.replicas.backward(loss, count)
+        self.replicas.backward(loss / self.micro_batches_per_step if count is None else loss, count, scaler=scaler)
 
     @property
     def loss(self) -> float:
-        """The mean loss of the newest step; the same bits for any number of workers."""
+        """The mean loss of the newest step, also after a resume; the same bits on all workers."""
+        if "replicas" not in self.__dict__ or (self.step == 0 and self.replicas.last_step < 0):
+            raise UsageError("there is no loss yet", "session.loss before the end of the first micro-batch loop", "read it after the loop")
         return self.replicas.loss
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -229,14 +281,19 @@ class Session:
         assert self.model is not None
         return nn.utils.clip_grad_norm_(self.model.module.parameters(), max_norm)
 
-    def log(self, step: int, **values: Any) -> None:
-        """Add values to this step's line in metrics.jsonl, which rank 0 writes.
+    def log(self, step: int, /, **values: Any) -> None:
+        """Add numbers to this step's line in metrics.jsonl, which rank 0 writes.
 
-        The line is numbered by committed steps: step + 1.
+        The line is numbered by committed steps: step + 1. It has loss, seconds and workers anyway.
         """
         if step != self.step:
             raise UsageError(f"session.log of step {step}", f"the loop is at step {self.step}", "call it in the body of that step")
-        self._logged |= {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
+        numbers = {name: number_of(name, value) for name, value in values.items()}
+        reserved = [name for name in numbers if name in RECORDED or (name == "loss" and str(numbers[name]) != str(self.loss))]
+        if reserved:
+            where = f"session.log({reserved[0]}={values[reserved[0]]!r})"
+            raise UsageError(f"{reserved[0]} is recorded already, with another value", where, "give it another name")
+        self._logged |= numbers
 
     def evaluate(
         self,
@@ -252,23 +309,11 @@ class Session:
         Each worker computes its share, in eval mode and without gradients. The result has the same
         bits on any number of workers.
         """
-        count = number_of_samples(dataset, "session.evaluate(function, dataset)")
-        batches = [range(first, min(first + batch_size, count)) for first in range(0, count, batch_size)]
-
-        def compute_scores(numbers: Iterable[int]) -> dict[int, dict[str, float]]:
-            scores = {}
-            for number in numbers:
-                seed_generators(splitmix64(self.seed, number) >> 1, self.world.device)
-                samples = get_samples(dataset, batches[number])
-                scores[number] = to_numbers(function(to_device((collate_fn or default_collate)(samples), self.world.device)))
-            return scores
-
-        with torch.no_grad(), in_eval_mode(self.model), self.runtime.during("evaluating"):
-            scores = self._compute_in_shares(compute_scores, len(batches))
+        with in_eval_mode(self.model):
+            means = mean_over(dataset, function, self.runtime, batch_size=batch_size, collate_fn=collate_fn, seed=self.seed)
         # Equal on all workers again.
         seed_generators(splitmix64(self.seed, self.step, self.micro_batches_per_step, 1) >> 1, self.world.device)
-        means = {name: weighted_mean([(len(batches[n]), scores[n][name]) for n in range(len(batches))]) for name in scores[0]}
-        return means[""] if [*means] == [""] else means
+        return means
 
     # Private.
 
@@ -301,29 +346,21 @@ class Session:
             )
         )
         self.checkpointer, self.tracker = checkpointer, tracker
+        self._initial_digest = self.replicas.replica.digest()
 
-    def _save_if_due(self, stop: str, *, last: bool) -> None:
-        """Collective. Save; Stopped when the workers have agreed to."""
+    def _learning_rate(self) -> float:
+        return max((float(group.get("lr", 1.0)) for optimizer in self.optimizers for group in optimizer.param_groups), default=1.0)
+
+    def _warn_if_unchanged(self, step: int) -> None:
+        """Warn when the first step of a start has changed no trained weight."""
+        if self._initial_digest == self.replicas.replica.digest() and self.replicas.on_nonfinite == "raise":
+            log.warning("step %d changed no trained weight: is optimizer.step() missing after the micro-batch loop?", step)
+
+    def _save_if_due(self, *, last: bool) -> None:
+        """Collective. Save the state and the loss after the last step, or when a save is due."""
         if last or self.checkpointer.due(self.step):
             with self.runtime.during("saving"):  # the metrics are on disk first, so that no checkpoint is ahead of them
-                self.checkpointer.save(self.step, first=self._record.sync, waits=last)
-        if stop:
-            self.checkpointer.close()
-            raise Stopped(stop)
-
-    def _compute_in_shares(
-        self, compute: Callable[[Iterable[int]], dict[int, dict[str, float]]], count: int
-    ) -> dict[int, dict[str, float]]:
-        """Collective. Return compute(range(count)), of which each worker computes a share.
-
-        If a worker is lost, this worker computes everything, and the next step regroups.
-        """
-        rank, size = (0, 1) if self.runtime.is_joining else (self.world.rank, self.world.size)
-        own = compute(range(rank, count, size))
-        with self.runtime.catch_peer_loss() as loss:
-            return {number: scores for rows in all_gather_json(self.runtime, [*own.items()]) for number, scores in rows}
-        log.info("a worker was lost during an evaluation (%s); this worker evaluates everything", loss.why)
-        return own | compute(number for number in range(count) if number not in own)
+                self.checkpointer.save(self.step, {"loss": self.loss}, first=self._record.sync, waits=last)
 
     def _refuse_after_start(self, what: str) -> None:
         if "replicas" in self.__dict__:
@@ -356,39 +393,3 @@ class PreparedModel(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """Copy the plain model, for an EMA."""
         return deepcopy(self.module, memo)
-
-
-def refuse_another_folder(out: Path) -> None:
-    """UsageError when the agent of this worker uses another run folder than the Session."""
-    worker_env = read_worker_env(os.environ)
-    if worker_env and Path(worker_env.folder) != out.resolve():
-        raise UsageError(
-            f"this Session's folder is {out}, the run's is {worker_env.folder}",
-            "Session(out, ...), and the folder that lockstep was started with",
-            f"start it with --out {out}: lockstep run --out {out} FILE.py, or let the script take --out",
-        )
-
-
-@contextmanager
-def in_eval_mode(model: nn.Module | None) -> Iterator[None]:
-    """Put the modules of a model into eval mode; restore the mode of each afterwards."""
-    training = [module for module in model.modules() if module.training] if model else []
-    try:
-        for module in training:
-            module.training = False
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-def to_numbers(value: Any) -> dict[str, float]:
-    """Return the numbers of a batch by name; a single number has the name ""."""
-    return {str(name): float(number) for name, number in (value.items() if isinstance(value, Mapping) else [("", value)])}
-
-
-def weighted_mean(rows: list[tuple[int, float]]) -> float:
-    """Return the mean of (weight, value) rows. Sums are exactly rounded, so the order of computing
-    the rows does not change bits."""
-    values = [weight * value for weight, value in rows]
-    return math.fsum(values) / sum(weight for weight, _ in rows) if all(map(math.isfinite, values)) else math.nan

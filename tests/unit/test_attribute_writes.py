@@ -46,8 +46,6 @@ ALLOWED_IN = {
     ("parallel/sharded_replica.py", "self.groups"): "ProcessGroups is a part of ShardedReplica",
     ("record/tracker.py", "self.metrics"): "the log of metrics is a part of the tracker",
     ("testing/tensor_memory.py", "storage"): "a mark on torch's storage",
-    ("training/checkpointer.py", "self.store"): "the writer of shards changes with the generation",
-    ("training/loading.py", "store"): "set after rank 0 has made the folder",
 }
 
 

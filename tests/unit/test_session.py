@@ -14,11 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
+import lockstep
 from lockstep.checkpoint.commands import digest_line
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.record import metrics
+from lockstep.runtime.worker_env import WorkerEnv
 from lockstep.session import Session
 from lockstep.training.loader import keys_from, to_device
+from lockstep.training.session_checks import refuse_different_folders
+from lockstep.training.session_words import SESSION_WORDS, in_session_words
 
 INPUTS = torch.rand(50, 4, generator=torch.Generator().manual_seed(1))
 
@@ -221,14 +225,149 @@ def test_wrong_uses_are_refused(tmp_path: Path) -> None:
                 pass
 
 
-def test_second_micro_batch_loop_in_a_step_is_refused(tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused_at_once(tmp_path: Path) -> None:
+    model, other = nn.Linear(4, 1), nn.Linear(4, 1)
+    optimizer, second = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    with refused("Session takes no verify_evry\n.*\n.*did you mean verify_every"):
+        Session(tmp_path, micro_batches=2, verify_evry=2)  # type: ignore[call-arg]
+    with refused("micro_batches=0"):
+        Session(tmp_path, micro_batches=0)
+    with Session(tmp_path, micro_batches=2) as session:
+        with refused(r"takes one module, then optimizers of torch\n  session\.prepare\(SGD, Linear\)"):
+            session.prepare(optimizer, model)  # type: ignore[arg-type]
+        with refused("2 of the optimizer's parameters are not in the model"):
+            session.prepare(other, optimizer)
+        with refused("several optimizers hold the same parameters"):
+            session.prepare(model, optimizer, second)
+        with refused("batch_size=52 with micro_batches=2 and 50 samples"):
+            session.loader(Noisy(), batch_size=52)
+        with refused("a tuple of tensors is not a data set"):
+            session.loader((INPUTS, INPUTS), batch_size=4)
+        with refused("there is no loss yet"):
+            _ = session.loss
+        with refused("session.stop outside of the loop"):
+            session.stop()
+
+
+def test_prepare_without_optimizers_returns_the_model_and_steps_asks_for_them(tmp_path: Path) -> None:
+    message = r"2 trained parameters are in no optimizer that session\.prepare has received: .*\n.*\n.*session\.prepare\(model, optimizer\)"
+    with refused(message), Session(tmp_path, micro_batches=2) as session:
+        prepared = session.prepare(nn.Linear(4, 1))
+        assert isinstance(prepared, nn.Module)
+        next(session.steps(1))
+
+
+def test_only_numbers_with_free_names_are_logged(tmp_path: Path) -> None:
     model = nn.Linear(4, 1)
-    with refused("a second micro-batch loop in step 0"), Session(tmp_path, micro_batches=2) as session:
-        prepared, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with Session(tmp_path, micro_batches=2) as session:
+        prepared, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         for step in session.steps(1):
-            for _ in range(2):
+            for k in session.micro_batches(step):
+                session.backward(prepared(INPUTS[k : k + 1]).square().mean())
+            optimizer.step()
+            for name, value in {"seconds": 1, "workers": 9, "step": 7, "loss": session.loss + 1}.items():
+                with refused(f"{name} is recorded already, with another value"):
+                    session.log(step, **{name: value})
+            for wrong in (torch.ones(3), object(), "text", None):
+                with refused("x is a .*, not a number"):
+                    session.log(step, x=wrong)
+            session.log(step, loss=session.loss, accuracy=torch.tensor(0.5), best=True)
+    (line,) = metrics.read_metrics(tmp_path / "metrics.jsonl")
+    assert line["accuracy"] == 0.5 and line["best"] is True and line["loss"] == session.loss
+
+
+@pytest.mark.parametrize("loop", ["same loader", "two loaders", "zip"])
+def test_second_micro_batch_loop_in_a_step_is_refused(tmp_path: Path, loop: str) -> None:
+    model = nn.Linear(4, 1)
+    message = (
+        "ended early\n.*a second micro-batch loop" if loop == "zip" else r"a second micro-batch loop in step 0: .*\n  loader\(step\) or"
+    )
+    with refused(message), Session(tmp_path, micro_batches=2) as session:
+        prepared, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        first = session.loader(Noisy(), batch_size=4)
+        second = first if loop == "same loader" else session.loader(Noisy(), batch_size=4)
+        for step in session.steps(1):
+            for rows in first(step) if loop != "zip" else map(torch.cat, zip(first(step), second(step), strict=True)):
+                session.backward(prepared(rows).square().mean())
+            optimizer.step()
+            for rows in second(step):
+                session.backward(prepared(rows).square().mean())
+
+
+def test_a_scaler_scales_the_gradient_but_not_the_recorded_loss(tmp_path: Path) -> None:
+    digests = set()
+    for scale in (None, 2.0**10):
+        out, model = tmp_path / str(scale), nn.Linear(4, 1)
+        with torch.no_grad():
+            model.weight.fill_(0.5), model.bias.fill_(0.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale) if scale else None
+        with Session(out, micro_batches=2, on_nonfinite="ignore") as session:
+            prepared, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.125))
+            for step in session.steps(2):
+                for k in session.micro_batches(step):
+                    session.backward(prepared(INPUTS[k : k + 3]).square().mean(), scaler=scaler)
+                gradient = model.bias.grad
+                assert gradient is not None
+                if scaler:
+                    scaler.step(optimizer)
+                    assert session.loss < 10 < float(gradient) * float(scaler.get_scale())
+                    scaler.update()
+                else:
+                    optimizer.step()
+        losses = [line["loss"] for line in metrics.read_metrics(out / "metrics.jsonl")]
+        digests.add((digest_line(out), *losses))
+    assert len(digests) == 1, "a power of two scales without rounding"
+
+
+def test_a_changed_learning_rate_is_a_warning_at_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for steps, rate in ((1, 0.1), (2, 0.1), (3, 0.001)):
+        model = nn.Linear(4, 1)
+        caplog.clear()
+        with Session(tmp_path, micro_batches=2) as session:
+            prepared, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=rate))
+            for step in session.steps(steps):
                 for k in session.micro_batches(step):
                     session.backward(prepared(INPUTS[k : k + 1]).square().mean())
+                optimizer.step()
+        warned = "optimizer SGD: lr is 0.1 from the checkpoint, not 0.001 as constructed" in caplog.text
+        assert warned == (rate == 0.001), caplog.text
+
+
+def test_a_finished_run_has_the_loss_of_its_last_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trained = train(tmp_path, 3)
+    with caplog.at_level(logging.INFO):
+        finished = train(tmp_path, 3)
+    assert finished.loss == trained.loss and "the run is finished: step 3 of 3" in caplog.text
+
+
+def test_a_forgotten_update_is_a_warning_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(4, 1)
+    with Session(tmp_path, micro_batches=2) as session:
+        prepared, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in session.steps(3):
+            for k in session.micro_batches(step):
+                session.backward(prepared(INPUTS[k : k + 1]).square().mean())
+    assert caplog.text.count("changed no trained weight: is optimizer.step() missing") == 1
+    caplog.clear()
+    train(tmp_path / "right", 2)
+    assert "changed no trained weight" not in caplog.text
+
+
+@pytest.mark.parametrize(("inside", "last"), [(True, 3), (False, 4)])
+def test_stop_ends_the_loop_with_a_save(tmp_path: Path, caplog: pytest.LogCaptureFixture, inside: bool, last: int) -> None:
+    model = nn.Linear(4, 1)
+    with Session(tmp_path, micro_batches=2) as session:
+        prepared, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in session.steps(9):
+            for k in session.micro_batches(step):
+                session.backward(prepared(INPUTS[k : k + 1]).square().mean())
+                if inside and step == 2:
+                    session.stop()
+            optimizer.step()
+            if step == 2:
+                session.stop()
+    assert session.step == last and digest_line(tmp_path).startswith(f"step {last} ")
+    assert "the loop was left" not in caplog.text
 
 
 def test_leaving_the_loop_early_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -242,7 +381,40 @@ def test_leaving_the_loop_early_is_a_warning(tmp_path: Path, caplog: pytest.LogC
             optimizer.step()
             if step == 3:
                 break
-    assert "the loop was left in step 3 of 9" in caplog.text
+    assert "the loop was left after 4 of 9 steps" in caplog.text and "session.stop() saves" in caplog.text
+
+
+def test_second_session_is_refused_inside_another_or_under_an_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        Session(tmp_path, micro_batches=2),
+        refused("a second Session is open in this process"),
+        Session(tmp_path, micro_batches=2),
+    ):
+        pass
+    with Session(tmp_path, micro_batches=2):
+        pass
+    worker_env = WorkerEnv(str(tmp_path), str(tmp_path / "state"), "host", 0, 1, 1, 1, 1, "127.0.0.1")
+    for name, value in worker_env.environ().items():
+        monkeypatch.setenv(name, value)
+    with refused("this run has ended: one Session per start under an agent"), Session(tmp_path, micro_batches=2):
+        pass
+
+
+def test_folders_that_differ_between_ranks_are_refused() -> None:
+    refuse_different_folders(["runs/a", "runs/a"])
+    with refused("the Session's folder differs: runs/a-0 on rank 0, runs/a-1 on rank 1"):
+        refuse_different_folders(["runs/a-0", "runs/a-1"])
+
+
+def test_words_that_a_session_replaces_occur_in_messages() -> None:
+    source = Path(lockstep.__file__).parent
+    text = "".join(path.read_text() for path in source.rglob("*.py") if path.name != "session_words.py")
+    assert not [words for words in SESSION_WORDS if words not in text]
+    error = UsageError("twice", "backward(loss)", "call loss.backward() or session.backward(loss), ReplicaGroup(rehearse=False)")
+    reworded = in_session_words(error)
+    assert reworded and reworded.where == "session.backward(loss)"
+    assert reworded.hint == "call loss.backward() or session.backward(loss), Session(rehearse=False)"
+    assert in_session_words(ValueError("ReplicaGroup(")) is None and in_session_words(UsageError("other")) is None
 
 
 def test_resume_with_another_number_of_micro_batches_is_refused(tmp_path: Path) -> None:

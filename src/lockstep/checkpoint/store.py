@@ -64,12 +64,20 @@ class CheckpointStore:
 
     def __init__(self, folder: Path, keep: int = 3, *, file_bytes: int = FILE_BYTES, fail_point: FailPoint = no_fail_point) -> None:
         self.folder, self.keep, self.file_bytes, self.fail_point = folder, keep, file_bytes, fail_point
-        self.folder_exists = False  # once true a missing folder means an unmounted disk: it is not created again
-        self.shard_writer: shards.ShardWriter | None = None  # set when several workers write a checkpoint together
+        self._folder_exists = False
+        self.shard_writer: shards.ShardWriter | None = None
         self._verified_step: int | None = None  # the last step that this process wrote or verified
 
     def steps(self) -> list[int]:
         return committed_steps(self.folder)
+
+    def require_folder(self) -> None:
+        """Never create the folder from now on: if it is missing its disk is not mounted."""
+        self._folder_exists = True
+
+    def share_writing(self, shard_writer: shards.ShardWriter) -> None:
+        """Save together with other workers from now on: this one writes its slices."""
+        self.shard_writer = shard_writer
 
     def preflight(self, needed_bytes: int = 0) -> None:
         """Try every disk operation of a save on a small scale, to report problems before training.
@@ -126,9 +134,9 @@ class CheckpointStore:
         return path
 
     def _create_folder(self) -> None:
-        if not self.folder_exists:
+        if not self._folder_exists:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.folder_exists = True
+            self._folder_exists = True
 
     def _files(self, specs: list[TensorSpec], tensors: Mapping[str, Tensor]) -> list[tuple[str, Iterable[bytes | memoryview]]]:
         """Return (name, content) of each file of tensors. A content can be read once."""

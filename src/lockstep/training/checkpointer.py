@@ -35,7 +35,13 @@ from lockstep.runtime import numerics, sources
 from lockstep.runtime.tensor_bytes import bytes_of
 from lockstep.training.loading import load_checkpoint
 from lockstep.training.state_transfer import transfer_state
-from lockstep.training.trained_parameters import refuse_unsaved, trained_names, warn_if_changed
+from lockstep.training.trained_parameters import (
+    refuse_misplaced_parameters,
+    refuse_unsaved,
+    trained_names,
+    warn_if_changed,
+    warn_of_other_options,
+)
 from lockstep.units import join_names
 
 log = logging.getLogger("lockstep")
@@ -121,6 +127,7 @@ class Checkpointer:
             hint = "give the module itself to Checkpointer and ReplicaGroup"
             raise UsageError(f"the state of {', '.join(state)} is not supported with a LocalModel", "Checkpointer(state=...)", hint)
         stateful.refuse_unsupported_state(state)
+        refuse_misplaced_parameters(self.model, self.optimizers)
         self.state_dict()
 
     def refuse_unsaved_parameters(self) -> None:
@@ -162,8 +169,8 @@ class Checkpointer:
             tensor_parallel = not local_model.tensor_slices[parameter_of(name)].is_whole
             return tensors[name].numel() > 0 and (coordinates.tensor == 0 or tensor_parallel)
 
-        self.store.shard_writer = ShardWriter(
-            rank, self.replica_size, shaped_slices, lambda: runtime.world.generation, runtime.generation_error
+        self.store.share_writing(
+            ShardWriter(rank, self.replica_size, shaped_slices, lambda: runtime.world.generation, runtime.generation_error)
         )
         return {name: tensor for name, tensor in tensors.items() if writes(name)}
 
@@ -205,6 +212,8 @@ class Checkpointer:
         self.run_facts["run_id"] = run_on_rank0(self.runtime, lambda: make_run_id(run_folder, saved_id))
         if checkpoint:
             self._refuse_other_run(checkpoint, allowed)
+            if self.state is not None:
+                warn_of_other_options(self.model, self.optimizers, checkpoint.tensors)
             self.load_state_dict(checkpoint.tensors)
             self.facts = checkpoint.facts
         self._saved_step = checkpoint.step if checkpoint else 0
@@ -245,7 +254,7 @@ class Checkpointer:
             return None
         self.load_state_dict(tensors)
         runtime.finish_joining()
-        self.store.folder_exists = True
+        self.store.require_folder()
         self._saved_step = transfer_roles(runtime.member_progress)[0]
         log.info("joined at step %d as rank %d of %d", self._saved_step, runtime.world.rank, runtime.world.size)
         return self._saved_step

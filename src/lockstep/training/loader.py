@@ -122,6 +122,8 @@ def get_samples(dataset: Any, ids: Sequence[int]) -> list[Any]:
 
 def number_of_samples(dataset: Any, where: str) -> int:
     """Return the length. UsageError for a data set without length or index (IterableDataset)."""
+    if isinstance(dataset, tuple) and all(isinstance(tensor, torch.Tensor) for tensor in dataset):
+        raise UsageError("a tuple of tensors is not a data set", where, "pass torch.utils.data.TensorDataset(x, y)")
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or isinstance(dataset, torch.utils.data.IterableDataset):
         raise UsageError(
             f"{type(dataset).__name__} has no length or no index",

@@ -41,7 +41,7 @@ def load_checkpoint(runtime: ElasticRuntime, store: CheckpointStore, how: str, l
 
     loading = runtime.board.during("preparing")  # takes as long as the disk and the size of the state require
     step = run_on_rank0(runtime, loading(select))
-    store.folder_exists = True
+    store.require_folder()
     if step is not None and local_model and not how.isdecimal():
         step = newest_whole_step(runtime, store)
     if step is None:

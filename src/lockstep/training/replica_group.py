@@ -25,7 +25,7 @@ from torch import nn
 from lockstep.checkpoint.state_dict import get_state_dict, nonfinite_tensors
 from lockstep.data.order import splitmix64
 from lockstep.elastic.collectives import vote_on_step
-from lockstep.elastic.consensus import StepDecision, Vote, find_divergent_ranks, parse_count
+from lockstep.elastic.consensus import STOP_REQUEST, StepDecision, Vote, find_divergent_ranks, parse_count
 from lockstep.elastic.fault_injection import FaultInjectingBoard, flip_bit
 from lockstep.elastic.progress import Progress, transfer_roles
 from lockstep.elastic.runtime import ElasticRuntime
@@ -117,7 +117,9 @@ class ReplicaGroup:
         self.grad_norm_squared: torch.Tensor | None = None
         self.stops = signals is None and runtime.membership is not None
         self.signals = StopSignals().__enter__() if self.stops else signals  # until the process exits
-        self.decision = StepDecision(0.0)
+        self.decision = self._last_decision()
+        self.last_step = -1  # that this group has committed
+        self._stop_requested = False
         self.leaving = False
         self.unfinished: int | None = None  # the step whose micro-batch loop has not ended
         self._counts: list[int | None] = []  # of this step's micro-batches
@@ -140,22 +142,26 @@ class ReplicaGroup:
         """Run the model's forward pass."""
         return self.replica(*inputs, **named)
 
-    def backward(self, loss: torch.Tensor, count: int | None = None) -> None:
+    def backward(self, loss: torch.Tensor, count: int | None = None, *, scaler: torch.amp.GradScaler | None = None) -> None:
         """Run the backward pass of a micro-batch; its loss becomes part of the vote.
 
-        count  number of samples or tokens that `loss` sums over: the step's gradient and loss are
-               divided by the total count of the step. For all micro-batches of a step, or for none.
-               Not with a LocalModel
+        count   number of samples or tokens that `loss` sums over: the step's gradient and loss are
+                divided by the total count of the step. For all micro-batches of a step, or for none
+        scaler  scales the gradient, not the recorded loss
+        Neither with a LocalModel.
         """
-        if count is not None:
-            count = parse_count(count)
-            if self.local_model:
-                raise UsageError("count is not supported with a LocalModel", "backward(loss, count=...)", "divide the gradient yourself")
+        count = None if count is None else parse_count(count)
+        if self.local_model and (count is not None or scaler):
+            given = "count" if scaler is None else "scaler"
+            raise UsageError(f"{given} is not supported with a LocalModel", f"backward(loss, {given}=...)", "divide the gradient yourself")
         if self._counts and (count is None) != (self._counts[0] is None):
             what = "some micro-batches of a step have a count and others have none"
             raise UsageError(what, f"backward(loss, count=...), step {self.unfinished}", "give a count to all of them, or to none")
         self._counts.append(count)
-        self.replica.backward(loss)
+        if isinstance(self.replica, Replica):
+            self.replica.backward(loss, scaler)
+        else:
+            self.replica.backward(loss)
 
     def exposed_s(self) -> float:
         """Return the seconds that this step waited for communication after the backward."""
@@ -179,9 +185,15 @@ class ReplicaGroup:
         """Collective. Yield this replica's micro-batches of `step`, until the step is committed.
 
         If the loop ends early (break, or zip with something shorter) there are no gradients, and
-        the next step or save is a UsageError.
+        the next step or save is a UsageError. So is a second loop in one step.
         """
         self._refuse_unfinished()
+        if step == self.last_step:
+            raise UsageError(
+                f"a second micro-batch loop in step {step}: it would drop the gradient of the first",
+                "replicas.micro_batches(step), called twice",
+                "add the losses of each micro-batch in one loop",
+            )
         self.runtime.set_progress(self._progress(step))
         if self.stops and self.decision.stop:
             self._stop(step)
@@ -195,13 +207,13 @@ class ReplicaGroup:
             for p in self.replica.parameters:
                 p.grad = None
             raise
-        self.unfinished = None
+        self.unfinished, self.last_step = None, step
 
     def _refuse_unfinished(self) -> None:
         if self.unfinished is not None:
             raise UsageError(
                 f"the micro-batch loop of step {self.unfinished} ended early",
-                "by break, or by zip with something shorter",
+                "by break, by zip with something shorter, or by a second micro-batch loop inside it",
                 "take every micro-batch that replicas.micro_batches(step) gives; the first step of a start gives one more (docs/loop.md)",
             )
 
@@ -265,12 +277,22 @@ class ReplicaGroup:
         frozen = [p for p in (self.local_model or self.module).parameters() if not p.requires_grad]
         return FrozenState(self.module, frozen, local_buffers=self.local_buffers)
 
+    def _last_decision(self) -> StepDecision:
+        """Return the loss of the last step before this start: from other workers, or saved."""
+        if decisions := [member.decision for member in self.runtime.member_progress if member.decision and member.step >= 0]:
+            return StepDecision(decisions[0].loss, decisions[0].count)
+        return StepDecision(float(self.checkpointer.facts.get("loss", 0.0)) if self.checkpointer else 0.0)
+
     def _stop(self, step: int) -> None:
         """Save and end a loop that does not handle stop signals itself."""
         if self.checkpointer:
             self.checkpointer.save(step)
             self.checkpointer.close()
-        raise Stopped(self.decision.stop)
+        raise Stopped("" if self.decision.stop == STOP_REQUEST else self.decision.stop)
+
+    def request_stop(self) -> None:
+        """Ask all replicas to stop: the next vote carries it as `decision.stop`."""
+        self._stop_requested = True
 
     def _commit(self, step: int, decision: StepDecision) -> None:
         """Commit `step`, which all ranks have agreed on."""
@@ -320,7 +342,7 @@ class ReplicaGroup:
         return Vote(
             self.replica.losses(),
             count=sum(counts) if counts else None,
-            stop_signal=self.stop_signal() or (membership.stop_signal if membership else ""),
+            stop_signal=self.stop_signal() or (membership.stop_signal if membership else "") or STOP_REQUEST * self._stop_requested,
             save_failed=bool(self.checkpointer and self.checkpointer.save_failed()),
             joiners_waiting=bool(membership and membership.joiner_count),
             leaving=self.leaving,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint import state_dict, stateful
-from lockstep.errors import UsageError
+from lockstep.errors import CheckpointError, UsageError
 from lockstep.units import join_names
 
 log = logging.getLogger("lockstep")
@@ -20,6 +20,39 @@ def trained_names(model: Model) -> list[str]:
     return [name for name, tensor in state_dict.named_tensors(model).items() if tensor.requires_grad]
 
 
+def refuse_misplaced_parameters(model: Model, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """UsageError when optimizers hold parameters of another model, or the same ones."""
+    try:
+        state_dict.optimizer_parameters(model, optimizers)
+    except CheckpointError as error:
+        raise UsageError(*error.args) from None
+
+
+def warn_of_other_options(model: Model, optimizers: Sequence[torch.optim.Optimizer], tensors: Mapping[str, Tensor]) -> None:
+    """Warn of options (lr, momentum, ...) that the loaded state replaces by other values.
+
+    A scheduler changes lr, momentum and betas, so these are not compared where there is one.
+    """
+    if f"{stateful.GROUPS}{stateful.JSON_SUFFIX}" not in tensors:
+        return
+    loaded, own = stateful.unpack(stateful.GROUPS, tensors), stateful.describe_groups(model, optimizers)
+    for saved_optimizer, optimizer in zip(loaded, own, strict=True):
+        differences: dict[str, None] = {}  # ordered, without repetitions
+        for saved, group in zip(saved_optimizer["groups"], optimizer["groups"], strict=True):
+            scheduled = {"lr", "momentum", "betas"} if "initial_lr" in group else set()
+            for key, value in group.items():
+                if key in saved and key not in {"params", *scheduled} and not _equal(value, saved[key]):
+                    differences[f"{key} is {saved[key]} from the checkpoint, not {value} as constructed"] = None
+        if differences:
+            log.warning("optimizer %s: %s", optimizer["class"], "; ".join(differences))
+
+
+def _equal(first: object, second: object) -> bool:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.equal(first.cpu(), second.cpu())
+    return bool(first == second)
+
+
 def refuse_unsaved(model: Model, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, stateful.Stateful] | None) -> None:
     """UsageError for trained parameters and schedulers that no checkpoint would hold."""
     known = state_dict.optimizer_parameters(model, optimizers)
@@ -27,8 +60,8 @@ def refuse_unsaved(model: Model, optimizers: Sequence[torch.optim.Optimizer], st
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         raise UsageError(
             f"{len(unsaved)} trained parameters are in no optimizer that the Checkpointer knows: {join_names(unsaved)}",
-            f"Checkpointer(..., {names}), {state_dict.model_name(model)}",
-            "pass all optimizers as a list, or freeze these parameters with requires_grad_(False)",
+            f"{state_dict.model_name(model)}, trained by {names or 'no optimizer'}",
+            "pass the optimizer of these parameters to Checkpointer(...), or freeze them with requires_grad_(False)",
         )
     if state is not None and (unregistered := stateful.unregistered_schedulers(optimizers, state)):
         scheduler, optimizer = unregistered[0], unregistered[0].optimizer

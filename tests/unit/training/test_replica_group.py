@@ -1,4 +1,4 @@
-"""What ReplicaGroup and Checkpointer refuse at construction and in a step. One process."""
+"""Refusals of ReplicaGroup and Checkpointer, at construction and in a step. One process."""
 
 from __future__ import annotations
 
@@ -34,6 +34,16 @@ def one_step(replicas: ReplicaGroup, step: int, optimizer: torch.optim.Optimizer
     for k in replicas.micro_batches(step):
         replicas.backward(replicas(torch.full((2, 3), float(step + k))).square().sum())
     optimizer.step()
+
+
+def test_second_loop_of_a_step_is_refused(runtime: ElasticRuntime) -> None:
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ReplicaGroup(runtime, model, micro_batches=1) as replicas:
+        one_step(replicas, 0, optimizer)
+        with pytest.raises(UsageError, match="a second micro-batch loop in step 0"):
+            one_step(replicas, 0, optimizer)
+        one_step(replicas, 1, optimizer)
 
 
 # The state of a user's loop.

@@ -1,0 +1,80 @@
+"""The mean of a function over a data set, with the same bits on any number of workers."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import default_collate
+
+from lockstep.data.order import splitmix64
+from lockstep.elastic.collectives import all_gather_json
+from lockstep.elastic.runtime import ElasticRuntime
+from lockstep.runtime.numerics import seed_generators
+from lockstep.training.loader import Collate, get_samples, number_of_samples, to_device
+
+log = logging.getLogger("lockstep")
+Scores = dict[int, dict[str, float]]  # by batch number, then by name
+
+
+def mean_over(
+    dataset: Any, function: Callable[[Any], Any], runtime: ElasticRuntime, *, batch_size: int, collate_fn: Collate | None, seed: int
+) -> Any:
+    """Collective. Return the mean of function(batch), weighted by samples; see Session.evaluate."""
+    count, device = number_of_samples(dataset, "session.evaluate(function, dataset)"), runtime.world.device
+    batches = [range(first, min(first + batch_size, count)) for first in range(0, count, batch_size)]
+
+    def compute_scores(numbers: Iterable[int]) -> Scores:
+        scores = {}
+        for number in numbers:
+            seed_generators(splitmix64(seed, number) >> 1, device)
+            batch = (collate_fn or default_collate)(get_samples(dataset, batches[number]))
+            scores[number] = to_numbers(function(to_device(batch, device)))
+        return scores
+
+    with torch.no_grad(), runtime.during("evaluating"):
+        scores = compute_in_shares(runtime, compute_scores, len(batches))
+    means = {name: weighted_mean([(len(batches[n]), scores[n][name]) for n in range(len(batches))]) for name in scores[0]}
+    return means[""] if [*means] == [""] else means
+
+
+def compute_in_shares(runtime: ElasticRuntime, compute: Callable[[Iterable[int]], Scores], count: int) -> Scores:
+    """Collective. Return compute(range(count)), of which each worker computes a share.
+
+    If a worker is lost, this worker computes everything, and the next step regroups.
+    """
+    rank, size = (0, 1) if runtime.is_joining else (runtime.world.rank, runtime.world.size)
+    own = compute(range(rank, count, size))
+    with runtime.catch_peer_loss() as loss:
+        return {number: scores for rows in all_gather_json(runtime, [*own.items()]) for number, scores in rows}
+    log.info("a worker was lost during an evaluation (%s); this worker evaluates everything", loss.why)
+    return own | compute(number for number in range(count) if number not in own)
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module | None) -> Iterator[None]:
+    """Put the modules of a model into eval mode; restore the mode of each afterwards."""
+    training = [module for module in model.modules() if module.training] if model else []
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def to_numbers(value: Any) -> dict[str, float]:
+    """Return the numbers of a batch by name; a single number has the name ""."""
+    return {str(name): float(number) for name, number in (value.items() if isinstance(value, Mapping) else [("", value)])}
+
+
+def weighted_mean(rows: list[tuple[int, float]]) -> float:
+    """Return the mean of (weight, value) rows. Sums are exactly rounded, in any order."""
+    values = [weight * value for weight, value in rows]
+    return math.fsum(values) / sum(weight for weight, _ in rows) if all(map(math.isfinite, values)) else math.nan

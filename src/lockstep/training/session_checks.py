@@ -1,0 +1,85 @@
+"""What a Session refuses before it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.errors import UsageError
+from lockstep.runtime.worker_env import WorkerEnv
+from lockstep.training.trained_parameters import refuse_misplaced_parameters
+
+
+class ReplicaOptions(TypedDict, total=False):
+    """Further arguments of Session; ReplicaGroup explains them."""
+
+    reduce: Literal["ordered", "fast"]
+    bucket_bytes: int
+    verify_every: int
+    rehearse: bool
+    on_nonfinite: Literal["raise", "ignore"]
+    local_buffers: bool
+
+
+def refuse_wrong_options(micro_batches: int, options: Mapping[str, Any]) -> None:
+    known = [*ReplicaOptions.__annotations__]
+    if unknown := sorted(options.keys() - set(known)):
+        hint = f"did you mean {' or '.join(get_close_matches(unknown[0], known) or known)}?"
+        raise UsageError(f"Session takes no {unknown[0]}", "Session(out, ...)", hint)
+    if micro_batches < 1:
+        raise UsageError(f"micro_batches={micro_batches}", "Session(micro_batches=...)", "give at least one for each worker")
+
+
+def refuse_second_session(out: Path, opened: Sequence[Path], entered: bool, worker_env: WorkerEnv | None) -> None:
+    """UsageError when this process has a Session open, or has left the run of its agent.
+
+    opened   folders of the open Sessions of this process
+    entered  this process has had a Session
+    """
+    if opened:
+        where = f"Session({str(out)!r}) inside Session({str(opened[0])!r})"
+        raise UsageError("a second Session is open in this process", where, "close the first one, or start another process")
+    if worker_env and Path(worker_env.folder) != out.resolve():
+        raise UsageError(
+            f"this Session's folder is {out}, the run's is {worker_env.folder}",
+            "Session(out, ...), and the folder that lockstep was started with",
+            f"start it with --out {out}: lockstep run --out {out} FILE.py, or let the script take --out",
+        )
+    if worker_env and entered:
+        raise UsageError(
+            "this run has ended: one Session per start under an agent",
+            f"a second Session({str(out)!r}) in this process",
+            "train everything in one Session, or write one script for each run",
+        )
+
+
+def refuse_different_folders(folders: Sequence[str]) -> None:
+    """UsageError when ranks that no agent started give different folders."""
+    if len(set(folders)) > 1:
+        listed = ", ".join(f"{folder} on rank {rank}" for rank, folder in enumerate(folders))
+        raise UsageError(f"the Session's folder differs: {listed}", "Session(out, ...)", "give one folder, without the rank or the time")
+
+
+def refuse_unprepared(model: Any, optimizers: Sequence[Any]) -> None:
+    """UsageError unless these are a module and the optimizers of its parameters."""
+    if not isinstance(model, nn.Module) or not all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
+        names = ", ".join(type(argument).__name__ for argument in (model, *optimizers))
+        what = "session.prepare takes one module, then optimizers of torch"
+        raise UsageError(what, f"session.prepare({names})", "write session.prepare(model, optimizer)")
+    refuse_misplaced_parameters(model, optimizers)
+
+
+def number_of(name: str, value: Any) -> float:
+    """Return a number, or that of a tensor or array with one element. UsageError otherwise."""
+    try:
+        number = value.item() if hasattr(value, "item") else value
+    except (RuntimeError, ValueError):  # several elements
+        number = None
+    if not isinstance(number, int | float):
+        raise UsageError(f"{name} is a {type(value).__name__}, not a number", f"session.log({name}=...)", "give a number or one element")
+    return number
