@@ -14,7 +14,8 @@ from typing import Any
 
 from lockstep.errors import UsageError
 
-SIGNALS = ("", "SIGTERM", "SIGUSR1", "SIGINT")  # by precedence: if ranks received several, the last one listed here wins
+STOP_REQUEST = "stop"  # the loop itself asks to stop
+SIGNALS = ("", STOP_REQUEST, "SIGTERM", "SIGUSR1", "SIGINT")  # by precedence: if ranks received several, the last one listed here wins
 
 
 @dataclass(frozen=True)

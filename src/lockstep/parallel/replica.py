@@ -188,9 +188,10 @@ class Replica:
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         return (self.ddp or self._wrap())(*inputs, **named)
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None = None) -> None:
+        """Run the backward pass of a micro-batch, scaled, and keep its unscaled loss."""
         self.board.enter("backward")
-        self._watch.backward(loss)
+        self._watch.backward(scaler.scale(loss) if scaler else loss)
         self._losses.append(loss.detach())
 
     def losses(self) -> list[float]:
