@@ -80,7 +80,7 @@ class Session:
     checkpointer: Checkpointer
     tracker: Tracker
     _open: ClassVar[list[Path]] = []  # folders of the open Sessions of this process
-    _entered: ClassVar[list[Path]] = []  # and of all that it has entered
+    _entered: ClassVar[list[Path]] = []  # folders of all Sessions that it has entered
 
     def __init__(  # independent options, all by keyword and with defaults
         self,

@@ -119,3 +119,20 @@ def test_script_that_cannot_run_is_refused(words: list[str | Path], message: str
     Path("torn.py").write_text("def\n")
     result = lockstep(*words)
     assert result.returncode == 2 and message in result.stderr, result.stderr
+
+
+TWO_SESSIONS = SCRIPT.with_name("two_sessions.py")
+
+
+def test_second_session_under_an_agent_is_refused(tmp_path: Path) -> None:
+    lockstep("run", "--out", tmp_path / "run", TWO_SESSIONS, "--workers", "1")
+    assert digest_line(tmp_path / "run").startswith("step 2 ")
+    (worker_log,) = (tmp_path / "run" / "logs").glob("*-0.log")
+    assert "UsageError: an agent runs one Session per start" in worker_log.read_text()
+
+
+def test_folder_with_the_rank_is_refused_under_torchrun(tmp_path: Path) -> None:
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(TWO_SESSIONS), "--case", "rank"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=200, env=environ, cwd=tmp_path, check=False)
+    assert "the Session's folder differs: runs/sessions-0 on rank 0, runs/sessions-1 on rank 1" in result.stderr, result.stderr

@@ -396,7 +396,7 @@ def test_second_session_is_refused_inside_another_or_under_an_agent(tmp_path: Pa
     worker_env = WorkerEnv(str(tmp_path), str(tmp_path / "state"), "host", 0, 1, 1, 1, 1, "127.0.0.1")
     for name, value in worker_env.environ().items():
         monkeypatch.setenv(name, value)
-    with refused("this run has ended: one Session per start under an agent"), Session(tmp_path, micro_batches=2):
+    with refused("an agent runs one Session per start"), Session(tmp_path, micro_batches=2):
         pass
 
 

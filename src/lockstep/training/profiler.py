@@ -128,7 +128,7 @@ class Profiler:
     def __init__(self, spec: ProfiledSteps | None, folder: Path, runtime: ElasticRuntime) -> None:
         self.spec, self.folder, self.runtime = spec, folder, runtime
         self.running: profile | None = None
-        self.first_step = self.latest = 0  # committed steps: when profiling began, and now
+        self.first_step = self.latest = 0  # committed steps: at the start of the profile, and now
         if spec and spec.first == 1:
             self._start(0)
 

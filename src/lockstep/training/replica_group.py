@@ -158,7 +158,7 @@ class ReplicaGroup:
             what = "some micro-batches of a step have a count and others have none"
             raise UsageError(what, f"backward(loss, count=...), step {self.unfinished}", "give a count to all of them, or to none")
         self._counts.append(count)
-        if isinstance(self.replica, Replica):
+        if scaler and isinstance(self.replica, Replica):
             self.replica.backward(loss, scaler)
         else:
             self.replica.backward(loss)

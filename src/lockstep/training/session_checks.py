@@ -1,4 +1,4 @@
-"""What a Session refuses before it trains."""
+"""Refusals of a Session before it trains."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def refuse_second_session(out: Path, opened: Sequence[Path], entered: bool, work
         )
     if worker_env and entered:
         raise UsageError(
-            "this run has ended: one Session per start under an agent",
+            "an agent runs one Session per start, and this is the second one",
             f"a second Session({str(out)!r}) in this process",
             "train everything in one Session, or write one script for each run",
         )

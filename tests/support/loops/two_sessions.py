@@ -1,0 +1,27 @@
+"""Sessions that are refused: a second one in a script (`second`), or a folder for each rank."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import nn
+
+import lockstep
+
+
+def train(out: str = "runs/sessions", case: str = "second") -> None:
+    if case == "rank":
+        out = f"{out}-{os.environ['RANK']}"
+    for _ in range(2 if case == "second" else 1):
+        model = nn.Linear(2, 1)
+        with lockstep.Session(out, micro_batches=2) as session:
+            prepared, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            for step in session.steps(2):
+                for _ in session.micro_batches(step):
+                    session.backward(prepared(torch.ones(3, 2)).mean())
+                optimizer.step()
+
+
+if __name__ == "__main__":
+    lockstep.launch(train, workers=1)
