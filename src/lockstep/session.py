@@ -38,18 +38,12 @@ from lockstep.record.tracker import BackgroundTracker, Tracker
 from lockstep.runtime.numerics import make_deterministic, seed_generators
 from lockstep.runtime.signals import Stopped, StopSignals
 from lockstep.runtime.worker_env import read_worker_env
+from lockstep.training import session_checks
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.evaluation import in_eval_mode, mean_over
 from lockstep.training.loader import Collate, Loader, number_of_samples
 from lockstep.training.replica_group import ReplicaGroup
-from lockstep.training.session_checks import (
-    ReplicaOptions,
-    number_of,
-    refuse_different_folders,
-    refuse_second_session,
-    refuse_unprepared,
-    refuse_wrong_options,
-)
+from lockstep.training.session_checks import ReplicaOptions, number_of
 from lockstep.training.session_words import in_session_words
 
 log = logging.getLogger("lockstep")
@@ -94,7 +88,7 @@ class Session:
         threads: int = 1,
         **options: Unpack[ReplicaOptions],
     ) -> None:
-        refuse_wrong_options(micro_batches, options)
+        session_checks.refuse_wrong_options(micro_batches, options)
         self.out, self.micro_batches_per_step, self.save_every, self.keep = Path(out), micro_batches, save_every, keep
         self.seed, self.resume, self.threads, self.options = seed, resume, threads, options
         self.step = 0
@@ -108,11 +102,11 @@ class Session:
         self._exit = ExitStack()
 
     def __enter__(self) -> Session:
-        refuse_second_session(self.out, self._open, bool(self._entered), read_worker_env(os.environ))
+        session_checks.refuse_second_session(self.out, self._open, bool(self._entered), read_worker_env(os.environ))
         with ExitStack() as stack:
             self.runtime = stack.enter_context(ElasticRuntime.join(threads=self.threads))
             if self.runtime.membership is None:
-                refuse_different_folders(all_gather_json(self.runtime, str(self.out)))
+                session_checks.refuse_different_folders(all_gather_json(self.runtime, str(self.out)))
             log.debug(make_deterministic(self.world.device))
             self._exit = stack.pop_all()
         self._open.append(self.out)
@@ -158,7 +152,7 @@ class Session:
         self._refuse_after_start("prepare")
         if self.model is not None:
             raise UsageError("a second session.prepare", "one Session trains one model", "put all trained modules into one nn.ModuleDict")
-        refuse_unprepared(model, optimizers)
+        session_checks.refuse_unprepared(model, optimizers)
         self.model, self.optimizers = PreparedModel(model.to(self.world.device), self), optimizers
         return (self.model, *optimizers) if optimizers else self.model
 

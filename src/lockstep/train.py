@@ -24,6 +24,7 @@ from lockstep.runtime.numerics import make_deterministic
 from lockstep.runtime.signals import StopSignals
 from lockstep.tasks.setup import best_steps, build_model, make_step_timer, task_that_fits, warm_up
 from lockstep.tasks.task import Task
+from lockstep.training.nonfinite import refuse_nonfinite_norm
 from lockstep.training.optim import adamw, learning_rate, set_learning_rate
 from lockstep.training.profiler import ProfiledSteps, compile_summary, profiling
 from lockstep.training.setup import (
@@ -31,7 +32,6 @@ from lockstep.training.setup import (
     make_checkpointer,
     make_replica_group,
     make_tracker,
-    raise_if_diverged,
     resume_run,
     run_fingerprints,
     warn_of_other_layout,
@@ -74,7 +74,7 @@ def train_task(  # over 60 lines: the whole loop in one place
     checkpointer = make_checkpointer(run, folder, runtime, model, optimizer, task.is_saved)
     if runtime.is_joining and model.layout.workers_per_replica == 1:
         warm_up(model.module, task, run, runtime)
-    first_step = resume_run(checkpointer, resolved, folder, resume, task.fingerprints, fingerprints)
+    first_step = resume_run(checkpointer, resolved, folder, resume, fingerprints, task.fingerprints)
     warn_of_other_layout(checkpointer.facts, run, task.meta_model())
     tracker = make_tracker(resolved, folder, runtime, first_step)
     progress = ProgressDisplay(run.steps, first_step, runtime.shows_progress, log_every=run.track.log_every)
@@ -96,12 +96,12 @@ def train_task(  # over 60 lines: the whole loop in one place
                 with torch.autocast(runtime.world.device.type, torch.bfloat16, enabled=run.compute.precision == "bf16"):
                     loss = task.loss(replicas, batch)
                 replicas.backward(loss)
-            timer.add("communication", replicas.exposed_s())
+            timer.add("communication", replicas.replica.exposed_s())
 
             tokens, decision = task.loader.tokens_in_step(step), replicas.decision
             squared = replicas.grad_norm_squared
             norm = float(divide_and_clip(model.parameters(), divisor=tokens, clip_norm=run.optim.clip_norm, grad_norm_squared=squared))
-            raise_if_diverged(decision, step, norm)
+            refuse_nonfinite_norm(decision, step, norm)
 
             set_learning_rate(optimizer, learning_rate(step + 1, resolved.optim_after(step)))
             optimizer.step()

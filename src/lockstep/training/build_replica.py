@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -18,38 +17,26 @@ from lockstep.training.checkpointer import Checkpointer
 
 
 def build_replica(
-    runtime: ElasticRuntime, module: nn.Module, micro_batches: int, seed: int, *, reduce: Literal["ordered", "fast"], bucket_bytes: int
+    runtime: ElasticRuntime,
+    model: nn.Module | LocalModel,
+    micro_batches: int,
+    seed: int,
+    *,
+    reduce: Literal["ordered", "fast"],
+    bucket_bytes: int,
+    reduce_once_per_step: bool,
 ) -> Replica | ShardedReplica:
-    """Collective. Return a whole replica of the module; in a new run, with rank 0's weights."""
-    return Replica(
-        module,
-        micro_batches=micro_batches,
-        seed=seed,
-        reduce=reduce,
-        bucket_bytes=bucket_bytes,
-        init_sync=runtime.first_generation,
-        board=runtime.board,
-        generation_error=_generation_error(runtime),
-    )
+    """Collective. Return this worker's replica, or its part of one that several workers hold.
 
-
-def build_sharded_replica(
-    runtime: ElasticRuntime, local_model: LocalModel, micro_batches: int, seed: int, *, reduce_once_per_step: bool
-) -> Replica | ShardedReplica:
-    """Return this worker's part of a replica that several workers hold."""
-    return ShardedReplica(
-        local_model,
-        micro_batches=micro_batches,
-        seed=seed,
-        reduce_once_per_step=reduce_once_per_step,
-        board=runtime.board,
-        generation_error=_generation_error(runtime),
-        form_context=runtime.group.track_subgroups,
-    )
-
-
-def _generation_error(runtime: ElasticRuntime) -> Callable[[], str]:
-    return runtime.generation_error if runtime.membership else static_group
+    In a new run a whole replica gets rank 0's weights.
+    """
+    module, local_model = unwrap_local_model(model)
+    generation_error = runtime.generation_error if runtime.membership else static_group
+    shared: dict[str, Any] = {"micro_batches": micro_batches, "seed": seed, "board": runtime.board, "generation_error": generation_error}
+    if local_model:
+        form_context = runtime.group.track_subgroups
+        return ShardedReplica(local_model, reduce_once_per_step=reduce_once_per_step, form_context=form_context, **shared)
+    return Replica(module, reduce=reduce, bucket_bytes=bucket_bytes, init_sync=runtime.first_generation, **shared)
 
 
 def refuse_other_checkpointer(checkpointer: Checkpointer, runtime: ElasticRuntime, model: nn.Module | LocalModel) -> None:

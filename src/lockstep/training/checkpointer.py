@@ -1,8 +1,7 @@
 """The checkpoints of a run, as one object that all its processes share.
 
-`state_dict` names the tensors, `store` commits and verifies them, `async_save` writes during
-training. Replicas are bitwise equal, so only the first one writes: rank 0, or each of its workers
-its slices (`shards`). Rank 0 decides which step is resumed.
+Replicas are bitwise equal, so only the first one writes: rank 0, or each of its workers its slices
+(`shards`). Rank 0 decides which step is resumed.
 """
 
 from __future__ import annotations
@@ -21,28 +20,21 @@ from torch import nn
 from lockstep.checkpoint import state_dict, stateful
 from lockstep.checkpoint.async_save import AsyncSaver, do_nothing
 from lockstep.checkpoint.fingerprints import make_run_id, read_run_id, refuse_other_run, tolerated_changes
-from lockstep.checkpoint.policy import show_steps
 from lockstep.checkpoint.shards import ShardWriter, parameter_of, slice_of
 from lockstep.checkpoint.store import Checkpoint, CheckpointStore
 from lockstep.elastic.collectives import assert_equal_on_all_ranks, run_on_rank0
 from lockstep.elastic.progress import Progress, transfer_roles
 from lockstep.elastic.runtime import ElasticRuntime
-from lockstep.errors import CheckpointError, DivergedError, SaveFailedError, UsageError
+from lockstep.errors import CheckpointError, SaveFailedError, UsageError
 from lockstep.parallel.digest import digest_of
 from lockstep.parallel.parallelize import LocalModel, unwrap_local_model
 from lockstep.record.events import append_event
 from lockstep.runtime import numerics, sources
 from lockstep.runtime.tensor_bytes import bytes_of
+from lockstep.training import trained_parameters
 from lockstep.training.loading import load_checkpoint
+from lockstep.training.nonfinite import refuse_nonfinite_state
 from lockstep.training.state_transfer import transfer_state
-from lockstep.training.trained_parameters import (
-    refuse_misplaced_parameters,
-    refuse_unsaved,
-    trained_names,
-    warn_if_changed,
-    warn_of_other_options,
-)
-from lockstep.units import join_names
 
 log = logging.getLogger("lockstep")
 SAVE_TIMEOUT_S = 5.0  # how long a save that may be skipped waits for the previous one
@@ -127,12 +119,12 @@ class Checkpointer:
             hint = "give the module itself to Checkpointer and ReplicaGroup"
             raise UsageError(f"the state of {', '.join(state)} is not supported with a LocalModel", "Checkpointer(state=...)", hint)
         stateful.refuse_unsupported_state(state)
-        refuse_misplaced_parameters(self.model, self.optimizers)
+        trained_parameters.refuse_misplaced_parameters(self.model, self.optimizers)
         self.state_dict()
 
     def refuse_unsaved_parameters(self) -> None:
         """UsageError for trained parameters and schedulers that no checkpoint would hold."""
-        refuse_unsaved(self.model, self.optimizers, self.state)
+        trained_parameters.refuse_unsaved(self.model, self.optimizers, self.state)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return this worker's state by name. Tensors share memory with model and optimizers."""
@@ -169,9 +161,8 @@ class Checkpointer:
             tensor_parallel = not local_model.tensor_slices[parameter_of(name)].is_whole
             return tensors[name].numel() > 0 and (coordinates.tensor == 0 or tensor_parallel)
 
-        self.store.share_writing(
-            ShardWriter(rank, self.replica_size, shaped_slices, lambda: runtime.world.generation, runtime.generation_error)
-        )
+        generation = (lambda: runtime.world.generation, runtime.generation_error)
+        self.store.share_writing(ShardWriter(rank, self.replica_size, shaped_slices, *generation))
         return {name: tensor for name, tensor in tensors.items() if writes(name)}
 
     # -- resuming -----------------------------------------------------------------------------------------------------
@@ -186,16 +177,13 @@ class Checkpointer:
         """Collective. Load the checkpoint that `how` names; return the number of committed steps, 0
         for a new run.
 
-        When other workers are already training, this worker joins them and receives their state.
-
+        When other workers train already, this worker joins them and receives their state.
         how           "auto", "never", "required", or a step: then newer checkpoints and the metrics
                       after that step are set aside
-        fingerprints  must be equal on all workers; a worker that differs is refused, with the
-                      reason
+        fingerprints  must be equal on all workers; a worker that differs is refused
         facts         written to each checkpoint, see checkpoint/fingerprints.py; by default only
                       the fingerprints
-        allowed       names of fingerprints that may differ from the checkpoint, since the user
-                      changed them on purpose
+        allowed       names of fingerprints that the user changed on purpose
         CheckpointError when it is required and missing, damaged, or of another run. With "auto" a
         damaged newest checkpoint is set aside and the one before is used.
         """
@@ -213,18 +201,13 @@ class Checkpointer:
         if checkpoint:
             self._refuse_other_run(checkpoint, allowed)
             if self.state is not None:
-                warn_of_other_options(self.model, self.optimizers, checkpoint.tensors)
+                trained_parameters.warn_of_other_options(self.model, self.optimizers, checkpoint.tensors)
             self.load_state_dict(checkpoint.tensors)
             self.facts = checkpoint.facts
         self._saved_step = checkpoint.step if checkpoint else 0
-        if self.runtime.world.leader and self.runtime.membership:
-            append_event(
-                run_folder,
-                "began",
-                generation=self.runtime.world.generation,
-                step=self._saved_step,
-                workers=list(self.runtime.world.members),
-            )
+        world = self.runtime.world
+        if world.leader and self.runtime.membership:
+            append_event(run_folder, "began", generation=world.generation, step=self._saved_step, workers=list(world.members))
         return self._saved_step
 
     def _refuse_other_run(self, checkpoint: Checkpoint, allowed: Collection[str]) -> None:
@@ -238,7 +221,7 @@ class Checkpointer:
 
     def warn_if_trained_layers_changed(self) -> None:
         """Warn in the first step after a resume when it trains other layers than the last step."""
-        warn_if_changed(self.facts.pop("trained", None), self.model)
+        trained_parameters.warn_if_changed(self.facts.pop("trained", None), self.model)
 
     def _join(self, fingerprints: Mapping[str, str]) -> int | None:
         """Collective. Join the training workers and receive their state; return their step. None
@@ -288,17 +271,16 @@ class Checkpointer:
                  SAVE_TIMEOUT_S (replicas of several workers always wait)
         """
         if reserved := sorted({*self.run_facts, "trained"} & (facts or {}).keys()):
-            raise UsageError(
-                f"facts of the names {', '.join(reserved)} are Lockstep's own", "Checkpointer.save(facts=...)", "use other names"
-            )
+            what = f"facts of the names {', '.join(reserved)} are Lockstep's own"
+            raise UsageError(what, "Checkpointer.save(facts=...)", "use other names")
         if step == self._saved_step:
             return
-        trained = {} if self.state is None else {"trained": trained_names(self.model)}
+        trained = {} if self.state is None else {"trained": trained_parameters.trained_names(self.model)}
         self._saved_step, self._request = step, SaveRequest(step, {**self.run_facts, **trained, **(facts or {})}, first, protect)
         if self._replicas_identical and not self._replicas_identical(step):
             self._undecided_generation = self.runtime.world.generation
             return
-        self._refuse_nonfinite_state(step)
+        refuse_nonfinite_state(self.state_dict(), trained_parameters.trained_names(self.model), step, self.store.steps())
         if not self.writes:
             return
         within_s = None if waits or self.local_model else 0.0 if self._skipped else SAVE_TIMEOUT_S
@@ -320,35 +302,22 @@ class Checkpointer:
         them repeat it, since a lost writer's slices would never arrive. When the replicas were not
         found identical, wait for a new generation: this worker may be the one that differs.
         """
-        if self._undecided_generation == self.runtime.world.generation or not (
-            self.writes and self._request and self._request.step == step
-        ):
+        generation = self.runtime.world.generation
+        if self._undecided_generation == generation or not (self.writes and self._request and self._request.step == step):
             return
-        if step in self.store.steps():
-            return
-        if self._started == (step, self.runtime.world.generation) or (self._started[0] == step and not self.local_model):
+        is_started = self._started == (step, generation) or (self._started[0] == step and not self.local_model)
+        if is_started or step in self.store.steps():
             return
         if self.saver and self.local_model:
             self.saver.wait()
             while self.saver.failure():  # failures of the previous generation
                 pass
-        self._refuse_nonfinite_state(step)
+        refuse_nonfinite_state(self.state_dict(), trained_parameters.trained_names(self.model), step, self.store.steps())
         self._start_save(self._request)
 
     def drop_save_request(self) -> None:
         """Forget the last requested save: the state has changed since."""
         self._request = None
-
-    def _refuse_nonfinite_state(self, step: int) -> None:
-        """DivergedError for a nonfinite state: retention would delete the last good checkpoints."""
-        trained = {f"model.{name}" for name in trained_names(self.model)}
-        saved = {name: tensor for name, tensor in self.state_dict().items() if name in trained or name.startswith("optim.")}
-        if wrong := state_dict.nonfinite_tensors(saved):
-            raise DivergedError(
-                f"not finite after step {step}: {join_names(wrong)}",
-                f"{len(wrong)} tensors of the state to save; {show_steps(self.store.steps())}",
-                "nothing was saved or deleted: resume from an earlier step with a lower learning rate, or clip the gradients",
-            )
 
     def _start_save(self, request: SaveRequest) -> None:
         self._started = (request.step, self.runtime.world.generation)

@@ -4,10 +4,10 @@
         replicas.backward(loss_of(replicas(inputs)))     of micro-batch k
     optimizer.step()                                     runs once per step, on every live replica
 
-The `for` ends when the gradient is complete and all ranks have voted for it. When a replica is lost
-before, the others form the next generation and repeat the `for` with new shares of the
-micro-batches. If a rank dies during the vote, some ranks may miss the result. They learn it when
-the next generation forms, and commit then: their gradient is complete, since they had voted.
+The `for` ends when all ranks have voted for the complete gradient. When a replica is lost before,
+the others form the next generation and repeat the `for` with new shares of the micro-batches. If a
+rank dies during the vote, some ranks may miss the result: they learn it when the next generation
+forms, and commit then.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lockstep.checkpoint.state_dict import get_state_dict, nonfinite_tensors
+from lockstep.checkpoint.state_dict import get_state_dict
 from lockstep.data.order import splitmix64
 from lockstep.elastic.collectives import vote_on_step
 from lockstep.elastic.consensus import STOP_REQUEST, StepDecision, Vote, find_divergent_ranks, parse_count
 from lockstep.elastic.fault_injection import FaultInjectingBoard, flip_bit
 from lockstep.elastic.progress import Progress, transfer_roles
 from lockstep.elastic.runtime import ElasticRuntime
-from lockstep.errors import DivergedError, FencedError, PeersLostError, UsageError
+from lockstep.errors import FencedError, PeersLostError, UsageError
 from lockstep.parallel.digest import DIGEST_FACTOR
 from lockstep.parallel.frozen_state import BufferSnapshot, FrozenState
 from lockstep.parallel.parallelize import LocalModel, unwrap_local_model
@@ -38,12 +38,13 @@ from lockstep.record.events import append_event
 from lockstep.record.tracker import BackgroundTracker, Tracker
 from lockstep.runtime.numerics import seed_generators
 from lockstep.runtime.signals import Stopped, StopSignals
-from lockstep.training.build_replica import build_replica, build_sharded_replica, refuse_other_checkpointer
+from lockstep.training.build_replica import build_replica, refuse_other_checkpointer
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.divergence import ALL_WEIGHTS, STATE, WEIGHTS, ReplicaComparison
+from lockstep.training.nonfinite import refuse_nonfinite_gradient
 from lockstep.training.rehearsal import Rehearsal
 from lockstep.training.state_transfer import StateMismatchError, transfer_state
-from lockstep.units import format_duration, join_names
+from lockstep.units import format_duration
 
 log = logging.getLogger("lockstep")
 
@@ -58,16 +59,14 @@ class HostDrained(SystemExit):
 
 
 class ReplicaGroup:
-    """`model` trained by all replicas together. Under an agent it recovers from lost workers;
-    elsewhere a lost replica is an error.
+    """`model` trained by all replicas together. Only under an agent it recovers from lost workers.
 
     model          a module, of which each worker has a whole replica; or the part of it that this
                    worker holds (parallel/parallelize.py)
     checkpointer   provides the state for a worker that joins; None: no worker can join
     micro_batches, seed, reduce, bucket_bytes   see Replica
     reduce_once_per_step  see ShardedReplica
-    signals        stop signals for the loop to act on after all ranks agreed. None: the group saves
-                   and ends the loop
+    signals        stop signals for the loop to act on. None: the group saves and ends the loop
     tracker        writes the metrics that a lost rank 0 did not write
     verify_every   steps between two comparisons of all replicas' weights; 0: never. At 1 a gradient
                    of a replica whose weights differ is never used; above that all replicas return
@@ -103,10 +102,8 @@ class ReplicaGroup:
         self.runtime, self.checkpointer, self.tracker, self.board = runtime, checkpointer, tracker, runtime.board
         self.on_nonfinite, self.local_buffers = on_nonfinite, local_buffers
         self.module, self.local_model = unwrap_local_model(model)
-        self.replica = (
-            build_sharded_replica(runtime, self.local_model, micro_batches, seed, reduce_once_per_step=reduce_once_per_step)
-            if self.local_model
-            else build_replica(runtime, self.module, micro_batches, seed, reduce=reduce, bucket_bytes=bucket_bytes)
+        self.replica = build_replica(
+            runtime, model, micro_batches, seed, reduce=reduce, bucket_bytes=bucket_bytes, reduce_once_per_step=reduce_once_per_step
         )
         # A joiner does not rehearse: the other ranks would not take part.
         self.rehearsal: Rehearsal | None = None
@@ -152,8 +149,8 @@ class ReplicaGroup:
         """
         count = None if count is None else parse_count(count)
         if self.local_model and (count is not None or scaler):
-            given = "count" if scaler is None else "scaler"
-            raise UsageError(f"{given} is not supported with a LocalModel", f"backward(loss, {given}=...)", "divide the gradient yourself")
+            what = "count and scaler are not supported with a LocalModel"
+            raise UsageError(what, "backward(loss, ...)", "scale and divide the gradient yourself")
         if self._counts and (count is None) != (self._counts[0] is None):
             what = "some micro-batches of a step have a count and others have none"
             raise UsageError(what, f"backward(loss, count=...), step {self.unfinished}", "give a count to all of them, or to none")
@@ -162,10 +159,6 @@ class ReplicaGroup:
             self.replica.backward(loss, scaler)
         else:
             self.replica.backward(loss)
-
-    def exposed_s(self) -> float:
-        """Return the seconds that this step waited for communication after the backward."""
-        return self.replica.exposed_s()
 
     def __enter__(self) -> ReplicaGroup:
         return self
@@ -184,16 +177,13 @@ class ReplicaGroup:
     def micro_batches(self, step: int) -> Iterator[int]:
         """Collective. Yield this replica's micro-batches of `step`, until the step is committed.
 
-        If the loop ends early (break, or zip with something shorter) there are no gradients, and
-        the next step or save is a UsageError. So is a second loop in one step.
+        UsageError at the next step or save, without gradients, if the loop ends early (break, or
+        zip with something shorter); and for a second loop in one step.
         """
         self._refuse_unfinished()
         if step == self.last_step:
-            raise UsageError(
-                f"a second micro-batch loop in step {step}: it would drop the gradient of the first",
-                "replicas.micro_batches(step), called twice",
-                "add the losses of each micro-batch in one loop",
-            )
+            what = f"a second micro-batch loop in step {step}: it would drop the gradient of the first"
+            raise UsageError(what, "replicas.micro_batches(step), called twice", "add the losses of each micro-batch in one loop")
         self.runtime.set_progress(self._progress(step))
         if self.stops and self.decision.stop:
             self._stop(step)
@@ -297,7 +287,8 @@ class ReplicaGroup:
     def _commit(self, step: int, decision: StepDecision) -> None:
         """Commit `step`, which all ranks have agreed on."""
         if self.on_nonfinite == "raise":
-            self._raise_if_diverged(step, decision)
+            module = self.module if isinstance(self.replica, Replica) else None
+            refuse_nonfinite_gradient(decision, step, module, self.grad_norm_squared)
         if decision.count:
             for p in self.replica.parameters:
                 if p.grad is not None:
@@ -313,19 +304,6 @@ class ReplicaGroup:
 
     def _progress(self, step: int) -> Progress:
         return Progress("step", step, self.decision, divergences=self.comparison.divergence.count, compare_all=self.compare_all)
-
-    def _raise_if_diverged(self, step: int, decision: StepDecision) -> None:
-        """DivergedError, on all replicas, when the agreed loss or the gradient is not finite."""
-        if isinstance(self.replica, Replica):
-            wrong = nonfinite_tensors({name: p.grad for name, p in self.module.named_parameters() if p.grad is not None})
-        else:
-            wrong = [] if self.grad_norm_squared is None or bool(self.grad_norm_squared.isfinite()) else ["its norm"]
-        if wrong or not decision.finite:
-            raise DivergedError(
-                f"loss {decision.loss} in step {step + 1}" + (f", gradient not finite: {join_names(wrong)}" if wrong else ""),
-                "agreed by all replicas before the update, which was not made; the checkpoints before are whole",
-                "lower the learning rate or clip the gradients; with a GradScaler: ReplicaGroup(..., on_nonfinite='ignore')",
-            )
 
     def stop_signal(self) -> str:
         """Return the signal that asks to stop the run; "" for none, or to drain the host only."""
@@ -355,9 +333,8 @@ class ReplicaGroup:
         return self.comparison.compare_state(step)
 
     def _state_dict(self) -> dict[str, torch.Tensor]:
-        if self.checkpointer:
-            return self.checkpointer.state_dict()
-        return get_state_dict(self.local_model.local_params if self.local_model else self.module)
+        model = self.local_model.local_params if self.local_model else self.module
+        return self.checkpointer.state_dict() if self.checkpointer else get_state_dict(model)
 
     def _digest(self, what: str, step: int = 0) -> int:
         """Return 64 bits over WEIGHTS (of `step`), ALL_WEIGHTS or STATE of this replica."""
@@ -366,8 +343,7 @@ class ReplicaGroup:
         return weights ^ (self.checkpointer.optimizer_digest() if self.checkpointer and what == STATE else 0)
 
     def _regroup(self, step: int, why: str, *, voted: bool) -> bool:
-        """Collective. Form the next generation; return whether `step` is committed, since others
-        learned the result of the vote.
+        """Collective. Form the next generation; return whether others have committed `step`.
 
         voted  this replica's gradient of `step` is complete, and it has voted for it
         """
@@ -388,8 +364,7 @@ class ReplicaGroup:
             facts = {"why": why, "workers": list(world.members), "joined": joined, "step": newest, "seconds": round(seconds, 4)}
             append_event(runtime.membership.folder, "regrouped", generation=world.generation, **facts)
         if newest == step:
-            self.decision = replace(self.decision, regroup=False)
-            self.compare_all = compare_all
+            self.decision, self.compare_all = replace(self.decision, regroup=False), compare_all
             if self.checkpointer:
                 self.checkpointer.retry_save(step)
             return False
@@ -401,8 +376,8 @@ class ReplicaGroup:
         return True
 
     def _form_next_generation(self, step: int, why: str) -> None:
-        """Collective. Leave the group, form the next one and send the state to its joiners, until
-        all of it succeeds. HostDrained when this worker leaves."""
+        """Collective. Form the next group and send the state to its joiners, until both succeed.
+        HostDrained when this worker leaves."""
 
         def synchronize() -> None:
             if self.tracker:

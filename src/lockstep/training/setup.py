@@ -22,9 +22,8 @@ from lockstep.config.rules import DATA_PATHS, bit_deciding_values, shared_values
 from lockstep.config.saved_run import read_run, to_json, write_run
 from lockstep.config.schema import ResolvedRun, RunConfig
 from lockstep.elastic.collectives import run_on_rank0
-from lockstep.elastic.consensus import StepDecision
 from lockstep.elastic.runtime import ElasticRuntime
-from lockstep.errors import CheckpointError, DivergedError, UsageError
+from lockstep.errors import CheckpointError, UsageError
 from lockstep.files import try_lock
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.record import events
@@ -59,11 +58,8 @@ def lock_run_folder(folder: Path, resolved: ResolvedRun, *, alone: bool = True) 
         folder.mkdir(parents=True, exist_ok=True)
         lock = try_lock(folder / "run.lock") if alone else None
         if alone and lock is None:
-            raise UsageError(
-                f"another training is already running in {folder}",
-                f"it holds {folder}/run.lock",
-                "wait for it, stop it, or give another --out",
-            )
+            what = f"another training is already running in {folder}"
+            raise UsageError(what, f"it holds {folder}/run.lock", "wait for it, stop it, or give another --out")
         earlier_run = read_run(folder) if resolved.overrides else None
         known_overrides = earlier_run.overrides if earlier_run else ()
         write_run(folder, resolved)
@@ -94,29 +90,15 @@ def run_fingerprints(resolved: ResolvedRun, task_fingerprints: Mapping[str, str]
 def make_checkpointer(
     run: RunConfig, folder: Path, runtime: ElasticRuntime, model: LocalModel, optimizer: torch.optim.Optimizer, saved: Callable[[str], bool]
 ) -> Checkpointer:
-    return Checkpointer(
-        folder / "checkpoints",
-        runtime,
-        model,
-        optimizer,
-        every_steps=run.checkpoint.every_steps,
-        keep=run.checkpoint.keep,
-        on_error=run.checkpoint.on_error,
-        saved=saved,
-    )
+    every_steps, keep, on_error = run.checkpoint.every_steps, run.checkpoint.keep, run.checkpoint.on_error
+    path = folder / "checkpoints"
+    return Checkpointer(path, runtime, model, optimizer, every_steps=every_steps, keep=keep, on_error=on_error, saved=saved)
 
 
 def make_tracker(resolved: ResolvedRun, folder: Path, runtime: ElasticRuntime, first_step: int) -> Tracker:
     track = resolved.run.track
-    return Tracker(
-        folder,
-        leader=runtime.is_leader,
-        from_step=first_step,
-        run=to_json(resolved)["values"],
-        tensorboard=track.tensorboard,
-        wandb=track.wandb,
-        project=track.project,
-    )
+    backends = {"tensorboard": track.tensorboard, "wandb": track.wandb, "project": track.project}
+    return Tracker(folder, leader=runtime.is_leader, from_step=first_step, run=to_json(resolved)["values"], **backends)
 
 
 def make_replica_group(
@@ -135,23 +117,19 @@ def make_replica_group(
         verify_every=run.elastic.verify_every,
         reduce_once_per_step=run.fsdp.reduce == "per_step",
         rehearse=False,  # the data of a task follow from the step
-        on_nonfinite="ignore",  # raise_if_diverged uses the norm, which the loop computes in any case
+        on_nonfinite="ignore",  # refuse_nonfinite_norm uses the norm, which the loop computes in any case
     )
 
 
 def resume_run(
-    checkpointer: Checkpointer,
-    resolved: ResolvedRun,
-    folder: Path,
-    how: str,
-    task_fingerprints: Mapping[str, str],
-    fingerprints: Mapping[str, str],
+    checkpointer: Checkpointer, resolved: ResolvedRun, folder: Path, how: str, fingerprints: Mapping[str, str], task: Mapping[str, str]
 ) -> int:
     """Collective. Load the checkpoint that `how` names and the run's ledger; return its step.
 
     fingerprints  the result of run_fingerprints
+    task          the fingerprints of the task, which the facts of each checkpoint hold
     """
-    saved_facts = {"run": to_json(resolved), "fingerprints": dict(task_fingerprints) | bit_deciding_values(resolved.run)}
+    saved_facts = {"run": to_json(resolved), "fingerprints": dict(task) | bit_deciding_values(resolved.run)}
     first_step = checkpointer.resume(how, fingerprints, saved_facts)
     refuse_other_overrides(checkpointer.facts, resolved, first_step)
     _resume_ledger(checkpointer.runtime, checkpointer.facts, first_step, folder)
@@ -210,19 +188,6 @@ def _empty_ledger(folder: Path) -> dict[str, Any] | None:
     """Return an empty ledger that starts with the run's first event; None without events."""
     history = events.read_events(folder)
     return {"wall_clock_s": datetime.fromisoformat(history[0]["time"]).timestamp(), "seconds": {}} if history else None
-
-
-def raise_if_diverged(decision: StepDecision, step: int, norm: float) -> None:
-    """DivergedError, on all ranks, when the loss or the gradient norm is not finite.
-
-    norm  the same bits on all ranks
-    """
-    if not (decision.finite and math.isfinite(norm)):
-        raise DivergedError(
-            f"loss {decision.loss} and gradient norm {norm} in step {step + 1}",
-            "agreed by all processes before the update, which was not made",
-            "lower optim.learning_rate, lengthen optim.warmup_steps, or set optim.clip_norm; the checkpoints before are whole",
-        )
 
 
 def account_step(ledger: Ledger, values: Mapping[str, Any]) -> None:
