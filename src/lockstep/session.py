@@ -117,12 +117,8 @@ class Session:
         """Collective, without an error: wait for the last checkpoint, then leave the run."""
         if kind is None and self.step < self._total:
             committed = max(self.step, self.replicas.last_step + 1)
-            log.warning(
-                "the loop was left after %d of %d steps, and those since the newest checkpoint are not saved: "
-                "session.stop() saves before it ends the loop",
-                committed,
-                self._total,
-            )
+            what = "the loop was left after %d of %d steps, and those since the newest checkpoint are not saved: session.stop() saves"
+            log.warning(what, committed, self._total)
         self._open.remove(self.out)
         self._exit.__exit__(kind, error, trace)
         if reworded := in_session_words(error):
@@ -174,11 +170,9 @@ class Session:
         """
         samples, count = number_of_samples(dataset, "session.loader(dataset, ...)"), self.micro_batches_per_step
         if not 1 <= batch_size <= samples or batch_size % count:
-            raise UsageError(
-                f"batch_size={batch_size} with micro_batches={count} and {samples} samples",
-                "session.loader(...), Session(micro_batches=...)",
-                f"batch_size counts the samples of a whole step: give a multiple of {count}, at most the size of the data set",
-            )
+            what = f"batch_size={batch_size} with micro_batches={count} and {samples} samples"
+            hint = f"batch_size counts the samples of a whole step: give a multiple of {count}, at most the size of the data set"
+            raise UsageError(what, "session.loader(...), Session(micro_batches=...)", hint)
         order = UniformOrder(samples, batch_size, count, self.seed)
         loader = Loader(dataset, order, self.runtime, self.micro_batches, collate_fn, num_workers)
         self._exit.callback(loader.close)
@@ -190,8 +184,8 @@ class Session:
     def steps(self, total: int) -> Iterator[int]:
         """Collective. Yield the step numbers from the resumed one to `total` - 1.
 
-        Saves when a checkpoint is due and after the last step. After SIGTERM, SIGINT or SIGUSR1 the
-        workers agree to stop, save, and raise Stopped: a SystemExit with code 75 or 130.
+        Saves when due and after the last step. After SIGTERM, SIGINT or SIGUSR1 the workers agree
+        to stop, save, and raise Stopped: a SystemExit with code 75 or 130.
         """
         if "replicas" not in self.__dict__:
             self._start()
@@ -203,14 +197,11 @@ class Session:
             rate, step = self._learning_rate(), self.step
             yield step
             if self.replicas.last_step != step:
-                raise UsageError(
-                    f"the body of step {step} ran no micro-batches",
-                    "for step in session.steps(...)",
-                    "take all of them, `for batch in loader(step)`, in every step",
-                )
+                what, hint = f"the body of step {step} ran no micro-batches", "take all of them, `for batch in loader(step)`, in every step"
+                raise UsageError(what, "for step in session.steps(...)", hint)
             self.step += 1
-            if rate and self._learning_rate():
-                self._warn_if_unchanged(step)
+            if self._initial_digest is not None and rate and self._learning_rate():
+                self._warn_if_unchanged(step, self._initial_digest)
             self._initial_digest = None
             values = {"loss": self.loss, **self._logged, "seconds": time.monotonic() - start_s, "workers": self.world.size}
             self._record.step(self.step, values)
@@ -345,9 +336,9 @@ class Session:
     def _learning_rate(self) -> float:
         return max((float(group.get("lr", 1.0)) for optimizer in self.optimizers for group in optimizer.param_groups), default=1.0)
 
-    def _warn_if_unchanged(self, step: int) -> None:
+    def _warn_if_unchanged(self, step: int, digest: int) -> None:
         """Warn when the first step of a start has changed no trained weight."""
-        if self._initial_digest == self.replicas.replica.digest() and self.replicas.on_nonfinite == "raise":
+        if digest == self.replicas.replica.digest() and self.replicas.on_nonfinite == "raise":
             log.warning("step %d changed no trained weight: is optimizer.step() missing after the micro-batch loop?", step)
 
     def _save_if_due(self, *, last: bool) -> None:

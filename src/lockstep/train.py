@@ -24,18 +24,10 @@ from lockstep.runtime.numerics import make_deterministic
 from lockstep.runtime.signals import StopSignals
 from lockstep.tasks.setup import best_steps, build_model, make_step_timer, task_that_fits, warm_up
 from lockstep.tasks.task import Task
+from lockstep.training import setup as training_setup
 from lockstep.training.nonfinite import refuse_nonfinite_norm
 from lockstep.training.optim import adamw, learning_rate, set_learning_rate
 from lockstep.training.profiler import ProfiledSteps, compile_summary, profiling
-from lockstep.training.setup import (
-    account_step,
-    make_checkpointer,
-    make_replica_group,
-    make_tracker,
-    resume_run,
-    run_fingerprints,
-    warn_of_other_layout,
-)
 
 log = logging.getLogger("lockstep")
 
@@ -68,15 +60,15 @@ def train_task(  # over 60 lines: the whole loop in one place
     """Collective. Build the model, the optimizer and the checkpointer, resume, and run the loop."""
     run = resolved.run
     log.info(make_deterministic(runtime.world.device))
-    fingerprints = run_fingerprints(resolved, task.fingerprints)
+    fingerprints = training_setup.run_fingerprints(resolved, task.fingerprints)
     model = build_model(resolved, task, runtime, fingerprints)
     optimizer = adamw(model, run.optim, run.memory)
-    checkpointer = make_checkpointer(run, folder, runtime, model, optimizer, task.is_saved)
+    checkpointer = training_setup.make_checkpointer(run, folder, runtime, model, optimizer, task.is_saved)
     if runtime.is_joining and model.layout.workers_per_replica == 1:
         warm_up(model.module, task, run, runtime)
-    first_step = resume_run(checkpointer, resolved, folder, resume, fingerprints, task.fingerprints)
-    warn_of_other_layout(checkpointer.facts, run, task.meta_model())
-    tracker = make_tracker(resolved, folder, runtime, first_step)
+    first_step = training_setup.resume_run(checkpointer, resolved, folder, resume, fingerprints, task.fingerprints)
+    training_setup.warn_of_other_layout(checkpointer.facts, run, task.meta_model())
+    tracker = training_setup.make_tracker(resolved, folder, runtime, first_step)
     progress = ProgressDisplay(run.steps, first_step, runtime.shows_progress, log_every=run.track.log_every)
     step, stop_signal = first_step, ""
     with (
@@ -85,7 +77,7 @@ def train_task(  # over 60 lines: the whole loop in one place
         BackgroundTracker(tracker) as metrics,
         progress,
         checkpointer,
-        make_replica_group(run, runtime, model, checkpointer, signals, metrics) as replicas,
+        training_setup.make_replica_group(run, runtime, model, checkpointer, signals, metrics) as replicas,
         profiling(profile, folder, runtime) as profiler,
     ):
         timer = make_step_timer(task, run, runtime)
@@ -113,7 +105,7 @@ def train_task(  # over 60 lines: the whole loop in one place
                 "workers": runtime.world.size,
                 **timer.step(tokens, runtime.world.size),
             }
-            account_step(runtime.ledger, values)
+            training_setup.account_step(runtime.ledger, values)
             values |= {"generation": runtime.world.generation, **runtime.ledger.metrics(time.monotonic())}
             metrics.step(step, values)
             progress.step(step, values)

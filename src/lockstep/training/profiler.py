@@ -160,11 +160,8 @@ class Profiler:
         path.parent.mkdir(parents=True, exist_ok=True)
         finished.export_chrome_trace(str(path))
         time_shares = shares_of(finished.events() or [], self.runtime.world.device.type).show()
-        peak = (
-            torch.cuda.max_memory_allocated(self.runtime.world.device)
-            if self.runtime.world.device.type == "cuda"
-            else peak_resident_bytes()
-        )
+        device = self.runtime.world.device
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
         log.info("steps %d..%d: %s; peak memory %s; %s", self.first_step + 1, self.latest, time_shares, format_bytes(peak), path)
         if summary := compile_summary():
             log.info("%s", summary)

@@ -36,11 +36,7 @@ def refuse_wrong_options(micro_batches: int, options: Mapping[str, Any]) -> None
 
 
 def refuse_second_session(out: Path, opened: Sequence[Path], entered: bool, worker_env: WorkerEnv | None) -> None:
-    """UsageError when this process has a Session open, or has left the run of its agent.
-
-    opened   folders of the open Sessions of this process
-    entered  this process has had a Session
-    """
+    """UsageError when this process has a Session open, or has `entered` one and has an agent."""
     if opened:
         where = f"Session({str(out)!r}) inside Session({str(opened[0])!r})"
         raise UsageError("a second Session is open in this process", where, "close the first one, or start another process")

@@ -64,11 +64,8 @@ def lock_run_folder(folder: Path, resolved: ResolvedRun, *, alone: bool = True) 
         known_overrides = earlier_run.overrides if earlier_run else ()
         write_run(folder, resolved)
     except OSError as error:
-        raise UsageError(
-            f"{folder} cannot be written: {error.strerror}",
-            "given with --out",
-            "give a folder that this user can write, on a disk with space",
-        ) from None
+        what, hint = f"{folder} cannot be written: {error.strerror}", "give a folder that this user can write, on a disk with space"
+        raise UsageError(what, "given with --out", hint) from None
     for override in resolved.overrides:
         if override not in known_overrides:
             events.append_event(folder, "override", step=override.step, values=override.values)
@@ -97,8 +94,15 @@ def make_checkpointer(
 
 def make_tracker(resolved: ResolvedRun, folder: Path, runtime: ElasticRuntime, first_step: int) -> Tracker:
     track = resolved.run.track
-    backends = {"tensorboard": track.tensorboard, "wandb": track.wandb, "project": track.project}
-    return Tracker(folder, leader=runtime.is_leader, from_step=first_step, run=to_json(resolved)["values"], **backends)
+    return Tracker(
+        folder,
+        leader=runtime.is_leader,
+        from_step=first_step,
+        run=to_json(resolved)["values"],
+        tensorboard=track.tensorboard,
+        wandb=track.wandb,
+        project=track.project,
+    )
 
 
 def make_replica_group(

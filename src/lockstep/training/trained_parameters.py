@@ -31,26 +31,21 @@ def refuse_misplaced_parameters(model: Model, optimizers: Sequence[torch.optim.O
 def warn_of_other_options(model: Model, optimizers: Sequence[torch.optim.Optimizer], tensors: Mapping[str, Tensor]) -> None:
     """Warn of options (lr, momentum, ...) that the loaded state replaces by other values.
 
-    A scheduler changes lr, momentum and betas, so these are not compared where there is one.
+    Where a scheduler changes lr, momentum and betas, these are not compared.
     """
     if f"{stateful.GROUPS}{stateful.JSON_SUFFIX}" not in tensors:
         return
     loaded, own = stateful.unpack(stateful.GROUPS, tensors), stateful.describe_groups(model, optimizers)
-    for saved_optimizer, optimizer in zip(loaded, own, strict=True):
+    for saved_optimizer, optimizer in zip(loaded, own, strict=False):
         differences: dict[str, None] = {}  # ordered, without repetitions
-        for saved, group in zip(saved_optimizer["groups"], optimizer["groups"], strict=True):
+        for saved, group in zip(saved_optimizer["groups"], optimizer["groups"], strict=False):
             scheduled = {"lr", "momentum", "betas"} if "initial_lr" in group else set()
             for key, value in group.items():
-                if key in saved and key not in {"params", *scheduled} and not _equal(value, saved[key]):
+                is_compared = key in saved and key not in {"params", *scheduled} and not isinstance(value, Tensor)
+                if is_compared and value != saved[key]:
                     differences[f"{key} is {saved[key]} from the checkpoint, not {value} as constructed"] = None
         if differences:
             log.warning("optimizer %s: %s", optimizer["class"], "; ".join(differences))
-
-
-def _equal(first: object, second: object) -> bool:
-    if isinstance(first, Tensor) and isinstance(second, Tensor):
-        return torch.equal(first.cpu(), second.cpu())
-    return bool(first == second)
 
 
 def refuse_unsaved(model: Model, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, stateful.Stateful] | None) -> None:
