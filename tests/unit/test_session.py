@@ -91,7 +91,7 @@ def test_the_gradient_is_the_mean_over_the_samples_of_the_step(tmp_path: Path) -
     assert session.loss == pytest.approx(model(INPUTS[:40]).square().mean().item(), rel=1e-6)
 
 
-def test_state_is_saved_and_restored(tmp_path: Path) -> None:
+def test_state_is_saved_and_restored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for steps in (2, 5):
         model = nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -108,6 +108,7 @@ def test_state_is_saved_and_restored(tmp_path: Path) -> None:
             with pytest.raises(UsageError, match=r"session\.state after session\.steps"):
                 session.state(other=scheduler)
         assert optimizer.param_groups[0]["lr"] == 0.5**steps
+    assert "as constructed" not in caplog.text, "the scheduler has set the learning rate"
 
 
 def test_an_evaluation_is_the_mean_over_the_samples_and_leaves_no_trace(tmp_path: Path) -> None:
