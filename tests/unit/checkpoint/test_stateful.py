@@ -161,7 +161,7 @@ def test_checkpoint_without_parameter_groups_is_refused(tmp_path: Path) -> None:
 
 
 def test_shared_parameters_and_non_optimizers_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"several optimizers hold the same parameters: 0\.weight"):
+    with pytest.raises(UsageError, match=r"several optimizers hold the same parameters: 0\.weight"):
         keeper_of(tmp_path, lambda m: [sgd(m), sgd(m)])
     with pytest.raises(UsageError, match="not an optimizer of torch: StepLR"):
         keeper_of(tmp_path, lambda m: [schedulers.StepLR(sgd(m), 1)])
