@@ -66,6 +66,11 @@ def test_habit_gives_the_same_bits_on_every_number_of_workers_or_is_refused(loop
     assert len(digests) == 1 and digests.pop().startswith(f"step {STEPS} ") and not names
 
 
+def test_stop_of_one_rank_ends_the_loop_of_all_after_one_more_step(tmp_path: Path) -> None:
+    result = run_loop(LOOPS / "one_rank_stops.py", tmp_path, 2, steps=9)
+    assert result == LoopResult(0, "") and digest_line(tmp_path).startswith("step 4 ")
+
+
 @long
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("loop", HABITS)
