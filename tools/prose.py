@@ -21,9 +21,9 @@ from pathlib import Path
 TOP = Path(__file__).parents[1]
 FIRST_COMMIT = "bfc2139"
 
-# Ratchets: what the tree has now. Lower them when the tree gets better; the goal is 0.5 and 0.
-LIMIT = 2.7  # hits per 1,000 words
-WIDE_LIMIT = 225  # lines of Markdown prose over 100 columns
+# Ratchets: lower them when the tree gets better.
+LIMIT = 0.2  # hits per 1,000 words
+WIDE_LIMIT = 0  # lines of Markdown prose over 100 columns
 
 PATTERNS = {
     "vague actor": r"\b(?:nobody|somebody|everybody|whoever|whomever|whom|whatever|whichever)\b",
@@ -48,7 +48,7 @@ PATTERNS = {
     "idiom": r"\bas (?:it|they) (?:comes?|stands?)\b|\bnothing but\b|\bthere again\b|\bfor ever\b|\bhas(?: not)? got\b"
     r"|\blets? (?:it )?go of\b",
     "presence": r"\b(?:is|are|was|were) (?:not )?there (?:yet|already|again)\b|\b(?:is|are) not there\b|\bwhat is due\b",
-    "noun riddle": r"^(?:What|Who|Which) [^?:|]*\.$|^A function of (?:the|its)\b",
+    "fragment: What ...": r"^(?:What|Who|Which) [^?:|]*\.$|^A function of (?:the|its)\b",
     "old term": r"\b(?:zygote|nursery|courier|parcel|arbiter|diary|keeper|handover)s?\b",
     "gerund as a first word": r"^(?:Deciding|Waiting|Finding|Making|Telling|Saying|Going|Taking|Giving|Bringing|Noticing) ",
     "British spelling": r"\b\w*(?:[a-z]{4}isation|(?:token|serial|initial|normal|material|optim|organ|recogn|synchron)is(?:e|es|ed|ing))\b"

@@ -77,7 +77,7 @@ def test_gradients_in_any_memory_order_are_summed_to_the_same_bits_on_1_to_3_wor
     assert {str([bits for bits, _ in answer]) for answer in digests} == {str([bits for bits, _ in digests[0]])}
 
 
-# What a loop may do to its gradients.
+# Permitted uses of gradients in a loop.
 
 
 class Branches(nn.Module):
@@ -238,7 +238,7 @@ def test_loop_that_ends_early_changes_no_weights_and_is_refused(how: str) -> Non
     assert untouched and "the micro-batch loop of step 0 ended early" in text
 
 
-# What is trained may change between steps.
+# Layers frozen and unfrozen between steps.
 
 
 def unfreeze_and_freeze(runtime: ElasticRuntime, at: int) -> list[str]:
@@ -285,7 +285,7 @@ def test_workers_that_train_different_parameters_are_refused() -> None:
         assert "not all workers train the same parameters: side.bias" in text
 
 
-# What cannot be summed or saved.
+# Parameters that cannot be summed or saved.
 
 
 class Odd(nn.Module):

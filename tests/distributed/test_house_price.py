@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
-from gradient_accumulation import START, HOUSES, LEARNING_RATE, House, Reduce, Step, by_autograd, by_hand  # noqa: E402
+from gradient_accumulation import HOUSES, LEARNING_RATE, START, House, Reduce, Step, by_autograd, by_hand  # noqa: E402
 
 # By hand. First house: y = 6 * 0.773 + 2 * 0.321 + 0.067 = 5.347, 9.653 below its price of 15, so
 # the gradient is -2 * 9.653 * (6, 2, 1). Second house, initial weights: y = 4.574, 7.426 below 12.

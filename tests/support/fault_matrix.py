@@ -1,4 +1,4 @@
-"""What the tests of the fault matrix share."""
+"""Helpers of the fault matrix tests."""
 
 from __future__ import annotations
 

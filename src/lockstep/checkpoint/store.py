@@ -66,7 +66,7 @@ class CheckpointStore:
         self.folder, self.keep, self.file_bytes, self.fail_point = folder, keep, file_bytes, fail_point
         self._folder_exists = False
         self.shard_writer: shards.ShardWriter | None = None
-        self._verified_step: int | None = None  # the last step that this process wrote or verified
+        self._verified_step: int | None = None  # the last step that this process wrote or verified; retention keeps it
 
     def steps(self) -> list[int]:
         return committed_steps(self.folder)
@@ -213,12 +213,12 @@ class CheckpointStore:
             if problems:
                 damaged[step] = problems
             elif checkpoint:
-                self.quarantine_damaged(damaged, step)
+                self.set_damaged_aside(damaged, step)
                 return checkpoint
-        self.quarantine_damaged(damaged, None)
+        self.set_damaged_aside(damaged, None)
         return None
 
-    def quarantine_damaged(self, damaged: Mapping[int, list[str]], whole: int | None) -> None:
+    def set_damaged_aside(self, damaged: Mapping[int, list[str]], whole: int | None) -> None:
         """Set damaged checkpoints (step -> problems) aside, since step `whole` replaces them.
         CheckpointError when `whole` is None: then all stay in place."""
         if damaged and whole is None:

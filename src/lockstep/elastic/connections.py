@@ -23,7 +23,7 @@ log = logging.getLogger("lockstep")
 CONNECT_S = 1.0  # time for a new connection to authenticate
 RETRY_S = 0.01  # interval between connection attempts to an exiting process
 KEEP_S = 0.05  # minimum age of an unauthenticated connection that is closed in favor of a new one
-EXITING_S = 1.0  # how long a member that closes new connections counts as exiting
+EXITING_S = 1.0  # how long a peer that accepts and closes connections is retried: its process may be exiting
 REFUSAL_LOG_S = 10.0  # interval between log lines about one peer refused for one reason
 MAX_REFUSAL_KEYS = 256  # more share one counter: an unauthenticated peer could cause any number of them
 
@@ -45,7 +45,7 @@ class Connections:
     ) -> None:
         self._listener, self._token, self._protocol, self._apply, self._on_message = listener, token, protocol, apply, on_message
         self._links: dict[int, Link] = {}  # by file descriptor
-        self._exiting: list[Member] = []  # connect again in the next turn
+        self._exiting: list[Member] = []  # peers to connect to again in the next `retry`
         self._exiting_since_s: dict[str, float] = {}
         self._refusals = LogLimiter(REFUSAL_LOG_S)
         self._listener_paused = False  # until the next turn

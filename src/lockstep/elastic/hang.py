@@ -33,7 +33,7 @@ WAITING: tuple[Phase, ...] = ("waiting for others", "joining", "reducing", "voti
 ALLOWANCES_S: dict[Phase, float] = {  # without progress, in phases that may take longer
     "starting": 120.0,
     "joining": 120.0,
-    "preparing": math.inf,  # takes as long as the corpus; a stopped or exited process is reported all the same
+    "preparing": math.inf,  # no limit: grows with the corpus; a stopped or exited process is still reported
     "compiling": 600.0,
     "saving": 600.0,
 }

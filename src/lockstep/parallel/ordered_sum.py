@@ -54,7 +54,7 @@ class Subtree:
 
 
 def subtrees(block: range) -> list[Subtree]:
-    """Split a block of leaves into whole subtrees, left to right."""
+    """Split a block into the largest aligned power-of-two ranges of leaves, left to right."""
     parts, first = [], block.start
     while first < block.stop:
         leaves = first & -first or 1 << (block.stop - first).bit_length()

@@ -85,7 +85,8 @@ class Replica:
     reduce         "ordered": the fixed tree; "fast": the backend's all-reduce, other bits
     bucket_bytes   gradients reduced together
     init_sync      Collective: broadcast rank 0's weights. False: they are equal, or received later
-    board, generation_error  see `ProcessGroups.connect`
+    board             where the current phase is recorded
+    generation_error  returns why the generation is over; "" while it is intact
     UsageError: more processes than micro-batches, or no backward pass ran.
     """
 
@@ -111,7 +112,7 @@ class Replica:
         self.failure: Exception | None = None
         self._bucket_count = 0  # of a step; 0 before the first one
         self._tree: SumTree[Gradients] = SumTree()
-        self._current: Subtree | None = None  # leaves summed in the parameters' .grad
+        self._current: Subtree | None = None  # the micro-batches whose sum is in .grad
         self._losses: list[torch.Tensor] = []
         self.rehearsed: float | None = None  # loss of micro-batch 0 in `rehearsal`
         self._timer = CommTimer(self.device)
@@ -248,7 +249,7 @@ class Replica:
         return [len(leaves_of_rank(rank, size, self.leaves)) for rank in range(size)]
 
     def grad_norm_squared(self) -> None:
-        """Return None: .grad is the whole gradient, so its norm needs no communication."""
+        """Return None; a ShardedReplica returns the squared norm summed over its workers."""
 
     def digest(self) -> int:
         return digest_of(self.parameters)

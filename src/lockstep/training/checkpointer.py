@@ -1,4 +1,4 @@
-"""The checkpoints of a run, as one object that all its processes share.
+"""The checkpoints of a run. Each process has a Checkpointer; collective methods run on all of them.
 
 Replicas are bitwise equal, so only the first one writes: rank 0, or each of its workers its slices
 (`shards`). Rank 0 decides which step is resumed.

@@ -61,5 +61,5 @@ def newest_whole_step(runtime: ElasticRuntime, store: CheckpointStore) -> int | 
             whole = step
             break
         damaged[step] = sorted(set(problems))
-    run_on_rank0(runtime, lambda: store.quarantine_damaged(damaged, whole))
+    run_on_rank0(runtime, lambda: store.set_damaged_aside(damaged, whole))
     return whole

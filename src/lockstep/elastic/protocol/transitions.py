@@ -9,8 +9,8 @@ through random histories of faults. Phases of a worker:
     left   its main thread has left the group and reported its step (LeaveReport)
     gone   removed, refused, or the run ended
 
-The *coordinator* is the first member of the generation that is not gone: rank 0, or the rank that
-would succeed it. Every member holds a link to it and receives its heartbeats. When the group
+The *coordinator* is the first member of the generation that this worker does not count as lost:
+rank 0, or the rank that would succeed it. Every member holds a link to it and receives its heartbeats. When the group
 breaks, every member leaves it and reports to the coordinator. Once each other member has reported,
 exited or timed out, the coordinator proposes the next generation to the log (generation_log.py);
 a proposer that loses adopts the winner. If the network is cut in two, the larger side proposes
