@@ -125,10 +125,9 @@ TWO_SESSIONS = SCRIPT.with_name("two_sessions.py")
 
 
 def test_second_session_under_an_agent_is_refused(tmp_path: Path) -> None:
-    lockstep("run", "--out", tmp_path / "run", TWO_SESSIONS, "--workers", "1")
+    result = lockstep("run", "--out", tmp_path / "run", TWO_SESSIONS, "--workers", "1")
     assert digest_line(tmp_path / "run").startswith("step 2 ")
-    (worker_log,) = (tmp_path / "run" / "logs").glob("*-0.log")
-    assert "UsageError: an agent runs one Session per start" in worker_log.read_text()
+    assert result.returncode == 2 and "UsageError: an agent runs one Session per start" in result.stderr, result.stderr
 
 
 def test_folder_with_the_rank_is_refused_under_torchrun(tmp_path: Path) -> None:
