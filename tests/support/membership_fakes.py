@@ -94,7 +94,7 @@ class FakePeer:
                 self.received += link.receive()
                 if link.id and is_due:
                     self._last_beat_s = time.monotonic()
-                    link.send({"kind": "beat"})
+                    link.send({"kind": "heartbeat"})
                 link.flush()
             except (EOFError, OSError):
                 self.links.remove(link)

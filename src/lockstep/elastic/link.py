@@ -230,7 +230,7 @@ def send_control_message(address: str, token: bytes, message: dict[str, Any], ti
         while (left_s := deadline_s - time.monotonic()) > 0:
             select.select([connection], [connection] if link.has_outgoing else [], [], left_s)
             for answer in link.receive():
-                if answer["kind"] != "beat":
+                if answer["kind"] != "heartbeat":
                     return answer
             if link.id and not sent:
                 link.send(message)

@@ -254,14 +254,14 @@ class Membership:
         if id == self.me.id:
             self.watchdog.on_stack(id, stack_of(self.main_thread))
         else:
-            self._apply([Send(id, {"kind": "where"})])
+            self._apply([Send(id, {"kind": "get_stack"})])
 
     def _apply(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
-            if not isinstance(effect, ReadLog) and not (isinstance(effect, Send) and effect.message["kind"] == "beat"):
+            if not isinstance(effect, ReadLog) and not (isinstance(effect, Send) and effect.message["kind"] == "heartbeat"):
                 log.debug("%s", effect)
             match effect:
-                case Send(id, {"kind": "beat"} as message):
+                case Send(id, {"kind": "heartbeat"} as message):
                     self.connections.send(id, message | {"doing": read_status(self.board)})
                 case Send(id, message):
                     self.connections.send(id, message)
@@ -314,18 +314,18 @@ class Membership:
     def _on_message(self, link: Link, message: dict[str, Any]) -> None:
         if link.is_control:
             link.send(self._answer(message))
-        elif message["kind"] == "where":
+        elif message["kind"] == "get_stack":
             threading.Thread(target=self._send_stack, args=(link.id,), daemon=True).start()
-        elif message["kind"] == "here":
+        elif message["kind"] == "stack":
             self.watchdog.on_stack(link.id, str(message["stack"]))
         else:
             self._apply(self.protocol.on_message(link.id, message, time.monotonic()))
-            if message["kind"] == "beat":
+            if message["kind"] == "heartbeat":
                 self.watchdog.on_heartbeat(link.id, message.get("doing"), time.monotonic())
 
     def _send_stack(self, id: str) -> None:
         """Send the main thread's stack; on a separate thread, since it reads source files."""
-        message = {"kind": "here", "stack": stack_of(self.main_thread)}
+        message = {"kind": "stack", "stack": stack_of(self.main_thread)}
         self._call(lambda: [Send(id, message)])
 
     def _answer(self, message: dict[str, Any]) -> dict[str, Any]:

@@ -127,7 +127,7 @@ class Cluster:
 
     def note(self, name: str, event: object) -> None:
         """Add a line to the trace of a violation."""
-        if not isinstance(event, ReadLog) and not (isinstance(event, Send) and event.message["kind"] == "beat"):
+        if not isinstance(event, ReadLog) and not (isinstance(event, Send) and event.message["kind"] == "heartbeat"):
             self.trace.append(f"{self.clock.now_s:7.3f} {name:8} {event}")
 
     def token(self) -> str:

@@ -64,7 +64,7 @@ class Cluster:
 
     def join_request(self) -> dict[str, Any]:
         """A request of the peer to join generation 1."""
-        return {"kind": "join", "number": 1, "member": vars(self.peer.me), "facts": FINGERPRINT, "reaches": [self.me.id]}
+        return {"kind": "join", "number": 1, "member": vars(self.peer.me), "fingerprint": FINGERPRINT, "reaches": [self.me.id]}
 
     def close(self) -> None:
         self.log.opened.set()
@@ -114,7 +114,7 @@ def test_joiner_with_another_fingerprint_is_refused(cluster: Cluster) -> None:
     cluster.start(cluster.me)
     cluster.peer.connect(cluster.me)
     cluster.until(lambda: cluster.peer.is_linked)
-    cluster.peer.send(cluster.join_request() | {"facts": {"torch": "2.11"}})
+    cluster.peer.send(cluster.join_request() | {"fingerprint": {"torch": "2.11"}})
     cluster.until(lambda: "refused" in cluster.peer.kinds())
     assert cluster.membership.joiner_count == 0
 
@@ -142,7 +142,7 @@ def test_member_with_heartbeats_is_not_lost(cluster: Cluster) -> None:
     cluster.start(cluster.me, cluster.peer.me)
     until_s = time.monotonic() + 2 * LIMITS.heartbeat_timeout_s
     cluster.until(lambda: time.monotonic() > until_s)
-    assert not cluster.membership.generation_error(1) and "beat" in cluster.peer.kinds()
+    assert not cluster.membership.generation_error(1) and "heartbeat" in cluster.peer.kinds()
 
 
 def test_refused_connection_proves_that_a_member_exited(cluster: Cluster) -> None:
@@ -264,8 +264,8 @@ def test_published_result_ends_the_run_for_this_worker_and_its_peers(cluster: Cl
     cluster.start(cluster.me, cluster.peer.me)
     cluster.membership.publish_result(RunResult(0, "complete"))
     cluster.membership.wait_for_result(1)
-    cluster.until(lambda: "record" in cluster.peer.kinds())
-    (record,) = [message["record"] for message in cluster.peer.received if message["kind"] == "record"]
+    cluster.until(lambda: "generation" in cluster.peer.kinds())
+    (record,) = [message["generation"] for message in cluster.peer.received if message["kind"] == "generation"]
     assert record["number"] == 2 and record["end"]["code"] == 0 and record["end"] == vars(cluster.log.records[2].end)
     assert cluster.aborts == 0, "some ranks may still be in the last collective"
 
@@ -289,9 +289,9 @@ def test_malformed_message_of_a_member_closes_its_link(cluster: Cluster, caplog:
 
 def test_stack_of_the_main_thread_is_sent_on_request(cluster: Cluster) -> None:
     cluster.start(cluster.me, cluster.peer.me)
-    cluster.peer.send({"kind": "where"})
-    cluster.until(lambda: "here" in cluster.peer.kinds())
-    (answer,) = [message for message in cluster.peer.received if message["kind"] == "here"]
+    cluster.peer.send({"kind": "get_stack"})
+    cluster.until(lambda: "stack" in cluster.peer.kinds())
+    (answer,) = [message for message in cluster.peer.received if message["kind"] == "stack"]
     assert "test_stack_of_the_main_thread_is_sent_on_request" in answer["stack"]
 
 

@@ -200,7 +200,7 @@ class Deaf(Protocol):
     """It ignores that other members ended the generation."""
 
     def on_message(self, id: str, message: Mapping[str, Any], now_s: float) -> list[Effect]:
-        return [] if message["kind"] == "over" else super().on_message(id, message, now_s)
+        return [] if message["kind"] == "ended" else super().on_message(id, message, now_s)
 
 
 class Forgetful(Protocol):
@@ -214,7 +214,7 @@ class Belated(Protocol):
     """A report of an earlier generation counts for this one."""
 
     def on_message(self, id: str, message: Mapping[str, Any], now_s: float) -> list[Effect]:
-        late = message["kind"] in ("left", "over")
+        late = message["kind"] in ("left", "ended")
         return super().on_message(id, {**message, "number": self.number} if late else message, now_s)
 
 
@@ -415,7 +415,7 @@ def started(*slots: int, **more: Any) -> Protocol:
 
 def test_joiner_with_another_fingerprint_is_refused() -> None:
     worker = started(0)
-    join = {"kind": "join", "number": 1, "member": vars(member(1)), "facts": {"torch": "2.11"}, "reaches": ["a/0/x"]}
+    join = {"kind": "join", "number": 1, "member": vars(member(1)), "fingerprint": {"torch": "2.11"}, "reaches": ["a/0/x"]}
     worker.on_link_up("a/1/x", 1.0)
     (refusal,) = worker.on_message("a/1/x", join, 1.0)
     assert isinstance(refusal, Send) and refusal.message["kind"] == "refused" and "'2.11' there and '2.13' here" in refusal.message["why"]
@@ -428,11 +428,17 @@ def test_joiner_of_a_different_run_is_refused_with_the_differences() -> None:
     worker = started(0)
     worker.set_fingerprint({"torch": "2.13", "run steps": "80"}, 0.5)
     worker.on_link_up("a/1/x", 1.0)
-    join = {"kind": "join", "number": 1, "member": vars(member(1)), "facts": {"torch": "2.13", "run steps": "40"}, "reaches": ["a/0/x"]}
+    join = {
+        "kind": "join",
+        "number": 1,
+        "member": vars(member(1)),
+        "fingerprint": {"torch": "2.13", "run steps": "40"},
+        "reaches": ["a/0/x"],
+    }
     (refusal,) = worker.on_message("a/1/x", join, 1.0)
     assert isinstance(refusal, Send)
     assert refusal.message["why"] == "it was started for a different run: run steps is '40' there and '80' here (there: a/1, here: a/0)"
-    (unset,) = worker.on_message("a/1/x", {**join, "facts": {"torch": "2.13", "run steps": "80", "--rows": "5"}}, 1.0)
+    (unset,) = worker.on_message("a/1/x", {**join, "fingerprint": {"torch": "2.13", "run steps": "80", "--rows": "5"}}, 1.0)
     assert isinstance(unset, Send) and "--rows is '5' there and not set here" in unset.message["why"]
 
 
@@ -446,7 +452,7 @@ def test_worker_on_standby_gets_ready_before_it_is_admitted() -> None:
     asks = [effect for effect in other.on_link_up("a/0/x", 0.0) if isinstance(effect, Send)]
     assert worker.on_message("a/1/x", asks[0].message, 0.5) == [] and worker.joiners, "before training starts it may still start with them"
     (sent,) = worker.set_fingerprint({"torch": "2.13"}, 1.0)
-    assert isinstance(sent, Send) and sent.message == {"kind": "prepare"} and worker.joiner_count == 0
+    assert isinstance(sent, Send) and sent.message == {"kind": "get_ready"} and worker.joiner_count == 0
     assert other.on_message("a/0/x", sent.message, 1.0) == [GetReady()] and other.on_message("a/0/x", sent.message, 1.1) == []
     other.request_join(5.0, {"torch": "2.13"}, is_joining=True)
     (joins,) = [effect for effect in other.on_log_read(None, [], 5.0) if isinstance(effect, Send)]
@@ -458,7 +464,7 @@ def test_no_joiner_is_admitted_after_stop_admitting() -> None:
     worker = started(0)
     worker.on_link_up("a/1/x", 1.0)
     worker.on_message(
-        "a/1/x", {"kind": "join", "number": 1, "member": vars(member(1)), "facts": {"torch": "2.13"}, "reaches": ["a/0/x"]}, 1.0
+        "a/1/x", {"kind": "join", "number": 1, "member": vars(member(1)), "fingerprint": {"torch": "2.13"}, "reaches": ["a/0/x"]}, 1.0
     )
     assert worker.joiner_count == 1
     worker.stop_admitting()
@@ -485,8 +491,8 @@ def test_stopped_process_does_not_count_its_own_pause_as_silence() -> None:
 def test_regroup_keeps_all_members() -> None:
     worker = started(0, 1)
     abort, sent = worker.regroup("no progress", 1.0)
-    assert abort == AbortGroup("no progress") and isinstance(sent, Send) and sent.message["kind"] == "over"
-    left = {"kind": "left", "number": 1, "step": 7, "leaving": False, "why": "cut", "lost": [], "dead": {}, "doubts": True}
+    assert abort == AbortGroup("no progress") and isinstance(sent, Send) and sent.message["kind"] == "ended"
+    left = {"kind": "left", "number": 1, "step": 7, "leaving": False, "why": "cut", "lost": [], "dead": {}, "partition_suspected": True}
     worker.on_message("a/1/x", left, 1.0)
     (proposal,) = worker.on_group_left(LeaveReport(1, 7, why="cut"), 1.0)
     assert isinstance(proposal, Propose) and proposal.generation.members == (member(0), member(1)) and proposal.generation.step == 7
@@ -495,7 +501,7 @@ def test_regroup_keeps_all_members() -> None:
 def test_regroup_keeps_members_that_reach_each_other() -> None:
     worker = started(0, 1, 2)
     worker.regroup("no progress", 1.0)
-    report = {"kind": "left", "number": 1, "step": 7, "leaving": False, "why": "cut", "dead": {}, "doubts": True}
+    report = {"kind": "left", "number": 1, "step": 7, "leaving": False, "why": "cut", "dead": {}, "partition_suspected": True}
     worker.on_message("a/1/x", {**report, "lost": ["a/2/x"]}, 1.0)
     worker.on_message("a/2/x", {**report, "lost": ["a/1/x"]}, 1.0)
     (proposal,) = worker.on_group_left(LeaveReport(1, 7, why="cut"), 1.0)
@@ -504,7 +510,7 @@ def test_regroup_keeps_members_that_reach_each_other() -> None:
     other.request_join(0.0, {})
     other.on_log_read(generation(1, 0, 1, 2), [], 0.0)
     other.on_link_up("a/0/x", 0.0)
-    other.on_message("a/0/x", {"kind": "over", "number": 1, "why": "no progress", "dead": {}, "doubts": True}, 1.0)
+    other.on_message("a/0/x", {"kind": "ended", "number": 1, "why": "no progress", "dead": {}, "partition_suspected": True}, 1.0)
     assert Connect(member(2)) in other.on_group_left(LeaveReport(1, 7, why="cut"), 1.0), "it probes the others before it reports"
 
 
@@ -595,7 +601,7 @@ def in_two_replicas(slot: int) -> Protocol:
 
 def left(worker: int, *dead: int) -> dict[str, Any]:
     """The message of worker a/WORKER after leaving generation 1 at step 7."""
-    facts = {"step": 7, "leaving": False, "why": "lost", "lost": [], "doubts": False}
+    facts = {"step": 7, "leaving": False, "why": "lost", "lost": [], "partition_suspected": False}
     return {"kind": "left", "number": 1, **facts, "dead": {member(slot).id: "exited" for slot in dead}}
 
 
@@ -623,7 +629,7 @@ def test_stop_request_of_a_member_that_has_left_reaches_the_coordinator() -> Non
     other.request_join(0.0, {})
     other.on_log_read(generation(1, 0, 1, 2), [], 0.0)
     other.on_link_up("a/0/x", 0.0)
-    other.on_message("a/0/x", {"kind": "over", "number": 1, "why": "lost", "dead": {"a/2/x": "exited"}, "doubts": False}, 1.0)
+    other.on_message("a/0/x", {"kind": "ended", "number": 1, "why": "lost", "dead": {"a/2/x": "exited"}, "partition_suspected": False}, 1.0)
     other.on_group_left(LeaveReport(1, 7, why="lost"), 1.0)
     (sent,) = other.request_stop("SIGTERM", 2.0)
     assert isinstance(sent, Send) and sent.id == "a/0/x" and sent.message["kind"] == "left" and sent.message["stops"] == "SIGTERM"
@@ -670,6 +676,6 @@ def test_start_logs_what_it_waits_for_when_that_changes() -> None:
     logged = [(tick, effect.text) for tick in range(100) for effect in worker.tick(tick * 0.2) if isinstance(effect, LogMessage)]
     assert [text for _, text in logged] == ["too few workers: 1 available (a/0), at least 2 required"] and logged[0][0] >= 12
     worker.on_link_up("a/1/x", 20.0)
-    join = {"kind": "join", "number": 0, "member": vars(member(1)), "facts": {}, "reaches": []}
+    join = {"kind": "join", "number": 0, "member": vars(member(1)), "fingerprint": {}, "reaches": []}
     (effect,) = [effect for effect in worker.on_message("a/1/x", join, 20.0) if isinstance(effect, LogMessage)]
     assert effect.text == "waiting for workers: 2 of 3 available (a/0, a/1); training starts without the others after 30 s"

@@ -133,12 +133,12 @@ class Protocol(MembershipState):
     def on_message(self, id: str, message: Mapping[str, Any], now_s: float) -> list[Effect]:
         self.last_heard_s[id] = now_s
         kind, number = message["kind"], int(message.get("number", self.number))
-        if self.phase == "gone" or kind == "beat":
+        if self.phase == "gone" or kind == "heartbeat":
             return []
         self.stop_signal = self.stop_signal or str(message.get("stops", ""))
-        if kind == "record":
-            return self._adopt(Generation.from_json(message["record"]), now_s)
-        if kind == "prepare":
+        if kind == "generation":
+            return self._adopt(Generation.from_json(message["generation"]), now_s)
+        if kind == "get_ready":
             if self.phase != "out" or not self.join_requested or self.fingerprint:
                 return []
             self.join_requested, self._rendezvous_since_s = False, None  # stop asking until this worker has a model
@@ -149,16 +149,16 @@ class Protocol(MembershipState):
         if number > self.number:
             return [ReadLog(self.number)]
         if number < self.number and self.generation:
-            return [Send(id, {"kind": "record", "record": self.generation.to_json()})]
+            return [Send(id, {"kind": "generation", "generation": self.generation.to_json()})]
         if kind == "join":
-            joiner = Joiner(Member.from_json(message["member"]), dict(message["facts"]), frozenset(message["reaches"]))
+            joiner = Joiner(Member.from_json(message["member"]), dict(message["fingerprint"]), frozenset(message["reaches"]))
             return self._on_join_request(joiner, now_s)
-        if kind not in ("left", "over") or self.phase == "out":
+        if kind not in ("left", "ended") or self.phase == "out":
             return []
         if self.me.id in message["dead"]:
             return self._exit_removed(str(message["dead"][self.me.id]))
         self.dead = {**message["dead"], **self.dead}
-        self.partition_suspected = self.partition_suspected or bool(message["doubts"])
+        self.partition_suspected = self.partition_suspected or bool(message["partition_suspected"])
         if kind == "left":
             leaving, why, lost = bool(message["leaving"]), str(message["why"]), tuple(message["lost"])
             self.reports[id] = LeaveReport(number, int(message["step"]), leaving, why, lost)
@@ -246,16 +246,16 @@ class Protocol(MembershipState):
         """Return what a peer should know: join request, report, generation error, heartbeat."""
         stop = {"stops": self.stop_signal} if self.stop_signal else {}
         if self.phase == "out" and self.join_requested and any(member.id == id for member in self._join_targets()):
-            request = {"member": vars(self.me), "facts": dict(self.fingerprint), "reaches": sorted(self.links)}
+            request = {"member": vars(self.me), "fingerprint": dict(self.fingerprint), "reaches": sorted(self.links)}
             return {"kind": "join", "number": self.number, **request, **stop}
         if not self.generation_error or all(member.id != id for member in self.others):
-            return {"kind": "beat"}
+            return {"kind": "heartbeat"}
         dead = {member.id: self.dead[member.id] for member in self.others if member.id in self.dead}
-        known, coordinator = {"dead": dead, "doubts": self.partition_suspected, **stop}, self.coordinator()
+        known, coordinator = {"dead": dead, "partition_suspected": self.partition_suspected, **stop}, self.coordinator()
         if self._report_ready and ((coordinator and coordinator.id == id) or self.reports[self.me.id].leaving):
             lost = [member.id for member in self.others if self._is_silent(member.id)]
             return {"kind": "left", **vars(self.reports[self.me.id]), "lost": lost, **known}
-        return {"kind": "over", "number": self.number, "why": self.generation_error, **known}
+        return {"kind": "ended", "number": self.number, "why": self.generation_error, **known}
 
     def _join_targets(self) -> list[Member]:
         """Return the workers to ask: all active members once probed, else the first candidate."""
@@ -333,7 +333,7 @@ class Protocol(MembershipState):
     def _on_join_request(self, joiner: Joiner, now_s: float) -> list[Effect]:
         id = joiner.member.id
         if self.fingerprint and self.phase in ("in", "left") and not joiner.fingerprint:
-            return [Send(id, {"kind": "prepare"})]
+            return [Send(id, {"kind": "get_ready"})]
         if self.fingerprint and joiner.fingerprint and (why := refusal_reason(joiner.fingerprint, self.fingerprint)):
             where = f"(there: {member_names([joiner.member])}, here: {member_names([self.me])})"
             return [Send(id, {"kind": "refused", "why": f"{why} {where}"})]
@@ -349,7 +349,7 @@ class Protocol(MembershipState):
         self._rendezvous_since_s, self._last_status = None, ""
         self.joiners = {id: joiner for id, joiner in self.joiners.items() if generation.rank_of(id) is None}
         self.last_heard_s = {id: heard_s for id, heard_s in self.last_heard_s.items() if id in self.joiners}
-        message = {"kind": "record", "record": generation.to_json()}
+        message = {"kind": "generation", "generation": generation.to_json()}
         effects += [Send(id, message) for id in sorted(self.links)]
         if generation.end and (was_in or generation.number > self.after):
             self.phase = "gone"
