@@ -291,10 +291,11 @@ class Session:
         """Collective. Return the mean over `dataset` of function(batch): a number or a dict of
         numbers, each the mean over the batch's samples.
 
-        Each worker computes its share, in eval mode and without gradients. The result has the same
-        bits on any number of workers.
+        Each worker computes its share, without gradients, with the model and the modules in
+        `session.state` (an EMA) in eval mode. The result has the same bits on any number of
+        workers.
         """
-        with in_eval_mode(self.model):
+        with in_eval_mode(self.model, *self._state.values()):
             means = mean_over(dataset, function, self.runtime, batch_size=batch_size, collate_fn=collate_fn, seed=self.seed)
         # Equal on all workers again.
         seed_generators(splitmix64(self.seed, self.step, self.micro_batches_per_step, 1) >> 1, self.world.device)

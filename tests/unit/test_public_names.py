@@ -24,6 +24,7 @@ def test_every_public_name_exists_and_is_listed() -> None:
         assert getattr(lockstep, name) is not None
         assert name == "__version__" or inspect.getdoc(getattr(lockstep, name)) or issubclass(getattr(lockstep, name), LockstepError), name
     assert not hasattr(lockstep, "no_such_name")
+    assert {name for name in dir(lockstep) if not name.startswith("_")} == set(lockstep.__all__) - {"__version__"}
 
 
 def test_editors_see_the_lazily_loaded_names() -> None:

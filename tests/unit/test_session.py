@@ -129,6 +129,23 @@ def test_an_evaluation_is_the_mean_over_the_samples_and_leaves_no_trace(tmp_path
         assert named["a"] == pytest.approx(model(INPUTS).mean().item(), rel=1e-6), "without dropout"
 
 
+def test_an_evaluation_puts_an_ema_in_the_state_into_eval_mode(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 1), nn.Dropout(0.5))
+    ema = copy.deepcopy(model)
+    with Session(tmp_path, micro_batches=1) as session:
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        session.state(ema=ema)
+        mean = session.evaluate(lambda batch: ema(batch[0]).mean(), TensorDataset(INPUTS))
+        assert mean == pytest.approx(ema[0](INPUTS).mean().item(), rel=1e-5) and ema.training
+
+
+def test_a_loader_without_a_step_is_refused(tmp_path: Path) -> None:
+    with Session(tmp_path, micro_batches=1) as session:
+        loader = session.loader(TensorDataset(INPUTS), batch_size=4)
+        with pytest.raises(UsageError, match=r"loader\(step\)"):
+            iter(loader)
+
+
 def test_a_prepared_model_is_called_like_its_module_and_copied_without_the_session(tmp_path: Path) -> None:
     with Session(tmp_path, micro_batches=1) as session:
         module = nn.Linear(4, 1)

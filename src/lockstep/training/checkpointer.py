@@ -215,7 +215,7 @@ class Checkpointer:
         refuse_other_run(checkpoint.facts, self.run_facts, checkpoint.step, self.store.folder, allowed)
         differences = tolerated_changes(checkpoint.facts, self.run_facts)
         for sentence in differences:
-            log.warning("this run continues with other bits than where it started: %s", sentence)
+            log.warning("this run may continue with other bits than where it started: %s", sentence)
         if differences and self.runtime.world.leader:
             append_event(self.store.folder.parent, "resumed with differences", step=checkpoint.step, differences=differences)
 

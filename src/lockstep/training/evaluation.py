@@ -57,9 +57,9 @@ def compute_in_shares(runtime: ElasticRuntime, compute: Callable[[Iterable[int]]
 
 
 @contextmanager
-def in_eval_mode(model: nn.Module | None) -> Iterator[None]:
-    """Put the modules of a model into eval mode; restore the mode of each afterwards."""
-    training = [module for module in model.modules() if module.training] if model else []
+def in_eval_mode(*models: object) -> Iterator[None]:
+    """Put all modules of the models into eval mode; restore the mode of each afterwards."""
+    training = [module for model in models if isinstance(model, nn.Module) for module in model.modules() if module.training]
     try:
         for module in training:
             module.training = False

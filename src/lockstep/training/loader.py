@@ -75,6 +75,9 @@ class Loader:
             seed_generators(splitmix64(seed, step, k) >> 1, device)
             yield batch
 
+    def __iter__(self) -> Iterator[Any]:
+        raise UsageError("the loader was iterated without a step", "for ... in loader", "write `for batch in loader(step)`")
+
     def close(self) -> None:
         """Stop the worker processes."""
         self._stream = None
