@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -93,9 +94,17 @@ def run_rank(function: Callable[..., Any], rank: int, size: int, folder: str, an
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         store = FileStore(str(Path(folder) / "store"), size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+        wait_until_all_formed(store, size)
         runtime = ElasticRuntime(World(rank, size, rank, size, socket.gethostname(), torch.device("cpu")))
         answer.send((True, function(runtime, *args)))
         dist.destroy_process_group()
     except BaseException:
         answer.send((False, traceback.format_exc()))
         sys.exit(1)
+
+
+def wait_until_all_formed(store: FileStore, size: int) -> None:
+    """Wait until every rank has formed the group: a rank that exits earlier breaks it for others."""
+    store.add("formed", 1)
+    while store.add("formed", 0) < size:
+        time.sleep(0.005)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 import pytest
 import torch
@@ -27,7 +26,6 @@ def fail_on_rank_1(runtime: ElasticRuntime) -> None:
 
 def die_on_rank_0(runtime: ElasticRuntime) -> int:
     if runtime.world.rank == 0:
-        time.sleep(0.5)  # rank 1 has formed the group by then
         os.kill(os.getpid(), signal.SIGKILL)
     return runtime.world.rank
 
