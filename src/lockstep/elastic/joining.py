@@ -29,7 +29,7 @@ def join_static_group(threads: int, timeout_s: float) -> tuple[World, Generation
     """Collective. Form the process group that the launch variables describe; alone without them."""
     info, source = read_rank_info(os.environ)
     device, reason = select_device(info)
-    info = info or RankInfo(0, 1, 0, 1, "", 0, "nobody")
+    info = info or RankInfo(0, 1, 0, 1, "", 0, "no launcher")
     store = rendezvous(info, timeout_s, source)
     if info.size > 1:
         interface, route = choose_interface(os.environ, info)
