@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from collections import namedtuple
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from lockstep.record import metrics
 from lockstep.runtime.worker_env import WorkerEnv
 from lockstep.session import Session
 from lockstep.training.loader import keys_from, to_device
-from lockstep.training.session_checks import refuse_different_folders
+from lockstep.training.session_checks import OWN_OPTIONS, refuse_different_folders
 from lockstep.training.session_words import SESSION_WORDS, in_session_words
 
 INPUTS = torch.rand(50, 4, generator=torch.Generator().manual_seed(1))
@@ -137,6 +138,13 @@ def test_an_evaluation_puts_an_ema_in_the_state_into_eval_mode(tmp_path: Path) -
         session.state(ema=ema)
         mean = session.evaluate(lambda batch: ema(batch[0]).mean(), TensorDataset(INPUTS))
         assert mean == pytest.approx(ema[0](INPUTS).mean().item(), rel=1e-5) and ema.training
+
+
+def test_a_misspelled_option_names_the_nearest_one(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="did you mean save_every or"):
+        Session(tmp_path, micro_batches=1, save_evry=3)  # type: ignore[call-arg]
+    own = {name for name, value in inspect.signature(Session).parameters.items() if value.kind is value.KEYWORD_ONLY}
+    assert own == set(OWN_OPTIONS)
 
 
 def test_a_loader_without_a_step_is_refused(tmp_path: Path) -> None:

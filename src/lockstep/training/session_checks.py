@@ -26,9 +26,12 @@ class ReplicaOptions(TypedDict, total=False):
     local_buffers: bool
 
 
+OWN_OPTIONS = ("micro_batches", "save_every", "keep", "seed", "resume", "threads")  # of Session itself
+
+
 def refuse_wrong_options(micro_batches: int, options: Mapping[str, Any]) -> None:
-    known = [*ReplicaOptions.__annotations__]
-    if unknown := sorted(options.keys() - set(known)):
+    known = [*OWN_OPTIONS, *ReplicaOptions.__annotations__]
+    if unknown := sorted(options.keys() - ReplicaOptions.__annotations__.keys()):
         hint = f"did you mean {' or '.join(get_close_matches(unknown[0], known) or known)}?"
         raise UsageError(f"Session takes no {unknown[0]}", "Session(out, ...)", hint)
     if micro_batches < 1:
