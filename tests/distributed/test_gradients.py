@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import random
 import re
@@ -14,6 +15,7 @@ import pytest
 import torch
 from support.ranks import run_ranks
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lockstep.elastic.runtime import ElasticRuntime
@@ -145,10 +147,6 @@ def plain_after(replicas: ReplicaGroup, optimizer: torch.optim.Optimizer, model:
     model(x).backward()
 
 
-def past_the_team(replicas: ReplicaGroup, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
-    replicas.backward(model(x))
-
-
 CHANGED = "the gradients of 6 of 6 parameters were changed in micro-batch {k} of step 0"
 HABITS: dict[Habit, str] = {
     clears_before: CHANGED + ", before backward(): late.weight",
@@ -161,7 +159,6 @@ HABITS: dict[Habit, str] = {
     plain_backward: "no gradient arrived for the 6 parameters in micro-batch {k} of step 0: backward() was not called",
     both_backwards: CHANGED + ", before backward(): late.weight",
     plain_after: CHANGED + ", after backward(): late.weight",
-    past_the_team: "the gradients of step 0 were not summed over the workers",
 }
 
 
@@ -193,7 +190,7 @@ def test_habits_that_change_the_sum_are_refused(leaves: int) -> None:
 def skip_a_parameter(runtime: ElasticRuntime, at: int) -> str:
     """Leave `side` out of micro-batch `at` of step 2; return the error.
 
-    With one DDP bucket for each layer, `side` and after it `late` would not be summed.
+    With one bucket for each layer, `side` and after it `late` would not be summed.
     """
     model = Branches()
     try:
@@ -210,6 +207,94 @@ def skip_a_parameter(runtime: ElasticRuntime, at: int) -> str:
 def test_parameter_without_a_gradient_is_refused_by_name(at: int) -> None:
     text = run_ranks(skip_a_parameter, 1, at)[0]
     assert f"no gradient arrived for 2 of 6 parameters in micro-batch {at} of step 2: side.weight, side.bias" in text
+
+
+class Checkpointed(Branches):
+    """`side` is recomputed in two reentrant backward passes inside the backward pass."""
+
+    def forward(self, x: torch.Tensor, *, side: bool = True) -> torch.Tensor:
+        x = self.late(x)
+        for _ in range(2):
+            x = x + checkpoint(self.side, x, use_reentrant=True)
+        return self.head(x).square().mean()
+
+
+def test_gradient_that_arrives_twice_in_one_backward_pass_is_refused() -> None:
+    expected = "arrived twice in one backward pass, in micro-batch 0 of step 0: side.bias, side.weight"
+    with pytest.raises(AssertionError, match=expected):
+        run_ranks(train_checkpointed, 1)
+
+
+def train_checkpointed(runtime: ElasticRuntime) -> None:
+    with Replica(Checkpointed(), micro_batches=2, bucket_bytes=20) as replica:
+        for _ in replica.micro_batches(0):
+            replica.backward(replica(torch.ones(3, 4)))
+
+
+def bucket_orders(runtime: ElasticRuntime) -> tuple[list[list[int]], str]:
+    """Return (parameters of each bucket in step 2, digest of the gradients of three steps).
+
+    Rank 1 runs `side` and `late` in another order than rank 0.
+    """
+    model, seen = Branches(), ""
+    with Replica(model, micro_batches=4, bucket_bytes=20) as replica:
+        for step in range(3):
+            for k in replica.micro_batches(step):
+                x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + k))
+                late_first = model.late(x)
+                x = model.side(x) + late_first if runtime.world.rank else late_first + model.side(x)
+                replica.backward(model.head(x).square().mean())
+            seen += digest(gradients_of(model))
+        assert replica.buckets
+        return [list(bucket.indices) for bucket in replica.buckets.buckets], seen
+
+
+def test_all_workers_take_the_order_in_which_gradients_become_ready_on_rank_0() -> None:
+    (buckets, bits), other = run_ranks(bucket_orders, 2)
+    assert (buckets, bits) == other
+    assert buckets[0][0] in (4, 5) and sorted(i for bucket in buckets for i in bucket) == list(range(6))
+    assert run_ranks(bucket_orders, 1)[0][1] == bits
+
+
+def gradient_without_the_replica(runtime: ElasticRuntime, call: str) -> str:
+    model, seen = Branches(), ""
+    with Replica(model, micro_batches=5) as replica:
+        for step in range(2):
+            for k in replica.micro_batches(step):
+                x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + k))
+                replica.backward({"replica": replica, "model": model}[call](x))
+            seen += digest(gradients_of(model))
+    return seen
+
+
+def test_model_may_be_called_itself() -> None:
+    assert len({bits for call in ("replica", "model") for bits in run_ranks(gradient_without_the_replica, 2, call)}) == 1
+
+
+def bytes_during_a_step(runtime: ElasticRuntime) -> list[int]:
+    """Return the bytes of gradients and partial sums: in the last micro-batch, and released."""
+    model = nn.Linear(1000, 100, bias=False)  # 400,000 bytes
+
+    def float_bytes() -> int:
+        gc.collect()
+        tensors = [tensor for tensor in gc.get_objects() if isinstance(tensor, torch.Tensor)]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel() >= 1000}.values())
+
+    with Replica(model, micro_batches=7) as replica:
+        idle, sizes = float_bytes(), []
+        for k in replica.micro_batches(0):
+            replica.backward(replica(torch.ones(1, 1000)).sum())
+            if k == 6:
+                sizes.append((float_bytes() - idle) // 400_000)
+        sizes.append((float_bytes() - idle) // 400_000)
+        replica.release_groups()
+        sizes.append((float_bytes() - idle) // 400_000)
+    return sizes
+
+
+def test_no_partial_sum_outlives_its_step() -> None:
+    """Leaves 0 to 3 and 4 to 5 are partial sums of seven; the buffer of leaf 6 is static."""
+    assert run_ranks(bytes_during_a_step, 1)[0] == [2, 0, 0]
 
 
 def leave_early(runtime: ElasticRuntime, how: str) -> tuple[bool, str]:

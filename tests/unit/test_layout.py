@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from lockstep.errors import UsageError
 from lockstep.layout import AXES, Layout, LayoutLimits, choose_layout, nearest_layouts
-from lockstep.parallel.pipeline import P2PMessage, pipeline_schedule, split_layers
+from lockstep.parallel.pipeline import P2PMessage, pipeline_schedule
+from lockstep.parallel.shard_passes import adjacent_blocks
 from lockstep.tensor_slice import TensorSlice
 
 SIZES = st.integers(1, 4)
@@ -131,7 +132,7 @@ def test_schedule_runs_every_pass_once_without_deadlock(stages: int, parts: int,
 
 @given(st.integers(1, 40), st.integers(1, 8))
 def test_layers_are_split_evenly_and_in_order(layers: int, stages: int) -> None:
-    ranges = split_layers(layers, stages)
+    ranges = adjacent_blocks(range(layers), stages)
     assert [layer for stage in ranges for layer in stage] == list(range(layers))
     assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
 

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.parallel.groups import ProcessGroups, start_exchange
+from lockstep.parallel.exchange import start_exchange
+from lockstep.parallel.groups import ProcessGroups
 
 
 class CustomComm:
@@ -40,7 +41,8 @@ class GroupAllGather(CustomComm):
             return None
         parts = output_tensor.view(shard_group.size(), -1)  # FSDP has written this worker's part
         groups.board.enter_collective(output_tensor.nbytes)
-        sends, receives = [[parts[shard_group.rank()]]] * len(parts), [[part] for part in parts]
+        others = [i for i in range(len(parts)) if i != shard_group.rank()]
+        sends, receives = [(i, parts[shard_group.rank()]) for i in others], [(i, parts[i]) for i in others]
         return AllGatherWork(groups, groups.start_works(lambda: start_exchange(sends, receives, shard_group)))
 
 

@@ -49,7 +49,7 @@ class GradientWatch:
     """Detect changes to the gradients of `parameters` within the micro-batch loop.
 
     A change gives .grad another tensor or a higher version; a change through `.data` does not show.
-    Costs about 0.3 us per parameter and snapshot, three snapshots per micro-batch.
+    Costs about 0.3 us per parameter and snapshot, two snapshots per micro-batch.
     """
 
     def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
@@ -58,12 +58,12 @@ class GradientWatch:
         self._backwards = 0  # in this micro-batch
         self._seen: list[Mark] = []
 
-    def begin(self, step: int, k: int) -> None:
+    def start(self, step: int, k: int) -> None:
         self.where, self._backwards = f"micro-batch {k} of step {step}", 0
         self._seen = self._snapshot()
 
-    def backward(self, loss: Tensor) -> None:
-        """Run the backward pass. UsageError: the second one, or a gradient changed or missing."""
+    def before_backward(self) -> None:
+        """UsageError: a second or misplaced backward pass, or a gradient changed before it."""
         if not self.where:
             hint = "call it inside the loop over micro_batches(step)"
             raise UsageError("backward() was called outside of the micro-batch loop", "backward(loss)", hint)
@@ -71,25 +71,30 @@ class GradientWatch:
             hint = "add the losses of a micro-batch and call it once"
             raise UsageError(f"backward() was called twice in {self.where}", "backward(loss)", hint)
         self._refuse_changes("before backward()")
-        before = [(0 if gradient is None else gradient.data_ptr(), version) for gradient, version in self._seen]
-        self._seen = []  # references would keep the old memory alive while DDP moves the gradients into its buckets
-        loss.backward()
-        self._backwards += 1
-        self._seen = self._snapshot()
-        missing = [
-            name
-            for name, old, (gradient, version), p in zip(self.names, before, self._seen, self.parameters, strict=True)
-            if (gradient is None or (gradient.data_ptr(), version) == old) and p.numel()
-        ]
+        self._backwards, self._seen = 1, []
+
+    def refuse_missing(self, missing: Sequence[int], repeated: Sequence[int]) -> None:
+        """UsageError: these parameters, by number, got no gradient, or two in one pass."""
         if missing:
+            names = join_names([self.names[i] for i in missing])
             raise UsageError(
-                f"no gradient arrived for {len(missing)} of {len(self.names)} parameters in {self.where}: {join_names(missing)}",
+                f"no gradient arrived for {len(missing)} of {len(self.names)} parameters in {self.where}: {names}",
                 "backward(loss)",
                 "every trained parameter must take part in every micro-batch: freeze it with requires_grad_(False), "
                 "or add 0.0 * parameter.sum() to the loss",
             )
-        if sparse := [name for name, (gradient, _) in zip(self.names, self._seen, strict=True) if getattr(gradient, "is_sparse", False)]:
+        if sparse := [name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is not None and p.grad.is_sparse]:
             raise UsageError(f"sparse gradients are not supported: {join_names(sparse)}", self.where, "use sparse=False")
+        if repeated:
+            names = join_names([self.names[i] for i in repeated])
+            raise UsageError(
+                f"the gradient of a parameter arrived twice in one backward pass, in {self.where}: {names}",
+                "reentrant activation checkpointing runs a backward pass inside the backward pass",
+                "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
+            )
+
+    def after_backward(self) -> None:
+        self._seen = self._snapshot()
 
     def end(self) -> None:
         """End the micro-batch. UsageError: no backward pass, or a gradient changed after it."""

@@ -9,7 +9,7 @@ model is wrapped by FSDP only once: FSDP's mesh only defines the ranks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.layout import Layout
+from lockstep.parallel.exchange import start_exchange
 from lockstep.runtime.process_group import new_subgroup
 from lockstep.runtime.status_board import StatusBoard
 from lockstep.runtime.work import WorkWaiter, static_group
@@ -130,20 +131,7 @@ def all_to_all_rows(parts: list[Tensor], group: dist.ProcessGroup | None, waits:
     """Collective. Send parts[i] to member i; return the parts received, in rank order."""
     if group is None:
         return parts
-    own = group.rank()
-    if parts[own].is_cuda:
-        received = torch.empty_like(torch.stack(parts))
-        dist.all_to_all_single(received, torch.stack(parts), group=group)
-        return list(received)
-    rows = [part if i == own else torch.empty_like(parts[own]) for i, part in enumerate(parts)]
-    waits.wait(start_exchange([[part] for part in parts], [[row] for row in rows], group), group)
-    return rows
-
-
-def start_exchange(
-    sends: Sequence[Sequence[Tensor]], receives: Sequence[Sequence[Tensor]], group: dist.ProcessGroup
-) -> list[dist.Work | None]:
-    """Receive receives[i] from and send sends[i] to each other member i; skip empty tensors."""
     others = [i for i in range(group.size()) if i != group.rank()]
-    works = [dist.irecv(tensor, group=group, group_src=i) for i in others for tensor in receives[i] if tensor.numel()]
-    return works + [dist.isend(tensor, group=group, group_dst=i) for i in others for tensor in sends[i] if tensor.numel()]
+    rows = [torch.empty_like(part) if i in others else part for i, part in enumerate(parts)]
+    waits.wait(start_exchange([(i, parts[i]) for i in others], [(i, rows[i]) for i in others], group), group)
+    return rows

@@ -27,7 +27,7 @@ from lockstep.models.llama import IGNORE_INDEX, Llama, RotaryEmbedding, position
 from lockstep.models.loss import output_cross_entropy
 from lockstep.models.translator import EncodedSource, Translator, causal_bias, source_bias
 from lockstep.parallel.groups import ProcessGroups
-from lockstep.parallel.ordered_sum import leaves_of_rank
+from lockstep.parallel.shard_passes import adjacent_blocks
 
 
 class PipelineOp(NamedTuple):
@@ -72,14 +72,10 @@ def pipeline_schedule(stage: int, stages: int, micro_batches: int, chunks: int =
     return forward[:warmup] + steady + backward[total - warmup :]
 
 
-def split_layers(layers: int, stages: int) -> list[range]:
-    return [leaves_of_rank(stage, stages, layers) for stage in range(stages)]
-
-
 class Chunk(NamedTuple):
     """Adjacent layers of the model, and whether they are the model's first and last."""
 
-    layers: range
+    layers: Sequence[int]
     first: bool
     last: bool
 
@@ -111,7 +107,7 @@ def build_stage(model: nn.Module, stage: int, stages: int, chunks_per_stage: int
     """
     names = layer_names(model)
     total = stages * chunks_per_stage
-    ranges = split_layers(len(names), total)
+    ranges = adjacent_blocks(range(len(names)), total)
     chunks = tuple(Chunk(ranges[n], n == 0, n == total - 1) for n in range(stage, total, stages))
     kept = {names[layer] for chunk in chunks for layer in chunk.layers}
     first, last = chunks[0].first, chunks[-1].last

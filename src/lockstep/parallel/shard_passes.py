@@ -2,44 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from lockstep.errors import UsageError
-from lockstep.parallel.ordered_sum import leaves_of_rank
 
 
 @dataclass(frozen=True)
 class ShardPass:
     """One forward and backward pass of all shards of a replica, as one of them runs it.
 
-    k              micro-batch that this shard computes
-    counts         False: this shard has no micro-batch left and only joins the collectives
-    first, leaves  leaves of the pass; with `reduce_once_per_step`, this shard's own leaf
+    k       micro-batch that this shard computes
+    counts  False: this shard has no micro-batch left and only joins the collectives
+    leaves  of the pass; with `reduce_once_per_step`, this shard's own leaf
     """
 
     k: int
     counts: bool
-    first: int
-    leaves: int
+    leaves: tuple[int, ...]
     last: bool
 
 
-def plan_passes(block: range, shard: int, shards: int, *, reduce_once_per_step: bool) -> list[ShardPass]:
-    """Plan the passes of a shard over its replica's micro-batches.
+def plan_passes(own: Sequence[int], shard: int, shards: int, *, reduce_once_per_step: bool) -> list[ShardPass]:
+    """Plan the passes of a shard over its replica's micro-batches, `own`.
 
     They go to the shards in turn; with `reduce_once_per_step` in adjacent blocks.
     """
-    count = -(-len(block) // shards)
+    count = -(-len(own) // shards)
     if reduce_once_per_step:
-        own = leaves_of_rank(shard, shards, len(block))
-        own_leaves = block[own.start : own.stop]
-        ks = [(own_leaves[min(i, len(own_leaves) - 1)], i < len(own_leaves)) for i in range(count)]
-        return [ShardPass(k, counts, k, int(counts), i == count - 1) for i, (k, counts) in enumerate(ks)]
+        block = adjacent_blocks(own, shards)[shard]
+        ks = [(block[min(i, len(block) - 1)], i < len(block)) for i in range(count)]
+        return [ShardPass(k, counts, (k,) if counts else (), i == count - 1) for i, (k, counts) in enumerate(ks)]
     passes = []
-    for first in range(block.start, block.stop, shards):
-        leaves = min(shards, block.stop - first)
-        passes.append(ShardPass(first + min(shard, leaves - 1), shard < leaves, first, leaves, first + shards >= block.stop))
+    for first in range(0, len(own), shards):
+        leaves = tuple(own[first : first + shards])
+        passes.append(ShardPass(leaves[min(shard, len(leaves) - 1)], shard < len(leaves), leaves, first + shards >= len(own)))
     return passes
+
+
+def adjacent_blocks(items: Sequence[int], count: int) -> list[Sequence[int]]:
+    """Cut items into blocks of equal size; the first ones may be one larger."""
+    each, rest = divmod(len(items), count)
+    starts = [block * each + min(block, rest) for block in range(count + 1)]
+    return [items[start:stop] for start, stop in pairwise(starts)]
 
 
 def refuse_idle_shards(data_parallel_size: int, leaves: int, block: int, shards: int) -> None:

@@ -10,15 +10,12 @@ FSDP2 gathers each unit's parameters and passes on its gradients; its two collec
                     the last pass, workers with the same rows in other replicas finish the tree
 
 So a shard's gradient is the same sum, in the same order, for any number of replicas and shards. A
-reducer thread works beside the backward pass, as in replica.py. With `reduce_once_per_step` a shard
+Reducer works beside the backward pass, as in replica.py. With `reduce_once_per_step` a shard
 keeps partial sums of whole gradients; the tree is the same.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -33,13 +30,15 @@ from lockstep.data.order import splitmix64
 from lockstep.errors import PeersLostError, UsageError
 from lockstep.layout import Coordinates, Layout
 from lockstep.parallel.digest import digest_of
+from lockstep.parallel.exchange import Traffic, start_exchange, tree_all_reduce
 from lockstep.parallel.fsdp_comm import CapturedReduceScatter, GroupAllGather
 from lockstep.parallel.grad_norm import row_norms
-from lockstep.parallel.groups import all_to_all_rows, start_exchange
-from lockstep.parallel.ordered_sum import PartialSum, Subtree, SumTree, leaves_of_rank, subtrees, sum_of_rows, tree_all_reduce
+from lockstep.parallel.groups import all_to_all_rows
+from lockstep.parallel.ordered_sum import PartialSum, Subtree, SumTree, leaves_of_rank, merged_subtrees
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.parallel.pipeline import PipelineRunner, PipelineStage, empty_activations
-from lockstep.parallel.shard_passes import ShardPass, plan_passes, refuse_idle_shards
+from lockstep.parallel.reducer import Reducer
+from lockstep.parallel.shard_passes import ShardPass, adjacent_blocks, plan_passes, refuse_idle_shards
 from lockstep.runtime.numerics import seed_generators
 from lockstep.runtime.status_board import StatusBoard
 from lockstep.runtime.work import static_group
@@ -97,15 +96,12 @@ class ShardedReplica:
         self.groups, self.workers_per_replica = local.groups, local.layout.workers_per_replica
         self.reduce_once_per_step = reduce_once_per_step and local.layout.shard > 1
         self._trees: list[SumTree[PartialSum]] = []
-        self._pass = ShardPass(0, True, 0, 0, True)
+        self._pass = ShardPass(0, True, (), True)
         self._losses: list[Tensor] = []
         self._pending: list[PendingMicroBatch] = []
-        self._sent_s = self._done_s = 0.0
         self._captured: list[Tensor] = []
-        self._queue: queue.SimpleQueue[UnitGradients | threading.Event | None] = queue.SimpleQueue()
-        self._free_slots = threading.Semaphore(UNITS_IN_FLIGHT)
-        self._reducer = threading.Thread(target=self._reduce_buckets, name="lockstep-reducer", daemon=True)
-        self._reducer.start()
+        self._reducer = Reducer(self.parameters[0].device, UNITS_IN_FLIGHT, side_stream=False)
+        self.traffic = Traffic()
         for number, unit in enumerate(local.fsdp_units):
             unit.set_custom_all_gather(cast(Any, GroupAllGather(self.groups)))
             unit.set_custom_reduce_scatter(cast(Any, CapturedReduceScatter(self._captured)))
@@ -119,8 +115,8 @@ class ShardedReplica:
     def release_groups(self) -> None:
         """Release the groups of a generation that is over; the next step forms new ones."""
         self.groups.clear()
-        self._drain()
-        self.groups.failure = None
+        self._reducer.drain()
+        self.groups.failure, self._trees = None, []
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Run the forward pass; in a pipeline, only store the inputs."""
@@ -157,12 +153,13 @@ class ShardedReplica:
             self.groups.form()
         layout = self.groups.current_layout()
         coordinates = layout.coordinates(dist.get_rank())
-        block = leaves_of_rank(coordinates.replica, layout.replicate, self.leaves)
-        refuse_idle_shards(layout.data_parallel_size, self.leaves, len(block), layout.shard)
+        own = leaves_of_rank(coordinates.replica, layout.replicate, self.leaves)
+        refuse_idle_shards(layout.data_parallel_size, self.leaves, len(own), layout.shard)
         self._refuse_changed_requires_grad()
         self._trees = [SumTree() for _ in self.local.fsdp_units]
-        self._losses, self.groups.waited_s, self._sent_s, self._pending = [], 0.0, 0.0, []
-        passes = plan_passes(block, coordinates.shard, layout.shard, reduce_once_per_step=self.reduce_once_per_step)
+        self._losses, self.groups.waited_s, self._pending, self.traffic = [], 0.0, [], Traffic()
+        self._reducer.start_step()
+        passes = plan_passes(own, coordinates.shard, layout.shard, reduce_once_per_step=self.reduce_once_per_step)
         for self._pass in passes:
             if reason := self.groups.waits.generation_error():
                 raise PeersLostError(reason, "ShardedReplica.micro_batches")
@@ -179,7 +176,8 @@ class ShardedReplica:
                 self._refuse_missing(f"micro-batch {self._pass.k} of step {step}")
         if self.local.stage is not None and not self.groups.failure:
             self._run_pipeline(self.local.stage, step, passes)
-        self._drain()
+        self._reducer.drain()
+        self._trees = []
         self.groups.raise_failure()
         self._refuse_missing(f"step {step}")
         for local, sharded in zip(self.parameters, self._sharded, strict=True):
@@ -269,14 +267,13 @@ class ShardedReplica:
 
     def exposed_s(self) -> float:
         """Return the seconds this step waited for parameters, and after its last gradient."""
-        return self.groups.waited_s + max(0.0, self._done_s - self._sent_s)
+        return self.groups.waited_s + self._reducer.exposed_s()
 
     def __enter__(self) -> ShardedReplica:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._queue.put(None)
-        self._reducer.join(timeout=5)
+        self._reducer.close()
         self.groups.clear()
 
     # -- FSDP's collectives ---------------------------------------------------------------------------------------------
@@ -284,31 +281,15 @@ class ShardedReplica:
     def _on_gradients(self, unit: int, out: Tensor) -> None:
         """FSDP's hook after a unit's backward pass: queue its gradients."""
         sent = self._captured.pop() if self._captured else out
-        self._sent_s = time.perf_counter()
-        gradients = UnitGradients(unit, self._pass, sent, out)
-        if out.is_cuda:
-            self._reduce(gradients)
-        else:
-            self._free_slots.acquire()
-            self._queue.put(gradients)
-
-    def _reduce_buckets(self) -> None:
-        """Run the reducer thread, in the order of the backward pass. Never raises."""
-        while (gradients := self._queue.get()) is not None:
-            if isinstance(gradients, threading.Event):
-                gradients.set()
-                continue
-            self._reduce(gradients)
-            self._free_slots.release()
-            self._done_s = time.perf_counter()
-
-    def _drain(self) -> None:
-        done = threading.Event()
-        self._queue.put(done)
-        done.wait()
+        if sent.is_cuda:  # FSDP waits for its own reduce-scatter only, before it reuses the memory
+            sent.record_stream(torch.cuda.current_stream(sent.device))
+        self._reducer.submit(partial(self._reduce, UnitGradients(unit, self._pass, sent, out)))
 
     def _reduce(self, gradients: UnitGradients) -> None:
-        """Collective. Add a pass to the unit's tree; after the last one write the sum to `out`."""
+        """Collective. Add a pass to the unit's tree; after the last one write the sum to `out`.
+
+        Never raises: see `ProcessGroups.failure`.
+        """
         if self.groups.failure is not None or not self.groups.formed:
             return
         try:
@@ -317,7 +298,7 @@ class ShardedReplica:
             if not self.reduce_once_per_step:
                 self._add_rows(gradients, tree)
             elif gradients.shard_pass.counts:
-                tree.add(Subtree(gradients.shard_pass.first, 1), PartialSum(gradients.sent))
+                tree.add(Subtree(gradients.shard_pass.k, 1), PartialSum(gradients.sent))
             if not gradients.shard_pass.last:
                 return
             if self.reduce_once_per_step:
@@ -326,7 +307,7 @@ class ShardedReplica:
                 gradients.out.copy_(tree.total().tensor)
             else:
                 partials = [(subtree, part.tensor) for subtree, part in tree.stack]
-                tree_all_reduce(partials, self.leaves, self.groups.replica_group, gradients.out, self.groups.waits)
+                tree_all_reduce(partials, self.leaves, self.groups.replica_group, gradients.out, self.groups.waits, self.traffic)
         except Exception as error:
             self.groups.record_failure(error)
 
@@ -334,26 +315,32 @@ class ShardedReplica:
         """Collective. Receive this shard's rows of the gradients of all leaves of the pass."""
         parts = list(gradients.sent.view(self.local.layout.shard, -1))
         rows = all_to_all_rows(parts, self.groups.scatter_group, self.groups.waits)
-        for number, row in enumerate(rows[: gradients.shard_pass.leaves]):
-            tree.add(Subtree(gradients.shard_pass.first + number, 1), PartialSum(row))
-        whole = gradients.sent.untyped_storage().data_ptr()
+        for k, row in zip(gradients.shard_pass.leaves, rows, strict=False):
+            tree.add(Subtree(k, 1), PartialSum(row))
         for _, part in tree.stack if len(parts) > 1 and not gradients.shard_pass.last else ():
-            if part.tensor.untyped_storage().data_ptr() == whole:  # a view would keep the rows of all shards alive
+            if part.tensor.untyped_storage().nbytes() > part.tensor.nbytes:  # a view would keep the rows of all shards alive
                 part.tensor = part.tensor.clone()
 
     def _rows_of_all(self, own: SumTree[PartialSum]) -> SumTree[PartialSum]:
         """Collective. Exchange the shards' trees; return this shard's rows of all leaves."""
         layout, group = self.groups.current_layout(), self.groups.scatter_group
         assert group is not None
-        block = leaves_of_rank(layout.coordinates(dist.get_rank()).replica, layout.replicate, self.leaves)
-        own_sums = [(subtree, part.tensor.view(layout.shard, -1)) for subtree, part in own.stack]
-        blocks = [leaves_of_rank(shard, layout.shard, len(block)) for shard in range(layout.shard)]
-        subtrees_by_shard = [subtrees(block[part.start : part.stop]) for part in blocks]
-        rows = [[torch.empty_like(own_sums[0][1][0]) for _ in shard_subtrees] for shard_subtrees in subtrees_by_shard]
-        rows[group.rank()] = [parts[group.rank()] for _, parts in own_sums]
-        sends = [[parts[shard] for _, parts in own_sums] for shard in range(layout.shard)]
-        self.groups.waits.wait(start_exchange(sends, rows, group), group)
-        return sum_of_rows(subtrees_by_shard, rows)
+        own_shard, others = group.rank(), [shard for shard in range(layout.shard) if shard != group.rank()]
+        leaves = leaves_of_rank(layout.coordinates(dist.get_rank()).replica, layout.replicate, self.leaves)
+        sums = [(subtree, part.tensor.view(layout.shard, -1)) for subtree, part in own.stack]
+        rows = {
+            (shard, subtree): torch.empty_like(sums[0][1][0])
+            for shard, block in enumerate(adjacent_blocks(leaves, layout.shard))
+            for subtree in merged_subtrees(block)
+        }
+        rows |= {(own_shard, subtree): parts[own_shard] for subtree, parts in sums}
+        sends = [(shard, parts[shard]) for shard in others for _, parts in sums]
+        receives = [(shard, row) for (shard, _), row in rows.items() if shard != own_shard]
+        self.groups.waits.wait(start_exchange(sends, receives, group), group)
+        tree: SumTree[PartialSum] = SumTree()
+        for (_, subtree), row in rows.items():
+            tree.add(subtree, PartialSum(row))
+        return tree
 
 
 def reports_losses(at: Coordinates, layout: Layout) -> bool:

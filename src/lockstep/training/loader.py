@@ -110,7 +110,7 @@ class Loader:
         return iter(loader)
 
 
-def keys_from(step: int, k: int, own: range) -> Iterator[Key]:
+def keys_from(step: int, k: int, own: Sequence[int]) -> Iterator[Key]:
     """Yield the keys of a worker's micro-batches, starting with (step, k), forever."""
     while True:
         yield from ((step, number) for number in own if number >= k)

@@ -39,7 +39,7 @@ class Rehearsal:
     def compare(self, step: int) -> None:
         """UsageError when micro-batch 0 has another loss now than in the rehearsal."""
         before, self._loss = self._loss, None
-        if before is None or self.replica.own_leaves.start > 0:
+        if before is None or self.replica.own_leaves[0] > 0:
             return
         if str(now := self.replica.losses()[0]) != str(before):
             raise _nondeterministic(f"the loss of micro-batch 0 of step {step} is {before} the first time and {now} the second time")

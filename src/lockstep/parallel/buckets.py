@@ -1,0 +1,143 @@
+"""Flat buffers for the gradients of a whole replica, filled during the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.runtime.torch_private import foreach_copy_
+
+FIRST_BYTES = 2**20  # of the first and the last bucket: communication starts early, and little of it is left at the end
+
+
+class Bucket:
+    """A flat buffer with a view for the gradient of each of its parameters.
+
+    A view has the memory format of its parameter. `missing` counts the gradients that have not
+    arrived in this backward pass.
+    """
+
+    def __init__(self, indices: Sequence[int], parameters: Sequence[nn.Parameter]) -> None:
+        self.indices, self.parameters, self.missing = indices, parameters, 0
+        self.buffer = torch.empty(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device)
+        self.views = self.views_of(self.buffer)
+
+    def views_of(self, buffer: Tensor) -> list[Tensor]:
+        """Return views of the gradients, in memory order, each with an in-place version of its own."""
+        rows = zip(buffer.split([p.numel() for p in self.parameters]), self.parameters, strict=True)
+        return [row.data.as_strided(p.size(), dense_strides(p), row.storage_offset()) for row, p in rows]
+
+    def flatten(self, gradients: list[Tensor]) -> Tensor:
+        """Copy gradients of these parameters into a new flat buffer."""
+        flat = torch.empty_like(self.buffer)
+        foreach_copy_(self.views_of(flat), gradients)
+        return flat
+
+
+class GradientBuckets:
+    """The buckets of `parameters`, in the order in which their gradients become ready.
+
+    on_ready  called with each bucket whose gradients are complete, in the order of the buckets
+    order     of the parameters; None: the last one first, until `ready_order` is known
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], bucket_bytes: int, on_ready: Callable[[Bucket], None], order: list[int] | None = None
+    ) -> None:
+        self.order, self._on_ready = order, on_ready
+        self.ready_order: list[int] = []  # of the first backward pass
+        groups = group_parameters(parameters, bucket_bytes, order or list(reversed(range(len(parameters)))))
+        self.buckets = [Bucket(indices, [parameters[i] for i in indices]) for indices in groups]
+        self._arrived = [False] * len(parameters)
+        self.repeated: list[int] = []  # gradients that arrived twice in one backward pass
+        self._fill = self._send = False
+        self._launched = 0
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket, i, view))
+            for bucket in self.buckets
+            for i, p, view in zip(bucket.indices, bucket.parameters, bucket.views, strict=True)
+        ]
+
+    def start_pass(self, *, fill: bool = False, send: bool = False) -> None:
+        """Start a backward pass.
+
+        fill  collect the gradients in the buffers
+        send  report each complete bucket to `on_ready`
+        """
+        self._fill, self._send, self._launched = fill, send, 0
+        self._arrived, self.repeated = [False] * len(self._arrived), []
+        if len(self.ready_order) < len(self._hooks):
+            self.ready_order = []
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.indices)
+
+    def missing(self) -> list[int]:
+        """Return the parameters, by number, whose gradient has not arrived in this pass."""
+        return sorted(i for bucket in self.buckets if bucket.missing for i in bucket.indices if not self._arrived[i])
+
+    def known_order(self) -> list[int] | None:
+        """Return the order of the buckets, or the one of the first complete backward pass."""
+        if self.order or len(self.ready_order) < len(self._hooks):
+            return self.order
+        return [*self.ready_order, *sorted(set(range(len(self._arrived))) - set(self.ready_order))]
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _on_gradient(self, bucket: Bucket, i: int, view: Tensor, parameter: Tensor) -> None:
+        """Hook of autograd after it has added to the .grad of parameter `i`.
+
+        Copied at once: the gradient is still in the cache, and its memory serves the next one.
+        """
+        if self._arrived[i]:
+            self.repeated.append(i)
+            return
+        self._arrived[i] = True
+        bucket.missing -= 1
+        if len(self.ready_order) < len(self._hooks):
+            self.ready_order.append(i)
+        gradient = parameter.grad
+        if not self._fill or gradient is None or gradient.is_sparse:
+            return
+        if gradient is not view:
+            view.copy_(gradient)
+            parameter.grad = view
+        while self._send and self._launched < len(self.buckets) and not self.buckets[self._launched].missing:
+            self._launched += 1
+            self._on_ready(self.buckets[self._launched - 1])
+
+
+def group_parameters(parameters: Sequence[nn.Parameter], bucket_bytes: int, order: Iterable[int]) -> list[list[int]]:
+    """Group parameters, by number, into buckets of one dtype, in the order of completion.
+
+    Parameters without elements are in no bucket: autograd may leave them out.
+    """
+    closed: list[list[int]] = []
+    open_groups: dict[torch.dtype, list[int]] = {}
+    sizes: dict[torch.dtype, int] = {}
+    for i in order:
+        p = parameters[i]
+        if not p.numel():
+            continue
+        group = open_groups.setdefault(p.dtype, [])
+        group.append(i)
+        sizes[p.dtype] = sizes.get(p.dtype, 0) + p.nbytes
+        if sizes[p.dtype] >= (bucket_bytes if closed else min(bucket_bytes, FIRST_BYTES)):
+            closed.append(open_groups.pop(p.dtype))
+            del sizes[p.dtype]
+    return [*closed, *open_groups.values()]
+
+
+def dense_strides(parameter: Tensor) -> tuple[int, ...]:
+    """Return the strides of a gradient: the parameter's if it has neither gaps nor overlaps."""
+    expected = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.size(), strict=True)):
+        if size > 1:
+            if stride != expected:
+                return torch.empty(parameter.size(), device="meta").stride()
+            expected *= size
+    return parameter.stride()

@@ -1,0 +1,121 @@
+"""The exchange of the ordered sum, run by up to 64 threads over queues in place of a network."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from math import log2
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.parallel import exchange
+from lockstep.parallel.exchange import WHOLE, Traffic, rounds_of_rank, tree_all_reduce
+from lockstep.parallel.ordered_sum import Subtree, SumTree, leaves_of_rank
+
+Transfers = Iterable[tuple[int, Tensor]]
+
+
+class QueueGroup:
+    """One rank of a process group whose connections are queues; also waits for its receives."""
+
+    def __init__(self, rank: int, size: int, queues: dict[tuple[int, int], queue.SimpleQueue[Tensor]]) -> None:
+        self._rank, self._size, self.queues = rank, size, queues
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def wait(self, works: list[Callable[[], object]], group: object = None) -> None:
+        for work in works:
+            work()
+
+
+def start_exchange(sends: Transfers, receives: Transfers, group: QueueGroup, traffic: Traffic) -> list[Callable[[], object]]:
+    for peer, tensor in sends:
+        if tensor.numel():
+            traffic.messages, traffic.bytes = traffic.messages + 1, traffic.bytes + tensor.nbytes
+            group.queues[group.rank(), peer].put(tensor.clone())
+    pairs = [(tensor, group.queues[peer, group.rank()]) for peer, tensor in receives if tensor.numel()]
+    return [lambda tensor=tensor, source=source: tensor.copy_(source.get(timeout=20)) for tensor, source in pairs]  # type: ignore[misc]
+
+
+def reduce_in_threads(values: Tensor, size: int) -> tuple[list[Tensor], list[Traffic]]:
+    """Return (result, traffic) of each rank; values are those of the leaves, (K, length)."""
+    queues: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = defaultdict(queue.SimpleQueue)
+    for pair in ((sender, receiver) for sender in range(size) for receiver in range(size)):
+        queues[pair] = queue.SimpleQueue()
+    results, traffic = [torch.empty(values.shape[1]) for _ in range(size)], [Traffic() for _ in range(size)]
+
+    def run(rank: int) -> None:
+        tree: SumTree[Tensor] = SumTree()
+        for k in leaves_of_rank(rank, size, len(values)):
+            tree.add(Subtree(k, 1), values[k].clone())
+        group = QueueGroup(rank, size, queues)
+        tree_all_reduce(tree.stack, len(values), group, results[rank], group, traffic[rank])  # type: ignore[arg-type]
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return results, traffic
+
+
+def total_of(values: Tensor) -> Tensor:
+    tree: SumTree[Tensor] = SumTree()
+    for k, value in enumerate(values):
+        tree.add(Subtree(k, 1), value)
+    return tree.total()
+
+
+@pytest.fixture(autouse=True)
+def queues_for_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "start_exchange", start_exchange)
+
+
+@pytest.mark.parametrize("size", range(1, 65))
+def test_sum_has_the_bits_of_the_tree_on_1_to_64_ranks(size: int) -> None:
+    """Any order but the tree's gives other bits: the summands differ by up to 2**40."""
+    for leaves, length in ((64, 131), (size, 67), (size + 3, 5), (3 * size - 1, 1)):
+        if leaves < size:
+            continue
+        generator = torch.Generator().manual_seed(100 * size + leaves)
+        values = torch.randn(leaves, length, generator=generator) * 2.0 ** torch.randint(-20, 20, (leaves, 1), generator=generator)
+        expected = total_of(values)
+        results, _ = reduce_in_threads(values, size)
+        assert all(torch.equal(result, expected) for result in results), (size, leaves, length)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 16, 32, 64])
+def test_equal_shares_send_log_n_messages_and_the_bytes_of_a_ring(size: int) -> None:
+    length = 64 * size
+    _, traffic = reduce_in_threads(torch.ones(2 * size, length), size)
+    assert {(sent.messages, sent.bytes) for sent in traffic} == {(2 * int(log2(size)), 2 * (size - 1) * length * 4 // size)}
+
+
+def test_largest_messages_go_to_the_nearest_neighbors() -> None:
+    reduce, gather = rounds_of_rank(5, 8, 16)
+    assert [(turn.sends[0].peer, turn.sends[0].stop - turn.sends[0].start) for turn in reduce] == [
+        (4, WHOLE // 2),
+        (7, WHOLE // 4),
+        (1, WHOLE // 8),
+    ]
+    assert [turn.sends[0].peer for turn in gather] == [1, 7, 4]
+
+
+def test_after_the_loss_of_one_of_eight_workers_the_bytes_are_at_most_1_3_of_a_ring() -> None:
+    length = 64 * 7 * 30
+    _, traffic = reduce_in_threads(torch.ones(64, length), 7)
+    assert sum(sent.bytes for sent in traffic) <= 1.3 * 7 * (2 * 6 / 7 * length * 4)
+
+
+def test_plan_for_4096_ranks_sends_24_messages_per_rank() -> None:
+    for rank in (0, 1, 4095):
+        reduce, gather = rounds_of_rank(rank, 4096, 8192)
+        assert sum(len(turn.sends) for turn in (*reduce, *gather)) == 24
