@@ -26,7 +26,7 @@ class Bucket:
         self.views = self.views_of(self.buffer)
 
     def views_of(self, buffer: Tensor) -> list[Tensor]:
-        """Return views of the gradients, in memory order, each with an in-place version of its own."""
+        """Return views of the gradients, in memory order, which count in-place changes separately."""
         rows = zip(buffer.split([p.numel() for p in self.parameters]), self.parameters, strict=True)
         return [row.data.as_strided(p.size(), dense_strides(p), row.storage_offset()) for row, p in rows]
 

@@ -58,7 +58,7 @@ class Message(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What one rank sends and receives at once; when reducing, the addition that follows."""
+    """Messages of one rank that travel together; when reducing, also the addition that follows."""
 
     sends: list[Message]
     receives: list[Message]
@@ -140,11 +140,13 @@ def tree_all_reduce(
     out: Tensor,
     waits: WorkWaiter,
     traffic: Traffic | None = None,
+    tag: int = 0,
 ) -> None:
     """Collective. Write the sum of all leaves, added in tree order, to `out` on every rank.
 
     partials  [(subtree, its sum (length,))] of this rank's leaves, as assigned; overwritten
     out       (length,); may be one of the partial sums
+    tag       see `start_exchange`
     """
     rank, length, sums = group.rank(), out.numel(), dict(partials)
     reduce, gather = rounds_of_rank(rank, group.size(), leaves)
@@ -155,7 +157,7 @@ def tree_all_reduce(
 
     def transfer(turn: Round, tensor_of: Callable[[Message], Tensor]) -> None:
         sends, receives = ([(message.peer, tensor_of(message)) for message in messages] for messages in turn[:2])
-        waits.wait(start_exchange(sends, receives, group, traffic), group)
+        waits.wait(start_exchange(sends, receives, group, traffic, tag), group)
 
     for turn in reduce:
         assert turn.merge is not None
@@ -185,9 +187,12 @@ def start_exchange(
     receives: Iterable[tuple[int, Tensor]],
     group: dist.ProcessGroup,
     traffic: Traffic | None = None,
+    tag: int = 0,
 ) -> list[dist.Work]:
     """Start to send (to rank, tensor) and receive (from rank, tensor); skip empty tensors.
 
+    A gloo receive takes only a message with its tag. If a rank skips a unit by mistake, the others
+    wait until it reports the error; without tags they would receive the next unit instead.
     NCCL queues one operation after the other unless they are batched: two ranks that both send
     first would block each other.
     """
@@ -195,6 +200,6 @@ def start_exchange(
     if traffic:
         traffic.messages += len(sends)
         traffic.bytes += sum(tensor.nbytes for _, tensor in sends)
-    operations = [dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer) for peer, tensor in receives]
-    operations += [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer) for peer, tensor in sends]
+    operations = [dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer, tag=tag) for peer, tensor in receives]
+    operations += [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer, tag=tag) for peer, tensor in sends]
     return dist.batch_isend_irecv(operations) if operations else []

@@ -30,8 +30,8 @@ class CapturedReduceScatter(CustomComm):
 
 
 class GroupAllGather(CustomComm):
-    def __init__(self, groups: ProcessGroups) -> None:
-        self.groups = groups
+    def __init__(self, groups: ProcessGroups, unit: int) -> None:
+        self.groups, self.unit = groups, unit
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> dist.Work | None:
         groups, shard_group = self.groups, self.groups.gather_group
@@ -43,7 +43,7 @@ class GroupAllGather(CustomComm):
         groups.board.enter_collective(output_tensor.nbytes)
         others = [i for i in range(len(parts)) if i != shard_group.rank()]
         sends, receives = [(i, parts[shard_group.rank()]) for i in others], [(i, parts[i]) for i in others]
-        return AllGatherWork(groups, groups.start_works(lambda: start_exchange(sends, receives, shard_group)))
+        return AllGatherWork(groups, groups.start_works(lambda: start_exchange(sends, receives, shard_group, tag=self.unit)))
 
 
 class AllGatherWork(dist.Work):

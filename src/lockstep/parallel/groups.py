@@ -127,11 +127,11 @@ class ProcessGroups:
         return tensor
 
 
-def all_to_all_rows(parts: list[Tensor], group: dist.ProcessGroup | None, waits: WorkWaiter) -> list[Tensor]:
+def all_to_all_rows(parts: list[Tensor], group: dist.ProcessGroup | None, waits: WorkWaiter, tag: int = 0) -> list[Tensor]:
     """Collective. Send parts[i] to member i; return the parts received, in rank order."""
     if group is None:
         return parts
     others = [i for i in range(group.size()) if i != group.rank()]
     rows = [torch.empty_like(part) if i in others else part for i, part in enumerate(parts)]
-    waits.wait(start_exchange([(i, parts[i]) for i in others], [(i, rows[i]) for i in others], group), group)
+    waits.wait(start_exchange([(i, parts[i]) for i in others], [(i, rows[i]) for i in others], group, tag=tag), group)
     return rows

@@ -103,7 +103,7 @@ class ShardedReplica:
         self._reducer = Reducer(self.parameters[0].device, UNITS_IN_FLIGHT, side_stream=False)
         self.traffic = Traffic()
         for number, unit in enumerate(local.fsdp_units):
-            unit.set_custom_all_gather(cast(Any, GroupAllGather(self.groups)))
+            unit.set_custom_all_gather(cast(Any, GroupAllGather(self.groups, number)))
             unit.set_custom_reduce_scatter(cast(Any, CapturedReduceScatter(self._captured)))
             unit.set_all_reduce_hook(partial(self._on_gradients, number))
             unit.set_gradient_divide_factor(1.0)
@@ -302,26 +302,27 @@ class ShardedReplica:
             if not gradients.shard_pass.last:
                 return
             if self.reduce_once_per_step:
-                tree = self._rows_of_all(tree)
+                tree = self._rows_of_all(tree, gradients.unit)
             if self.groups.replica_group is None:
                 gradients.out.copy_(tree.total().tensor)
             else:
                 partials = [(subtree, part.tensor) for subtree, part in tree.stack]
-                tree_all_reduce(partials, self.leaves, self.groups.replica_group, gradients.out, self.groups.waits, self.traffic)
+                group, waits = self.groups.replica_group, self.groups.waits
+                tree_all_reduce(partials, self.leaves, group, gradients.out, waits, self.traffic, gradients.unit)
         except Exception as error:
             self.groups.record_failure(error)
 
     def _add_rows(self, gradients: UnitGradients, tree: SumTree[PartialSum]) -> None:
         """Collective. Receive this shard's rows of the gradients of all leaves of the pass."""
         parts = list(gradients.sent.view(self.local.layout.shard, -1))
-        rows = all_to_all_rows(parts, self.groups.scatter_group, self.groups.waits)
+        rows = all_to_all_rows(parts, self.groups.scatter_group, self.groups.waits, gradients.unit)
         for k, row in zip(gradients.shard_pass.leaves, rows, strict=False):
             tree.add(Subtree(k, 1), PartialSum(row))
         for _, part in tree.stack if len(parts) > 1 and not gradients.shard_pass.last else ():
             if part.tensor.untyped_storage().nbytes() > part.tensor.nbytes:  # a view would keep the rows of all shards alive
                 part.tensor = part.tensor.clone()
 
-    def _rows_of_all(self, own: SumTree[PartialSum]) -> SumTree[PartialSum]:
+    def _rows_of_all(self, own: SumTree[PartialSum], unit: int) -> SumTree[PartialSum]:
         """Collective. Exchange the shards' trees; return this shard's rows of all leaves."""
         layout, group = self.groups.current_layout(), self.groups.scatter_group
         assert group is not None
@@ -336,7 +337,7 @@ class ShardedReplica:
         rows |= {(own_shard, subtree): parts[own_shard] for subtree, parts in sums}
         sends = [(shard, parts[shard]) for shard in others for _, parts in sums]
         receives = [(shard, row) for (shard, _), row in rows.items() if shard != own_shard]
-        self.groups.waits.wait(start_exchange(sends, receives, group), group)
+        self.groups.waits.wait(start_exchange(sends, receives, group, self.traffic, unit), group)
         tree: SumTree[PartialSum] = SumTree()
         for (_, subtree), row in rows.items():
             tree.add(subtree, PartialSum(row))

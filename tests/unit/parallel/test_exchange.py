@@ -36,7 +36,7 @@ class QueueGroup:
             work()
 
 
-def start_exchange(sends: Transfers, receives: Transfers, group: QueueGroup, traffic: Traffic) -> list[Callable[[], object]]:
+def start_exchange(sends: Transfers, receives: Transfers, group: QueueGroup, traffic: Traffic, tag: int) -> list[Callable[[], object]]:
     for peer, tensor in sends:
         if tensor.numel():
             traffic.messages, traffic.bytes = traffic.messages + 1, traffic.bytes + tensor.nbytes
