@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lockstep.runtime.torch_private import foreach_copy_
 
-FIRST_BYTES = 2**20  # of the first and the last bucket: communication starts early, and little of it is left at the end
+LAST_BYTES = 2**20  # of the last bucket, whose exchange no backward pass hides
 
 
 class Bucket:
@@ -111,25 +111,25 @@ class GradientBuckets:
             self._on_ready(self.buckets[self._launched - 1])
 
 
-def group_parameters(parameters: Sequence[nn.Parameter], bucket_bytes: int, order: Iterable[int]) -> list[list[int]]:
+def group_parameters(parameters: Sequence[nn.Parameter], bucket_bytes: int, order: Sequence[int]) -> list[list[int]]:
     """Group parameters, by number, into buckets of one dtype, in the order of completion.
 
-    Parameters without elements are in no bucket: autograd may leave them out.
+    Made from the end, so that the last bucket is small. Parameters without elements are in no
+    bucket: autograd may leave them out.
     """
-    closed: list[list[int]] = []
+    groups: list[list[int]] = []
     open_groups: dict[torch.dtype, list[int]] = {}
-    sizes: dict[torch.dtype, int] = {}
-    for i in order:
+    for i in reversed(order):
         p = parameters[i]
         if not p.numel():
             continue
-        group = open_groups.setdefault(p.dtype, [])
+        if p.dtype not in open_groups:
+            groups.append(open_groups.setdefault(p.dtype, []))
+        group = open_groups[p.dtype]
         group.append(i)
-        sizes[p.dtype] = sizes.get(p.dtype, 0) + p.nbytes
-        if sizes[p.dtype] >= (bucket_bytes if closed else min(bucket_bytes, FIRST_BYTES)):
-            closed.append(open_groups.pop(p.dtype))
-            del sizes[p.dtype]
-    return [*closed, *open_groups.values()]
+        if sum(parameters[j].nbytes for j in group) >= (bucket_bytes if len(groups) > 1 else min(bucket_bytes, LAST_BYTES)):
+            del open_groups[p.dtype]
+    return [group[::-1] for group in reversed(groups)]
 
 
 def dense_strides(parameter: Tensor) -> tuple[int, ...]:
