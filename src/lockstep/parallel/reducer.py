@@ -54,7 +54,7 @@ class Reducer:
         """Wait until all jobs are done; on CUDA only the current stream waits."""
         if self._stream:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
-        elif self._thread.is_alive():
+        elif self.submitted and self._thread.is_alive():
             done = threading.Event()
             self._free_slots.acquire()
             self._queue.put(done.set)
