@@ -231,7 +231,7 @@ class Replica:
 
     def __exit__(self, *_: object) -> None:
         self._reducer.close()
-        self.release_groups()
+        self._group = None
         if self.buckets:
             self.buckets.close()
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.parallel.ordered_sum import Subtree, SumTree, assign_subtrees, leaves_of_rank, refuse_idle_ranks, whole_subtrees
+from lockstep.parallel.ordered_sum import (
+    Subtree,
+    SumTree,
+    assign_subtrees,
+    leaves_of_rank,
+    merged_subtrees,
+    refuse_idle_ranks,
+    whole_subtrees,
+)
 from lockstep.parallel.shard_passes import ShardPass, plan_passes
 
 
@@ -49,6 +57,7 @@ def test_every_leaf_has_one_rank_and_no_rank_has_more_than_its_share() -> None:
             assert sorted(k for ks in own for k in ks) == list(range(leaves))
             assert min(map(len, own)) >= 1 and max(map(len, own)) == -(-leaves // size)
             assert all(ks == sorted(ks) for ks in own) and own[0][0] == 0
+            assert [merged_subtrees(ks) for ks in own] == [list(subtrees) for subtrees in assign_subtrees(size, leaves)]
 
 
 def test_more_ranks_than_leaves_are_refused() -> None:
