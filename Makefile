@@ -39,7 +39,7 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m lockstep.testing.packages
+	$(BIN)/python tools/packages.py
 	$(BIN)/python tools/prose.py -q
 
 bench: setup

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import runpy
 from pathlib import Path
 
 import pytest
 
-from lockstep.testing.packages import LAYERS, main, repeated_class_names
-
 SRC = Path(__file__).parents[2] / "src/lockstep"
+TOOL = runpy.run_path(str(SRC.parents[1] / "tools/packages.py"))
+LAYERS, main, repeated_class_names = TOOL["LAYERS"], TOOL["main"], TOOL["repeated_class_names"]
 
 
 def write_package(top: Path, **files: str) -> str:

@@ -1,6 +1,6 @@
 """The package graph: which package imports which, and whether every import points downward.
 
-    python -m lockstep.testing.packages [SRC/lockstep]
+    python tools/packages.py [SRC/lockstep]
 
 Prints one line per package, lowest layer first, with the packages it imports and the number of
 import statements, then a few sizes of the code. Exits with code 1 when an import points upward or a
@@ -32,7 +32,6 @@ LAYERS = (
     ("training",),
     ("tasks",),
     ("train", "session", "evaluate"),
-    ("testing",),
     ("cli", "__main__"),
 )
 LEVEL = {package: level for level, layer in enumerate(LAYERS) for package in layer}
@@ -42,7 +41,7 @@ Imports = dict[tuple[str, str], list[str]]  # (importing, imported package): "mo
 
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    top = Path(arguments[0]) if arguments else Path(__file__).parents[1]
+    top = Path(arguments[0]) if arguments else Path(__file__).parents[1] / "src/lockstep"
     paths = modules(top)
     trees = {name: ast.parse(path.read_text(), str(path)) for name, path in paths.items()}
     imports = package_imports(trees)
