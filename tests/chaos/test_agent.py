@@ -250,6 +250,10 @@ def test_a_hanging_forkserver_is_bypassed(start: Callable[..., AgentRun]) -> Non
     [
         ("import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()", "left 1 threads"),
         ("raise ValueError('fish')", "ValueError: fish"),
+        (  # what torch does after fork() in a process that has initialized CUDA
+            "import os, torch; os.register_at_fork(after_in_child=lambda: setattr(torch.cuda, '_is_in_bad_fork', lambda: True))",
+            "mine.py:train initialized CUDA",
+        ),
     ],
 )
 def test_workers_are_spawned_if_no_forkserver_can_run(start: Callable[..., AgentRun], tmp_path: Path, script: str, message: str) -> None:
@@ -261,6 +265,15 @@ def test_workers_are_spawned_if_no_forkserver_can_run(start: Callable[..., Agent
     assert {event["why"] for event in agent.events("worker started")} == {"spawned"}
     code, _, err = agent.stop()
     assert code == 75 and message in err
+
+
+def test_a_module_that_asks_for_gpus_at_import_does_not_initialize_cuda(start: Callable[..., AgentRun], tmp_path: Path) -> None:
+    asks = "assert torch.cuda._nvml_based_avail(), 'torch.cuda.is_available() would initialize CUDA'; torch.cuda.is_available()"
+    (tmp_path / "mine.py").write_text(f"import torch; {asks}\ndef train(): pass")
+    agent = start(script="mine.py:train")
+    agent.ready()
+    assert {event["why"] for event in agent.events("worker started")} == {"forked by the forkserver"}
+    assert agent.stop()[0] == 75
 
 
 def test_the_real_forkserver_has_one_thread_and_preloads_all_that_a_worker_needs(start: Callable[..., AgentRun]) -> None:

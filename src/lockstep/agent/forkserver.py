@@ -161,9 +161,23 @@ def preload(modules: Sequence[str], script: str) -> str:
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         return f"importing {script or ', '.join(modules)} left {threads - 1} threads, which a fork would lose"
+    if is_cuda_lost_by_fork():
+        return f"importing {script or ', '.join(modules)} initialized CUDA, which a forked process cannot use"
     gc.collect()
     gc.freeze()  # the collector skips these objects, so that their pages stay shared
     return ""
+
+
+def is_cuda_lost_by_fork() -> bool:
+    """Return whether forked processes cannot use CUDA: ask one, since torch marks only those."""
+    if "torch" not in sys.modules:
+        return False
+    from lockstep.runtime.torch_private import is_in_bad_fork  # imports torch
+
+    child = os.fork()
+    if not child:
+        os._exit(is_in_bad_fork())
+    return os.waitpid(child, 0)[1] != 0
 
 
 def serve(channel: socket.socket) -> tuple[WorkerSpec, int] | None:

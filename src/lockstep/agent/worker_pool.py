@@ -23,6 +23,8 @@ MAX_FAILED_STARTS = 2  # forkservers in a row that exited before they were ready
 # glibc returns large blocks to the kernel at every free, and each step allocates the same ones again:
 # keeping them saves page faults (mallopt(3)). Settings of the user take precedence.
 MALLOC_SETTINGS = {"MALLOC_MMAP_THRESHOLD_": "2000000000", "MALLOC_TRIM_THRESHOLD_": "4000000000"}
+# torch.cuda.is_available() in a module that the forkserver imports must not initialize CUDA: no fork could use it.
+CUDA_SETTINGS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 @dataclass
@@ -68,7 +70,7 @@ class WorkerPool:
 
     def __init__(self, program: WorkerProgram, environ: Mapping[str, str], events: EventLog, *, import_s: float, fork_s: float) -> None:
         self.program, self.events, self.import_s, self.fork_s = program, events, import_s, fork_s
-        self.environ = {**MALLOC_SETTINGS, **ONE_THREAD, **environ, "PYTHONUNBUFFERED": "1"}
+        self.environ = {**MALLOC_SETTINGS, **CUDA_SETTINGS, **ONE_THREAD, **environ, "PYTHONUNBUFFERED": "1"}
         self.pending: dict[int, PendingWorker] = {}
         self.forkserver: Forkserver | None = None
         self.forkserver_started_s = self.last_reply_s = 0.0

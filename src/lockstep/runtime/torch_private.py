@@ -64,6 +64,14 @@ def packed_linear(states: Tensor, packed_weight: Tensor) -> Tensor:
     return cast(Tensor, torch.ops.mkldnn._linear_pointwise(states, packed_weight, None, "none", [], ""))
 
 
+# -- CUDA ------------------------------------------------------------------------------------------------------------
+
+
+def is_in_bad_fork() -> bool:
+    """Return whether this process was forked from one that had initialized CUDA; an error publicly."""
+    return cast(bool, torch.cuda._is_in_bad_fork())
+
+
 # -- process groups ---------------------------------------------------------------------------------------------------
 
 

@@ -153,6 +153,10 @@ def test_tree_leaves_finds_tensors_in_containers() -> None:
     assert private.tree_leaves({"a": [1, (2,)], "b": 3}) == [1, 2, 3]
 
 
+def test_a_process_that_was_not_forked_can_use_cuda() -> None:
+    assert not private.is_in_bad_fork()
+
+
 # -- process groups ---------------------------------------------------------------------------------------------------
 
 
