@@ -74,12 +74,13 @@ def choose_precision(device: torch.device, cpu_flags: str | None = None) -> tupl
 def fingerprint(device: torch.device) -> dict[str, str]:
     """Return versions, settings, and digests of fixed computations, which show the chosen kernels."""
     threads = torch.get_num_threads() if device.type == "cpu" else 0
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     return {
         "torch": torch.__version__,
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "threads": str(threads or "any"),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "none",
-        "deterministic": str(torch.are_deterministic_algorithms_enabled()),
+        "deterministic": f"{torch.are_deterministic_algorithms_enabled()}{', warn_only' * warn_only}",
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         **{name: os.environ.get(name, "not set") for name in KERNEL_SETTINGS},
         **probe_results(str(device), threads),
@@ -148,10 +149,15 @@ def sha256_of(tensors: Iterable[Tensor]) -> str:
 
 
 def make_deterministic(device: torch.device) -> str:
-    """Select deterministic kernels; return a description. A CPU needs only fixed threads."""
+    """Select deterministic kernels; return a description. A CPU needs only fixed threads.
+
+    On a GPU an operation without a deterministic kernel raises an error. A warning would not do:
+    the backward passes of fused attention then add in any order (attention_backward.cu).
+    """
     if device.type != "cuda":
         return f"{torch.get_num_threads()} thread(s) per worker: the number of threads changes bits, so it is part of the run"
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # else each torch.empty is written once more
     torch.backends.cudnn.benchmark = False
-    return "deterministic CUDA kernels where available (CUBLAS_WORKSPACE_CONFIG=:4096:8)"
+    return f"deterministic CUDA kernels only (CUBLAS_WORKSPACE_CONFIG={os.environ['CUBLAS_WORKSPACE_CONFIG']})"
