@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -14,13 +15,20 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public at run time
 
 from lockstep.elastic.generation_log import Generation
-from lockstep.runtime.process_group import FORM_TIMEOUT_S, gather_json, init_default_group
+from lockstep.runtime.process_group import form_timeout_s, gather_json, init_default_group
 from lockstep.runtime.sockets import open_sockets, shutdown_sockets
-from lockstep.runtime.torch_private import set_group_timeout
+from lockstep.runtime.torch_private import detach_groups, device_backends, set_group_timeout
 from lockstep.runtime.work import WorkWaiter
 
 CLOSE_TIMEOUT_S = 5.0  # for a group to close after its sockets were shut down
 POLL_S = 0.02
+# After an error of NCCL torch ends the process, asks the store for requests to dump its records, and sleeps for a minute with a
+# lock that every collective needs (ProcessGroupNCCL.cpp, Watchdog::runLoop). Here the membership aborts the group.
+NCCL_SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+}
 
 
 class GenerationGroup:
@@ -31,18 +39,26 @@ class GenerationGroup:
         self._sockets = sockets or set()  # gloo's, as (file descriptor, name in /proc/self/fd): a failure shuts them down
         self._sockets_before: set[tuple[int, str]] = set()
         self._forming_subgroups = False
+        self._aborts: dict[Any, threading.Thread] = {}  # NCCL backend -> thread that aborts it
+        self._retired: list[tuple[list[dist.ProcessGroup], list[Any]]] = []  # groups that were left intact, and their NCCL backends
+        self._generation_error: Callable[[], str] = str
 
     def form(self, generation: Generation, rank: int, generation_error: Callable[[], str]) -> None:
         """Collective. Form the process group of a generation. RuntimeError if that fails."""
-        self._sockets_before = open_sockets()
+        self._sockets_before, self._generation_error = open_sockets(), generation_error
         if why := generation_error():
             raise RuntimeError(why)
-        size = len(generation.members)
-        store = _connect_store(generation.store, size, generation_error)
+        if self.device.type == "cuda":
+            os.environ.update(NCCL_SETTINGS)
+        size, timeout_s = len(generation.members), form_timeout_s(self.device)
+        store = _connect_store(generation.store, size, timeout_s, generation_error)
         prefixed = PrefixStore(f"generation-{generation.number}-{generation.token}", store)
-        init_default_group(prefixed, rank, size, self.device, FORM_TIMEOUT_S)  # fails soon if two members cannot connect
+        init_default_group(prefixed, rank, size, self.device, timeout_s)  # fails soon if two members cannot connect
         set_group_timeout(timedelta(seconds=self.timeout_s), dist.group.WORLD)
         self._sockets = open_sockets() - self._sockets_before
+        while self._retired:
+            groups, backends = self._retired.pop()
+            _close_in_thread(groups, start_aborts(backends))
 
     @contextmanager
     def track_subgroups(self) -> Iterator[None]:
@@ -54,14 +70,23 @@ class GenerationGroup:
             self._sockets = self._sockets | (open_sockets() - self._sockets_before)  # a new set: the membership thread reads it
             self._forming_subgroups = False
 
-    def shutdown(self, links: set[int]) -> None:
+    def shutdown(self, links: set[int]) -> bool:
         """Abort all waits in the group and its subgroups, except on `links` of the membership.
 
-        Called by the membership thread.
+        Called by the membership thread, again and again until the main thread has left the group.
+        Return whether communicators of a GPU are still being aborted.
         """
+        is_aborting = self._abort_communicators()
         sockets = open_sockets()
         forming = sockets - self._sockets_before if not self._sockets or self._forming_subgroups else set()
         shutdown_sockets(entry for entry in sockets & self._sockets | forming if entry[0] not in links)
+        return is_aborting
+
+    def _abort_communicators(self) -> bool:
+        """Start to abort NCCL's communicators; return whether one is still being aborted."""
+        backends = device_backends(self.device) if self.device.type == "cuda" else []
+        self._aborts |= start_aborts(backend for backend in backends if backend not in self._aborts)
+        return any(thread.is_alive() for thread in self._aborts.values())
 
     def destroy(self) -> None:
         """Close the process group, with its threads, sockets and port."""
@@ -71,15 +96,23 @@ class GenerationGroup:
     def abort(self) -> None:
         """Close the process group after a failure; pending collectives fail at once.
 
-        Closing a gloo group waits for them up to its timeout, unless its sockets are shut down.
-        NCCL may still wait: after CLOSE_TIMEOUT_S it is left to the exit of the process.
+        Closing a gloo group waits for them up to its timeout, unless its sockets are shut down. A
+        group that takes longer than CLOSE_TIMEOUT_S closes while the next generation trains.
+
+        NCCL's communicators are aborted now only if the generation is over. Otherwise a slower
+        member may still receive from this one: they are aborted when the next generation has formed.
         """
         shutdown_sockets(open_sockets() & self._sockets)
         self._sockets = set()
         self._sockets_before = open_sockets()
-        closing = threading.Thread(target=self.destroy, daemon=True)
-        closing.start()
-        closing.join(CLOSE_TIMEOUT_S)
+        if self.device.type == "cuda" and not self._generation_error():
+            torch.cuda.synchronize(self.device)
+            backends = device_backends(self.device)
+            self._retired.append((detach_groups(), backends))
+            return
+        self._abort_communicators()
+        aborts, self._aborts = self._aborts, {}  # which reference the group
+        _close_in_thread(detach_groups(), aborts).join(CLOSE_TIMEOUT_S)
 
     def gather_json(self, size: int, value: Any) -> list[Any]:
         """Collective. Return the JSON values of all `size` ranks."""
@@ -103,7 +136,33 @@ class GenerationGroup:
         return dist.irecv(tensor, src=rank)
 
 
-def _connect_store(address: str, size: int, generation_error: Callable[[], str]) -> TCPStore:
+def start_aborts(backends: Iterable[Any]) -> dict[Any, threading.Thread]:
+    """Abort NCCL's communicators: nothing else ends a kernel that waits for a dead peer.
+
+    Each has a thread, since the abort of one waits for the kernels of the others.
+    """
+    threads = {backend: threading.Thread(target=backend.abort, name="lockstep-abort", daemon=True) for backend in backends}
+    for thread in threads.values():
+        thread.start()
+    return threads
+
+
+def _close_in_thread(groups: list[dist.ProcessGroup], aborts: dict[Any, threading.Thread]) -> threading.Thread:
+    """Close groups, each with its threads, sockets and port, after their communicators are aborted."""
+
+    def close() -> None:
+        for thread in aborts.values():
+            thread.join()
+        aborts.clear()
+        while groups:
+            groups.pop(0).shutdown()
+
+    closing = threading.Thread(target=close, name="lockstep-close", daemon=True)
+    closing.start()
+    return closing
+
+
+def _connect_store(address: str, size: int, timeout_s: float, generation_error: Callable[[], str]) -> TCPStore:
     """Connect to a store. RuntimeError if it does not answer or the generation is over.
 
     On a thread: torch's client cannot be interrupted while it retries.
@@ -113,7 +172,7 @@ def _connect_store(address: str, size: int, generation_error: Callable[[], str])
 
     def connect() -> None:
         try:
-            connected.set_result(TCPStore(host, int(port), size, is_master=False, timeout=timedelta(seconds=FORM_TIMEOUT_S)))
+            connected.set_result(TCPStore(host, int(port), size, is_master=False, timeout=timedelta(seconds=timeout_s)))
         except RuntimeError as error:
             connected.set_exception(error)
 

@@ -34,6 +34,7 @@ CHECK_S = 1.0  # interval between diagnoses
 STACK_S = 1.0  # how long to wait for the stack of a culprit
 STUCK_S = 3.0  # a collective that survives the shutdown of its sockets for longer is stuck: milliseconds are normal
 STUCK_FORMING_S = 12.0  # the same while the group forms; gloo itself gives up earlier (FORM_TIMEOUT_S)
+STUCK_ABORT_S = 30.0  # the abort of a GPU's communicators; no stack shows a main thread that waits for the GPU
 LEAVE_S = 20.0  # a main thread that takes longer to leave a broken group is stuck: milliseconds are normal
 
 
@@ -107,8 +108,8 @@ def read_status(path: Path) -> dict[str, Any] | None:
 class GroupAborter:
     """Aborts the group, and watches the main thread leave it."""
 
-    def __init__(self, on_abort: Callable[[], None], main_thread: int) -> None:
-        self.on_abort, self.main_thread = on_abort, main_thread  # on_abort aborts every collective of the group
+    def __init__(self, on_abort: Callable[[], object], main_thread: int) -> None:
+        self.on_abort, self.main_thread = on_abort, main_thread  # on_abort aborts every collective; true: one is still being aborted
         self._aborted_s = 0.0  # when the group was first aborted; 0: it was not
         self._leaving_s = 0.0  # when the main thread started to leave the group; 0: it has not
 
@@ -118,9 +119,12 @@ class GroupAborter:
     def on_left(self) -> None:
         self._leaving_s = 0.0
 
-    def abort(self) -> None:
-        with suppress(OSError):  # out of descriptors: the next turn tries again
-            self.on_abort()
+    def abort(self) -> bool:
+        """Abort the group; return whether that takes longer than this call."""
+        try:
+            return bool(self.on_abort())
+        except OSError:  # out of descriptors: the next turn tries again
+            return False
 
     def check(self, *, is_over: bool, now_s: float) -> None:
         """Abort the group if its generation `is_over`. Exit if the main thread is stuck in it."""
@@ -131,9 +135,12 @@ class GroupAborter:
         if not is_over:
             self._aborted_s = 0.0
             return
-        self.abort()  # each turn: the main thread may have opened more sockets
+        is_aborting = self.abort()  # each turn: the main thread may have opened more sockets
         self._aborted_s = self._aborted_s or now_s
         stuck_s = now_s - self._aborted_s
+        if is_aborting and stuck_s > STUCK_ABORT_S:
+            log.error("the communicators of the GPU were not aborted within %g s: restarting this worker", STUCK_ABORT_S)
+            exit_for_restart("stuck while aborting the communicators of its GPU", stack_of(self.main_thread))
         stack = stack_in_collective() if stuck_s > STUCK_S else ""
         forming = "in init_process_group" in stack or "in new_group" in stack
         if stack and stuck_s > (STUCK_FORMING_S if forming else STUCK_S):

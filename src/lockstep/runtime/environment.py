@@ -75,14 +75,19 @@ def describe(info: RankInfo) -> str:
 def choose_device(environ: Mapping[str, str], info: RankInfo | None, gpus: int) -> tuple[str, str]:
     """Return (torch device, the reason). gpus: number of CUDA devices visible to this process."""
     wanted = environ.get("LOCKSTEP_DEVICE", "")
-    if wanted not in ("", "cpu", "cuda"):
-        raise UsageError(f"LOCKSTEP_DEVICE={wanted}", "environment", "use cpu or cuda; unset: cuda if available")
+    shared = re.fullmatch(r"cuda:(\d{1,4})", wanted)
+    if wanted not in ("", "cpu", "cuda") and not shared:
+        raise UsageError(f"LOCKSTEP_DEVICE={wanted}", "environment", "use cpu, cuda, or cuda:0 to share a GPU; unset: cuda if available")
     if wanted == "cpu":
         return "cpu", "LOCKSTEP_DEVICE=cpu"
     if not gpus:
-        if wanted == "cuda":
-            raise UsageError("LOCKSTEP_DEVICE=cuda, but torch sees no GPU", "environment", "check nvidia-smi and the torch build")
+        if wanted:
+            raise UsageError(f"LOCKSTEP_DEVICE={wanted}, but torch sees no GPU", "environment", "check nvidia-smi and the torch build")
         return "cpu", "torch sees no GPU"
+    if shared:
+        if int(shared[1]) >= gpus:
+            raise UsageError(f"LOCKSTEP_DEVICE={wanted}, but torch sees {gpus} GPUs", "environment", "the number of the first GPU is 0")
+        return wanted, f"LOCKSTEP_DEVICE={wanted}, shared by the workers of this machine"
     local_rank = info.local_rank if info else 0
     if info and info.launcher == "srun" and gpus == 1 and local_rank:
         return "cuda:0", "srun gave each task one GPU"

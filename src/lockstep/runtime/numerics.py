@@ -158,6 +158,6 @@ def make_deterministic(device: torch.device) -> str:
         return f"{torch.get_num_threads()} thread(s) per worker: the number of threads changes bits, so it is part of the run"
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # else each torch.empty is written once more
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # else each torch.empty is filled
     torch.backends.cudnn.benchmark = False
     return f"deterministic CUDA kernels only (CUBLAS_WORKSPACE_CONFIG={os.environ['CUBLAS_WORKSPACE_CONFIG']})"

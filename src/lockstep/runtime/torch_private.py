@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import _register_process_group
+from torch._C._distributed_c10d import _register_process_group, _unregister_all_process_groups
 from torch._C._profiler import _ExperimentalConfig
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every operator; no public name
@@ -83,6 +83,31 @@ def backend_timeout(group: dist.ProcessGroup) -> timedelta:
 def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> None:
     """Set the timeout of collectives of a formed group; publicly only while it is formed."""
     dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def device_backends(device: torch.device) -> list[Any]:
+    """Return the backend for tensors on `device` of each group; publicly a group has no backends."""
+    return [group._get_backend(device) for group in list(dist.distributed_c10d._world.pg_names)]
+
+
+def detach_groups() -> list[dist.ProcessGroup]:
+    """Make torch forget all groups, and return them, still open, the newest first.
+
+    destroy_process_group forgets them only when all are closed, which may block; until then no
+    other default group can form.
+    """
+    world = dist.distributed_c10d._world
+    groups = sorted(world.pg_names, key=lambda group: world.pg_names[group], reverse=True)
+    dist.distributed_c10d._update_default_pg(None)
+    world.pg_map.clear()
+    world.pg_names.clear()
+    world.pg_group_ranks.clear()
+    world.pg_backend_config.clear()
+    world.pg_to_tag.clear()
+    world.tags_to_pg.clear()
+    world.pg_coalesce_state.clear()
+    _unregister_all_process_groups()
+    return groups
 
 
 def reset_group_count() -> None:

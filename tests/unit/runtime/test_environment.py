@@ -147,11 +147,12 @@ def test_device_is_the_local_gpu_or_the_cpu_with_a_reason() -> None:
     assert choose_device({}, info, gpus=0) == ("cpu", "torch sees no GPU")
     assert choose_device({"LOCKSTEP_DEVICE": "cpu"}, info, gpus=2) == ("cpu", "LOCKSTEP_DEVICE=cpu")
     assert choose_device({}, rank_info(SRUN), gpus=1)[0] == "cuda:0"  # srun binds a GPU to each task
+    assert choose_device({"LOCKSTEP_DEVICE": "cuda:0"}, info, gpus=1)[0] == "cuda:0"  # shared: local rank 1 has none of its own
 
 
 def test_unavailable_device_is_an_error() -> None:
     info = rank_info(TORCHRUN)
-    for environ, gpus in (({}, 1), ({"LOCKSTEP_DEVICE": "cuda"}, 0), ({"LOCKSTEP_DEVICE": "tpu"}, 1)):
+    for environ, gpus in (({}, 1), ({"LOCKSTEP_DEVICE": "cuda"}, 0), ({"LOCKSTEP_DEVICE": "tpu"}, 1), ({"LOCKSTEP_DEVICE": "cuda:1"}, 1)):
         with pytest.raises(UsageError):
             choose_device(environ, info, gpus)
 

@@ -181,6 +181,20 @@ def test_new_groups_are_counted_and_the_count_is_reset(group: dist.ProcessGroup)
     assert dist.distributed_c10d._world.group_count == 0
 
 
+def test_detached_groups_are_open_and_a_new_default_group_can_form(group: dist.ProcessGroup) -> None:
+    subgroup = dist.new_group([0])
+    backends = private.device_backends(torch.device("cpu"))
+    assert backends == [member._get_backend(torch.device("cpu")) for member in (group, subgroup)]
+    detached = private.detach_groups()
+    assert set(detached) == {group, subgroup} and not dist.is_initialized() and not private.device_backends(torch.device("cpu"))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    while detached:
+        detached.pop().shutdown()
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=dist.new_group([0]))
+    assert tensor.item() == 1
+
+
 def test_fsdp_shards_over_a_mesh_without_backend(group: dist.ProcessGroup) -> None:
     mesh = private.mesh_without_backend("cpu", 1, 2, "test-shard")
     assert (mesh.size(), mesh.get_coordinate()) == (2, (1,))
