@@ -8,6 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import run_ranks
+
+from lockstep.elastic.runtime import ElasticRuntime
+from lockstep.runtime import work
 
 PROGRAM = Path(__file__).parents[1] / "support" / "interrupted_send.py"
 
@@ -36,3 +42,22 @@ def test_all_reduce_is_abandoned_when_its_peer_is_stopped() -> None:
     finally:
         stopped.kill()
         stopped.communicate()
+
+
+def exchange_in_both_directions(runtime: ElasticRuntime, staged: bool) -> float:
+    """8 MB each way, more than NCCL buffers; staged: through the CPU, as gloo needs it on a GPU."""
+    if staged:
+        work.is_staged = lambda operation: True
+    rank, peer = runtime.world.rank, 1 - runtime.world.rank
+    sent, received = torch.full((2_000_000,), float(rank)), torch.full((2_000_000,), -1.0)
+    operations = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
+    works = work.start_p2p(operations)
+    assert staged == any(isinstance(started, work.StagedReceive) for started in works)
+    work.WorkWaiter(in_thread=not staged).wait(works)
+    assert work.start_p2p([]) == []
+    return float(received.unique().item())
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_two_ranks_send_and_receive_at_once(staged: bool) -> None:
+    assert run_ranks(exchange_in_both_directions, 2, staged) == [1.0, 0.0]

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from lockstep.errors import PeersLostError
@@ -33,7 +34,8 @@ class WorkWaiter:
     """Waits for c10d work of one generation. Any thread may call it.
 
     generation_error  returns why the generation is over; "" while it is valid
-    in_thread         wait in a helper thread; False on an accelerator: a wait only blocks the stream
+    in_thread         wait in a helper thread; False on a GPU, where only the stream of the calling
+                      thread waits
     """
 
     def __init__(self, generation_error: Callable[[], str] = static_group, *, in_thread: bool = True) -> None:
@@ -43,13 +45,17 @@ class WorkWaiter:
     def wait(self, works: Iterable[dist.Work | None], group: dist.ProcessGroup | None = None) -> None:
         """Collective. Wait until all works are done, for the timeout of the group at most.
 
-        The timeout is explicit: torch 2.13 does not pass a changed group timeout on to sends and
+        On a CPU the timeout is explicit: torch 2.13 does not pass a changed group timeout on to sends and
         receives. PeersLostError when the generation ends first; otherwise the error of torch.
         """
         started = [work for work in works if work is not None]
         if not started:
             return
-        if not self.in_thread or self.generation_error is static_group:
+        if not self.in_thread:
+            for work in started:
+                work.wait()  # with a timeout NCCL's wait polls until the kernel has finished
+            return
+        if self.generation_error is static_group:
             if error := wait_for(started, group_timeout(group)):
                 raise error
             return
@@ -70,6 +76,42 @@ class WorkWaiter:
                     raise PeersLostError(why, "a send or receive was in progress when the connections were closed") from None
         if error is not None:
             raise error
+
+
+class StagedReceive(dist.Work):
+    """A receive into CPU memory, which `wait` copies to a tensor on a GPU."""
+
+    def __init__(self, operation: dist.P2POp) -> None:
+        super().__init__()
+        self.tensor, self.buffer = operation.tensor, torch.empty_like(operation.tensor, device="cpu")
+        self.work = dist.irecv(self.buffer, group=operation.group, group_src=operation.group_peer)
+
+    def wait(self, *timeout: timedelta) -> bool:
+        assert self.work is not None
+        done = self.work.wait(*timeout)
+        self.tensor.copy_(self.buffer)
+        return done
+
+
+def start_p2p(operations: list[dist.P2POp]) -> list[dist.Work]:
+    """Start sends and receives of one group together.
+
+    NCCL would queue them one after the other: two ranks that both send first block each other.
+    gloo reads and writes CPU memory only.
+    """
+    if not operations or not is_staged(operations[0]):
+        return dist.batch_isend_irecv(operations) if operations else []
+    works: list[dist.Work] = []
+    for operation in operations:
+        if operation.op is dist.irecv:
+            works.append(StagedReceive(operation))
+        elif work := dist.isend(operation.tensor.cpu(), group=operation.group, group_dst=operation.group_peer):
+            works.append(work)
+    return works
+
+
+def is_staged(operation: dist.P2POp) -> bool:
+    return operation.tensor.is_cuda and "nccl" not in dist.get_backend_config(operation.group)
 
 
 Jobs = queue.SimpleQueue[tuple[list[dist.Work], timedelta] | None]
