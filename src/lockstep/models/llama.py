@@ -121,31 +121,60 @@ class RotaryEmbedding:
         return heads * self.cos.to(heads.dtype) + torch.cat((-second, first), dim=-1) * self.sin.to(heads.dtype)
 
 
-def positions_and_mask(tokens: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor | None]:
+@dataclass(frozen=True)
+class DocumentEnds:
+    """Packed documents for variable-length attention, over the B * T positions of all rows.
+
+    ends    (N + 1,) int32: 0 and the end of each document
+    length  T: no document is longer
+    dtype   of the attention, float16 or bfloat16: no other has a kernel
+    """
+
+    ends: Tensor
+    length: int
+    dtype: torch.dtype
+
+
+def positions_and_mask(tokens: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor | DocumentEnds | None]:
     """Return positions (B, T) in documents and the mask (B, 1, T, T): causal, within a document.
 
     documents  (B, T), equal ids side by side; None: each row is one, with positions (1, T), no mask
+    On a GPU no kernel is fused with a mask and grouped heads: `DocumentEnds` replaces the mask.
     """
     length, device = tokens.shape[1], tokens.device
     position = torch.arange(length, device=device)[None]
     if documents is None:
         return position, None
     starts = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    positions = position - torch.where(starts, position, 0).cummax(dim=1).values
+    if has_document_attention(device):
+        ends = F.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=starts.numel())
+        return positions, DocumentEnds(ends.int(), length, torch.get_autocast_dtype(device.type))
     causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    mask = (causal & (documents[:, :, None] == documents[:, None, :]))[:, None]
-    return position - torch.where(starts, position, 0).cummax(dim=1).values, mask
+    return positions, (causal & (documents[:, :, None] == documents[:, None, :]))[:, None]
+
+
+def has_document_attention(device: torch.device) -> bool:
+    """Return whether torch's variable-length attention runs here: on a GPU, in autocast."""
+    return device.type == "cuda" and torch.is_autocast_enabled("cuda")
 
 
 # -- attention --------------------------------------------------------------------------------------------------------
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | DocumentEnds | None) -> Tensor:
     """Grouped-query attention (Ainslie et al. 2023): (B, H, T, E). Faster than separate operations.
 
     query (B, H, T, E); key and value (B, G, S, E); head h attends to key-value head h // (H / G)
     mask   (B or 1, 1, T, S) bool, True: visible; None: causal
     """
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+    if not isinstance(mask, DocumentEnds):
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+    from torch.nn.attention import varlen  # imports torch._dynamo, for a second
+
+    rows = [heads.to(mask.dtype).transpose(1, 2).flatten(0, 1) for heads in (query, key, value)]  # (B * T, H or G, E)
+    attended = varlen.varlen_attn(*rows, mask.ends, mask.ends, mask.length, mask.length, window_size=(-1, 0), enable_gqa=True)
+    return cast(Tensor, attended).unflatten(0, (len(query), mask.length)).transpose(1, 2)
 
 
 # -- the model --------------------------------------------------------------------------------------------------------
@@ -166,7 +195,7 @@ class LlamaAttention(nn.Module):
         rows, length, _ = projected.shape
         return projected.view(rows, length, -1, self.head_dim).transpose(1, 2)
 
-    def forward(self, states: Tensor, rotary: RotaryEmbedding, mask: Tensor | None) -> Tensor:
+    def forward(self, states: Tensor, rotary: RotaryEmbedding, mask: Tensor | DocumentEnds | None) -> Tensor:
         query = rotary.rotate(self.split_heads(self.query(states)))  # (B, H, T, E)
         key = rotary.rotate(self.split_heads(self.key(states)))  # (B, G, T, E)
         value = self.split_heads(self.value(states))
@@ -192,7 +221,7 @@ class Layer(nn.Module):
         self.feed_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = SwiGLU(config.dim, config.ffn_dim)
 
-    def forward(self, states: Tensor, rotary: RotaryEmbedding, mask: Tensor | None) -> Tensor:
+    def forward(self, states: Tensor, rotary: RotaryEmbedding, mask: Tensor | DocumentEnds | None) -> Tensor:
         states = states + self.attention(self.attention_norm(states), rotary, mask)
         return cast(Tensor, states + self.feed_forward(self.feed_norm(states)))
 
@@ -224,7 +253,7 @@ class Llama(nn.Module):
             return F.linear(states, self.output_weight)
         return output_cross_entropy(states, self.output_weight, labels, smoothing=0.0, ignore_index=IGNORE_INDEX)
 
-    def forward_layers(self, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+    def forward_layers(self, tokens: Tensor, positions: Tensor, mask: Tensor | DocumentEnds | None) -> Tensor:
         """tokens (B, T) at positions (B or 1, T) -> states (B, T, D) before the final norm."""
         states = self.embedding(tokens)
         rotary = RotaryEmbedding.of(positions, self.config, states.dtype)
