@@ -185,13 +185,15 @@ class OptimOptions:
     weight_decay: float = option(0.01, "AdamW: weight decay of matrices; other parameters have none", bits=BITS, ge=0)
     clip_norm: float = option(1.0, "maximum global norm of the gradient; 0: no clipping", bits=BITS, ge=0)
     label_smoothing: float = option(0.1, "translate: probability that is spread evenly over the vocabulary", bits=BITS, ge=0, lt=1)
-    fused: bool = option(False, "torch's fused AdamW; on a CPU its bits depend on how tensors are sharded", bits=BITS)
+    fused: bool = option(False, "torch's fused AdamW, as always on a GPU; on a CPU its bits depend on how tensors are sharded", bits=BITS)
 
 
 @dataclass(frozen=True)
 class ParallelOptions:
     reduce: Literal["ordered", "fast"] = option("ordered", "ordered: same bits on any number of replicas; fast: all-reduce", bits=BITS)
-    bucket_bytes: Bytes = option(25_000_000, "size of a bucket of gradients, reduced while the backward pass runs", ge=1, le=10**12)
+    bucket_bytes: Bytes = option(
+        0, "size of a bucket of gradients, reduced while the backward pass runs; 0: 100 MB on a GPU, 25 MB on a CPU", ge=0, le=10**12
+    )
     timeout_s: Seconds = option(600.0, "timeout of a collective, after which a silent peer counts as lost", each_host=EACH_HOST, ge=1)
 
 

@@ -30,9 +30,9 @@ class HasParameters(Protocol):
 def adamw(model: HasParameters, values: OptimOptions, memory: MemoryOptions = DEFAULT_MEMORY) -> torch.optim.Optimizer:
     """Return AdamW over the trained parameters, with weight decay on matrices only.
 
-    The bits do not depend on how tensors are sharded, except with `fused`. On a GPU with foreach,
-    which launches fewer kernels; on a CPU one parameter after another, which stays in the cache.
-    `LeanAdamW` for a lower-precision or offloaded state.
+    The bits do not depend on how tensors are sharded, except with `fused` on a CPU. On a GPU always
+    fused: elementwise there, and a third of the memory traffic of foreach. On a CPU one parameter
+    after another, which stays in the cache. `LeanAdamW` for a lower-precision or offloaded state.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -45,10 +45,11 @@ def adamw(model: HasParameters, values: OptimOptions, memory: MemoryOptions = DE
         state = torch.bfloat16 if memory.optimizer_state == "bf16" else torch.float32
         offload = memory.offload == "optimizer"
         return LeanAdamW(groups, lr=values.learning_rate, betas=betas, eps=values.epsilon, state_dtype=state, offload=offload)
-    if values.fused:
+    on_gpu = all(p.device.type == "cuda" for p in trained)
+    if values.fused and not on_gpu:
         log.info("fused AdamW: faster; on a CPU its bits depend on how tensors are sharded")
-    foreach = not values.fused and any(p.device.type != "cpu" for p in trained)
-    return torch.optim.AdamW(groups, lr=values.learning_rate, betas=betas, eps=values.epsilon, fused=values.fused, foreach=foreach)
+    fused = values.fused or on_gpu
+    return torch.optim.AdamW(groups, lr=values.learning_rate, betas=betas, eps=values.epsilon, fused=fused, foreach=False)
 
 
 class LeanAdamW(torch.optim.Optimizer):

@@ -30,6 +30,7 @@ from lockstep.record import events
 from lockstep.record.goodput import Ledger
 from lockstep.record.metrics import iter_steps
 from lockstep.record.tracker import BackgroundTracker, Tracker
+from lockstep.runtime.device import default_bucket_bytes
 from lockstep.runtime.numerics import choose_precision
 from lockstep.runtime.signals import StopSignals
 from lockstep.training.checkpointer import Checkpointer
@@ -115,7 +116,7 @@ def make_replica_group(
         micro_batches=run.batch.micro_batches,
         seed=run.seed,
         reduce=run.parallel.reduce,
-        bucket_bytes=run.parallel.bucket_bytes,
+        bucket_bytes=run.parallel.bucket_bytes or default_bucket_bytes(runtime.world.device),
         signals=signals,
         tracker=tracker,
         verify_every=run.elastic.verify_every,
