@@ -1,4 +1,4 @@
-# make setup | train | test-fast | test | test-chaos | check | docs | bench | wheel
+# make setup | train | test-fast | test | test-chaos | check | gpu-check | docs | bench | wheel
 # TORCH chooses another build, for example: make setup TORCH="torch==2.13.0 --index-url URL-OF-YOUR-WHEELS"
 
 PYTHON ?= python3
@@ -9,7 +9,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constra
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup train test-fast test test-chaos check bench docs wheel
+.PHONY: setup train test-fast test test-chaos check gpu-check bench docs wheel
 setup: $(VENV)/.set-up
 
 # torch is installed first and alone: with loose ranges beside it, pip may choose another build of several gigabytes.
@@ -41,6 +41,10 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/python tools/packages.py
 	$(BIN)/python tools/prose.py -q
+
+# On a machine with GPUs, about ten minutes on one; keeps its result in bench/gpu/.
+gpu-check: setup
+	$(BIN)/python -m bench.gpu.check --device cuda --keep cuda
 
 bench: setup
 	$(PIP) -e ".[bench]"

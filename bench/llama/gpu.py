@@ -10,6 +10,7 @@ clipping and update, nothing else beside. The ceiling is that of a matrix produc
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import time
@@ -23,7 +24,8 @@ from lockstep.layout import Coordinates, Layout
 from lockstep.models.llama import LLAMA_CONFIGS, Llama, init_param
 from lockstep.parallel.grad_norm import divide_and_clip
 from lockstep.parallel.parallelize import parallelize
-from lockstep.record.step_timer import flops_per_token, peak_resident_bytes
+from lockstep.record.step_timer import flops_per_token, peak_flops, peak_resident_bytes
+from lockstep.runtime.numerics import make_deterministic
 from lockstep.training.optim import adamw
 from lockstep.training.profiler import measure_matmul_flops
 
@@ -37,10 +39,13 @@ def main() -> None:
     asked.add_argument("--steps", type=int, default=20)
     asked.add_argument("--warm", type=int, default=3)
     asked.add_argument("--no-compile", action="store_true")
+    asked.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    asked.add_argument("--json", action="store_true", help="print one line of JSON")
     asked.add_argument("--keep", default="")
     args = asked.parse_args()
     load = os.getloadavg()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(args.device)
+    make_deterministic(device)  # as in every run
     if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     shape = LLAMA_CONFIGS[args.shape]
@@ -78,6 +83,7 @@ def main() -> None:
         "tokens_per_second": count / step_s,
         "mfu": flops * count / step_s / ceiling,
         "ceiling_flops": ceiling,
+        "mfu_of_datasheet": flops * count / step_s / peak if (peak := peak_flops(name, "bf16")) else None,
         "peak_memory_bytes": memory,
         "seconds": seconds,
     }
@@ -86,7 +92,7 @@ def main() -> None:
         f"{count / step_s:,.0f} tokens a second, {line['mfu']:.1%} of the {ceiling / 1e12:.2f} TFLOP/s of a product, "
         f"{memory / 2**30:.2f} GiB\n"
     )
-    print(text, end="")
+    print(json.dumps(line) if args.json else text.strip())
     if args.keep:
         keep(args.keep, [line], text, machine("bf16", load))
 
