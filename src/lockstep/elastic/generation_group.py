@@ -73,7 +73,7 @@ class GenerationGroup:
     def shutdown(self, links: set[int]) -> bool:
         """Abort all waits in the group and its subgroups, except on `links` of the membership.
 
-        Called by the membership thread, again and again until the main thread has left the group.
+        Called by the membership thread, repeatedly until the main thread has left the group.
         Return whether communicators of a GPU are still being aborted.
         """
         is_aborting = self._abort_communicators()

@@ -1,6 +1,6 @@
 """Closing and aborting the process groups of a generation: the rules that NCCL needs, with gloo.
 
-NCCL itself runs in tests/gpu. Here its closing, which may block, and its aborting stand for it.
+NCCL itself runs in tests/gpu. Here fakes that block replace its closing and its abort.
 """
 
 from __future__ import annotations

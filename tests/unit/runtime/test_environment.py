@@ -147,7 +147,7 @@ def test_device_is_the_local_gpu_or_the_cpu_with_a_reason() -> None:
     assert choose_device({}, info, gpus=0) == ("cpu", "torch sees no GPU")
     assert choose_device({"LOCKSTEP_DEVICE": "cpu"}, info, gpus=2) == ("cpu", "LOCKSTEP_DEVICE=cpu")
     assert choose_device({}, rank_info(SRUN), gpus=1)[0] == "cuda:0"  # srun binds a GPU to each task
-    assert choose_device({"LOCKSTEP_DEVICE": "cuda:0"}, info, gpus=1)[0] == "cuda:0"  # shared: local rank 1 has none of its own
+    assert choose_device({"LOCKSTEP_DEVICE": "cuda:0"}, info, gpus=1)[0] == "cuda:0"  # shared: there is no GPU 1
 
 
 def test_unavailable_device_is_an_error() -> None:

@@ -1,4 +1,4 @@
-"""Waiting for c10d work: gloo's blocks this thread up to a timeout, NCCL's only a stream."""
+"""Timeouts of waits for c10d work: gloo blocks this thread, NCCL only a stream."""
 
 from __future__ import annotations
 
