@@ -41,11 +41,10 @@ class GenerationGroup:
         self._forming_subgroups = False
         self._aborts: dict[Any, threading.Thread] = {}  # NCCL backend -> thread that aborts it
         self._retired: list[tuple[list[dist.ProcessGroup], list[Any]]] = []  # groups that were left intact, and their NCCL backends
-        self._generation_error: Callable[[], str] = str
 
     def form(self, generation: Generation, rank: int, generation_error: Callable[[], str]) -> None:
         """Collective. Form the process group of a generation. RuntimeError if that fails."""
-        self._sockets_before, self._generation_error = open_sockets(), generation_error
+        self._sockets_before = open_sockets()
         if why := generation_error():
             raise RuntimeError(why)
         if self.device.type == "cuda":
@@ -93,21 +92,21 @@ class GenerationGroup:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def abort(self) -> None:
+    def abort(self, *, intact: bool = False) -> None:
         """Close the process group after a failure; pending collectives fail at once.
 
         Closing a gloo group waits for them up to its timeout, unless its sockets are shut down. A
         group that takes longer than CLOSE_TIMEOUT_S closes while the next generation trains.
 
-        NCCL's communicators are aborted now only if the generation is over. Otherwise a slower
-        member may still receive from this one: they are aborted when the next generation has formed.
+        intact  all members leave, none has failed: a slower one may still receive from this one, so
+                NCCL's communicators are aborted only when the next generation has formed
         """
         shutdown_sockets(open_sockets() & self._sockets)
         self._sockets = set()
         self._sockets_before = open_sockets()
-        if self.device.type == "cuda" and not self._generation_error():
+        if intact and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            backends = device_backends(self.device)
+            backends, self._aborts = device_backends(self.device), {}
             self._retired.append((detach_groups(), backends))
             return
         self._abort_communicators()

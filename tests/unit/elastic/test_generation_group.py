@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
@@ -31,9 +31,9 @@ def store() -> Iterator[TCPStore]:
         dist.destroy_process_group()
 
 
-def form(group: GenerationGroup, store: TCPStore, number: int, generation_error: Callable[[], str] = str) -> None:
+def form(group: GenerationGroup, store: TCPStore, number: int) -> None:
     generation = Generation(number, f"token {number}", (MEMBER,), f"127.0.0.1:{store.port}", 0, "test")
-    group.form(generation, 0, generation_error)
+    group.form(generation, 0, str)
 
 
 class Closing:
@@ -91,9 +91,9 @@ def test_each_communicator_is_aborted_once_and_none_blocks_the_membership_thread
     assert [communicator.threads for communicator in communicators] == [["lockstep-abort"]] * 2
 
 
-@pytest.mark.parametrize("is_over", [True, False])
+@pytest.mark.parametrize("intact", [True, False])
 def test_the_communicators_of_an_intact_group_live_until_all_members_have_left(
-    is_over: bool, store: TCPStore, monkeypatch: pytest.MonkeyPatch
+    intact: bool, store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slower member may still receive. What all members of the next generation have left is idle."""
     calls: list[str] = []
@@ -103,13 +103,12 @@ def test_the_communicators_of_an_intact_group_live_until_all_members_have_left(
     monkeypatch.setattr(generation_group, "device_backends", lambda device: [communicator])
     monkeypatch.setattr(generation_group, "init_default_group", lambda store, rank, size, device, timeout_s: None)
     monkeypatch.setattr(generation_group, "set_group_timeout", lambda timeout, group: None)
-    group, reasons = GenerationGroup(torch.device("cuda")), [""]
-    form(group, store, 1, lambda: reasons[0])
-    reasons[0] = "a peer is lost" * is_over
-    group.abort()
-    if is_over:
+    group = GenerationGroup(torch.device("cuda"))
+    form(group, store, 1)
+    group.abort(intact=intact)
+    if not intact:
         wait_until(lambda: communicator.threads)
-        assert not calls, "the device may wait for the dead peer"
+        assert not calls, "the device may wait for a dead peer"
     else:
         assert calls == ["synchronize"] and not communicator.threads
         form(group, store, 2)
