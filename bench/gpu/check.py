@@ -29,10 +29,11 @@ PUBLISHED = """
 Published by torchtitan for Llama 3.1 8B on 8 H100 with FSDP in bf16: 5,762 tokens per second and GPU, 6,667 with torch.compile,
 33% and 39% of the datasheet's FLOP/s (benchmarks/llama3_h100_202412_torchtitan.md). There is no figure for the 1B shape: compare MFU.
 """
-TRANSLATOR = {"data.pairs": 3000, "data.held_out": 50, "tokenizer.vocab_size": 500, "model.dim": 32, "batch.tokens": 256}
-CHATS = {"task": "sft", "data.kind": "drills", "data.pairs": 400, "data.held_out_share": 0.1, "tokenizer.vocab_size": 400}
+Values = dict[str, object]
+TRANSLATOR: Values = {"data.pairs": 3000, "data.held_out": 50, "tokenizer.vocab_size": 500, "model.dim": 32, "batch.tokens": 256}
+CHATS: Values = {"task": "sft", "data.kind": "drills", "data.pairs": 400, "data.held_out_share": 0.1, "tokenizer.vocab_size": 400}
 CHATS |= {"llama.size": "1M", "batch.seq_len": 128, "batch.tokens": 512, "batch.micro_batches": 4}
-SMALL = {"evaluate.at_end": 0, "checkpoint.every_steps": 5, "parallel.bucket_bytes": 50_000}
+SMALL: Values = {"evaluate.at_end": 0, "checkpoint.every_steps": 5, "parallel.bucket_bytes": 50_000}
 
 
 @dataclass
@@ -77,7 +78,7 @@ def worker_groups(device: str) -> Iterator[tuple[str, int, dict[str, str]]]:
 
 
 def parts(device: str, folder: Path) -> Iterator[Part]:
-    """Yield the commands: those that find most first."""
+    """Yield the commands; the tests come first."""
     if device == "cuda":
         yield Part("tests", [sys.executable, "-m", "pytest", "-q", "tests/gpu"])
     alone = {"LOCKSTEP_DEVICE": "cuda:0" if device == "cuda" else "cpu"}
@@ -93,7 +94,17 @@ def parts(device: str, folder: Path) -> Iterator[Part]:
             yield Part(f"digest of {task}, {name}", lockstep("checkpoint", "digest", out), alone, group=task)
     steps, faults = ("30", "1") if device == "cpu" else ("200", "4")
     for name, workers, environ in worker_groups(device):
-        words = ["drill", "--workers", str(workers), "--faults", faults, "--out", folder / f"drill {name}", "--steps", steps]
+        words: list[str | Path] = [
+            "drill",
+            "--workers",
+            str(workers),
+            "--faults",
+            faults,
+            "--out",
+            folder / f"drill {name}",
+            "--steps",
+            steps,
+        ]
         yield Part(f"kills, {name}", lockstep(*words, **TRANSLATOR, **SMALL), environ)
     size = [] if device == "cuda" else ["--shape", "1M", "--rows", "1", "--length", "64", "--steps", "2", "--warm", "1", "--no-compile"]
     yield Part("throughput", [sys.executable, "-m", "bench.llama.gpu", "--device", device, "--json", *size])

@@ -1,4 +1,4 @@
-"""What docs/gpu.md says of CUDA and NCCL and a CPU cannot show. Needs a GPU; some tests need two."""
+"""CUDA kernels and NCCL, as described in docs/gpu.md. Some tests need two GPUs."""
 
 from __future__ import annotations
 
@@ -59,12 +59,15 @@ def test_attention_and_its_gradient_have_the_same_bits_each_time(deterministic: 
 
     def gradients() -> tuple[Tensor, ...]:
         generator.manual_seed(1)
-        heads = [torch.randn(4, n, 2048, 64, generator=generator, device=GPU, dtype=torch.bfloat16, requires_grad=True) for n in (8, 2, 2)]
+        query, key, value = (
+            torch.randn(4, heads, 2048, 64, generator=generator, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+            for heads in (8, 2, 2)
+        )
         with torch.autocast("cuda", torch.bfloat16):
             mask = positions_and_mask(torch.zeros(4, 2048, dtype=torch.int64, device=GPU), documents)[1]
-            attended = attend(*heads, mask)
+            attended = attend(query, key, value, mask)
         attended.backward(torch.randn(attended.shape, generator=generator, device=GPU, dtype=attended.dtype))
-        return attended, *(head.grad for head in heads if head.grad is not None)
+        return attended, *(heads.grad for heads in (query, key, value) if heads.grad is not None)
 
     assert len({digest(*gradients()) for _ in range(5)}) == 1
 

@@ -172,9 +172,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | DocumentEnd
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
     from torch.nn.attention import varlen  # imports torch._dynamo, for a second
 
-    rows = [heads.to(mask.dtype).transpose(1, 2).flatten(0, 1) for heads in (query, key, value)]  # (B * T, H or G, E)
-    attended = varlen.varlen_attn(*rows, mask.ends, mask.ends, mask.length, mask.length, window_size=(-1, 0), enable_gqa=True)
-    return cast(Tensor, attended).unflatten(0, (len(query), mask.length)).transpose(1, 2)
+    rows, length, ends = len(query), mask.length, mask.ends
+    query, key, value = (heads.to(mask.dtype).transpose(1, 2).flatten(0, 1) for heads in (query, key, value))  # (B * T, H or G, E)
+    attended = varlen.varlen_attn(query, key, value, ends, ends, length, length, window_size=(-1, 0), enable_gqa=True)
+    return cast(Tensor, cast(Tensor, attended).unflatten(0, (rows, length)).transpose(1, 2))
 
 
 # -- the model --------------------------------------------------------------------------------------------------------
