@@ -74,7 +74,7 @@ class Membership:
         self,
         env: WorkerEnv,
         limits: ElasticLimits,
-        on_abort: Callable[[], None],
+        on_abort: Callable[[], object],
         generation_log: GenerationLog | None = None,
         local_stop_signal: Callable[[], str] = str,
     ) -> None:

@@ -318,12 +318,12 @@ class ElasticRuntime:
         self.leave_reason = why
         log.debug("leaving generation %d: %s", self.world.generation, why)
         self.membership.start_leaving()
-        self.group.abort()
+        self.group.abort(intact=not self.generation_error())
         self.membership.report_left(LeaveReport(self.world.generation, self.progress.step, leaving, why))
 
-    def shutdown_group(self) -> None:
-        """Abort all waits in this generation's groups. Called by the membership thread."""
-        self.group.shutdown(self.membership.sockets() if self.membership else set())
+    def shutdown_group(self) -> bool:
+        """Abort all waits in this generation's groups; true: not at once. For the membership thread."""
+        return self.group.shutdown(self.membership.sockets() if self.membership else set())
 
     def stop_admitting(self) -> None:
         """Let no worker join from now on: the run is about to end."""
