@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.parallel.ordered_sum import Subtree, assign_subtrees
-from lockstep.runtime.work import WorkWaiter
+from lockstep.runtime.work import WorkWaiter, start_p2p
 
 WHOLE = 1 << 48
 
@@ -193,8 +193,6 @@ def start_exchange(
 
     A gloo receive takes only a message with its tag. If a rank skips a unit by mistake, the others
     wait until it reports the error; without tags they would receive the next unit instead.
-    NCCL queues one operation after the other unless they are batched: two ranks that both send
-    first would block each other.
     """
     sends, receives = ([(peer, tensor) for peer, tensor in transfers if tensor.numel()] for transfers in (sends, receives))
     if traffic:
@@ -202,4 +200,4 @@ def start_exchange(
         traffic.bytes += sum(tensor.nbytes for _, tensor in sends)
     operations = [dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer, tag=tag) for peer, tensor in receives]
     operations += [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer, tag=tag) for peer, tensor in sends]
-    return dist.batch_isend_irecv(operations) if operations else []
+    return start_p2p(operations)

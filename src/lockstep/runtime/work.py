@@ -84,7 +84,7 @@ class StagedReceive(dist.Work):
     def __init__(self, operation: dist.P2POp) -> None:
         super().__init__()
         self.tensor, self.buffer = operation.tensor, torch.empty_like(operation.tensor, device="cpu")
-        self.work = dist.irecv(self.buffer, group=operation.group, group_src=operation.group_peer)
+        self.work = dist.irecv(self.buffer, group=operation.group, tag=operation.tag, group_src=operation.group_peer)
 
     def wait(self, *timeout: timedelta) -> bool:
         assert self.work is not None
@@ -105,7 +105,7 @@ def start_p2p(operations: list[dist.P2POp]) -> list[dist.Work]:
     for operation in operations:
         if operation.op is dist.irecv:
             works.append(StagedReceive(operation))
-        elif work := dist.isend(operation.tensor.cpu(), group=operation.group, group_dst=operation.group_peer):
+        elif work := dist.isend(operation.tensor.cpu(), group=operation.group, tag=operation.tag, group_dst=operation.group_peer):
             works.append(work)
     return works
 
