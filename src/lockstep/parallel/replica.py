@@ -140,7 +140,7 @@ class Replica:
         if source is not None:
             order = torch.tensor(known or [0] * len(names))
             if len({order for _, order in facts}) > 1:
-                dist.broadcast(order, group=group, group_src=source)
+                self.waits.wait([dist.broadcast(order, group=group, group_src=source, async_op=True)], group)
             if order.tolist() != buckets.order:
                 self._collect_parameters(order.tolist())
         self._group = group
