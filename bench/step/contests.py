@@ -86,9 +86,6 @@ def races(*, full: bool, precision: str) -> list[Race]:
     return found
 
 
-SMALL = ("tutorial", "bare-default-1", "others-default")
-
-
 def tutorial(full: bool, common: Flags) -> Race:
     """(i) The tutorial's own loop against `lockstep train` with the same model size and corpus."""
     return Race(

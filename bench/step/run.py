@@ -1,8 +1,8 @@
 """Race Lockstep's training step against other libraries on this machine, and print the result of each claim.
 
-python -m bench.step.run                       the small races, about four minutes on two cores (make bench)
+python -m bench.step.run                       the paired rounds, under ten minutes on two cores (make bench)
+python -m bench.step.run paired-512-bf16-4     one cell of them, or one race, by name
 python -m bench.step.run --full                all races, at the sizes of the claims
-python -m bench.step.run bare-base-4           one by name
 python -m bench.step.run --full --keep NAME    keep bench/step/DATE-NAME/{command,machine,raw.jsonl,README.md}
 """
 
@@ -23,7 +23,8 @@ import torch
 
 from bench.results import keep, machine, result_folder
 from bench.step.contestants import WORKERS, Answer, start
-from bench.step.contests import SMALL, Claim, Contestant, Race, races
+from bench.step.contests import Claim, Contestant, Race, races
+from bench.step.paired import CELLS, rows_of_cells, run_cell
 from lockstep.config.resolve import resolve
 from lockstep.config.schema import ResolvedRun
 from lockstep.data.pairs.prepare import prepare
@@ -55,22 +56,29 @@ def main() -> int:
     raw: list[dict[str, object]] = []
     results: list[Result] = []
     load_before = os.getloadavg()
+    cells: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
+        for name in args.names:
+            if name in CELLS:
+                cells.append(run_cell(CELLS[name], Path(folder), args.seconds, LIMIT_S))
+                print("\n".join(rows_of_cells(cells[-1:])), flush=True)
         for race in asked:
             answers = run_race(race, Path(folder), raw, args.repetitions or race.repetitions)
             results += [judge(race, claim, answers) for claim in race.claims]
-    table = "\n".join(rows(results))
+    table = "\n".join([*(rows_of_cells(cells) if cells else ()), *(rows(results) if results else ())])
     print(f"\n{table}")
     if args.keep:
-        print(f"\nkept in {keep(args.keep, raw, table, machine(reason, load_before))}")
+        print(f"\nkept in {keep(args.keep, cells + raw, table, machine(reason, load_before))}")
     return 0
 
 
 def arguments() -> argparse.Namespace:
     """Parse the command line; `names` is never empty."""
-    known = [race.name for race in races(full=True, precision="fp32")]
+    of_claims = [race.name for race in races(full=True, precision="fp32")]
+    known = [*CELLS, *of_claims]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(known)} (default: {', '.join(SMALL)}; --full: all)")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(known)} (default: paired-*; --full: the others)")
+    parser.add_argument("--seconds", type=float, default=50.0, help="of a paired cell in the mean, its first steps included")
     parser.add_argument("--full", action="store_true", help="the sizes that the claims are about")
     parser.add_argument("--repetitions", type=int, help="instead of each race's own number")
     parser.add_argument("--keep", metavar="NAME", help="write the raw numbers to bench/DATE-NAME")
@@ -79,7 +87,7 @@ def arguments() -> argparse.Namespace:
         parser.error(f"there is no race {unknown[0]!r}; there are {', '.join(known)}")
     if args.keep and (folder := result_folder(args.keep)).exists():
         parser.error(f"{folder} exists; give another name")
-    args.names = args.names or (known if args.full else list(SMALL))
+    args.names = args.names or (of_claims if args.full else list(CELLS))
     return args
 
 

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench.step.batches import LikeLengths, Translations, pad
 from bench.step.contestants import Answer, as_flags
 from bench.step.contests import Claim, races
+from bench.step.paired import CELLS, rows_of_cells
 from bench.step.run import judge
 from lockstep.config.resolve import parse_flags, resolve
 from lockstep.data.pairs.encoded import EncodedPairs, write_side
@@ -67,3 +68,11 @@ def test_rows_for_other_libraries_equal_the_corpus(pairs: EncodedPairs) -> None:
     assert source[0].tolist()[:n] == [11] * (n - 1) + [END] and set(source[0].tolist()[n:]) <= {PAD}
     assert target[0].tolist()[:t] == [BEGIN] + [11] * (t - 1) and labels[0].tolist()[:t] == [11] * (t - 1) + [END]
     assert source.shape[1] == pairs.lengths[[7, 8], 0].max() and target.shape == labels.shape
+
+
+def test_paired_rounds_give_the_median_of_the_ratios_of_each_round() -> None:
+    seconds = {"bare DDP": [1.0, 2.0, 4.0, 1.0], "lockstep fast": [1.0, 2.0, 4.0, 9.0], "lockstep ordered": [1.5, 2.0, 8.0, 1.0]}
+    traffic = {"formula_bytes": 8.0, "messages_per_bucket": 2.0, "messages": 4, "bytes": 8}
+    rows = list(rows_of_cells([{"cell": "c", "seconds": seconds, "traffic": traffic}]))
+    assert rows[2] == "| c | bare DDP | 1.500 | 1.250 | 1.000 to 1.875 | 1.000 | 1.000 to 7.000 | 4 |"
+    assert rows[-1] == "| c | 4 | 2 | 8 | 8 |" and len(CELLS) == 8
