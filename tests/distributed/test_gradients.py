@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import hashlib
 import random
@@ -77,6 +78,32 @@ def test_gradients_in_any_memory_order_are_summed_to_the_same_bits_on_1_to_3_wor
     digests = [answer for size in (1, 2, 3) for answer in run_ranks(all_column_major, size)]
     assert max(error for answer in digests for _, error in answer) < 1e-5
     assert {str([bits for bits, _ in answer]) for answer in digests} == {str([bits for bits, _ in digests[0]])}
+
+
+def change_memory_format(runtime: ElasticRuntime, leaves: int) -> float:
+    """Return the largest error relative to float64 when the memory format changes between steps."""
+    model, error = nn.Conv2d(3, 8, 3), 0.0
+    with Replica(model, micro_batches=leaves) as replica:
+        for step in range(4):
+            if step:
+                memory_format = torch.channels_last if step % 2 else torch.contiguous_format
+                model.to(memory_format=memory_format)
+            for k in replica.micro_batches(step):
+                replica.backward(replica(images(step, k, torch.float32)).square().sum())
+            plain = copy.deepcopy(model).double()
+            plain.zero_grad()
+            for k in range(leaves):
+                plain(images(step, k, torch.float64)).square().sum().backward()
+            expected = gradients_of(plain)
+            error = max(float((got - expected[name]).abs().max() / expected[name].abs().max()) for name, got in gradients_of(model).items())
+            assert error < 1e-5, (step, error)
+    return error
+
+
+def test_memory_format_may_change_between_steps() -> None:
+    """model.to() replaces the memory of .grad too, which then no longer lies in its bucket."""
+    for leaves in (2, 3, 7):
+        run_ranks(change_memory_format, 2, leaves)
 
 
 # Permitted uses of gradients in a loop.

@@ -24,11 +24,19 @@ class Bucket:
         self.indices, self.parameters, self.missing = indices, parameters, 0
         self.buffer = torch.empty(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device)
         self.views = self.views_of(self.buffer)
+        self._layout = self._current_layout()
 
     def views_of(self, buffer: Tensor) -> list[Tensor]:
         """Return views of the gradients, in memory order, which count in-place changes separately."""
         rows = zip(buffer.split([p.numel() for p in self.parameters]), self.parameters, strict=True)
         return [row.data.as_strided(p.size(), dense_strides(p), row.storage_offset()) for row, p in rows]
+
+    def is_current(self) -> bool:
+        """Return False after model.to(...), which replaces the memory of parameters and of .grad."""
+        return self._layout == self._current_layout()
+
+    def _current_layout(self) -> list[tuple[object, ...]]:
+        return [(p.dtype, p.stride(), view.data_ptr()) for p, view in zip(self.parameters, self.views, strict=True)]
 
     def flatten(self, gradients: list[Tensor]) -> Tensor:
         """Copy gradients of these parameters into a new flat buffer."""

@@ -116,6 +116,8 @@ class Replica:
             self._collect_parameters()
             self._group = None
         assert self.buckets is not None
+        if not all(bucket.is_current() for bucket in self.buckets.buckets):
+            self._collect_parameters(self.buckets.order)
         if self._group is None or self.buckets.order is None:
             self._join_group()
         return self.buckets
