@@ -31,6 +31,12 @@ class Bucket:
         rows = zip(buffer.split([p.numel() for p in self.parameters]), self.parameters, strict=True)
         return [row.data.as_strided(p.size(), dense_strides(p), row.storage_offset()) for row, p in rows]
 
+    def start_pass(self) -> None:
+        self.missing = len(self.indices)
+
+    def count_gradient(self) -> None:
+        self.missing -= 1
+
     def is_current(self) -> bool:
         """Return False after model.to(...), which replaces the memory of parameters and of .grad."""
         return self._layout == self._current_layout()
@@ -80,7 +86,7 @@ class GradientBuckets:
         if len(self.ready_order) < len(self._hooks):
             self.ready_order = []
         for bucket in self.buckets:
-            bucket.missing = len(bucket.indices)
+            bucket.start_pass()
 
     def missing(self) -> list[int]:
         """Return the parameters, by number, whose gradient has not arrived in this pass."""
@@ -105,7 +111,7 @@ class GradientBuckets:
             self.repeated.append(i)
             return
         self._arrived[i] = True
-        bucket.missing -= 1
+        bucket.count_gradient()
         if len(self.ready_order) < len(self._hooks):
             self.ready_order.append(i)
         gradient = parameter.grad

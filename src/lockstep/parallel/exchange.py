@@ -72,6 +72,10 @@ class Traffic:
     messages: int = 0
     bytes: int = 0
 
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        self.messages += len(tensors)
+        self.bytes += sum(tensor.nbytes for tensor in tensors)
+
 
 @lru_cache(maxsize=64)
 def rounds_of_rank(rank: int, size: int, leaves: int) -> tuple[list[Round], list[Round]]:
@@ -196,8 +200,7 @@ def start_exchange(
     """
     sends, receives = ([(peer, tensor) for peer, tensor in transfers if tensor.numel()] for transfers in (sends, receives))
     if traffic:
-        traffic.messages += len(sends)
-        traffic.bytes += sum(tensor.nbytes for _, tensor in sends)
+        traffic.add([tensor for _, tensor in sends])
     operations = [dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer, tag=tag) for peer, tensor in receives]
     operations += [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer, tag=tag) for peer, tensor in sends]
     return start_p2p(operations)

@@ -39,7 +39,7 @@ class QueueGroup:
 def start_exchange(sends: Transfers, receives: Transfers, group: QueueGroup, traffic: Traffic, tag: int) -> list[Callable[[], object]]:
     for peer, tensor in sends:
         if tensor.numel():
-            traffic.messages, traffic.bytes = traffic.messages + 1, traffic.bytes + tensor.nbytes
+            traffic.add([tensor])
             group.queues[group.rank(), peer].put(tensor.clone())
     pairs = [(tensor, group.queues[peer, group.rank()]) for peer, tensor in receives if tensor.numel()]
     return [lambda tensor=tensor, source=source: tensor.copy_(source.get(timeout=20)) for tensor, source in pairs]  # type: ignore[misc]
