@@ -81,9 +81,15 @@ class UniformOrder:
     def ids(self, step: int, k: int) -> Ids:
         """Return the sample ids of micro-batch `k`: (batch_size / micro_batches,)."""
         rows = self.batch_size // self.micro_batches
-        numbers = (step * self.micro_batches + k) * rows + np.arange(rows, dtype=np.int64)
-        epochs, positions = np.divmod(numbers, self.samples)
-        ids = np.empty(rows, dtype=np.int64)
+        return self._ids((step * self.micro_batches + k) * rows, rows)
+
+    def step_ids(self, step: int) -> Ids:
+        """Return the sample ids of all micro-batches of `step`, in order."""
+        return self._ids(step * self.batch_size, self.batch_size)
+
+    def _ids(self, first: int, count: int) -> Ids:
+        epochs, positions = np.divmod(first + np.arange(count, dtype=np.int64), self.samples)
+        ids = np.empty(count, dtype=np.int64)
         for epoch in np.unique(epochs):
             inside = epochs == epoch
             ids[inside] = permute(positions[inside], self.samples, splitmix64(self.seed, int(epoch)))
@@ -172,7 +178,24 @@ class BucketOrder:
     def ids(self, step: int, k: int) -> Ids:
         """Return the sample ids of micro-batch `k`: at most `shape(step, k).rows` of them."""
         epoch, bucket, number = self.locate(step, k)
-        first = number * self.shapes[bucket].rows
-        end = min(first + self.shapes[bucket].rows, self._sizes[bucket])
-        within = permute(np.arange(first, end), self._sizes[bucket], splitmix64(self.seed, epoch, 1 + bucket))
+        return self._ids(epoch, bucket, np.array([number]))
+
+    def step_ids(self, step: int) -> Ids:
+        """Return the sample ids of all micro-batches of `step`, by epoch and bucket: one permutation
+        for each epoch and bucket in the step, not two for each micro-batch."""
+        epochs, positions = np.divmod(step * self.micro_batches + np.arange(self.micro_batches), self.micro_batches_per_epoch)
+        ids = []
+        for epoch in np.unique(epochs).tolist():
+            numbers = permute(positions[epochs == epoch], self.micro_batches_per_epoch, splitmix64(self.seed, epoch, 0))
+            buckets = np.searchsorted(self._first_batch, numbers, side="right") - 1
+            ids += [
+                self._ids(epoch, bucket, numbers[buckets == bucket] - self._first_batch[bucket]) for bucket in np.unique(buckets).tolist()
+            ]
+        return np.concatenate(ids)
+
+    def _ids(self, epoch: int, bucket: int, numbers: Ids) -> Ids:
+        """Return the sample ids of the micro-batches with these numbers within a bucket."""
+        rows, size = self.shapes[bucket].rows, self._sizes[bucket]
+        positions = (numbers[:, None] * rows + np.arange(rows)).ravel()
+        within = permute(positions[positions < size], size, splitmix64(self.seed, epoch, 1 + bucket))
         return self._members[int(self._first_member[bucket]) + within]

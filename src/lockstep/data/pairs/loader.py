@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from lockstep.data.order import BucketOrder
@@ -29,8 +28,7 @@ class PairLoader:
 
     def tokens_in_step(self, step: int) -> int:
         """Return the number of target tokens of the step, END included."""
-        ids = np.concatenate([self.order.ids(step, k) for k in range(self.order.micro_batches)])
-        return int(self.pairs.lengths[ids, 1].sum())
+        return int(self.pairs.lengths[self.order.step_ids(step), 1].sum())
 
     def micro_batch(self, step: int, k: int) -> PairBatch:
         shape, ids = self.order.shape(step, k), self.order.ids(step, k)

@@ -126,8 +126,7 @@ class RowLoader:
     device: torch.device
 
     def tokens_in_step(self, step: int) -> int:
-        ids = np.concatenate([self.order.ids(step, k) for k in range(self.order.micro_batches)])
-        return int(self.rows.label_counts(ids).sum())
+        return int(self.rows.label_counts(self.order.step_ids(step)).sum())
 
     def micro_batch(self, step: int, k: int) -> TextBatch:
         return batch_of([self.rows.row(int(i)) for i in self.order.ids(step, k)], self.device)
