@@ -1,18 +1,20 @@
 """The manifest of prepared data: its settings and the sha256 of every file, written last.
 
-An interrupted preparation has no manifest and is repeated. Every process that opens the folder
-verifies every file: a damaged one would silently train a wrong model.
+An interrupted preparation has no manifest and is repeated. Each reader of the folder verifies every
+file, since a damaged one would silently train a wrong model: workers once per host and start of the
+run (file_digests.py).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.data.file_digests import FileDigests
 from lockstep.errors import DataError
-from lockstep.files import read_json, sha256_file, write_json
+from lockstep.files import read_json, write_json
 
 log = logging.getLogger("lockstep")
 
@@ -55,21 +57,22 @@ def matches_prepared(folder: Path, settings: dict[str, Any], key: str, source: C
     return True
 
 
-def write_manifest(folder: Path, files: Iterable[Path], **fields: Any) -> None:
+def write_manifest(folder: Path, files: Iterable[Path], digests: FileDigests, **fields: Any) -> None:
     """Write the fields that `read_manifest` expects, and the sha256 of `files`."""
-    write_json(folder / MANIFEST, {**fields, "files": {path.name: sha256_file(path) for path in files}})
+    write_json(folder / MANIFEST, {**fields, "files": {path.name: digest for path, digest in digests.of(files).items()}})
 
 
-def verify_file(path: Path, digest: str, folder: Path) -> None:
-    actual = sha256_file(path) if path.exists() else "missing"
-    if actual != digest:
-        what = f"{path} is {'missing' if actual == 'missing' else 'damaged'}"
-        raise DataError(what, f"sha256 {actual}\nwas    {digest}", f"remove {folder} to prepare the data again")
+def verify_files(expected: Mapping[Path, str], folder: Path, digests: FileDigests) -> None:
+    """DataError when a file is missing or its sha256 differs from the expected one."""
+    actual = digests.of(path for path in expected if path.exists())
+    for path, digest in expected.items():
+        if (found := actual.get(path, "missing")) != digest:
+            what = f"{path} is {'missing' if found == 'missing' else 'damaged'}"
+            raise DataError(what, f"sha256 {found}\nwas    {digest}", f"remove {folder} to prepare the data again")
 
 
-def open_manifest(folder: Path) -> dict[str, Any]:
+def open_manifest(folder: Path, digests: FileDigests) -> dict[str, Any]:
     """Return the manifest after verifying every file: about 1 s per gigabyte. DataError."""
     manifest = read_manifest(folder)
-    for name, digest in manifest["files"].items():
-        verify_file(folder / name, digest, folder)
+    verify_files({folder / name: digest for name, digest in manifest["files"].items()}, folder, digests)
     return manifest

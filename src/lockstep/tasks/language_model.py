@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config.schema import RunConfig
+from lockstep.data.file_digests import NOT_SHARED, FileDigests
 from lockstep.data.manifest import MANIFEST
 from lockstep.data.order import UniformOrder
 from lockstep.data.text import prepare as data
@@ -31,6 +32,7 @@ from lockstep.errors import DataError
 from lockstep.files import write_atomic, write_json
 from lockstep.models.initial_weights import InitialWeights, write_model_json
 from lockstep.models.llama_io import TOKENIZER, open_weights
+from lockstep.tasks.on_host import digests_on_host
 
 log = logging.getLogger("lockstep")
 
@@ -47,11 +49,12 @@ class LanguageModelTask:
     def open(cls, run: RunConfig, folder: Path, runtime: ElasticRuntime) -> Self:
         """Collective. Return the task over the rows of prepared data; rank 0 prepares it."""
         prepare = prepare_chats if run.task == "sft" else prepare_documents
-        run_on_rank0(runtime, lambda: runtime.board.during("preparing")(prepare)(run, folder))
+        digests, preparing = digests_on_host(runtime, folder), runtime.board.during("preparing")
+        run_on_rank0(runtime, lambda: preparing(prepare)(run, folder, digests))
         tokenizer = ChatTokenizer.load(folder / TOKENIZER, {})
-        prepared = data.open_prepared(folder / "data", tokenizer)
+        prepared = preparing(data.open_prepared)(folder / "data", tokenizer, digests)
         initial_weights = InitialWeights.of(run, tokenizer.inner.get_vocab_size(with_added_tokens=True))
-        start = run_on_rank0(runtime, lambda: runtime.board.during("preparing")(write_model_json)(initial_weights, folder))
+        start = run_on_rank0(runtime, lambda: preparing(write_model_json)(initial_weights, folder))
         fingerprints = prepared.fingerprints | {"start": start}
         assert_equal_on_all_ranks(runtime, fingerprints)
         length, stream = run.batch.seq_len, prepared.train
@@ -84,7 +87,7 @@ class LanguageModelTask:
         return model(batch.tokens, batch.labels, batch.documents)
 
 
-def prepare_documents(run: RunConfig, folder: Path) -> None:
+def prepare_documents(run: RunConfig, folder: Path, digests: FileDigests = NOT_SHARED) -> None:
     """For rank 0: prepare the tokenizer and the token streams of the run's documents."""
     inside = not (folder / "data" / MANIFEST).exists() and held_inside(run.data)
     if inside:
@@ -94,10 +97,10 @@ def prepare_documents(run: RunConfig, folder: Path) -> None:
     def samples(_: Counter[str]) -> Iterator[data.Sample]:
         return data.document_samples(tokenizer, documents(run.data, inside))
 
-    data.prepare(run, folder / "data", partial(source_of, run.data), tokenizer, samples)
+    data.prepare(run, folder / "data", partial(source_of, run.data), tokenizer, samples, digests)
 
 
-def prepare_chats(run: RunConfig, folder: Path) -> None:
+def prepare_chats(run: RunConfig, folder: Path, digests: FileDigests = NOT_SHARED) -> None:
     """For rank 0: prepare the tokenizer and the token streams of the run's chats."""
     texts = (m.get("content") or "" for split, chat in chats(run.data, Counter()) if split == "train" for m in chat.messages)
     tokenizer = with_template(tokenizer_of(run, folder, texts), folder / TOKENIZER)
@@ -105,7 +108,7 @@ def prepare_chats(run: RunConfig, folder: Path) -> None:
     def samples(left_out: Counter[str]) -> Iterator[data.Sample]:
         return chat_samples(tokenizer, run.data, run.batch.seq_len, left_out)
 
-    data.prepare(run, folder / "data", partial(source_of, run.data), tokenizer, samples)
+    data.prepare(run, folder / "data", partial(source_of, run.data), tokenizer, samples, digests)
     renderer.close()
 
 

@@ -19,6 +19,7 @@ from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.models.build import translator_from_config, translator_on_meta
 from lockstep.models.translator import Translator, init_param
 from lockstep.record.step_timer import flops_per_token
+from lockstep.tasks.on_host import digests_on_host
 
 log = logging.getLogger("lockstep")
 
@@ -32,8 +33,9 @@ class TranslationTask:
     @classmethod
     def open(cls, run: RunConfig, folder: Path, runtime: ElasticRuntime) -> TranslationTask:
         """Collective. Return the task. Rank 0 prepares its corpus the first time."""
-        run_on_rank0(runtime, lambda: runtime.board.during("preparing")(prepare)(run.data, run.tokenizer, folder / "data"))
-        corpus = open_prepared(folder / "data")
+        digests, preparing = digests_on_host(runtime, folder), runtime.board.during("preparing")
+        run_on_rank0(runtime, lambda: preparing(prepare)(run.data, run.tokenizer, folder / "data", digests))
+        corpus = preparing(open_prepared)(folder / "data", digests)
         assert_equal_on_all_ranks(runtime, corpus.fingerprints)
         order = make_order(run, corpus)
         return cls(run, corpus, PairLoader(corpus.train, order, runtime.world.device, fixed_shapes=run.compute.compile))

@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lockstep.config import schema as config
+from lockstep.data.file_digests import NOT_SHARED, FileDigests
 from lockstep.data.pairs import catalogues, cldr, textfiles
 from lockstep.data.pairs.textfiles import Pairs
 from lockstep.errors import ConfigError, DataError
-from lockstep.files import sha256_file
 
 SPLITS = ("train", "validation", "test")
 
@@ -133,7 +133,7 @@ def digest(splits: dict[str, Pairs]) -> str:
     return total.hexdigest()
 
 
-def fingerprint(data: config.DataOptions) -> str:
+def fingerprint(data: config.DataOptions, digests: FileDigests = NOT_SHARED) -> str:
     """Return the hex sha256 of the sources of the corpus, without parsing them. DataError.
 
     cldr: versions, CLDR data, options. files, gettext, local datasets: bytes of the files. Hub
@@ -144,11 +144,13 @@ def fingerprint(data: config.DataOptions) -> str:
         total.update(cldr.fingerprint(data.source, data.target, limit=data.pairs, held_out=data.held_out).encode())
     if data.kind == "huggingface" and not Path(data.dataset).is_dir():
         total.update(json.dumps([data.dataset, *(getattr(data, split) for split in SPLITS)]).encode())
-    for split, path in files_of(data):
-        try:
-            total.update(f"{split} {path.name} {sha256_file(path)}\n".encode())
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror}", describe_source(data), "check the path") from None
+    files = files_of(data)
+    try:
+        sha256 = digests.of(path for _, path in files)
+    except OSError as error:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}", describe_source(data), "check the path") from None
+    for split, path in files:
+        total.update(f"{split} {path.name} {sha256[path]}\n".encode())
     return total.hexdigest()
 
 

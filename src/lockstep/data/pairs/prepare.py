@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from lockstep.config import schema as config
+from lockstep.data.file_digests import NOT_SHARED, FileDigests
 from lockstep.data.manifest import matches_prepared, open_manifest, write_manifest
 from lockstep.data.pairs import corpus
 from lockstep.data.pairs.corpus import SPLITS, Corpus, CorpusReport
@@ -46,12 +47,12 @@ class PreparedPairs:
         return [(row["source"], row["target"]) for row in map(json.loads, filter(None, lines))]
 
 
-def prepare(data: config.DataOptions, options: config.TokenizerOptions, folder: Path) -> None:
+def prepare(data: config.DataOptions, options: config.TokenizerOptions, folder: Path, digests: FileDigests = NOT_SHARED) -> None:
     """For rank 0: prepare the corpus under `folder`, and the manifest last. If they exist, only
     compare the settings. DataError if another corpus is there, or this one cannot be read."""
     # The files depend on the corpus and on these settings.
     settings = {"max_tokens": data.max_tokens, **{f"tokenizer.{name}": value for name, value in asdict(options).items()}}
-    if matches_prepared(folder, settings, "corpus", partial(corpus.fingerprint, data)):
+    if matches_prepared(folder, settings, "corpus", partial(corpus.fingerprint, data, digests)):
         return
     folder.mkdir(parents=True, exist_ok=True)
     text = corpus.read_corpus(data)
@@ -75,7 +76,8 @@ def prepare(data: config.DataOptions, options: config.TokenizerOptions, folder: 
         raise DataError(what, "data.max_tokens", "increase it, or split the text into sentences")
     log.info("tokenizer: %d entries (%s, %d asked for)", tokenizer.vocab_size, options.kind, options.vocab_size)
     fingerprints = {"corpus": text.fingerprint, "tokenizer": tokenizer.fingerprint}
-    write_manifest(folder, [folder / "tokenizer.json", *files], **fingerprints, asked=settings, report=asdict(report), too_long=too_long)
+    facts = {**fingerprints, "asked": settings, "report": asdict(report), "too_long": too_long}
+    write_manifest(folder, [folder / "tokenizer.json", *files], digests, **facts)
 
 
 def write_arrays(folder: Path, text: Corpus, tokenizer: Tokenizer, max_tokens: int) -> tuple[list[Path], dict[str, int]]:
@@ -98,9 +100,9 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> Iterator[list[int]]:
         yield from tokenizer.encode(texts[start : start + ENCODE_BATCH])
 
 
-def open_prepared(folder: Path) -> PreparedPairs:
+def open_prepared(folder: Path, digests: FileDigests = NOT_SHARED) -> PreparedPairs:
     """Open the corpus under `folder` and verify every file: about 1 s per gigabyte. DataError."""
-    manifest = open_manifest(folder)
+    manifest = open_manifest(folder, digests)
     settings = json.dumps(manifest["asked"], sort_keys=True)
     return PreparedPairs(
         folder=folder,

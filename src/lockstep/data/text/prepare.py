@@ -22,7 +22,8 @@ from typing import Any
 import tokenizers
 
 from lockstep.config.schema import RunConfig, TokenizerOptions
-from lockstep.data.manifest import matches_prepared, open_manifest, verify_file, write_manifest
+from lockstep.data.file_digests import NOT_SHARED, FileDigests
+from lockstep.data.manifest import matches_prepared, open_manifest, verify_files, write_manifest
 from lockstep.data.text.chat_tokenizer import ChatTokenizer
 from lockstep.data.text.documents import SPLITS, Document, Split, in_groups
 from lockstep.data.text.token_stream import TokenStream, TokenStreamWriter
@@ -79,6 +80,7 @@ def prepare(
     source: Callable[[], dict[str, Any]],
     tokenizer: ChatTokenizer,
     samples: Callable[[Counter[str]], Iterator[Sample]],
+    digests: FileDigests,
 ) -> None:
     """For rank 0: prepare the streams under `folder`. If they exist, only compare the settings.
 
@@ -119,13 +121,13 @@ def prepare(
     for reason, count in dropped.items():
         log.info("dropped: %d %s", count, reason)
     facts = {"corpus": run.data.kind, "tokenizer": sha256_file(tokenizer.folder / "tokenizer.json")}
-    write_manifest(folder, files, **facts, asked=settings, report=report | {"left_out": dict(dropped)})
+    write_manifest(folder, files, digests, **facts, asked=settings, report=report | {"left_out": dict(dropped)})
 
 
-def open_prepared(folder: Path, tokenizer: ChatTokenizer) -> PreparedText:
+def open_prepared(folder: Path, tokenizer: ChatTokenizer, digests: FileDigests = NOT_SHARED) -> PreparedText:
     """Open the data under `folder` and verify every file: about 1 s per gigabyte. DataError."""
-    manifest = open_manifest(folder)
-    verify_file(tokenizer.folder / "tokenizer.json", manifest["tokenizer"], folder)
+    manifest = open_manifest(folder, digests)
+    verify_files({tokenizer.folder / "tokenizer.json": manifest["tokenizer"]}, folder, digests)
     return PreparedText(
         folder,
         tokenizer,
