@@ -7,6 +7,7 @@ import math
 import random
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -28,7 +29,7 @@ from lockstep.config.resolve import resolve
 from lockstep.config.schema import RunConfig
 from lockstep.data.text.chat_samples import Chat, chat_samples, drills, encode
 from lockstep.data.text.chat_tokenizer import ChatTokenizer
-from lockstep.data.text.packing import IGNORE_INDEX, CutRows, PackedRows, batch_of, pack
+from lockstep.data.text.packing import IGNORE_INDEX, CutRows, PackedRows, batch_of, pack, pack_rows
 from lockstep.data.text.prepare import open_prepared
 from lockstep.data.text.token_stream import TokenStream, TokenStreamWriter
 from lockstep.elastic.runtime import ElasticRuntime
@@ -182,11 +183,25 @@ def test_packing_keeps_every_document_and_overfills_no_row(sizes: list[int], see
     assert len(spare) < 2 or sum(spare[:-1]) < 20 * max(1, len(rows)) / 2, "most rows are at least half full"
 
 
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=12), min_size=1, max_size=30), st.integers(0, 5))
+def test_label_counts_of_packed_rows_are_those_of_their_documents(masks: list[list[bool]], seed: int) -> None:
+    """The index holds the rows of `pack`, in their order; the counts are taken one by one here."""
+    with tempfile.TemporaryDirectory() as folder:
+        stream = stream_of(Path(folder), [[1] * len(mask) for mask in masks], masks)
+        rows = PackedRows(stream, 16, pack_rows(stream, 16, seed))
+        expected = pack(np.array([len(mask) - 1 for mask in masks]), 16, seed)
+        assert rows.label_counts(np.arange(len(rows))).tolist() == [sum(sum(masks[i][1:]) for i in row) for row in expected]
+        labels = [rows.row(i)[1] for i in range(len(rows))]
+    assert [int((row != IGNORE_INDEX).sum()) for row in labels] == [sum(sum(masks[i][1:]) for i in row) for row in expected]
+
+
 def test_packed_rows_have_the_loss_of_single_chats(tmp_path: Path) -> None:
     draw = random.Random(2)
     chats = [[draw.randrange(1, 90) for _ in range(draw.randint(2, 12))] for _ in range(9)]
     counts = [[draw.random() < 0.5 for _ in ids] for ids in chats]
-    rows = PackedRows(stream_of(tmp_path, chats, counts), 16, seed=1)
+    stream = stream_of(tmp_path, chats, counts)
+    rows = PackedRows(stream, 16, pack_rows(stream, 16, seed=1))
     model = InitialWeights.of(run_of(TEXT | {"data.train": "x"}), 100).meta_model()
     model = materialize(model, CPU, lambda name, size: torch.randn(size, generator=torch.Generator().manual_seed(len(name))) / 8).double()
     batch = batch_of([rows.row(i) for i in range(len(rows))], CPU)

@@ -12,19 +12,20 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lockstep.config.schema import RunConfig
 from lockstep.data.file_digests import NOT_SHARED, FileDigests
-from lockstep.data.manifest import MANIFEST
+from lockstep.data.manifest import MANIFEST, verify_files
 from lockstep.data.order import UniformOrder
 from lockstep.data.text import prepare as data
 from lockstep.data.text.chat_samples import chat_samples, chats
 from lockstep.data.text.chat_template import renderer
 from lockstep.data.text.chat_tokenizer import ChatTokenizer, optional_json
 from lockstep.data.text.documents import documents, held_inside, source_of
-from lockstep.data.text.packing import CutRows, PackedRows, RowLoader, TextBatch
+from lockstep.data.text.packing import CutRows, PackedRows, RowLoader, TextBatch, save_packed_rows
 from lockstep.data.tokenizer import CHAT_SPECIALS, CHAT_TEMPLATE
 from lockstep.elastic.collectives import assert_equal_on_all_ranks, run_on_rank0
 from lockstep.elastic.runtime import ElasticRuntime
@@ -58,7 +59,13 @@ class LanguageModelTask:
         fingerprints = prepared.fingerprints | {"start": start}
         assert_equal_on_all_ranks(runtime, fingerprints)
         length, stream = run.batch.seq_len, prepared.train
-        rows: CutRows | PackedRows = PackedRows(stream, length, seed=run.seed) if run.task == "sft" else CutRows(stream, length)
+        rows: CutRows | PackedRows = CutRows(stream, length)
+        if run.task == "sft":
+            arguments = folder / "data", stream, length, run.seed, fingerprints["data"]
+            name, digest = run_on_rank0(runtime, lambda: preparing(save_packed_rows)(*arguments))
+            path = folder / "data" / name
+            verify_files({path: digest}, path.with_suffix(".json"), digests)
+            rows = PackedRows(stream, length, np.asarray(np.load(path, mmap_mode="r")))
         if not len(rows):
             what = f"the training text has fewer than {length} tokens, one row"
             raise DataError(what, f"{folder / 'data'}; batch.seq_len", "lower it")

@@ -16,7 +16,7 @@ from lockstep.data.text.chat_samples import last_answer
 from lockstep.data.text.chat_template import renderer
 from lockstep.data.text.chat_tokenizer import ChatTokenizer
 from lockstep.data.text.documents import in_groups
-from lockstep.data.text.packing import IGNORE_INDEX, PackedRows, batch_of, window
+from lockstep.data.text.packing import IGNORE_INDEX, PackedRows, batch_of, pack_rows, window
 from lockstep.data.text.prepare import PreparedText
 from lockstep.data.text.token_stream import Ints, TokenStream
 from lockstep.elastic.runtime import ElasticRuntime
@@ -62,7 +62,7 @@ class LlamaEvaluator:
         device, length = loaded.model.embedding.weight.device, self.run.batch.seq_len
         rows = windows(stream, length)
         if self.run.task == "sft":
-            packed = PackedRows(stream, length, seed=0)
+            packed = PackedRows(stream, length, pack_rows(stream, length, seed=0))
             rows = map(packed.row, range(len(packed)))
         batches = in_groups(rows, max(1, BATCH_TOKENS // length), kind=lambda row: len(row[0]))
         losses: dict[int, tuple[float, int]] = {}

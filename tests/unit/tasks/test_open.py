@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.ranks import run_ranks
 
 from lockstep.config.resolve import resolve
 from lockstep.config.schema import RunConfig
+from lockstep.data.text import packing
 from lockstep.data.text.packing import IGNORE_INDEX
 from lockstep.data.tokenizer import PAD
 from lockstep.elastic.runtime import ElasticRuntime
@@ -63,6 +66,42 @@ def test_a_task_opens_again_with_equal_data_and_weights(text: dict[str, Any], tm
         assert first.fingerprints == second.fingerprints
         name, parameter = next(iter(first.meta_model().named_parameters()))
         assert torch.equal(first.init_param(name, parameter.shape), second.init_param(name, parameter.shape))
+
+
+def open_and_count_packings(runtime: ElasticRuntime, folder: Path, state: str) -> tuple[int, list[list[int]]]:
+    """Open the task; return how often this process packed the chats, and its rows."""
+    os.environ["LOCKSTEP_TMP"] = state
+    pack, calls = packing.pack, list[int]()
+    packing.pack = lambda *args: calls.append(1) or pack(*args)  # type: ignore[func-returns-value]
+    try:
+        task = open_task(run_of(CHATS | ROWS), folder, runtime)
+    finally:
+        packing.pack = pack
+    return len(calls), [task.loader.micro_batch(0, k).tokens.flatten().tolist() for k in range(2)]
+
+
+def test_chats_are_packed_once_per_run(tmp_path: Path) -> None:
+    """Every worker packed them, 64 s for a million chats."""
+    first = run_ranks(open_and_count_packings, 3, tmp_path / "run", str(tmp_path))
+    assert [count for count, _ in first] == [1, 0, 0] and first[0][1] == first[1][1] == first[2][1]
+    second = run_ranks(open_and_count_packings, 3, tmp_path / "run", str(tmp_path))
+    assert [count for count, _ in second] == [0, 0, 0] and second[0][1] == first[0][1]
+    (index,) = (tmp_path / "run" / "data").glob("rows-*.json")
+    index.write_text("{}")
+    assert run_ranks(open_and_count_packings, 2, tmp_path / "run", str(tmp_path))[0][0] == 1
+
+
+def test_damaged_packed_rows_are_refused(tmp_path: Path) -> None:
+    """They would silently train other rows on one host."""
+    open_alone(run_of(CHATS | ROWS), tmp_path)
+    (path,) = (tmp_path / "data").glob("rows-*.npy")
+    content = bytearray(path.read_bytes())
+    content[-8] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"rows-\w+\.npy is damaged[\s\S]*remove .*rows-\w+\.json"):
+        open_alone(run_of(CHATS | ROWS), tmp_path)
+    path.with_suffix(".json").unlink()
+    open_alone(run_of(CHATS | ROWS), tmp_path)
 
 
 def test_prepared_data_of_other_settings_is_refused(text: dict[str, Any], tmp_path: Path) -> None:

@@ -6,8 +6,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import itertools
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +20,10 @@ from torch import Tensor
 
 from lockstep.data.order import UniformOrder, permute, splitmix64
 from lockstep.data.text.token_stream import Ints, TokenStream
+from lockstep.files import add_checksum, read_json, verify_checksum, write_atomic, write_json
 
+DOCUMENTS_AT_ONCE = 4096
+INDEX_FORMAT = 1  # increment it when `pack_rows` changes
 IGNORE_INDEX = -100  # label of positions without a loss (models/llama.py)
 
 
@@ -62,24 +69,25 @@ def window(stream: TokenStream, start: int, length: int) -> tuple[Ints, Ints, In
 
 
 class PackedRows:
-    """Rows of whole documents of a stream with a loss mask; none is longer than `length` + 1."""
+    """Rows of whole documents of a stream with a loss mask; none is longer than `length` + 1.
 
-    def __init__(self, stream: TokenStream, length: int, *, seed: int) -> None:
+    index  from `pack_rows`, in memory or mapped
+    """
+
+    def __init__(self, stream: TokenStream, length: int, index: Ints) -> None:
         self.stream, self.length = stream, length
-        sizes = np.diff(stream.offsets) - 1  # the last token is only a label
-        self.members = pack(sizes, length, seed)
-        spans = itertools.pairwise(map(int, stream.offsets))
-        trained = np.array([int(stream.read_loss_mask(start + 1, end).sum()) for start, end in spans])
-        self._label_counts = np.array([int(trained[members].sum()) for members in self.members], dtype=np.int64)
+        rows = (len(index) - 1 - len(stream)) // 2
+        self._first, self._label_counts, self._members = index[: rows + 1], index[rows + 1 : 2 * rows + 1], index[2 * rows + 1 :]
 
     def __len__(self) -> int:
-        return len(self.members)
+        return len(self._label_counts)
 
     def row(self, i: int) -> tuple[Ints, Ints, Ints]:
         tokens, labels = np.zeros(self.length, np.int64), np.full(self.length, IGNORE_INDEX, np.int64)
-        documents = np.full(self.length, len(self.members[i]), np.int64)  # padding is a separate document
+        members = self._members[self._first[i] : self._first[i + 1]].tolist()
+        documents = np.full(self.length, len(members), np.int64)  # padding is a separate document
         position = 0
-        for number, member in enumerate(self.members[i]):
+        for number, member in enumerate(members):
             start, end = (int(self.stream.offsets[member + n]) for n in (0, 1))
             ids, loss_mask = self.stream.read(start, end), self.stream.read_loss_mask(start, end)
             span = slice(position, position + len(ids) - 1)
@@ -90,6 +98,46 @@ class PackedRows:
 
     def label_counts(self, ids: Ints) -> Ints:
         return self._label_counts[ids]
+
+
+def save_packed_rows(folder: Path, stream: TokenStream, length: int, seed: int, source: str) -> tuple[str, str]:
+    """For rank 0: write the index of the rows of prepared data, unless `folder` has it. Return the
+    name of the file and its sha256.
+
+    source  identifies the prepared data
+    """
+    key = hashlib.sha256(json.dumps([INDEX_FORMAT, source, length, seed]).encode()).hexdigest()[:16]
+    path = folder / f"rows-{key}.npy"
+    try:
+        return path.name, str(verify_checksum(read_json(path.with_suffix(".json")))["digest"])
+    except (FileNotFoundError, ValueError, KeyError):  # absent or damaged
+        content = io.BytesIO()
+        np.save(content, pack_rows(stream, length, seed))
+        write_atomic(path, content.getvalue())
+        digest = hashlib.sha256(content.getbuffer()).hexdigest()
+        write_json(path.with_suffix(".json"), add_checksum({"digest": digest}))
+        return path.name, digest
+
+
+def pack_rows(stream: TokenStream, length: int, seed: int) -> Ints:
+    """Return the index of `PackedRows`: for each row the number of its first member, and the number
+    of members; for each row its label count; the members, which are document numbers."""
+    rows = pack(np.diff(stream.offsets) - 1, length, seed)  # the last token of a document is only a label
+    members = np.fromiter(itertools.chain.from_iterable(rows), np.int64, len(stream))
+    first = np.cumsum([0, *map(len, rows)])
+    trained = np.concatenate([[0], np.cumsum(count_labels(stream)[members])])
+    return np.concatenate([first, np.diff(trained[first]), members])
+
+
+def count_labels(stream: TokenStream) -> Ints:
+    """Return how many tokens of each document have a loss, its first token excluded."""
+    counts = np.zeros(len(stream), np.int64)
+    for start in range(0, len(stream), DOCUMENTS_AT_ONCE):
+        offsets = np.asarray(stream.offsets[start : start + DOCUMENTS_AT_ONCE + 1])
+        passed = np.concatenate([[0], np.cumsum(stream.read_loss_mask(int(offsets[0]), int(offsets[-1])))])
+        firsts, ends = offsets[:-1] - offsets[0] + 1, offsets[1:] - offsets[0]
+        counts[start : start + len(ends)] = passed[ends] - passed[firsts]
+    return counts
 
 
 def pack(sizes: npt.NDArray[np.int64], length: int, seed: int) -> list[list[int]]:
