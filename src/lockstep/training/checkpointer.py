@@ -85,6 +85,7 @@ class Checkpointer:
         self.model: nn.Module | Mapping[str, torch.Tensor] = self.local_model.local_params if self.local_model else module
         self._refuse_unsupported(state or {})
         self.saver: AsyncSaver | None = None  # on processes that write
+        self.loaded = False  # a checkpoint, or the state of other workers
         self.facts: dict[str, Any] = {}  # of the checkpoint that was resumed
         self.run_facts: dict[str, Any] = {}  # written to each checkpoint
         self._saved_step = 0
@@ -137,6 +138,7 @@ class Checkpointer:
         state_dict.set_state_dict(self.model, self.optimizers, tensors, self.saved, problems)
         if self.state is not None:
             stateful.load_extra_state(self.model, self.optimizers, self.state, tensors)
+        self.loaded = True
 
     def optimizer_digest(self) -> int:
         """Return 64 bits over all state except the model; equal on the same rank of replicas."""
