@@ -25,6 +25,7 @@ from lockstep.runtime.signals import StopSignals
 from lockstep.tasks.setup import best_steps, build_model, make_step_timer, task_that_fits, warm_up
 from lockstep.tasks.task import Task
 from lockstep.training import setup as training_setup
+from lockstep.training.initial_values import draw_initial_values
 from lockstep.training.nonfinite import refuse_nonfinite_norm
 from lockstep.training.optim import adamw, learning_rate, set_learning_rate
 from lockstep.training.profiler import ProfiledSteps, compile_summary, profiling
@@ -67,6 +68,8 @@ def train_task(  # over 60 lines: the whole loop in one place
     if runtime.is_joining and model.layout.workers_per_replica == 1:
         warm_up(model.module, task, run, runtime)
     first_step = training_setup.resume_run(checkpointer, resolved, folder, resume, fingerprints, task.fingerprints)
+    if not checkpointer.loaded:
+        runtime.board.during("preparing")(draw_initial_values)(model, task.init_param, task.is_saved, runtime)
     training_setup.warn_of_other_layout(checkpointer.facts, run, task.meta_model())
     tracker = training_setup.make_tracker(resolved, folder, runtime, first_step)
     progress = ProgressDisplay(run.steps, first_step, runtime.shows_progress, log_every=run.track.log_every)

@@ -28,6 +28,7 @@ from lockstep.tasks.evaluate import BEST, EVALUATIONS, best_of
 from lockstep.tasks.layout_limits import min_parameters
 from lockstep.tasks.open import open_task
 from lockstep.tasks.task import Task
+from lockstep.training.initial_values import deferred
 from lockstep.training.profiler import measure_matmul_flops
 
 log = logging.getLogger("lockstep")
@@ -49,7 +50,8 @@ def task_that_fits(run: RunConfig, folder: Path, runtime: ElasticRuntime) -> Ite
 
 
 def build_model(resolved: ResolvedRun, task: Task, runtime: ElasticRuntime, fingerprints: Mapping[str, str]) -> LocalModel:
-    """Collective. Build the part of a new model that this worker holds, with its initial weights.
+    """Collective. Build the part of a new model that this worker holds. Parameters that checkpoints
+    contain are NaN: load a state, or call `draw_initial_values`.
 
     fingerprints  of the run, to join workers that train already
     UsageError, on all ranks, when the layout does not suit the model.
@@ -71,7 +73,7 @@ def build_model(resolved: ResolvedRun, task: Task, runtime: ElasticRuntime, fing
         model,
         layout,
         layout.coordinates(max(0, runtime.world.rank)),
-        task.init_param,
+        deferred(task.init_param, {name for name, _ in model.named_parameters() if task.is_saved(name)}),
         runtime.world.device,
         prepare_blocks=partial(_prepare_blocks, run=run, layout=layout)
         if run.memory.activation_checkpoint != "none" or per_block
