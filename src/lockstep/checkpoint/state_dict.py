@@ -133,31 +133,39 @@ def set_state_dict(
     """Fill model and optimizers, which may have no state yet, from the result of `get_state_dict`.
 
     optimizers  None: load the weights only (to evaluate, to translate)
+    tensors     `items` is used once, after the check; before that only names, shapes and dtypes
     saved       as for `get_state_dict`: excluded tensors are not in `tensors` and stay unchanged
     problems    further reasons why the state does not fit
     CheckpointError, before any change, names what is missing, unexpected, or of another shape or
     dtype. Nothing is cast.
     """
     own = {name: tensor for name, tensor in named_tensors(model).items() if saved(name)}
-    loaded = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
+    loaded = {name.removeprefix("model."): tensors[name] for name in tensors if name.startswith("model.")}
     problems = [*problems, *tensor_differences(own, loaded)]
     states: dict[str, dict[str, Tensor]] = {}
     parameters = optimizer_parameters(model, optimizers) if optimizers else {}
-    for name, tensor in tensors.items():
+    for name in tensors:
         if optimizers and name.startswith("optim."):
             parameter_name, _, key = name.removeprefix("optim.").rpartition(".")
-            states.setdefault(parameter_name, {})[key] = tensor
+            states.setdefault(parameter_name, {})[key] = tensors[name]
     problems += optimizer_differences(parameters, states)
     if problems:
         target = " and ".join([model_name(model), *(type(optimizer).__name__ for optimizer in as_tuple(optimizers))])
         hint = "build model and optimizer as in the run that saved it"
         raise CheckpointError(f"the checkpoint does not fit {target}", "\n".join(problems), hint)
-    for name, tensor in loaded.items():
-        own[name].copy_(tensor)
-    for name, (parameter, group, optimizer) in parameters.items():
+    for name, (parameter, _, optimizer) in parameters.items():
         optimizer.state.pop(parameter, None)
         if name in states:
-            optimizer.state[parameter] = dict(place_like_torch(k, v, parameter, group) for k, v in states[name].items())
+            optimizer.state[parameter] = {}
+    for name, tensor in tensors.items():
+        kind, _, rest = name.partition(".")
+        if kind == "model":
+            own[rest].copy_(tensor)
+        elif kind == "optim" and optimizers:
+            parameter_name, _, key = rest.rpartition(".")
+            parameter, group, optimizer = parameters[parameter_name]
+            key, value = place_like_torch(key, tensor, parameter, group)
+            optimizer.state[parameter][key] = value
 
 
 def place_like_torch(key: str, value: Tensor, parameter: Tensor, group: Mapping[str, Any]) -> tuple[str, Tensor | float]:

@@ -50,7 +50,7 @@ class Checkpoint:
     """A verified checkpoint in memory. CPU tensors share the bytes of their file."""
 
     step: int
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor]
     facts: dict[str, Any]
 
 
@@ -219,7 +219,7 @@ class CheckpointStore:
         return None
 
     def set_damaged_aside(self, damaged: Mapping[int, list[str]], whole: int | None) -> None:
-        """Set damaged checkpoints (step -> problems) aside, since step `whole` replaces them.
+        """Set damaged checkpoints (step -> problems) aside, since step `whole`, verified, replaces them.
         CheckpointError when `whole` is None: then all stay in place."""
         if damaged and whole is None:
             raise self._damaged(damaged)
@@ -255,25 +255,34 @@ class CheckpointStore:
 
     def _read(self, step: int) -> tuple[Checkpoint | None, list[str]]:
         """Return (the checkpoint, []) or (None, its problems); (None, []) when there is none."""
+        stored, facts, problems = self.read_share(step)
+        if stored is None:
+            return None, problems
+        return Checkpoint(step, {name: tensor_from_bytes(tensor.spec, tensor.data()) for name, tensor in stored.items()}, facts), []
+
+    def read_share(self, step: int, share: tuple[int, int] = (0, 1)) -> tuple[shards.StoredTensors | None, dict[str, Any], list[str]]:
+        """Return the tensors in the i-th of n shares of the files, the facts, and no problems; or None
+        and the problems of the share. (None, {}, []) when there is no checkpoint. share: (i, n)."""
+        index, count = share
         with commit.explain_read_errors(self.folder), pinned(self.folder, step) as path:
             if path is None:
-                return None, []
+                return None, {}, []
             files, problems = read_complete_manifest(path, step)
             contents: dict[str, bytearray] = {}
-            for name, record in sorted(files.items()):
-                content, problem = commit.read_verified(path / name, record)
+            for name in [*sorted(files.keys() - {FACTS})[index::count], *(files.keys() & {FACTS})]:
+                content, problem = commit.read_verified(path / name, files[name])
                 if problem:
                     problems.append(problem)
                 elif not problems:
                     contents[name] = content
             if problems:
-                return None, problems
-            if foreign := commit.unlisted_files(path, files):
+                return None, {}, sorted(problems)
+            if index == 0 and (foreign := commit.unlisted_files(path, files)):
                 log.warning("%s holds files that are not part of it: %s", path, ", ".join(foreign))
         facts = json.loads(contents.pop(FACTS))
-        self._verified_step = step
-        stored = shards.StoredTensors({name: memoryview(content) for name, content in contents.items()})
-        return Checkpoint(step, {name: tensor_from_bytes(tensor.spec, tensor.data()) for name, tensor in stored.items()}, facts), []
+        if count == 1:
+            self._verified_step = step
+        return shards.StoredTensors({name: memoryview(content) for name, content in contents.items()}), facts, []
 
     def load_slices(self, step: int, slices: Mapping[str, TensorSlice]) -> Checkpoint:
         """Return slices (parameter name -> slice) of these parameters and of their optimizer state.

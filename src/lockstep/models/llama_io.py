@@ -215,9 +215,10 @@ def load_llama(folder: Path, step: int | None = None, *, device: torch.device | 
         if checkpoint is None:
             raise CheckpointError("there is no checkpoint yet", str(store.folder), "import the model again")
         tensors = {name.removeprefix("model."): tensor for name, tensor in checkpoint.tensors.items() if name.startswith("model.")}
-        checkpoint.tensors.clear()  # frees the optimizer's state
+        newest_step = checkpoint.step
+        del checkpoint  # frees the optimizer's state
         model = llama_from_tensors(config, merge_adapters(folder, tensors), device)
-        return LoadedLlama(model, folder / TOKENIZER, hf_config, checkpoint.step)
+        return LoadedLlama(model, folder / TOKENIZER, hf_config, newest_step)
     refuse_no_model(folder)
     if step is not None:
         raise UsageError(f"step {step} of {folder}, which has no steps", "--step", "leave --step out for a Hugging Face folder")

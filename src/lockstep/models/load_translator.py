@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,7 +65,7 @@ def newest_steps(steps: Sequence[int], step: int, average: int) -> tuple[int, ..
     return *(before[len(before) - average + 1 :] if average > 1 and before else []), step
 
 
-def average_weights(store: CheckpointStore, steps: Sequence[int], newest: Checkpoint) -> dict[str, Tensor]:
+def average_weights(store: CheckpointStore, steps: Sequence[int], newest: Checkpoint) -> Mapping[str, Tensor]:
     """Average the weights, in float64, ascending: the bits depend on the steps alone."""
     if len(steps) == 1:
         return newest.tensors

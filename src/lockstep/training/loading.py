@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from typing import Any
 
-from lockstep.checkpoint.policy import choose_resume_step
+from lockstep.checkpoint.policy import choose_resume_step, missing_checkpoint
+from lockstep.checkpoint.shards import StoredTensors
 from lockstep.checkpoint.store import Checkpoint, CheckpointStore
 from lockstep.elastic.collectives import gather_results, run_on_all, run_on_rank0
 from lockstep.elastic.run_folder import folder_error
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import RunFolderUnavailableError
 from lockstep.parallel.parallelize import LocalModel
+from lockstep.training.shared_tensors import SharedTensors
 
 log = logging.getLogger("lockstep")
 
@@ -19,47 +22,55 @@ log = logging.getLogger("lockstep")
 def load_checkpoint(runtime: ElasticRuntime, store: CheckpointStore, how: str, local_model: LocalModel | None) -> Checkpoint | None:
     """Collective. Return this worker's part of a checkpoint; None for a new run.
 
+    Each rank verifies a share of the files. Whole replicas also keep their share in memory and send
+    it to each other while the state is loaded: `tensors` is then a SharedTensors.
     how  see Checkpointer.resume
     """
-    checkpoint: Checkpoint | None = None
+    own: tuple[StoredTensors, dict[str, Any]] | None = None
+    share, loading = (runtime.world.rank, runtime.world.size), runtime.board.during("preparing")  # as long as the disk requires
 
-    def select() -> int | None:
-        """Return the step to resume from. On rank 0, which loads an unsharded checkpoint."""
-        nonlocal checkpoint
+    def select() -> tuple[list[int], str]:
+        """For rank 0: return the steps to try, the newest first, and the reason."""
         if runtime.membership and (why := folder_error(runtime.membership.worker_env)):
             raise RunFolderUnavailableError(f"the run folder cannot be used: {why}", str(store.folder), "mount it again")
         store.preflight()
-        chosen, reason = choose_resume_step(how, store.steps())
-        step = chosen
-        if chosen is not None and not local_model:
-            checkpoint = store.load(chosen) if how.isdecimal() else store.load_newest()
-            step = checkpoint.step if checkpoint else None
-        if how == "never" or how.isdecimal():
-            store.set_aside_after(chosen or 0)
-        log.info(reason if step == chosen else f"resuming from step {step}")
-        return step
+        steps = store.steps()
+        chosen, reason = choose_resume_step(how, steps)
+        return [] if chosen is None else [chosen] if how.isdecimal() else steps[::-1], reason
 
-    loading = runtime.board.during("preparing")  # takes as long as the disk and the size of the state require
-    step = run_on_rank0(runtime, loading(select))
+    def read(step: int) -> list[str]:
+        """Verify this rank's share of a checkpoint, and keep it if replicas are whole; return its problems."""
+        nonlocal own
+        if local_model:
+            return store.verify(step, share)
+        stored, facts, problems = store.read_share(step, share)
+        if stored is None and not problems:
+            raise missing_checkpoint(step, store.steps(), str(store.folder))
+        own = (stored, facts) if stored is not None else None
+        return problems
+
+    steps, reason = run_on_rank0(runtime, loading(select))
     store.require_folder()
-    if step is not None and local_model and not how.isdecimal():
-        step = newest_whole_step(runtime, store)
+    damaged: dict[int, list[str]] = {}
+    step = None
+    for candidate in steps:
+        if not (problems := {problem for found in gather_results(runtime, loading(partial(read, candidate))) for problem in found}):
+            step = candidate
+            break
+        damaged[candidate], own = sorted(problems), None
+
+    def settle() -> None:
+        """For rank 0: set aside what is not resumed."""
+        store.set_damaged_aside(damaged, step)
+        if how == "never" or how.isdecimal():
+            store.set_aside_after(step or 0)
+        log.info(reason if step == next(iter(steps), None) else f"resuming from step {step}")
+
+    run_on_rank0(runtime, settle)
     if step is None:
         return None
-    load = partial(store.load_slices, step, local_model.slices) if local_model else partial(store.load, step)
-    return run_on_all(runtime, loading(lambda: checkpoint or load()))
-
-
-def newest_whole_step(runtime: ElasticRuntime, store: CheckpointStore) -> int | None:
-    """Collective. Return the newest whole step. Each process verifies a share of the files."""
-    damaged: dict[int, list[str]] = {}
-    share, whole, verifying = (runtime.world.rank, runtime.world.size), None, runtime.board.during("preparing")
-    for step in reversed(run_on_rank0(runtime, store.steps)):
-        problems_per_rank = gather_results(runtime, verifying(partial(store.verify, step, share)))
-        problems = [problem for rank_problems in problems_per_rank for problem in rank_problems]
-        if not problems:
-            whole = step
-            break
-        damaged[step] = sorted(set(problems))
-    run_on_rank0(runtime, lambda: store.set_damaged_aside(damaged, whole))
-    return whole
+    store.set_damaged_aside({}, step)
+    if local_model:
+        return run_on_all(runtime, loading(partial(store.load_slices, step, local_model.slices)))
+    assert own is not None
+    return Checkpoint(step, SharedTensors(runtime, own[0]), own[1])

@@ -289,13 +289,13 @@ def test_loading_a_checkpoint_has_no_time_limit(runtime: ElasticRuntime, tmp_pat
         checkpointer.resume()
         checkpointer.save(1)
     phases = []
-    load = CheckpointStore.load_newest
+    read = CheckpointStore.read_share
 
-    def load_newest(store: CheckpointStore) -> Any:
+    def read_share(store: CheckpointStore, *args: Any) -> Any:
         phases.append(runtime.board.phase)
-        return load(store)
+        return read(store, *args)
 
-    monkeypatch.setattr(CheckpointStore, "load_newest", load_newest)
+    monkeypatch.setattr(CheckpointStore, "read_share", read_share)
     before = runtime.board.phase
     with Checkpointer(tmp_path / "checkpoints", runtime, model, optimizer) as checkpointer:
         assert checkpointer.resume() == 1 and runtime.board.phase == before
