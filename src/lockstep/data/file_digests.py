@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,7 +49,8 @@ class FileDigests:
                 hashed = zip(changed, pool.map(sha256_file, changed), strict=True)
                 known |= {str(path.resolve()): [*identities[path], digest] for path, digest in hashed}
             if changed and self.path:
-                write_json(self.path, add_checksum({"start": self.start, "files": known}))
+                with suppress(OSError):  # a full disk: the other workers hash, too
+                    write_json(self.path, add_checksum({"start": self.start, "files": known}))
         return {path: str(known[str(path.resolve())][-1]) for path in identities}
 
     @contextmanager
