@@ -554,6 +554,27 @@ def test_reason_names_removed_members_and_joiners() -> None:
     assert successor and successor.out == (Removed("a/1/x", "exited"),) and reason == "a/1: exited; a/2 joined"
 
 
+def test_ranks_of_one_host_are_adjacent_after_joins() -> None:
+    def at(host: str, slot: int) -> Member:
+        return replace(member(slot), id=f"{host}/{slot}/x", host=host)
+
+    def successor(stay: Sequence[Member], joiners: Sequence[Member], replica_size: int) -> list[str]:
+        reports = {worker.id: LeaveReport(1, 7) for worker in stay}
+        everyone = frozenset(worker.id for worker in (*stay, *joiners))
+        asking = [Joiner(worker, {}, everyone) for worker in joiners]
+        view = CoordinatorView(Generation(1, "token", tuple(stay), "a:9", 0, ""), reports, {}, asking)
+        proposal, _ = NEXT_GENERATION(view, ElasticLimits(replica_size=replica_size), "token")
+        assert proposal
+        return [worker.id[:3] for worker in proposal.members]
+
+    stay, joiners = [at("b", 0), at("a", 1), at("b", 2)], [at("c", 0), at("b", 1), at("a", 0), at("c", 1)]
+    assert successor(stay, joiners, 1) == ["b/0", "b/2", "b/1", "a/1", "a/0", "c/0", "c/1"]
+    # A replica of workers of two hosts counts as its first host's; the workers in it keep their order.
+    stay = [at("a", 0), at("b", 1), at("c", 1), at("c", 0)]
+    joiners = [at("a", 1), at("a", 2), at("c", 2), at("c", 3)]
+    assert successor(stay, joiners, 2) == ["a/0", "b/1", "a/1", "a/2", "c/1", "c/0", "c/2", "c/3"]
+
+
 # Stopping.
 
 

@@ -87,7 +87,19 @@ def next_generation(view: CoordinatorView, limits: ElasticLimits, token: str) ->
     causes = [f"{member.id.rpartition('/')[0]}: {member.why}" for member in removed] + ([f"{member_names(new)} joined"] if new else [])
     reason = "; ".join(causes) or next((report.why for report in view.reports.values() if report.why), "regrouped")
     step = max(view.reports[member.id].step for member in stay)
-    return Generation(number, token, (*stay, *new), "", step, reason, tuple(removed)), reason
+    members = group_by_host([*stay, *new], limits.replica_size)
+    return Generation(number, token, members, "", step, reason, tuple(removed)), reason
+
+
+def group_by_host(members: Sequence[Member], replica_size: int) -> tuple[Member, ...]:
+    """Return the members with the replicas of each host adjacent, so that nearby ranks share a host.
+
+    Hosts and the replicas of a host keep the order of `members`. A replica counts as its first host's.
+    """
+    by_host: dict[str, list[Member]] = {}
+    for first in range(0, len(members), replica_size):
+        by_host.setdefault(members[first].host, []).extend(members[first : first + replica_size])
+    return tuple(member for replicas in by_host.values() for member in replicas)
 
 
 def members_to_release(view: CoordinatorView, limits: ElasticLimits) -> list[Member]:
