@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import resource
@@ -45,6 +46,9 @@ class Connections:
     ) -> None:
         self._listener, self._token, self._protocol, self._apply, self._on_message = listener, token, protocol, apply, on_message
         self._links: dict[int, Link] = {}  # by file descriptor
+        self._pending: dict[int, Link] = {}  # those without authentication, oldest first
+        self._by_id: dict[str, list[Link]] = {}  # authenticated links to each worker, without control commands
+        self._encoded: tuple[dict[str, Any], bytes] = ({}, b"{}")  # the newest message and its text: most go to many links
         self._exiting: list[Member] = []  # peers to connect to again in the next `retry`
         self._exiting_since_s: dict[str, float] = {}
         self._refusals = LogLimiter(REFUSAL_LOG_S)
@@ -84,7 +88,7 @@ class Connections:
 
     def retry(self, now_s: float) -> None:
         """Drop links that have not authenticated in time, and connect again to exiting peers."""
-        for link in [link for link in self._links.values() if not link.id and now_s - link.opened_s > CONNECT_S]:
+        for link in [link for link in self._pending.values() if now_s - link.opened_s > CONNECT_S]:
             self._fail(link, refused=False)
         exiting, self._exiting = self._exiting, []
         for member in exiting:
@@ -107,9 +111,11 @@ class Connections:
             self._on_connect_failed(member.id, refused=code == errno.ECONNREFUSED)
 
     def send(self, id: str, message: dict[str, Any]) -> None:
-        if link := next((link for link in self._links.values() if link.id == id), None):
-            link.send(message)
-            self._flush(link)
+        if links := self._by_id.get(id):
+            if message is not self._encoded[0]:
+                self._encoded = message, json.dumps(message).encode()
+            links[0].send(self._encoded[1])
+            self._flush(links[0])
 
     def close(self) -> None:
         for link in list(self._links.values()):
@@ -125,8 +131,8 @@ class Connections:
         """
         limit = max_unauthenticated()
         while True:
-            unauthenticated = [link for link in self._links.values() if not link.is_client and not link.id]
-            oldest = min(unauthenticated, key=lambda link: link.opened_s) if unauthenticated else None
+            unauthenticated = [link for link in self._pending.values() if not link.is_client]
+            oldest = unauthenticated[0] if unauthenticated else None
             if oldest and len(unauthenticated) >= limit:
                 if time.monotonic() - oldest.opened_s < KEEP_S:
                     self._pause_listener()
@@ -155,7 +161,7 @@ class Connections:
 
     def _add(self, connection: socket.socket, *, is_client: bool, **expected: Any) -> None:
         link = Link(connection, self._token, self._protocol.me.id, vars(self._protocol.me), is_client, time.monotonic(), **expected)
-        self._links[connection.fileno()] = link
+        self._links[connection.fileno()] = self._pending[connection.fileno()] = link
         self._selector.register(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, link)
 
     def _serve_link(self, link: Link, events: int) -> None:
@@ -188,10 +194,14 @@ class Connections:
 
     def _on_authenticated(self, link: Link) -> None:
         self._exiting_since_s.pop(link.expected_id, None)
+        del self._pending[link.socket.fileno()]
         if link.is_client and link.id != link.expected_id:  # another worker has its port now
             self._fail(link, refused=True)
-        elif not link.is_control and len([other for other in self._links.values() if other.id == link.id]) == 1:
-            self._apply(self._protocol.on_link_up(link.id, time.monotonic()))
+        elif not link.is_control:
+            links = self._by_id.setdefault(link.id, [])
+            links.append(link)
+            if len(links) == 1:
+                self._apply(self._protocol.on_link_up(link.id, time.monotonic()))
 
     def _flush(self, link: Link) -> None:
         try:
@@ -206,6 +216,9 @@ class Connections:
     def _drop(self, link: Link) -> None:
         if self._links.pop(link.socket.fileno(), None) is not None:
             self._selector.unregister(link.socket)
+            self._pending.pop(link.socket.fileno(), None)
+            if others := [other for other in self._by_id.pop(link.id, ()) if other is not link]:
+                self._by_id[link.id] = others
         link.socket.close()
 
     def _fail(self, link: Link, *, refused: bool, exiting: bool = False) -> None:
@@ -218,7 +231,7 @@ class Connections:
         authenticated = link.id and not (link.is_client and link.id != link.expected_id)
         self._drop(link)
         if authenticated and not link.is_control:
-            if not any(other.id == link.id for other in self._links.values()):
+            if link.id not in self._by_id:
                 self._apply(self._protocol.on_link_down(link.id, time.monotonic()))
         elif exiting and time.monotonic() - self._exiting_since_s.setdefault(link.expected_id, time.monotonic()) < EXITING_S:
             self._exiting.append(Member(**link.member))

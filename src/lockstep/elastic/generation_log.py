@@ -22,7 +22,8 @@ import logging
 import os
 import re
 import secrets
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -92,20 +93,38 @@ class Generation:
     out: tuple[Removed, ...] = ()  # members of the previous generation that are not in this one
     end: RunResult | None = None  # of the run; None while it runs
 
-    def rank_of(self, id: str) -> int | None:
-        return next((rank for rank, member in enumerate(self.members) if member.id == id), None)
+    @cached_property
+    def ranks(self) -> dict[str, int]:
+        """The rank of each member, by id."""
+        return {member.id: rank for rank, member in enumerate(self.members)}
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    def rank_of(self, id: str) -> int | None:
+        return self.ranks.get(id)
+
+    def to_json(self, before: Generation | None = None) -> dict[str, Any]:
+        """Return the generation as JSON. Members of `before` are pairs (first rank, end) there."""
+        members: list[Any] = []
+        for member in self.members:
+            rank = before.rank_of(member.id) if before else None
+            if rank is None:
+                members.append(vars(member))
+            elif members and isinstance(members[-1], list) and members[-1][1] == rank:
+                members[-1][1] += 1
+            else:
+                members.append([rank, rank + 1])
+        return asdict(replace(self, members=())) | {"members": members}
 
     @staticmethod
-    def from_json(value: Any) -> Generation:
-        """Parse a generation. KeyError, TypeError or ValueError: malformed."""
+    def from_json(value: Any, before: Generation | None = None) -> Generation:
+        """Parse the result of `to_json`. KeyError, TypeError or ValueError: malformed."""
         fields = dict(value)
+        ranges = [
+            before.members[slice(*item)] if before and isinstance(item, list) else [Member.from_json(item)] for item in fields["members"]
+        ]
         return Generation(
             **fields
             | {
-                "members": tuple(map(Member.from_json, fields["members"])),
+                "members": tuple(member for members in ranges for member in members),
                 "out": tuple(Removed(**removed) for removed in fields["out"]),
                 "end": RunResult(**fields["end"]) if fields["end"] else None,
             }

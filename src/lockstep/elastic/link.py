@@ -89,9 +89,9 @@ def make_signers(token: bytes, *session: str) -> tuple[Signer, Signer]:
     return client, server
 
 
-def encode_frame(message: dict[str, Any], signer: Signer | None = None) -> bytes:
-    """Encode a message; without a signer, one of the handshake."""
-    text = json.dumps(message).encode()
+def encode_frame(message: dict[str, Any] | bytes, signer: Signer | None = None) -> bytes:
+    """Return the frame of a message or of its JSON; without a signer, of one of the handshake."""
+    text = message if isinstance(message, bytes) else json.dumps(message).encode()
     mac = signer.next_mac(text) if signer else b""
     return LENGTH_PREFIX.pack(len(mac) + len(text)) + mac + text
 
@@ -123,8 +123,8 @@ class Link:
         if not self.is_client:
             self.send({"kind": "hello", "nonce": self.nonce})
 
-    def send(self, message: dict[str, Any]) -> None:
-        """Queue a message; `flush` writes it."""
+    def send(self, message: dict[str, Any] | bytes) -> None:
+        """Queue a message or its JSON; `flush` writes it."""
         self._outgoing += encode_frame(message, self._signer)
 
     @property

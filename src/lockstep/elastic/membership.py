@@ -221,6 +221,8 @@ class Membership:
         now_s = time.monotonic()
         self.connections.retry(now_s)
         self._apply(self.protocol.tick(now_s))
+        while effects := self.protocol.advance(now_s):  # a failed connection is an event, too
+            self._apply(effects)
         self.aborter.check(is_over=self.protocol.phase == "in" and bool(self.protocol.generation_error), now_s=now_s)
         self.joiner_count = self.protocol.joiner_count
         self._watch(now_s)
@@ -257,12 +259,14 @@ class Membership:
             self._apply([Send(id, {"kind": "get_stack"})])
 
     def _apply(self, effects: Sequence[Effect]) -> None:
+        heartbeat: dict[str, Any] = {}  # the same object for all links, so that it is encoded once
         for effect in effects:
             if not isinstance(effect, ReadLog) and not (isinstance(effect, Send) and effect.message["kind"] == "heartbeat"):
                 log.debug("%s", effect)
             match effect:
                 case Send(id, {"kind": "heartbeat"} as message):
-                    self.connections.send(id, message | {"doing": read_status(self.board)})
+                    heartbeat = heartbeat or message | {"doing": read_status(self.board)}
+                    self.connections.send(id, heartbeat)
                 case Send(id, message):
                     self.connections.send(id, message)
                 case Connect(member):
@@ -277,7 +281,7 @@ class Membership:
                     self.disk.unregister()
                     with self._turn:
                         if isinstance(effect, FormGroup):
-                            self._formed = effect.generation
+                            self._formed, self._unreachable_since_s = effect.generation, {}
                         else:
                             self._others_started = True
                         self._turn.notify_all()

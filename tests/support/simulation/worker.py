@@ -105,8 +105,8 @@ class Worker:
             self.carry_out(getattr(self.protocol, event)(*values, self.now_s))
 
     def carry_out(self, effects: list[Effect]) -> None:
-        """Carry out the protocol's effects."""
-        for effect in effects:
+        """Carry out the protocol's effects, as a turn of the membership thread with one event."""
+        for effect in [*effects, *self.protocol.advance(self.now_s)]:
             if not self.alive:
                 return
             self.cluster.note(self.me.id, effect)

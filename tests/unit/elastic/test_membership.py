@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -311,6 +313,61 @@ def test_changing_liveness_file_of_an_unreachable_member_refuses_a_second_traini
         cluster.membership.next_generation(0)
     stop.set()
     writer.join()
+
+
+def test_messages_that_arrive_together_are_answered_in_one_turn(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster.start(cluster.me, cluster.peer.me)
+    answered: list[int] = []
+    handled, advance = 0, cluster.membership.protocol.advance
+
+    def advance_and_count(now_s: float) -> list[Any]:
+        nonlocal handled
+        if handled:
+            answered.append(handled)
+            handled = 0
+        return advance(now_s)
+
+    def count_message(id: str, message: dict[str, Any], now_s: float) -> list[Any]:
+        nonlocal handled
+        handled += message["kind"] == "ended"
+        return on_message(id, message, now_s)
+
+    on_message = cluster.membership.protocol.on_message
+    monkeypatch.setattr(cluster.membership.protocol, "advance", advance_and_count)
+    monkeypatch.setattr(cluster.membership.protocol, "on_message", count_message)
+    ended = {"kind": "ended", "number": 1, "why": "lost", "dead": {}, "partition_suspected": False}
+    link = [link for link in cluster.peer.links if link.id][-1]
+    for _ in range(100):
+        link.send(ended)
+    cluster.until(lambda: sum(answered) == 100)
+    assert len(answered) < 10, "a turn answers all messages that it received"
+
+
+def test_message_to_many_members_is_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(tmp_path)
+    cluster.peers += [FakePeer(cluster.token, slot) for slot in range(2, 6)]
+    for slot, peer in enumerate(cluster.peers, 1):
+        peer.me = replace(peer.me, id=f"there/{slot}/peer")
+    encoded: list[str] = []
+    dumps = json.dumps
+
+    def count(value: Any, **options: Any) -> str:
+        encoded.extend([value["kind"]] if isinstance(value, dict) and "kind" in value else [])
+        return dumps(value, **options)
+
+    cluster.write(1, cluster.me, *(peer.me for peer in cluster.peers))
+    cluster.membership.request_join(FINGERPRINT, is_joining=False)
+    cluster.membership.next_generation(0)
+    for peer in cluster.peers:
+        peer.connect(cluster.me)
+    cluster.until(lambda: all(peer.is_linked for peer in cluster.peers))
+    monkeypatch.setattr("lockstep.elastic.connections.json.dumps", count)
+    cluster.membership.publish_result(RunResult(0, "complete"))
+    cluster.until(lambda: all("generation" in peer.kinds() for peer in cluster.peers))
+    monkeypatch.undo()
+    cluster.close()
+    (message,) = {dumps(message) for peer in cluster.peers for message in peer.received if message["kind"] == "generation"}
+    assert encoded.count("generation") == 1 and json.loads(message)["follows"] == "token 1"
 
 
 def test_bug_in_the_membership_thread_ends_the_worker(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

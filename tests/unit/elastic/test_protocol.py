@@ -221,9 +221,9 @@ class Belated(Protocol):
 class Careless(Protocol):
     """It admits joiners without a fingerprint."""
 
-    def _on_join_request(self, joiner: Joiner, now_s: float) -> list[Effect]:
+    def _on_join_request(self, joiner: Joiner) -> list[Effect]:
         self.joiners[joiner.member.id] = joiner
-        return self._advance(now_s)
+        return self._note_change()
 
 
 class Returning(Protocol):
@@ -390,9 +390,29 @@ def test_broken_variants_violate_an_invariant(broken: Any, monkeypatch: pytest.M
 # Cases that the histories do not cover.
 
 
+class OneEventPerTurn(Protocol):
+    """Each event also returns the effects of the `advance` that follows it."""
+
+    EVENTS = ("request_join", "set_fingerprint", "on_group_left", "evict", "regroup", "request_stop", "tick", "on_link_up", "on_link_down")
+    EVENTS += ("on_connect_failed", "on_message", "on_log_read", "on_proposed", "on_disk_error")
+
+    def __getattribute__(self, name: str) -> Any:
+        attribute = super().__getattribute__(name)
+        if name not in OneEventPerTurn.EVENTS:
+            return attribute
+
+        def event(*args: Any, **named: Any) -> list[Effect]:
+            now_s = [arg for arg in args if isinstance(arg, float)][-1]
+            return [*attribute(*args, **named), *self.advance(now_s)]
+
+        return event
+
+
 def protocol(slot: int = 0, **more: Any) -> Protocol:
     """The protocol of worker a/SLOT; slot 0 is the first candidate of a start."""
-    return Protocol(member(slot), ElasticLimits(heartbeat_s=0.5, heartbeat_timeout_s=2.5, expected_workers=2), lambda: "token", 0.0, **more)
+    return OneEventPerTurn(
+        member(slot), ElasticLimits(heartbeat_s=0.5, heartbeat_timeout_s=2.5, expected_workers=2), lambda: "token", 0.0, **more
+    )
 
 
 def member(slot: int) -> Member:

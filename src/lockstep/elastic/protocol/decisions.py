@@ -73,7 +73,7 @@ def next_generation(view: CoordinatorView, limits: ElasticLimits, token: str) ->
     """Return (the generation to propose, the reason), or (None, what the coordinator waits for)."""
     number, missing = view.generation.number + 1, missing_reports(view)
     if missing:
-        return None, f"waiting for {member_names(missing)} to leave generation {view.generation.number}"
+        return None, f"waiting for {len(missing)} members to leave generation {view.generation.number}"
     survivors = split_members(view, limits)
     if survivors is None:
         return None, "no member would stay"
@@ -127,12 +127,13 @@ def split_members(view: CoordinatorView, limits: ElasticLimits) -> tuple[list[Me
     leaving = [member for member in alive if reports[member.id].leaving]
     if len(leaving) < len(alive):
         removed += [Removed(member.id, reports[member.id].why or "leaving") for member in leaving]
-        alive = [member for member in alive if member not in leaving]
+        alive = [member for member in alive if not reports[member.id].leaving]
     elif not select_joiners(view.joiners, alive, limits):
         return None
     stay: list[Member] = []
     for member in alive:
-        unreachable = next((other for other in stay if member.id in reports[other.id].lost and other.id in reports[member.id].lost), None)
+        lost = set(reports[member.id].lost)
+        unreachable = next((other for other in (stay if lost else ()) if other.id in lost and member.id in reports[other.id].lost), None)
         if unreachable:
             removed.append(Removed(member.id, f"it and {member_names([unreachable])} cannot reach each other"))
         else:
@@ -147,7 +148,8 @@ def select_joiners(joiners: Iterable[Joiner], stay: Sequence[Member], limits: El
     Replicas of one worker may not reach each other. Then the next generation does not form, and
     one of them is removed. Members of a larger replica would be removed and join together again.
     """
-    fit = [joiner for joiner in joiners if all(member.id in joiner.reaches for member in stay)]
+    ids = {member.id for member in stay}
+    fit = [joiner for joiner in joiners if ids <= joiner.reaches]
     if limits.replica_size > 1:
         fit = replicas_that_reach_each_other(fit, limits.replica_size)
     return first_whole_replicas([joiner.member for joiner in fit], max(0, limits.max_workers - len(stay)), limits.replica_size)
@@ -174,11 +176,13 @@ def first_whole_replicas(members: Sequence[Member], most: int, replica_size: int
 
 def split_whole_replicas(members: Sequence[Member], stay: Sequence[Member], replica_size: int) -> tuple[list[Member], list[Member]]:
     """Split `stay` into (members whose whole replica stays, the others)."""
-    if replica_size == 1:
-        return list(stay), []
-    replicas = [members[first : first + replica_size] for first in range(0, len(members), replica_size)]
-    kept = [member for replica in replicas if all(member in stay for member in replica) for member in replica]
-    return kept, [member for member in stay if member not in kept]
+    ids = {member.id for member in stay}
+    whole: list[Member] = []
+    others: list[Member] = []
+    for first in range(0, len(members), replica_size):
+        replica = [member for member in members[first : first + replica_size] if member.id in ids]
+        (whole if len(replica) == replica_size else others).extend(replica)
+    return whole, others
 
 
 def rendezvous_status(workers: Sequence[Member], limits: ElasticLimits) -> str:

@@ -25,6 +25,7 @@ class MembershipState:
     after: int = 0  # newest generation before this start: a recorded end up to it is ignored
     fingerprint: Mapping[str, str] = field(default_factory=dict)  # must be equal on all members; empty until this worker trains
     generation: Generation | None = None  # the newest one that this worker knows
+    announcement: dict[str, Any] = field(default_factory=dict)  # the message with it, for workers that know the one before
     phase: str = "out"
     join_requested: bool = False  # by the main thread
     is_joining: bool = False  # it asked while others trained, and starts with no other worker
@@ -37,7 +38,9 @@ class MembershipState:
     last_heard_s: dict[str, float] = field(default_factory=dict)  # id -> time of the last message, for each monitored peer
     links: set[str] = field(default_factory=set)  # ids of linked peers
     waiting_members: tuple[Member, ...] = ()  # outside every generation, from the run folder; some may have exited
+    _changed: bool = False  # since the last `advance`
     _last_sent: dict[str, dict[str, Any]] = field(default_factory=dict)  # id -> newest update sent
+    _last_updates: object = None  # the result of `_updates` from which `_last_sent` was sent
     _connect_after_s: dict[str, float] = field(default_factory=dict)  # id -> next attempt; inf: one is under way
     _has_read_log: bool = False
     _log_read_s: float = -math.inf
@@ -52,14 +55,23 @@ class MembershipState:
         return self.generation.number if self.generation else 0
 
     @property
+    def _token(self) -> str:
+        """The token of `generation`; "" without one."""
+        return self.generation.token if self.generation else ""
+
+    @property
     def others(self) -> list[Member]:
         return [member for member in self.generation.members if member.id != self.me.id] if self.generation else []
 
     def coordinator(self) -> Member | None:
         """Return the first member that is not gone, preferably one that stays in the run."""
-        leaving = {id for id, report in self.reports.items() if report.leaving}
-        staying_first = sorted(self._members(), key=lambda member: member.id in leaving)
-        return next((member for member in staying_first if not self._loss_reason(member.id)), None)
+        first_leaving = None
+        for member in self._members():
+            if not self._loss_reason(member.id):
+                if member.id not in self.reports or not self.reports[member.id].leaving:
+                    return member
+                first_leaving = first_leaving or member
+        return first_leaving
 
     @property
     def is_coordinator(self) -> bool:
@@ -68,8 +80,10 @@ class MembershipState:
     @property
     def joiner_count(self) -> int:
         """Number of joiners that could be admitted now."""
+        if not self.joiners or not self.is_coordinator:
+            return 0
         alive = [member for member in self._members() if not self._loss_reason(member.id)]
-        return len(select_joiners(self._reachable_joiners(), alive, self.limits)) if self.is_coordinator else 0
+        return len(select_joiners(self._reachable_joiners(), alive, self.limits))
 
     @property
     def writes_liveness(self) -> bool:
@@ -105,18 +119,20 @@ class MembershipState:
             wanted = [*self._members(), *candidates[: 1 + sum(self._is_late(member.id) for member in candidates)]]
         elif self._made_no_progress or (self.is_coordinator and self.generation_error):
             wanted = self.others
-        elif coordinator := self.coordinator():
-            members = self._members()
-            wanted = members[: members.index(coordinator) + 1]
+        elif (coordinator := self.coordinator()) and self.generation:
+            wanted = self._members()[: self.generation.ranks[coordinator.id] + 1]
         return [member for member in wanted if member.id != self.me.id and member.id not in self.dead]
 
     def _monitored(self) -> list[Member]:
         """Return the workers whose silence counts: peers, joiners, and a coordinator's members."""
-        joiners, members = [joiner.member for joiner in self.joiners.values()], self.others if self.is_coordinator else ()
-        return [member for member in (*self._wanted_peers(), *joiners, *members) if member.id not in self.dead]
+        joiners, peers = [joiner.member for joiner in self.joiners.values()], self.others if self.is_coordinator else self._wanted_peers()
+        return [member for member in (*peers, *joiners) if member.id not in self.dead]
 
-    def _members(self) -> list[Member]:
-        return list(self.generation.members) if self.generation and not self.generation.end else []
+    def _members(self) -> tuple[Member, ...]:
+        return self.generation.members if self.generation else ()
+
+    def _is_member(self, id: str) -> bool:
+        return self.generation is not None and id in self.generation.ranks
 
     def _active_members(self) -> list[Member]:
         """Return the members that may still train, as seen by a worker outside the generation."""
@@ -126,9 +142,9 @@ class MembershipState:
 
     def _candidates(self) -> list[Member]:
         """Return the workers outside every generation, up to this one. The first proposes."""
-        members, own_key = self._members(), self.me.sort_key
-        outside = [member for member in {self.me, *self.waiting_members} if member not in members]
-        return sorted((member for member in outside if member.sort_key <= own_key), key=lambda member: member.sort_key)
+        own_key = self.me.sort_key
+        candidates = {member.id: member for member in (self.me, *self.waiting_members) if member.sort_key <= own_key}
+        return sorted((member for id, member in candidates.items() if not self._is_member(id)), key=lambda member: member.sort_key)
 
     def _first_candidate(self) -> Member:
         return next(member for member in self._candidates() if not self._loss_reason(member.id))

@@ -59,9 +59,15 @@ from lockstep.elastic.protocol.effects import AbortGroup, Connect, Effect, Exit,
 from lockstep.elastic.protocol.state import MembershipState
 from lockstep.runtime.signals import stop_exit_code
 
+HEARTBEAT = {"kind": "heartbeat"}
+
 
 class Protocol(MembershipState):
-    """Each event method takes the time and returns the effects, in order."""
+    """Each event method takes the time and returns the effects that cannot wait, in order.
+
+    `advance` returns the others. It costs O(members), so call it once for all events of a turn:
+    the reports of all members after a loss then cost O(members) together.
+    """
 
     # -- requests of the main thread ------------------------------------------------------------------------------------
 
@@ -73,7 +79,7 @@ class Protocol(MembershipState):
     def set_fingerprint(self, fingerprint: Mapping[str, str], now_s: float) -> list[Effect]:
         """Start to train: check each waiting joiner against the fingerprint."""
         self.fingerprint, joiners, self.joiners = fingerprint, list(self.joiners.values()), {}
-        return [effect for joiner in joiners for effect in self._on_join_request(joiner, now_s)]
+        return [effect for joiner in joiners for effect in self._on_join_request(joiner)]
 
     def on_group_left(self, report: LeaveReport, now_s: float) -> list[Effect]:
         if self.phase != "in" or report.number != self.number:
@@ -81,22 +87,22 @@ class Protocol(MembershipState):
         self.phase = "left"
         self.reports[self.me.id] = report
         self.generation_error = self.generation_error or report.why or "left"
-        return self._advance(now_s)
+        return self._note_change()
 
     def evict(self, id: str, why: str, now_s: float) -> list[Effect]:
         if id == self.me.id:
             return self._exit_removed(why)
         self.dead.setdefault(id, why)
-        return self._advance(now_s)
+        return self._note_change()
 
     def regroup(self, why: str, now_s: float) -> list[Effect]:
         """Form a generation of all members that reach each other: no rank caused the hang."""
         self.partition_suspected = True
-        return [*self._end_generation(why), *self._advance(now_s)]
+        return [*self._end_generation(why), *self._note_change()]
 
     def request_stop(self, name: str, now_s: float) -> list[Effect]:
         self.stop_signal = self.stop_signal or name
-        return self._advance(now_s)
+        return self._note_change()
 
     def stop_admitting(self) -> list[Effect]:
         """Admit no more joiners and wait for no workers: the run is about to end."""
@@ -114,21 +120,22 @@ class Protocol(MembershipState):
         self.last_heard_s[id] = now_s
         self._last_sent.pop(id, None)
         self._connect_after_s.pop(id, None)
-        return self._advance(now_s)
+        return self._note_change()
 
     def on_link_down(self, id: str, now_s: float) -> list[Effect]:
         """Connect again: a refused connection shows that the peer exited."""
         self.links.discard(id)
+        self._last_sent.pop(id, None)
         self.joiners.pop(id, None)
         self._connect_after_s.pop(id, None)
-        return [*self._connect([member for member in self._monitored() if member.id == id], now_s), *self._advance(now_s)]
+        return [*self._connect([member for member in self._monitored() if member.id == id], now_s), *self._note_change()]
 
     def on_connect_failed(self, id: str, refused: bool, now_s: float) -> list[Effect]:
         """Retry later. A refused connection is taken as proof that the process exited."""
         self._connect_after_s[id] = now_s + self.limits.log_poll_s
         if refused:
             self.dead.setdefault(id, "exited")
-        return self._advance(now_s)
+        return self._note_change()
 
     def on_message(self, id: str, message: Mapping[str, Any], now_s: float) -> list[Effect]:
         self.last_heard_s[id] = now_s
@@ -136,8 +143,12 @@ class Protocol(MembershipState):
         if self.phase == "gone" or kind == "heartbeat":
             return []
         self.stop_signal = self.stop_signal or str(message.get("stops", ""))
-        if kind == "generation":
-            return self._adopt(Generation.from_json(message["generation"]), now_s)
+        if kind == "generation" and (number <= self.number or message["follows"] == self._token):
+            return (
+                self._note_change()
+                if number <= self.number
+                else self._adopt(Generation.from_json(message["generation"], self.generation), now_s)
+            )
         if kind == "get_ready":
             if self.phase != "out" or not self.join_requested or self.fingerprint:
                 return []
@@ -149,10 +160,10 @@ class Protocol(MembershipState):
         if number > self.number:
             return [ReadLog(self.number)]
         if number < self.number and self.generation:
-            return [Send(id, {"kind": "generation", "generation": self.generation.to_json()})]
+            return [Send(id, self.announcement)]
         if kind == "join":
             joiner = Joiner(Member.from_json(message["member"]), dict(message["fingerprint"]), frozenset(message["reaches"]))
-            return self._on_join_request(joiner, now_s)
+            return self._on_join_request(joiner)
         if kind not in ("left", "ended") or self.phase == "out":
             return []
         if self.me.id in message["dead"]:
@@ -162,7 +173,7 @@ class Protocol(MembershipState):
         if kind == "left":
             leaving, why, lost = bool(message["leaving"]), str(message["why"]), tuple(message["lost"])
             self.reports[id] = LeaveReport(number, int(message["step"]), leaving, why, lost)
-        return [*self._end_generation(str(message["why"]) or f"{id} left"), *self._advance(now_s)]
+        return [*self._end_generation(str(message["why"]) or f"{id} left"), *self._note_change()]
 
     # -- disk events ----------------------------------------------------------------------------------------------------
 
@@ -174,7 +185,7 @@ class Protocol(MembershipState):
         self.waiting_members = tuple(member for member in waiting_members if member.id != self.me.id)
         if self.phase == "out" and self.generation:
             self.last_heard_s |= {id: now_s for id in alive if self.generation.rank_of(id) is not None}
-        return self._adopt(newest, now_s) if newest else self._advance(now_s)
+        return self._adopt(newest, now_s) if newest else self._note_change()
 
     def on_proposed(self, winner: Generation, now_s: float) -> list[Effect]:
         self._pending_proposal = 0
@@ -200,23 +211,29 @@ class Protocol(MembershipState):
             self._last_heartbeat_s, self._last_sent = now_s, {}
         pause_s = self.limits.log_poll_s if self.phase != "in" else 4 * self.limits.log_poll_s
         if now_s - self._log_read_s < pause_s or (self.phase == "out" and not self.join_requested):
-            return self._advance(now_s)
+            return self._note_change()
         self._log_read_s = now_s
-        return [ReadLog(self.number), *self._advance(now_s)]
+        return [ReadLog(self.number), *self._note_change()]
 
     # -- actions --------------------------------------------------------------------------------------------------------
 
-    def _advance(self, now_s: float) -> list[Effect]:
-        """Return every effect that is due now."""
-        if self.phase == "gone":
+    def advance(self, now_s: float) -> list[Effect]:
+        """Return every effect that is due after the events since the last call."""
+        if self.phase == "gone" or not self._changed:
             return []
+        self._changed = False
         effects: list[Effect] = []
-        for member in self.others:
-            if why := self._loss_reason(member.id):
-                effects += self._end_generation(f"{member_names([member])}: {why}")
+        if self.phase == "in" and not self.generation_error:
+            lost = next((member for member in self.others if self._loss_reason(member.id)), None)
+            effects += self._end_generation(f"{member_names([lost])}: {self._loss_reason(lost.id)}") if lost else []
         effects += self._connect(self._wanted_peers(), now_s)
         effects += self._propose_start(now_s) if self.phase == "out" else self._propose(now_s)
         return [*effects, *self._send_updates()]
+
+    def _note_change(self) -> list[Effect]:
+        """Let the next `advance` act on an event. There are no effects before."""
+        self._changed = True
+        return []
 
     def _end_generation(self, why: str) -> list[Effect]:
         """Abort the group. This worker's updates tell the other members."""
@@ -238,24 +255,37 @@ class Protocol(MembershipState):
 
     def _send_updates(self) -> list[Effect]:
         """Send each peer its update if it has changed, and at each heartbeat (see `tick`)."""
-        updates = {id: self._update_for(id) for id in sorted(self.links)}
-        sent, self._last_sent = self._last_sent, updates
-        return [Send(id, update) for id, update in updates.items() if sent.get(id) != update]
+        updates = self._updates()
+        peers = self.links if updates != self._last_updates else self.links - self._last_sent.keys()
+        self._last_updates = targets, for_targets, for_members = updates
+        effects: list[Effect] = []
+        for id in sorted(peers):
+            update = for_targets if id in targets else for_members if self._is_member(id) else HEARTBEAT
+            if self._last_sent.get(id) != update:
+                self._last_sent[id] = update
+                effects.append(Send(id, update))
+        return effects
 
-    def _update_for(self, id: str) -> dict[str, Any]:
-        """Return what a peer should know: join request, report, generation error, heartbeat."""
+    def _updates(self) -> tuple[frozenset[str], dict[str, Any], dict[str, Any]]:
+        """Return what peers should know: (ids of some, the update for these, the one for other members).
+
+        All other peers receive heartbeats.
+        """
         stop = {"stops": self.stop_signal} if self.stop_signal else {}
-        if self.phase == "out" and self.join_requested and any(member.id == id for member in self._join_targets()):
+        if self.phase == "out" and self.join_requested and (targets := self._join_targets()):
             request = {"member": vars(self.me), "fingerprint": dict(self.fingerprint), "reaches": sorted(self.links)}
-            return {"kind": "join", "number": self.number, **request, **stop}
-        if not self.generation_error or all(member.id != id for member in self.others):
-            return {"kind": "heartbeat"}
-        dead = {member.id: self.dead[member.id] for member in self.others if member.id in self.dead}
-        known, coordinator = {"dead": dead, "partition_suspected": self.partition_suspected, **stop}, self.coordinator()
-        if self._report_ready and ((coordinator and coordinator.id == id) or self.reports[self.me.id].leaving):
-            lost = [member.id for member in self.others if self._is_silent(member.id)]
-            return {"kind": "left", **vars(self.reports[self.me.id]), "lost": lost, **known}
-        return {"kind": "ended", "number": self.number, "why": self.generation_error, **known}
+            update = {"kind": "join", "number": self.number, **request, **stop}
+            return frozenset(member.id for member in targets), update, HEARTBEAT
+        if not self.generation_error:
+            return frozenset(), HEARTBEAT, HEARTBEAT
+        dead = {id: why for id, why in self.dead.items() if self._is_member(id) and id != self.me.id}
+        known = {"dead": dead, "partition_suspected": self.partition_suspected, **stop}
+        ended = {"kind": "ended", "number": self.number, "why": self.generation_error, **known}
+        if not self._report_ready:
+            return frozenset(), ended, ended
+        lost = [member.id for member in self.others if self._is_silent(member.id)]
+        left, coordinator = {"kind": "left", **vars(self.reports[self.me.id]), "lost": lost, **known}, self.coordinator()
+        return frozenset([coordinator.id] if coordinator else []), left, left if self.reports[self.me.id].leaving else ended
 
     def _join_targets(self) -> list[Member]:
         """Return the workers to ask: all active members once probed, else the first candidate."""
@@ -330,7 +360,7 @@ class Protocol(MembershipState):
         end = RunResult(stop_exit_code(self.stop_signal), reason)
         return [Propose(Generation(self._pending_proposal, self.tokens(), (), "", step, reason, end=end))]
 
-    def _on_join_request(self, joiner: Joiner, now_s: float) -> list[Effect]:
+    def _on_join_request(self, joiner: Joiner) -> list[Effect]:
         id = joiner.member.id
         if self.fingerprint and self.phase in ("in", "left") and not joiner.fingerprint:
             return [Send(id, {"kind": "get_ready"})]
@@ -338,19 +368,23 @@ class Protocol(MembershipState):
             where = f"(there: {member_names([joiner.member])}, here: {member_names([self.me])})"
             return [Send(id, {"kind": "refused", "why": f"{why} {where}"})]
         self.joiners[id] = joiner
-        return self._advance(now_s)
+        return self._note_change()
 
     def _adopt(self, generation: Generation, now_s: float) -> list[Effect]:
         if generation.number <= self.number:
-            return self._advance(now_s)
+            return self._note_change()
         was_in = self.phase in ("in", "left")
         effects = self._end_generation("a newer generation exists")
+        self.announcement = {"kind": "generation", "number": generation.number, "follows": self._token}
+        self.announcement["generation"] = generation.to_json(self.generation)
         self.generation, self.generation_error, self.partition_suspected, self.reports = generation, "", False, {}
         self._rendezvous_since_s, self._last_status = None, ""
         self.joiners = {id: joiner for id, joiner in self.joiners.items() if generation.rank_of(id) is None}
         self.last_heard_s = {id: heard_s for id, heard_s in self.last_heard_s.items() if id in self.joiners}
-        message = {"kind": "generation", "generation": generation.to_json()}
-        effects += [Send(id, message) for id in sorted(self.links)]
+        known = {*generation.ranks, *self.joiners, *(member.id for member in self.waiting_members)}
+        self.dead = {id: why for id, why in self.dead.items() if id in known}
+        self._connect_after_s = {id: after_s for id, after_s in self._connect_after_s.items() if id in known}
+        effects += [Send(id, self.announcement) for id in sorted(self.links)]
         if generation.end and (was_in or generation.number > self.after):
             self.phase = "gone"
             return [*effects, Exit("the run ended", end=generation.end)]
@@ -360,4 +394,4 @@ class Protocol(MembershipState):
         elif was_in:
             why = next((removed.why for removed in generation.out if removed.id == self.me.id), "it was not there")
             return [*effects, *self._exit_removed(why)]
-        return [*effects, *self._advance(now_s)]
+        return [*effects, *self._note_change()]
