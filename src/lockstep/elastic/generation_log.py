@@ -2,6 +2,7 @@
 
     RUN/generations/000007.json            members, step and reason of generation 7
     RUN/generations/000007.suspects.json   its replicas differ: its state is not trusted
+    RUN/generations/archive/000007.json    the same file, once generation 1,007 exists
 
 A generation is written to a temporary file, to which link(2) then gives its name, unless the name
 is taken. So exactly one proposal for a number wins, no process hosts the log, and the two halves of
@@ -11,6 +12,8 @@ recognizes it by its random token. The messages between members only make a chan
 
 If replicas differ without a majority, every member that detects it writes the second file before it
 leaves, for members that lost their peers too early to detect it.
+
+A start lists the folder, so the winner of a number archives the generation that is KEEP older.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import logging
 import os
 import re
 import secrets
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +36,7 @@ from lockstep.files import add_checksum, read_json, verify_checksum, write_if_ab
 
 log = logging.getLogger("lockstep")
 GENERATION_FILE = re.compile(r"(\d{6,})\.json")
+KEEP = 1000  # newest generations that stay in the folder
 
 
 @dataclass(frozen=True)
@@ -146,18 +151,18 @@ class GenerationLog:
         self.folder, self.seen = folder, since
 
     def newest(self, known: int = 0) -> Generation | None:
-        """Return the newest generation above `known`, or None, which costs one stat()."""
-        if known and not self._path(known + 1).exists():
-            self._require(known)
+        """Return the newest generation above `known`, or None, which costs two stat()."""
+        if known and not self._path(known + 1).exists() and self._path(known).exists():
             return None
         newest = max((int(match[1]) for name in os.listdir(self.folder) if (match := GENERATION_FILE.fullmatch(name))), default=0)
-        if newest < self.seen:
-            self._require(self.seen)
+        if newest < max(known, self.seen):
+            self._require(max(known, self.seen))
         return self.read(newest) if newest > known else None
 
     def read(self, number: int) -> Generation:
         """Read a generation. OSError: missing; DamagedFileError (an OSError): damaged."""
         path = self._path(number)
+        path = path if path.exists() else self._archived(number)
         try:
             generation = Generation.from_json(verify_checksum(read_json(path)))
             if generation.number != number:
@@ -175,7 +180,22 @@ class GenerationLog:
         """Publish `generation`; return the generation that won its number, maybe another's."""
         self._require(max(generation.number - 1, self.seen))
         write_if_absent(self._path(generation.number), json.dumps(add_checksum(generation.to_json()), indent=1))
-        return self.read(generation.number)
+        if self._archived(generation.number).exists():  # this process was stopped meanwhile: the number was taken
+            self._path(generation.number).unlink(missing_ok=True)
+        winner = self.read(generation.number)
+        if winner.token == generation.token:
+            self._archive(generation.number - KEEP)
+        return winner
+
+    def _archive(self, number: int) -> None:
+        """Move a generation, and earlier ones that were missed, to the archive."""
+        with suppress(OSError):  # the next winner tries again
+            while self._path(number).exists():
+                self._archived(number).parent.mkdir(exist_ok=True)
+                with suppress(FileExistsError):
+                    os.link(self._path(number), self._archived(number))
+                self._path(number).unlink()
+                number -= 1
 
     def mark_untrusted(self, number: int, why: str, facts: dict[str, Any]) -> None:
         """Make every member restart from a checkpoint. facts: digests of each worker."""
@@ -208,6 +228,9 @@ class GenerationLog:
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:06d}.json"
+
+    def _archived(self, number: int) -> Path:
+        return self.folder / "archive" / f"{number:06d}.json"
 
     def _require(self, number: int) -> None:
         if number and not self._path(number).exists():
