@@ -65,7 +65,7 @@ class ManyMembers:
         return self.protocol.advance(self.now_s)
 
     def reports(self, lost: Member) -> list[tuple[str, dict[str, Any]]]:
-        """Return what the other members send: the group has ended, then their reports."""
+        """Return the messages that the other members send after a loss."""
         known = {"number": self.protocol.number, "why": "lost", "dead": {lost.id: "exited"}, "partition_suspected": False}
         left = {"kind": "left", "step": 7, "leaving": False, "lost": [], **known}
         senders = [member.id for member in self.members[1:] if member != lost]

@@ -49,6 +49,7 @@ class DiskThread:
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._reading_log = False
         self._registered = False  # in the waiting room
+        self._waiting: dict[str, Member] = {}  # file name -> worker in the waiting room
         self._liveness: Mapping[str, str] = {}  # id -> newest content of its liveness file
         self._store: TCPStore | None = None  # of the generation that this worker proposed last
         self.thread = threading.Thread(target=self._run, name="lockstep-disk", daemon=True)
@@ -73,7 +74,7 @@ class DiskThread:
             if writes_liveness:
                 waiting_room.write_liveness(self.run, self.me)
             newest = self.generation_log.newest(known)
-            waiting_members = list(waiting_room.registered_members(self.run)) if outside else []
+            waiting_members = waiting_room.registered_members(self.run, self._waiting) if outside else []
             before, self._liveness = self._liveness, waiting_room.read_liveness(self.run, members) if outside else {}
             alive = [id for id, content in self._liveness.items() if before.get(id, content) != content]
             for member in members:

@@ -188,7 +188,7 @@ class GenerationLog:
         return winner
 
     def _archive(self, number: int) -> None:
-        """Move a generation, and earlier ones that were missed, to the archive."""
+        """Move a generation, and earlier ones still in the folder, to the archive."""
         with suppress(OSError):  # the next winner tries again
             while self._path(number).exists():
                 self._archived(number).parent.mkdir(exist_ok=True)

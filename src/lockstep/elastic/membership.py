@@ -221,11 +221,11 @@ class Membership:
         now_s = time.monotonic()
         self.connections.retry(now_s)
         self._apply(self.protocol.tick(now_s))
+        self._watch(now_s)
         while effects := self.protocol.advance(now_s):  # a failed connection is an event, too
             self._apply(effects)
         self.aborter.check(is_over=self.protocol.phase == "in" and bool(self.protocol.generation_error), now_s=now_s)
         self.joiner_count = self.protocol.joiner_count
-        self._watch(now_s)
         return True
 
     def _watch(self, now_s: float) -> None:

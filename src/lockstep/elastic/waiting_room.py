@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,11 +29,19 @@ def register(run: Path, me: Member) -> None:
     write_json(file_of(run, me), vars(me))
 
 
-def registered_members(run: Path) -> Iterator[Member]:
-    """Yield the workers in the waiting room. Some may have exited; their ports refuse."""
-    for path in sorted((run / FOLDER).glob("[!.]*.json")):
+def registered_members(run: Path, known: dict[str, Member] | None = None) -> list[Member]:
+    """Return the workers in the waiting room. Some may have exited; their ports refuse.
+
+    known  file name -> worker, from the last call: a file never changes, so it is read once
+    """
+    known = {} if known is None else known
+    paths = {path.name: path for path in sorted((run / FOLDER).glob("[!.]*.json"))}
+    for name in known.keys() - paths.keys():
+        del known[name]
+    for name in paths.keys() - known.keys():
         with suppress(OSError, ValueError, TypeError):
-            yield Member.from_json(read_json(path))
+            known[name] = Member.from_json(read_json(paths[name]))
+    return [known[name] for name in paths if name in known]
 
 
 def write_liveness(run: Path, me: Member) -> None:
@@ -41,12 +49,13 @@ def write_liveness(run: Path, me: Member) -> None:
         file.write(str(time.monotonic_ns()))
 
 
-def read_liveness(run: Path, members: Iterable[Member]) -> dict[str, str]:
+def read_liveness(run: Path, members: Sequence[Member]) -> dict[str, str]:
     """Return id -> content of the liveness file, for the members that have one."""
     contents = {}
+    present = {path.name: path for path in (run / FOLDER).glob("*.sign")} if members else {}
     for member in members:
-        with suppress(OSError, ValueError):
-            contents[member.id] = read_text(file_of(run, member, "sign"))
+        with suppress(OSError, ValueError, KeyError):
+            contents[member.id] = read_text(present[file_of(run, member, "sign").name])
     return contents
 
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from support.many_members import ManyMembers
+import pytest
+from support.many_members import ManyMembers, make_member
 
-from lockstep.elastic.protocol.effects import Effect, Propose, Send
+from lockstep.elastic import waiting_room
+from lockstep.elastic.generation_log import Generation
+from lockstep.elastic.protocol.decisions import ElasticLimits
+from lockstep.elastic.protocol.effects import Effect, FormGroup, Propose, ReadLog, Send
+from lockstep.elastic.protocol.transitions import Protocol
+from lockstep.elastic.run_folder import create_run_folder
 
 
 def count_calls(function: Callable[[], Any]) -> tuple[Any, int]:
@@ -50,6 +59,62 @@ def test_work_of_a_start_and_a_loss_is_linear_in_the_members() -> None:
         work["loss"].append(calls)
         (proposal,) = [effect.generation for effect in effects if isinstance(effect, Propose)]
         assert len(proposal.members) == members - 1
-        assert len([effect for effect in effects if isinstance(effect, Send)]) == members - 2, "each member hears of the loss once"
+        assert len([effect for effect in effects if isinstance(effect, Send)]) == members - 2, "one message to each member"
     for name, (few, many) in work.items():
         assert many <= 4.4 * few, f"{name}: {few} calls for 128 members, {many} for 512"
+
+
+def test_announcement_names_only_the_changes() -> None:
+    cluster = ManyMembers(512)
+    first = cluster.start()
+    survivor, newcomer = (Protocol(make_member(index), ElasticLimits(), lambda: "token", 0.0) for index in (5, 600))
+    survivor.request_join(0.0, {"torch": "2.13"})
+    survivor.on_log_read(first, [], 0.0)
+    joiner = make_member(16)  # it replaces a member of the third host, so all ranks after it move
+    joined = Generation(
+        2, "token 2", (*first.members[:16], *first.members[17:30], replace(joiner, id="h0002/0/new"), *first.members[30:]), "", 7, ""
+    )
+    message = json.dumps({"kind": "generation", "number": 2, "follows": "token", "generation": joined.to_json(first)})
+    assert len(message) < 500
+    assert FormGroup(joined) in survivor.on_message("h0000/0", json.loads(message), 1.0) and survivor.generation == joined
+    assert newcomer.on_message("h0000/0", json.loads(message), 1.0) == [ReadLog(0)], "it does not know generation 1"
+    proposal_after_a_loss(cluster)
+    assert len(json.dumps(cluster.protocol.announcement)) < 400
+
+
+@pytest.mark.parametrize(("index", "is_linked", "reads"), [(0, True, 20), (1, True, 2), (1, False, 20)])
+def test_members_linked_to_the_coordinator_seldom_read_the_log(index: int, is_linked: bool, reads: int) -> None:
+    members = tuple(map(make_member, range(3)))
+    worker = Protocol(members[index], ElasticLimits(), lambda: "token", 0.0)
+    worker.request_join(0.0, {"torch": "2.13"})
+    worker.on_log_read(Generation(1, "token", members, "", 0, ""), [], 0.0)
+    others = [member for member in members if member != worker.me]
+    for other in others if is_linked else ():
+        worker.on_link_up(other.id, 0.0)
+    effects: list[Effect] = []
+    for tick in range(1, 201):
+        for other in others:
+            worker.on_message(other.id, {"kind": "heartbeat"}, tick / 10)
+        effects += worker.tick(tick / 10)
+    assert abs(len([effect for effect in effects if isinstance(effect, ReadLog)]) - reads) <= 1
+    (read,) = [effect for effect in worker.tick(22.0) if isinstance(effect, ReadLog)]
+    assert read == ReadLog(1), "a process that was stopped reads the log at once"
+
+
+def test_waiting_worker_reads_each_file_of_the_waiting_room_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    create_run_folder(tmp_path, "here")
+    members, opened = [make_member(index) for index in range(20)], []
+    for member in members[:-1]:
+        waiting_room.register(tmp_path, member)
+    waiting_room.write_liveness(tmp_path, members[3])
+    for name in ("read_json", "read_text"):
+        read = getattr(waiting_room, name)
+        monkeypatch.setattr(waiting_room, name, lambda path, read=read: opened.append(path.name) or read(path))
+    known: dict[str, Any] = {}
+    assert waiting_room.registered_members(tmp_path, known) == members[:-1] and len(opened) == 19
+    waiting_room.register(tmp_path, members[-1])
+    waiting_room.unregister(tmp_path, members[0])
+    opened.clear()
+    assert waiting_room.registered_members(tmp_path, known) == members[1:] and len(opened) == 1
+    opened.clear()
+    assert list(waiting_room.read_liveness(tmp_path, members)) == [members[3].id] and len(opened) == 1

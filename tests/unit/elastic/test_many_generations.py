@@ -44,7 +44,7 @@ def counted() -> Iterator[Counter[str]]:
 
 
 class Survivor:
-    """Worker 0 of a run whose other worker is replaced again and again."""
+    """Worker 0 of a run whose other worker is replaced in every second generation."""
 
     def __init__(self, folder: Path) -> None:
         self.log = GenerationLog(folder)

@@ -563,7 +563,10 @@ def test_joiner_links_to_joiners_of_other_hosts_that_may_share_its_replica() -> 
     assert effects == [Connect(member(0)), Connect(elsewhere)]
     joiner.on_link_up("a/0/x", 0.1)
     requests = [effect.message for effect in joiner.on_link_up("a/2/x", 0.2) if isinstance(effect, Send) and effect.id == "a/0/x"]
-    assert requests[0]["reaches"] == ["a/0/x", "a/2/x"]
+    assert requests[0]["reaches"] == ["a/2/x"] and requests[0]["misses"] == [], "it reaches all members"
+    other = started(0)
+    other.on_message("a/1/x", requests[0], 0.3)
+    assert other.joiners["a/1/x"].reaches == {"a/0/x", "a/2/x"}
 
 
 def test_reason_names_removed_members_and_joiners() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,6 +91,18 @@ class MembershipState:
         """Whether to update the liveness file, which keeps unreachable workers from taking over."""
         return self.phase == "in" and self.is_coordinator
 
+    @property
+    def _log_pause_s(self) -> float:
+        """Interval between reads of the log. A coordinator announces generations to linked members.
+
+        Each waiting worker lists all of them, so many of them do so less often.
+        """
+        if self.phase == "out":
+            return self.limits.log_poll_s * max(1.0, len(self.waiting_members) / 64)
+        coordinator = self.coordinator()
+        is_told = self.phase == "in" and coordinator and coordinator.id in self.links
+        return self.limits.log_poll_s * (40 if is_told else 4 if self.phase == "in" else 1)
+
     def _silence_s(self, id: str) -> float:
         return self.now_s - self.last_heard_s.get(id, self.now_s)
 
@@ -131,8 +144,9 @@ class MembershipState:
     def _members(self) -> tuple[Member, ...]:
         return self.generation.members if self.generation else ()
 
-    def _is_member(self, id: str) -> bool:
-        return self.generation is not None and id in self.generation.ranks
+    @property
+    def _member_ids(self) -> AbstractSet[str]:
+        return self.generation.ranks.keys() if self.generation else frozenset()
 
     def _active_members(self) -> list[Member]:
         """Return the members that may still train, as seen by a worker outside the generation."""
@@ -144,7 +158,7 @@ class MembershipState:
         """Return the workers outside every generation, up to this one. The first proposes."""
         own_key = self.me.sort_key
         candidates = {member.id: member for member in (self.me, *self.waiting_members) if member.sort_key <= own_key}
-        return sorted((member for id, member in candidates.items() if not self._is_member(id)), key=lambda member: member.sort_key)
+        return sorted((member for id, member in candidates.items() if id not in self._member_ids), key=lambda member: member.sort_key)
 
     def _first_candidate(self) -> Member:
         return next(member for member in self._candidates() if not self._loss_reason(member.id))

@@ -143,12 +143,10 @@ class Protocol(MembershipState):
         if self.phase == "gone" or kind == "heartbeat":
             return []
         self.stop_signal = self.stop_signal or str(message.get("stops", ""))
-        if kind == "generation" and (number <= self.number or message["follows"] == self._token):
-            return (
-                self._note_change()
-                if number <= self.number
-                else self._adopt(Generation.from_json(message["generation"], self.generation), now_s)
-            )
+        if kind == "generation" and number <= self.number:
+            return self._note_change()
+        if kind == "generation" and message["follows"] == self._token:
+            return self._adopt(Generation.from_json(message["generation"], self.generation), now_s)
         if kind == "get_ready":
             if self.phase != "out" or not self.join_requested or self.fingerprint:
                 return []
@@ -162,8 +160,8 @@ class Protocol(MembershipState):
         if number < self.number and self.generation:
             return [Send(id, self.announcement)]
         if kind == "join":
-            joiner = Joiner(Member.from_json(message["member"]), dict(message["fingerprint"]), frozenset(message["reaches"]))
-            return self._on_join_request(joiner)
+            reaches = frozenset(message["reaches"]) | (self._member_ids - set(message.get("misses", self._member_ids)))
+            return self._on_join_request(Joiner(Member.from_json(message["member"]), dict(message["fingerprint"]), reaches))
         if kind not in ("left", "ended") or self.phase == "out":
             return []
         if self.me.id in message["dead"]:
@@ -209,8 +207,7 @@ class Protocol(MembershipState):
         self.joiners = {id: joiner for id, joiner in self.joiners.items() if not self._is_silent(id)}
         if now_s - self._last_heartbeat_s >= self.limits.heartbeat_s:
             self._last_heartbeat_s, self._last_sent = now_s, {}
-        pause_s = self.limits.log_poll_s if self.phase != "in" else 4 * self.limits.log_poll_s
-        if now_s - self._log_read_s < pause_s or (self.phase == "out" and not self.join_requested):
+        if (now_s - self._log_read_s < self._log_pause_s and not stopped_s) or (self.phase == "out" and not self.join_requested):
             return self._note_change()
         self._log_read_s = now_s
         return [ReadLog(self.number), *self._note_change()]
@@ -260,25 +257,30 @@ class Protocol(MembershipState):
         self._last_updates = targets, for_targets, for_members = updates
         effects: list[Effect] = []
         for id in sorted(peers):
-            update = for_targets if id in targets else for_members if self._is_member(id) else HEARTBEAT
+            update = for_targets if id in targets else for_members if id in self._member_ids else HEARTBEAT
             if self._last_sent.get(id) != update:
                 self._last_sent[id] = update
                 effects.append(Send(id, update))
         return effects
 
     def _updates(self) -> tuple[frozenset[str], dict[str, Any], dict[str, Any]]:
-        """Return what peers should know: (ids of some, the update for these, the one for other members).
-
-        All other peers receive heartbeats.
-        """
+        """Return (ids of peers, the update for these, the update for the other members)."""
         stop = {"stops": self.stop_signal} if self.stop_signal else {}
         if self.phase == "out" and self.join_requested and (targets := self._join_targets()):
-            request = {"member": vars(self.me), "fingerprint": dict(self.fingerprint), "reaches": sorted(self.links)}
-            update = {"kind": "join", "number": self.number, **request, **stop}
+            members = self._member_ids
+            reached = {"reaches": sorted(self.links - members), "misses": sorted(members - self.links)}  # all members but `misses`
+            update = {
+                "kind": "join",
+                "number": self.number,
+                "member": vars(self.me),
+                "fingerprint": dict(self.fingerprint),
+                **reached,
+                **stop,
+            }
             return frozenset(member.id for member in targets), update, HEARTBEAT
         if not self.generation_error:
             return frozenset(), HEARTBEAT, HEARTBEAT
-        dead = {id: why for id, why in self.dead.items() if self._is_member(id) and id != self.me.id}
+        dead = {id: why for id, why in self.dead.items() if id in self._member_ids and id != self.me.id}
         known = {"dead": dead, "partition_suspected": self.partition_suspected, **stop}
         ended = {"kind": "ended", "number": self.number, "why": self.generation_error, **known}
         if not self._report_ready:
