@@ -3,7 +3,7 @@
     python -m bench.growth.protocol               the table of docs/scaling.md
     python -m bench.growth.protocol --keep NAME   kept under bench/growth/DATE-NAME/
 
-The protocol and the frames are the real ones. Sockets are left out: no machine at hand holds 4,096 workers.
+The protocol and the frames are the real ones. There are no sockets: no machine at hand holds 4,096 workers.
 """
 
 from __future__ import annotations
