@@ -12,14 +12,19 @@ import fcntl
 import hashlib
 import json
 import logging
+import mmap
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from lockstep.checkpoint.folder import (
     COMMITTED,
@@ -47,6 +52,9 @@ FACTS = "facts.json"  # besides the manifest the only file without tensors
 FORMAT = 1
 CHUNK_BYTES = 4 * 2**20
 COMMITTER_TIMEOUT_S = 60.0
+
+Bytes = npt.NDArray[np.uint8]
+Run = Callable[[Iterator[None]], None]  # exhausts an iterator
 
 
 @dataclass(frozen=True)
@@ -147,6 +155,11 @@ def find_damage(path: Path, step: int, only: Collection[str] | None = None) -> l
     return problems
 
 
+def exhaust(pieces: Iterator[None]) -> None:
+    for _ in pieces:
+        pass
+
+
 class Attempt:
     """An attempt to write a checkpoint, in a hidden folder: afterwards committed or deleted."""
 
@@ -176,8 +189,8 @@ class Attempt:
     def __enter__(self) -> Attempt:
         return self
 
-    def put(self, name: str, chunks: Iterable[bytes | memoryview]) -> None:
-        self.files[name] = write_file(self.path / name, chunks, self.fail_point)
+    def put(self, name: str, chunks: Iterable[bytes | memoryview], run: Run = exhaust) -> None:
+        self.files[name] = write_file(self.path / name, chunks, self.fail_point, run)
         self.fail_point(f"after {name}")
 
     def commit(self) -> bool:
@@ -234,21 +247,65 @@ class Attempt:
             log.warning("%s could not be removed (%s); the next save tries again", self.path, problem.strerror)
 
 
-def write_file(path: Path, chunks: Iterable[bytes | memoryview], fail_point: FailPoint = no_fail_point) -> FileRecord:
-    """Write a new file and flush it to the disk."""
-    sha256, size = hashlib.sha256(), 0
-    with open(path, "xb") as file:
-        for chunk in chunks:
-            view = memoryview(chunk)
-            for start in range(0, len(view), CHUNK_BYTES):
-                part = view[start : start + CHUNK_BYTES]
-                file.write(part)
-                sha256.update(part)
-            size += len(view)
-        fail_point(f"in {path.name}")
-        file.flush()
+def write_file(path: Path, chunks: Iterable[bytes | memoryview], fail_point: FailPoint = no_fail_point, run: Run = exhaust) -> FileRecord:
+    """Write a new file and flush it to the disk. `run` exhausts an iterator that hashes and writes
+    one piece per item; it may do so in another thread.
+
+    Whole pieces bypass the page cache where the file system supports it: to fill the cache takes
+    more processor time than to hash.
+    """
+    sha256, buffer = hashlib.sha256(), np.frombuffer(mmap.mmap(-1, CHUNK_BYTES), np.uint8)  # page-aligned, as O_DIRECT needs
+    with open(path, "xb", buffering=0) as file:
+        set_direct(file, True)
+
+        def write_pieces() -> Iterator[None]:
+            for piece in fill(buffer, chunks):
+                sha256.update(piece)
+                if len(piece) < len(buffer):
+                    fail_point(f"in {path.name}")
+                    set_direct(file, False)
+                write_all(file, piece)
+                yield
+
+        run(write_pieces())
         os.fsync(file.fileno())
-    return FileRecord(size, sha256.hexdigest())
+        return FileRecord(file.tell(), sha256.hexdigest())
+
+
+def fill(buffer: Bytes, chunks: Iterable[bytes | memoryview]) -> Iterator[Bytes]:
+    """Yield `buffer` whenever it is full of the bytes of `chunks`, and last the part that is not."""
+    used = 0
+    for chunk in chunks:
+        data = np.frombuffer(chunk, np.uint8)
+        while len(data):
+            count = min(len(data), len(buffer) - used)
+            np.copyto(buffer[used : used + count], data[:count])  # releases the interpreter lock, unlike memoryview
+            data, used = data[count:], used + count
+            if used == len(buffer):
+                yield buffer
+                used = 0
+    yield buffer[:used]
+
+
+def write_all(file: FileIO, data: Bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        try:
+            rest = rest[file.write(rest) :]
+        except OSError as error:
+            if error.errno != errno.EINVAL or not set_direct(file, False):
+                raise
+
+
+def set_direct(file: FileIO, direct: bool) -> bool:
+    """Switch the page cache off or on for `file`; return False when it was so already, or when the
+    file system does not support it."""
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    wanted = flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT
+    with suppress(OSError):  # EINVAL: not supported
+        fcntl.fcntl(file, fcntl.F_SETFL, wanted)
+        return wanted != flags
+    return False
 
 
 def clear_target(target: Path) -> None:

@@ -65,13 +65,15 @@ class ShardWriter:
         slices = {name: self.slices[name].to_json() for name in names if name in self.slices and not self.slices[name].is_whole}
         return {"pieces": json.dumps(slices)} if slices else {}
 
-    def write(self, folder: Path, step: int, files: Iterable[tuple[str, Iterable[bytes | memoryview]]]) -> None:
+    def write(
+        self, folder: Path, step: int, files: Iterable[tuple[str, Iterable[bytes | memoryview]]], run: commit.Run = commit.exhaust
+    ) -> None:
         """Write this worker's files. A failure is reported to writer 0, too."""
         path = self.folder(folder, step, self.generation(), self.writer)
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir()
         try:
-            records = {name: vars(commit.write_file(path / name, chunks)) for name, chunks in files}
+            records = {name: vars(commit.write_file(path / name, chunks, run=run)) for name, chunks in files}
             fsync_folder(path)
             write_json(path / SHARD_LIST, {"files": records})
         except Exception as error:

@@ -91,12 +91,20 @@ class CheckpointStore:
                 attempt.put(FACTS, [b"{}"])
             self._require_space(needed_bytes)
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], protect: Collection[int] = ()) -> Path:
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        facts: Mapping[str, Any],
+        protect: Collection[int] = (),
+        run: commit.Run = commit.exhaust,
+    ) -> Path:
         """Commit the state after `step` steps, atomically; return the checkpoint's folder.
 
         tensors  as from `get_state_dict`, on any device
         facts    JSON values
         protect  steps that retention must keep, such as the best
+        run      runs the hashing and writing of each file, see `write_file`
         CheckpointError: a failed write (older checkpoints are whole, nothing partial stays, a later
         attempt may succeed); or a checkpoint of this step with other content exists.
         """
@@ -110,7 +118,7 @@ class CheckpointStore:
             self._create_folder()
         if self.shard_writer and self.shard_writer.writer:
             with explain():
-                self.shard_writer.write(self.folder, step, self._files(specs, tensors))
+                self.shard_writer.write(self.folder, step, self._files(specs, tensors), run)
             return path
         with explain():
             sweep(self.folder)
@@ -121,7 +129,7 @@ class CheckpointStore:
                     self.fail_point("started")
                     attempt.put(FACTS, [text])
                     for name, chunks in self._files(specs, tensors):
-                        attempt.put(name, chunks)
+                        attempt.put(name, chunks, run)
                     if self.shard_writer:
                         self.shard_writer.collect(attempt, self.folder, step)
                     if attempt.commit():
