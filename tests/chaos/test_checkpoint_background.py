@@ -8,15 +8,18 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from lockstep.checkpoint.async_save import AsyncSaver
+from lockstep.checkpoint.async_save import AsyncSaver, IdleRun
+from lockstep.checkpoint.commit import CHUNK_BYTES, write_file
 from lockstep.checkpoint.state_dict import digest, get_state_dict
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.elastic.runtime import ElasticRuntime
@@ -79,18 +82,93 @@ def test_second_save_waits_for_the_first_and_logs_it_once(tmp_path: Path, caplog
 
 
 def test_host_buffers_are_reused(tmp_path: Path) -> None:
-    saver = AsyncSaver(CheckpointStore(tmp_path, keep=0))
+    store = RecordingStore(tmp_path, keep=0)
+    saver = AsyncSaver(store)
     state = {"model.x": torch.ones(1000), "model.y": torch.ones(3)}
-    addresses = []
     for step in (1, 2, 3):
         saver.save(step, state, {})
-        addresses.append({name: buffer.data_ptr() for name, buffer in saver._buffers.items()})
         state = {"model.x": state["model.x"] + 1, "model.y": torch.ones(2 + step)}
     saver.close()
-    assert len({a["model.x"] for a in addresses}) == 1
-    store = CheckpointStore(tmp_path)
     assert [store.load(step).tensors["model.x"][0].item() for step in (1, 2, 3)] == [1, 2, 3]
     assert [store.load(step).tensors["model.y"].numel() for step in (1, 2, 3)] == [3, 3, 4]
+    assert len(set(store.addresses)) == 1
+
+
+def test_hashing_and_writing_have_idle_priority_and_no_other_thread_has(tmp_path: Path) -> None:
+    place_of: dict[str, str] = {}
+    saver = AsyncSaver(CheckpointStore(tmp_path, file_bytes=400, fail_point=lambda at: place_of.update({at: own_policy()})))
+    model = nn.Linear(100, 100)
+    saver.save(1, {"model.x": torch.ones(100), "model.y": torch.ones(100)}, {})
+    model(torch.ones(100)).sum().backward()  # the thread of autograd may start during a save
+    saved = saver._done.wait(60)
+    policies = {os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")}
+    saver.close()
+    assert saved and place_of["in tensors-00000.safetensors"] == place_of["in tensors-00001.safetensors"] == "idle"
+    assert place_of["in facts.json"] == place_of["sealed"] == place_of["marked"] == "other"
+    assert policies == {os.SCHED_OTHER}
+
+
+@pytest.mark.parametrize("reason", ["waited for", "too late"])
+def test_idle_priority_ends_when_the_save_is(tmp_path: Path, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread may not raise its priority again: another thread writes the rest of the file."""
+    places: list[str] = []
+    reached, proceed = threading.Event(), threading.Event()
+
+    def chunks() -> Iterator[bytes]:
+        for number in range(3):
+            places.append(own_policy())
+            if number == 0:
+                reached.set()
+                assert proceed.wait(30)
+            yield bytes(CHUNK_BYTES)
+
+    if reason == "too late":
+        monkeypatch.setattr("lockstep.checkpoint.async_save.IDLE_S", 0.2)
+    run = IdleRun()
+    thread = threading.Thread(target=lambda: write_file(tmp_path / "file", chunks(), run=run))
+    thread.start()
+    assert reached.wait(30)
+    if reason == "waited for":
+        run.hurry()
+    else:
+        time.sleep(0.2)
+    proceed.set()
+    thread.join()
+    assert places == ["idle", "other", "other"]
+    assert (tmp_path / "file").stat().st_size == 3 * CHUNK_BYTES
+
+
+def test_memory_for_the_first_copy_is_prepared_in_the_background(tmp_path: Path) -> None:
+    """Count the memory of the process: the save itself adds none."""
+    model = nn.Linear(5000, 2000)  # 40 MB
+    checkpointer = Checkpointer(tmp_path, alone(), model, torch.optim.SGD(model.parameters()), every_steps=3)
+    before = resident_bytes()
+    assert [checkpointer.due(step) for step in (1, 2, 3)] == [False, False, True]
+    assert checkpointer.saver
+    assert checkpointer.saver._done.wait(30)
+    prepared = resident_bytes()
+    checkpointer.save(3)
+    assert prepared - before > 35e6 and resident_bytes() - prepared < 10e6
+    checkpointer.close()
+    assert digest(checkpointer.store.load(3).tensors) == digest(checkpointer.state_dict())
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def own_policy() -> str:
+    return {os.SCHED_OTHER: "other", os.SCHED_IDLE: "idle"}[os.sched_getscheduler(0)]
+
+
+class RecordingStore(CheckpointStore):
+    """Notes where the copies lie that it is to save."""
+
+    addresses: tuple[int, ...] = ()
+
+    def save(self, step: int, tensors: Mapping[str, torch.Tensor], *others: Any) -> Path:
+        self.addresses = (*self.addresses, tensors["model.x"].data_ptr())
+        return super().save(step, tensors, *others)
 
 
 def test_failures_are_reported_and_later_saves_succeed(tmp_path: Path) -> None:
@@ -172,7 +250,6 @@ def test_gpu_copies_on_its_stream_into_pinned_memory(tmp_path: Path) -> None:
             weights.fill_(step)
             saver.save(step, {"model.x": weights, "optim.x.step": torch.tensor(float(step))}, {})
             weights.fill_(-1)  # queued behind the copy
-            assert saver._buffers["model.x"].is_pinned()
     for step in range(1, 4):
         assert bool((CheckpointStore(tmp_path).load(step).tensors["model.x"] == step).all())
 

@@ -1,31 +1,75 @@
 """Save a checkpoint while training continues: the caller copies the state, a thread writes it.
 
-Hashing, writing and flushing release the interpreter lock. The host buffers are kept between saves,
-so the memory cost is one state. The thread lives only while it writes: an idle saver has no thread
-that a fork could break, and the interpreter waits for the thread before it exits.
+The host buffers are kept between saves, so the memory cost is one state. The threads live only
+while they write: an idle saver has no thread that a fork could break, and the interpreter waits for
+them before it exits.
+
+Hashing and writing release the interpreter lock and run at idle priority: they use a core only
+while no other thread does, until the caller waits for the save or IDLE_S has passed.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from lockstep.checkpoint.commit import exhaust
+from lockstep.checkpoint.host_buffers import HostBuffers, copy_to_host
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.units import format_duration
 
 log = logging.getLogger("lockstep")
 
+PREPARE = "prepare to save"
+IDLE_S = 30.0  # a checkpoint is not delayed longer on a machine without an idle core
+
 
 def do_nothing() -> None: ...
+
+
+class IdleRun:
+    """Exhausts iterators in a thread of idle priority, until `hurry` or the deadline.
+
+    Only a privileged thread may raise its priority again. So each iterator has a new thread, and
+    the caller takes over what that thread leaves.
+    """
+
+    def __init__(self) -> None:
+        self._hurried, self._deadline_s = threading.Event(), time.monotonic() + IDLE_S
+
+    def hurry(self) -> None:
+        self._hurried.set()
+
+    def __call__(self, pieces: Iterator[None]) -> None:
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                with suppress(OSError):  # the container forbids it: normal priority
+                    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # 0: this thread alone
+                for _ in pieces:
+                    if self._hurried.is_set() or time.monotonic() > self._deadline_s:
+                        return
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="idle writer")
+        with suppress(RuntimeError):  # no memory for a thread, or the interpreter exits
+            thread.start()
+            thread.join()
+        if errors:
+            raise errors[0]
+        exhaust(pieces)
 
 
 class AsyncSaver:
@@ -36,9 +80,10 @@ class AsyncSaver:
 
     def __init__(self, store: CheckpointStore, on_saved: Callable[[int, float], object] = lambda step, seconds: None) -> None:
         self.store, self.on_saved = store, on_saved
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers = HostBuffers()
         self._failures: deque[Exception] = deque()
         self._thread: threading.Thread | None = None
+        self._run = IdleRun()
         self._done = threading.Event()
         self._warned_of_wait = False
 
@@ -54,45 +99,44 @@ class AsyncSaver:
         thread calls `first`, and `CheckpointStore.save` with the steps that `protect` returns."""
         self.wait(why=f"before step {step} is copied")
         copied_facts = json.loads(json.dumps(dict(facts)))
-        events = self._copy(tensors)
-        copies = dict(self._buffers)
+        copies = self._buffers.place(tensors)
+        events = copy_to_host(copies, tensors)
 
-        def write() -> None:
+        def write(run: IdleRun) -> None:
+            for event in events:
+                event.synchronize()
+            first()
+            start_s = time.monotonic()
+            self.store.save(step, copies, copied_facts, tuple(protect()), run)
+            self.on_saved(step, time.monotonic() - start_s)
+
+        self._start(f"save step {step}", write)
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+        """Allocate the host buffers for a later save of such tensors, in the background."""
+
+        def touch(run: IdleRun) -> None:
+            with suppress(Exception):  # lack of memory: the save reports it
+                run(self._buffers.touch(tensors))
+
+        with suppress(RuntimeError):  # no memory for a thread: nothing is prepared
+            self._start(PREPARE, touch)
+
+    def _start(self, name: str, work: Callable[[IdleRun], None]) -> None:
+        self._run = idle_run = IdleRun()
+
+        def run() -> None:
             try:
-                for event in events:
-                    event.synchronize()
-                first()
-                start_s = time.monotonic()
-                self.store.save(step, copies, copied_facts, tuple(protect()))
-                self.on_saved(step, time.monotonic() - start_s)
+                work(idle_run)
             except Exception as error:
                 self._failures.append(error)
             finally:
                 self._done.set()
 
         self._done.clear()
-        thread = threading.Thread(target=write, name=f"save step {step}")
+        thread = threading.Thread(target=run, name=name)
         thread.start()  # may fail for lack of memory: then there is no save to wait for
         self._thread = thread
-
-    def _copy(self, tensors: Mapping[str, Tensor]) -> list[torch.cuda.Event]:
-        """Start to copy into the host buffers; return an event per device that marks the end.
-        The stream orders the copy before the next update of the weights."""
-        buffers = {}
-        devices = set()
-        for name, tensor in tensors.items():
-            buffer = self._buffers.get(name)
-            if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
-                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            buffers[name] = buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda and buffer.is_pinned())
-            if tensor.is_cuda:
-                devices.add(tensor.device)
-        self._buffers = buffers
-        events = []
-        for device in devices:
-            events.append(torch.cuda.Event())
-            events[-1].record(torch.cuda.current_stream(device))
-        return events
 
     @property
     def writing(self) -> bool:
@@ -102,11 +146,16 @@ class AsyncSaver:
         """Return an error of the thread, once, for all ranks to vote on."""
         return self._failures.popleft() if self._failures else None
 
+    def hurry(self) -> None:
+        """Finish the save in progress at the priority of other threads: it will be waited for."""
+        self._run.hurry()
+
     def wait(self, why: str = "", within_s: float | None = None) -> bool:
         """Wait for the save in progress; False when it does not end within `within_s` seconds.
         Log the first wait with a reason (`why`), since it delays training."""
         if self._thread is None:
             return True
+        self.hurry()
         start_s, name, was_writing = time.monotonic(), self._thread.name, self.writing
         # Not join alone: before Python 3.13, join treats the thread as finished after a signal.
         if not self._done.wait(within_s):
@@ -114,7 +163,7 @@ class AsyncSaver:
         self._thread.join()
         self._thread = None
         waited_s = time.monotonic() - start_s
-        if was_writing and why and not self._warned_of_wait:
+        if was_writing and why and name != PREPARE and not self._warned_of_wait:
             self._warned_of_wait = True
             log.warning("waited %s for %r %s; save less often to avoid this (logged once)", format_duration(waited_s), name, why)
         return True
@@ -122,7 +171,7 @@ class AsyncSaver:
     def close(self) -> None:
         """Wait for the save in progress; raise its error, or the first one that was not returned."""
         self.wait()
-        self._buffers = {}
+        self._buffers = HostBuffers()
         error = self.failure()
         while later_error := self.failure():
             log.error("%s", later_error)
