@@ -162,12 +162,14 @@ def own_policy() -> str:
 
 
 class RecordingStore(CheckpointStore):
-    """Notes where the copies lie that it is to save."""
+    """Records in which memory the copies are."""
 
     addresses: tuple[int, ...] = ()
+    pinned: tuple[bool, ...] = ()
 
     def save(self, step: int, tensors: Mapping[str, torch.Tensor], *others: Any) -> Path:
         self.addresses = (*self.addresses, tensors["model.x"].data_ptr())
+        self.pinned = (*self.pinned, tensors["model.x"].is_pinned())
         return super().save(step, tensors, *others)
 
 
@@ -245,11 +247,14 @@ def test_signal_during_the_wait_loses_nothing(tmp_path: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_gpu_copies_on_its_stream_into_pinned_memory(tmp_path: Path) -> None:
     weights = torch.zeros(50_000_000, device="cuda")
-    with AsyncSaver(CheckpointStore(tmp_path, keep=0)) as saver:
+    store = RecordingStore(tmp_path, keep=0)
+    with AsyncSaver(store) as saver:
+        saver.prepare({"model.x": weights})
         for step in range(1, 4):
             weights.fill_(step)
             saver.save(step, {"model.x": weights, "optim.x.step": torch.tensor(float(step))}, {})
             weights.fill_(-1)  # queued behind the copy
+    assert store.pinned == (True, True, True) and len(set(store.addresses)) == 1
     for step in range(1, 4):
         assert bool((CheckpointStore(tmp_path).load(step).tensors["model.x"] == step).all())
 

@@ -146,16 +146,12 @@ class AsyncSaver:
         """Return an error of the thread, once, for all ranks to vote on."""
         return self._failures.popleft() if self._failures else None
 
-    def hurry(self) -> None:
-        """Finish the save in progress at the priority of other threads: it will be waited for."""
-        self._run.hurry()
-
     def wait(self, why: str = "", within_s: float | None = None) -> bool:
         """Wait for the save in progress; False when it does not end within `within_s` seconds.
         Log the first wait with a reason (`why`), since it delays training."""
         if self._thread is None:
             return True
-        self.hurry()
+        self._run.hurry()
         start_s, name, was_writing = time.monotonic(), self._thread.name, self.writing
         # Not join alone: before Python 3.13, join treats the thread as finished after a signal.
         if not self._done.wait(within_s):

@@ -368,8 +368,6 @@ class Checkpointer:
         def finish_on_all() -> None:
             if self._request:
                 self.retry_save(self._request.step)
-            if self.saver:  # rank 0 waits for the writers of the other slices
-                self.saver.hurry()
             run_on_rank0(self.runtime, finish)
             if self.saver and not self.runtime.world.leader:
                 self.saver.close()
