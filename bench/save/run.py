@@ -5,9 +5,10 @@
     python -m bench.save.run --keep NAME                 keep bench/save/DATE-NAME/
 
 A real ReplicaGroup and Checkpointer. Every 8th step is saved. A step counts as quiet when no checkpoint was being written from its
-start to its end, and as a step during the write when one was being written at its start and for at least half of it. All figures are
-of rank 0, which writes. Each is divided by the median of the quiet steps after the same save, so that other load of the machine
-affects both sides; the median over the saves counts. The first save allocates the host buffers and is reported separately.
+start to its end, and as a step during the write when one was being written from its start to its end (or at its start, when the write
+ends within one step). All figures are of rank 0, which writes. Each is divided by the median of the quiet steps after the same save;
+the median over the saves counts. The first save is reported separately. Steps during which other programs had more than --foreign of
+the processor time of the machine are ignored, and so are saves without a quiet step and a step during the write.
 
 save       the call of Checkpointer.save: compare the replicas, check that the state is finite, copy it
 compare    the part of it in the comparison, with the wait for the other worker
@@ -32,6 +33,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
 import torch
 
 from bench.results import TOP, keep, machine
@@ -61,10 +63,11 @@ def train(shape: str, saves: int, out: Path) -> None:
             ReplicaGroup(runtime, model, checkpointer, micro_batches=WORKERS, rehearse=False) as replicas,
         ):
             checkpointer.resume()
+            (out / f"pid-{runtime.world.rank}").write_text(str(os.getpid()))
             for step in range(CYCLE * (saves + 1) - 1):
                 saver = checkpointer.saver
                 writing, start_s = bool(saver and saver.writing), time.perf_counter()
-                start_cpu_s, start_thread_s = time.process_time(), time.thread_time()
+                start_cpu_s, start_foreign_s = time.process_time(), foreign_s(out)
                 for k in replicas.micro_batches(step):
                     generator = torch.Generator().manual_seed(1000 * step + k)
                     tokens = torch.randint(0, config.vocab_size, (ROWS, LENGTH + 1), generator=generator)
@@ -75,7 +78,7 @@ def train(shape: str, saves: int, out: Path) -> None:
                 optimizer.zero_grad()
                 row: Row = {"step": step, "step_s": time.perf_counter() - start_s, "writing": writing}
                 row |= {"written": not (saver and saver.writing), "cpu_s": time.process_time() - start_cpu_s}
-                row |= {"thread_s": time.thread_time() - start_thread_s}
+                row["foreign"] = (foreign_s(out) - start_foreign_s) / row["step_s"] / psutil.cpu_count()
                 if checkpointer.due(step + 1):
                     start_s = time.perf_counter()
                     checkpointer.save(step + 1)
@@ -85,6 +88,13 @@ def train(shape: str, saves: int, out: Path) -> None:
                 rows.append(row)
     if runtime.world.rank == 0:
         (out / "rows.json").write_text(json.dumps(rows))
+
+
+def foreign_s(out: Path) -> float:
+    """Processor seconds of all programs on this machine except the workers."""
+    machine_s = sum(psutil.cpu_times()[:3])  # user, nice, system
+    workers = [psutil.Process(int(path.read_text())).cpu_times() for path in out.glob("pid-*")]
+    return machine_s - sum(worker.user + worker.system for worker in workers)
 
 
 def timed(function: Callable[..., Any], name: str, seconds: Row) -> Callable[..., Any]:
@@ -132,14 +142,15 @@ def run(shape: str, saves: int) -> list[Row]:
         return list(json.loads((Path(folder) / "rows.json").read_text()))
 
 
-def ratios(rows: list[Row]) -> list[Row]:
+def ratios(rows: list[Row], foreign: float) -> list[Row]:
     """Return the ratios of each save."""
     found = []
     for start in range(CYCLE - 1, len(rows), CYCLE):
         saved, *after = rows[start : start + CYCLE]
+        after = [row for row in after if row["foreign"] <= foreign]
         quiet = [row for row in after if not row["writing"]]
-        if not quiet:
-            print(f"the save of step {saved['step']} took all steps until the next one", file=sys.stderr)
+        if not quiet or (found and len(quiet) == len(after)):
+            print(f"the save of step {saved['step']} is ignored: {len(quiet)} quiet steps of {len(after)}", file=sys.stderr)
             continue
         quiet_s = median(row["step_s"] for row in quiet)
         quiet_cpu_s = median(row["cpu_s"] for row in quiet)
@@ -151,7 +162,8 @@ def ratios(rows: list[Row]) -> list[Row]:
         line["all steps"] = sum(row["step_s"] - quiet_s for row in during) / quiet_s
         line["steps written in"] = len(during)
         line["processor"] = sum(row["cpu_s"] - quiet_cpu_s for row in during) / quiet_s
-        line["memcpy"] = after[-1].get("memcpy_s", 0.0) / quiet_s
+        line["memcpy"] = rows[start + CYCLE - 1]["memcpy_s"] / quiet_s
+        line["foreign"] = median(row["foreign"] for row in after)
         found.append(line)
     return found
 
@@ -160,6 +172,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="100M")
     parser.add_argument("--saves", type=int, default=8)
+    parser.add_argument("--foreign", type=float, default=1.0, help="most processor time of other programs in a step that counts")
     parser.add_argument("--keep", metavar="NAME")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -168,7 +181,9 @@ def main() -> int:
         return 0
     load = os.getloadavg()
     rows = run(args.shape, args.saves)
-    first, *later = ratios(rows)
+    first, *later = ratios(rows, args.foreign) or [{}]
+    if not later:
+        raise SystemExit("no save counts: the machine is busy with other programs; see --foreign")
     names = [name for name in first if name not in ("step", "quiet_s")]
     lines = [f"| quiet step {median(line['quiet_s'] for line in later):.2f} s | {' | '.join(names)} |"]
     lines += [f"| --- |{' ---: |' * len(names)}", f"| first save | {' | '.join(f'{first[name]:.3f}' for name in names)} |"]

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint.async_save import AsyncSaver, IdleRun
-from lockstep.checkpoint.commit import CHUNK_BYTES, write_file
+from lockstep.checkpoint.commit import PIECE_BYTES, write_file
 from lockstep.checkpoint.state_dict import digest, get_state_dict
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.elastic.runtime import ElasticRuntime
@@ -120,7 +120,7 @@ def test_idle_priority_ends_when_the_save_is(tmp_path: Path, reason: str, monkey
             if number == 0:
                 reached.set()
                 assert proceed.wait(30)
-            yield bytes(CHUNK_BYTES)
+            yield bytes(PIECE_BYTES)
 
     if reason == "too late":
         monkeypatch.setattr("lockstep.checkpoint.async_save.IDLE_S", 0.2)
@@ -135,7 +135,7 @@ def test_idle_priority_ends_when_the_save_is(tmp_path: Path, reason: str, monkey
     proceed.set()
     thread.join()
     assert places == ["idle", "other", "other"]
-    assert (tmp_path / "file").stat().st_size == 3 * CHUNK_BYTES
+    assert (tmp_path / "file").stat().st_size == 3 * PIECE_BYTES
 
 
 def test_memory_for_the_first_copy_is_prepared_in_the_background(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ MANIFEST = "manifest.json"
 FACTS = "facts.json"  # besides the manifest the only file without tensors
 FORMAT = 1
 CHUNK_BYTES = 4 * 2**20
+PIECE_BYTES = 2**24  # few: a thread of idle priority that is preempted with the interpreter lock delays training
 COMMITTER_TIMEOUT_S = 60.0
 
 Bytes = npt.NDArray[np.uint8]
@@ -254,13 +255,13 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview], fail_point: Fai
     Whole pieces bypass the page cache where the file system supports it: to fill the cache takes
     more processor time than to hash.
     """
-    sha256, buffer = hashlib.sha256(), np.frombuffer(mmap.mmap(-1, CHUNK_BYTES), np.uint8)  # page-aligned, as O_DIRECT needs
+    sha256, buffer = hashlib.sha256(), np.frombuffer(mmap.mmap(-1, PIECE_BYTES), np.uint8)  # page-aligned, as O_DIRECT needs
     with open(path, "xb", buffering=0) as file:
         set_direct(file, True)
 
         def write_pieces() -> Iterator[None]:
             for piece in fill(buffer, chunks):
-                sha256.update(piece)
+                sha256.update(piece.data)
                 if len(piece) < len(buffer):
                     fail_point(f"in {path.name}")
                     set_direct(file, False)
@@ -288,7 +289,7 @@ def fill(buffer: Bytes, chunks: Iterable[bytes | memoryview]) -> Iterator[Bytes]
 
 
 def write_all(file: FileIO, data: Bytes) -> None:
-    rest = memoryview(data)
+    rest = data.data
     while rest:
         try:
             rest = rest[file.write(rest) :]

@@ -58,7 +58,7 @@ class HostBuffers:
 
 def split(tensor: Tensor) -> tuple[Tensor, ...]:
     """Return views of a contiguous tensor in pieces."""
-    return tensor.view(-1).split(PIECE_BYTES // tensor.itemsize)
+    return torch.split(tensor.view(-1), PIECE_BYTES // tensor.itemsize)
 
 
 def copy_to_host(buffers: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> list[torch.cuda.Event]:

@@ -334,11 +334,12 @@ class Checkpointer:
         return self._sharded_state_dict(self.local_model) if self.local_model else self.state_dict()
 
     def _make_saver(self) -> AsyncSaver:
-        self.saver = self.saver or AsyncSaver(self.store, self._note_saved if self.runtime.world.leader else lambda step, seconds: None)
+        self.saver = self.saver or AsyncSaver(self.store, self._note_saved)
         return self.saver
 
     def _note_saved(self, step: int, seconds: float) -> None:
-        append_event(self.store.folder.parent, "saved", step=step, seconds=round(seconds, 4), generation=self.runtime.world.generation)
+        if self.runtime.world.leader:
+            append_event(self.store.folder.parent, "saved", step=step, seconds=round(seconds, 4), generation=self.runtime.world.generation)
 
     def save_failed(self) -> bool:
         """True when a save failed and on_error is "stop"; with "continue" it is a warning, once."""

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep.checkpoint.commit import CHUNK_BYTES, set_direct, write_all, write_file
+from lockstep.checkpoint.commit import PIECE_BYTES, set_direct, write_all, write_file
 
 
-@pytest.mark.parametrize("size", [0, 1, 4096, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES, 3 * CHUNK_BYTES + 777])
+@pytest.mark.parametrize("size", [0, 1, 4096, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES, 3 * PIECE_BYTES + 777])
 def test_any_size_in_any_chunks_is_written_and_hashed(tmp_path: Path, size: int) -> None:
     content = random.Random(size).randbytes(size)
-    for chunk_bytes in (size or 1, 1_234_567, CHUNK_BYTES):
+    for chunk_bytes in (size or 1, 1_234_567, PIECE_BYTES):
         places: list[str] = []
         chunks = [content[start : start + chunk_bytes] for start in range(0, size, chunk_bytes)]
         path = tmp_path / f"file-{chunk_bytes}"
@@ -33,14 +33,14 @@ def test_whole_pieces_are_not_in_the_page_cache(tmp_path: Path) -> None:
     with open(tmp_path / "probe", "xb", buffering=0) as file:
         if not set_direct(file, True):
             pytest.skip("this file system has no direct I/O")
-    write_file(tmp_path / "file", [bytes(3 * CHUNK_BYTES), b"rest"])
+    write_file(tmp_path / "file", [bytes(3 * PIECE_BYTES), b"rest"])
     assert list(cached(tmp_path / "file")) == [False, False, False, True]
 
 
 def cached(path: Path) -> Iterator[bool]:
     """Yield for each piece of the file whether its first byte can be read without the disk."""
     with open(path, "rb", buffering=0) as file:
-        for offset in range(0, path.stat().st_size, CHUNK_BYTES):
+        for offset in range(0, path.stat().st_size, PIECE_BYTES):
             try:
                 yield bool(os.preadv(file.fileno(), [bytearray(1)], offset, os.RWF_NOWAIT))
             except BlockingIOError:
