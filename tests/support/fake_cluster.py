@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from itertools import starmap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,6 +28,7 @@ from lockstep.elastic.world import World
 from lockstep.errors import FencedError, PeersLostError
 from lockstep.parallel.digest import digest_of
 from lockstep.parallel.ordered_sum import leaves_of_rank
+from lockstep.runtime.process_group import reduce_rounds
 
 log = logging.getLogger("lockstep")
 CPU = torch.device("cpu")
@@ -49,6 +52,7 @@ class FakeCluster:
         self.left: set[str] = set()  # members that left the newest generation
         self.joiners: list[str] = []
         self.messages: dict[Any, Any] = {}
+        self.reduced: Counter[tuple[int, int]] = Counter()  # ranks with the result, by generation and number of the collective
         self.newest: Generation | None = None
         self.starting = [f"h/{slot}/x" for slot in range(size)]
 
@@ -168,7 +172,7 @@ class FakeMembership:
 class FakeGroup:
     """A process group whose collectives go through the cluster.
 
-    lose_results  number of all-gathers whose result this rank misses, after the others have it
+    lose_results  number of votes whose result this rank misses, after the others have it
     """
 
     def __init__(self, cluster: FakeCluster, id: str) -> None:
@@ -198,12 +202,19 @@ class FakeGroup:
     def gather_json(self, size: int, value: Any) -> list[Any]:
         return [value] if size == 1 else [json.loads(text) for text in self.exchange(size, json.dumps(value))]
 
-    def all_gather(self, size: int, sent: Tensor) -> Tensor:
-        rows = torch.stack(self.exchange(size, sent.clone()))
+    def all_reduce(self, row: Tensor, rank: int, size: int, combine: Callable[[Tensor, Tensor], None]) -> None:
+        """Combine the rows of all ranks, with the rounds of the real group."""
+        self.count += 1
+        for sent, received in reduce_rounds(row, rank, size, combine):
+            self.wait([*starmap(self.isend, sent), *starmap(self.irecv, received)])
         if self.lose_results:
             self.lose_results -= 1
+            with self.cluster.turn:
+                self.cluster.wait(lambda: self.cluster.reduced[self.number, self.count] == size - 1)
             raise RuntimeError(LOST)
-        return rows
+        with self.cluster.turn:
+            self.cluster.reduced[self.number, self.count] += 1
+            self.cluster.turn.notify_all()
 
     def isend(self, tensor: Tensor, rank: int) -> FakeWork:
         self.sent[rank] = number = self.sent.get(rank, 0) + 1
@@ -225,7 +236,7 @@ class FakeGroup:
 
         return FakeWork(receive)
 
-    def wait(self, works: list[FakeWork], generation_error: Callable[[], str]) -> None:
+    def wait(self, works: list[FakeWork]) -> None:
         for work in works:
             work.wait()
 
@@ -282,9 +293,6 @@ class FakeReplica:
 
     def losses(self) -> list[float]:
         return self._losses
-
-    def losses_per_rank(self, size: int) -> list[int]:
-        return [len(leaves_of_rank(rank, size, self.leaves)) for rank in range(size)]
 
     def digest(self) -> int:
         return digest_of(self.parameters)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from lockstep.elastic.consensus import StepDecision, Vote, count_votes, row_to_vote, vote_to_row
+from lockstep.elastic.consensus import SUMS, StepDecision, Vote, row_to_decision, vote_to_row
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import ERRORS_BY_NAME, LockstepError, UsageError
 from lockstep.units import join_names
@@ -19,13 +19,20 @@ from lockstep.units import join_names
 T = TypeVar("T")
 
 
-def vote_on_step(runtime: ElasticRuntime, vote: Vote, *, losses_per_rank: Sequence[int], replica_size: int = 1) -> StepDecision:
-    """Collective. Return the decision on a step. Sends 7 + max(losses_per_rank) numbers per rank."""
-    if runtime.world.size == 1:
-        return count_votes([vote])
-    sent = torch.tensor(vote_to_row(vote, max(losses_per_rank)), dtype=torch.float64)
-    rows = runtime.group.all_gather(runtime.world.size, sent).tolist()
-    return count_votes([row_to_vote(row, losses) for row, losses in zip(rows, losses_per_rank, strict=True)], replica_size)
+def vote_on_step(runtime: ElasticRuntime, vote: Vote, *, replica_size: int = 1) -> StepDecision:
+    """Collective. Return the decision on a step: one row is reduced, in O(log N) rounds.
+
+    replica_size  workers per replica; workers at the same position in their replicas hold the same
+                  weights. Only if some differ, the digests of all ranks are gathered
+    """
+    row = torch.tensor(vote_to_row(vote, runtime.world.rank % replica_size, replica_size))
+    runtime.group.all_reduce(row, runtime.world.rank, runtime.world.size, combine_rows)
+    return row_to_decision(row.tolist(), replica_size, lambda: all_gather_json(runtime, vote.digest))
+
+
+def combine_rows(row: torch.Tensor, other: torch.Tensor) -> None:
+    row[:SUMS] += other[:SUMS]
+    torch.maximum(row[SUMS:], other[SUMS:], out=row[SUMS:])
 
 
 def all_gather_json(runtime: ElasticRuntime, value: Any) -> list[Any]:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import operator
+import struct
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ from lockstep.errors import UsageError
 
 STOP_REQUEST = "stop"  # the loop itself asks to stop
 SIGNALS = ("", STOP_REQUEST, "SIGTERM", "SIGUSR1", "SIGINT")  # by precedence: if ranks received several, the last one listed here wins
+LIMBS = 67  # of 32 bits: floats have 2,098, and the rest is for carries of up to 2**31 votes
+SUMS = 1 + LIMBS
 
 
 @dataclass(frozen=True)
@@ -45,37 +48,51 @@ class StepDecision:
     digests: tuple[int, ...] = ()  # of all ranks, if some diverge
 
 
-def count_votes(votes: Sequence[Vote], replica_size: int = 1) -> StepDecision:
-    """Combine all votes, by rank. The loss is an exactly rounded sum: the split does not matter.
+def vote_to_row(vote: Vote, position: int, replica_size: int) -> list[int]:
+    """Return a vote as integers of 64 bits, whose combination over all votes gives the decision.
 
-    replica_size  workers per replica; workers at the same position in their replicas hold the same
-                  weights
+    The first SUMS are added: the count, and the loss in units of 2**-1074, of which every float is
+    a multiple, in limbs of 32 bits. So the sum is exact in any order. Of the others, each is the
+    maximum over all votes. Digests are there as d and ~d, at the vote's position in its replica.
     """
-    losses = [loss for vote in votes for loss in vote.losses]
-    divergent = find_divergent_ranks([vote.digest for vote in votes], replica_size)
-    finite = all(map(math.isfinite, losses))
-    return StepDecision(
-        loss=math.fsum(losses) if finite else math.nan,
-        count=add_counts([vote.count for vote in votes if vote.losses]),
-        finite=finite,
-        stop=max((vote.stop_signal for vote in votes), key=SIGNALS.index) or ("SIGUSR1" if all(vote.leaving for vote in votes) else ""),
-        save_failed=any(vote.save_failed for vote in votes),
-        regroup=any(vote.joiners_waiting or vote.leaving for vote in votes),
-        divergent_ranks=divergent,
-        digests=tuple(vote.digest for vote in votes) if divergent else (),
-    )
+    finite, digests = all(map(math.isfinite, vote.losses)), [-(2**63)] * 2 * replica_size
+    ratios = [loss.as_integer_ratio() for loss in vote.losses if finite]
+    loss = sum(numerator * (2**1074 // denominator) for numerator, denominator in ratios)
+    limbs = struct.unpack(f"<{LIMBS - 1}Ii", loss.to_bytes(4 * LIMBS, "little", signed=True))
+    digest = vote.digest - (vote.digest >> 63 << 64)  # as int64
+    digests[2 * position : 2 * position + 2] = digest, ~digest
+    has_count, has_losses = vote.count is not None, bool(vote.losses)
+    flags = [vote.save_failed, vote.joiners_waiting or vote.leaving, not vote.leaving, not finite]
+    counts = [has_losses and has_count, has_losses and not has_count]
+    return [(vote.count or 0) * has_losses, *limbs, SIGNALS.index(vote.stop_signal), *map(int, flags + counts), *digests]
 
 
-def add_counts(counts: Sequence[int | None]) -> int:
-    """Return the sum; 0 if all are None. UsageError, on all ranks, for a mixture or a sum of 0."""
-    given = [count for count in counts if count is not None]
-    if given and (len(given) < len(counts) or sum(given) < 1):
+def row_to_decision(row: Sequence[int], replica_size: int, gather_digests: Callable[[], Sequence[int]]) -> StepDecision:
+    """Return the decision from the combined rows of all votes.
+
+    gather_digests  Collective; returns the digests of all ranks. Called if some differ
+    UsageError, on all ranks, if only some votes with losses have a count, or counts add up to 0.
+    """
+    count, limbs = row[0], row[1:SUMS]
+    stop, save_failed, regroup, some_stay, not_finite, some_count, some_without, *digests = row[SUMS:]
+    if some_count and (some_without or count < 1):
         raise UsageError(
-            f"the counts of a step add up to {sum(given)}" if len(given) == len(counts) else "some workers gave counts and others none",
+            "some workers gave counts and others none" if some_without else f"the counts of a step add up to {count}",
             "backward(loss, count=...)",
             "give the number of samples or tokens of every micro-batch, or no count in the whole step",
         )
-    return sum(given)
+    differ = any(highest != ~inverse for highest, inverse in zip(digests[::2], digests[1::2], strict=True))
+    by_rank = tuple(gather_digests()) if differ else ()
+    return StepDecision(
+        loss=math.nan if not_finite else sum(limb << 32 * i for i, limb in enumerate(limbs)) / 2**1074,  # rounded once
+        count=count,
+        finite=not not_finite,
+        stop=SIGNALS[stop] or "SIGUSR1" * (not some_stay),
+        save_failed=bool(save_failed),
+        regroup=bool(regroup),
+        divergent_ranks=find_divergent_ranks(by_rank, replica_size),
+        digests=by_rank,
+    )
 
 
 def parse_count(count: Any) -> int:
@@ -106,16 +123,3 @@ def minority(digest_of: Mapping[int, int]) -> list[int]:
     """Return the ranks whose digest is not the majority's; all ranks if there is no majority."""
     majority, count = Counter(digest_of.values()).most_common(1)[0] if digest_of else (0, 0)
     return [rank for rank, digest in digest_of.items() if digest != majority or 2 * count <= len(digest_of)]
-
-
-def vote_to_row(vote: Vote, length: int) -> list[float]:
-    """Return the vote as 7 + `length` numbers, for up to `length` losses."""
-    flags = [SIGNALS.index(vote.stop_signal), vote.save_failed, vote.joiners_waiting, vote.leaving]
-    digest, count = (vote.digest >> 32, vote.digest & 0xFFFFFFFF), -1 if vote.count is None else vote.count
-    return [*flags, *digest, count, *vote.losses, *[0.0] * (length - len(vote.losses))]
-
-
-def row_to_vote(row: Sequence[float], losses: int) -> Vote:
-    """Return the vote in a received row, of which `losses` losses are in use."""
-    count, digest = None if row[6] < 0 else int(row[6]), int(row[4]) << 32 | int(row[5])
-    return Vote(row[7 : 7 + losses], count, SIGNALS[int(row[0])], bool(row[1]), bool(row[2]), bool(row[3]), digest)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public at run time
 
 from lockstep.elastic.generation_log import Generation
-from lockstep.runtime.process_group import form_timeout_s, gather_json, init_default_group
+from lockstep.runtime.process_group import form_timeout_s, gather_json, init_default_group, reduce_rounds, run_rounds
 from lockstep.runtime.sockets import open_sockets, shutdown_sockets
 from lockstep.runtime.torch_private import detach_groups, device_backends, set_group_timeout
 from lockstep.runtime.work import WorkWaiter
@@ -41,10 +41,11 @@ class GenerationGroup:
         self._forming_subgroups = False
         self._aborts: dict[Any, threading.Thread] = {}  # NCCL backend -> thread that aborts it
         self._retired: list[tuple[list[dist.ProcessGroup], list[Any]]] = []  # groups that were left intact, and their NCCL backends
+        self._waits = WorkWaiter()
 
     def form(self, generation: Generation, rank: int, generation_error: Callable[[], str]) -> None:
         """Collective. Form the process group of a generation. RuntimeError if that fails."""
-        self._sockets_before = open_sockets()
+        self._sockets_before, self._waits = open_sockets(), WorkWaiter(generation_error)
         if why := generation_error():
             raise RuntimeError(why)
         if self.device.type == "cuda":
@@ -115,18 +116,15 @@ class GenerationGroup:
 
     def gather_json(self, size: int, value: Any) -> list[Any]:
         """Collective. Return the JSON values of all `size` ranks."""
-        return gather_json(size, value)
+        return gather_json(size, value, self.wait)
 
-    def all_gather(self, size: int, sent: torch.Tensor) -> torch.Tensor:
-        """Collective. Return the float64 rows of all ranks, (size, n), given (n,) of this rank."""
-        received = torch.empty(size * len(sent), dtype=sent.dtype)
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its older name
-        gather(received, sent)
-        return received.view(size, -1)
+    def all_reduce(self, row: torch.Tensor, rank: int, size: int, combine: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        """Collective. Combine the rows of all ranks into `row`; see reduce_rounds."""
+        run_rounds(reduce_rounds(row, rank, size, combine), self.wait)
 
-    def wait(self, works: Iterable[dist.Work | None], generation_error: Callable[[], str]) -> None:
+    def wait(self, works: Iterable[dist.Work | None]) -> None:
         """Wait until all works are done. PeersLostError when the generation ends first."""
-        WorkWaiter(generation_error).wait(works)
+        self._waits.wait(works)
 
     def isend(self, tensor: torch.Tensor, rank: int) -> dist.Work | None:
         return dist.isend(tensor, dst=rank)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from lockstep.runtime.torch_private import backend_timeout, reset_group_count, s
 
 FORM_TIMEOUT_S = 10.0
 FORM_NCCL_TIMEOUT_S = 60.0  # loading NCCL and creating a CUDA context on each GPU comes first
+TAG = 1  # of messages in rounds; another thread may send gradients, with tag 0, at the same time
+Message = tuple[torch.Tensor, int]  # a buffer, and the rank that it is sent to or received from
+Round = tuple[list[Message], list[Message]]  # sent, received
 
 
 def form_timeout_s(device: torch.device) -> float:
@@ -23,17 +27,59 @@ def form_timeout_s(device: torch.device) -> float:
     return FORM_NCCL_TIMEOUT_S if device.type == "cuda" else FORM_TIMEOUT_S
 
 
-def gather_json(size: int, value: Any) -> list[Any]:
+def gather_rounds(buffer: torch.Tensor, starts: Sequence[int], rank: int) -> Iterator[Round]:
+    """Yield the rounds of Bruck's all-gather: ceil(log2(N)).
+
+    Part i of `buffer`, from starts[i] to starts[i + 1], is that of rank + i modulo N.
+    """
+    size, known = len(starts) - 1, 1
+    while known < size:
+        end = min(2 * known, size)
+        yield [(buffer[: starts[end - known]], (rank - known) % size)], [(buffer[starts[known] : starts[end]], (rank + known) % size)]
+        known = end
+
+
+def reduce_rounds(row: torch.Tensor, rank: int, size: int, combine: Callable[[torch.Tensor, torch.Tensor], None]) -> Iterator[Round]:
+    """Yield the rounds of an all-reduce of `row`, in place: at most 2 + log2(N), by recursive doubling.
+
+    Ranks from the largest power of two on send their row first and receive the result last.
+    combine  combines its second row into the first: exact, commutative and associative
+    """
+    power, received = 1 << (size.bit_length() - 1), torch.empty_like(row)
+    extra = rank + power if rank + power < size else None
+    if rank >= power:
+        yield [(row, rank - power)], []
+        yield [], [(row, rank - power)]
+        return
+    if extra is not None:
+        yield [], [(received, extra)]
+        combine(row, received)
+    for distance in (1 << bit for bit in range(power.bit_length() - 1)):
+        yield [(row, rank ^ distance)], [(received, rank ^ distance)]
+        combine(row, received)
+    if extra is not None:
+        yield [(row, extra)], []
+
+
+def run_rounds(rounds: Iterable[Round], wait: Callable[[list[dist.Work | None]], None]) -> None:
+    """Collective. Send and receive the messages of each round, and `wait` for them."""
+    for sent, received in rounds:
+        sends = [dist.isend(part, dst=to, tag=TAG) for part, to in sent]
+        wait(sends + [dist.irecv(part, src=source, tag=TAG) for part, source in received])
+
+
+def gather_json(size: int, value: Any, wait: Callable[[list[dist.Work | None]], None]) -> list[Any]:
     """Collective. Return the JSON values of all ranks, in rank order."""
     if size == 1:
         return [value]
-    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-    dist.all_gather(lengths, torch.tensor([len(text)]))
-    longest = max(int(n) for n in lengths)
-    padded = [torch.zeros(longest, dtype=torch.uint8) for _ in range(size)]
-    dist.all_gather(padded, torch.nn.functional.pad(text, (0, longest - len(text))))
-    return [json.loads(bytes(row[: int(n)].tolist())) for row, n in zip(padded, lengths, strict=True)]
+    rank, text = dist.get_rank(), json.dumps(value).encode()
+    lengths = torch.full((size,), len(text))
+    run_rounds(gather_rounds(lengths, range(size + 1), rank), wait)
+    starts = [0, *accumulate(lengths.tolist())]
+    texts = torch.frombuffer(bytearray(text).ljust(starts[-1]), dtype=torch.uint8)
+    run_rounds(gather_rounds(texts, starts, rank), wait)
+    values = [json.loads(texts[start:end].numpy().tobytes()) for start, end in pairwise(starts)]
+    return values[-rank:] + values[:-rank]
 
 
 def group_timeout(group: dist.ProcessGroup | None = None) -> timedelta:

@@ -78,6 +78,20 @@ def test_vote_has_the_same_decision_on_all_ranks(tmp_path: Path) -> None:
     votes = [Vote([1.0, 2.0], 3, digest=2**63 + 5), Vote([4.0], 4, stop_signal="SIGTERM", joiners_waiting=True, digest=2**63 + 5)]
 
     def vote(runtime: ElasticRuntime) -> StepDecision:
-        return vote_on_step(runtime, votes[runtime.world.rank], losses_per_rank=[2, 1])
+        return vote_on_step(runtime, votes[runtime.world.rank])
 
     assert on_ranks(tmp_path, 2, vote) == [StepDecision(7.0, 7, stop="SIGTERM", regroup=True)] * 2
+
+
+def test_digests_are_gathered_only_when_some_differ(tmp_path: Path) -> None:
+    """Ranks 0 and 2 are at one position of two replicas, ranks 1 and 3 at the other."""
+
+    def vote(runtime: ElasticRuntime) -> tuple[StepDecision, int]:
+        equal = vote_on_step(runtime, Vote([], digest=10 + runtime.world.rank % 2), replica_size=2)
+        before = runtime.group.count  # type: ignore[attr-defined]  # of the fake
+        differ = vote_on_step(runtime, Vote([], digest=10 + runtime.world.rank % 3), replica_size=2)
+        assert equal == StepDecision(0.0)
+        return differ, runtime.group.count - before  # type: ignore[attr-defined]
+
+    expected = StepDecision(0.0, divergent_ranks=(0, 1, 2, 3), digests=(10, 11, 12, 10))
+    assert on_ranks(tmp_path, 4, vote) == [(expected, 2)] * 4

@@ -1,0 +1,244 @@
+"""Rounds of messages in which rows are combined and gathered, and the decisions of votes that are combined like this."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from support.ranks import run_ranks
+
+from lockstep.elastic.collectives import all_gather_json, combine_rows, vote_on_step
+from lockstep.elastic.consensus import SIGNALS, StepDecision, Vote, find_divergent_ranks, row_to_decision, vote_to_row
+from lockstep.elastic.runtime import ElasticRuntime
+from lockstep.errors import PeersLostError, UsageError
+from lockstep.runtime import process_group
+from lockstep.runtime.process_group import Round, gather_rounds, reduce_rounds
+from lockstep.runtime.work import WorkWaiter
+
+HUGE = 1.7e308
+SIZES = [*range(1, 65), 4096]
+
+
+def count_all_votes(votes: Sequence[Vote], replica_size: int) -> StepDecision | str:
+    """Return the decision of someone who sees all votes, or the error."""
+    losses = [loss for vote in votes for loss in vote.losses]
+    counts = [vote.count for vote in votes if vote.losses]
+    given_counts = [count for count in counts if count is not None]
+    if given_counts and len(given_counts) < len(counts):
+        return "some workers gave counts and others none"
+    if given_counts and sum(given_counts) < 1:
+        return "the counts of a step add up to 0"
+    finite = all(math.isfinite(loss) for loss in losses)
+    digests = tuple(vote.digest for vote in votes)
+    differ = any(len(set(digests[position::replica_size])) > 1 for position in range(replica_size))
+    return StepDecision(
+        loss=math.fsum(losses) if finite else math.nan,
+        count=sum(given_counts),
+        finite=finite,
+        stop=max((vote.stop_signal for vote in votes), key=SIGNALS.index) or ("SIGUSR1" if all(vote.leaving for vote in votes) else ""),
+        save_failed=any(vote.save_failed for vote in votes),
+        regroup=any(vote.joiners_waiting or vote.leaving for vote in votes),
+        divergent_ranks=find_divergent_ranks(digests, replica_size) if differ else (),
+        digests=digests if differ else (),
+    )
+
+
+def random_votes(size: int, replica_size: int, seed: int) -> list[Vote]:
+    """Return votes of `size` ranks; by seed with flags, differences, mixed counts, losses not finite."""
+    chance = random.Random(seed)
+    digests = [chance.getrandbits(64) for _ in range(replica_size)]
+    unusual, mixed, not_finite = [0.0, 0.1, 1.0][seed % 3], 0.3 * (seed % 5 == 2), seed % 4 == 1
+    counted, many, leaving = (chance.random() < p for p in (0.5, 0.5, 0.1))
+
+    def loss() -> float:
+        if not_finite and chance.random() < 0.5:
+            return chance.choice([math.nan, math.inf, -math.inf])
+        return chance.uniform(-1, 1) * 2.0 ** chance.choice([0, 0, 3, -1060, -40, 60, 1000])
+
+    def vote(rank: int) -> Vote:
+        flag = [chance.random() < unusual for _ in range(5)]
+        has_count = counted != (chance.random() < mixed)
+        return Vote(
+            [loss() for _ in range(chance.randrange(4 if many else 2))],
+            count=chance.randrange(3) if has_count else None,
+            stop_signal=chance.choice(SIGNALS) if flag[0] else "",
+            save_failed=flag[1],
+            joiners_waiting=flag[2],
+            leaving=flag[3] or leaving,
+            digest=digests[rank % replica_size] ^ (flag[4] and chance.random() < 0.5) << chance.randrange(64),
+        )
+
+    return [vote(rank) for rank in range(size)]
+
+
+def exchange_rounds(rounds_of_rank: list[Iterator[Round]]) -> tuple[list[int], list[int]]:
+    """Run all ranks and deliver their messages; return rounds and messages sent of each rank."""
+    size = len(rounds_of_rank)
+    mail: dict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)
+    expected: list[list[process_group.Message]] = [[] for _ in range(size)]
+    rounds, messages, ready = [0] * size, [0] * size, deque(range(size))
+    running = set(range(size))
+    while ready:
+        rank = ready.popleft()
+        while rank in running and all(mail[source, rank] for _, source in expected[rank]):
+            for buffer, source in expected[rank]:
+                received = mail[source, rank].popleft()
+                assert received.shape == buffer.shape
+                buffer.copy_(received)
+            if (current := next(rounds_of_rank[rank], None)) is None:
+                running.discard(rank)
+                break
+            sent, expected[rank] = current
+            rounds[rank] += 1
+            messages[rank] += len(sent)
+            for part, to in sent:
+                mail[rank, to].append(part.clone())
+                ready.append(to)
+    assert not running and not any(mail.values()), "a rank waits for a message, or did not receive one"
+    return rounds, messages
+
+
+def combined_rows(votes: list[Vote], replica_size: int) -> tuple[list[torch.Tensor], list[int], list[int]]:
+    rows = [torch.tensor(vote_to_row(vote, rank % replica_size, replica_size)) for rank, vote in enumerate(votes)]
+    counts = exchange_rounds([reduce_rounds(row, rank, len(rows), combine_rows) for rank, row in enumerate(rows)])
+    return rows, *counts
+
+
+def decide(row: torch.Tensor, votes: Sequence[Vote], replica_size: int) -> StepDecision | str:
+    try:
+        return row_to_decision(row.tolist(), replica_size, lambda: [vote.digest for vote in votes])
+    except UsageError as error:
+        return error.what
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_vote_takes_at_most_2_rounds_more_than_log2_and_decides_as_all_votes_do(size: int) -> None:
+    seen = set()
+    for seed in range(12 if size <= 64 else 2):
+        replica_size = random.Random(seed).choice([n for n in (1, 2, 3, 4, 8) if size % n == 0])
+        votes = random_votes(size, replica_size, seed)
+        expected = count_all_votes(votes, replica_size)
+        rows, rounds, messages = combined_rows(votes, replica_size)
+        whole_rounds = size.bit_length() - 1
+        assert max(rounds) == whole_rounds + 2 * (size != 1 << whole_rounds)
+        assert max(messages) <= whole_rounds + 1
+        assert all(torch.equal(row, rows[0]) for row in rows) and len(rows[0]) == 75 + 2 * replica_size
+        decision = decide(rows[0], votes, replica_size)
+        assert repr(decision) == repr(expected)  # NaN is not equal to itself
+        seen.add(decision if isinstance(decision, str) else "divergent" if decision.divergent_ranks else decision.finite)
+    assert not 8 <= size <= 64 or {True, False, "divergent", "some workers gave counts and others none"} <= seen
+
+
+@given(st.lists(st.floats(), max_size=40), st.integers(1, 5), st.randoms())
+def test_the_loss_is_rounded_once_as_by_fsum_for_every_split(losses: list[float], size: int, chance: random.Random) -> None:
+    cuts = [0, *sorted(chance.choices(range(len(losses) + 1), k=size - 1)), len(losses)]
+    shuffled = chance.sample(losses, len(losses))
+    votes = [Vote(shuffled[start:stop]) for start, stop in pairwise(cuts)]
+    rows, _, _ = combined_rows(votes, 1)
+    finite = all(map(math.isfinite, losses))
+    try:
+        expected = math.fsum(losses) if finite else math.nan
+    except OverflowError:  # fsum refuses partial sums out of range, too
+        return
+    decision = decide(rows[0], votes, 1)
+    assert isinstance(decision, StepDecision) and decision.finite == finite
+    assert repr(decision.loss) == repr(expected)
+
+
+@pytest.mark.parametrize(
+    "losses", [[5e-324] * 3, [-5e-324], [2.0**53, 1.0, -1.0, 2.0**-1000], [HUGE, 5e-324, -HUGE], [-HUGE, 1.0], [1.0, 1e-16, 1e-16], []]
+)
+def test_the_loss_of_extreme_values_is_that_of_fsum(losses: list[float]) -> None:
+    rows, _, _ = combined_rows([Vote([loss]) for loss in losses] or [Vote([])], 1)
+    decision = decide(rows[0], [], 1)
+    assert isinstance(decision, StepDecision) and repr(decision.loss) == repr(math.fsum(losses))
+
+
+def test_limbs_hold_the_largest_losses_of_a_million_ranks() -> None:
+    """Each number of a row must stay below 2**63 when 2**20 equal rows are added."""
+    for loss in (math.nextafter(math.inf, 0), -math.nextafter(math.inf, 0), -5e-324):
+        row = vote_to_row(Vote([loss] * 1000, 1000), 0, 1)[:68]
+        assert all(abs(2**20 * number) < 2**63 for number in row)
+
+
+@pytest.mark.parametrize("size", range(1, 65))
+def test_gathering_takes_log2_rounds_of_one_message_each(size: int) -> None:
+    order = [[(rank + number) % size for number in range(size)] for rank in range(size)]
+    starts = [[0, *accumulate(1 + number % 3 for number in order[rank])] for rank in range(size)]
+    buffers = [torch.full((ends[-1],), -1) for ends in starts]
+    for rank, buffer in enumerate(buffers):
+        buffer[: starts[rank][1]] = rank
+    rounds, messages = exchange_rounds([gather_rounds(*own) for own in zip(buffers, starts, range(size), strict=True)])
+    assert set(rounds) == set(messages) == {(size - 1).bit_length()}
+    for rank, buffer in enumerate(buffers):
+        assert buffer.tolist() == [number for number in order[rank] for _ in range(1 + number % 3)]
+
+
+def test_4096_ranks_gather_in_12_rounds() -> None:
+    assert sum(1 for _ in gather_rounds(torch.zeros(4096), range(4097), 17)) == 12
+
+
+def vote_and_gather(runtime: ElasticRuntime, case: int) -> list[Any]:
+    """Return the decision or error, its values, and the messages of a vote and of a gathering."""
+    world, sent = runtime.world, []
+    isend = dist.isend
+    process_group.dist.isend = lambda tensor, **where: sent.append(tensor.nbytes) or isend(tensor, **where)
+    replica_size = 2 if case % 2 == world.size % 2 == 0 else 1
+    votes = random_votes(world.size, replica_size, case)
+    try:
+        decision: Any = repr(vote_on_step(runtime, votes[world.rank], replica_size=replica_size))
+    except UsageError as error:
+        decision = error.what
+    vote_bytes = list(sent)
+    sent.clear()
+    values = all_gather_json(runtime, {"rank": world.rank, "text": "é" * 1000 * world.rank})
+    process_group.dist.isend = isend
+    expected = count_all_votes(votes, replica_size)
+    assert decision == (expected if isinstance(expected, str) else repr(expected))
+    assert values == [{"rank": rank, "text": "é" * 1000 * rank} for rank in range(world.size)]
+    return [json.dumps(decision), vote_bytes, len(sent)]
+
+
+def vote_often(runtime: ElasticRuntime) -> list[list[Any]]:
+    return [vote_and_gather(runtime, case) for case in range(30)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6])
+def test_real_ranks_vote_and_gather_with_few_messages(size: int) -> None:
+    results = run_ranks(vote_often, size)
+    for of_ranks in zip(*results, strict=True):
+        assert len({decision for decision, _, _ in of_ranks}) == 1
+        assert {gathered for _, _, gathered in of_ranks} == {2 * (size - 1).bit_length()}
+        for decision, sent, _ in of_ranks:
+            rows = [number for number in sent if number > 600]
+            assert len(rows) <= size.bit_length() and set(rows) <= {8 * 77, 8 * 79}
+            assert ("divergent_ranks=()" in decision or "StepDecision" not in decision) == (rows == sent) or size == 1
+
+
+def vote_without_rank_1(runtime: ElasticRuntime) -> str:
+    """Vote on rank 0 only, in a generation that ends meanwhile; return the error."""
+    error = ""
+    if runtime.world.rank == 0:
+        start_s = time.monotonic()
+        runtime.group._waits = WorkWaiter(lambda: "rank 1 left" if time.monotonic() > start_s + 0.5 else "")
+        try:
+            vote_on_step(runtime, Vote([1.0]))
+        except PeersLostError as lost:
+            error = lost.what
+    dist.barrier()
+    return error
+
+
+def test_a_vote_is_abandoned_when_the_generation_ends() -> None:
+    assert run_ranks(vote_without_rank_1, 2) == ["rank 1 left", ""]
