@@ -21,12 +21,23 @@ def words_of(parameter: Tensor) -> np.ndarray[Any, Any] | None:
 
 
 def digest_of(tensors: Iterable[Tensor]) -> int:
-    """Return a 64-bit digest of tensors in order: of each the sum of its words, or torch's hash."""
+    """Return a 64-bit digest of tensors in order: of each the sum of its words, or torch's hash.
+
+    Hashes are computed on their device, and copied to the host together.
+    """
+    values: list[int] = []
+    hashes: dict[int, Tensor] = {}
+    for number, tensor in enumerate(tensors):
+        words = words_of(tensor)
+        values.append(0 if words is None else int(np.add.reduce(words, dtype=np.uint64)))
+        if words is None and tensor.numel():
+            hashes[number] = torch.hash_tensor(tensor.detach()).view(torch.int64)  # item() fails above 2**63
+    if hashes:
+        device = max(hashes.values(), key=lambda value: value.is_cuda).device  # some may be on the host
+        together = torch.stack([value.to(device) for value in hashes.values()]).tolist()
+        for number, value in zip(hashes, together, strict=True):
+            values[number] = value
     total = 0
-    for tensor in tensors:
-        if (words := words_of(tensor)) is not None:
-            value = int(np.add.reduce(words, dtype=np.uint64))
-        else:  # item() fails above 2**63
-            value = int(torch.hash_tensor(tensor.detach()).view(torch.int64)) if tensor.numel() else 0
+    for value in values:
         total = (total * DIGEST_FACTOR + value) % 2**64
     return total
