@@ -128,9 +128,9 @@ class Replica:
         assert group is not None and buckets is not None, "ElasticRuntime.join comes first"
         self.own_leaves, names = leaves_of_rank(group.rank(), group.size(), self.leaves), self._watch.names
         known = buckets.known_order()
-        facts = gather_json(group.size(), [hash_of(names), hash_of(known)])
+        facts = gather_json(group.size(), [hash_of(names), hash_of(known)], self.waits.wait)
         if len({trained for trained, _ in facts}) > 1:
-            counts = Counter(name for trained in gather_json(group.size(), names) for name in trained)
+            counts = Counter(name for trained in gather_json(group.size(), names, self.waits.wait) for name in trained)
             listed = sorted(name for name, count in counts.items() if count < group.size())
             raise UsageError(
                 f"not all workers train the same parameters: {join_names(listed)}",
@@ -214,9 +214,6 @@ class Replica:
             p.grad = None
         for module, name, buffer, before in saved:
             own_buffers(module)[name] = buffer.copy_(before)
-
-    def losses_per_rank(self, size: int) -> list[int]:
-        return [len(leaves_of_rank(rank, size, self.leaves)) for rank in range(size)]
 
     def grad_norm_squared(self) -> None:
         """Return None; a ShardedReplica returns the squared norm summed over its workers."""

@@ -234,13 +234,6 @@ class ShardedReplica:
                 self.groups.all_reduce(gradient, self.groups.tied_group)
         self.groups.raise_failure()
 
-    def losses_per_rank(self, size: int) -> list[int]:
-        layout = self.groups.layout_of(size)
-        return [
-            len(leaves_of_rank(at.replica, layout.replicate, self.leaves)[at.shard :: layout.shard]) if reports_losses(at, layout) else 0
-            for at in map(layout.coordinates, range(size))
-        ]
-
     def grad_norm_squared(self) -> Tensor:
         """Collective in the replica. Return the sum of squares of the whole gradient, float64."""
         layout, shard = self.local.layout, self.groups.current_layout().coordinates(dist.get_rank()).shard

@@ -240,8 +240,7 @@ class ReplicaGroup:
         self.board.enter("voting")
         self.board.enter_collective()
         self._voted = True
-        losses_per_rank = self.replica.losses_per_rank(self.runtime.world.size)
-        decision = vote_on_step(self.runtime, vote, losses_per_rank=losses_per_rank, replica_size=self.replica.workers_per_replica)
+        decision = vote_on_step(self.runtime, vote, replica_size=self.replica.workers_per_replica)
         if decision.divergent_ranks:
             self._voted = False
             self.comparison.refuse_repeated(step)

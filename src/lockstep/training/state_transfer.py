@@ -84,7 +84,7 @@ def transfer_state(
         elif source == world.rank:
             works += [group.isend(as_bytes(state[name].cpu()), joiner) for joiner in joiners]
     runtime.board.enter_collective()  # the whole transfer counts as one
-    group.wait(works, runtime.generation_error)
+    group.wait(works)
     digests = group.gather_json(world.size, digest(state) if is_joiner or world.rank == sources[0] else None)
     if wrong := [rank for rank in all_joiners if digests[rank] != digests[first_source[rank]]]:
         refuse(f"rank {', '.join(map(str, wrong))} received something other than the state of one worker")
