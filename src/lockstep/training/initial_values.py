@@ -52,6 +52,6 @@ def draw_initial_values(model: LocalModel, init_param: InitParam, is_saved: Call
                 elif rows.numel():
                     sent.append(as_bytes(rows))  # kept until the other has received it
                     works.append(runtime.group.isend(sent[-1], other))
-        runtime.group.wait(works, runtime.generation_error)
+        runtime.group.wait(works)
         for parameter, rows in received:
             parameter.copy_(rows)

@@ -89,7 +89,7 @@ class SharedTensors(Mapping[str, Tensor]):
             with self._runtime.board.during("preparing"):
                 for hop in (self._between_hosts, self._within_hosts):
                     works = [work for piece in pieces for work in self._exchange(as_tensor(stored[piece]), hop(piece))]
-                    self._runtime.group.wait(works, self._runtime.generation_error)
+                    self._runtime.group.wait(works)
             received = [piece for piece in pieces if piece.owner != self._runtime.world.rank]
             if wrong := [piece for piece in received if digest_of([as_tensor(stored[piece])]) != piece.digest]:
                 what = f"{wrong[0].spec.name} arrived with other bytes than rank {wrong[0].owner} sent"
