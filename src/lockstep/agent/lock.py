@@ -187,5 +187,6 @@ def kill_all(running: Mapping[int, ProcessIdentity]) -> None:
 def remove_stale_files(state: Path) -> None:
     """Delete the files of exited workers, also partly written ones, from the state folder."""
     if not running_workers(state):
-        for path in [*state.glob("[0-9]*.*"), *state.glob(".[0-9]*.*"), *state.glob(COMMAND_FILE)]:
-            path.unlink()
+        for pattern in ("[0-9]*.*", ".[0-9]*.*", "file_digests.*", ".file_digests.*", COMMAND_FILE):
+            for path in state.glob(pattern):
+                path.unlink()

@@ -12,7 +12,6 @@ SESSION_WORDS = {
     "replicas.micro_batches(step)": "loader(step) or session.micro_batches(step)",
     "the loop over micro_batches(step)": "the loop over loader(step)",
     "call backward(loss) of the replicas": "call session.backward(loss)",
-    "call the replicas, not the model": "call the model that session.prepare returned, not the one passed to it",
     "that the Checkpointer knows": "that session.prepare has received",
     "pass the optimizer of these parameters to Checkpointer(...)": "pass their optimizer: session.prepare(model, optimizer)",
     "pass all optimizers as the fourth argument: Checkpointer(folder, runtime, model, [first, second])": (
