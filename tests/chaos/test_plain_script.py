@@ -122,7 +122,7 @@ def test_a_host_is_lost_and_comes_back_on_two_hosts(tmp_path: Path) -> None:
     Path("hosts.toml").write_text(HOSTS)
 
     def start(host: str) -> subprocess.Popen[bytes]:
-        words = ("launch", "--hosts", "hosts.toml", "--host", host, "--min", "1", SCRIPT, "--steps", "100", "--pause", "0.05")
+        words = ("launch", "--hosts", "hosts.toml", "--host", host, "--min", "1", SCRIPT, "--steps", "200", "--pause", "0.05")
         with open(f"{host}.log", "ab") as output:
             return subprocess.Popen(lockstep(*words), stdout=output, stderr=output, start_new_session=True)
 
