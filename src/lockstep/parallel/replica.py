@@ -254,6 +254,12 @@ class Replica:
             return
         try:
             self.board.enter_collective(bucket.buffer.nbytes)
+            if not bucket.is_current():
+                raise UsageError(
+                    "the memory of the gradients changed between two micro-batches of a step",
+                    "by model.to(...) or an assignment to .data in the micro-batch loop",
+                    "do it between the steps",
+                )
             if self.ordered:
                 self._reduce_in_order(bucket)
             else:

@@ -274,7 +274,7 @@ class ShardedReplica:
     def _on_gradients(self, unit: int, out: Tensor) -> None:
         """FSDP's hook after a unit's backward pass: queue its gradients."""
         sent = self._captured.pop() if self._captured else out
-        if sent.is_cuda:  # FSDP waits for its own reduce-scatter only, before it reuses the memory
+        if sent.is_cuda:  # FSDP reuses the memory after its reduce-scatter, without a wait for this exchange
             sent.record_stream(torch.cuda.current_stream(sent.device))
         self._reducer.submit(partial(self._reduce, UnitGradients(unit, self._pass, sent, out)))
 

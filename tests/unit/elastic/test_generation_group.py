@@ -37,7 +37,7 @@ def form(group: GenerationGroup, store: TCPStore, number: int) -> None:
 
 
 class Closing:
-    """Stands for NCCL's `ProcessGroup.shutdown`, which blocks until `finish` is set."""
+    """A `ProcessGroup.shutdown` that blocks, as NCCL's may, until `finish` is set."""
 
     def __init__(self) -> None:
         self.finish, self.finished = threading.Event(), threading.Event()
@@ -67,7 +67,7 @@ def test_the_next_generation_forms_while_the_closing_of_the_last_one_blocks(stor
 
 
 class Communicator:
-    """Stands for the NCCL backend of a group: `abort` returns once `finish` is set."""
+    """A backend whose `abort` blocks, as NCCL's may, until `finish` is set."""
 
     def __init__(self) -> None:
         self.threads: list[str] = []
