@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lockstep.elastic.fault_injection import flip_bit
 from lockstep.elastic.runtime import ElasticRuntime
-from lockstep.errors import LockstepError
+from lockstep.errors import DivergedError, LockstepError
 from lockstep.parallel import frozen_state
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.replica_group import ReplicaGroup
@@ -92,3 +92,41 @@ def normalized(runtime: ElasticRuntime) -> str:
 def test_every_worker_refuses_changing_buffers(tmp_path: Path) -> None:
     results = run_ranks(normalized, 2)
     assert len(set(results)) == 1 and results[0].startswith("buffers changed in the forward passes of step 1: 1.running_mean")
+
+
+class Vector(nn.Module):
+    """Ten weights, whose gradient is `gradient`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights, self.gradient = nn.Parameter(torch.zeros(10)), torch.ones(10)
+
+    def forward(self) -> torch.Tensor:
+        out = self.weights * 1.0
+        out.register_hook(lambda _: self.gradient)
+        return out
+
+
+def train_with_gradient(runtime: ElasticRuntime, reduce: Any, indices: list[int], value: float) -> str:
+    """Train one step in which rank 1 has `value` at `indices` of its gradient; return the error."""
+    model = Vector()
+    model.gradient[indices if runtime.world.rank == 1 else []] = value
+    try:
+        with ReplicaGroup(runtime, model, micro_batches=2, reduce=reduce) as replicas:
+            for _ in replicas.micro_batches(0):
+                replicas.backward(replicas().sum())
+    except DivergedError as error:
+        return error.what
+    return str(model.weights.grad[indices].tolist()) if model.weights.grad is not None else "no gradient"
+
+
+@pytest.mark.parametrize("reduce", ["ordered", "fast"])
+@pytest.mark.parametrize(
+    ("indices", "value", "refused"),
+    [([0], float("inf"), True), ([9], float("nan"), True), ([0, 1], 3e38, False), ([8, 9], -3e38, False)],
+)
+def test_a_gradient_that_is_not_finite_on_one_rank_is_refused_on_all(reduce: str, indices: list[int], value: float, refused: bool) -> None:
+    """Each rank reads its part only; a sum of finite elements may overflow."""
+    results = run_ranks(train_with_gradient, 2, reduce, indices, value)
+    expected = "loss 0.0 in step 1, gradient not finite: weights" if refused else str(torch.full((2,), value).tolist())
+    assert results == [expected] * 2

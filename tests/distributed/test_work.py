@@ -37,7 +37,9 @@ def test_all_reduce_is_abandoned_when_its_peer_is_stopped() -> None:
     program = str(Path(__file__).parents[1] / "support" / "stopped_reduce.py")
     stopped, waiting = (subprocess.Popen([sys.executable, program, str(rank), port], stdout=subprocess.PIPE, text=True) for rank in (0, 1))
     try:
-        kind, seconds = waiting.communicate(timeout=120)[0].split()
+        result, memory = waiting.communicate(timeout=120)[0].splitlines()
+        kind, seconds = result.split()
+        assert memory == "new memory"
         assert kind == "PeersLostError" and float(seconds) < 20, f"{kind} after {seconds} s; the timeout of the group is 40 s"
     finally:
         stopped.kill()
@@ -47,14 +49,15 @@ def test_all_reduce_is_abandoned_when_its_peer_is_stopped() -> None:
 def exchange_in_both_directions(runtime: ElasticRuntime, staged: bool) -> float:
     """8 MB each way, more than NCCL buffers; staged: through the CPU, as gloo needs it on a GPU."""
     if staged:
-        work.is_staged = lambda operation: True
+        work.is_staged = lambda tensor, group: True
     rank, peer = runtime.world.rank, 1 - runtime.world.rank
     sent, received = torch.full((2_000_000,), float(rank)), torch.full((2_000_000,), -1.0)
-    operations = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
-    works = work.start_p2p(operations)
+    group = dist.group.WORLD
+    assert group is not None
+    works = work.start_p2p([(peer, sent)], [(peer, received)], group)
     assert staged == any(isinstance(started, work.StagedReceive) for started in works)
     work.WorkWaiter(in_thread=not staged).wait(works)
-    assert work.start_p2p([]) == []
+    assert work.start_p2p([], [], group) == []
     return float(received.unique().item())
 
 

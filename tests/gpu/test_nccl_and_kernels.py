@@ -134,8 +134,8 @@ def serve_rank(function: Callable[..., Any], rank: int, size: int, port: int, en
 
 def exchange_on_gpu(rank: int, device: torch.device) -> float:
     sent, received = torch.full((4_000_000,), float(rank), device=device), torch.empty(4_000_000, device=device)
-    operations = [dist.P2POp(dist.isend, sent, 1 - rank), dist.P2POp(dist.irecv, received, 1 - rank)]
-    WorkWaiter(in_thread=False).wait(start_p2p(operations))
+    assert dist.group.WORLD is not None
+    WorkWaiter(in_thread=False).wait(start_p2p([(1 - rank, sent)], [(1 - rank, received)], dist.group.WORLD))
     return received.unique().item()
 
 

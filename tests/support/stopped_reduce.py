@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.parallel.replica import Replica
+from lockstep.runtime.torch_private import detach_groups
+from lockstep.runtime.work import static_group
 
 
 def take_step(replica: Replica, step: int) -> None:
@@ -29,8 +31,7 @@ def reduce_with_a_stopped_peer(rank: int, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=40))
     reasons: list[str] = []
-    with Replica(nn.Linear(4, 4), micro_batches=2, reduce="fast") as replica:
-        replica.waits.generation_error = lambda: "".join(reasons)
+    with Replica(nn.Linear(4, 4), micro_batches=2, reduce="fast", generation_error=lambda: "".join(reasons)) as replica:
         take_step(replica, 0)  # the first step also compares the trained parameters
         dist.barrier()
         if rank == 0:
@@ -42,7 +43,20 @@ def reduce_with_a_stopped_peer(rank: int, port: int) -> None:
             print("done", 0.0, flush=True)
         except Exception as error:
             print(type(error).__name__, round(time.monotonic() - start_s, 2), flush=True)
+        print("new memory" if uses_new_memory(replica) else "memory that the thread left behind may write to", flush=True)
         os._exit(0)
+
+
+def uses_new_memory(replica: Replica) -> bool:
+    """Return whether the next step, in a group of this process alone, has other gradient buffers."""
+    assert replica.buckets is not None
+    before = [bucket.buffer for bucket in replica.buckets.buckets]
+    detach_groups()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    replica.waits.generation_error = static_group
+    replica.release_groups()
+    take_step(replica, 1)
+    return all(new.buffer is not old for new, old in zip(replica.buckets.buckets, before, strict=True))
 
 
 if __name__ == "__main__":

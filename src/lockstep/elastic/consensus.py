@@ -32,6 +32,7 @@ class Vote:
     joiners_waiting: bool = False
     leaving: bool = False  # this process leaves, and the others continue
     digest: int = 0  # 64 bits over the weights that it computed with; 0: not computed
+    gradient_finite: bool = True  # no sum over its part of the gradient is infinite or NaN
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class StepDecision:
 
     loss: float  # sum over the micro-batches
     count: int = 0  # sum of the votes' counts; 0: they have none
-    finite: bool = True
+    finite: bool = True  # the loss
+    gradient_finite: bool = True  # False also if a sum of finite elements overflows
     stop: str = ""  # signal that stops the run
     save_failed: bool = False
     regroup: bool = False  # the members change before the next step
@@ -62,7 +64,7 @@ def vote_to_row(vote: Vote, position: int, replica_size: int) -> list[int]:
     digest = vote.digest - (vote.digest >> 63 << 64)  # as int64
     digests[2 * position : 2 * position + 2] = digest, ~digest
     has_count, has_losses = vote.count is not None, bool(vote.losses)
-    flags = [vote.save_failed, vote.joiners_waiting or vote.leaving, not vote.leaving, not finite]
+    flags = [vote.save_failed, vote.joiners_waiting or vote.leaving, not vote.leaving, not finite, not vote.gradient_finite]
     counts = [has_losses and has_count, has_losses and not has_count]
     return [(vote.count or 0) * has_losses, *limbs, SIGNALS.index(vote.stop_signal), *map(int, flags + counts), *digests]
 
@@ -74,7 +76,7 @@ def row_to_decision(row: Sequence[int], replica_size: int, gather_digests: Calla
     UsageError, on all ranks, if only some votes with losses have a count, or counts add up to 0.
     """
     count, limbs = row[0], row[1:SUMS]
-    stop, save_failed, regroup, some_stay, not_finite, some_count, some_without, *digests = row[SUMS:]
+    stop, save_failed, regroup, some_stay, not_finite, gradient_not_finite, some_count, some_without, *digests = row[SUMS:]
     if some_count and (some_without or count < 1):
         raise UsageError(
             "some workers gave counts and others none" if some_without else f"the counts of a step add up to {count}",
@@ -87,6 +89,7 @@ def row_to_decision(row: Sequence[int], replica_size: int, gather_digests: Calla
         loss=math.nan if not_finite else sum(limb << 32 * i for i, limb in enumerate(limbs)) / 2**1074,  # rounded once
         count=count,
         finite=not not_finite,
+        gradient_finite=not gradient_not_finite,
         stop=SIGNALS[stop] or "SIGUSR1" * (not some_stay),
         save_failed=bool(save_failed),
         regroup=bool(regroup),

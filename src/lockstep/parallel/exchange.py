@@ -145,8 +145,10 @@ def tree_all_reduce(
     waits: WorkWaiter,
     traffic: Traffic | None = None,
     tag: int = 0,
-) -> None:
+) -> Tensor:
     """Collective. Write the sum of all leaves, added in tree order, to `out` on every rank.
+
+    Return the slice of `out` whose sum this rank has computed.
 
     partials  [(subtree, its sum (length,))] of this rank's leaves, as assigned; overwritten
     out       (length,); may be one of the partial sums
@@ -184,6 +186,7 @@ def tree_all_reduce(
         out[own].copy_(total_sum[own])
     for turn in gather:
         transfer(turn, lambda message: out[between(message.start, message.stop)])
+    return out[own]
 
 
 def start_exchange(
@@ -201,6 +204,4 @@ def start_exchange(
     sends, receives = ([(peer, tensor) for peer, tensor in transfers if tensor.numel()] for transfers in (sends, receives))
     if traffic:
         traffic.add([tensor for _, tensor in sends])
-    operations = [dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer, tag=tag) for peer, tensor in receives]
-    operations += [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer, tag=tag) for peer, tensor in sends]
-    return start_p2p(operations)
+    return start_p2p(sends, receives, group, tag)

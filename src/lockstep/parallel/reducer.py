@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+
+from lockstep.runtime.work import JobThread, static_group
 
 
 class Reducer:
@@ -17,48 +18,72 @@ class Reducer:
     Collectives from several threads may pair up wrongly between processes and deadlock. On CUDA
     they only queue work, so jobs run in the thread of the caller.
 
-    max_in_flight  on a CPU `submit` waits while so many jobs are not done
-    side_stream    False: on CUDA jobs run on the stream of the caller, as FSDP's hooks do
-    A job must not raise.
+    generation_error  returns why the generation is over; "" while it is valid
+    max_in_flight     on a CPU `submit` waits while so many jobs are not done
+    side_stream       False: on CUDA jobs run on the stream of the caller, as FSDP's hooks do
     """
 
-    def __init__(self, device: torch.device, max_in_flight: int = 1_000_000, *, side_stream: bool = True) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        generation_error: Callable[[], str] = static_group,
+        max_in_flight: int = 1_000_000,
+        *,
+        side_stream: bool = True,
+    ) -> None:
         self.device, self._side_stream = device, side_stream
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._free_slots = threading.Semaphore(max_in_flight)
-        self._thread = threading.Thread(target=self._serve, name="lockstep-reducer", daemon=True)
-        if not self._stream:
-            self._thread.start()
-        self.start_step()
+        self._make_thread = partial(JobThread, "lockstep-reducer", generation_error, max_in_flight)
+        self._thread = None if self._stream else self._make_thread()
+        self._failure: Exception | None = None  # on CUDA
+        self._reset()
 
-    def start_step(self) -> None:
-        """Reset the number of jobs and the times of the last submission and completion."""
-        self.submitted = 0
+    @property
+    def failure(self) -> Exception | None:
+        """The first error of a job of this step, or PeersLostError; jobs after it do not run."""
+        return self._thread.failure if self._thread else self._failure
+
+    def start_step(self) -> bool:
+        """Forget the jobs and the failure of the step before.
+
+        Return whether its thread was left behind: it may still write to the memory of its jobs.
+        """
+        self.drain()
+        left_behind = self._thread is not None and self._thread.left_behind
+        if self._thread and self._thread.failure:
+            self._thread = self._make_thread()
+        self._reset()
+        return left_behind
+
+    def _reset(self) -> None:
+        self._failure, self._submitted = None, 0
         self._submitted_at: Any = None
         self._done_at: Any = None
 
     def submit(self, job: Callable[[], None]) -> None:
-        self.submitted += 1
+        self._submitted += 1
         self._submitted_at = self._now()
-        if self._stream:
+        if self._thread:
+            self._thread.submit(partial(self._run, job))
+        elif not self._failure:
+            assert self._stream
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self._stream if self._side_stream else None):
-                job()
-                self._done_at = self._now()
-        else:
-            self._free_slots.acquire()
-            self._queue.put(job)
+                try:
+                    self._run(job)
+                except Exception as error:
+                    self._failure = error.with_traceback(None)
+
+    def _run(self, job: Callable[[], None]) -> None:
+        job()
+        self._done_at = self._now()
 
     def drain(self) -> None:
-        """Wait until all jobs are done; on CUDA only the current stream waits."""
+        """Wait until all jobs are done, or the generation is over; on CUDA only the current stream waits."""
         if self._stream:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
-        elif self.submitted and self._thread.is_alive():
-            done = threading.Event()
-            self._free_slots.acquire()
-            self._queue.put(done.set)
-            done.wait()
+        elif self._thread and self._submitted:
+            self._thread.drain()
 
     def exposed_s(self) -> float:
         """Return the seconds of communication after the last job of the step was submitted."""
@@ -71,15 +96,8 @@ class Reducer:
 
     def close(self) -> None:
         """End the thread; give a job that is blocked by a dead peer five seconds."""
-        if not self._stream:
-            self._queue.put(None)
-            self._thread.join(timeout=5)
-
-    def _serve(self) -> None:
-        while (job := self._queue.get()) is not None:
-            job()
-            self._free_slots.release()
-            self._done_at = self._now()
+        if self._thread:
+            self._thread.close(timeout_s=5)
 
     def _now(self) -> Any:
         if not self._stream:

@@ -84,11 +84,11 @@ class Replica:
         self.device = self.parameters[0].device
         self.waits = WorkWaiter(generation_error, in_thread=self.device.type == "cpu")
         self.board = board or StatusBoard(None)
-        self.failure: Exception | None = None
         self.traffic = Traffic()
         self._tree: SumTree[Gradients] = SumTree()
         self._current: Subtree | None = None  # the micro-batches whose sum is in .grad
         self._losses: list[torch.Tensor] = []
+        self._slice_sums: list[torch.Tensor] = []  # of the slices that this rank has summed
         self.rehearsed: float | None = None  # loss of micro-batch 0 in `rehearsal`
         self._group: dist.ProcessGroup | None = None  # all replicas, once they agree on the buckets
         if init_sync:
@@ -96,7 +96,7 @@ class Replica:
             if dist.get_world_size() > 1:
                 for tensor in [*model.parameters(), *model.buffers()]:
                     dist.broadcast(tensor.detach(), 0)
-        self._reducer = Reducer(self.device)
+        self._reducer = Reducer(self.device, generation_error)
 
     def _collect_parameters(self, order: list[int] | None = None) -> None:
         """Find the trained parameters, and make buckets in the order of their gradients."""
@@ -149,7 +149,7 @@ class Replica:
 
     def release_groups(self) -> None:
         """Release the group of a generation that is over, and the partial sums of its step."""
-        self.failure, self._group, self._tree, self._current = None, None, SumTree(), None
+        self._group, self._tree, self._current = None, SumTree(), None
         for p in self.parameters:
             p.grad = None
 
@@ -163,21 +163,24 @@ class Replica:
         self._watch.before_backward()
         (scaler.scale(loss) if scaler else loss).backward()
         self._watch.refuse_missing(self.buckets.missing(), self.buckets.repeated)
-        self._reducer.drain()
         self._watch.after_backward()
         self._losses.append(loss.detach())
 
     def losses(self) -> list[float]:
         return [float(loss) for loss in torch.stack(self._losses).tolist()] if self._losses else []
 
-    def micro_batches(self, step: int) -> Iterator[int]:
+    def micro_batches(self, step: int, meanwhile: Callable[[], None] = lambda: None) -> Iterator[int]:
         """Collective. Yield this replica's micro-batches of `step`, each for forward and backward.
 
         After the loop .grad is the sum over all K micro-batches of all replicas.
+
+        meanwhile  called after the last micro-batch, while gradients are still being sent
         """
+        if self._reducer.start_step() and self.buckets:
+            self._collect_parameters(self.buckets.order)
         buckets, own = self._prepare(), self.own_leaves
         self._tree, self._current, self._losses, self.traffic = SumTree(), None, [], Traffic()
-        self._reducer.start_step()
+        self._slice_sums = []
         # Only the last subtree is in the buckets; autograd adds its second leaf to the first.
         ends_in_pair = len(own) > 1 and Subtree(own[-2], 1).sibling_of(Subtree(own[-1], 1))
         first_filled = own[-2 if ends_in_pair else -1] if self.ordered else own[0]
@@ -193,9 +196,15 @@ class Replica:
             buckets.start_pass(fill=k >= first_filled, send=k == own[-1])
             yield k
             self._watch.end()
+        meanwhile()
+        self._reducer.drain()
         self._tree = SumTree()
-        if self.failure:
-            raise self.failure
+        if self._reducer.failure:
+            raise self._reducer.failure
+
+    def is_gradient_finite(self) -> bool:
+        """Return whether this rank's part of the gradient is finite; False also if its sum overflows."""
+        return not self._slice_sums or bool(torch.stack(self._slice_sums).isfinite().all())
 
     def rehearsal(self, step: int) -> Iterator[int]:
         """Yield micro-batch 0 of `step` on every replica; then restore buffers, drop gradients."""
@@ -249,33 +258,33 @@ class Replica:
         self._reducer.submit(partial(self._reduce, bucket))
 
     def _reduce(self, bucket: Bucket) -> None:
-        """Collective. Sum a bucket over all replicas, in place. Never raises: see `failure`."""
-        if self.failure:
-            return
-        try:
-            self.board.enter_collective(bucket.buffer.nbytes)
-            if not bucket.is_current():
-                raise UsageError(
-                    "the memory of the gradients changed between two micro-batches of a step",
-                    "by model.to(...) or an assignment to .data in the micro-batch loop",
-                    "do it between the steps",
-                )
-            if self.ordered:
-                self._reduce_in_order(bucket)
-            else:
-                self.waits.wait([dist.all_reduce(bucket.buffer, group=self._group, async_op=True)], self._group)
-        except Exception as error:
-            self.failure = error
+        """Collective. Sum a bucket over all replicas, in place."""
+        assert self._group is not None
+        self.board.enter_collective(bucket.buffer.nbytes)
+        if not bucket.is_current():
+            raise UsageError(
+                "the memory of the gradients changed between two micro-batches of a step",
+                "by model.to(...) or an assignment to .data in the micro-batch loop",
+                "do it between the steps",
+            )
+        if self.ordered:
+            partials = self._partial_sums(bucket)
+            own = tree_all_reduce(partials, self.leaves, self._group, bucket.buffer, self.waits, self.traffic)
+        else:
+            self.waits.wait([dist.all_reduce(bucket.buffer, group=self._group, async_op=True)], self._group)
+            own = bucket.buffer.tensor_split(self._group.size())[self._group.rank()]
+        self._slice_sums.append(own.sum(dtype=torch.float64 if own.dtype == torch.float64 else torch.float32).double())
 
-    def _reduce_in_order(self, bucket: Bucket) -> None:
-        assert self._current is not None and self._group is not None
+    def _partial_sums(self, bucket: Bucket) -> list[tuple[Subtree, torch.Tensor]]:
+        """Return this rank's partial sums of a bucket; the last one is in the bucket."""
+        assert self._current is not None
         subtree, earlier = self._current, list(self._tree.stack)
         while earlier and earlier[-1][0].sibling_of(subtree):
             left, sums = earlier.pop()
-            foreach_add_(bucket.views, [sums.tensors[i] for i in bucket.indices])
+            foreach_add_(bucket.views_of(bucket.buffer), [sums.tensors[i] for i in bucket.indices])
             subtree = Subtree(left.first, 2 * left.leaves)
         partials = [(left, bucket.flatten([sums.tensors[i] for i in bucket.indices])) for left, sums in earlier]
-        tree_all_reduce([*partials, (subtree, bucket.buffer)], self.leaves, self._group, bucket.buffer, self.waits, self.traffic)
+        return [*partials, (subtree, bucket.buffer)]
 
 
 def hash_of(value: Any) -> str:

@@ -100,7 +100,7 @@ class ShardedReplica:
         self._losses: list[Tensor] = []
         self._pending: list[PendingMicroBatch] = []
         self._captured: list[Tensor] = []
-        self._reducer = Reducer(self.parameters[0].device, UNITS_IN_FLIGHT, side_stream=False)
+        self._reducer = Reducer(self.parameters[0].device, generation_error, UNITS_IN_FLIGHT, side_stream=False)
         self.traffic = Traffic()
         for number, unit in enumerate(local.fsdp_units):
             unit.set_custom_all_gather(cast(Any, GroupAllGather(self.groups, number)))
@@ -116,7 +116,7 @@ class ShardedReplica:
         """Release the groups of a generation that is over; the next step forms new ones."""
         self.groups.clear()
         self._reducer.drain()
-        self.groups.failure, self._trees = None, []
+        self._trees = []
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Run the forward pass; in a pipeline, only store the inputs."""
@@ -144,10 +144,12 @@ class ShardedReplica:
         reports = reports_losses(self.local.layout.coordinates(dist.get_rank()), self.local.layout)
         return [float(loss) for loss in torch.stack(self._losses).tolist()] if self._losses and reports else []
 
-    def micro_batches(self, step: int) -> Iterator[int]:
+    def micro_batches(self, step: int, meanwhile: Callable[[], None] = lambda: None) -> Iterator[int]:
         """Collective. Yield this worker's micro-batches of `step`, each for a forward and backward.
 
         After the loop .grad is this worker's rows of the sum over all K micro-batches.
+
+        meanwhile  called after the last micro-batch, while gradients are still being sent
         """
         if not self.groups.formed:
             self.groups.form()
@@ -170,20 +172,25 @@ class ShardedReplica:
             if self._pass.last:
                 self.groups.board.enter("reducing")
             yield self._pass.k
-            if self.groups.failure:
+            if self._failure():
                 break
             if self.local.stage is None:
                 self._refuse_missing(f"micro-batch {self._pass.k} of step {step}")
-        if self.local.stage is not None and not self.groups.failure:
+        if self.local.stage is not None and not self._failure():
             self._run_pipeline(self.local.stage, step, passes)
+        meanwhile()
         self._reducer.drain()
         self._trees = []
-        self.groups.raise_failure()
+        if failure := self._failure():
+            raise failure
         self._refuse_missing(f"step {step}")
         for local, sharded in zip(self.parameters, self._sharded, strict=True):
             local.grad = sharded.grad.to_local()
             sharded.grad = None
         self._sum_shared_gradients()
+
+    def _failure(self) -> Exception | None:
+        return self.groups.failure or self._reducer.failure
 
     def _refuse_changed_requires_grad(self) -> None:
         pairs = zip(self.local.local_params.items(), self.local.module.parameters(), strict=True)
@@ -255,6 +262,10 @@ class ShardedReplica:
         self.groups.raise_failure()
         return grad_norm_squared
 
+    def is_gradient_finite(self) -> bool:
+        """Return True: grad_norm_squared shows infinities and NaN."""
+        return True
+
     def digest(self) -> int:
         return digest_of(self.parameters)
 
@@ -279,31 +290,25 @@ class ShardedReplica:
         self._reducer.submit(partial(self._reduce, UnitGradients(unit, self._pass, sent, out)))
 
     def _reduce(self, gradients: UnitGradients) -> None:
-        """Collective. Add a pass to the unit's tree; after the last one write the sum to `out`.
-
-        Never raises: see `ProcessGroups.failure`.
-        """
+        """Collective. Add a pass to the unit's tree; after the last one write the sum to `out`."""
         if self.groups.failure is not None or not self.groups.formed:
             return
-        try:
-            self.groups.board.enter_collective(gradients.sent.nbytes)
-            tree = self._trees[gradients.unit]
-            if not self.reduce_once_per_step:
-                self._add_rows(gradients, tree)
-            elif gradients.shard_pass.counts:
-                tree.add(Subtree(gradients.shard_pass.k, 1), PartialSum(gradients.sent))
-            if not gradients.shard_pass.last:
-                return
-            if self.reduce_once_per_step:
-                tree = self._rows_of_all(tree, gradients.unit)
-            if self.groups.replica_group is None:
-                gradients.out.copy_(tree.total().tensor)
-            else:
-                partials = [(subtree, part.tensor) for subtree, part in tree.stack]
-                group, waits = self.groups.replica_group, self.groups.waits
-                tree_all_reduce(partials, self.leaves, group, gradients.out, waits, self.traffic, gradients.unit)
-        except Exception as error:
-            self.groups.record_failure(error)
+        self.groups.board.enter_collective(gradients.sent.nbytes)
+        tree = self._trees[gradients.unit]
+        if not self.reduce_once_per_step:
+            self._add_rows(gradients, tree)
+        elif gradients.shard_pass.counts:
+            tree.add(Subtree(gradients.shard_pass.k, 1), PartialSum(gradients.sent))
+        if not gradients.shard_pass.last:
+            return
+        if self.reduce_once_per_step:
+            tree = self._rows_of_all(tree, gradients.unit)
+        if self.groups.replica_group is None:
+            gradients.out.copy_(tree.total().tensor)
+        else:
+            partials = [(subtree, part.tensor) for subtree, part in tree.stack]
+            group, waits = self.groups.replica_group, self.groups.waits
+            tree_all_reduce(partials, self.leaves, group, gradients.out, waits, self.traffic, gradients.unit)
 
     def _add_rows(self, gradients: UnitGradients, tree: SumTree[PartialSum]) -> None:
         """Collective. Receive this shard's rows of the gradients of all leaves of the pass."""

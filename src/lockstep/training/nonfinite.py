@@ -30,7 +30,9 @@ def refuse_nonfinite_gradient(decision: StepDecision, step: int, module: nn.Modu
     module        whose gradients are read; None: a part of the model, of which the norm is read
     norm_squared  of the gradient over all workers of the replica
     """
-    if module:
+    if module and decision.gradient_finite:
+        wrong = []
+    elif module:
         wrong = nonfinite_tensors({name: p.grad for name, p in module.named_parameters() if p.grad is not None})
     else:
         wrong = [] if norm_squared is None or bool(norm_squared.isfinite()) else ["its norm"]

@@ -224,10 +224,10 @@ class ReplicaGroup:
         """Collective. Compute `step`, vote and commit. False: replicas differ and were evicted."""
         if self.rehearsal:
             yield from self.rehearsal.run(step)
-        compared = ALL_WEIGHTS if self.compare_all else WEIGHTS
+        compared, due = ALL_WEIGHTS if self.compare_all else WEIGHTS, self.comparison.is_due(step)
         buffers: dict[str, BufferSnapshot] = {}
-        self._counts = []
-        for k in self.replica.micro_batches(step):
+        self._counts, digests = [], [0]
+        for k in self.replica.micro_batches(step, lambda: digests.append(self._digest(compared, step) if due else 0)):
             self._update_trained_parameters()
             buffers = buffers or self.frozen_state.buffers()
             self.board.enter("forward", step + 1)
@@ -236,7 +236,7 @@ class ReplicaGroup:
             self.rehearsal.compare(step)
         self.frozen_state.refuse_changes(buffers, step)
         self.grad_norm_squared = self.replica.grad_norm_squared()
-        vote = self._vote(step, compared)
+        vote = self._vote(digests[-1])
         self.board.enter("voting")
         self.board.enter_collective()
         self._voted = True
@@ -312,7 +312,7 @@ class ReplicaGroup:
         membership = self.runtime.membership
         return bool(membership and membership.worker_env.drain and self.signals and self.signals.received == "SIGUSR1")
 
-    def _vote(self, step: int, compared: str) -> Vote:
+    def _vote(self, digest: int) -> Vote:
         membership = self.runtime.membership
         self.leaving = self.leaving or self._is_drained()
         counts = [count for count in self._counts if count is not None]
@@ -323,7 +323,8 @@ class ReplicaGroup:
             save_failed=bool(self.checkpointer and self.checkpointer.save_failed()),
             joiners_waiting=bool(membership and membership.joiner_count),
             leaving=self.leaving,
-            digest=self._digest(compared, step) if self.comparison.is_due(step) else 0,
+            digest=digest,
+            gradient_finite=self.replica.is_gradient_finite(),
         )
 
     def replicas_identical(self, step: int) -> bool:

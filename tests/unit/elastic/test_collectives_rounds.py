@@ -46,6 +46,7 @@ def count_all_votes(votes: Sequence[Vote], replica_size: int) -> StepDecision | 
         loss=math.fsum(losses) if finite else math.nan,
         count=sum(given_counts),
         finite=finite,
+        gradient_finite=all(vote.gradient_finite for vote in votes),
         stop=max((vote.stop_signal for vote in votes), key=SIGNALS.index) or ("SIGUSR1" if all(vote.leaving for vote in votes) else ""),
         save_failed=any(vote.save_failed for vote in votes),
         regroup=any(vote.joiners_waiting or vote.leaving for vote in votes),
@@ -77,6 +78,7 @@ def random_votes(size: int, replica_size: int, seed: int) -> list[Vote]:
             joiners_waiting=flag[2],
             leaving=flag[3] or leaving,
             digest=digests[rank % replica_size] ^ (flag[4] and chance.random() < 0.5) << chance.randrange(64),
+            gradient_finite=random.Random(1000 * seed + rank).random() >= unusual,
         )
 
     return [vote(rank) for rank in range(size)]
@@ -133,7 +135,7 @@ def test_a_vote_takes_at_most_2_rounds_more_than_log2_and_decides_as_all_votes_d
         whole_rounds = size.bit_length() - 1
         assert max(rounds) == whole_rounds + 2 * (size != 1 << whole_rounds)
         assert max(messages) <= whole_rounds + 1
-        assert all(torch.equal(row, rows[0]) for row in rows) and len(rows[0]) == 75 + 2 * replica_size
+        assert all(torch.equal(row, rows[0]) for row in rows) and len(rows[0]) == 76 + 2 * replica_size
         decision = decide(rows[0], votes, replica_size)
         assert repr(decision) == repr(expected)  # NaN is not equal to itself
         seen.add(decision if isinstance(decision, str) else "divergent" if decision.divergent_ranks else decision.finite)
@@ -222,7 +224,7 @@ def test_real_ranks_vote_and_gather_with_few_messages(size: int) -> None:
         assert {gathered for _, _, gathered in of_ranks} == {2 * (size - 1).bit_length()}
         for decision, sent, _ in of_ranks:
             rows = [number for number in sent if number > 600]
-            assert len(rows) <= size.bit_length() and set(rows) <= {8 * 77, 8 * 79}
+            assert len(rows) <= size.bit_length() and set(rows) <= {8 * 78, 8 * 80}
             assert ("divergent_ranks=()" in decision or "StepDecision" not in decision) == (rows == sent) or size == 1
 
 
