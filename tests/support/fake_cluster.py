@@ -272,7 +272,7 @@ class FakeReplica:
     def __call__(self, *inputs: Any) -> Any:
         return self.model(*inputs)
 
-    def micro_batches(self, step: int) -> Iterator[int]:
+    def micro_batches(self, step: int, meanwhile: Callable[[], None]) -> Iterator[int]:
         world = self.runtime.world
         self.own_leaves = leaves_of_rank(world.rank, world.size, self.leaves)
         self._losses: list[float] = []
@@ -283,6 +283,7 @@ class FakeReplica:
             self.model.zero_grad()
             yield k
             gradients.append([p.grad.clone() for p in self.parameters if p.grad is not None])
+        meanwhile()
         rows = [row for rows in self.runtime.group.exchange(world.size, gradients) for row in rows]
         for parameter, *grads in zip(self.parameters, *rows, strict=True):
             parameter.grad = torch.stack(grads).double().sum(0).to(parameter.dtype)
@@ -298,6 +299,9 @@ class FakeReplica:
         return digest_of(self.parameters)
 
     def grad_norm_squared(self) -> None: ...
+
+    def is_gradient_finite(self) -> bool:
+        return True
 
     def release_groups(self) -> None: ...
 
