@@ -20,7 +20,6 @@ from lockstep.cli.run_request import open_run
 from lockstep.config.resolve import resolve
 from lockstep.config.saved_run import from_json, to_json
 from lockstep.config.schema import DataOptions, Field, StringList, config_fields, flatten
-from lockstep.data.pairs.catalogues import read_mo
 from lockstep.data.pairs.textfiles import read_input_lines, read_pairs
 from lockstep.data.text.chat_samples import chats
 from lockstep.data.text.documents import documents
@@ -93,14 +92,6 @@ def test_every_number_and_text_has_an_upper_bound() -> None:
             assert attempt(lambda key=key: resolve(None, {key: "x" * 5000})).code == 2, key
 
 
-def catalogue(content: bytes) -> bytes:
-    """Return a gettext catalogue with one message with this translation."""
-    head, keys, texts = b"\xde\x12\x04\x95" + bytes(4), b"open", content
-    at = 28 + 16
-    table = [1, 28, 36, 0, 0, len(keys), at, len(texts), at + len(keys)]
-    return head + b"".join(n.to_bytes(4, "little") for n in table) + keys + texts
-
-
 def read_all(path: Path, kind: Any) -> Any:
     """Read all documents of a file."""
     return list(documents(DataOptions(kind=kind, train=(str(path),), held_out_share=0.0)))
@@ -132,7 +123,6 @@ READERS: dict[str, tuple[Callable[[Path], Any], bytes, Callable[[bytes], Any] | 
         b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
         None,
     ),
-    "it.mo": (lambda path: read_mo(path) and None, catalogue(b"apri"), None),
     "lines.txt": (read_input_lines, b"a\n", lines),
 }
 

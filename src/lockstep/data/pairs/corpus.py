@@ -3,7 +3,6 @@
     cldr         generated from Unicode CLDR; needs no download         data/pairs/cldr.py
     files        parallel text files                                    data/pairs/textfiles.py
     huggingface  a dataset of the hub or of a local folder              data/pairs/huggingface.py
-    gettext      the message catalogues on this machine                 data/pairs/catalogues.py
 
 Every pair is either kept, or counted by reason in the report. If the source has no validation or
 test pairs, the training pairs whose source texts have the smallest hashes are held out. So equal
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from lockstep.config import schema as config
 from lockstep.data.file_digests import NOT_SHARED, FileDigests
-from lockstep.data.pairs import catalogues, cldr, textfiles
+from lockstep.data.pairs import cldr, textfiles
 from lockstep.data.pairs.textfiles import Pairs
 from lockstep.errors import ConfigError, DataError
 
@@ -32,7 +31,6 @@ FIELDS = {
     "cldr": (),
     "files": ("train", "validation", "test"),
     "huggingface": ("train", "validation", "test", "dataset", "subset"),
-    "gettext": ("train",),
 }
 
 
@@ -87,9 +85,6 @@ def read_splits(data: config.DataOptions) -> tuple[dict[str, Pairs], dict[str, i
     if data.kind == "files":
         given = {split: getattr(data, split) for split in SPLITS if getattr(data, split) or split == "train"}
         return {split: textfiles.read_pairs(paths, data.source, data.target, split) for split, paths in given.items()}, {}
-    if data.kind == "gettext":
-        pairs, left_out = catalogues.read_catalogues(data.train, data.source, data.target)
-        return {"train": pairs}, left_out
     return importlib.import_module("lockstep.data.pairs.huggingface").read_dataset(data), {}
 
 
@@ -136,8 +131,8 @@ def digest(splits: dict[str, Pairs]) -> str:
 def fingerprint(data: config.DataOptions, digests: FileDigests = NOT_SHARED) -> str:
     """Return the hex sha256 of the sources of the corpus, without parsing them. DataError.
 
-    cldr: versions, CLDR data, options. files, gettext, local datasets: bytes of the files. Hub
-    datasets: name and options only, so that a prepared run resumes without network.
+    cldr: versions, CLDR data, options. files, local datasets: bytes of the files. Hub datasets:
+    name and options only, so that a prepared run resumes without network.
     """
     total = hashlib.sha256(json.dumps({k: v for k, v in asdict(data).items() if k not in (*SPLITS, "dataset", "max_tokens")}).encode())
     if data.kind == "cldr":
@@ -160,9 +155,6 @@ def files_of(data: config.DataOptions) -> list[tuple[str, Path]]:
         return [(split, Path(path)) for split in SPLITS for path in getattr(data, split)]
     if data.kind == "huggingface" and Path(data.dataset).is_dir():
         return [("dataset", path) for path in sorted(Path(data.dataset).rglob("*")) if path.is_file()]
-    if data.kind == "gettext":
-        roots = [Path(path) for path in data.train] or [catalogues.LOCALES]
-        return [(lang, path) for lang in (data.source, data.target) if lang != "en" for path in catalogues.find_catalogues(roots, lang)]
     return []
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import random
-import struct
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,11 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from babel.messages.catalog import Catalog
-from babel.messages.mofile import write_mo
 
 from lockstep.config.schema import DataOptions
-from lockstep.data.pairs import catalogues, corpus
+from lockstep.data.pairs import corpus
 from lockstep.data.pairs.corpus import read_corpus
 from lockstep.data.pairs.textfiles import Pairs
 from lockstep.errors import ConfigError, DataError
@@ -237,97 +233,6 @@ def test_generated_pairs_are_read_as_a_corpus() -> None:
     assert loaded.report.read == 2100 + sum(loaded.report.left_out.values())
     assert loaded.fingerprint == read_corpus(data).fingerprint
     assert corpus.fingerprint(data) == corpus.fingerprint(data) != corpus.fingerprint(replace(data, target="de"))
-
-
-# Gettext catalogues.
-
-
-def compiled(path: Path, messages: dict[str, str | tuple[str, str]], language: str = "it") -> Path:
-    """Write a .mo file with babel's compiler, which is independent of the reader under test."""
-    catalog = Catalog(locale=language)
-    for key, text in messages.items():
-        singular, _, plural = key.partition("|")
-        catalog.add((singular, plural) if plural else singular, text)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    out = io.BytesIO()
-    write_mo(out, catalog)
-    path.write_bytes(out.getvalue())
-    return path
-
-
-def gettext(*train: Path, target: str = "it", held_out: int = 1, source: str = "en") -> DataOptions:
-    return DataOptions(kind="gettext", source=source, target=target, train=tuple(map(str, train)), held_out=held_out)
-
-
-FIVE = {f"The file number {i} was not found": f"Il file numero {i} non è presente" for i in range(9)}
-
-
-def test_catalogues_are_read_in_place(tmp_path: Path) -> None:
-    compiled(tmp_path / "it/LC_MESSAGES/one.mo", {**FIVE})
-    compiled(tmp_path / "de/LC_MESSAGES/one.mo", {key: f"Datei {i} ist nicht da" for i, key in enumerate(FIVE)})
-    assert all_pairs(read_corpus(gettext(tmp_path))) == sorted(FIVE.items())
-    assert all_pairs(read_corpus(gettext(tmp_path / "it/LC_MESSAGES/one.mo"))) == sorted(FIVE.items())
-    assert all_pairs(read_corpus(gettext(tmp_path, source="it", target="en"))) == sorted((b, a) for a, b in FIVE.items())
-    pairs = all_pairs(read_corpus(gettext(tmp_path, source="it", target="de")))
-    assert pairs == sorted((FIVE[key], f"Datei {i} ist nicht da") for i, key in enumerate(FIVE))
-
-
-def test_messages_that_are_not_sentences_are_dropped_and_counted(tmp_path: Path) -> None:
-    messages: dict[str, str | tuple[str, str]] = {
-        "Open": "Apri",
-        "The %s file has %d lines in it": "Il file %s ha %s righe",
-        "Copy %1$s to the folder {name}": "Nella cartella {name} copia %1$s",
-        "A debug message of five words": "A debug message of five words",
-        "There is %d new message here|There are %d new messages here": ("C'è %d nuovo messaggio qui", "Ci sono %d nuovi messaggi qui"),
-        "A line\nthat is   broken in two": "Una riga\nche è spezzata in due",
-    }
-    compiled(tmp_path / "it/LC_MESSAGES/one.mo", {**FIVE, **messages})
-    compiled(tmp_path / "it/LC_MESSAGES/two.mo", {"The file number 0 was not found": "Un'altra traduzione"})
-    loaded = read_corpus(gettext(tmp_path))
-    assert loaded.report.left_out == {"fewer than 5 words": 1, "other placeholders": 1, "not translated": 1, "the same source again": 1}
-    extra = set(all_pairs(loaded)) - set(FIVE.items())
-    assert extra == {
-        ("Copy %1$s to the folder {name}", "Nella cartella {name} copia %1$s"),
-        ("There is %d new message here", "C'è %d nuovo messaggio qui"),
-        ("There are %d new messages here", "Ci sono %d nuovi messaggi qui"),
-        ("A line that is broken in two", "Una riga che è spezzata in due"),
-    }
-
-
-def test_contexts_other_charsets_and_big_endian_catalogues_are_understood(tmp_path: Path) -> None:
-    messages = {"": "Content-Type: text/plain; charset=ISO-8859-1\n", "menu\x04Close the file at the end": "Chiudi il file perché è finito"}
-    raw = [(key.encode(), text.encode("latin1")) for key, text in sorted(messages.items())]
-    at, tables, body = 28 + 16 * len(raw), [b"", b""], b""
-    for side in (0, 1):
-        for pair in raw:
-            tables[side] += struct.pack(">II", len(pair[side]), at + len(body))
-            body += pair[side] + b"\0"
-    head = struct.pack(">7I", 0x950412DE, 0, len(raw), 28, 28 + 8 * len(raw), 0, 0)
-    path = tmp_path / "x.mo"
-    path.write_bytes(head + tables[0] + tables[1] + body)
-    pairs, _ = catalogues.read_catalogues([str(path)], "en", "it")
-    assert pairs == [("Close the file at the end", "Chiudi il file perché è finito")]
-
-
-def test_missing_and_damaged_catalogues_are_refused(tmp_path: Path) -> None:
-    path = compiled(tmp_path / "it/LC_MESSAGES/one.mo", {**FIVE})
-    refused(gettext(tmp_path, target="fr"), "no gettext catalogue for 'fr'", "1 other languages")
-    refused(gettext(tmp_path, target="it_IT"), "nearest: it")
-    refused(gettext(tmp_path, target="en"), "both 'en'")
-    refused(gettext(path, source="de"), "does not contain its language, 'de' or 'it'")
-    content = path.read_bytes()
-    for damaged in (b"", content[:4], content[:40], content[: len(content) // 2], b"\0" + content[1:]):
-        path.write_bytes(damaged)
-        refused(gettext(tmp_path), str(path), "not a valid gettext catalogue")
-
-
-def test_real_catalogues_of_this_machine() -> None:
-    if not list(catalogues.LOCALES.glob("it/LC_MESSAGES/*.mo")):
-        pytest.skip(f"no Italian catalogues under {catalogues.LOCALES}")
-    pairs, left_out = catalogues.read_catalogues([], "en", "it")
-    assert len({source for source, _ in pairs}) == len(pairs) > 100
-    assert all(len(source.split()) >= catalogues.MIN_WORDS for source, _ in pairs)
-    assert left_out["fewer than 5 words"] > 0
 
 
 # The real corpus.
