@@ -20,84 +20,38 @@ import torch
 from torch import Tensor
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, *, smoothing: float, ignore_index: int) -> Tensor:
-    """Return the summed, smoothed cross-entropy of logits (..., V) and labels (...): a scalar.
-
-    The sum is float32 (float64 for float64 logits); the gradient has the dtype of the logits.
-    """
-    loss: Tensor = loss_of_logits(logits.flatten(0, -2), labels.flatten(), smoothing, ignore_index, needs_grad(logits))[0]
-    return loss
-
-
 def output_cross_entropy(states: Tensor, weight: Tensor, labels: Tensor, *, smoothing: float, ignore_index: int) -> Tensor:
-    """Return `cross_entropy` of the logits `states @ weight.T`, which never exist all at once.
+    """Return the summed, smoothed cross-entropy of the logits `states @ weight.T`, which never exist
+    all at once: a scalar.
 
-    states (..., D), weight (V, D), labels (...). Products in autocast's dtype, sums in float32.
+    states (..., D), weight (V, D), labels (...). Products in autocast's dtype, sums in float32
+    (float64 for float64 states).
     """
     kind = states.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
-    with_grad = needs_grad(states, weight)
+    with_grad = torch.is_grad_enabled() and (states.requires_grad or weight.requires_grad)
     loss: Tensor = loss_of_states(states.flatten(0, -2), weight, labels.flatten(), dtype, smoothing, ignore_index, with_grad)[0]
     return loss
-
-
-def needs_grad(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
-def chunk_rows(device: torch.device) -> int:
-    """R: on a CPU what fits its cache, on a GPU enough to fill it."""
-    return 256 if device.type == "cpu" else 8192
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def row_losses(logits: Tensor, labels: Tensor, mean: Tensor, smoothing: float, with_grad: bool, out: Tensor) -> Tensor:
+def row_losses(logits: Tensor, labels: Tensor, mean: Tensor, smoothing: float, with_grad: bool) -> Tensor:
     """Return the loss of each row (R, 1) of logits (R, V), given labels and mean logits (R, 1).
 
-    Writes to `out` (R, V), which may be the logits: with `with_grad`, p - (1 - smoothing) * [word =
-    label]; the rest of the gradient is a constant.
+    Overwrites the logits: with `with_grad` by p - (1 - smoothing) * [word = label]; the rest of the
+    gradient is a constant.
     """
     labels = labels.clamp(min=0)  # a negative `ignore_index`: its loss and gradient are discarded
     logit = logits.gather(1, labels)  # (R, 1)
-    torch.log_softmax(logits, dim=1, out=out)
-    log_p = out.gather(1, labels)
+    torch.log_softmax(logits, dim=1, out=logits)
+    log_p = logits.gather(1, labels)
     if with_grad:
-        out.exp_().scatter_(1, labels, log_p.exp() - (1 - smoothing))
+        logits.exp_().scatter_(1, labels, log_p.exp() - (1 - smoothing))
     log_total = logit - log_p  # log of the sum of exp(logits)
     return smoothing * (log_total - mean) - (1 - smoothing) * log_p
-
-
-@torch.library.custom_op("lockstep::loss_of_logits", mutates_args=())
-def loss_of_logits(logits: Tensor, labels: Tensor, smoothing: float, ignore_index: int, with_grad: bool) -> tuple[Tensor, Tensor]:
-    """Return (loss, gradient of the logits (N, V), empty without `with_grad`)."""
-    total = torch.zeros((), dtype=accumulation_dtype(logits.dtype), device=logits.device)
-    gradient = torch.empty_like(logits if with_grad else logits[:0])
-    narrow = logits.dtype != total.dtype
-    chunk = chunk_rows(logits.device)
-    for first in range(0, len(logits), chunk):
-        rows = slice(first, first + chunk)
-        chosen, scores = labels[rows, None], logits[rows].to(total.dtype)
-        out = scores if narrow else gradient[rows] if with_grad else torch.empty_like(scores)
-        losses = row_losses(scores, chosen, scores.mean(dim=1, keepdim=True), smoothing, with_grad, out)
-        total += (losses * (chosen != ignore_index)).sum()
-        if with_grad and smoothing:
-            out.sub_(smoothing / logits.shape[1])
-        if with_grad and narrow:
-            gradient[rows] = out
-    if with_grad:
-        clear_rows(gradient, labels == ignore_index)
-    return total, gradient
-
-
-def clear_rows(tensor: Tensor, which: Tensor) -> None:
-    """Zero the rows where `which` is true; on a GPU without a sync."""
-    if tensor.device.type == "cpu":
-        tensor.index_fill_(0, which.nonzero()[:, 0], 0)
-    else:
-        tensor.masked_fill_(which[:, None], 0)
 
 
 @torch.library.custom_op("lockstep::loss_of_states", mutates_args=())
@@ -117,7 +71,7 @@ def loss_of_states(
     total = torch.zeros((), dtype=accumulation_dtype(dtype), device=states.device)
     used_grad = torch.empty(used.shape if with_grad else (0,), dtype=total.dtype, device=states.device)
     weight_grad = torch.zeros(weight.shape if with_grad else (0,), dtype=total.dtype, device=states.device)
-    step = chunk_rows(states.device)
+    step = 256 if states.device.type == "cpu" else 8192  # R: what fits a CPU's cache; enough to fill a GPU
     logits = torch.empty(min(step, len(used)), len(weight), dtype=dtype, device=states.device)
     for first in range(0, len(used), step):
         rows = slice(first, first + step)
@@ -125,7 +79,7 @@ def loss_of_states(
         torch.mm(chunk, narrow.t(), out=narrow_logits)
         scores = narrow_logits.to(total.dtype)  # (R, V); the same memory unless dtype is narrow
         mean = (chunk.to(total.dtype) @ row_sum)[:, None] / len(weight)
-        total += (row_losses(scores, chosen[rows, None], mean, smoothing, with_grad, scores) * real[rows]).sum()
+        total += (row_losses(scores, chosen[rows, None], mean, smoothing, with_grad) * real[rows]).sum()
         if with_grad and dtype == total.dtype:
             torch.mm(scores, narrow, out=used_grad[rows])
             weight_grad.addmm_(scores.t(), chunk)
@@ -147,11 +101,6 @@ def counted_rows(labels: Tensor, ignore_index: int) -> Tensor | slice:
     return (labels != ignore_index).nonzero()[:, 0] if labels.device.type == "cpu" else slice(None)
 
 
-@loss_of_logits.register_fake
-def _(logits: Tensor, labels: Tensor, smoothing: float, ignore_index: int, with_grad: bool) -> tuple[Tensor, Tensor]:
-    return logits.new_empty((), dtype=accumulation_dtype(logits.dtype)), torch.empty_like(logits if with_grad else logits[:0])
-
-
 @loss_of_states.register_fake
 def _(
     states: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype, smoothing: float, ignore_index: int, with_grad: bool
@@ -162,12 +111,11 @@ def _(
 
 def save_grads(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*output[1:])
-    ctx.others = len(inputs) - len(output[1:])
 
 
 def scale_grads(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    return *(grad * saved for saved in ctx.saved_tensors), *([None] * ctx.others)
+    states_grad, weight_grad = ctx.saved_tensors
+    return grad * states_grad, grad * weight_grad, None, None, None, None, None
 
 
-loss_of_logits.register_autograd(scale_grads, setup_context=save_grads)
 loss_of_states.register_autograd(scale_grads, setup_context=save_grads)
