@@ -15,6 +15,7 @@ from lockstep.cli.run_request import open_run
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import DivergedError
 from lockstep.tasks import translation
+from lockstep.tasks.open import open_task
 from lockstep.train import train
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.setup import lock_run_folder
@@ -44,7 +45,7 @@ def train_and_count(runtime: ElasticRuntime, folder: Path, flags: dict[str, Any]
         resolved = open_run(folder, None, {**TINY, **flags}, {})
         with lock_run_folder(folder, resolved, alone=runtime.world.leader):
             train(resolved, folder, runtime)
-        task = translation.TranslationTask.open(resolved.run, folder, runtime)
+        task = open_task(resolved.run, folder, runtime)
     finally:
         translation.init_param = init_param
     return sum(drawn), sum(p.numel() for p in task.meta_model().parameters() if p.dim() > 1)

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +37,7 @@ class FileDigests:
 
     def of(self, paths: Iterable[Path]) -> dict[Path, str]:
         """Return path -> hex sha256. OSError: a file cannot be read."""
-        with self._locked():
+        with locked(self.path.with_suffix(".lock")) if self.path else nullcontext():
             known = self._read()
             identities = {path: identity(path) for path in paths}
             # The identity is read before the bytes: a file that changes meanwhile is hashed again.
@@ -53,19 +53,6 @@ class FileDigests:
                     write_json(self.path, add_checksum({"start": self.start, "files": known}))
         return {path: str(known[str(path.resolve())][-1]) for path in identities}
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        if self.path is None:
-            yield
-            return
-        lock = open_regular(self.path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
-        finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # a forked child would keep it
-            os.close(lock)
-
     def _read(self) -> Known:
         """Return what is known of this start; nothing when the file is missing or damaged."""
         try:
@@ -73,6 +60,18 @@ class FileDigests:
             return value["files"] if value.get("start") == self.start else {}
         except (OSError, ValueError, KeyError):
             return {}
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Wait for the lock on the file and hold it. The kernel releases it when the process exits."""
+    lock = open_regular(path, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        fcntl.flock(lock, fcntl.LOCK_UN)  # a forked child would keep it
+        os.close(lock)
 
 
 def identity(path: Path) -> list[int | str]:

@@ -17,7 +17,6 @@ from lockstep.models.hf_config import config_to_hf
 from lockstep.models.llama import LLAMA_CONFIGS, Llama, LlamaConfig
 from lockstep.models.llama_io import MODEL, LlamaWeights, is_llama_run, open_weights, weights_changed_error
 from lockstep.models.lora import LoRAConfig
-from lockstep.record.step_timer import flops_per_token
 
 
 @dataclass(frozen=True)
@@ -58,15 +57,6 @@ class InitialWeights:
 
     def is_saved(self, name: str) -> bool:
         return self.lora is None or self.saves_all or lora.is_adapter(name)
-
-    def flops_per_token(self, length: int) -> float:
-        """Return the operations to train a token of a row of `length`."""
-        embedding = 0 if self.config.tie_embeddings else self.config.vocab_size * self.config.dim
-        parameters = list(self.meta_model().parameters())
-        total = sum(p.numel() for p in parameters) - embedding
-        trained = sum(p.numel() for p in parameters if p.requires_grad) if self.lora else total
-        frozen = total - trained  # frozen weights need no gradient
-        return flops_per_token(total, self.config.n_layers, self.config.dim, length) - 2.0 * frozen
 
     def to_json(self) -> dict[str, Any]:
         new = config_to_hf(self.config) | {"bos_token_id": BEGIN, "eos_token_id": END}

@@ -200,6 +200,11 @@ class LoadedLlama:
     hf_config: dict[str, Any]
     step: int
 
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The checkpoints whose weights it averages, as of a `LoadedTranslator`."""
+        return (self.step,)
+
 
 def load_llama(folder: Path, step: int | None = None, *, device: torch.device | None = None) -> LoadedLlama:
     """Load the Llama in a run folder (at `step`; None: the newest) or Hugging Face folder.

@@ -9,29 +9,28 @@ be killed and restarted at any time, or run twice. RUN/best.json is computed fro
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from lockstep.checkpoint.folder import committed_steps
 from lockstep.checkpoint.policy import choose_step, show_steps
 from lockstep.config.schema import RunConfig
+from lockstep.data.file_digests import locked
 from lockstep.elastic.collectives import all_gather_json, run_on_rank0
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import CheckpointError, DamagedFileError, LockstepError, UsageError
-from lockstep.files import open_regular, read_json, write_json
+from lockstep.files import read_json, write_json
 from lockstep.models.load_translator import read_run
 from lockstep.record.metrics import append_json, iter_steps, last_newline
 from lockstep.record.tracker import Tracker
 from lockstep.runtime.signals import StopSignals
-from lockstep.tasks.evaluator import EvalSpec, Evaluator, Split
-from lockstep.tasks.open import open_evaluator
+from lockstep.tasks.evaluator import EvalSpec, Split
+from lockstep.tasks.open import Evaluator, open_evaluator
 
 log = logging.getLogger("lockstep")
 
@@ -39,9 +38,11 @@ EVALUATIONS, BEST, FINISHED = "evaluations.jsonl", "best.json", "finished.json"
 POLL_S = 1.0
 
 
-@dataclass(frozen=True)
-class NextAction:
-    kind: Literal["evaluate", "wait", "end"]
+ActionKind = Literal["evaluate", "wait", "end"]
+
+
+class NextAction(NamedTuple):
+    kind: ActionKind
     step: int
     reason: str
 
@@ -63,9 +64,15 @@ def evaluate(
     UsageError, DataError, CheckpointError.
     """
     with StopSignals() as signals:
-        stopped = wait_for_checkpoint(folder, runtime, signals) if follow else ""
-        if stopped:
-            return stopped
+        if follow:
+
+            def poll_for_checkpoint() -> NextAction:
+                kind: ActionKind = "evaluate" if committed_steps(folder / "checkpoints") else "wait"
+                return NextAction(kind, 0, f"waiting for the first checkpoint in {folder}")
+
+            _, stopped = wait_for_action(poll_for_checkpoint, runtime, signals)
+            if stopped:
+                return stopped
         run = read_run(folder)
         spec = EvalSpec(split, beams, average, run.tokenizer.lowercase)
         evaluator = open_evaluator(run, folder)
@@ -126,18 +133,11 @@ class EvaluationJob:
         """Collective. Score all checkpoints without a line until the run is finished or a stop
         signal arrives. Return the signal, or ""."""
         unreadable: set[int] = set()
-        logged = ""
         while True:
-            action = NextAction(**run_on_rank0(self.runtime, lambda: vars(self.poll(unreadable))))
-            stopped = agreed_stop(self.runtime, self.signals)
+            action, stopped = wait_for_action(lambda: self.poll(unreadable), self.runtime, self.signals)
             if stopped or action.kind == "end":
                 log.info(stopped or action.reason)
                 return stopped
-            if action.kind == "wait":
-                if action.reason != logged:
-                    log.info(action.reason)
-                logged = action.reason
-                continue
             try:
                 loaded = load(self.evaluator, action.step, self.spec, self.runtime)
             except CheckpointError as error:
@@ -148,13 +148,10 @@ class EvaluationJob:
                 return stopped
 
     def poll(self, unreadable: Collection[int]) -> NextAction:
-        """For rank 0: return the next action. Sleeps before it returns "wait"."""
+        """For rank 0: return the next action."""
         scored = [record["step"] for record in iter_steps(self.folder / EVALUATIONS) if self.spec.matches(record)]
         last = read_run(self.folder).steps  # may have grown since: a run can be extended
-        action = next_action(committed_steps(self.folder / "checkpoints"), scored, unreadable, last, finished_step(self.folder))
-        if action.kind == "wait" and not self.signals.received:
-            time.sleep(POLL_S)
-        return action
+        return next_action(committed_steps(self.folder / "checkpoints"), scored, unreadable, last, finished_step(self.folder))
 
     def score(self, loaded: Any) -> str:
         """Collective. Score a model and write its line, or return the signal that stopped it."""
@@ -170,12 +167,13 @@ class EvaluationJob:
 def load(evaluator: Evaluator, step: int, spec: EvalSpec, runtime: ElasticRuntime) -> Any:
     """Collective. Return the model at `step`. CheckpointError on all ranks if one cannot read it: a
     checkpoint can be deleted while it is read."""
-    loaded, problem = None, ""
+    loaded: Any = None
+    problem = ""
     try:
         loaded = evaluator.load(step, spec, runtime.world.device)
     except LockstepError as error:
         problem = error.what
-    results = all_gather_json(runtime, [problem, list(evaluator.steps(loaded)) if loaded else []])
+    results = all_gather_json(runtime, [problem, list(loaded.steps) if loaded else []])
     problems = [text for text, _ in results if text]
     if not problems and any(steps != results[0][1] for _, steps in results):
         problems = ["a checkpoint of the average was deleted meanwhile"]
@@ -208,24 +206,25 @@ def finished_step(folder: Path) -> int:
         raise DamagedFileError(f"{FINISHED} is damaged: {error}", str(path), "remove it; the next training run writes it again") from error
 
 
-def wait_for_checkpoint(folder: Path, runtime: ElasticRuntime, signals: StopSignals) -> str:
-    """Collective. Wait for the first committed checkpoint of a run that may not have started.
-    Return the signal that arrived first, or ""."""
+def wait_for_action(poll: Callable[[], NextAction], runtime: ElasticRuntime, signals: StopSignals) -> tuple[NextAction, str]:
+    """Collective. Poll on rank 0 until there is something to do. Return it, and the stop signal that
+    arrived first, or ""."""
 
-    def has_checkpoint() -> bool:
-        if not committed_steps(folder / "checkpoints"):
+    def poll_and_sleep() -> NextAction:
+        action = poll()
+        if action.kind == "wait" and not signals.received:
             time.sleep(POLL_S)
-        return bool(committed_steps(folder / "checkpoints"))
+        return action
 
-    logged = False
+    logged = ""
     while True:
-        exists = run_on_rank0(runtime, has_checkpoint)
+        action = NextAction(*run_on_rank0(runtime, poll_and_sleep))
         stopped = agreed_stop(runtime, signals)
-        if exists or stopped:
-            return stopped
-        if not logged:
-            log.info("waiting for the first checkpoint in %s", folder)
-            logged = True
+        if stopped or action.kind != "wait":
+            return action, stopped
+        if action.reason != logged:
+            log.info(action.reason)
+            logged = action.reason
 
 
 def agreed_stop(runtime: ElasticRuntime, signals: StopSignals) -> str:
@@ -281,14 +280,3 @@ def best_of(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
         return None
     best = min(validation, key=lambda r: (r["loss"] if metric == "loss" else -r[metric], r["loss"], r["step"]))
     return {"by": metric, **{key: best[key] for key in dict.fromkeys(needed)}}
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock on `path`. The kernel releases it when the process exits."""
-    descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Interface of the evaluators: load a checkpoint, score it on held-out data, format the result.
+"""What the evaluators share: how to score a checkpoint, and the merged results of all ranks.
 
 Batches depend on the data only and are assigned to the ranks round-robin; their results are merged
 by batch number. So any number of ranks gives the same scores.
@@ -9,10 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, Protocol
-
-import torch
+from typing import Any, Literal
 
 from lockstep.elastic.collectives import all_gather_json
 from lockstep.elastic.runtime import ElasticRuntime
@@ -43,35 +40,6 @@ class EvalResult:
     record: dict[str, Any]
     samples: list[str]
     complete: bool  # whether the whole split was used
-
-
-class Evaluator(Protocol):
-    @property
-    def folder(self) -> Path: ...
-
-    @property
-    def next_command(self) -> str:
-        """A command that uses the trained model."""
-
-    def held_out(self, split: Split) -> int:
-        """Return the number of pairs, documents or chats in the split."""
-
-    def load(self, step: int, spec: EvalSpec, device: torch.device) -> Any:
-        """Load the model at `step`. UsageError: unsupported spec. CheckpointError: damaged."""
-
-    def steps(self, loaded: Any) -> Sequence[int]:
-        """The steps of the checkpoints that were averaged."""
-
-    def evaluate(
-        self, loaded: Any, spec: EvalSpec, runtime: ElasticRuntime, stopped: Callable[[], str], *, limit: int = 0
-    ) -> EvalResult | None:
-        """Collective. Compute loss and scores on the held-out split; None after a stop signal.
-
-        stopped  returns the name of a received stop signal, or ""
-        limit    number of sentences or chats to generate for; 0: all. The loss always covers all
-        """
-
-    def summary(self, record: dict[str, Any]) -> str: ...
 
 
 def merge_results(runtime: ElasticRuntime, stopped: Callable[[], str], **results: dict[int, Any]) -> dict[str, dict[int, Any]] | None:

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.config.schema import RunConfig
 from lockstep.data.file_digests import NOT_SHARED, FileDigests
@@ -25,7 +24,7 @@ from lockstep.data.text.chat_samples import chat_samples, chats
 from lockstep.data.text.chat_template import renderer
 from lockstep.data.text.chat_tokenizer import ChatTokenizer, optional_json
 from lockstep.data.text.documents import documents, held_inside, source_of
-from lockstep.data.text.packing import CutRows, PackedRows, RowLoader, TextBatch, save_packed_rows
+from lockstep.data.text.packing import CutRows, PackedRows, RowLoader, save_packed_rows
 from lockstep.data.tokenizer import CHAT_SPECIALS, CHAT_TEMPLATE
 from lockstep.elastic.collectives import assert_equal_on_all_ranks, run_on_rank0
 from lockstep.elastic.runtime import ElasticRuntime
@@ -33,24 +32,23 @@ from lockstep.errors import DataError
 from lockstep.files import write_atomic, write_json
 from lockstep.models.initial_weights import InitialWeights, write_model_json
 from lockstep.models.llama_io import TOKENIZER, open_weights
-from lockstep.tasks.on_host import digests_on_host
+from lockstep.record.step_timer import flops_per_token
 
 log = logging.getLogger("lockstep")
 
 
 @dataclass(frozen=True)
-class LanguageModelTask:
-    """A Llama and its rows."""
+class LanguageModelTask(InitialWeights):
+    """A Llama and its rows: the members of `TranslationTask`, those of the model inherited."""
 
-    initial_weights: InitialWeights
     loader: RowLoader
     fingerprints: Mapping[str, str]
 
     @classmethod
-    def open(cls, run: RunConfig, folder: Path, runtime: ElasticRuntime) -> Self:
+    def open(cls, run: RunConfig, folder: Path, runtime: ElasticRuntime, digests: FileDigests) -> Self:
         """Collective. Return the task over the rows of prepared data; rank 0 prepares it."""
         prepare = prepare_chats if run.task == "sft" else prepare_documents
-        digests, preparing = digests_on_host(runtime, folder), runtime.board.during("preparing")
+        preparing = runtime.board.during("preparing")
         run_on_rank0(runtime, lambda: preparing(prepare)(run, folder, digests))
         tokenizer = ChatTokenizer.load(folder / TOKENIZER, {})
         prepared = preparing(data.open_prepared)(folder / "data", tokenizer, digests)
@@ -71,7 +69,7 @@ class LanguageModelTask:
             raise DataError(what, f"{folder / 'data'}; batch.seq_len", "lower it")
         k = run.batch.micro_batches
         order = UniformOrder(len(rows), k * (run.batch.tokens // length), k, run.seed)
-        return cls(initial_weights, RowLoader(rows, order, runtime.world.device), fingerprints)
+        return cls(**vars(initial_weights), loader=RowLoader(rows, order, runtime.world.device), fingerprints=fingerprints)
 
     @property
     def length(self) -> int:
@@ -79,18 +77,14 @@ class LanguageModelTask:
 
     @property
     def flops_per_token(self) -> float:
-        return self.initial_weights.flops_per_token(self.length)
+        embedding = 0 if self.config.tie_embeddings else self.config.vocab_size * self.config.dim
+        parameters = list(self.meta_model().parameters())
+        total = sum(p.numel() for p in parameters) - embedding
+        trained = sum(p.numel() for p in parameters if p.requires_grad) if self.lora else total
+        frozen = total - trained  # frozen weights need no gradient
+        return flops_per_token(total, self.config.n_layers, self.config.dim, self.length) - 2.0 * frozen
 
-    def meta_model(self) -> nn.Module:
-        return self.initial_weights.meta_model()
-
-    def init_param(self, name: str, shape: torch.Size) -> Tensor:
-        return self.initial_weights.init_param(name, shape)
-
-    def is_saved(self, name: str) -> bool:
-        return self.initial_weights.is_saved(name)
-
-    def loss(self, model: Callable[..., Tensor], batch: TextBatch) -> Tensor:
+    def loss(self, model: Callable[..., Tensor], batch: Any) -> Tensor:
         return model(batch.tokens, batch.labels, batch.documents)
 
 

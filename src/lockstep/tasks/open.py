@@ -1,28 +1,50 @@
-"""Open the task of a run, and the evaluator of its checkpoints."""
+"""Open the task of a run, and the evaluator of its checkpoints.
+
+    batch = task.loader.micro_batch(step, k)     on the device
+    loss = task.loss(model, batch)               one forward pass; a sum
+
+A task communicates only to prepare its data. Everything else is a pure function of the
+configuration and the data, equal on every rank.
+"""
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 
 from lockstep.config.schema import RunConfig
+from lockstep.data.file_digests import FileDigests
 from lockstep.data.pairs import prepare
 from lockstep.data.text import prepare as text_prepare
 from lockstep.data.text.chat_tokenizer import ChatTokenizer
+from lockstep.elastic.collectives import run_on_rank0
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.models.llama_io import TOKENIZER, read_model
-from lockstep.tasks.evaluator import Evaluator
+from lockstep.runtime.worker_env import state_folder
 from lockstep.tasks.language_model import LanguageModelTask
-from lockstep.tasks.task import Task
 from lockstep.tasks.text_evaluator import LlamaEvaluator
 from lockstep.tasks.translation import TranslationTask
 from lockstep.tasks.translation_evaluator import TranslationEvaluator
 
+Task = TranslationTask | LanguageModelTask
+Evaluator = TranslationEvaluator | LlamaEvaluator
+
 
 def open_task(run: RunConfig, folder: Path, runtime: ElasticRuntime) -> Task:
-    """Collective. Return the task of the run, with prepared data. DataError."""
-    if run.task == "translate":
-        return TranslationTask.open(run, folder, runtime)
-    return LanguageModelTask.open(run, folder, runtime)
+    """Collective. Return the task of the run; rank 0 prepares its data the first time. DataError."""
+    task = TranslationTask if run.task == "translate" else LanguageModelTask
+    return task.open(run, folder, runtime, digests_on_host(runtime, folder))
+
+
+def digests_on_host(runtime: ElasticRuntime, folder: Path) -> FileDigests:
+    """Collective in a static group. Return the digests that this host shares in this start."""
+    if runtime.membership:
+        env = runtime.membership.worker_env
+        return FileDigests(Path(env.state) / "file_digests.json", f"after generation {env.after_generation}")
+    start = run_on_rank0(runtime, lambda: secrets.token_hex(8))
+    if runtime.world.local_size == 1:
+        return FileDigests()
+    return FileDigests(state_folder(folder, runtime.world.host) / "file_digests.json", start)
 
 
 def open_evaluator(run: RunConfig, folder: Path) -> Evaluator:

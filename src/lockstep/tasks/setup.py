@@ -26,8 +26,7 @@ from lockstep.record.step_timer import StepTimer, peak_flops, peak_resident_byte
 from lockstep.runtime.torch_private import set_recompile_limit
 from lockstep.tasks.evaluate import BEST, EVALUATIONS, best_of
 from lockstep.tasks.layout_limits import min_parameters
-from lockstep.tasks.open import open_task
-from lockstep.tasks.task import Task
+from lockstep.tasks.open import Task, open_task
 from lockstep.training.initial_values import deferred
 from lockstep.training.profiler import measure_matmul_flops
 

@@ -51,9 +51,6 @@ class LlamaEvaluator:
             raise UsageError(what, "command line, evaluate.beams", "remove both")
         return load_llama(self.folder, step, device=device)
 
-    def steps(self, loaded: LoadedLlama) -> Sequence[int]:
-        return (loaded.step,)
-
     def evaluate(
         self, loaded: LoadedLlama, spec: EvalSpec, runtime: ElasticRuntime, stopped: Callable[[], str], *, limit: int = 0
     ) -> EvalResult | None:
@@ -78,7 +75,7 @@ class LlamaEvaluator:
         if results is None:
             return None
         sums = list(results["losses"].values())  # (nats, tokens) of each batch
-        record = loss_record(loaded.step, spec, [loaded.step], (nats for nats, _ in sums), sum(tokens for _, tokens in sums))
+        record = loss_record(loaded.step, spec, loaded.steps, (nats for nats, _ in sums), sum(tokens for _, tokens in sums))
         samples: list[str] = []
         if self.run.task == "sft":
             texts = results["answers"]

@@ -6,34 +6,37 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep.config.schema import RunConfig
+from lockstep.data.file_digests import FileDigests
 from lockstep.data.order import BucketOrder, choose_bucket_shapes
-from lockstep.data.pairs.loader import PairBatch, PairLoader
+from lockstep.data.pairs.loader import PairLoader
 from lockstep.data.pairs.prepare import PreparedPairs, open_prepared, prepare
 from lockstep.elastic.collectives import assert_equal_on_all_ranks, run_on_rank0
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.models.build import translator_from_config, translator_on_meta
 from lockstep.models.translator import Translator, init_param
 from lockstep.record.step_timer import flops_per_token
-from lockstep.tasks.on_host import digests_on_host
 
 log = logging.getLogger("lockstep")
 
 
 @dataclass(frozen=True)
 class TranslationTask:
+    """A translator and its sentence pairs. loader: the micro-batches of each step."""
+
     run: RunConfig
     corpus: PreparedPairs
     loader: PairLoader
 
     @classmethod
-    def open(cls, run: RunConfig, folder: Path, runtime: ElasticRuntime) -> TranslationTask:
+    def open(cls, run: RunConfig, folder: Path, runtime: ElasticRuntime, digests: FileDigests) -> TranslationTask:
         """Collective. Return the task. Rank 0 prepares its corpus the first time."""
-        digests, preparing = digests_on_host(runtime, folder), runtime.board.during("preparing")
+        preparing = runtime.board.during("preparing")
         run_on_rank0(runtime, lambda: preparing(prepare)(run.data, run.tokenizer, folder / "data", digests))
         corpus = preparing(open_prepared)(folder / "data", digests)
         assert_equal_on_all_ranks(runtime, corpus.fingerprints)
@@ -42,29 +45,37 @@ class TranslationTask:
 
     @property
     def fingerprints(self) -> Mapping[str, str]:
+        """Hashes that must be equal on all ranks, by name."""
         return self.corpus.fingerprints
 
     @property
     def length(self) -> int:
+        """Length of the longest sequence in a micro-batch."""
         return self.loader.order.shapes[-1].length
 
     @property
     def flops_per_token(self) -> float:
+        """Floating-point operations per trained token, forward and backward."""
         model = self.run.model
         with torch.device("meta"):
             parameters = sum(p.numel() for p in translator_from_config(model, self.corpus.tokenizer.vocab_size, "plain").parameters())
         return flops_per_token(parameters, model.encoder_layers + model.decoder_layers, model.dim, self.length)
 
     def meta_model(self) -> Translator:
+        """Return a new model on the meta device, in training mode, with `requires_grad` set."""
         return translator_on_meta(self.run.model, self.corpus.tokenizer.vocab_size, self.loader.device.type, self.length)
 
     def init_param(self, name: str, shape: torch.Size) -> Tensor:
+        """Return the full initial value of the parameter or buffer `name`, on the CPU, from (seed,
+        name) alone, so that a rank can fill its shard."""
         return init_param(name, shape, self.run.seed)
 
     def is_saved(self, name: str) -> bool:
+        """Whether checkpoints contain `name`. Other tensors keep their initial value."""
         return True
 
-    def loss(self, model: Callable[..., Tensor], batch: PairBatch) -> Tensor:
+    def loss(self, model: Callable[..., Tensor], batch: Any) -> Tensor:
+        """Return the sum of the losses of a `PairBatch`, 0-dim. Calls `model(...)` once."""
         return model(batch.source, batch.target, batch.labels, smoothing=self.run.optim.label_smoothing)
 
 

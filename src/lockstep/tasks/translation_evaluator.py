@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rapidfuzz.distance import Levenshtein
+from sacrebleu.metrics.bleu import BLEU
+from sacrebleu.metrics.chrf import CHRF
 
 from lockstep.config.schema import RunConfig
 from lockstep.data.pairs.encoded import EncodedPairs
@@ -17,10 +20,11 @@ from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.generation.beam_search import batches_by_length, search_ids
 from lockstep.models.load_translator import LoadedTranslator, load_translator
 from lockstep.tasks.evaluator import EvalResult, EvalSpec, Split, loss_record, merge_results
-from lockstep.tasks.scores import score
 from lockstep.units import format_count
 
 BATCH_TOKENS = 4096  # tokens scored or translated per batch, including padding
+# Languages written without spaces between words, and the tokenizer that sacrebleu needs for them.
+UNSPACED = {"zh": "zh", "yue": "zh", "ja": "char", "th": "char", "lo": "char", "km": "char", "my": "char"}
 
 
 @dataclass(frozen=True)
@@ -31,20 +35,24 @@ class TranslationEvaluator:
 
     @property
     def next_command(self) -> str:
+        """A command that uses the trained model."""
         return f'lockstep translate {self.folder} "{self.run.data.source} text"'
 
     def held_out(self, split: Split) -> int:
+        """Return the number of pairs, documents or chats in the split."""
         return len(self.corpus.text(split))
 
     def load(self, step: int, spec: EvalSpec, device: torch.device) -> LoadedTranslator:
         return load_translator(self.folder, step, spec.average, device=device)
 
-    def steps(self, loaded: LoadedTranslator) -> Sequence[int]:
-        return loaded.steps
-
     def evaluate(
         self, loaded: LoadedTranslator, spec: EvalSpec, runtime: ElasticRuntime, stopped: Callable[[], str], *, limit: int = 0
     ) -> EvalResult | None:
+        """Collective. Compute loss and scores on the held-out split; None after a stop signal.
+
+        stopped  returns the name of a received stop signal, or ""
+        limit    number of sentences or chats to generate for; 0: all. The loss always covers all
+        """
         start_s = time.monotonic()
         text = self.corpus.text(spec.split)
         chosen = text[:limit] if limit else text
@@ -101,3 +109,36 @@ def samples(sources: Sequence[str], texts: Sequence[str], references: Sequence[s
         if texts[i] != references[i]:
             lines.append(f"  {'':{len(run.data.target)}}  (reference: {references[i]})")
     return lines
+
+
+def score(translations: Sequence[str], references: Sequence[str], *, language: str, lowercase: bool = False) -> dict[str, float | str]:
+    """Return the scores of translations with one reference each.
+
+    language     code of the target language; selects the tokenizer of BLEU
+    bleu, chrf   0 to 100, by sacrebleu; the signatures record its settings
+    cer, wer     edits in the corpus / characters or words of the references; may exceed 1
+    exact_match  share of translations that equal their reference, 0 to 1
+    ValueError if the lists differ in length or are empty.
+    """
+    if len(translations) != len(references) or not translations:
+        raise ValueError(f"{len(translations)} translations for {len(references)} references")
+    bleu = BLEU(lowercase=lowercase, tokenize=UNSPACED.get(language.split("_")[0].split("-")[0], "13a"))
+    chrf = CHRF(lowercase=lowercase)
+    scores: dict[str, float | str] = {
+        "bleu": bleu.corpus_score(list(translations), [list(references)]).score,
+        "chrf": chrf.corpus_score(list(translations), [list(references)]).score,
+    }
+    if lowercase:
+        translations, references = [text.lower() for text in translations], [text.lower() for text in references]
+    return scores | {
+        "cer": error_rate(translations, references),
+        "wer": error_rate([text.split() for text in translations], [text.split() for text in references]),
+        "exact_match": sum(a == b for a, b in zip(translations, references, strict=True)) / len(references),
+        "bleu_signature": str(bleu.get_signature()),
+        "chrf_signature": str(chrf.get_signature()),
+    }
+
+
+def error_rate(translations: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> float:
+    edits = sum(Levenshtein.distance(a, b) for a, b in zip(translations, references, strict=True))
+    return edits / max(1, sum(map(len, references)))

@@ -21,7 +21,7 @@ from lockstep.data.pairs.prepare import open_prepared, prepare
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.elastic.world import World
 from lockstep.errors import DataError
-from lockstep.tasks.on_host import digests_on_host
+from lockstep.tasks.open import digests_on_host
 
 
 def bytes_read() -> int:

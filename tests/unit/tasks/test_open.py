@@ -17,9 +17,8 @@ from lockstep.data.text.packing import IGNORE_INDEX
 from lockstep.data.tokenizer import PAD
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import DataError
-from lockstep.tasks.evaluator import Evaluator, merge_results
-from lockstep.tasks.open import open_evaluator, open_task
-from lockstep.tasks.task import Task
+from lockstep.tasks.evaluator import merge_results
+from lockstep.tasks.open import Evaluator, Task, open_evaluator, open_task
 
 PAIRS = {"data.pairs": 400, "data.held_out": 20, "tokenizer.vocab_size": 400, "batch.tokens": 256}
 TEXT = {"task": "pretrain", "data.kind": "text", "data.held_out_share": 0.1, "tokenizer.vocab_size": 400, "llama.size": "1M"}
