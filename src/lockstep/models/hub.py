@@ -11,25 +11,24 @@ Format: https://huggingface.co/docs/safetensors
 
 from __future__ import annotations
 
-import json
-import mmap
 import os
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lockstep.checkpoint import commit, safetensors_io
-from lockstep.checkpoint.safetensors_io import ITEM_BYTES, TensorSpec
-from lockstep.checkpoint.state_dict import tensor_from_bytes
+from lockstep.checkpoint.safetensors_io import TensorSpec
+from lockstep.checkpoint.state_dict import digest
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.files import fsync_folder, read_json, write_atomic, write_json
-from lockstep.models.hf_config import HARMLESS_KEYS, as_json, config_from_hf, config_to_hf, hf_name, parameter_shapes
+from lockstep.models.hf_config import HARMLESS_KEYS, config_from_hf, config_to_hf, hf_name, parameter_shapes
 from lockstep.models.lazy_tensors import LazyTensors
 from lockstep.models.llama import LlamaConfig
 from lockstep.runtime.tensor_bytes import DTYPES, TORCH_DTYPES, bytes_of
@@ -41,84 +40,38 @@ COMPANION_FILES = (  # files of a model besides config.json and its tensors; cop
     "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
 )  # fmt: skip
 SHARD_BYTES = 5 * 10**9
-HEADER_BYTES = 100 * 10**6  # the limit of the safetensors library
 
 # -- tensors in files -------------------------------------------------------------------------------------------------
 
 
 class TensorLocation(NamedTuple):
     path: Path
-    spec: TensorSpec
-    start: int  # byte offset in the file
+    name: str
+    dtype: str  # as safetensors spells it
+    shape: tuple[int, ...]
 
     def map(self) -> Tensor:
         """Map the tensor into memory until it is released; changing it does not change the file."""
-        padding = self.start % mmap.ALLOCATIONGRANULARITY
-        if self.spec.bytes == 0:
-            return tensor_from_bytes(self.spec, memoryview(b""))
-        with open(self.path, "rb") as file:
-            mapped = mmap.mmap(file.fileno(), padding + self.spec.bytes, access=mmap.ACCESS_COPY, offset=self.start - padding)
-        return tensor_from_bytes(self.spec, memoryview(mapped)[padding:])
+        with safe_open(self.path, framework="pt") as file:
+            return cast(Tensor, file.get_tensor(self.name))
 
 
 def tensor_locations(path: Path) -> dict[str, TensorLocation]:
     """Locate the tensors of a safetensors file by its header. CheckpointError: it is damaged."""
     again = "copy the file again"
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path.name} is not a regular file", str(path), again)
     try:
-        if path.exists() and not path.is_file():
-            raise CheckpointError(f"{path.name} is not a regular file", str(path), again)
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, HEADER_BYTES):
-                raise CheckpointError(f"{path.name} is truncated: {size} bytes, its header alone has {length}", str(path), again)
-            specs, spans = read_header(file.read(length))
+        with safe_open(path, framework="pt") as file:
+            headers = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # not a dict
+            return {name: TensorLocation(path, name, part.get_dtype(), tuple(part.get_shape())) for name, part in headers.items()}
     except FileNotFoundError:
         raise CheckpointError(f"{path.name} is missing", str(path.parent), "copy the whole folder again") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path.name} has no valid safetensors header: {error}", str(path), again) from None
+    except SafetensorError as error:
+        what = f"{path.name} is truncated or has no valid safetensors header: {error}"
+        raise CheckpointError(what, f"{path}, {path.stat().st_size} bytes", again) from None
     except OSError as error:
-        raise CheckpointError(f"{path.name} cannot be read: {error.strerror}", str(path), "check permissions and mounts") from error
-    if unknown := sorted({spec.dtype for spec in specs} - ITEM_BYTES.keys()):
-        raise CheckpointError(f"{path.name} holds unknown dtypes {join_names(unknown)}", str(path), again)
-    if odd := [spec.name for spec, (start, end) in zip(specs, spans, strict=True) if end - start != spec.bytes]:
-        what = f"{path.name} holds tensors whose byte count does not match their shape: {join_names(odd)}"
-        raise CheckpointError(what, str(path), again)
-    if size < (needed := 8 + length + max((end for _, end in spans), default=0)):
-        raise CheckpointError(f"{path.name} is truncated: {size} bytes of {needed}", str(path), again)
-    ordered = sorted(zip(spans, specs, strict=True))
-    if apart := [spec.name for (span, spec), (before, _) in zip(ordered[1:], ordered, strict=False) if span[0] != before[1]]:
-        raise CheckpointError(f"{path.name} holds tensors that overlap or leave a gap: {join_names(apart)}", str(path), again)
-    if (ordered and ordered[0][0][0]) or size > needed:
-        raise CheckpointError(f"{path.name} holds {size - 8 - length} bytes, its tensors cover fewer", str(path), again)
-    return {spec.name: TensorLocation(path, spec, 8 + length + start) for spec, (start, _) in zip(specs, spans, strict=True)}
-
-
-def read_header(text: bytes) -> tuple[list[TensorSpec], list[tuple[int, int]]]:
-    """Return (tensors, byte ranges) of a header. ValueError, KeyError: a field is malformed."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(entries := dict(pairs)) < len(pairs):
-            raise ValueError("a name occurs twice")
-        return entries
-
-    def naturals(value: Any, name: str) -> tuple[int, ...]:
-        if isinstance(value, list) and all(type(number) is int and number >= 0 for number in value):
-            return tuple(value)
-        raise ValueError(f"{name} has {as_json(value)} instead of natural numbers")
-
-    specs, spans = [], []
-    for name, entry in json.loads(text, object_pairs_hook=unique).items():
-        if name == "__metadata__":
-            if not isinstance(entry, dict) or not all(isinstance(value, str) for value in entry.values()):
-                raise ValueError("__metadata__ is not an object of strings")
-            continue
-        if not isinstance(entry["dtype"], str):
-            raise ValueError(f"{name} has the dtype {as_json(entry['dtype'])}")
-        start, end = naturals(entry["data_offsets"], name)
-        specs.append(TensorSpec(name, entry["dtype"], naturals(entry["shape"], name)))
-        spans.append((start, end))
-    return specs, spans
+        raise CheckpointError(f"{path.name} cannot be read: {error}", str(path), "check permissions and mounts") from error
 
 
 def locations_in_folder(folder: Path) -> dict[str, TensorLocation]:
@@ -150,22 +103,34 @@ def locations_in_folder(folder: Path) -> dict[str, TensorLocation]:
 
 
 @dataclass(frozen=True)
-class HubFolder:
-    folder: Path
-    hf_config: dict[str, Any]
-    config: LlamaConfig
-    tensors: LazyTensors  # under the names of llama.py
+class LlamaWeights:
+    """The Llama in a folder.
 
-    @property
-    def companions(self) -> list[Path]:
-        return [self.folder / name for name in COMPANION_FILES if (self.folder / name).is_file()]
+    tensors     under the names of llama.py; each is read on access
+    companions  tokenizer files and the like
+    dtype       of the published weights, as torch spells it
+    """
+
+    folder: Path
+    config: LlamaConfig
+    hf_config: dict[str, Any]
+    tensors: Mapping[str, Tensor]
+    companions: list[Path]
+    dtype: str
+
+    def sha256(self) -> str:
+        return digest(self.tensors)
+
+
+def dtype_of(tensors: Mapping[str, Tensor]) -> str:
+    return str(next(iter(tensors.values())).dtype).removeprefix("torch.")
 
 
 def is_hub(folder: Path) -> bool:
     return (folder / CONFIG_FILE).is_file()
 
 
-def open_hub(folder: Path) -> HubFolder:
+def open_hub(folder: Path) -> LlamaWeights:
     """Open the Llama in a Hugging Face folder; checks names, shapes and lengths, reads no tensor.
 
     UsageError: there is no such folder. CheckpointError: it is damaged or not a supported Llama.
@@ -179,7 +144,9 @@ def open_hub(folder: Path) -> HubFolder:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{CONFIG_FILE} cannot be read: {error}", where, "copy the file again") from None
     config = config_from_hf(hf_config, where)
-    return HubFolder(folder, hf_config, config, match_tensors(locations_in_folder(folder), config, folder))
+    tensors = match_tensors(locations_in_folder(folder), config, folder)
+    companions = [folder / name for name in COMPANION_FILES if (folder / name).is_file()]
+    return LlamaWeights(folder, config, hf_config, tensors, companions, dtype_of(tensors))
 
 
 def match_tensors(located: Mapping[str, TensorLocation], config: LlamaConfig, folder: Path) -> LazyTensors:
@@ -189,8 +156,8 @@ def match_tensors(located: Mapping[str, TensorLocation], config: LlamaConfig, fo
     problems = []
     if missing := [name for name in names.values() if name not in located]:
         problems.append(f"missing: {join_names(missing)}")
-    if wrong := [name for name, other in names.items() if other in located and located[other].spec.shape != shapes[name]]:
-        lines = [f"{names[name]} is {located[names[name]].spec.shape}, {CONFIG_FILE} makes it {shapes[name]}" for name in wrong]
+    if wrong := [name for name, other in names.items() if other in located and located[other].shape != shapes[name]]:
+        lines = [f"{names[name]} is {located[names[name]].shape}, {CONFIG_FILE} makes it {shapes[name]}" for name in wrong]
         problems.append(f"of another shape: {join_names(lines)}")
     # Older files hold the rotary frequencies, which follow from the config.
     others = [name for name in sorted(located.keys() - set(names.values())) if not name.endswith("rotary_emb.inv_freq")]
@@ -201,8 +168,8 @@ def match_tensors(located: Mapping[str, TensorLocation], config: LlamaConfig, fo
             problems.append(f"{CONFIG_FILE} ties the output to the embedding, but {spare} differs from it")
     if others:
         problems.append(f"unexpected: {join_names(others)}")
-    dtypes = sorted({located[name].spec.dtype for name in names.values() if name in located})
-    if not problems and (len(dtypes) > 1 or not TORCH_DTYPES[dtypes[0]].is_floating_point):
+    dtypes = sorted({located[name].dtype for name in names.values() if name in located})
+    if not problems and (len(dtypes) > 1 or dtypes[0] not in TORCH_DTYPES or not TORCH_DTYPES[dtypes[0]].is_floating_point):
         problems.append(f"dtypes {', '.join(dtypes)}, expected one floating-point dtype")
     if problems:
         hint = "copy the whole folder again, or correct its config.json"

@@ -14,8 +14,9 @@ from lockstep.data.tokenizer import BEGIN, END
 from lockstep.files import read_json, write_json
 from lockstep.models import llama, lora
 from lockstep.models.hf_config import config_to_hf
+from lockstep.models.hub import LlamaWeights
 from lockstep.models.llama import LLAMA_CONFIGS, Llama, LlamaConfig
-from lockstep.models.llama_io import MODEL, LlamaWeights, is_llama_run, open_weights, weights_changed_error
+from lockstep.models.llama_io import MODEL, is_llama_run, open_weights, weights_changed_error
 from lockstep.models.lora import LoRAConfig
 
 

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from lockstep.checkpoint import commands, commit
 from lockstep.checkpoint.folder import committed_steps, folder_name
 from lockstep.checkpoint.shards import open_tensors
-from lockstep.checkpoint.state_dict import digest, tensor_from_bytes
+from lockstep.checkpoint.state_dict import tensor_from_bytes
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.errors import CheckpointError, DataError, UsageError
 from lockstep.files import read_json, write_atomic, write_json
 from lockstep.models.hf_config import config_from_json
-from lockstep.models.hub import SHARD_BYTES, is_hub, open_hub, write_hub
+from lockstep.models.hub import SHARD_BYTES, LlamaWeights, dtype_of, is_hub, open_hub, write_hub
 from lockstep.models.lazy_tensors import LazyTensors
 from lockstep.models.llama import Llama, LlamaConfig
 from lockstep.models.lora import LoRAConfig, is_adapter, merged_weights
@@ -148,26 +148,6 @@ def weights_changed_error(folder: Path, start: str, expected: str, current: str)
     )
 
 
-@dataclass(frozen=True)
-class LlamaWeights:
-    """The Llama in a folder.
-
-    tensors     under the names of llama.py; each is read on access
-    companions  tokenizer files and the like
-    dtype       of the published weights, as torch spells it
-    """
-
-    folder: Path
-    config: LlamaConfig
-    hf_config: dict[str, Any]
-    tensors: Mapping[str, Tensor]
-    companions: list[Path]
-    dtype: str
-
-    def sha256(self) -> str:
-        return digest(self.tensors)
-
-
 def open_weights(folder: Path, step: int | None = None) -> LlamaWeights:
     """Open the Llama in a run folder (at `step`, verified; None: the newest) or Hugging Face folder.
 
@@ -180,12 +160,7 @@ def open_weights(folder: Path, step: int | None = None) -> LlamaWeights:
         dtype = read_json(folder / MODEL).get("dtype") or dtype_of(tensors)
         return LlamaWeights(folder, config, hf_config, tensors, sorted((folder / TOKENIZER).iterdir()), dtype)
     refuse_no_model(folder)
-    hub = open_hub(folder)
-    return LlamaWeights(folder, hub.config, hub.hf_config, hub.tensors, hub.companions, dtype_of(hub.tensors))
-
-
-def dtype_of(tensors: Mapping[str, Tensor]) -> str:
-    return str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    return open_hub(folder)
 
 
 # -- loading ----------------------------------------------------------------------------------------------------------
