@@ -8,7 +8,7 @@ from lockstep.data.pairs import cldr
 from lockstep.data.tokenizer import Tokenizer
 
 if __name__ == "__main__":
-    pairs = cldr.generate_pairs("en", "it", limit=3000, held_out=50).train
+    pairs = cldr.generate_pairs("en", "it", limit=3000, held_out=50)[0]["train"]
     texts = (text for pair in pairs for text in pair)
     kind = sys.argv[1]
     print(Tokenizer.train(texts, kind=kind, vocab_size=2000, min_frequency=2, lowercase=False).fingerprint)

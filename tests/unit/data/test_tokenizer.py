@@ -90,7 +90,7 @@ def test_a_saved_tokenizer_is_equal_and_readable_by_the_library(tmp_path: Path) 
 
 @pytest.mark.parametrize("kind", ["bpe", "word"])
 def test_training_does_not_depend_on_order_threads_or_process(kind: str) -> None:
-    pairs = cldr.generate_pairs("en", "it", limit=3000, held_out=50).train
+    pairs = cldr.generate_pairs("en", "it", limit=3000, held_out=50)[0]["train"]
     texts = [text for pair in pairs for text in pair]
     fingerprint = Tokenizer.train(texts, kind=kind, vocab_size=2000, min_frequency=2, lowercase=False).fingerprint  # type: ignore[arg-type]
     random.Random(0).shuffle(texts)

@@ -21,8 +21,8 @@ import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from decimal import Decimal
+from functools import partial
 from operator import methodcaller
 from pathlib import Path
 from random import Random
@@ -69,14 +69,7 @@ T = TypeVar("T")
 Pair = tuple[str, str]
 Form = Callable[[LocaleFormatter], str]
 Values = Iterator[list[Form]]
-
-
-@dataclass(frozen=True)
-class GeneratedPairs:
-    train: list[Pair]
-    validation: list[Pair]
-    test: list[Pair]
-    left_out: dict[str, int] = field(default_factory=dict)  # reason -> pairs
+SharedCodes = dict[str, list[str]]  # table of CLDR -> codes with a name in both languages
 
 
 # Families. Each function yields the forms of each value once. `rng` is the only randomness.
@@ -102,29 +95,14 @@ def distinct(sample: Callable[[], T], max_misses: int = 1000) -> Iterator[T]:
             yield value
 
 
-@dataclass(frozen=True)
-class SharedCodes:
-    """Codes that CLDR names in both languages, in a fixed order."""
-
-    units: list[str]
-    currencies: list[str]
-    countries: list[str]
-    languages: list[str]
-
-    @classmethod
-    def of(cls, a: LocaleFormatter, b: LocaleFormatter) -> SharedCodes:
-        def named(table: str, codes: Iterable[str]) -> list[str]:
-            return sorted(code for code in codes if a.data[table].get(code) and b.data[table].get(code))
-
-        spoken: Any = get_global("territory_languages")  # countries only, with their languages
-        tender = {c for of in get_global("territory_currencies").values() for c, _, end, legal in of if legal and not end}
-        official = {c for country in spoken for c in languages.get_official_languages(country)}
-        return cls(
-            units=[u for u in named("unit_patterns", a.data["unit_patterns"]) if not u.startswith("duration-")],
-            currencies=named("currency_names", tender),
-            countries=named("territories", spoken),
-            languages=named("languages", official),
-        )
+def shared_codes(a: LocaleFormatter, b: LocaleFormatter) -> SharedCodes:
+    """Return the codes that CLDR names in both languages, in a fixed order."""
+    spoken: Any = get_global("territory_languages")  # countries only, with their languages
+    tender = {c for of in get_global("territory_currencies").values() for c, _, end, legal in of if legal and not end}
+    official = {c for country in spoken for c in languages.get_official_languages(country)}
+    units = [unit for unit in a.data["unit_patterns"] if not unit.startswith("duration-")]
+    codes = {"unit_patterns": units, "currency_names": tender, "territories": spoken, "languages": official}
+    return {table: sorted(c for c in of if a.data[table].get(c) and b.data[table].get(c)) for table, of in codes.items()}
 
 
 def dates(rng: Random, shared: SharedCodes) -> Values:
@@ -186,26 +164,29 @@ def durations(rng: Random, shared: SharedCodes) -> Values:
 
 def money(rng: Random, shared: SharedCodes) -> Values:
     """Whole amounts, and amounts with cents in currencies that have cents."""
+    currencies = shared["currency_names"]
 
     def amount() -> tuple[int | Decimal, str]:
-        kind, currency = rng.random(), shared.currencies[below(rng, len(shared.currencies))]
+        kind, currency = rng.random(), currencies[below(rng, len(currencies))]
         if kind < 0.45 and numbers.get_currency_precision(currency) >= 2:
             return Decimal(101 + below(rng, 99_899)) / 100, currency
         return 1 + below(rng, 999 if kind < 0.8 else 99_999), currency
 
-    for value, currency in distinct(amount) if shared.currencies else ():
+    for value, currency in distinct(amount) if currencies else ():
         exact = int(value) if value == int(value) else value
         yield [methodcaller(form, exact, currency) for form in ("format_currency_name", "format_currency")]
 
 
 def units(rng: Random, shared: SharedCodes) -> Values:
+    codes = shared["unit_patterns"]
+
     def quantity() -> tuple[int | Decimal, str]:
-        kind, unit = rng.random(), shared.units[below(rng, len(shared.units))]
+        kind, unit = rng.random(), codes[below(rng, len(codes))]
         if kind < 0.2:
             return Decimal(1 + below(rng, 999)) / 10, unit
         return 1 + below(rng, 99 if kind < 0.6 else 999 if kind < 0.9 else 9999), unit
 
-    for value, unit in distinct(quantity) if shared.units else ():
+    for value, unit in distinct(quantity) if codes else ():
         yield [methodcaller("format_unit", value, unit, length) for length in ("long", "short")]
 
 
@@ -230,8 +211,9 @@ def percentages(rng: Random, shared: SharedCodes) -> Values:
         yield [methodcaller("format_percent", Decimal(tenth) / 10)]
 
 
-def sets_of_names(table: str, codes: Sequence[str], rng: Random) -> Values:
+def sets_of_names(table: str, rng: Random, shared: SharedCodes) -> Values:
     """Lists of two to four names. The value is the set: all its orders are in one split."""
+    codes = shared[table]
     for chosen in distinct(lambda: frozenset(codes[below(rng, len(codes))] for _ in range(2 + below(rng, 3)))) if codes else ():
         order = shuffled(rng, sorted(chosen))
         if len(order) > 1:
@@ -249,8 +231,8 @@ FAMILIES: dict[str, tuple[float, Callable[[Random, SharedCodes], Values]]] = {
     "units": (0.14, units),
     "numbers": (0.05, plain_numbers),
     "percentages": (0.01, percentages),
-    "countries": (0.09, lambda rng, shared: sets_of_names("territories", shared.countries, rng)),
-    "tongues": (0.03, lambda rng, shared: sets_of_names("languages", shared.languages, rng)),
+    "countries": (0.09, partial(sets_of_names, "territories")),
+    "tongues": (0.03, partial(sets_of_names, "languages")),
 }
 
 
@@ -321,8 +303,9 @@ def generate_sentences(values: Values, collector: Collector, rng: Random, held_o
     return splits
 
 
-def generate_pairs(source: str, target: str, *, limit: int, held_out: int) -> GeneratedPairs:
-    """Generate pairs for two of CLDR's languages, by their codes (en, pt_BR, zh_Hant).
+def generate_pairs(source: str, target: str, *, limit: int, held_out: int) -> tuple[dict[str, list[Pair]], dict[str, int]]:
+    """Generate pairs for two of CLDR's languages, by their codes (en, pt_BR, zh_Hant). Return the
+    pairs of each split, and the number of dropped pairs by reason.
 
     limit      maximum number of training pairs; 0: all (MAX_PAIRS); 120,000 take about 4 s
     held_out   pairs in validation and in test; independent of `limit`
@@ -333,9 +316,10 @@ def generate_pairs(source: str, target: str, *, limit: int, held_out: int) -> Ge
     collector = Collector(LocaleFormatter(locale(source)), LocaleFormatter(locale(target)))
     limit = limit or MAX_PAIRS
     dictionary = [pair for x, y in names(collector.source, collector.target) if (pair := collector.add(x, y))]
-    train, validation, test = shuffled(Random("names"), dictionary)[: int(NAMES_SHARE * limit)], list[Pair](), list[Pair]()
+    train = shuffled(Random("names"), dictionary)[: int(NAMES_SHARE * limit)]
+    splits = {"train": train, "validation": list[Pair](), "test": list[Pair]()}
     collector.left_out["names beyond their share"] = len(dictionary) - len(train)
-    shared = SharedCodes.of(collector.source, collector.target)
+    shared = shared_codes(collector.source, collector.target)
     draws = {family: Random(f"{family} {GENERATOR}") for family in FAMILIES}
     streams: dict[str, Values] = {}
     for family, (_, values) in FAMILIES.items():
@@ -346,14 +330,15 @@ def generate_pairs(source: str, target: str, *, limit: int, held_out: int) -> Ge
     held_shares = apportion(held_out, streams.keys() - TRAINING_ONLY)
     for family, stream in streams.items():
         family_splits = generate_sentences(stream, collector, draws[family], held_shares.get(family, 0), shares[family])
-        for split, pairs in zip((train, validation, test), family_splits, strict=True):
+        for split, pairs in zip(splits.values(), family_splits, strict=True):
             split += pairs
-    if len(train) < min(limit, 1000) or (held_out and not (validation and test)):
-        what = f"CLDR has too little data for {source!r} and {target!r}: {len(train)} training and {len(validation)} held-out pairs"
+    if len(train) < min(limit, 1000) or (held_out and not (splits["validation"] and splits["test"])):
+        counts = f"{len(train)} training and {len(splits['validation'])} held-out pairs"
+        what = f"CLDR has too little data for {source!r} and {target!r}: {counts}"
         hint = "use languages that CLDR covers well, or increase data.pairs"
         raise DataError(what, f"babel {babel.__version__}, data.source, data.target", hint)
-    mixed = {name: shuffled(Random(name), split) for name, split in (("train", train), ("validation", validation), ("test", test))}
-    return GeneratedPairs(**mixed, left_out={reason: n for reason, n in sorted(collector.left_out.items()) if n})
+    mixed = {name: shuffled(Random(name), split) for name, split in splits.items() if held_out or name == "train"}
+    return mixed, {reason: n for reason, n in sorted(collector.left_out.items()) if n}
 
 
 def apportion(total: int, families: Collection[str]) -> dict[str, int]:

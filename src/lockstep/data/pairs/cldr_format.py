@@ -85,11 +85,8 @@ class LocaleFormatter:
 
     def format_currency_name(self, value: int | Decimal, currency: str) -> str:
         """12.50 US dollars. Whole amounts have no decimals, others those of the currency."""
-        cents = {"currency": currency} if isinstance(value, Decimal) else {}
-        amount = self.decimal.apply(value, self.locale, **cents)
-        plurals = self.data["currency_names_plural"].get(currency) or {"other": self.data["currency_names"][currency]}
-        name = self.plural_pattern(plurals, value)
-        return self.plural_pattern(self.data["currency_unit_patterns"], value).format(amount, name)
+        cents = isinstance(value, Decimal)
+        return numbers.format_currency(value, currency, locale=self.locale, format_type="name", currency_digits=cents)
 
     def format_currency(self, value: int | Decimal, currency: str) -> str:
         """$12.50, EUR 12.50. With currencySpacing (UTS 35, part 3), which babel lacks."""

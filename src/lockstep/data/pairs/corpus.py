@@ -79,9 +79,7 @@ def read_corpus(data: config.DataOptions) -> Corpus:
 def read_splits(data: config.DataOptions) -> tuple[dict[str, Pairs], dict[str, int]]:
     """Return the splits of the source, and the pairs that its reader dropped, by reason."""
     if data.kind == "cldr":
-        generated = cldr.generate_pairs(data.source, data.target, limit=data.pairs, held_out=data.held_out)
-        held_out = {"validation": generated.validation, "test": generated.test} if data.held_out else {}
-        return {"train": generated.train, **held_out}, generated.left_out
+        return cldr.generate_pairs(data.source, data.target, limit=data.pairs, held_out=data.held_out)
     if data.kind == "files":
         given = {split: getattr(data, split) for split in SPLITS if getattr(data, split) or split == "train"}
         return {split: textfiles.read_pairs(paths, data.source, data.target, split) for split, paths in given.items()}, {}
