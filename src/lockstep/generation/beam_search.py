@@ -9,16 +9,15 @@ Dimensions in the margin: B sentences of a batch, K beams, S source positions, V
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from lockstep.data.tokenizer import BEGIN, END, PAD, Tokenizer
-from lockstep.models.translator import BeamCache, Translator
+from lockstep.models.translator import Translator
 
 FIRST_CAPACITY = 32  # positions of a new cache; doubled when full
-StepFunction = Callable[[Tensor, BeamCache], Tensor]
 
 
 def max_lengths(source: Tensor, max_tokens: int) -> Tensor:
@@ -27,12 +26,9 @@ def max_lengths(source: Tensor, max_tokens: int) -> Tensor:
 
 
 @torch.inference_mode()
-def greedy_search(model: Translator, source: Tensor, *, max_tokens: int = 256, step: StepFunction | None = None) -> list[list[int]]:
-    """Return the ids of each row's greedy translation, without END.
-
-    source  (B, S): each row a sentence, END, PAD
-    step    `model.step`, or a compiled version of it
-    """
+def greedy_search(model: Translator, source: Tensor, *, max_tokens: int = 256) -> list[list[int]]:
+    """Return the ids of each row's greedy translation, without END. source (B, S): each row a
+    sentence, END, PAD."""
     limit = max_lengths(source, max_tokens)
     cache = model.new_cache(model.encode(source), beams=1, capacity=FIRST_CAPACITY)
     row = torch.arange(len(source), device=source.device)  # sentence of each row of the batch
@@ -42,13 +38,13 @@ def greedy_search(model: Translator, source: Tensor, *, max_tokens: int = 256, s
     for position in range(written.shape[1]):
         if position == cache.capacity:
             cache.grow()
-        tokens = (step or model.step)(tokens, cache).argmax(dim=-1)  # (B, 1)
+        tokens = model.step(tokens, cache).argmax(dim=-1)  # (B, 1)
         alive &= (tokens[:, 0] != END) & (position < limit[row])
         written[row, position] = tokens[:, 0].where(alive, PAD)
         remaining = int(alive.sum())
         if remaining == 0:
             break
-        if 2 * remaining <= len(row) and step is None:
+        if 2 * remaining <= len(row):
             kept = alive.nonzero()[:, 0]
             cache.keep_rows(kept)
             row, tokens, alive = row[kept], tokens[kept], alive[kept]
@@ -56,9 +52,7 @@ def greedy_search(model: Translator, source: Tensor, *, max_tokens: int = 256, s
 
 
 @torch.inference_mode()
-def beam_search(
-    model: Translator, source: Tensor, *, beams: int, length_penalty: float = 1.0, max_tokens: int = 256, step: StepFunction | None = None
-) -> list[list[int]]:
+def beam_search(model: Translator, source: Tensor, *, beams: int, length_penalty: float = 1.0, max_tokens: int = 256) -> list[list[int]]:
     """Return the ids of each row's best translation found with K beams, without END.
 
     The best has the highest log-probability / tokens ** length_penalty, counting END. A sentence is
@@ -70,13 +64,13 @@ def beam_search(
     while True:
         if search.position == cache.capacity:
             cache.grow()
-        log_p = (step or model.step)(tokens, cache).float().log_softmax(dim=-1)  # (B, K, V)
+        log_p = model.step(tokens, cache).float().log_softmax(dim=-1)  # (B, K, V)
         tokens, parents = search.advance(log_p)
         remaining = [i for i, row in enumerate(search.rows) if not search.done[row]]
         if not remaining:
             return search.best()
         cache.reorder(parents)
-        if 2 * len(remaining) <= len(search.rows) and step is None:
+        if 2 * len(remaining) <= len(search.rows):
             kept = torch.tensor(remaining, device=source.device)
             cache.keep_rows(kept)
             search.keep_rows(remaining, kept)
@@ -162,32 +156,26 @@ def pad_rows(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     return torch.tensor([[*row, END, *[PAD] * (longest - 1 - len(row))] for row in rows], device=device)
 
 
-def search_ids(
-    model: Translator, rows: Sequence[Sequence[int]], *, beams: int = 1, max_tokens: int = 256, step: StepFunction | None = None
-) -> list[list[int]]:
+def search_ids(model: Translator, rows: Sequence[Sequence[int]], *, beams: int = 1, max_tokens: int = 256) -> list[list[int]]:
     """Translate one batch of token ids: beam search, or greedy search with one beam."""
     source = pad_rows(rows, model.embedding.weight.device)
     if beams == 1:
-        return greedy_search(model, source, max_tokens=max_tokens, step=step)
-    return beam_search(model, source, beams=beams, max_tokens=max_tokens, step=step)
+        return greedy_search(model, source, max_tokens=max_tokens)
+    return beam_search(model, source, beams=beams, max_tokens=max_tokens)
 
 
-def translate(
-    model: Translator, tokenizer: Tokenizer, texts: Sequence[str], *, beams: int = 1, batch_tokens: int = 2048, compile: bool = False
-) -> list[str]:
+def translate(model: Translator, tokenizer: Tokenizer, texts: Sequence[str], *, beams: int = 1, batch_tokens: int = 2048) -> list[str]:
     """Translate each text, in order; an empty text stays empty.
 
     beams         1: greedy; more: beam search of that width
     batch_tokens  of a batch: source tokens including padding, times beams
-    compile       torch.compile the decoder's step: takes half a minute, pays off for many texts
     """
     model.eval()
     rows = tokenizer.encode(list(texts))
-    step: StepFunction | None = torch.compile(model.step, dynamic=True) if compile else None
     translations: list[list[int]] = [[] for _ in rows]
     filled = [i for i, row in enumerate(rows) if row]
     for batch in batches_by_length([len(rows[i]) + 1 for i in filled], max(1, batch_tokens // beams)):
         chosen = [filled[i] for i in batch]
-        for i, ids in zip(chosen, search_ids(model, [rows[i] for i in chosen], beams=beams, step=step), strict=True):
+        for i, ids in zip(chosen, search_ids(model, [rows[i] for i in chosen], beams=beams), strict=True):
             translations[i] = ids
     return tokenizer.decode(translations)

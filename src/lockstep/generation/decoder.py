@@ -50,8 +50,7 @@ class Matrix(nn.Module):
             weight = weight.t().contiguous().t()
         elif layout == "packed":  # as torch.compile packs the frozen weights of a graph
             weight = pack_linear_weight(weight, 8)
-        self.register_buffer("weight", weight, persistent=False)
-        self.weight: Tensor
+        self.weight = nn.Buffer(weight, persistent=False)
 
     def forward(self, states: Tensor) -> Tensor:
         return packed_linear(states, self.weight) if self.layout == "packed" else F.linear(states, self.weight)
@@ -64,10 +63,8 @@ class Norm(nn.Module):
         super().__init__()
         dim = len(weight)
         scale = weight.to(torch.promote_types(weight.dtype, torch.float32)) * dim**0.5
-        self.register_buffer("scale", scale, persistent=False)
-        self.register_buffer("floor", scale.new_full((), (dim * eps) ** 0.5), persistent=False)
-        self.scale: Tensor
-        self.floor: Tensor
+        self.scale = nn.Buffer(scale, persistent=False)
+        self.floor = nn.Buffer(scale.new_full((), (dim * eps) ** 0.5), persistent=False)
 
     def forward(self, states: Tensor) -> Tensor:
         wide = states.to(self.scale.dtype)
@@ -146,8 +143,7 @@ class Decoder(nn.Module):
         weight = model.embedding.weight.detach()
         self.config = model.config
         self.layout, self.reason = (layout, "as requested") if layout else choose_layout(weight.device.type, weight.dtype, rows)
-        self.register_buffer("embedding", weight, persistent=False)
-        self.embedding: Tensor
+        self.embedding = nn.Buffer(weight, persistent=False)
         self.blocks = nn.ModuleList()
         for number, layer in enumerate(model.layers):
             self.blocks.append(Block(cast(Layer, layer), self.config.head_dim, self.layout, group))
