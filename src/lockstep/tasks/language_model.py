@@ -6,9 +6,8 @@ from __future__ import annotations
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,7 +22,7 @@ from lockstep.data.text import prepare as data
 from lockstep.data.text.chat_samples import chat_samples, chats
 from lockstep.data.text.chat_template import renderer
 from lockstep.data.text.chat_tokenizer import ChatTokenizer, optional_json
-from lockstep.data.text.documents import documents, held_inside, source_of
+from lockstep.data.text.documents import documents, held_inside
 from lockstep.data.text.packing import CutRows, PackedRows, RowLoader, save_packed_rows
 from lockstep.data.tokenizer import CHAT_SPECIALS, CHAT_TEMPLATE
 from lockstep.elastic.collectives import assert_equal_on_all_ranks, run_on_rank0
@@ -94,22 +93,16 @@ def prepare_documents(run: RunConfig, folder: Path, digests: FileDigests = NOT_S
     if inside:
         log.info("too few documents to hold out whole ones: a share of %g of each goes to validation and to test", run.data.held_out_share)
     tokenizer = tokenizer_of(run, folder, (d.text for split, d in documents(run.data, inside) if split == "train"))
-
-    def samples(_: Counter[str]) -> Iterator[data.Sample]:
-        return data.document_samples(tokenizer, documents(run.data, inside))
-
-    data.prepare(run, folder / "data", partial(source_of, run.data), tokenizer, samples, digests)
+    samples = data.document_samples(tokenizer, documents(run.data, inside))
+    data.prepare(run, folder / "data", tokenizer, samples, Counter(), digests)
 
 
 def prepare_chats(run: RunConfig, folder: Path, digests: FileDigests = NOT_SHARED) -> None:
     """For rank 0: prepare the tokenizer and the token streams of the run's chats."""
     texts = (m.get("content") or "" for split, chat in chats(run.data, Counter()) if split == "train" for m in chat.messages)
     tokenizer = with_template(tokenizer_of(run, folder, texts), folder / TOKENIZER)
-
-    def samples(left_out: Counter[str]) -> Iterator[data.Sample]:
-        return chat_samples(tokenizer, run.data, run.batch.seq_len, left_out)
-
-    data.prepare(run, folder / "data", partial(source_of, run.data), tokenizer, samples, digests)
+    dropped: Counter[str] = Counter()
+    data.prepare(run, folder / "data", tokenizer, chat_samples(tokenizer, run.data, run.batch.seq_len, dropped), dropped, digests)
     renderer.close()
 
 

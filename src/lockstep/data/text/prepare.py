@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from lockstep.config.schema import RunConfig, TokenizerOptions
 from lockstep.data.file_digests import NOT_SHARED, FileDigests
 from lockstep.data.manifest import matches_prepared, open_manifest, verify_files, write_manifest
 from lockstep.data.text.chat_tokenizer import ChatTokenizer
-from lockstep.data.text.documents import SPLITS, Document, Split, in_groups
+from lockstep.data.text.documents import SPLITS, Document, Split, in_groups, source_of
 from lockstep.data.text.token_stream import TokenStream, TokenStreamWriter
 from lockstep.data.tokenizer import Tokenizer
 from lockstep.errors import DataError
@@ -75,17 +75,12 @@ def train_tokenizer(options: TokenizerOptions, texts: Iterable[str], folder: Pat
 
 
 def prepare(
-    run: RunConfig,
-    folder: Path,
-    source: Callable[[], dict[str, Any]],
-    tokenizer: ChatTokenizer,
-    samples: Callable[[Counter[str]], Iterator[Sample]],
-    digests: FileDigests,
+    run: RunConfig, folder: Path, tokenizer: ChatTokenizer, samples: Iterable[Sample], dropped: Counter[str], digests: FileDigests
 ) -> None:
     """For rank 0: prepare the streams under `folder`. If they exist, only compare the settings.
 
-    source   returns a description of the source of the samples, to be compared
-    samples  yields the samples, and counts dropped ones by reason
+    samples  read only if there are no streams
+    dropped  samples dropped until then, by reason
     DataError: other data is in the folder, the source cannot be read, or a split is empty.
     """
     # The streams depend on their source and on these settings.
@@ -93,16 +88,15 @@ def prepare(
     options = {f"tokenizer.{k}": v for k, v in asdict(run.tokenizer).items() if k in ("vocab_size", "min_frequency")}
     seq_len = {"batch.seq_len": run.batch.seq_len} if run.task == "sft" else {}
     settings: dict[str, Any] = {"task": run.task, **data, **({} if run.llama.init_from else options), **seq_len}
-    if matches_prepared(folder, settings, "source", source):
+    if matches_prepared(folder, settings, "source", lambda: source_of(run.data)):
         return
     folder.mkdir(parents=True, exist_ok=True)
-    dropped: Counter[str] = Counter()
     text_bytes = dict.fromkeys(SPLITS, 0)
     with ExitStack() as stack:
         records = {split: stack.enter_context(open(folder / f"{split}.jsonl", "w", encoding="utf-8")) for split in SPLITS[1:]}
         size = tokenizer.inner.get_vocab_size(with_added_tokens=True)
         writers = {split: TokenStreamWriter(folder, split, size, has_loss_mask=run.task == "sft") for split in SPLITS}
-        for sample in samples(dropped):
+        for sample in samples:
             writers[sample.split].add(sample.ids, sample.loss_mask)
             text_bytes[sample.split] += sample.bytes
             if sample.split in records:
