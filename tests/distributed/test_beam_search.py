@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep.data.tokenizer import BEGIN, END, PAD, Tokenizer
-from lockstep.generation.beam_search import batches_by_length, beam_search, greedy_search, max_lengths, pad_rows, translate
+from lockstep.generation.beam_search import batches_by_length, beam_search, max_lengths, pad_rows, translate
 from lockstep.models.build import materialize
 from lockstep.models.translator import Translator, init_param
 
@@ -63,8 +63,8 @@ def score(model: Translator, source: list[int], ids: list[int], length_penalty: 
 
 @torch.inference_mode()
 def test_cached_greedy_decoding_is_the_uncached_argmax(model: Translator) -> None:
-    source = pad_rows(sentences(24, seed=1), torch.device("cpu"))
-    translations = greedy_search(model, source, max_tokens=44)
+    source = pad_rows(sentences(64, seed=1), torch.device("cpu"))
+    translations = beam_search(model, source, beams=1, max_tokens=44)
     assert translations == uncached(model, source, 44)
     assert len(set(map(len, translations))) > 4, "the test is worth little when all translations are equally long"
 
@@ -84,17 +84,13 @@ def test_a_growing_cache_gives_the_same_logits_as_a_large_one(model: Translator)
         tokens = logits.argmax(-1)
 
 
-def test_one_beam_is_greedy(model: Translator) -> None:
-    source = pad_rows(sentences(40, seed=3), torch.device("cpu"))
-    assert beam_search(model, source, beams=1, max_tokens=40) == greedy_search(model, source, max_tokens=40)
-
-
 @torch.inference_mode()
 def test_beam_search_is_at_least_as_probable_as_greedy(model: Translator) -> None:
     """On average, and for nearly every sentence: a beam may drop the greedy path half-way."""
     rows = sentences(40, seed=4, longest=9)
     source = pad_rows(rows, torch.device("cpu"))
-    translations = list(zip(greedy_search(model, source), beam_search(model, source, beams=5, length_penalty=0.0), strict=True))
+    searches = beam_search(model, source, beams=1), beam_search(model, source, beams=5, length_penalty=0.0)
+    translations = list(zip(*searches, strict=True))
     gains = [score(model, row, beam, 0.0) - score(model, row, greedy, 0.0) for row, (greedy, beam) in zip(rows, translations, strict=True)]
     assert sum(gains) > 0.1, "a wider search improves some sentences"
     assert sum(gain < -1e-4 for gain in gains) <= 2
@@ -122,10 +118,10 @@ def test_each_beam_attends_to_its_past(model: Translator) -> None:
 def test_a_translation_does_not_depend_on_its_batch(model: Translator, beams: int) -> None:
     rows = sentences(21, seed=6)
     together = pad_rows(rows, torch.device("cpu"))
-    translations = beam_search(model, together, beams=beams) if beams > 1 else greedy_search(model, together)
+    translations = beam_search(model, together, beams=beams)
     for row, ids in zip(rows, translations, strict=True):
         alone = pad_rows([row], torch.device("cpu"))
-        assert (beam_search(model, alone, beams=beams) if beams > 1 else greedy_search(model, alone)) == [ids]
+        assert beam_search(model, alone, beams=beams) == [ids]
 
 
 def test_batches_contain_every_row_once_within_the_budget() -> None:

@@ -26,37 +26,13 @@ def max_lengths(source: Tensor, max_tokens: int) -> Tensor:
 
 
 @torch.inference_mode()
-def greedy_search(model: Translator, source: Tensor, *, max_tokens: int = 256) -> list[list[int]]:
-    """Return the ids of each row's greedy translation, without END. source (B, S): each row a
-    sentence, END, PAD."""
-    limit = max_lengths(source, max_tokens)
-    cache = model.new_cache(model.encode(source), beams=1, capacity=FIRST_CAPACITY)
-    row = torch.arange(len(source), device=source.device)  # sentence of each row of the batch
-    written = torch.full((len(source), int(limit.max())), PAD, device=source.device)
-    tokens = torch.full((len(source), 1), BEGIN, device=source.device)
-    alive = torch.ones(len(source), dtype=torch.bool, device=source.device)
-    for position in range(written.shape[1]):
-        if position == cache.capacity:
-            cache.grow()
-        tokens = model.step(tokens, cache).argmax(dim=-1)  # (B, 1)
-        alive &= (tokens[:, 0] != END) & (position < limit[row])
-        written[row, position] = tokens[:, 0].where(alive, PAD)
-        remaining = int(alive.sum())
-        if remaining == 0:
-            break
-        if 2 * remaining <= len(row):
-            kept = alive.nonzero()[:, 0]
-            cache.keep_rows(kept)
-            row, tokens, alive = row[kept], tokens[kept], alive[kept]
-    return [ids[: ids.index(PAD)] if PAD in ids else ids for ids in written.tolist()]
-
-
-@torch.inference_mode()
 def beam_search(model: Translator, source: Tensor, *, beams: int, length_penalty: float = 1.0, max_tokens: int = 256) -> list[list[int]]:
     """Return the ids of each row's best translation found with K beams, without END.
 
+    source  (B, S): each row a sentence, END, PAD
+
     The best has the highest log-probability / tokens ** length_penalty, counting END. A sentence is
-    done when K of its translations are finished, or at its limit. One beam is `greedy_search`.
+    done when K of its translations are finished, or at its limit. One beam is greedy search.
     """
     search = BeamSearch(source, beams, length_penalty, max_lengths(source, max_tokens))
     cache = model.new_cache(model.encode(source), beams=beams, capacity=FIRST_CAPACITY)
@@ -156,14 +132,6 @@ def pad_rows(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     return torch.tensor([[*row, END, *[PAD] * (longest - 1 - len(row))] for row in rows], device=device)
 
 
-def search_ids(model: Translator, rows: Sequence[Sequence[int]], *, beams: int = 1, max_tokens: int = 256) -> list[list[int]]:
-    """Translate one batch of token ids: beam search, or greedy search with one beam."""
-    source = pad_rows(rows, model.embedding.weight.device)
-    if beams == 1:
-        return greedy_search(model, source, max_tokens=max_tokens)
-    return beam_search(model, source, beams=beams, max_tokens=max_tokens)
-
-
 def translate(model: Translator, tokenizer: Tokenizer, texts: Sequence[str], *, beams: int = 1, batch_tokens: int = 2048) -> list[str]:
     """Translate each text, in order; an empty text stays empty.
 
@@ -176,6 +144,7 @@ def translate(model: Translator, tokenizer: Tokenizer, texts: Sequence[str], *, 
     filled = [i for i, row in enumerate(rows) if row]
     for batch in batches_by_length([len(rows[i]) + 1 for i in filled], max(1, batch_tokens // beams)):
         chosen = [filled[i] for i in batch]
-        for i, ids in zip(chosen, search_ids(model, [rows[i] for i in chosen], beams=beams), strict=True):
+        source = pad_rows([rows[i] for i in chosen], model.embedding.weight.device)
+        for i, ids in zip(chosen, beam_search(model, source, beams=beams), strict=True):
             translations[i] = ids
     return tokenizer.decode(translations)

@@ -17,7 +17,7 @@ from lockstep.config.schema import RunConfig
 from lockstep.data.pairs.encoded import EncodedPairs
 from lockstep.data.pairs.prepare import PreparedPairs
 from lockstep.elastic.runtime import ElasticRuntime
-from lockstep.generation.beam_search import batches_by_length, search_ids
+from lockstep.generation.beam_search import batches_by_length, beam_search, pad_rows
 from lockstep.models.load_translator import LoadedTranslator, load_translator
 from lockstep.tasks.evaluator import EvalResult, EvalSpec, Split, loss_record, merge_results
 from lockstep.units import format_count
@@ -69,7 +69,8 @@ class TranslationEvaluator:
         for number in range(runtime.world.rank, len(text_batches), runtime.world.size):
             if not stopped():
                 batch = text_batches[number]
-                ids = search_ids(loaded.model, [rows[i] for i in batch], beams=spec.beams, max_tokens=2 * loaded.run.data.max_tokens)
+                source = pad_rows([rows[i] for i in batch], loaded.model.embedding.weight.device)
+                ids = beam_search(loaded.model, source, beams=spec.beams, max_tokens=2 * loaded.run.data.max_tokens)
                 translations |= dict(zip(batch, ids, strict=True))
         results = merge_results(runtime, stopped, losses=losses, translations=translations)
         if results is None:
