@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -29,7 +29,6 @@ from lockstep.checkpoint.state_dict import digest
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.files import fsync_folder, read_json, write_atomic, write_json
 from lockstep.models.hf_config import HARMLESS_KEYS, config_from_hf, config_to_hf, hf_name, parameter_shapes
-from lockstep.models.lazy_tensors import LazyTensors
 from lockstep.models.llama import LlamaConfig
 from lockstep.runtime.tensor_bytes import DTYPES, TORCH_DTYPES, bytes_of
 from lockstep.units import join_names
@@ -42,6 +41,22 @@ COMPANION_FILES = (  # files of a model besides config.json and its tensors; cop
 SHARD_BYTES = 5 * 10**9
 
 # -- tensors in files -------------------------------------------------------------------------------------------------
+
+
+class LazyTensors(Mapping[str, Tensor]):
+    """The tensors of these names, in order; `compute(name)` returns one: memory holds one at a time."""
+
+    def __init__(self, names: Iterable[str], compute: Callable[[str], Tensor]) -> None:
+        self.names, self.compute = dict.fromkeys(names), compute
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.compute(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
 
 
 class TensorLocation(NamedTuple):

@@ -30,8 +30,7 @@ from lockstep.checkpoint.store import CheckpointStore
 from lockstep.errors import CheckpointError, DataError, UsageError
 from lockstep.files import read_json, write_atomic, write_json
 from lockstep.models.hf_config import config_from_json
-from lockstep.models.hub import SHARD_BYTES, LlamaWeights, dtype_of, is_hub, open_hub, write_hub
-from lockstep.models.lazy_tensors import LazyTensors
+from lockstep.models.hub import SHARD_BYTES, LazyTensors, LlamaWeights, dtype_of, is_hub, open_hub, write_hub
 from lockstep.models.llama import Llama, LlamaConfig
 from lockstep.models.lora import LoRAConfig, is_adapter, merged_weights
 from lockstep.units import format_bytes, format_count

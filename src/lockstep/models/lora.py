@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.models.lazy_tensors import LazyTensors
+from lockstep.models.hub import LazyTensors
 
 TARGETS = {  # names in a run -> modules of a layer in llama.py
     "query": "attention.query",

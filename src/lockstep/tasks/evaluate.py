@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 from lockstep.checkpoint.folder import committed_steps
 from lockstep.checkpoint.policy import choose_step, show_steps
 from lockstep.config.schema import RunConfig
-from lockstep.data.file_digests import locked
+from lockstep.data.manifest import locked
 from lockstep.elastic.collectives import all_gather_json, run_on_rank0
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import CheckpointError, DamagedFileError, LockstepError, UsageError

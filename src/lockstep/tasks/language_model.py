@@ -15,8 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from lockstep.config.schema import RunConfig
-from lockstep.data.file_digests import NOT_SHARED, FileDigests
-from lockstep.data.manifest import MANIFEST, verify_files
+from lockstep.data.manifest import MANIFEST, NOT_SHARED, FileDigests, verify_files
 from lockstep.data.order import UniformOrder
 from lockstep.data.text import prepare as data
 from lockstep.data.text.chat_samples import chat_samples, chats

@@ -13,7 +13,7 @@ import secrets
 from pathlib import Path
 
 from lockstep.config.schema import RunConfig
-from lockstep.data.file_digests import FileDigests
+from lockstep.data.manifest import FileDigests
 from lockstep.data.pairs import prepare
 from lockstep.data.text import prepare as text_prepare
 from lockstep.data.text.chat_tokenizer import ChatTokenizer

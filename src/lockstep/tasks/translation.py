@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config.schema import RunConfig
-from lockstep.data.file_digests import FileDigests
+from lockstep.data.manifest import FileDigests
 from lockstep.data.order import BucketOrder, choose_bucket_shapes
 from lockstep.data.pairs.loader import PairLoader
 from lockstep.data.pairs.prepare import PreparedPairs, open_prepared, prepare

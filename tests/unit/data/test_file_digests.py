@@ -16,7 +16,7 @@ from support.ranks import run_ranks
 from support.waiting import wait_until
 
 from lockstep.config.schema import DataOptions, TokenizerOptions
-from lockstep.data.file_digests import FileDigests
+from lockstep.data.manifest import FileDigests
 from lockstep.data.pairs.prepare import open_prepared, prepare
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.elastic.world import World
@@ -110,7 +110,7 @@ def test_a_worker_killed_while_it_hashes_does_not_block_the_others(tmp_path: Pat
     small.write_bytes(b"some bytes")
     with open(large, "wb") as file:
         file.truncate(1 << 40)  # a hole: it occupies no disk, and hashing it takes many minutes
-    program = "import sys; from pathlib import Path; from lockstep.data.file_digests import FileDigests\n"
+    program = "import sys; from pathlib import Path; from lockstep.data.manifest import FileDigests\n"
     program += f"FileDigests(Path({str(digests.path)!r}), 'start 1').of([Path({str(large)!r})])"
     with subprocess.Popen([sys.executable, "-c", program]) as hashing:
         wait_until(lambda: is_locked(tmp_path / "digests.lock"), "the lock", process=hashing)

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lockstep.config import schema as config
-from lockstep.data.file_digests import NOT_SHARED, FileDigests
+from lockstep.data.manifest import NOT_SHARED, FileDigests
 from lockstep.data.pairs import cldr, textfiles
 from lockstep.data.pairs.textfiles import Pairs
 from lockstep.errors import ConfigError, DataError

@@ -14,8 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from lockstep.config import schema as config
-from lockstep.data.file_digests import NOT_SHARED, FileDigests
-from lockstep.data.manifest import matches_prepared, open_manifest, write_manifest
+from lockstep.data.manifest import NOT_SHARED, FileDigests, matches_prepared, open_manifest, write_manifest
 from lockstep.data.pairs import corpus
 from lockstep.data.pairs.corpus import SPLITS, Corpus, CorpusReport
 from lockstep.data.pairs.encoded import SIDES, EncodedPairs, write_side

@@ -22,8 +22,7 @@ from typing import Any
 import tokenizers
 
 from lockstep.config.schema import RunConfig, TokenizerOptions
-from lockstep.data.file_digests import NOT_SHARED, FileDigests
-from lockstep.data.manifest import matches_prepared, open_manifest, verify_files, write_manifest
+from lockstep.data.manifest import NOT_SHARED, FileDigests, matches_prepared, open_manifest, verify_files, write_manifest
 from lockstep.data.text.chat_tokenizer import ChatTokenizer
 from lockstep.data.text.documents import SPLITS, Document, Split, in_groups, source_of
 from lockstep.data.text.token_stream import TokenStream, TokenStreamWriter
