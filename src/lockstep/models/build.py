@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from lockstep.config import schema as config
 from lockstep.models.kernels import AttentionKernel
 from lockstep.models.translator import Translator, init_param
-from lockstep.runtime.torch_private import own_buffers, own_parameters
 
 log = logging.getLogger("lockstep")
 Model = TypeVar("Model", bound=nn.Module)
@@ -59,17 +58,9 @@ def materialize(model: Model, device: torch.device, init_param: Callable[[str, t
     """Move a model from the meta device to `device` and initialize it, in place.
 
     init_param  returns the initial value of the parameter or buffer of this name and shape, on the
-                CPU; called for one tensor at a time, once for tied tensors, which stay tied
+                CPU; called for one tensor at a time
     """
-    materialized: dict[Tensor, Tensor] = {}
-    for path, module in model.named_modules():
-        for tensors in (own_parameters(module), own_buffers(module)):
-            for leaf, tensor in tensors.items():
-                if tensor is None:
-                    continue
-                if tensor not in materialized:
-                    name = f"{path}.{leaf}" if path else leaf
-                    value = torch.empty_like(tensor, device=device).copy_(init_param(name, tensor.shape))
-                    materialized[tensor] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
-                cast(dict[str, Tensor | None], tensors)[leaf] = materialized[tensor]
+    model.to_empty(device=device)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        tensor.copy_(init_param(name, tensor.shape))
     return model

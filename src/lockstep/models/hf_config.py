@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import torch
@@ -64,6 +64,7 @@ SIZES = {  # field of LlamaConfig -> (key of config.json, largest accepted value
 }
 READ_KEYS = {key for key, _ in SIZES.values()} | {"architectures", "model_type", "rms_norm_eps", "tie_word_embeddings"}
 READ_KEYS |= {"rope_theta", "rope_parameters", "rope_scaling"}
+SCALING_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # fields of RopeScaling
 FIXED_KEYS: dict[str, Any] = {  # keys that must have this value, or null
     "quantization_config": None, "attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "attention_dropout": 0,
     "partial_rotary_factor": 1, "rope_interleaved": False, "sliding_window": None, "use_sliding_window": False, "is_encoder_decoder": False,
@@ -146,18 +147,17 @@ def rope_of(hf_config: Mapping[str, Any], where: str) -> tuple[float, RopeScalin
     if kind not in ("default", "llama3"):
         what = f"rotary positions are scaled by rope_type {as_json(kind)}"
         raise CheckpointError(what, where, "only 'llama3' and 'default' are supported")
-    scaling_keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *(scaling_keys if kind == "llama3" else ())}
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *(SCALING_KEYS if kind == "llama3" else ())}
     if (part := rope.get("partial_rotary_factor", 1)) != 1:
         raise CheckpointError(f"partial_rotary_factor is {as_json(part)}", where, "only the plain Llama is supported")
     if unknown := sorted(key for key in rope.keys() - known if rope[key] is not None):
         raise CheckpointError(f"{unknown[0]} is {as_json(rope[unknown[0]])}, with rope_type {kind}", where, "unknown key: remove it")
     if kind == "default":
         return theta, None
-    factor, low, high = (positive(rope, key, None, where) for key in scaling_keys[:3])
+    factor, low, high = (positive(rope, key, None, where) for key in SCALING_KEYS[:3])
     if low >= high:
         raise CheckpointError(f"low_freq_factor {low:g} is not below high_freq_factor {high:g}", where, "copy the whole folder again")
-    return theta, RopeScaling(factor, low, high, whole_number(rope, scaling_keys[3], 1 << 31, where))
+    return theta, RopeScaling(factor, low, high, whole_number(rope, SCALING_KEYS[3], 1 << 31, where))
 
 
 def whole_number(hf_config: Mapping[str, Any], key: str, most: int, where: str, default: int | None = None) -> int:
@@ -187,13 +187,7 @@ def as_json(value: Any) -> str:
 def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
     """Return a config.json that transformers 4 and 5 both read."""
     scaling = config.rope_scaling
-    rope_scaling = scaling and {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_max_seq_len,
-    }
+    rope_scaling = scaling and {"rope_type": "llama3", **dict(zip(SCALING_KEYS, astuple(scaling), strict=True))}
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
