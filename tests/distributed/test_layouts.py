@@ -21,7 +21,7 @@ from support.ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.config.schema import MemoryOptions, OptimOptions
+from lockstep.config.schema import LoraOptions, MemoryOptions, OptimOptions
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
@@ -87,7 +87,7 @@ def make_translator(dropout: float) -> Callable[[], nn.Module]:
 
 
 def make_adapted() -> nn.Module:
-    return lora.add_adapters(llama.Llama(CONFIG), lora.LoRAConfig(4, 8.0, tuple(lora.TARGETS)))
+    return lora.add_adapters(llama.Llama(CONFIG), LoraOptions(4, 8.0, tuple(lora.TARGETS)))
 
 
 def init_adapted_param(key: str, size: torch.Size) -> Tensor:

@@ -26,7 +26,7 @@ from lockstep.cli.main import main
 from lockstep.cli.run_request import open_run
 from lockstep.config import schema as config
 from lockstep.config.resolve import resolve
-from lockstep.config.schema import RunConfig
+from lockstep.config.schema import LoraOptions, RunConfig
 from lockstep.data.text.chat_samples import Chat, chat_samples, drills, encode
 from lockstep.data.text.chat_tokenizer import ChatTokenizer
 from lockstep.data.text.packing import IGNORE_INDEX, CutRows, PackedRows, batch_of, pack, pack_rows
@@ -39,7 +39,7 @@ from lockstep.models.build import materialize
 from lockstep.models.initial_weights import InitialWeights
 from lockstep.models.llama import LLAMA_CONFIGS, Llama
 from lockstep.models.llama_io import load_llama, open_weights
-from lockstep.models.lora import LoRAConfig, merged_weights
+from lockstep.models.lora import merged_weights
 from lockstep.record.metrics import read_metrics
 from lockstep.tasks.evaluate import evaluate, evaluate_at_end
 from lockstep.tasks.language_model import prepare_documents
@@ -375,7 +375,7 @@ def test_a_checkpoint_contains_only_adapters_and_is_small(base: Path, adapted: P
 
 def test_adapters_start_at_zero_and_merge_exactly() -> None:
     with torch.device("meta"):
-        model = lora.add_adapters(Llama(LLAMA_CONFIGS["1M"]), LoRAConfig(4, 8.0, ("query", "down")))
+        model = lora.add_adapters(Llama(LLAMA_CONFIGS["1M"]), LoraOptions(4, 8.0, ("query", "down")))
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert len(names) == 2 * 2 * LLAMA_CONFIGS["1M"].n_layers and all(lora.is_adapter(name) for name in names)
     draw = torch.Generator().manual_seed(1)
@@ -384,7 +384,7 @@ def test_adapters_start_at_zero_and_merge_exactly() -> None:
     values = {name: parameter.detach() for name, parameter in model.named_parameters()}
     with torch.device("meta"):
         plain = Llama(LLAMA_CONFIGS["1M"])
-    merged = merged_weights({}, values, LoRAConfig(4, 8.0, ("query", "down")))
+    merged = merged_weights({}, values, LoraOptions(4, 8.0, ("query", "down")))
     assert list(merged) == [name for name in values if not lora.is_adapter(name)] and len(merged) == len(list(merged))
     materialize(plain, CPU, lambda name, size: merged[name])
     torch.testing.assert_close(plain(tokens), model(tokens), rtol=1e-4, atol=1e-4)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.config.schema import RunConfig
+from lockstep.config.schema import LoraOptions, RunConfig
 from lockstep.data.tokenizer import BEGIN, END
 from lockstep.files import read_json, write_json
 from lockstep.models import llama, lora
@@ -17,22 +17,20 @@ from lockstep.models.hf_config import config_to_hf
 from lockstep.models.hub import LlamaWeights
 from lockstep.models.llama import LLAMA_CONFIGS, Llama, LlamaConfig
 from lockstep.models.llama_io import MODEL, is_llama_run, open_weights, weights_changed_error
-from lockstep.models.lora import LoRAConfig
 
 
 @dataclass(frozen=True)
 class InitialWeights:
     """Everything that determines the model before its first step.
 
-    start      the weights that training starts from; None: random ones
-    saves_all  whether checkpoints also hold the weights that adapters leave unchanged
+    start  the weights that training starts from; None: random ones
+    lora   None: without adapters
     """
 
     config: LlamaConfig
     seed: int
     start: LlamaWeights | None
-    lora: LoRAConfig | None
-    saves_all: bool
+    lora: LoraOptions | None
 
     @classmethod
     def of(cls, run: RunConfig, vocab_size: int) -> InitialWeights:
@@ -41,8 +39,7 @@ class InitialWeights:
         config = start.config if start else replace(LLAMA_CONFIGS[run.llama.size], vocab_size=vocab_size)
         if run.llama.max_seq_len:
             config = replace(config, max_seq_len=run.llama.max_seq_len)
-        adapters = LoRAConfig(run.lora.rank, run.lora.alpha, run.lora.targets) if run.lora.rank else None
-        return cls(config, run.seed, start, adapters, run.lora.save == "all")
+        return cls(config, run.seed, start, run.lora if run.lora.rank else None)
 
     def meta_model(self) -> nn.Module:
         with torch.device("meta"):
@@ -57,12 +54,13 @@ class InitialWeights:
         return llama.init_param(name, shape, self.config.n_layers, self.seed)
 
     def is_saved(self, name: str) -> bool:
-        return self.lora is None or self.saves_all or lora.is_adapter(name)
+        return self.lora is None or self.lora.save == "all" or lora.is_adapter(name)
 
     def to_json(self) -> dict[str, Any]:
         new = config_to_hf(self.config) | {"bos_token_id": BEGIN, "eos_token_id": END}
         hf_config = self.start.hf_config if self.start else new
-        content: dict[str, Any] = {"shape": asdict(self.config), "config": hf_config, "lora": self.lora and asdict(self.lora)}
+        lora_json = self.lora and {"rank": self.lora.rank, "alpha": self.lora.alpha, "targets": self.lora.targets}
+        content: dict[str, Any] = {"shape": asdict(self.config), "config": hf_config, "lora": lora_json}
         if self.start:
             content |= {"start": str(self.start.folder), "start_sha256": self.start.sha256(), "dtype": self.start.dtype}
         return content

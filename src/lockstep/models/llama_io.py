@@ -27,12 +27,13 @@ from lockstep.checkpoint.folder import committed_steps, folder_name
 from lockstep.checkpoint.shards import open_tensors
 from lockstep.checkpoint.state_dict import tensor_from_bytes
 from lockstep.checkpoint.store import CheckpointStore
+from lockstep.config.schema import LoraOptions
 from lockstep.errors import CheckpointError, DataError, UsageError
 from lockstep.files import read_json, write_atomic, write_json
 from lockstep.models.hf_config import config_from_json
 from lockstep.models.hub import SHARD_BYTES, LazyTensors, LlamaWeights, dtype_of, is_hub, open_hub, write_hub
 from lockstep.models.llama import Llama, LlamaConfig
-from lockstep.models.lora import LoRAConfig, is_adapter, merged_weights
+from lockstep.models.lora import is_adapter, merged_weights
 from lockstep.units import format_bytes, format_count
 
 log = logging.getLogger("lockstep")
@@ -130,7 +131,7 @@ def merge_adapters(folder: Path, tensors: Mapping[str, Tensor]) -> Mapping[str, 
     model_json = read_json(folder / MODEL)
     if not model_json.get("lora"):
         return tensors
-    lora = LoRAConfig(model_json["lora"]["rank"], model_json["lora"]["alpha"], tuple(model_json["lora"]["targets"]))
+    lora = LoraOptions(model_json["lora"]["rank"], model_json["lora"]["alpha"], tuple(model_json["lora"]["targets"]))
     if any(not is_adapter(name) for name in tensors):
         return merged_weights({}, tensors, lora)
     base = open_weights(Path(model_json["start"]))

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep.config.schema import LoraOptions
 from lockstep.models.hub import LazyTensors
 
 TARGETS = {  # names in a run -> modules of a layer in llama.py
@@ -30,26 +30,13 @@ TARGETS = {  # names in a run -> modules of a layer in llama.py
 DOWN, UP = ".lora_down", ".lora_up"
 
 
-@dataclass(frozen=True)
-class LoRAConfig:
-    """Rank, scale and matrices of the adapters; `targets` are keys of TARGETS."""
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / self.rank
-
-
 class LoRALinear(nn.Linear):
     """A linear layer without bias, its weight frozen, with an adapter."""
 
-    def __init__(self, inner: nn.Linear, lora: LoRAConfig) -> None:
+    def __init__(self, inner: nn.Linear, lora: LoraOptions) -> None:
         super().__init__(inner.in_features, inner.out_features, bias=False, device="meta", dtype=inner.weight.dtype)
         self.weight = inner.weight
-        self.scale = lora.scale
+        self.scale = lora.alpha / lora.rank
         self.lora_down = nn.Parameter(inner.weight.new_empty(lora.rank, inner.in_features))
         self.lora_up = nn.Parameter(inner.weight.new_empty(inner.out_features, lora.rank))
 
@@ -58,7 +45,7 @@ class LoRALinear(nn.Linear):
         return F.linear(states, self.weight) + self.scale * F.linear(narrow, self.lora_up)
 
 
-def add_adapters(model: nn.Module, lora: LoRAConfig) -> nn.Module:
+def add_adapters(model: nn.Module, lora: LoraOptions) -> nn.Module:
     """Freeze a Llama and add adapters to its targets, in place and not initialized."""
     model.requires_grad_(False)
     suffixes = tuple(f".{TARGETS[name]}" for name in lora.targets)
@@ -83,7 +70,7 @@ def init_param(name: str, shape: torch.Size, seed: int) -> Tensor:
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
-def merged_weights(base: Mapping[str, Tensor], adapters: Mapping[str, Tensor], lora: LoRAConfig) -> LazyTensors:
+def merged_weights(base: Mapping[str, Tensor], adapters: Mapping[str, Tensor], lora: LoraOptions) -> LazyTensors:
     """Return a model's weights under their names, each merged with its adapter on access.
 
     adapters  `...lora_down` and `...lora_up` by name; other tensors in it precede those of `base`
@@ -95,6 +82,6 @@ def merged_weights(base: Mapping[str, Tensor], adapters: Mapping[str, Tensor], l
         if path + UP not in adapters:
             return weight
         up, down = (adapters[path + end].float() for end in (UP, DOWN))
-        return torch.addmm(weight.float(), up, down, alpha=lora.scale).to(weight.dtype)
+        return torch.addmm(weight.float(), up, down, alpha=lora.alpha / lora.rank).to(weight.dtype)
 
     return LazyTensors((name for name in (*base, *adapters) if not is_adapter(name)), merge)

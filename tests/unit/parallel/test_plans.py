@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from lockstep.config import schema as config
+from lockstep.config.schema import LoraOptions
 from lockstep.errors import UsageError
 from lockstep.layout import LayoutLimits
 from lockstep.models.build import translator_from_config
 from lockstep.models.llama import LLAMA_CONFIGS, Llama
-from lockstep.models.lora import LoRAConfig, add_adapters
+from lockstep.models.lora import add_adapters
 from lockstep.models.translator import Translator
 from lockstep.parallel.pipeline import build_stage
 from lockstep.parallel.plans import plan_of
@@ -46,7 +47,7 @@ def test_limits_of_a_plan_name_what_an_axis_must_divide() -> None:
 
 
 def test_adapters_are_split_with_their_weights() -> None:
-    model = add_adapters(llama(), LoRAConfig(2, 4.0, ("query", "down")))
+    model = add_adapters(llama(), LoraOptions(2, 4.0, ("query", "down")))
     slices = tensor_slices(model, plan_of(model), 0, 2)
     whole = {name for name, part in slices.items() if "lora" in name and part.is_whole}
     assert whole == {f"layers.{i}.{name}" for i in range(4) for name in ("attention.query.lora_down", "feed_forward.out.lora_up")}
