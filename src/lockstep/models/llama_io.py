@@ -168,17 +168,12 @@ def open_weights(folder: Path, step: int | None = None) -> LlamaWeights:
 
 @dataclass(frozen=True)
 class LoadedLlama:
-    """A model in evaluation mode; `step` is 0 for a Hugging Face folder."""
+    """A model in evaluation mode; `steps`: its checkpoint, (0,) for a Hugging Face folder."""
 
     model: Llama
     tokenizer: Path  # folder
     hf_config: dict[str, Any]
-    step: int
-
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """The checkpoints whose weights it averages, as of a `LoadedTranslator`."""
-        return (self.step,)
+    steps: tuple[int, ...]
 
 
 def load_llama(folder: Path, step: int | None = None, *, device: torch.device | None = None) -> LoadedLlama:
@@ -198,12 +193,12 @@ def load_llama(folder: Path, step: int | None = None, *, device: torch.device | 
         newest_step = checkpoint.step
         del checkpoint  # frees the optimizer's state
         model = llama_from_tensors(config, merge_adapters(folder, tensors), device)
-        return LoadedLlama(model, folder / TOKENIZER, hf_config, newest_step)
+        return LoadedLlama(model, folder / TOKENIZER, hf_config, (newest_step,))
     refuse_no_model(folder)
     if step is not None:
         raise UsageError(f"step {step} of {folder}, which has no steps", "--step", "leave --step out for a Hugging Face folder")
     hub = open_hub(folder)
-    return LoadedLlama(llama_from_tensors(hub.config, hub.tensors, device), folder, hub.hf_config, 0)
+    return LoadedLlama(llama_from_tensors(hub.config, hub.tensors, device), folder, hub.hf_config, (0,))
 
 
 def refuse_no_model(folder: Path) -> None:

@@ -26,7 +26,6 @@ class LoadedTranslator:
     model: Translator
     tokenizer: Tokenizer
     run: RunConfig
-    step: int
     steps: tuple[int, ...]
 
 
@@ -48,7 +47,7 @@ def load_translator(folder: Path, step: int | None = None, average: int = 0, *, 
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = empty_translator(run, tokenizer.vocab_size, device)
     set_state_dict(model, None, average_weights(store, steps, newest))
-    return LoadedTranslator(model, tokenizer, run, newest.step, steps)
+    return LoadedTranslator(model, tokenizer, run, steps)
 
 
 def read_run(folder: Path) -> RunConfig:

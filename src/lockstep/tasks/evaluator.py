@@ -51,8 +51,8 @@ def merge_results(runtime: ElasticRuntime, stopped: Callable[[], str], **results
     return {name: dict(item for rank in by_rank for item in rank[name]) for name in results}
 
 
-def loss_record(step: int, spec: EvalSpec, averaged: Sequence[int], losses: Iterable[float], tokens: int) -> dict[str, Any]:
+def loss_record(spec: EvalSpec, steps: Sequence[int], losses: Iterable[float], tokens: int) -> dict[str, Any]:
     """Return the part of a record that all tasks share. losses: sums of -log p, in nats."""
     loss = math.fsum(losses) / max(1, tokens)
     perplexity = math.exp(loss) if loss < 700 else math.inf
-    return {"step": step, **vars(spec), "averaged": list(averaged), "loss": loss, "perplexity": perplexity, "tokens": tokens}
+    return {"step": steps[-1], **vars(spec), "averaged": list(steps), "loss": loss, "perplexity": perplexity, "tokens": tokens}

@@ -75,7 +75,7 @@ class LlamaEvaluator:
         if results is None:
             return None
         sums = list(results["losses"].values())  # (nats, tokens) of each batch
-        record = loss_record(loaded.step, spec, loaded.steps, (nats for nats, _ in sums), sum(tokens for _, tokens in sums))
+        record = loss_record(spec, loaded.steps, (nats for nats, _ in sums), sum(tokens for _, tokens in sums))
         samples: list[str] = []
         if self.run.task == "sft":
             texts = results["answers"]

@@ -77,7 +77,7 @@ class TranslationEvaluator:
             return None
         texts = loaded.tokenizer.decode([results["translations"][row] for row in range(len(rows))])
         tokens = int(encoded.lengths[:, 1].sum())
-        record = loss_record(loaded.step, spec, loaded.steps, results["losses"].values(), tokens) | {
+        record = loss_record(spec, loaded.steps, results["losses"].values(), tokens) | {
             "pairs": len(sources),
             **score(texts, references, language=loaded.run.data.target, lowercase=spec.lowercase),
             "seconds": round(time.monotonic() - start_s, 3),

@@ -24,7 +24,7 @@ def read_dataset(data: DataOptions) -> dict[str, Pairs]:
     source, target, where = data.source, data.target, describe(data.dataset, data.subset)
     dataset = load(data.dataset, data.subset)
     pairs = {}
-    for ours, wanted in choose_splits(requested_splits(data), list(dataset), where).items():
+    for ours, wanted in splits_of(data).items():
         split = dataset[wanted]
         texts = {column: split[column][:] for column in split.column_names if column in ("translation", source, target, "source", "target")}
         if not texts:
@@ -52,16 +52,13 @@ def choose_splits(requested: Mapping[str, str], available: Sequence[str], where:
     return chosen
 
 
-def requested_splits(data: DataOptions) -> dict[str, str]:
-    """Return our split -> the name that the user gave, or "". ConfigError: several names."""
+def splits_of(data: DataOptions) -> dict[str, str]:
+    """Return our split -> the dataset's split. ConfigError: the user gave several names for one."""
     names: dict[str, tuple[str, ...]] = {"train": data.train, "validation": data.validation, "test": data.test}
     if several := [split for split, given in names.items() if len(given) > 1]:
         raise ConfigError(f"data.{several[0]} names several splits", f"data.dataset={data.dataset}", "name one, or none")
-    return {split: "".join(given) for split, given in names.items()}
-
-
-def splits_of(data: DataOptions) -> dict[str, str]:
-    return choose_splits(requested_splits(data), list(load(data.dataset, data.subset)), describe(data.dataset, data.subset))
+    requested = {split: "".join(given) for split, given in names.items()}
+    return choose_splits(requested, list(load(data.dataset, data.subset)), describe(data.dataset, data.subset))
 
 
 def describe(name: str, subset: str) -> str:
