@@ -31,13 +31,13 @@ from lockstep.runtime.torch_private import pack_linear_weight, packed_linear
 WeightLayout = Literal["plain", "columns", "packed"]
 
 
-def choose_layout(device_type: str, dtype: torch.dtype, rows: int) -> tuple[WeightLayout, str]:
-    """Return (layout, reason) for `rows` rows per token; measured by bench/decode/run.py --layouts."""
+def choose_layout(device_type: str, dtype: torch.dtype, rows: int) -> WeightLayout:
+    """Return the layout for `rows` rows per token; measured by bench/decode/run.py --layouts."""
     if device_type != "cpu" or dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
-        return "plain", f"no other layout is faster for {str(dtype).removeprefix('torch.')} on {device_type}"
+        return "plain"
     if dtype == torch.float32 and rows == 1:
-        return "columns", "one row: the product is a sum of columns, read sequentially"
-    return "packed", "oneDNN packs the matrix once instead of at every product"
+        return "columns"  # the product is a sum of columns, read sequentially
+    return "packed"  # oneDNN packs the matrix once instead of at every product
 
 
 class Matrix(nn.Module):
@@ -142,7 +142,7 @@ class Decoder(nn.Module):
         super().__init__()
         weight = model.embedding.weight.detach()
         self.config = model.config
-        self.layout, self.reason = (layout, "as requested") if layout else choose_layout(weight.device.type, weight.dtype, rows)
+        self.layout = layout or choose_layout(weight.device.type, weight.dtype, rows)
         self.embedding = nn.Buffer(weight, persistent=False)
         self.blocks = nn.ModuleList()
         for number, layer in enumerate(model.layers):

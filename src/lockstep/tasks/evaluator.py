@@ -7,13 +7,14 @@ by batch number. So any number of ranks gives the same scores.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from lockstep.elastic.collectives import all_gather_json
 from lockstep.elastic.runtime import ElasticRuntime
 
+T = TypeVar("T")
 Split = Literal["validation", "test"]
 
 
@@ -40,6 +41,13 @@ class EvalResult:
     record: dict[str, Any]
     samples: list[str]
     complete: bool  # whether the whole split was used
+
+
+def batches_of_rank(batches: Iterable[T], runtime: ElasticRuntime, stopped: Callable[[], str]) -> Iterator[tuple[int, T]]:
+    """Yield (number, batch) of this rank's share, until a stop signal arrives."""
+    for number, batch in enumerate(batches):
+        if number % runtime.world.size == runtime.world.rank and not stopped():
+            yield number, batch
 
 
 def merge_results(runtime: ElasticRuntime, stopped: Callable[[], str], **results: dict[int, Any]) -> dict[str, dict[int, Any]] | None:

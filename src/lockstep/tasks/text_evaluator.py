@@ -24,7 +24,7 @@ from lockstep.errors import UsageError
 from lockstep.generation.decoder import Decoder
 from lockstep.generation.sampling import CONTEXT_TOKENS, TextStream, stream_continuations
 from lockstep.models.llama_io import LoadedLlama, load_llama
-from lockstep.tasks.evaluator import EvalResult, EvalSpec, Split, loss_record, merge_results
+from lockstep.tasks.evaluator import EvalResult, EvalSpec, Split, batches_of_rank, loss_record, merge_results
 from lockstep.units import format_count
 
 BATCH_TOKENS = 4096  # positions scored per batch
@@ -62,10 +62,7 @@ class LlamaEvaluator:
             packed = PackedRows(stream, length, pack_rows(stream, length, seed=0))
             rows = map(packed.row, range(len(packed)))
         batches = in_groups(rows, max(1, BATCH_TOKENS // length), kind=lambda row: len(row[0]))
-        losses: dict[int, tuple[float, int]] = {}
-        for number, batch in enumerate(batches):
-            if number % runtime.world.size == runtime.world.rank and not stopped():
-                losses[number] = loss_of(loaded, batch, device)
+        losses = {number: loss_of(loaded, batch, device) for number, batch in batches_of_rank(batches, runtime, stopped)}
         chats = self.data.records(spec.split) if self.run.task == "sft" else []
         chosen = chats[:limit] if limit else chats
         questions = [last_answer(self.data.tokenizer, chat) for chat in chosen]
@@ -130,10 +127,7 @@ def generate_answers(
     order = sorted(range(len(questions)), key=lambda i: (len(questions[i][0]), i))
     answers: dict[int, str] = {}
     decoder = Decoder(loaded.model)
-    for number, first in enumerate(range(0, len(order), CHATS_PER_BATCH)):
-        if number % runtime.world.size != runtime.world.rank or stopped():
-            continue
-        batch = order[first : first + CHATS_PER_BATCH]
+    for _, batch in batches_of_rank(in_groups(order, CHATS_PER_BATCH), runtime, stopped):
         texts = ["" for _ in batch]
         tokens = max(len(questions[i][1]) for i in batch) + 8  # a longer answer cannot match the reference
         for row, text in stream_continuations(decoder, tokenizer, [questions[i][0] for i in batch], tokens=tokens):

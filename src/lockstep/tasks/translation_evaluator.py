@@ -19,7 +19,7 @@ from lockstep.data.pairs.prepare import PreparedPairs
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.generation.beam_search import batches_by_length, beam_search, pad_rows
 from lockstep.models.load_translator import LoadedTranslator, load_translator
-from lockstep.tasks.evaluator import EvalResult, EvalSpec, Split, loss_record, merge_results
+from lockstep.tasks.evaluator import EvalResult, EvalSpec, Split, batches_of_rank, loss_record, merge_results
 from lockstep.units import format_count
 
 BATCH_TOKENS = 4096  # tokens scored or translated per batch, including padding
@@ -61,17 +61,12 @@ class TranslationEvaluator:
         rows = loaded.tokenizer.encode(sources)
         loss_batches = batches_by_length(encoded.lengths.max(axis=1).tolist(), BATCH_TOKENS)
         text_batches = batches_by_length([len(row) + 1 for row in rows], max(1, BATCH_TOKENS // spec.beams))
-        losses: dict[int, float] = {}
+        losses = {number: loss_of(loaded, encoded, batch) for number, batch in batches_of_rank(loss_batches, runtime, stopped)}
         translations: dict[int, list[int]] = {}
-        for number in range(runtime.world.rank, len(loss_batches), runtime.world.size):
-            if not stopped():
-                losses[number] = loss_of(loaded, encoded, loss_batches[number])
-        for number in range(runtime.world.rank, len(text_batches), runtime.world.size):
-            if not stopped():
-                batch = text_batches[number]
-                source = pad_rows([rows[i] for i in batch], loaded.model.embedding.weight.device)
-                ids = beam_search(loaded.model, source, beams=spec.beams, max_tokens=2 * loaded.run.data.max_tokens)
-                translations |= dict(zip(batch, ids, strict=True))
+        for _, batch in batches_of_rank(text_batches, runtime, stopped):
+            source = pad_rows([rows[i] for i in batch], loaded.model.embedding.weight.device)
+            ids = beam_search(loaded.model, source, beams=spec.beams, max_tokens=2 * loaded.run.data.max_tokens)
+            translations |= dict(zip(batch, ids, strict=True))
         results = merge_results(runtime, stopped, losses=losses, translations=translations)
         if results is None:
             return None
