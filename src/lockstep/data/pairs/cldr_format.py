@@ -11,6 +11,7 @@ import difflib
 import re
 from collections.abc import Sequence
 from decimal import Decimal
+from functools import cache
 from typing import Any
 
 import babel
@@ -33,21 +34,17 @@ class LocaleFormatter:
     def __init__(self, locale: Locale) -> None:
         self.locale = locale
         self.data: Any = plain(locale._data)
-        self.decimal = locale.decimal_formats[None]
-        self.numbers: dict[int | Decimal, str] = {}
-        self.plurals: dict[int | Decimal, str] = {}
-        self.clocks: dict[tuple[dt.time, str], str] = {}
-        self.lists: dict[str, dict[str, str]] = {}
+        # The same numbers and times occur in many values.
+        self.format_number, self.format_time = cache(self._format_number), cache(self._format_time)
+        self.plural_form = cache(locale.plural_form)
         # In CLDR, a pattern that is missing in "long" equals the one in "short".
         self.unit_patterns = {
             unit: {"short": of.get("short", {}), "long": {**of.get("short", {}), **of.get("long", {})}}
             for unit, of in self.data["unit_patterns"].items()
         }
 
-    def format_number(self, value: int | Decimal) -> str:
-        if value not in self.numbers:
-            self.numbers[value] = str(self.decimal.apply(value, self.locale, decimal_quantization=False))
-        return self.numbers[value]
+    def _format_number(self, value: int | Decimal) -> str:
+        return str(self.locale.decimal_formats[None].apply(value, self.locale, decimal_quantization=False))
 
     def format_compact(self, value: int) -> str:
         """3.2 million. With up to three decimals, so that no language has to round: 1.05 crore."""
@@ -56,14 +53,11 @@ class LocaleFormatter:
         return numbers.format_compact_decimal(value, format_type="long", locale=self.locale, fraction_digits=3)
 
     def format_percent(self, value: Decimal) -> str:
-        pattern = self.locale.percent_formats[None]
-        return str(pattern.apply(value / 100, self.locale, decimal_quantization=False))
+        return str(self.locale.percent_formats[None].apply(value / 100, self.locale, decimal_quantization=False))
 
     def plural_pattern(self, patterns: dict[str, str], value: int | Decimal) -> str:
         """Return the pattern for the plural form of `value`, or else the form "other"."""
-        if value not in self.plurals:
-            self.plurals[value] = self.locale.plural_form(value)
-        pattern = patterns.get(self.plurals[value]) or patterns.get("other")
+        pattern = patterns.get(self.plural_form(value)) or patterns.get("other")
         if not pattern:
             raise MissingCldrData
         return pattern
@@ -99,10 +93,8 @@ class LocaleFormatter:
             raise MissingCldrData
         return str(pattern.apply(value, self.locale))
 
-    def format_time(self, value: dt.time, style: str) -> str:
-        if (value, style) not in self.clocks:
-            self.clocks[value, style] = str(self.locale.time_formats[style].apply(value, self.locale))
-        return self.clocks[value, style]
+    def _format_time(self, value: dt.time, style: str) -> str:
+        return str(self.locale.time_formats[style].apply(value, self.locale))
 
     def format_datetime(self, day: dt.date, time: dt.time, style: str) -> str:
         pattern = str(self.data["datetime_formats"][style]).replace("'", "")
@@ -114,10 +106,8 @@ class LocaleFormatter:
 
     def format_list(self, items: Sequence[str], style: str) -> str:
         """Format a list (UTS 35, part 2). Patterns that a style lacks are those of "standard"."""
-        if style not in self.lists:
-            styles = self.data["list_patterns"]
-            self.lists[style] = {**styles["standard"], **styles.get(style, {})}
-        patterns = self.lists[style]
+        styles = self.data["list_patterns"]
+        patterns: dict[str, str] = {**styles["standard"], **styles.get(style, {})}
         if len(items) == 2:
             return patterns["2"].format(*items)
         text = items[0]
