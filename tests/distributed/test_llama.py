@@ -503,7 +503,7 @@ def test_compiled_step_generates_the_same_tokens(small: Llama, folder: Path) -> 
     step = torch.compile(decoder.step, dynamic=False, backend="eager", fullgraph=True)
     prompts = [[5, 6, 7], [9]]
     assert list(sample_tokens(decoder, prompts, tokens=15, step=step)) == list(sample_tokens(decoder, prompts, tokens=15))
-    assert list(stream_continuations(decoder, ChatTokenizer.load(folder, {}), prompts, tokens=3))
+    assert list(stream_continuations(ChatTokenizer.load(folder, {}), prompts, sample_tokens(decoder, prompts, tokens=3)))
 
 
 def generate_split(runtime: ElasticRuntime, folder: Path, prompts: list[list[int]]) -> tuple[list[list[int]], int]:

@@ -1,7 +1,7 @@
 """Continue texts with a Llama: prefill, then one token at a time with a cache of fixed size.
 
     prompts = [tokenizer.encode("Once upon")]
-    for row, text in stream_continuations(Decoder(model), tokenizer, prompts, tokens=50):
+    for row, text in stream_continuations(tokenizer, prompts, sample_tokens(Decoder(model), prompts, tokens=50)):
         print(text, end="")
 
 The rows of a batch may differ in length. Dimensions in the margin: B rows, V vocabulary.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -145,21 +145,12 @@ def stop_prefix_length(text: str, stops: Sequence[str]) -> int:
     return max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
 
 
-def stream_continuations(  # 9 parameters: those of `sample_tokens`, and how a text ends
-    decoder: Decoder,
-    tokenizer: ChatTokenizer,
-    prompts: Sequence[Sequence[int]],
-    *,
-    tokens: int,
-    sampling: SamplingParams = GREEDY,
-    stops: Sequence[str] = (),
-    step: StepFunction | None = None,
-    capacity: int = 0,
-    first: int = 0,
+def stream_continuations(
+    tokenizer: ChatTokenizer, prompts: Sequence[Sequence[int]], sampled: Iterable[Sequence[int]], stops: Sequence[str] = ()
 ) -> Iterator[tuple[int, str]]:
-    """Yield (row, new text) until each row has `tokens` tokens, an end token or a stop text."""
+    """Yield (row, new text) of the `sampled` tokens, until each row has an end token or a stop text."""
     texts = [TextStream(tokenizer, ids[-CONTEXT_TOKENS:], stops) for ids in prompts]
-    for newest in sample_tokens(decoder, prompts, tokens=tokens, sampling=sampling, step=step, capacity=capacity, first=first):
+    for newest in sampled:
         for row, token in enumerate(newest):
             if new := texts[row].add(token):
                 yield row, new
@@ -209,9 +200,8 @@ def generate(  # 9 parameters: the options of `lockstep generate`
     for first in range(0, len(prompts), ROWS):
         batch = prompts[first : first + ROWS]
         filled = [*batch, *[batch[0]] * (rows - len(batch))] if compile else batch  # one graph for all batches
-        stream = stream_continuations(
-            decoder, tokenizer, filled, tokens=tokens, sampling=sampling, stops=stops, step=step, capacity=capacity, first=first
-        )
+        sampled = sample_tokens(decoder, filled, tokens=tokens, sampling=sampling, step=step, capacity=capacity, first=first)
+        stream = stream_continuations(tokenizer, filled, sampled, stops)
         yield from ((first + row, text) for row, text in stream if row < len(batch))
 
 

@@ -22,7 +22,7 @@ from lockstep.data.text.token_stream import Ints, TokenStream
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.generation.decoder import Decoder
-from lockstep.generation.sampling import CONTEXT_TOKENS, TextStream, stream_continuations
+from lockstep.generation.sampling import CONTEXT_TOKENS, TextStream, sample_tokens, stream_continuations
 from lockstep.models.llama_io import LoadedLlama, load_llama
 from lockstep.tasks.evaluator import EvalResult, EvalSpec, Split, batches_of_rank, loss_record, merge_results
 from lockstep.units import format_count
@@ -130,7 +130,8 @@ def generate_answers(
     for _, batch in batches_of_rank(in_groups(order, CHATS_PER_BATCH), runtime, stopped):
         texts = ["" for _ in batch]
         tokens = max(len(questions[i][1]) for i in batch) + 8  # a longer answer cannot match the reference
-        for row, text in stream_continuations(decoder, tokenizer, [questions[i][0] for i in batch], tokens=tokens):
+        prompts = [questions[i][0] for i in batch]
+        for row, text in stream_continuations(tokenizer, prompts, sample_tokens(decoder, prompts, tokens=tokens)):
             texts[row] += text
         answers |= dict(zip(batch, texts, strict=True))
     return answers
