@@ -169,7 +169,7 @@ def layouts() -> list[str]:
                     matrices = [Matrix(weight, layout) for weight in weights]
                     with torch.inference_mode():
                         found[layout] = min(timed(lambda n, m=matrices: m[n % len(m)](states), n)[0] for n in range(40)) * 1e6  # noqa: B023
-                chosen, _ = choose_layout("cpu", dtype, rows)
+                chosen = choose_layout("cpu", dtype, rows)
                 cells = "  ".join(f"{name} {value:5.0f}" for name, value in found.items())
                 lines.append(f"{precision} {size!s:<12} {rows} rows  {cells}  chosen: {chosen}")
     return lines

@@ -22,8 +22,8 @@ from lockstep.record.progress import ProgressDisplay
 from lockstep.record.tracker import BackgroundTracker
 from lockstep.runtime.numerics import make_deterministic
 from lockstep.runtime.signals import StopSignals
+from lockstep.tasks.open import Task
 from lockstep.tasks.setup import best_steps, build_model, make_step_timer, task_that_fits, warm_up
-from lockstep.tasks.task import Task
 from lockstep.training import setup as training_setup
 from lockstep.training.initial_values import draw_initial_values
 from lockstep.training.nonfinite import refuse_nonfinite_norm

@@ -144,7 +144,6 @@ def add_checkpoint_commands(commands: Commands) -> None:
     add("--step", type=STEP, help="checkpoint to use (default: the newest)")
     add("--beams", **BEAMS)
     add("--average", help="use the mean of the newest N checkpoints' weights", **AVERAGE)
-    add("--compile", action="store_true", help="compile the decoder; faster for long files")
 
     add = add_command(commands, "generate", "continue a text, or lines from standard input, with a Llama")
     add("folder", type=Path, metavar="RUN|HF-FOLDER", help="folder of a run or of a Hugging Face model")

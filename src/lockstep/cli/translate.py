@@ -12,6 +12,6 @@ from lockstep.models.load_translator import load_translator
 def main(args: argparse.Namespace, rest: list[str]) -> int:
     translator = load_translator(args.folder, step=args.step, average=args.average)
     texts = args.text or read_input_lines(None)
-    for line in translate(translator.model, translator.tokenizer, texts, beams=args.beams, compile=args.compile):
+    for line in translate(translator.model, translator.tokenizer, texts, beams=args.beams):
         print(line)
     return 0

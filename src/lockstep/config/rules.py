@@ -20,7 +20,7 @@ DECAY_STEPS = "optim.decay_steps"
 SCHEDULE = ("optim.learning_rate", "optim.warmup_steps", "optim.schedule", DECAY_STEPS)
 
 DATA_KINDS = {
-    "translate": ("cldr", "files", "huggingface", "gettext"),
+    "translate": ("cldr", "files", "huggingface"),
     "pretrain": ("stdlib", "text", "huggingface"),
     "sft": ("chat", "drills"),
 }

@@ -114,7 +114,7 @@ def option(default: Any, doc: str, **constraints: Any) -> Any:
 
 @dataclass(frozen=True)
 class DataOptions:
-    kind: Literal["cldr", "files", "huggingface", "gettext", "stdlib", "text", "chat", "drills"] = option(
+    kind: Literal["cldr", "files", "huggingface", "stdlib", "text", "chat", "drills"] = option(
         "cldr", "source of the data; cldr (pairs), stdlib (text) and drills (chats) need no download", bits=BITS
     )
     source: str = option("en", "source language", bits=BITS)

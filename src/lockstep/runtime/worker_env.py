@@ -16,7 +16,7 @@ Files of slot 3 in the state folder:
     3.board        its current phase and step (status_board.py)
     agent.lock     held by the one agent of this host and run
     agent.command  the command line of the running workers (agent/lock.py)
-    file_digests.* digests of the prepared data, for all workers of the host (data/file_digests.py)
+    file_digests.* digests of the prepared data, for all workers of the host (data/manifest.py)
 """
 
 from __future__ import annotations
