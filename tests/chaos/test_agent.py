@@ -222,7 +222,7 @@ def test_a_request_to_a_dead_forkserver_waits_for_its_replacement(tmp_path: Path
         WorkerProgram((), entry="agent_workers:main", preload=()), environ, EventLog(tmp_path, "here"), import_s=60.0, fork_s=5.0
     )
     try:
-        wait_until(lambda: pool.receive_replies() or (pool.forkserver is not None and pool.forkserver.ready))
+        wait_until(lambda: pool.poll() or (pool.forkserver is not None and pool.forkserver.ready))
         assert pool.forkserver
         process = pool.forkserver.process
         process.kill()
@@ -230,18 +230,20 @@ def test_a_request_to_a_dead_forkserver_waits_for_its_replacement(tmp_path: Path
         pool.request(WorkerEnv(str(tmp_path), str(tmp_path), "here", 0, 1, 1, 1, 1, "127.0.0.1"), 1, 2, restarted=False)
         pool.start(pool.pending[0])  # before the pool has noticed the exit
         assert pool.forkserver and pool.forkserver.process.pid != process.pid
-        assert not pool.pending[0].use_spawn and not pool.pending[0].pid
+        assert pool.imports and not pool.pending[0].pid
     finally:
         pool.close()
 
 
-def test_a_hanging_forkserver_is_bypassed(start: Callable[..., AgentRun]) -> None:
+def test_a_hanging_forkserver_is_replaced(start: Callable[..., AgentRun]) -> None:
     agent = start(timeouts={"fork_s": 0.2})
     pids = agent.ready()
-    os.kill(agent.forkserver(), signal.SIGSTOP)
+    forkserver = agent.forkserver()
+    os.kill(forkserver, signal.SIGSTOP)
     os.kill(pids[0], signal.SIGKILL)
     agent.restarted(0, pids[0])
-    assert agent.events("worker started")[-1]["why"] == "spawned"
+    assert agent.events("forkserver ended")[-1]["why"] == "it did not fork within 0.2 s"
+    assert not is_alive(forkserver)
     assert agent.stop()[0] == 75
 
 

@@ -36,7 +36,6 @@ ALLOWED_IN = {
     ("agent", "worker"): "record of one process, changed by the agent alone",
     ("agent", "slot"): "record of one slot, changed by the agent alone",
     ("agent", "slot.worker"): "record of one process, changed by the agent alone",
-    ("agent/worker_pool.py", "self.forkserver"): "record of the fork server's process",
     ("cli", "run"): "record of a drill",
     ("generation/decoder.py", "cache"): "position of a cache that the decoder owns",
     ("generation/tensor_parallel.py", "parameter"): "frees the whole weight",

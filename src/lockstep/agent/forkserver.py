@@ -8,9 +8,12 @@ subreaper (prctl(2)), the worker's parent. So the agent gets the worker's exit c
 survive a killed forkserver. The worker blocks at a gate, a pipe, until the agent has recorded its
 process. If the agent dies before that, the pipe loses its writer and the worker exits.
 
-    agent -> forkserver     {"slot": 3, "spec": {...}} with three file descriptors: stdout, stderr, gate
+If importing leaves threads or CUDA behind, no worker can be forked after it. Then a forkserver that
+imports nothing starts them, and each worker imports everything after execve(2).
+
     forkserver -> agent     {"ready": true} or {"unusable": REASON}, once
-                            {"slot": 3, "pid": 4711} or {"slot": 3, "error": REASON}, for each request
+    agent -> forkserver     the fields of WorkerSpec, with three file descriptors: stdout, stderr, gate
+    forkserver -> agent     {"pid": 4711} or {"error": REASON}, for each request
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import gc
 import importlib
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -27,10 +31,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lockstep.runtime.processes import PR_SET_NAME, die_with_parent, prctl
+from lockstep.runtime.processes import PR_SET_NAME, die_with_parent, now_s, prctl
 from lockstep.runtime.user_function import load_function
 
-MAX_MESSAGE_BYTES = 1 << 16  # longer command lines need execve
+MODULE = "lockstep.agent.forkserver"
+MAX_MESSAGE_BYTES = (1 << 17) - 1  # the kernel's limit for one argument of execve(2)
 PRELOAD = ("torch", "torch._dynamo", "lockstep.cli.main", "lockstep.cli.worker")  # constructing the first optimizer imports torch._dynamo
 # numpy's OpenBLAS starts a thread for each core when it is loaded. The user's own setting wins.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
@@ -74,18 +79,18 @@ class WorkerSpec:
 class Forkserver:
     """The agent's handle of a forkserver process. OSError if the process cannot be started.
 
-    ready  it has imported everything and can fork
+    imports  it imports the modules of `program`; else each worker does
+    ready    it can start workers
     """
 
-    def __init__(self, program: WorkerProgram, environ: Mapping[str, str]) -> None:
-        self.ready = False
+    def __init__(self, program: WorkerProgram, environ: Mapping[str, str], *, imports: bool) -> None:
+        self.ready, self.started_s = False, now_s()
         self.socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.socket.setblocking(False)
-        arguments = [str(child_socket.fileno()), str(os.getpid()), json.dumps([program.preload, program.script])]
+        modules = json.dumps([program.preload, program.script] if imports else None)
         with child_socket:
             try:
                 self.process = subprocess.Popen(
-                    [sys.executable, "-m", __name__, "forkserver", *arguments],
+                    [sys.executable, "-m", MODULE, "forkserver", str(child_socket.fileno()), modules, str(os.getpid())],
                     env=dict(environ),
                     stdin=subprocess.DEVNULL,
                     pass_fds=[child_socket.fileno()],
@@ -95,24 +100,29 @@ class Forkserver:
                 self.socket.close()
                 raise
 
-    def request(self, slot: int, spec: WorkerSpec, descriptors: Sequence[int]) -> None:
-        """Request a worker. OSError if the forkserver has exited or the message is too long.
+    def fork(self, spec: WorkerSpec, descriptors: Sequence[int], timeout_s: float) -> int:
+        """Start a worker and return its pid. OSError if that fails, or as of `receive`.
 
         descriptors  stdout, stderr and gate
         """
-        message = json.dumps({"slot": slot, "spec": asdict(spec)}).encode()
+        message = json.dumps(asdict(spec)).encode()
         if len(message) > MAX_MESSAGE_BYTES:
             raise OSError(None, f"a command of {len(message)} bytes")
         socket.send_fds(self.socket, [message], list(descriptors))
+        reply = self.receive(timeout_s)
+        if "error" in reply:
+            raise OSError(None, reply["error"])
+        return int(reply["pid"])
 
-    def replies(self) -> list[dict[str, Any]] | None:
-        """Return the messages since the last call; None: the forkserver has exited."""
-        received = []
-        with suppress(BlockingIOError, ConnectionResetError):
-            while message := self.socket.recv(MAX_MESSAGE_BYTES):
-                received.append(json.loads(message))
-            return received or None
-        return received
+    def receive(self, timeout_s: float = 0.0) -> dict[str, Any]:
+        """Return the next message. TimeoutError: there is none. ConnectionError: it has exited."""
+        if not select.select([self.socket], [], [], timeout_s)[0]:
+            raise TimeoutError
+        if not (received := self.socket.recv(MAX_MESSAGE_BYTES)):
+            raise ConnectionResetError
+        message: dict[str, Any] = json.loads(received)
+        self.ready = self.ready or "ready" in message
+        return message
 
     def kill(self) -> None:
         self.socket.close()
@@ -120,33 +130,27 @@ class Forkserver:
         self.process.wait()
 
 
-def spawn(spec: WorkerSpec, environ: Mapping[str, str], descriptors: Sequence[int]) -> int:
-    """Start a worker without a forkserver, as a child, and return its pid. OSError if that fails."""
-    out, err, gate = descriptors
-    arguments = [sys.executable, "-m", __name__, "worker", "3", json.dumps(asdict(spec))]
-    actions = [
-        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-        (os.POSIX_SPAWN_DUP2, out, 1),
-        (os.POSIX_SPAWN_DUP2, err, 2),
-        (os.POSIX_SPAWN_DUP2, gate, 3),
-    ]
-    return os.posix_spawn(sys.executable, arguments, dict(environ), file_actions=actions, setsid=True)
-
-
 # In the forkserver.
 
 
 def main(arguments: Sequence[str]) -> int:
-    role, descriptor, *rest = arguments
+    role, descriptor, text, *rest = arguments
     if role == "worker":
-        return run_worker(WorkerSpec(**json.loads(rest[0])), int(descriptor))
+        return run_worker(WorkerSpec(**json.loads(text)), int(descriptor))
     prctl(PR_SET_NAME, b"lockstep-forker")  # at most 15 bytes; command lines do not tell a forkserver from its workers
     die_with_parent(int(rest[0]))
+    modules = json.loads(text)
     with socket.socket(fileno=int(descriptor)) as channel:
-        reason = preload(*json.loads(rest[1]))
+        reason = preload(*modules) if modules else ""
         reply(channel, {"unusable": reason} if reason else {"ready": True})
         worker = None if reason else serve(channel)
-    return run_worker(*worker) if worker else 0
+    if not worker:
+        return 0
+    spec, gate = worker
+    if modules:
+        return run_worker(spec, gate)
+    os.set_inheritable(gate, True)
+    os.execv(sys.executable, [sys.executable, "-m", MODULE, "worker", str(gate), json.dumps(asdict(spec))])
 
 
 def preload(modules: Sequence[str], script: str) -> str:
@@ -186,20 +190,17 @@ def serve(channel: socket.socket) -> tuple[WorkerSpec, int] | None:
         message, descriptors, _, _ = socket.recv_fds(channel, MAX_MESSAGE_BYTES, 3)
         if not message:
             return None
-        request = json.loads(message)
         try:
-            pid = double_fork()
+            answer: dict[str, Any] = {"pid": double_fork()}
         except OSError as error:
-            reply(channel, {"slot": request["slot"], "error": str(error)})
-            pid = -1
-        if pid == 0:
+            answer = {"error": str(error)}
+        if answer.get("pid") == 0:
             channel.close()
             os.setsid()
-            return WorkerSpec(**request["spec"]), take_descriptors(descriptors)
+            return WorkerSpec(**json.loads(message)), take_descriptors(descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
-        if pid > 0:
-            reply(channel, {"slot": request["slot"], "pid": pid})
+        reply(channel, answer)
 
 
 def reply(channel: socket.socket, message: dict[str, Any]) -> None:
