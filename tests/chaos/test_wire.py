@@ -20,6 +20,7 @@ from lockstep.elastic.link import (
     MAX_FRAME_BYTES,
     AuthenticationError,
     Link,
+    Signer,
     encode_frame,
     make_token,
     read_token,
@@ -69,18 +70,31 @@ def test_control_command_needs_the_token(member: Membership) -> None:
     assert member.stop_signal == "SIGTERM"
 
 
+HELLO = encode_frame({"kind": "hello", "nonce": "0"})
+
+
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
         (LENGTH_PREFIX.pack(MAX_FRAME_BYTES + 1), "above the limit of"),
         (LENGTH_PREFIX.pack(16) + bytes(range(200, 216)), "malformed message"),
         (encode_frame({"kind": "stop"}), "instead of a handshake"),
-        (encode_frame({"kind": "i_am", "member": {"id": "control/1"}, "nonce": "0", "proof": "0" * 64}), "wrong proof"),
-        (encode_frame({"kind": "i_am", "member": "nobody", "nonce": "0", "proof": ""}), "without a member id"),
+        (encode_frame({"kind": "i_am", "id": "control/1"}), "instead of a handshake"),
+        (HELLO + encode_frame({"kind": "i_am", "id": "control/1"}, Signer(bytes(32))), "wrong proof"),
+        (HELLO + HELLO, "wrong proof"),
         (LENGTH_PREFIX.pack(2) + b"[]", "without a kind"),
         (b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", "above the limit of"),
     ],
-    ids=["oversized", "garbage", "a command before the handshake", "a wrong proof", "no member id", "not an object", "a browser"],
+    ids=[
+        "oversized",
+        "garbage",
+        "a command before the handshake",
+        "an unsigned id",
+        "a wrong proof",
+        "two hellos",
+        "not an object",
+        "a browser",
+    ],
 )
 def test_unauthenticated_peer_is_refused_and_logged(
     member: Membership, data: bytes, expected: str, caplog: pytest.LogCaptureFixture
@@ -217,8 +231,8 @@ class ManInTheMiddle:
     def __init__(self) -> None:
         self.sockets = [*connection(), *connection()]
         client, self.at_client, server, self.at_server = self.sockets
-        self.client = Link(client, TOKEN, "a/0/x", {"id": "a/0/x", "address": "127.0.0.1:1"}, True, 0.0, expected_id="b/0/y")
-        self.server = Link(server, TOKEN, "b/0/y", {"id": "b/0/y"}, False, 0.0)
+        self.client = Link(client, TOKEN, "a/0/x", True, 0.0)
+        self.server = Link(server, TOKEN, "b/0/y", False, 0.0)
 
     def __enter__(self) -> ManInTheMiddle:
         return self
@@ -243,9 +257,14 @@ class ManInTheMiddle:
 
     def handshake(self) -> None:
         """Pass the unchanged handshake."""
-        for sender, receiver in ((self.server, self.client), (self.client, self.server), (self.server, self.client)):
+        self.exchange_hellos()
+        for sender, receiver in ((self.client, self.server), (self.server, self.client)):
             assert self.deliver(receiver, self.take_frame(sender)) == []
         assert (self.client.id, self.server.id) == ("b/0/y", "a/0/x")
+
+    def exchange_hellos(self) -> None:
+        for sender, receiver in ((self.server, self.client), (self.client, self.server)):
+            assert self.deliver(receiver, self.take_frame(sender)) == []
 
     def frames_of(self, link: Link, *kinds: str) -> list[bytes]:
         """Return the frames of messages of these kinds."""
@@ -295,13 +314,20 @@ def test_wrong_frame_closes_the_connection(attack: str) -> None:
                 middle.deliver(middle.client, first)
 
 
-def test_handshake_with_a_changed_address_is_refused() -> None:
+def test_handshake_with_a_changed_id_is_refused() -> None:
     with ManInTheMiddle() as middle:
-        middle.deliver(middle.client, middle.take_frame(middle.server))
-        handshake = json.loads(middle.take_frame(middle.client)[LENGTH_PREFIX.size :])
-        handshake["member"]["address"] = "10.0.0.66:1"
+        middle.exchange_hellos()
+        handshake = middle.take_frame(middle.client)
         with pytest.raises(AuthenticationError, match="wrong proof"):
-            middle.deliver(middle.server, encode_frame(handshake))
+            middle.deliver(middle.server, handshake.replace(b"a/0/x", b"a/0/y"))
+
+
+def test_handshake_sent_back_is_refused() -> None:
+    with ManInTheMiddle() as middle:
+        hello = middle.take_frame(middle.client)
+        middle.deliver(middle.client, hello)  # with the client's own nonce
+        with pytest.raises(AuthenticationError, match="wrong proof"):
+            middle.deliver(middle.client, middle.take_frame(middle.client))
 
 
 def test_unauthenticated_peer_may_send_little() -> None:

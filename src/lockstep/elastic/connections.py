@@ -105,7 +105,7 @@ class Connections:
         connection.setblocking(False)
         code = connection.connect_ex((host, int(port)))
         if code in (0, errno.EINPROGRESS):
-            self._add(connection, is_client=True, expected_id=member.id, member=vars(member))
+            self._add(connection, member)
         else:
             connection.close()
             self._on_connect_failed(member.id, refused=code == errno.ECONNREFUSED)
@@ -139,7 +139,7 @@ class Connections:
                     return
                 self._refuse(oldest, f"more than {limit} unauthenticated connections are open")
             try:
-                self._add(self._listener.accept()[0], is_client=False)
+                self._add(self._listener.accept()[0], None)
             except BlockingIOError:
                 return
             except ConnectionError:  # already closed by its peer
@@ -159,8 +159,8 @@ class Connections:
     def _on_connect_failed(self, id: str, *, refused: bool) -> None:
         self._apply(self._protocol.on_connect_failed(id, refused, time.monotonic()))
 
-    def _add(self, connection: socket.socket, *, is_client: bool, **expected: Any) -> None:
-        link = Link(connection, self._token, self._protocol.me.id, vars(self._protocol.me), is_client, time.monotonic(), **expected)
+    def _add(self, connection: socket.socket, expected: Member | None) -> None:
+        link = Link(connection, self._token, self._protocol.me.id, expected is not None, time.monotonic(), expected)
         self._links[connection.fileno()] = self._pending[connection.fileno()] = link
         self._selector.register(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, link)
 
@@ -193,9 +193,9 @@ class Connections:
         self._fail(link, refused=False)
 
     def _on_authenticated(self, link: Link) -> None:
-        self._exiting_since_s.pop(link.expected_id, None)
+        self._exiting_since_s.pop(link.id, None)
         del self._pending[link.socket.fileno()]
-        if link.is_client and link.id != link.expected_id:  # another worker has its port now
+        if link.expected and link.id != link.expected.id:  # another worker has its port now
             self._fail(link, refused=True)
         elif not link.is_control:
             links = self._by_id.setdefault(link.id, [])
@@ -228,17 +228,18 @@ class Connections:
                  tearing down a killed process, which takes longer the more memory it had, and soon
                  refuses. A peer that does so for longer than EXITING_S rejects this worker.
         """
-        authenticated = link.id and not (link.is_client and link.id != link.expected_id)
+        expected, now_s = link.expected, time.monotonic()
+        authenticated = link.id and (expected is None or link.id == expected.id)
         self._drop(link)
         if authenticated and not link.is_control:
             if link.id not in self._by_id:
-                self._apply(self._protocol.on_link_down(link.id, time.monotonic()))
-        elif exiting and time.monotonic() - self._exiting_since_s.setdefault(link.expected_id, time.monotonic()) < EXITING_S:
-            self._exiting.append(Member(**link.member))
-        elif link.is_client:
+                self._apply(self._protocol.on_link_down(link.id, now_s))
+        elif expected and exiting and now_s - self._exiting_since_s.setdefault(expected.id, now_s) < EXITING_S:
+            self._exiting.append(expected)
+        elif expected:
             if refused:
-                self._exiting_since_s.pop(link.expected_id, None)
-            self._on_connect_failed(link.expected_id, refused=refused)
+                self._exiting_since_s.pop(expected.id, None)
+            self._on_connect_failed(expected.id, refused=refused)
 
 
 def max_unauthenticated() -> int:

@@ -1,14 +1,14 @@
 """Authenticated messages between members: JSON frames over TCP, for peers with the run's token.
 
-    server -> client  {"kind": "hello", "nonce": N}
-    client -> server  {"kind": "i_am", "member": {...}, "nonce": M, "proof": P("client", N, member)}
-    server -> client  {"kind": "you_know", "id": ID, "proof": P("server", M, ID)}
-    P(words) = HMAC-SHA256(token, words)
+    both              {"kind": "hello", "nonce": N}
+    client -> server  {"kind": "i_am", "id": ID}    signed, like each further frame
+    server -> client  {"kind": "i_am", "id": ID}
 
 The token is in the run folder, readable by its owner alone (mode 600), and never sent. Nothing
-received is unpickled or evaluated. A frame is four bytes of length and that much JSON. After the
-handshake, each frame starts with a MAC over its number and text, under a key of the connection
-and direction: an altered, repeated, dropped, reordered or reflected frame closes the connection.
+received is unpickled or evaluated. A frame is four bytes of length and that much JSON. A signed
+frame starts with a MAC over its number and text, under a key that both sides derive from the token,
+the two nonces and the direction. So the first one proves that its sender has the token, and an
+altered, repeated, dropped, reordered or reflected frame closes the connection.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lockstep.elastic.generation_log import Member
 from lockstep.errors import DamagedFileError, UsageError
 from lockstep.files import open_regular, write_if_absent
 
@@ -37,7 +38,6 @@ MAC_BYTES = 16
 TOKEN_BYTES = 32
 TOKEN = re.compile(rb"[0-9a-f]{%d}" % (2 * TOKEN_BYTES))
 LENGTH_PREFIX = struct.Struct("!I")
-TCP_USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", 18)
 
 
 class AuthenticationError(Exception):
@@ -66,11 +66,6 @@ def read_token(run: Path) -> bytes:
     return token
 
 
-def compute_proof(token: bytes, *words: Any) -> str:
-    """Return the HMAC of the words with the token as key."""
-    return hmac.new(token, json.dumps(words, sort_keys=True).encode(), hashlib.sha256).hexdigest()
-
-
 @dataclass
 class Signer:
     """The MACs of one direction of a connection, in frame order. About 2 microseconds each."""
@@ -83,9 +78,9 @@ class Signer:
         return hashlib.blake2b(self.count.to_bytes(8, "big") + text, key=self.key, digest_size=MAC_BYTES).digest()
 
 
-def make_signers(token: bytes, *session: str) -> tuple[Signer, Signer]:
-    """Return (the client's signer, the server's) for a connection with these nonces and ids."""
-    client, server = (Signer(bytes.fromhex(compute_proof(token, f"frames of the {side}", *session))) for side in ("client", "server"))
+def make_signers(token: bytes, *nonces: str) -> tuple[Signer, Signer]:
+    """Return (the client's signer, the server's) for a connection with their nonces."""
+    client, server = (Signer(hmac.digest(token, json.dumps([side, *nonces]).encode(), "sha256")) for side in ("client", "server"))
     return client, server
 
 
@@ -103,16 +98,13 @@ class Link:
     socket: socket.socket
     token: bytes
     me: str
-    me_json: dict[str, Any]
-    is_client: bool  # this side opened the connection, to reach the member `expected_id`
+    is_client: bool  # this side opened the connection
     opened_s: float
-    expected_id: str = ""
+    expected: Member | None = None  # that it was opened to
     id: str = ""  # of the peer, once it has authenticated
     nonce: str = field(default_factory=lambda: secrets.token_hex(16))
-    member: dict[str, Any] = field(default_factory=dict)
-    _signer: Signer | None = None  # set with _verifier once the peer has authenticated
+    _signer: Signer | None = None  # set with _verifier by the peer's hello
     _verifier: Signer | None = None
-    _peer_nonce: str = ""
     _incoming: bytearray = field(default_factory=bytearray)
     _outgoing: bytearray = field(default_factory=bytearray)
 
@@ -120,8 +112,7 @@ class Link:
         self.socket.setblocking(False)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if not self.is_client:
-            self.send({"kind": "hello", "nonce": self.nonce})
+        self.send({"kind": "hello", "nonce": self.nonce})
 
     def send(self, message: dict[str, Any] | bytes) -> None:
         """Queue a message or its JSON; `flush` writes it."""
@@ -161,10 +152,11 @@ class Link:
                 break
             text = bytes(self._incoming[LENGTH_PREFIX.size : LENGTH_PREFIX.size + length])
             del self._incoming[: LENGTH_PREFIX.size + length]
-            if self._verifier:
-                messages.append(self._decode(self._verified(text, self._verifier)))
+            message = self._decode(self._verified(text) if self._verifier else text)
+            if self.id:
+                messages.append(message)
             else:
-                self._handshake(self._decode(text))
+                self._handshake(message)
         if closed and not messages:
             raise EOFError
         return messages
@@ -173,12 +165,13 @@ class Link:
     def _max_bytes(self) -> int:
         return MAX_FRAME_BYTES if self.id else MAX_HANDSHAKE_BYTES
 
-    @staticmethod
-    def _verified(signed: bytes, signer: Signer) -> bytes:
+    def _verified(self, signed: bytes) -> bytes:
+        assert self._verifier is not None
         mac, text = signed[:MAC_BYTES], signed[MAC_BYTES:]
-        if not hmac.compare_digest(mac, signer.next_mac(text)):
-            raise AuthenticationError("a frame was altered, repeated, dropped or reordered in transit")
-        return text
+        if hmac.compare_digest(mac, self._verifier.next_mac(text)):
+            return text
+        changed = "a frame was altered, repeated, dropped or reordered in transit"
+        raise AuthenticationError(changed if self.id else "wrong proof: the peer does not have this run's token")
 
     @staticmethod
     def _decode(text: bytes) -> dict[str, Any]:
@@ -192,32 +185,19 @@ class Link:
 
     def _handshake(self, message: dict[str, Any]) -> None:
         """Process a message of the handshake; the last one sets `id`."""
-        kind = message["kind"]
-        if self.is_client and kind == "hello" and not self._peer_nonce:
-            self._peer_nonce = str(message.get("nonce"))
-            proof = compute_proof(self.token, "client", self._peer_nonce, self.me_json)
-            self.send({"kind": "i_am", "member": self.me_json, "nonce": self.nonce, "proof": proof})
-        elif self.is_client and kind == "you_know":
-            id = str(message.get("id"))
-            self._check(message, compute_proof(self.token, "server", self.nonce, id))
-            self.id = id
-            self._signer, self._verifier = make_signers(self.token, self._peer_nonce, self.nonce, self.me, id)
-        elif not self.is_client and kind == "i_am":
-            member = message.get("member")
-            if not isinstance(member, dict) or not isinstance(member.get("id"), str):
-                raise AuthenticationError("handshake without a member id")
-            self._check(message, compute_proof(self.token, "client", self.nonce, member))
-            self._peer_nonce = str(message.get("nonce"))
-            self.send({"kind": "you_know", "id": self.me, "proof": compute_proof(self.token, "server", self._peer_nonce, self.me)})
-            self.id, self.member = member["id"], member
-            self._verifier, self._signer = make_signers(self.token, self.nonce, self._peer_nonce, self.id, self.me)
-        else:
-            raise AuthenticationError(f"{kind!r} instead of a handshake")
-
-    @staticmethod
-    def _check(message: dict[str, Any], proof: str) -> None:
-        if not hmac.compare_digest(str(message.get("proof")), proof):
-            raise AuthenticationError("wrong proof: the peer does not have this run's token")
+        match message:
+            case {"kind": "hello", "nonce": str(nonce)} if not self._verifier:
+                if self.is_client:
+                    self._signer, self._verifier = make_signers(self.token, self.nonce, nonce)
+                    self.send({"kind": "i_am", "id": self.me})
+                else:
+                    self._verifier, self._signer = make_signers(self.token, nonce, self.nonce)
+            case {"kind": "i_am", "id": str(id)} if self._verifier:
+                if not self.is_client:
+                    self.send({"kind": "i_am", "id": self.me})
+                self.id = id
+            case _:
+                raise AuthenticationError(f"{message['kind']!r} instead of a handshake")
 
 
 def send_control_message(address: str, token: bytes, message: dict[str, Any], timeout_s: float = 5.0) -> dict[str, Any]:
@@ -226,7 +206,7 @@ def send_control_message(address: str, token: bytes, message: dict[str, Any], ti
     me = f"control/{os.getpid()}/{secrets.token_hex(4)}"
     deadline_s, sent = time.monotonic() + timeout_s, False
     with socket.create_connection((host, int(port)), timeout=timeout_s) as connection:
-        link = Link(connection, token, me, {"id": me}, is_client=True, opened_s=0.0)
+        link = Link(connection, token, me, is_client=True, opened_s=0.0)
         while (left_s := deadline_s - time.monotonic()) > 0:
             select.select([connection], [connection] if link.has_outgoing else [], [], left_s)
             for answer in link.receive():
