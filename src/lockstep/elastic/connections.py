@@ -25,6 +25,7 @@ CONNECT_S = 1.0  # time for a new connection to authenticate
 RETRY_S = 0.01  # interval between connection attempts to an exiting process
 KEEP_S = 0.05  # minimum age of an unauthenticated connection that is closed in favor of a new one
 EXITING_S = 1.0  # how long a peer that accepts and closes connections is retried: its process may be exiting
+REJECTING_S = 60.0  # how long a peer that did so for EXITING_S is retried less often
 REFUSAL_LOG_S = 10.0  # interval between log lines about one peer refused for one reason
 MAX_REFUSAL_KEYS = 256  # more share one counter: an unauthenticated peer could cause any number of them
 
@@ -91,6 +92,7 @@ class Connections:
         for link in [link for link in self._pending.values() if now_s - link.opened_s > CONNECT_S]:
             self._fail(link, refused=False)
         exiting, self._exiting = self._exiting, []
+        self._exiting_since_s = {id: since_s for id, since_s in self._exiting_since_s.items() if now_s - since_s < REJECTING_S}
         for member in exiting:
             self.connect(member)
 
