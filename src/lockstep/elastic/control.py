@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.elastic import waiting_room
-from lockstep.elastic.generation_log import Generation, GenerationLog, Member
+from lockstep.elastic.generation_log import NO_GENERATION, Generation, GenerationLog, Member
 from lockstep.elastic.link import AuthenticationError, read_token, send_control_message
 from lockstep.elastic.protocol.decisions import member_names
 from lockstep.errors import DamagedFileError, PeersLostError, UsageError
@@ -26,25 +26,26 @@ from lockstep.runtime.worker_env import ProcessIdentity
 REPLY_TIMEOUT_S = 3.0
 
 
-def read_newest(run: Path) -> tuple[Generation | None, list[Member]]:
+def read_newest(run: Path) -> tuple[Generation, list[Member]]:
     """Return the newest generation and the waiting workers. UsageError if there is neither."""
     try:
-        record, waiting_members = GenerationLog(run / "generations").newest(), list(waiting_room.registered_members(run))
+        record = GenerationLog(run / "generations").newest() or NO_GENERATION
+        waiting_members = waiting_room.registered_members(run)
     except FileNotFoundError:
-        record, waiting_members = None, []
+        record, waiting_members = NO_GENERATION, []
     except DamagedFileError:
         raise
     except OSError as error:
         raise UsageError(f"cannot read the generations of {run}: {error}", str(run / "generations"), "is the disk mounted?") from None
-    if record is None and not waiting_members:
+    if not record.number and not waiting_members:
         reason = "there is no such folder" if not run.is_dir() else "it has no generations, and no worker waits to start"
         raise UsageError(f"{run} is not a run: {reason}", "command line", "give the folder set with --out; workers need a moment to start")
     return record, waiting_members
 
 
-def stop_recipients(record: Generation | None, waiting_members: Sequence[Member]) -> list[Member]:
+def stop_recipients(record: Generation, waiting_members: Sequence[Member]) -> list[Member]:
     """Return the workers that can be asked to stop the run: members first, then waiting ones."""
-    members = record.members if record and not record.end else ()
+    members = () if record.end else record.members
     return [*members, *(member for member in waiting_members if member not in members)]
 
 
@@ -72,15 +73,16 @@ def stop_run(run: Path) -> str:
     accepted = request_stop(run, recipients, "SIGTERM", within_s=math.inf)
     if accepted:
         prefix = f"{member_names([accepted])} accepted the stop request"
-        if record and accepted in record.members:
+        if accepted in record.members:
             return f"{prefix}: all workers save and stop after this step"
-        if record and not record.end:
+        if record.number and not record.end:
             return f"{prefix}: it waits to join and passes it on; no member of generation {record.number} answers here"
         return f"{prefix}: no worker is training, all waiting workers exit"
-    if record and record.end:
+    if record.end:
         return f"{run} has already ended, with exit code {record.end.code}"
+    where = f"generation {record.number}" if record.number else "a run that has not started"
     raise PeersLostError(
-        f"none of the {len(recipients)} workers of {f'generation {record.number}' if record else 'a run that has not started'} answers",
+        f"none of the {len(recipients)} workers of {where} answers",
         ", ".join(member.address for member in recipients),
         "they may have exited (lockstep status), or a firewall blocks the port; SIGTERM to an agent does the same",
     )
@@ -89,15 +91,15 @@ def stop_run(run: Path) -> str:
 def run_status(run: Path) -> dict[str, Any]:
     """Return the newest generation, the status of each member, and the waiting workers, as JSON."""
     record, waiting_members = read_newest(run)
-    members = list(record.members) if record else []
+    members = record.members
     waiting_members = [member for member in waiting_members if member not in members]
     with ThreadPoolExecutor(max_workers=max(1, min(32, len(members) + len(waiting_members)))) as executor:
         replies = list(executor.map(lambda member: query_member(run, member, {"kind": "status"}), [*members, *waiting_members]))
     member_rows = [status_row(rank, member, reply) for rank, (member, reply) in enumerate(zip(members, replies, strict=False))]
     waiting_replies = zip(waiting_members, replies[len(members) :], strict=True)
     waiting_rows = [status_row(None, member, reply) for member, reply in waiting_replies if "unreachable" not in reply]
-    ended = {"code": record.end.code, "text": record.end.text} if record and record.end and not waiting_rows else None
-    if record and (not record.end or ended):
+    ended = {"code": record.end.code, "text": record.end.text} if record.end and not waiting_rows else None
+    if record.number and (not record.end or ended):
         facts = {"generation": record.number, "began_at_step": record.step, "reason": record.reason}
     else:
         facts = {"generation": 0, "began_at_step": 0, "reason": "its workers wait to start"}

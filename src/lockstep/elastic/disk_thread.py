@@ -65,7 +65,7 @@ class DiskThread:
         self._reading_log = True
         outside, writes_liveness = self.protocol.phase == "out", self.protocol.writes_liveness
         registers = outside and self.protocol.join_requested
-        members = self.protocol.generation.members if self.protocol.generation else ()
+        members = self.protocol.generation.members
 
         def read() -> None:
             if registers and not self._registered:

@@ -136,6 +136,9 @@ class Generation:
         )
 
 
+NO_GENERATION = Generation(0, "", (), "", 0, "")  # before the first one
+
+
 def new_token() -> str:
     return secrets.token_hex(8)
 

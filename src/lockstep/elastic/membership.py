@@ -159,10 +159,9 @@ class Membership:
 
     def generation_error(self, number: int) -> str:
         """Return why generation `number` is over; "" while it lives."""
-        generation = self.protocol.generation
         if self._exit_error is not None:
             return str(self._exit_error)
-        return self.protocol.generation_error if generation is None or generation.number <= number else "a newer generation exists"
+        return self.protocol.generation_error if self.protocol.number <= number else "a newer generation exists"
 
     def publish_result(self, end: RunResult) -> None:
         """Record the end of the run in the log. Give up after PUBLISH_S."""
@@ -172,8 +171,7 @@ class Membership:
         """Wait for the end of the run. PeersLostError when generation `number` breaks before."""
         with self._turn:
             while self._exit_error is None:
-                why, newest = self.generation_error(number), self.protocol.generation
-                if why and not (newest and newest.end):
+                if (why := self.generation_error(number)) and not self.protocol.generation.end:
                     raise PeersLostError(why)
                 self._turn.wait(0.05)
             if not isinstance(self._exit_error, RunEnded):
@@ -231,7 +229,7 @@ class Membership:
     def _watch(self, now_s: float) -> None:
         """As the coordinator, detect hangs and act on them."""
         protocol = self.protocol
-        if not protocol.is_coordinator or protocol.phase != "in" or protocol.generation_error or protocol.generation is None:
+        if not protocol.is_coordinator or protocol.phase != "in" or protocol.generation_error:
             self.watchdog.reset()
             return
         self.watchdog.on_heartbeat(self.me.id, read_status(self.board), now_s)
@@ -291,8 +289,8 @@ class Membership:
                     log.warning("%s", text)
 
     def _abort_group(self, why: str) -> None:
-        newest = self.protocol.generation
-        if newest and newest.end and newest.end.code in AGREED_CODES:
+        end = self.protocol.generation.end
+        if end and end.code in AGREED_CODES:
             return  # the run is complete, but some ranks may still be in the last collective
         is_ending = self.protocol.limits.max_workers == 0  # `stop_admitting`: members leave when they are done
         log.log(logging.DEBUG if is_ending else logging.INFO, "generation %d ended: %s", self.protocol.number, why)

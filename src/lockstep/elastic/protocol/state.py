@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.elastic.generation_log import Generation, Member
+from lockstep.elastic.generation_log import NO_GENERATION, Generation, Member
 from lockstep.elastic.protocol.decisions import ElasticLimits, Joiner, LeaveReport, select_joiners
 
 
@@ -25,7 +24,7 @@ class MembershipState:
     now_s: float
     after: int = 0  # newest generation before this start: a recorded end up to it is ignored
     fingerprint: Mapping[str, str] = field(default_factory=dict)  # must be equal on all members; empty until this worker trains
-    generation: Generation | None = None  # the newest one that this worker knows
+    generation: Generation = NO_GENERATION  # the newest one that this worker knows
     announcement: dict[str, Any] = field(default_factory=dict)  # the message with it, for workers that know the one before
     phase: str = "out"
     join_requested: bool = False  # by the main thread
@@ -53,21 +52,16 @@ class MembershipState:
 
     @property
     def number(self) -> int:
-        return self.generation.number if self.generation else 0
-
-    @property
-    def _token(self) -> str:
-        """The token of `generation`; "" without one."""
-        return self.generation.token if self.generation else ""
+        return self.generation.number
 
     @property
     def others(self) -> list[Member]:
-        return [member for member in self.generation.members if member.id != self.me.id] if self.generation else []
+        return [member for member in self.generation.members if member.id != self.me.id]
 
     def coordinator(self) -> Member | None:
         """Return the first member that is not gone, preferably one that stays in the run."""
         first_leaving = None
-        for member in self._members():
+        for member in self.generation.members:
             if not self._loss_reason(member.id):
                 if member.id not in self.reports or not self.reports[member.id].leaving:
                     return member
@@ -83,7 +77,7 @@ class MembershipState:
         """Number of joiners that could be admitted now."""
         if not self.joiners or not self.is_coordinator:
             return 0
-        alive = [member for member in self._members() if not self._loss_reason(member.id)]
+        alive = [member for member in self.generation.members if not self._loss_reason(member.id)]
         return len(select_joiners(self._reachable_joiners(), alive, self.limits))
 
     @property
@@ -126,14 +120,14 @@ class MembershipState:
             return []
         elif self.phase == "out" and self._active_members():
             partners = self.waiting_members if self.limits.replica_size > 1 else ()
-            wanted = [*self._members(), *(member for member in partners if member.host != self.me.host)]
+            wanted = [*self.generation.members, *(member for member in partners if member.host != self.me.host)]
         elif self.phase == "out":
             candidates = self._candidates()
-            wanted = [*self._members(), *candidates[: 1 + sum(self._is_late(member.id) for member in candidates)]]
+            wanted = [*self.generation.members, *candidates[: 1 + sum(self._is_late(member.id) for member in candidates)]]
         elif self._made_no_progress or (self.is_coordinator and self.generation_error):
             wanted = self.others
-        elif (coordinator := self.coordinator()) and self.generation:
-            wanted = self._members()[: self.generation.ranks[coordinator.id] + 1]
+        elif coordinator := self.coordinator():
+            wanted = self.generation.members[: self.generation.ranks[coordinator.id] + 1]
         return [member for member in wanted if member.id != self.me.id and member.id not in self.dead]
 
     def _monitored(self) -> list[Member]:
@@ -141,24 +135,17 @@ class MembershipState:
         joiners, peers = [joiner.member for joiner in self.joiners.values()], self.others if self.is_coordinator else self._wanted_peers()
         return [member for member in (*peers, *joiners) if member.id not in self.dead]
 
-    def _members(self) -> tuple[Member, ...]:
-        return self.generation.members if self.generation else ()
-
-    @property
-    def _member_ids(self) -> AbstractSet[str]:
-        return self.generation.ranks.keys() if self.generation else frozenset()
-
     def _active_members(self) -> list[Member]:
         """Return the members that may still train, as seen by a worker outside the generation."""
         since_s = self.now_s - self.limits.takeover_s
-        alive = [member for member in self._members() if member.id not in self.dead]
+        alive = [member for member in self.generation.members if member.id not in self.dead]
         return [member for member in alive if self.last_heard_s.get(member.id, self.now_s) >= since_s]
 
     def _candidates(self) -> list[Member]:
         """Return the workers outside every generation, up to this one. The first proposes."""
         own_key = self.me.sort_key
         candidates = {member.id: member for member in (self.me, *self.waiting_members) if member.sort_key <= own_key}
-        return sorted((member for id, member in candidates.items() if id not in self._member_ids), key=lambda member: member.sort_key)
+        return sorted((member for id, member in candidates.items() if id not in self.generation.ranks), key=lambda member: member.sort_key)
 
     def _first_candidate(self) -> Member:
         return next(member for member in self._candidates() if not self._loss_reason(member.id))
@@ -170,7 +157,7 @@ class MembershipState:
 
     def _committed_at_most(self, steps: int) -> bool:
         """Whether this worker left a generation that stalled or committed at most `steps` steps."""
-        if self.phase != "left" or self.generation is None:
+        if self.phase != "left":
             return False
         return self.partition_suspected or self.reports[self.me.id].step <= self.generation.step + steps
 
@@ -182,7 +169,7 @@ class MembershipState:
         find those silent one by one; and one more if some of them, which may be a step behind,
         first have to learn which members they reach. No cut separates processes of one host.
         """
-        alive = [member for member in self._members() if member.id not in self.dead]
+        alive = [member for member in self.generation.members if member.id not in self.dead]
         silent = [member for member in alive if self._is_silent(member.id) and member.host != self.me.host]
         if 2 * len(silent) + (alive[0] in silent) <= len(alive):
             return False

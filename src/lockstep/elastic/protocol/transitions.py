@@ -145,7 +145,7 @@ class Protocol(MembershipState):
         self.stop_signal = self.stop_signal or str(message.get("stops", ""))
         if kind == "generation" and number <= self.number:
             return self._note_change()
-        if kind == "generation" and message["follows"] == self._token:
+        if kind == "generation" and message["follows"] == self.generation.token:
             return self._adopt(Generation.from_json(message["generation"], self.generation), now_s)
         if kind == "get_ready":
             if self.phase != "out" or not self.join_requested or self.fingerprint:
@@ -157,10 +157,10 @@ class Protocol(MembershipState):
             return [Exit(str(message["why"]))]
         if number > self.number:
             return [ReadLog(self.number)]
-        if number < self.number and self.generation:
+        if number < self.number:
             return [Send(id, self.announcement)]
         if kind == "join":
-            reaches = frozenset(message["reaches"]) | (self._member_ids - set(message.get("misses", self._member_ids)))
+            reaches = frozenset(message["reaches"]) | (self.generation.ranks.keys() - message.get("misses", self.generation.ranks))
             return self._on_join_request(Joiner(Member.from_json(message["member"]), dict(message["fingerprint"]), reaches))
         if kind not in ("left", "ended") or self.phase == "out":
             return []
@@ -181,7 +181,7 @@ class Protocol(MembershipState):
         """Adopt `newest`. alive: ids whose liveness file has changed since the last read."""
         self._has_read_log = True
         self.waiting_members = tuple(member for member in waiting_members if member.id != self.me.id)
-        if self.phase == "out" and self.generation:
+        if self.phase == "out":
             self.last_heard_s |= {id: now_s for id in alive if self.generation.rank_of(id) is not None}
         return self._adopt(newest, now_s) if newest else self._note_change()
 
@@ -257,7 +257,7 @@ class Protocol(MembershipState):
         self._last_updates = targets, for_targets, for_members = updates
         effects: list[Effect] = []
         for id in sorted(peers):
-            update = for_targets if id in targets else for_members if id in self._member_ids else HEARTBEAT
+            update = for_targets if id in targets else for_members if id in self.generation.ranks else HEARTBEAT
             if self._last_sent.get(id) != update:
                 self._last_sent[id] = update
                 effects.append(Send(id, update))
@@ -267,20 +267,14 @@ class Protocol(MembershipState):
         """Return (ids of peers, the update for these, the update for the other members)."""
         stop = {"stops": self.stop_signal} if self.stop_signal else {}
         if self.phase == "out" and self.join_requested and (targets := self._join_targets()):
-            members = self._member_ids
+            members = self.generation.ranks.keys()
             reached = {"reaches": sorted(self.links - members), "misses": sorted(members - self.links)}  # all members but `misses`
-            update = {
-                "kind": "join",
-                "number": self.number,
-                "member": vars(self.me),
-                "fingerprint": dict(self.fingerprint),
-                **reached,
-                **stop,
-            }
+            worker = {"number": self.number, "member": vars(self.me), "fingerprint": dict(self.fingerprint)}
+            update = {"kind": "join", **worker, **reached, **stop}
             return frozenset(member.id for member in targets), update, HEARTBEAT
         if not self.generation_error:
             return frozenset(), HEARTBEAT, HEARTBEAT
-        dead = {id: why for id, why in self.dead.items() if id in self._member_ids and id != self.me.id}
+        dead = {id: why for id, why in self.dead.items() if id in self.generation.ranks and id != self.me.id}
         known = {"dead": dead, "partition_suspected": self.partition_suspected, **stop}
         ended = {"kind": "ended", "number": self.number, "why": self.generation_error, **known}
         if not self._report_ready:
@@ -301,7 +295,7 @@ class Protocol(MembershipState):
 
     def _propose(self, now_s: float) -> list[Effect]:
         """As coordinator, propose the next generation once every member has reported or is gone."""
-        if self.generation is None or not self.is_coordinator or not self._report_ready:
+        if not self.is_coordinator or not self._report_ready:
             return []
         if self._may_be_minority or not self._may_propose(now_s):
             return []
@@ -326,7 +320,7 @@ class Protocol(MembershipState):
         if not self.join_requested or not self._has_read_log:
             return []
         active = self._active_members()
-        if self.is_joining and self.generation and not active:
+        if self.is_joining and self.number and not active:
             self.phase = "gone"
             return [Exit("no member is left to join; this worker restarts with the others", fenced=True)]
         if active or self._first_candidate() != self.me:
@@ -344,8 +338,8 @@ class Protocol(MembershipState):
         if not members:
             return []
         no_answer = f"no answer for {limits.takeover_s:g} s"
-        removed = tuple(Removed(member.id, self.dead.get(member.id, no_answer)) for member in self._members())
-        restarted = self.generation is not None and not self.generation.end
+        removed = tuple(Removed(member.id, self.dead.get(member.id, no_answer)) for member in self.generation.members)
+        restarted = self.number > 0 and not self.generation.end
         reason = f"no member of generation {self.number} is left; resuming from the newest checkpoint" if restarted else "start"
         self._pending_proposal = self.number + 1
         return [Propose(Generation(self.number + 1, self.tokens(), members, "", 0, reason, removed))]
@@ -357,7 +351,7 @@ class Protocol(MembershipState):
 
     def _propose_end(self) -> list[Effect]:
         """Record the end of the run: no generation trains, so there is nothing to save."""
-        self._pending_proposal, step = self.number + 1, self.generation.step if self.generation else 0
+        self._pending_proposal, step = self.number + 1, self.generation.step
         reason = f"stopped by {self.stop_signal} while its workers waited to start"
         end = RunResult(stop_exit_code(self.stop_signal), reason)
         return [Propose(Generation(self._pending_proposal, self.tokens(), (), "", step, reason, end=end))]
@@ -377,7 +371,7 @@ class Protocol(MembershipState):
             return self._note_change()
         was_in = self.phase in ("in", "left")
         effects = self._end_generation("a newer generation exists")
-        self.announcement = {"kind": "generation", "number": generation.number, "follows": self._token}
+        self.announcement = {"kind": "generation", "number": generation.number, "follows": self.generation.token}
         self.announcement["generation"] = generation.to_json(self.generation)
         self.generation, self.generation_error, self.partition_suspected, self.reports = generation, "", False, {}
         self._rendezvous_since_s, self._last_status = None, ""
