@@ -68,7 +68,7 @@ def measure(workers: int, phase: str) -> dict[str, float | str]:
         for index in range(workers):
             host, slot = f"h{index // WORKERS_PER_HOST:03d}", index % WORKERS_PER_HOST
             env = WorkerEnv(folder, top, host, slot, WORKERS_PER_HOST, 1, 1, 8, "127.0.0.1", folder_id=mark)
-            members.append(Membership(env, limits, on_abort=lambda: None))
+            members.append(Membership(env, limits, on_abort=lambda sockets: None))
         for member in members:
             member.request_join({}, is_joining=False)
         for member in members if phase == "training" else ():

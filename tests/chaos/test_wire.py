@@ -37,7 +37,7 @@ from lockstep.runtime.worker_env import WorkerEnv
 def member(tmp_path: Path) -> Iterator[Membership]:
     mark = create_run_folder(tmp_path / "run", "here")
     env = WorkerEnv(str(tmp_path / "run"), str(tmp_path), "here", 0, 1, 1, 1, 8, "127.0.0.1", folder_id=mark)
-    membership = Membership(env, ElasticLimits(), on_abort=lambda: None)
+    membership = Membership(env, ElasticLimits(), on_abort=lambda sockets: None)
     yield membership
     membership.close()
 
@@ -139,7 +139,7 @@ def test_refused_worker_retries_and_is_logged_once(member: Membership, tmp_path:
     log = GenerationLog(tmp_path / "other" / "generations")
     log.propose(Generation(1, new_token(), (member.me,), "", 0, "for the test"))
     with caplog.at_level(logging.WARNING, logger="lockstep"):
-        outsider = Membership(env, ElasticLimits(), on_abort=lambda: None)
+        outsider = Membership(env, ElasticLimits(), on_abort=lambda sockets: None)
         refused = collect_refusals(member)
         outsider.request_join({}, is_joining=True)
         time.sleep(2.0)
@@ -184,7 +184,7 @@ def test_foreign_folder_is_an_error_and_stays_unchanged(tmp_path: Path, state: s
     before = sorted(run.rglob("*"))
     assert folder_error(env)
     with pytest.raises(OSError):
-        Membership(env, ElasticLimits(), on_abort=lambda: None) if "token" in state else waiting_or_log(run, env)
+        Membership(env, ElasticLimits(), on_abort=lambda sockets: None) if "token" in state else waiting_or_log(run, env)
     assert sorted(run.rglob("*")) == before
 
 

@@ -63,9 +63,7 @@ class FakeCluster:
     def runtime(self, slot: int) -> ElasticRuntime:
         """Return the runtime of a worker, in no generation yet."""
         id = f"h/{slot}/x"
-        return ElasticRuntime(
-            World(-1, 0, slot, 4, "h", CPU), FakeGroup(self, id), make_membership=lambda _: cast(Any, FakeMembership(self, id))
-        )
+        return ElasticRuntime(World(-1, 0, slot, 4, "h", CPU), FakeGroup(self, id), membership=cast(Any, FakeMembership(self, id)))
 
     def remove(self, id: str, why: str) -> None:
         with self.turn:
@@ -119,7 +117,7 @@ class FakeMembership:
                 self.cluster.form_if_ready()
             self.cluster.turn.notify_all()
 
-    def next_generation(self, after: int) -> Generation:
+    def next_generation(self, after: int, stop_signal: object = None) -> Generation:
         cluster = self.cluster
 
         def formed() -> Generation | None:
@@ -162,9 +160,6 @@ class FakeMembership:
     def set_fingerprint(self, fingerprint: dict[str, str]) -> None: ...
 
     def stop_admitting(self) -> None: ...
-
-    def sockets(self) -> set[int]:
-        return set()
 
     def close(self) -> None: ...
 

@@ -65,6 +65,7 @@ class Connections:
         return len(self._links)
 
     def descriptors(self) -> set[int]:
+        """Return the sockets of the membership, which do not belong to the process group."""
         return {self._listener.fileno(), *self._links}
 
     def wake(self) -> None:
@@ -91,8 +92,8 @@ class Connections:
         """Drop links that have not authenticated in time, and connect again to exiting peers."""
         for link in [link for link in self._pending.values() if now_s - link.opened_s > CONNECT_S]:
             self._fail(link, refused=False)
-        exiting, self._exiting = self._exiting, []
         self._exiting_since_s = {id: since_s for id, since_s in self._exiting_since_s.items() if now_s - since_s < REJECTING_S}
+        exiting, self._exiting = self._exiting, []
         for member in exiting:
             self.connect(member)
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from lockstep.elastic.connections import Connections
 from lockstep.elastic.disk_thread import DiskThread
-from lockstep.elastic.generation_log import Generation, GenerationLog, Member, RunResult, new_token
+from lockstep.elastic.generation_log import NO_GENERATION, Generation, GenerationLog, Member, RunResult, new_token
 from lockstep.elastic.hang import stack_of
 from lockstep.elastic.link import Link
 from lockstep.elastic.protocol.decisions import ElasticLimits, LeaveReport
@@ -64,21 +64,20 @@ class OthersStarted(Exception):
 class Membership:
     """This worker's membership in the run.
 
-    on_abort           aborts every collective of the group; called by the membership thread
-    generation_log     of the run; by default the one in the run folder
-    local_stop_signal  returns the signal to stop the run, or ""; called by the main thread
-    joiner_count       joiners that could be admitted now; read by the main thread when it votes
+    on_abort        aborts every collective of the group, but not the sockets with these descriptors;
+                    called by the membership thread
+    generation_log  of the run; by default the one in the run folder
+    joiner_count    joiners that could be admitted now; read by the main thread when it votes
     """
 
     def __init__(
         self,
         env: WorkerEnv,
         limits: ElasticLimits,
-        on_abort: Callable[[], object],
+        on_abort: Callable[[set[int]], object],
         generation_log: GenerationLog | None = None,
-        local_stop_signal: Callable[[], str] = str,
     ) -> None:
-        self.worker_env, self.folder, self.local_stop_signal = env, Path(env.folder), local_stop_signal
+        self.worker_env, self.folder = env, Path(env.folder)
         self.board = Path(env.state) / f"{env.slot}.board"
         self.generation_log = generation_log or GenerationLog(self.folder / "generations", since=env.known_generation)
         token = read_worker_token(env)
@@ -90,15 +89,16 @@ class Membership:
         self.protocol = Protocol(self.me, limits, tokens=new_token, now_s=time.monotonic(), after=env.after_generation)
         self.joiner_count = 0
         self.main_thread = threading.get_ident()
-        self.aborter = GroupAborter(on_abort, self.main_thread)
+        self.aborter = GroupAborter(lambda: on_abort(self.connections.descriptors()), self.main_thread)
         self.watchdog = Watchdog(limits, env.host, self._ask_stack)
         self.connections = Connections(listener, token, self.protocol, self._apply, self._on_message)
         self._calls: queue.SimpleQueue[Callable[[], Sequence[Effect]] | None] = queue.SimpleQueue()
         self._turn = threading.Condition()  # guards the next three
-        self._formed: Generation | None = None
+        self._formed = NO_GENERATION
         self._exit_error: Exception | None = None
         self._others_started = False
         self._unreachable_since_s: dict[str, float] = {}  # id -> when this worker first failed to reach it
+        self._leaving_s = 0.0  # when the main thread started to leave its group; 0: it has not
         self._closed = False
         self.disk = DiskThread(self.folder, self.generation_log, self.protocol, self._call, self._refuse_second_training)
         self.thread = threading.Thread(target=self._run, name="lockstep-member", daemon=True)
@@ -113,14 +113,15 @@ class Membership:
         """Set what must be equal on all members; joiners that differ are refused."""
         self._call(lambda: self.protocol.set_fingerprint(dict(fingerprint), time.monotonic()))
 
-    def next_generation(self, after: int) -> Generation:
+    def next_generation(self, after: int, stop_signal: Callable[[], str] = str) -> Generation:
         """Wait for the first generation above `after` that this worker is in.
 
+        stop_signal  returns the stop signal that this worker received; "": none
         FencedError, RunEnded, UsageError: none will form. OthersStarted: it has to ask again.
         """
         with self._turn:
-            while self._exit_error is None and not self._others_started and (self._formed is None or self._formed.number <= after):
-                if name := self.local_stop_signal():
+            while self._exit_error is None and not self._others_started and self._formed.number <= after:
+                if name := stop_signal():
                     self.request_stop(name)
                 self._turn.wait(SIGNAL_POLL_S)  # with a limit, so that signal handlers run
             if self._others_started:
@@ -128,7 +129,6 @@ class Membership:
                 raise OthersStarted
             if self._exit_error is not None:
                 raise self._exit_error
-            assert self._formed is not None
             return self._formed
 
     @property
@@ -143,12 +143,12 @@ class Membership:
 
     def report_left(self, report: LeaveReport) -> None:
         """Report that the main thread has left generation `report.number`."""
-        self.aborter.on_left()
+        self._leaving_s = 0.0
         self._call(lambda: self.protocol.on_group_left(report, time.monotonic()))
 
     def start_leaving(self) -> None:
         """Report that the main thread starts to leave the group; `report_left` follows."""
-        self.aborter.on_leaving()
+        self._leaving_s = time.monotonic()
 
     def evict(self, id: str, why: str) -> None:
         self._call(lambda: self.protocol.evict(id, why, time.monotonic()))
@@ -186,10 +186,6 @@ class Membership:
         self.thread.join(5.0)
         self.disk.close(2.0)
 
-    def sockets(self) -> set[int]:
-        """Return the descriptors of the links, which do not belong to the process group."""
-        return self.connections.descriptors()
-
     # -- the membership thread ------------------------------------------------------------------------------------------
 
     def _call(self, function: Callable[[], Sequence[Effect]]) -> None:
@@ -222,7 +218,8 @@ class Membership:
         self._watch(now_s)
         while effects := self.protocol.advance(now_s):  # a failed connection is an event, too
             self._apply(effects)
-        self.aborter.check(is_over=self.protocol.phase == "in" and bool(self.protocol.generation_error), now_s=now_s)
+        is_over = self.protocol.phase == "in" and bool(self.protocol.generation_error)
+        self.aborter.check(is_over=is_over, now_s=now_s, leaving_s=self._leaving_s)
         self.joiner_count = self.protocol.joiner_count
         return True
 

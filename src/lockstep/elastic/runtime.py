@@ -70,9 +70,9 @@ class ElasticRuntime:
         group: GenerationGroup | None = None,
         *,
         board: StatusBoard | None = None,
-        make_membership: Callable[[ElasticRuntime], Membership] | None = None,
+        membership: Membership | None = None,
     ) -> None:
-        self.world = world
+        self.world, self.membership = world, membership
         self.group = group or GenerationGroup(world.device)
         self.board, self.ledger = board or StatusBoard(None), Ledger(time.monotonic())
         self.progress = Progress("join", -1)
@@ -81,8 +81,6 @@ class ElasticRuntime:
         self.leave_reason, self.exit_code = "", 0
         self._owners: dict[str, weakref.ref[object]] = {}
         self._stop_signal: Callable[[], str] = str
-        self.membership: Membership | None = None  # its threads call this object from now on
-        self.membership = make_membership(self) if make_membership else None
 
     @classmethod
     def join(cls, threads: int = 1, timeout_s: float = 600.0, limits: ElasticLimits | None = None) -> ElasticRuntime:
@@ -107,21 +105,17 @@ class ElasticRuntime:
         """Collective. Join under an agent. A joiner calls `join_running` once it has a model."""
         env, (device, reason) = worker_env, prepare_worker(worker_env)
         limits = replace(limits, expected_workers=env.expected_workers, min_workers=env.min_workers, max_workers=env.max_workers)
-        runtime = cls(
-            World(-1, 0, env.slot, env.slots, env.host, device),
-            GenerationGroup(device, timeout_s),
-            board=make_board(env),
-            make_membership=lambda runtime: Membership(env, limits, runtime.shutdown_group, local_stop_signal=runtime.local_stop_signal),
-        )
+        board, group = make_board(env), GenerationGroup(device, timeout_s)
+        membership = Membership(env, limits, group.shutdown)
+        runtime = cls(World(-1, 0, env.slot, env.slots, env.host, device), group, board=board, membership=membership)
         if env.slot == 0:
             log.info("%s, %d of %d workers on %s: %s", device, env.slots, env.expected_workers, env.host, reason)
-        assert runtime.membership is not None
         try:
             runtime.is_joining = is_run_active(Path(env.folder), env)
             if not runtime.is_joining:
                 runtime.join_first_generation()
         except BaseException:
-            runtime.membership.close()
+            membership.close()
             raise
         return runtime
 
@@ -190,10 +184,6 @@ class ElasticRuntime:
     def set_stop_signal(self, stop_signal: Callable[[], str]) -> None:
         """Set the function that returns the stop signal this worker received; "": none."""
         self._stop_signal = stop_signal
-
-    def local_stop_signal(self) -> str:
-        """Return the stop signal that this worker received; "": none."""
-        return self._stop_signal()
 
     def set_fingerprint(self, facts: Mapping[str, str]) -> None:
         """Set what must be equal on all workers; a joiner with another fingerprint is refused."""
@@ -272,7 +262,7 @@ class ElasticRuntime:
         assert self.membership is not None
         last = self.world.generation
         for _ in range(MAX_FAILED_GENERATIONS):
-            record = self.membership.next_generation(after=self.world.generation)
+            record = self.membership.next_generation(self.world.generation, self._stop_signal)
             if why := self.membership.generation_log.untrusted_reason(last):
                 raise FencedError(why, "found by members of that generation", "this worker restarts")
             try:
@@ -320,10 +310,6 @@ class ElasticRuntime:
         self.membership.start_leaving()
         self.group.abort(intact=not self.generation_error())
         self.membership.report_left(LeaveReport(self.world.generation, self.progress.step, leaving, why))
-
-    def shutdown_group(self) -> bool:
-        """Abort all waits in this generation's groups; true: not at once. For the membership thread."""
-        return self.group.shutdown(self.membership.sockets() if self.membership else set())
 
     def stop_admitting(self) -> None:
         """Let no worker join from now on: the run is about to end."""

@@ -111,13 +111,6 @@ class GroupAborter:
     def __init__(self, on_abort: Callable[[], object], main_thread: int) -> None:
         self.on_abort, self.main_thread = on_abort, main_thread  # on_abort aborts every collective; true: one is still being aborted
         self._aborted_s = 0.0  # when the group was first aborted; 0: it was not
-        self._leaving_s = 0.0  # when the main thread started to leave the group; 0: it has not
-
-    def on_leaving(self) -> None:
-        self._leaving_s = time.monotonic()
-
-    def on_left(self) -> None:
-        self._leaving_s = 0.0
 
     def abort(self) -> bool:
         """Abort the group; return whether that takes longer than this call."""
@@ -126,9 +119,12 @@ class GroupAborter:
         except OSError:  # out of descriptors: the next turn tries again
             return False
 
-    def check(self, *, is_over: bool, now_s: float) -> None:
-        """Abort the group if its generation `is_over`. Exit if the main thread is stuck in it."""
-        if self._leaving_s and now_s - self._leaving_s > LEAVE_S:
+    def check(self, *, is_over: bool, now_s: float, leaving_s: float = 0.0) -> None:
+        """Abort the group if its generation `is_over`. Exit if the main thread is stuck in it.
+
+        leaving_s  when the main thread started to leave the group; 0: it has not
+        """
+        if leaving_s and now_s - leaving_s > LEAVE_S:
             stack = stack_of(self.main_thread)
             log.error("the main thread has not left the broken group within %g s: restarting this worker\n%s", LEAVE_S, stack)
             exit_for_restart("stuck while leaving a broken group", "")

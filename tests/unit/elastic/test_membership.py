@@ -38,7 +38,7 @@ class Cluster:
         self.membership = Membership(env, limits, self._count_abort, self.log)
         self.me, self.peers = self.membership.me, [FakePeer(self.token)]
 
-    def _count_abort(self) -> None:
+    def _count_abort(self, sockets: set[int]) -> None:
         self.aborts += 1
 
     @property
@@ -255,9 +255,8 @@ def test_stop_command_sets_the_signal(cluster: Cluster, signal: str | None, expe
 def test_stop_of_a_waiting_run_records_its_end(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, ElasticLimits(log_poll_s=0.05, expected_workers=2, min_workers=2))
     cluster.membership.request_join({}, is_joining=False)
-    cluster.membership.local_stop_signal = lambda: "SIGTERM"
     with pytest.raises(RunEnded) as ended:
-        cluster.membership.next_generation(0)
+        cluster.membership.next_generation(0, lambda: "SIGTERM")
     cluster.close()
     assert ended.value.exit_code == 75 and cluster.log.records[1].end == ended.value.end
 
@@ -385,4 +384,4 @@ def test_closed_membership_has_no_threads_and_no_files(cluster: Cluster) -> None
     cluster.membership.close()
     assert not cluster.membership.thread.is_alive() and not cluster.membership.disk.thread.is_alive()
     assert list((cluster.membership.folder / "waiting").iterdir()) == []
-    assert cluster.membership.sockets() == {-1}
+    assert cluster.membership.connections.descriptors() == {-1}
