@@ -21,8 +21,8 @@ import pytest
 from support.processes import SRC, SUPPORT, children, is_alive, processes_in, state_of
 from support.waiting import wait_until
 
-from lockstep.agent.event_log import EventLog
 from lockstep.agent.forkserver import PRELOAD, WorkerProgram
+from lockstep.agent.run_logs import EventLog
 from lockstep.agent.worker_pool import WorkerPool
 from lockstep.elastic.generation_log import Generation, GenerationLog, Member, Removed, RunResult, new_token
 from lockstep.runtime.worker_env import WorkerEnv, state_folder

@@ -22,9 +22,7 @@ from pathlib import Path
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.evaluator_process import EvaluatorProcess
-from lockstep.agent.event_log import EventLog
 from lockstep.agent.forkserver import WorkerProgram
-from lockstep.agent.generation_reader import GenerationReader
 from lockstep.agent.lock import PriorState, agent_lock, kill_all
 from lockstep.agent.restart_policy import (
     decide_first_exit,
@@ -36,6 +34,7 @@ from lockstep.agent.restart_policy import (
     start_error,
     summarize,
 )
+from lockstep.agent.run_logs import EventLog, GenerationReader
 from lockstep.agent.slots import RunEnd, Slot, Worker, exited, last_status, phase_of, read_exit_report, reap_orphans, signal_due, write_log
 from lockstep.agent.stop_requests import StopRequests
 from lockstep.agent.worker_pool import RETRY_S, PendingWorker, WorkerPool
@@ -227,9 +226,9 @@ class Agent:
                 self.events.add(f"{signal.Signals(number).name} sent", reason, slot=worker.slot, pid=worker.pid)
                 worker.signal(number)
 
-    def apply_generation(self, record: Generation, before: Generation | None) -> None:
+    def apply_generation(self, record: Generation, before: Generation) -> None:
         """Schedule SIGKILL for local workers that were removed; end if the run ended."""
-        members = {member.id: member for member in before.members} if before else {}
+        members = {member.id: member for member in before.members}
         for removed in record.out:
             member = members.get(removed.id)
             slot = self.slots.get(member.slot) if member and member.host == self.host else None
@@ -313,7 +312,7 @@ class Agent:
             slot.history,
             lived_s=lived_s,
             # A crash counts at the worker's own step, a kill at the step of the run.
-            step=status.step - 1 if status and is_crash(last_exit) else newest.step if newest else -1,
+            step=status.step - 1 if status and is_crash(last_exit) else newest.step if newest.number else -1,
             phase=phase_of(status),
             stopping=bool(self.stops.received or self.run_end),
             policy=self.policy,

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from lockstep.agent.event_log import EventLog
+from lockstep.agent.run_logs import EventLog
 from lockstep.files import write_json
 from lockstep.runtime.processes import die_with_parent, now_s, open_worker_log
 from lockstep.runtime.worker_env import WORKER_ENV, process_stat

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lockstep.elastic.generation_log import Generation, GenerationLog
+from lockstep.elastic.generation_log import NO_GENERATION, Generation, GenerationLog
 from lockstep.elastic.run_folder import create_run_folder, read_folder_id
 from lockstep.errors import DamagedFileError, UsageError
 from lockstep.files import add_checksum, open_regular, read_json, try_lock, verify_checksum, write_json
@@ -45,7 +45,7 @@ class PriorState:
     running          slot -> worker of an earlier agent that is still training
     """
 
-    newest: Generation | None
+    newest: Generation
     base_generation: int
     running: Mapping[int, ProcessIdentity]
     folder_id: str = ""
@@ -69,7 +69,7 @@ def agent_lock(folder: Path, state: Path, host: str, command: Mapping[str, str],
             check_same_command(running, folder, read_command(state), command)
         else:
             write_json(state / COMMAND_FILE, add_checksum(command))
-        base = int(before["base_generation"]) if running else newest.number if newest else 0
+        base = int(before["base_generation"]) if running else newest.number
         write_lock(lock, {"pid": os.getpid(), "base_generation": base, "lives_on": lives_on, "folder_id": folder_id})
         yield PriorState(newest, base, running, folder_id)
         remove_stale_files(state)
@@ -122,11 +122,11 @@ def prepare_folder(folder: Path, slots: int, host: str, expected_id: str = "") -
         raise UsageError(f"cannot write {folder}: {error.strerror}", "given with --out", hint) from None
 
 
-def newest_generation(folder: Path) -> Generation | None:
+def newest_generation(folder: Path) -> Generation:
     """Return the newest generation. DamagedFileError or UsageError if it cannot be read."""
     generation_log = GenerationLog(folder / "generations")
     try:
-        return generation_log.newest()
+        return generation_log.newest() or NO_GENERATION
     except DamagedFileError:
         raise
     except OSError as error:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.agent.config import AgentTimeouts
-from lockstep.agent.event_log import EventLog
+from lockstep.agent.run_logs import EventLog
 from lockstep.agent.slots import Worker
 from lockstep.elastic import control, waiting_room
 from lockstep.elastic.generation_log import Generation, Member
@@ -68,17 +68,17 @@ class StopRequests:
             return list(waiting_room.registered_members(self.folder))
         return []
 
-    def recipients(self, newest: Generation | None, workers: Collection[Worker]) -> list[Member]:
+    def recipients(self, newest: Generation, workers: Collection[Worker]) -> list[Member]:
         """Return the workers that can be asked to stop the run; local ones only while they run."""
         pids = {worker.pid for worker in workers}
         members = control.stop_recipients(newest, self.waiting_members())
         return [member for member in members if member.host != self.host or member.pid in pids]
 
-    def request_elsewhere(self, newest: Generation | None, workers: Collection[Worker]) -> None:
+    def request_elsewhere(self, newest: Generation, workers: Collection[Worker]) -> None:
         """Ask another worker to stop the run if no local one has a vote. Blocks up to 2 s."""
         if not self.stop_signal or now_s() < self.next_request_s:
             return
-        voters = {member.pid for member in newest.members if member.host == self.host} if newest else set()
+        voters = {member.pid for member in newest.members if member.host == self.host}
         drained_first = any(map(self.is_drain, self.received))  # a worker only obeys the first signal that it receives
         if not drained_first and any(worker.stop_sent and worker.pid in voters for worker in workers):
             return
@@ -90,7 +90,7 @@ class StopRequests:
         self.accepted_s = now_s() if recipient else self.accepted_s
         self.next_request_s = now_s() + STOP_REQUEST_S
 
-    def awaits_run_end(self, newest: Generation | None, workers: Collection[Worker]) -> bool:
+    def awaits_run_end(self, newest: Generation, workers: Collection[Worker]) -> bool:
         if not self.stop_signal or self.received_s is None:
             return False
         until_s = min(max(self.received_s, self.accepted_s) + self.timeouts.stop_reply_s, self.received_s + self.timeouts.grace_s)

@@ -12,8 +12,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lockstep.agent.event_log import EventLog
 from lockstep.agent.forkserver import ONE_THREAD, Forkserver, WorkerProgram, WorkerSpec
+from lockstep.agent.run_logs import EventLog
 from lockstep.runtime.processes import now_s
 from lockstep.runtime.worker_env import WorkerEnv
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public at run time
 
 from lockstep.elastic import waiting_room
-from lockstep.elastic.generation_log import Generation, GenerationLog, Member, RunResult, new_token
+from lockstep.elastic.generation_log import Generation, GenerationLog, Member, RunResult
 from lockstep.elastic.protocol.effects import Effect
 from lockstep.elastic.protocol.transitions import Protocol
 from lockstep.runtime.worker_env import is_loopback_reachable
@@ -103,23 +103,18 @@ class DiskThread:
 
         self.submit(propose)
 
-    def record_end(self, end: RunResult, timeout_s: float) -> None:
-        """Record the end of the run in the log; give up after `timeout_s`."""
+    def record_end(self, end: RunResult) -> threading.Event:
+        """Record the end of the run in the log. The returned event is set after the attempt."""
         done = threading.Event()
 
         def record() -> None:
             with suppress(OSError):
-                newest = self.generation_log.newest()
-                while newest is None or not newest.end:  # another worker may propose, too
-                    number, step = (newest.number + 1, newest.step) if newest else (1, 0)
-                    reason = end.text or "the run ended"
-                    newest = self.generation_log.propose(Generation(number, new_token(), (), "", step, reason, end=end))
-                recorded = newest
+                recorded = self.generation_log.record_end(end, end.text or "the run ended", self.protocol.after)
                 self.call(lambda: self.protocol.on_proposed(recorded, time.monotonic()))
             done.set()
 
         self.submit(record)
-        done.wait(timeout_s)
+        return done
 
     def unregister(self) -> None:
         def unregister() -> None:

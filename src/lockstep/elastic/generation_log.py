@@ -190,6 +190,17 @@ class GenerationLog:
             self._archive(generation.number - KEEP)
         return winner
 
+    def record_end(self, end: RunResult, reason: str, after: int) -> Generation:
+        """Record the end of the run; return the record of its end, maybe another process's.
+
+        after  newest generation before this start: an earlier end is not this one's
+        """
+        newest = self.newest()
+        while newest is None or not newest.end or newest.number <= after:  # another process may propose, too
+            number, step = (newest.number + 1, newest.step) if newest else (1, 0)
+            newest = self.propose(Generation(number, new_token(), (), "", step, reason, end=end))
+        return newest
+
     def _archive(self, number: int) -> None:
         """Move a generation, and earlier ones still in the folder, to the archive."""
         with suppress(OSError):  # the next winner tries again

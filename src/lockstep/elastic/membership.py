@@ -165,7 +165,7 @@ class Membership:
 
     def publish_result(self, end: RunResult) -> None:
         """Record the end of the run in the log. Give up after PUBLISH_S."""
-        self.disk.record_end(end, PUBLISH_S)
+        self.disk.record_end(end).wait(PUBLISH_S)
 
     def wait_for_result(self, number: int) -> None:
         """Wait for the end of the run. PeersLostError when generation `number` breaks before."""
@@ -237,7 +237,7 @@ class Membership:
         self.disk.submit(lambda: append_event(self.folder, "hang", **facts))
         why = verdict.paragraph.partition(";")[0]
         if verdict.action == "abort":
-            threading.Thread(target=self.publish_result, args=(RunResult(1, verdict.paragraph),), daemon=True).start()
+            self.disk.record_end(RunResult(1, verdict.paragraph))
         elif self.me.id in verdict.culprits and verdict.action == "evict":
             # The main thread cannot react. After the exit the next member is the coordinator.
             exit_for_restart(verdict.paragraph, stack_of(self.main_thread))
