@@ -65,8 +65,7 @@ def agent_lock(folder: Path, state: Path, host: str, command: Mapping[str, str],
             kill_all(running)  # their agent is dead, and the kernel is about to end them
             running = {}
         if running:
-            check_same_launch(running, folder, slots, lives_on)
-            check_same_command(running, folder, read_command(state), command)
+            check_adoptable(running, folder, slots, lives_on, read_command(state), command)
         else:
             write_json(state / COMMAND_FILE, add_checksum(command))
         base = int(before["base_generation"]) if running else newest.number
@@ -134,23 +133,6 @@ def newest_generation(folder: Path) -> Generation:
         raise UsageError(f"cannot read the generation log: {error}", str(generation_log.folder), hint) from None
 
 
-def check_same_launch(running: Mapping[int, ProcessIdentity], folder: Path, slots: int, lives_on: bool) -> None:
-    """UsageError if this start cannot adopt the workers that an earlier `launch` left running."""
-    what, fix = "", ""
-    if not lives_on:
-        what, fix = f"workers of `lockstep launch` are training in {folder}", "run lockstep launch again, which adopts them;"
-    elif max(running) >= slots:
-        what = f"{max(running) + 1} workers are training in {folder} on this host, but {slots} were requested"
-        fix = "request as many workers as are running,"
-    if what:
-        hint = f"{fix} or stop them first: lockstep launch --stop {folder}"
-        raise UsageError(f"{what}: {join_pids(running)}", "their agent was killed, and they kept training", hint)
-
-
-def join_pids(running: Mapping[int, ProcessIdentity]) -> str:
-    return f"pid {', '.join(str(process.pid) for process in running.values())}"
-
-
 def read_command(state: Path) -> dict[str, str]:
     """Return the settings of this host's workers; {} if none. DamagedFileError if damaged."""
     path = state / COMMAND_FILE
@@ -163,14 +145,27 @@ def read_command(state: Path) -> dict[str, str]:
         raise DamagedFileError(what, str(path), "stop them first (lockstep launch --stop RUN), then remove it") from None
 
 
-def check_same_command(running: Mapping[int, ProcessIdentity], folder: Path, before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """UsageError if the running workers were started with another command."""
-    differing = [name for name in dict.fromkeys([*before, *now]) if before and before.get(name) != now.get(name)]
-    if differing:
-        differences = [f"{name} is {before.get(name) or 'not set'} for them and {now.get(name) or 'not set'} here" for name in differing]
+def check_adoptable(
+    running: Mapping[int, ProcessIdentity], folder: Path, slots: int, lives_on: bool, before: Mapping[str, str], now: Mapping[str, str]
+) -> None:
+    """UsageError if this start cannot adopt the workers that an earlier `launch` left running.
+
+    before, now  the command that they were started with, and this one
+    """
+    names = [name for name in dict.fromkeys([*before, *now]) if before and before.get(name) != now.get(name)]
+    differences = [f"{name} is {before.get(name) or 'not set'} for them and {now.get(name) or 'not set'} here" for name in names]
+    if not lives_on:
+        what, fix = f"workers of `lockstep launch` are training in {folder}", "run lockstep launch again, which adopts them;"
+    elif max(running) >= slots:
+        what = f"{max(running) + 1} workers are training in {folder} on this host, but {slots} were requested"
+        fix = "request as many workers as are running,"
+    elif differences:
         what = f"workers that were started with another command are training in {folder}: {'; '.join(differences)}"
-        hint = f"give the same command, which adopts them; or stop them first: lockstep launch --stop {folder}"
-        raise UsageError(what, f"{join_pids(running)}; their agent was killed, and they kept training", hint)
+        fix = "give the same command, which adopts them;"
+    else:
+        return
+    where = f"pid {', '.join(str(process.pid) for process in running.values())}; their agent was killed, and they kept training"
+    raise UsageError(what, where, f"{fix} or stop them first: lockstep launch --stop {folder}")
 
 
 def kill_all(running: Mapping[int, ProcessIdentity]) -> None:
