@@ -22,11 +22,10 @@ import torch
 
 from lockstep.elastic.generation_group import GenerationGroup
 from lockstep.elastic.generation_log import Generation, RunResult
-from lockstep.elastic.joining import is_run_active, join_static_group, make_board, prepare_worker
 from lockstep.elastic.membership import Membership, OthersStarted, RunEnded
 from lockstep.elastic.progress import Progress
 from lockstep.elastic.protocol.decisions import ElasticLimits, LeaveReport
-from lockstep.elastic.world import World
+from lockstep.elastic.world import World, is_run_active, join_static_group, make_board, prepare_worker
 from lockstep.errors import FencedError, PeersLostError, UsageError
 from lockstep.record.events import append_event
 from lockstep.record.goodput import Ledger

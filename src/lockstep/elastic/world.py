@@ -1,12 +1,31 @@
-"""The rank of this process among all workers."""
+"""The rank of this process among all workers, and how it becomes one of them.
+
+The launch variables fix its rank. Under an agent, each generation sets a new one.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+import socket
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from lockstep.elastic.generation_log import Generation
+from lockstep.elastic.fault_injection import DRILL_VARIABLE, FaultInjectingBoard
+from lockstep.elastic.generation_group import GenerationGroup
+from lockstep.elastic.generation_log import Generation, GenerationLog
+from lockstep.errors import UsageError
+from lockstep.runtime.device import select_device
+from lockstep.runtime.environment import RankInfo, read_rank_info
+from lockstep.runtime.interfaces import choose_interface, interface_with_address
+from lockstep.runtime.rendezvous import init_static_group, rendezvous
+from lockstep.runtime.sockets import open_sockets
+from lockstep.runtime.status_board import StatusBoard
+from lockstep.runtime.worker_env import WorkerEnv, is_loopback_reachable
+
+log = logging.getLogger("lockstep")
 
 
 @dataclass(frozen=True)
@@ -46,3 +65,65 @@ class World:
         rank, local = ids.index(id), sorted(member.slot for member in generation.members if member.host == self.host)
         local_rank = local.index(generation.members[rank].slot)
         return World(rank, len(ids), local_rank, len(local), self.host, self.device, generation.number, ids)
+
+
+def join_static_group(threads: int, timeout_s: float) -> tuple[World, GenerationGroup]:
+    """Collective. Form the process group that the launch variables describe; alone without them."""
+    info, source = read_rank_info(os.environ)
+    device, reason = select_device(info)
+    info = info or RankInfo(0, 1, 0, 1, "", 0, "no launcher")
+    store = rendezvous(info, timeout_s, source)
+    if info.size > 1:
+        interface, route = choose_interface(os.environ, info)
+        if interface:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+        reason = f"{reason}; gloo on {os.environ['GLOO_SOCKET_IFNAME']}: {route}"
+    if info.rank == 0:
+        log.info("%s; %s, %d thread%s: %s", source, device, threads, "s"[: threads - 1], reason)
+        for warning in info.warnings:
+            log.warning("%s", warning)
+    before = open_sockets()
+    init_static_group(info, store, device, timeout_s)
+    world = World(info.rank, info.size, info.local_rank, info.local_size, socket.gethostname(), device)
+    return world, GenerationGroup(device, timeout_s, open_sockets() - before)
+
+
+def prepare_worker(worker_env: WorkerEnv) -> tuple[torch.device, str]:
+    """Choose device and network interface of a worker under an agent; return (device, reason)."""
+    os.environ["GLOO_SOCKET_IFNAME"] = interface_with_address(worker_env.address)
+    return select_device(RankInfo(worker_env.slot, worker_env.slots, worker_env.slot, worker_env.slots, "", 0, "lockstep"))
+
+
+def make_board(worker_env: WorkerEnv) -> StatusBoard:
+    """Return the status board of a worker; in a drill it carries out requested faults."""
+    path = Path(worker_env.state) / f"{worker_env.slot}.board"
+    inject = os.environ.get(DRILL_VARIABLE) == "1"
+    board = FaultInjectingBoard(path, path.with_suffix(".fault")) if inject else StatusBoard(path)
+    board.track_compilation()
+    return board
+
+
+def is_run_active(folder: Path, worker_env: WorkerEnv) -> bool:
+    """Return whether a generation is training. UsageError if this start is on another host."""
+    newest = GenerationLog(folder / "generations", since=worker_env.known_generation).newest()
+    if newest is None or newest.end:
+        return False
+    alive = [member for member in newest.members if is_loopback_reachable(member.loopback) and is_listening(member.address)]
+    foreign = [member for member in alive if member.host != worker_env.host]
+    if worker_env.agent_pid and foreign:
+        raise UsageError(
+            f"another training is already running in {folder}",
+            f"generation {newest.number} on {', '.join(sorted({member.host for member in foreign}))}",
+            "wait for it, stop it with lockstep launch --stop, or choose another --out",
+        )
+    return bool(alive)
+
+
+def is_listening(address: str) -> bool:
+    """Return whether a process listens at "ADDRESS:PORT"."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=1.0).close()
+        return True
+    except OSError:
+        return False
