@@ -101,7 +101,7 @@ class Agent:
         self.folder, self.state, self.host = Path(worker_env.folder), Path(worker_env.state), worker_env.host
         self.events = EventLog(folder, self.host)
         self.pool = WorkerPool(program, config.environ, self.events, import_s=self.timeouts.import_s, fork_s=self.timeouts.fork_s)
-        self.evaluator = EvaluatorProcess(folder, self.host, config.environ, self.events) if config.evaluator else None
+        self.evaluator = EvaluatorProcess(folder, self.host, config.environ, self.events, enabled=config.evaluator)
         self.stops = StopRequests(self.folder, self.host, self.events, self.timeouts, drains=worker_env.drain)
         self.generations = GenerationReader(self.folder, prior, self.events)
         self.run_end: RunEnd | None = None
@@ -143,13 +143,10 @@ class Agent:
             if not self.run_end:
                 self.stops.request_elsewhere(self.generations.newest, self.workers)
             self.escalate_signals()
-            if self.evaluator:
-                self.evaluator.poll()
-            if not self.pool.pending:  # a pending worker may have exited already, and its pid is not known yet
-                known = {worker.pid for worker in self.workers} | self.pool.pids()
-                reap_orphans(known | (self.evaluator.pids() if self.evaluator else set()))
+            self.evaluator.poll()
+            reap_orphans({worker.pid for worker in self.workers} | self.pool.pids() | self.evaluator.pids())
         code, text = self.result()
-        if self.evaluator and not code and not self.stops.is_draining:  # it scores the last checkpoint, until a stop signal
+        if not code and not self.stops.is_draining:  # it scores the last checkpoint, until a stop signal
             until_s = now_s() + self.timeouts.final_eval_s
             while self.evaluator.is_running and now_s() < until_s and not set(STOP_SIGNALS) & set(inbox.wait(self.timeouts.poll_s, [])):
                 pass
@@ -184,8 +181,7 @@ class Agent:
     def close(self) -> None:
         """Release everything. Workers keep running under `launch`, and are killed under `train`."""
         self.pool.close()
-        if self.evaluator:
-            self.evaluator.close()
+        self.evaluator.close()
         if self.worker_env.agent_pid:
             kill_all({worker.slot: worker.process for worker in self.workers})
         for worker in self.workers:
@@ -196,7 +192,6 @@ class Agent:
 
     def on_signal(self, number: int) -> None:
         """Forward a stop or drain signal to the workers, and start no more workers."""
-        self.stops.add(number)
         self.stop_starting()
         self.stops.forward(number, self.workers)
 
@@ -261,21 +256,22 @@ class Agent:
             exit_report_path(self.state, slot.number).unlink(missing_ok=True)
             waiting_room.remove_stale_files(self.folder, self.host, slot.number)
         worker_env = replace(self.worker_env, slot=slot.number, known_generation=self.generations.known)
+        restarted = slot.last_exit is not None
         if slot.number == 0:
-            self.pool.request(worker_env, 1, 2, restarted=slot.had_worker)
+            self.pool.request(worker_env, 1, 2, restarted=restarted)
             return
         try:
             with open_worker_log(self.folder, slot.number, self.host) as output:
                 slot.log_offset = output.tell()
-                self.pool.request(worker_env, output.fileno(), output.fileno(), restarted=slot.had_worker)
+                self.pool.request(worker_env, output.fileno(), output.fileno(), restarted=restarted)
         except UsageError as error:
             self.events.warn(f"slot {slot.number} writes to the terminal", error)
-            self.pool.request(worker_env, 2, 2, restarted=slot.had_worker)
+            self.pool.request(worker_env, 2, 2, restarted=restarted)
 
     def on_worker_started(self, slot: Slot, started: PendingWorker) -> None:
         """Record the process of `slot` and let the worker run."""
         process = identify_process(started.pid, slot.log_offset)
-        slot.worker, slot.had_worker = Worker(slot.number, process, os.pidfd_open(started.pid), True, now_s()), True
+        slot.worker = Worker(slot.number, process, os.pidfd_open(started.pid), True, now_s())
         try:
             write_worker_process(self.state, slot.number, process)
         except OSError as error:
@@ -294,7 +290,7 @@ class Agent:
         if not process.alive:  # the pid may have been reused, and the pidfd may refer to another process
             os.close(pidfd)
             return
-        slot.worker, slot.had_worker, slot.start_at_s = Worker(slot.number, process, pidfd, False, now_s()), True, None
+        slot.worker, slot.start_at_s = Worker(slot.number, process, pidfd, False, now_s()), None
         self.events.add("worker taken over", "its agent had died, and it kept training", slot=slot.number, pid=process.pid)
         log.info("adopted slot %d (pid %d), which kept training without its agent", slot.number, process.pid)
 

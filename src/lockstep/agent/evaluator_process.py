@@ -27,13 +27,13 @@ ROLE = "evaluator"  # in logs and events
 
 
 class EvaluatorProcess:
-    """The evaluator of one agent; `poll` starts and restarts it."""
+    """The evaluator of one agent, if it is `enabled`; `poll` starts and restarts it."""
 
-    def __init__(self, folder: Path, host: str, environ: Mapping[str, str], events: EventLog) -> None:
+    def __init__(self, folder: Path, host: str, environ: Mapping[str, str], events: EventLog, *, enabled: bool = True) -> None:
         self.folder, self.host, self.events = folder, host, events
         self.environ = {name: value for name, value in environ.items() if name != WORKER_ENV}
         self.process: subprocess.Popen[bytes] | None = None
-        self.start_at_s: float | None = 0.0
+        self.start_at_s = 0.0 if enabled else None
         self.delay_s = INITIAL_DELAY_S
         self.record_path = folder / "evaluators" / f"{host}.json"
 

@@ -111,7 +111,7 @@ def decide_restart(
     progress = step > history.step
     crashes = (0 if progress or lived_s >= policy.crash_reset_s else history.crashes) + is_own_fault(worker_exit)
     restarts = 0 if progress or lived_s >= policy.reset_after_s else history.restarts
-    phase = phase if is_sigkill(worker_exit) else ""
+    phase = phase if is_crash(worker_exit, [signal.SIGKILL]) else ""
     kills = (history.kills if phase == history.phase else 0) + 1 if phase else 0
     now = SlotHistory(restarts + 1, crashes, max(step, history.step), kills, phase)
     if is_own_fault(worker_exit) and crashes >= policy.max_crashes and policy.script:
@@ -186,14 +186,9 @@ def is_own_fault(worker_exit: WorkerExit) -> bool:
     )
 
 
-def is_crash(worker_exit: WorkerExit) -> bool:
-    """Return whether a signal that the worker caused itself killed it."""
-    return not worker_exit.report and worker_exit.signal in CRASH_SIGNALS and worker_exit.signal not in worker_exit.sent
-
-
-def is_sigkill(worker_exit: WorkerExit) -> bool:
-    """Return whether a SIGKILL killed it that its agent did not send."""
-    return not worker_exit.report and worker_exit.signal == signal.SIGKILL and signal.SIGKILL not in worker_exit.sent
+def is_crash(worker_exit: WorkerExit, signals: Collection[int] = CRASH_SIGNALS) -> bool:
+    """Return whether one of `signals` killed it that its agent did not send."""
+    return not worker_exit.report and worker_exit.signal in signals and worker_exit.signal not in worker_exit.sent
 
 
 def failure_text(worker_exit: WorkerExit) -> str:

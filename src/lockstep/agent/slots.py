@@ -66,14 +66,12 @@ class Slot:
     """A place for one worker on this host.
 
     start_at_s  when to request a worker; None: one runs, one is starting, or no further one starts
-    had_worker  a worker ran here before
     log_offset  size of the slot's log when its newest worker was requested
     last_exit   of its previous worker
     """
 
     number: int
     start_at_s: float | None = 0.0
-    had_worker: bool = False
     log_offset: int = 0
     worker: Worker | None = None
     last_exit: WorkerExit | None = None

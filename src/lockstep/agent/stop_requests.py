@@ -36,11 +36,6 @@ class StopRequests:
         self.received_s: float | None = None
         self.next_request_s = self.accepted_s = 0.0
 
-    def add(self, number: int) -> None:
-        self.received.append(number)
-        self.received_s = self.received_s or now_s()
-        self.events.add("signal passed on", f"the agent received {signal.Signals(number).name}")
-
     def is_drain(self, number: int) -> bool:
         return number == signal.SIGUSR1 and self.drains
 
@@ -56,6 +51,9 @@ class StopRequests:
 
     def forward(self, number: int, workers: Collection[Worker]) -> None:
         """Send a signal to the workers that do not wait to join; the waiting ones exit with the run."""
+        self.received.append(number)
+        self.received_s = self.received_s or now_s()
+        self.events.add("signal passed on", f"the agent received {signal.Signals(number).name}")
         waiting = [] if self.is_drain(number) else self.waiting_members()
         waiting_pids = {member.pid for member in waiting if member.host == self.host}
         for worker in workers:

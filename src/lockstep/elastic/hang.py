@@ -120,7 +120,7 @@ def stall_limit_s(member: MemberSnapshot, limits: ElasticLimits, step_s: float) 
 
 def blame_culprits(culprits: Sequence[MemberSnapshot], others: Sequence[MemberSnapshot], limits: ElasticLimits) -> HangVerdict:
     """Some members hang by themselves; the others wait for them."""
-    subject, pronoun = ("It", "it") if is_single(culprits) else ("They", "them")
+    subject, pronoun = ("It", "it") if len(culprits) == 1 else ("They", "them")
     clauses = "; ".join([*describe_all(culprits, limits), *describe_waiting(others, pronoun)])
     return HangVerdict(ids_of(culprits), f"{clauses}. {action_words(subject, culprits, others, limits)}", limits.on_hang)
 
@@ -160,7 +160,7 @@ def blame_network(members: Sequence[MemberSnapshot], limits: ElasticLimits) -> H
     """All members are in one collective, and it does not complete."""
     hosts = sorted({member.host for member in members})
     between = f"the network between {joined(hosts)}" if len(hosts) > 1 else f"their connection on {hosts[0]}"
-    if is_single(members):
+    if len(members) == 1:
         cause = f"{describe_all(members, limits)[0]}, in which no other rank is"
     else:
         where = f"{collective_with_number(members[0])} for {longest_stall(members)}{at_line(members[0])}"
@@ -203,11 +203,11 @@ def describe_group(group: Sequence[MemberSnapshot], limits: ElasticLimits) -> st
     silent = format_duration(max(member.silent_s for member in group))
     problem = cannot_move(first, limits)
     if problem == "exited":
-        return f"{subject} exited, {longest_stall(group)} after {'it was' if is_single(group) else 'they were'} last seen {where}"
+        return f"{subject} exited, {longest_stall(group)} after {'it was' if len(group) == 1 else 'they were'} last seen {where}"
     if problem == "unheard":
         return f"{subject} sent no heartbeat for {silent}, nor has any other process of the host; last seen {where}"
     if problem == "stopped":
-        return f"{who(group)} {'is' if is_single(group) else 'are'} stopped (by SIGSTOP or a debugger) and {been}"
+        return f"{who(group)} {'is' if len(group) == 1 else 'are'} stopped (by SIGSTOP or a debugger) and {been}"
     if first.silent_s > limits.heartbeat_timeout_s:
         holder = "blocked in I/O" if first.state == "D" else "a thread holds the GIL"
         return f"{who(group)} {been}, alive but without a heartbeat for {silent} ({holder})"
@@ -249,7 +249,7 @@ def action_words(subject: str, culprits: Sequence[MemberSnapshot], others: Seque
         return "All ranks form a new group and retry the step."
     verb = "removed" if all(cannot_move(member, limits) in ("exited", "unheard") for member in culprits) else "killed"
     how = "without" if others else "with others in place of"
-    be, them = ("is", "it") if is_single(culprits) else ("are", "them")
+    be, them = ("is", "it") if len(culprits) == 1 else ("are", "them")
     return f"{subject} {be} {verb}, and the run continues {how} {them}."
 
 
@@ -260,12 +260,12 @@ def ids_of(members: Sequence[MemberSnapshot]) -> tuple[str, ...]:
 def who(members: Sequence[MemberSnapshot]) -> str:
     """ "rank 2 (host b, slot 0, pid 4711)", "ranks 2 and 3 (host b)"."""
     hosts = sorted({member.host for member in members})
-    more = f", slot {members[0].slot}, pid {members[0].status.pid}" if is_single(members) else ""
+    more = f", slot {members[0].slot}, pid {members[0].status.pid}" if len(members) == 1 else ""
     return f"{rank_words(members)} (host{'s' if len(hosts) > 1 else ''} {joined(hosts)}{more})"
 
 
 def rank_words(members: Sequence[MemberSnapshot]) -> str:
-    return f"rank{'' if is_single(members) else 's'} {joined([str(rank) for rank in sorted(member.rank for member in members)])}"
+    return f"rank{'' if len(members) == 1 else 's'} {joined([str(rank) for rank in sorted(member.rank for member in members)])}"
 
 
 def joined(words: Sequence[str]) -> str:
@@ -273,12 +273,8 @@ def joined(words: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
-def is_single(members: Sequence[MemberSnapshot]) -> bool:
-    return len(members) == 1
-
-
 def have(members: Sequence[MemberSnapshot]) -> str:
-    return "has" if is_single(members) else "have"
+    return "has" if len(members) == 1 else "have"
 
 
 def longest_stall(members: Sequence[MemberSnapshot]) -> str:

@@ -71,9 +71,9 @@ class CoordinatorView:
 
 def next_generation(view: CoordinatorView, limits: ElasticLimits, token: str) -> tuple[Generation | None, str]:
     """Return (the generation to propose, the reason), or (None, what the coordinator waits for)."""
-    number, missing = view.generation.number + 1, missing_reports(view)
-    if missing:
-        return None, f"waiting for {len(missing)} members to leave generation {view.generation.number}"
+    number = view.generation.number + 1
+    if missing := sum(member.id not in view.reports and member.id not in view.dead for member in view.generation.members):
+        return None, f"waiting for {missing} members to leave generation {view.generation.number}"
     survivors = split_members(view, limits)
     if survivors is None:
         return None, "no member would stay"
@@ -102,22 +102,8 @@ def group_by_host(members: Sequence[Member], replica_size: int) -> tuple[Member,
     return tuple(member for replicas in by_host.values() for member in replicas)
 
 
-def members_to_release(view: CoordinatorView, limits: ElasticLimits) -> list[Member]:
-    """Return the members of incomplete replicas, while complete ones wait for more workers.
-
-    A released member exits, and its replacement can complete a replica.
-    """
-    survivors = None if missing_reports(view) else split_members(view, limits)
-    return survivors[1] if survivors else []
-
-
-def missing_reports(view: CoordinatorView) -> list[Member]:
-    """Return the members that are neither gone nor have reported."""
-    return [member for member in view.generation.members if member.id not in view.reports and member.id not in view.dead]
-
-
 def split_members(view: CoordinatorView, limits: ElasticLimits) -> tuple[list[Member], list[Member], list[Removed]] | None:
-    """Return the members (that stay, of incomplete replicas, to remove).
+    """Return the members (staying, of incomplete replicas, to remove). All have reported or are gone.
 
     None: all are leaving, and no joiner can take over their state yet.
     """

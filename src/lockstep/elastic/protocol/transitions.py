@@ -50,10 +50,10 @@ from lockstep.elastic.protocol.decisions import (
     LeaveReport,
     first_whole_replicas,
     member_names,
-    members_to_release,
     next_generation,
     refusal_reason,
     rendezvous_status,
+    split_members,
 )
 from lockstep.elastic.protocol.effects import AbortGroup, Connect, Effect, Exit, FormGroup, GetReady, LogMessage, Propose, ReadLog, Send
 from lockstep.elastic.protocol.state import MembershipState
@@ -306,12 +306,13 @@ class Protocol(MembershipState):
         if generation is None:
             if reason.startswith("waiting"):
                 return []
-            return [*self._log_status(reason), *self._release(members_to_release(view, limits))]
+            survivors = split_members(view, limits)
+            return [*self._log_status(reason), *self._release(survivors[1] if survivors else [])]
         self._pending_proposal = generation.number
         return [Propose(generation)]
 
     def _release(self, members: Sequence[Member]) -> list[Effect]:
-        """Make members of incomplete replicas exit; the updates of this worker reach the others."""
+        """Make members of incomplete replicas exit, through updates: replacements complete a replica."""
         self.dead |= {member.id: INCOMPLETE for member in members if member != self.me}
         return self._exit_removed(INCOMPLETE) if self.me in members else []
 
