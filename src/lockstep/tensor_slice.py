@@ -10,7 +10,6 @@ of each. A checkpoint of one layout is loaded in another by copying between over
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -76,10 +75,14 @@ class TensorSlice:
         length = self.shape[1] // parts
         return TensorSlice(self.shape, self.rows, (part * length, (part + 1) * length))
 
-    def overlaps(self, other: TensorSlice) -> bool:
-        (left, right), (first, last) = self.columns or (0, math.inf), other.columns or (0, math.inf)
-        rows = any(start < end and begin < stop for start, stop in self.rows for begin, end in other.rows)
-        return rows and left < last and first < right
+    def intersection(self, other: TensorSlice) -> TensorSlice:
+        """Return the slice of the common elements, which may be empty."""
+        columns = None
+        if self.columns or other.columns:
+            (left, right), (first, last) = self.columns or (0, self.shape[1]), other.columns or (0, self.shape[1])
+            columns = max(left, first), max(left, first, min(right, last))
+        rows = [(max(start, begin), min(stop, end)) for (start, stop), (begin, end) in product(self.rows, other.rows)]
+        return TensorSlice(self.shape, tuple((start, stop) for start, stop in rows if start < stop), columns)
 
     def of(self, whole: Array) -> Array:
         """Return this slice of `whole`: a view if it is one range of rows, else a copy."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import run_ranks
-from test_layouts import build_local_model, build_replica, model_named, one_step
+from test_layouts import CONFIG, Model, build_local_model, build_replica, model_named, one_step
+from test_shared_checkpoint import bytes_read
 
 from lockstep.checkpoint import commands
 from lockstep.config.schema import OptimOptions
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import CheckpointError
 from lockstep.layout import Layout
+from lockstep.models.llama import Llama, init_param
 from lockstep.models.llama_io import checkpoint_tensors
 from lockstep.parallel.grad_norm import divide_and_clip
 from lockstep.training.checkpointer import Checkpointer
@@ -101,33 +104,75 @@ def test_damaged_shard_is_detected_and_the_previous_checkpoint_loaded(tmp_path: 
     assert commands.verify(tmp_path)[0]
 
 
-def resumed(runtime: ElasticRuntime, layout: Layout, folder: str, how: str) -> tuple[bool, str]:
-    """Return (True when this worker can read its slices, the outcome of the collective resume)."""
+def outcome_of_resume(runtime: ElasticRuntime, layout: Layout, folder: str, how: str) -> str:
     local = build_local_model(runtime, model_named("translator"), layout, torch.float32)
     checkpointer = Checkpointer(Path(folder), runtime, local, adamw(local, OptimOptions()))
     try:
-        checkpointer.store.load_slices(FIRST, local.slices)
-        readable = True
-    except CheckpointError:
-        readable = False
-    try:
-        return readable, f"step {checkpointer.resume(how)}"
+        return f"step {checkpointer.resume(how)}"
     except CheckpointError as error:
-        return readable, error.what
+        return error.what
 
 
-def test_each_worker_reads_its_own_files_and_all_resume_or_none(tmp_path: Path) -> None:
+def test_all_workers_of_a_sharded_replica_resume_or_none(tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"
     run_ranks(train_to, 2, Layout(1, 2), str(checkpoints), FIRST)
-    assert run_ranks(resumed, 2, Layout(1, 2), str(checkpoints), str(FIRST)) == [(True, f"step {FIRST}")] * 2
+    assert run_ranks(outcome_of_resume, 2, Layout(1, 2), str(checkpoints), str(FIRST)) == [f"step {FIRST}"] * 2
     part = checkpoints / f"step-{FIRST:08d}" / "tensors-01000.safetensors"
     content = bytearray(part.read_bytes())
     for place in (len(content) // 2, 12):  # in a tensor, then in the header
         content[place] ^= 4
         part.write_bytes(content)
-        outcomes = run_ranks(resumed, 2, Layout(1, 2), str(checkpoints), str(FIRST))
-        assert [what for _, what in outcomes] == [f"damaged: the checkpoint of step {FIRST}"] * 2
-        assert [readable for readable, _ in outcomes] == [place != 12, False]
+        outcomes = run_ranks(outcome_of_resume, 2, Layout(1, 2), str(checkpoints), str(FIRST))
+        assert outcomes == [f"damaged: the checkpoint of step {FIRST}"] * 2
+
+
+WIDE = replace(CONFIG, vocab_size=2000, dim=256, ffn_dim=512)
+WIDE_MODEL = Model("llama", lambda: Llama(WIDE), lambda name, shape: init_param(name, shape, WIDE.n_layers, 1))
+
+
+def resume_and_save(runtime: ElasticRuntime, layout: Layout, folder: str, step: int, hosts: int = 1) -> tuple[int, int]:
+    """Resume, or make a state by one update, and save it as `step`. Return the bytes that this rank
+    read from files, and how many it sent to other hosts."""
+    per_host = runtime.world.size // hosts
+    runtime.world = replace(runtime.world, host=f"host {runtime.world.rank // per_host}")
+    local = build_local_model(runtime, WIDE_MODEL, layout, torch.float32)
+    optimizer = adamw(local, OptimOptions())
+    send, sent = runtime.group.isend, list[int]()
+
+    def isend(tensor: torch.Tensor, rank: int) -> Any:
+        if rank // per_host != runtime.world.rank // per_host:
+            sent.append(tensor.nbytes)
+        return send(tensor, rank)
+
+    runtime.group.isend = isend  # type: ignore[method-assign]
+    with Checkpointer(Path(folder), runtime, local, optimizer) as checkpointer:
+        before = bytes_read()
+        resumed = checkpointer.resume()
+        read = bytes_read() - before
+        if not resumed:
+            for parameter in local.parameters():
+                parameter.grad = torch.arange(parameter.numel(), dtype=torch.float32).cos().view_as(parameter)
+            optimizer.step()
+        checkpointer.save(step)
+    return read, sum(sent)
+
+
+@pytest.mark.parametrize("first_layout", [Layout(), Layout(2, 2), Layout(1, 1, 2)], ids=str)
+def test_each_byte_is_read_once_and_sent_once_to_each_host_in_any_layout(first_layout: Layout, tmp_path: Path) -> None:
+    """Every rank verified its share and then read again the files that it needed."""
+    saved = tmp_path / "saved"
+    run_ranks(resume_and_save, first_layout.workers, first_layout, str(saved), 1)
+    size = sum(path.stat().st_size for path in (saved / "step-00000001").iterdir())
+    assert size > 20_000_000
+    for layout, hosts in ((Layout(1, 2), 1), (Layout(2, 2), 2), (Layout(1, 2, 2), 1), (Layout(2, 1, 2), 2), (Layout(1, 1, 1, 2), 1)):
+        folder = tmp_path / str(layout)
+        shutil.copytree(saved, folder)
+        read, sent = map(sum, zip(*run_ranks(resume_and_save, layout.workers, layout, str(folder), 2, hosts), strict=True))
+        print(f"{first_layout} -> {layout} on {hosts} hosts: {read / size:.2f} of the checkpoint read, {sent / size:.2f} sent")
+        assert size <= read < 1.05 * size, layout
+        assert sent <= size * (hosts - 1), layout
+        digests = [commands.digest_line(folder, step).split()[-1] for step in (1, 2)]
+        assert digests[0] == digests[1], layout
 
 
 def test_exports_of_all_layouts_are_equal(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Whole replicas read a checkpoint together: each byte once, then from rank to rank."""
+"""Ranks read a checkpoint together: each byte once, then from rank to rank."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def resume_with_other_bytes(runtime: ElasticRuntime, folder: Path) -> str:
     def share(*args: Any) -> Any:
         tensors = shared(*args)
         if runtime.world.rank == 1:
-            next(piece for piece in tensors._own.values() if piece.spec.bytes == SIZE).data[5] ^= 1
+            next(stored for stored, _ in tensors._own.values() if stored.spec.bytes == SIZE).data[5] ^= 1
         return tensors
 
     loading.SharedTensors = share  # type: ignore[assignment,misc]

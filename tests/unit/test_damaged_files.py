@@ -35,7 +35,6 @@ from lockstep.runtime import worker_env as seat
 from lockstep.runtime.processes import open_worker_log
 from lockstep.tasks.evaluate import finished_step
 from lockstep.tasks.setup import best_steps
-from lockstep.tensor_slice import TensorSlice
 
 ME = Member("here/0/a", "here", 0, os.getpid(), "127.0.0.1:4000")
 RECORD = Generation(1, "token", (ME,), "127.0.0.1:4001", 0, "for the test")
@@ -177,7 +176,6 @@ def test_manifest_that_lists_an_outside_file_is_damaged_for_every_reader(tmp_pat
     assert any(message in problem for problem in store.verify(20))
     for read in (
         lambda: store.load(20),
-        lambda: store.load_slices(20, {}),
         lambda: commands.digest_line(folder, 20),
         lambda: commands.export(folder, 20, tmp_path / "out"),
     ):
@@ -206,9 +204,8 @@ def test_checkpoint_without_facts_is_damaged(tmp_path: Path) -> None:
     path = save(tmp_path, 20)
     name = "tensors-00000.safetensors"
     save_with_manifest(tmp_path / "again", 20, {name: record((path / name).read_bytes())})
-    for read in (lambda: CheckpointStore(tmp_path / "again").load(20), lambda: CheckpointStore(tmp_path / "again").load_slices(20, {})):
-        with pytest.raises(CheckpointError, match=r"does not list facts.json"):
-            read()
+    with pytest.raises(CheckpointError, match=r"does not list facts.json"):
+        CheckpointStore(tmp_path / "again").load(20)
 
 
 def test_link_in_a_checkpoint_is_not_followed(tmp_path: Path) -> None:
@@ -262,7 +259,7 @@ def test_worker_loads_the_hashed_bytes_of_a_changing_file(tmp_path: Path, monkey
 
     for name in ("read_verified", "find_damage"):
         monkeypatch.setattr(commit, name, then_change(getattr(commit, name)))
-    loaded = CheckpointStore(tmp_path).load_slices(20, {"00000": TensorSlice.whole((16,))})
+    loaded = CheckpointStore(tmp_path).load(20)
     assert loaded.tensors["model.00000"].numpy().tobytes() == bytes([20]) * 64
 
 

@@ -85,7 +85,7 @@ def test_rows_split_like_torch_chunk_and_columns_reassemble(rows: int, tensor: i
 
 
 @given(st.integers(1, 12), st.integers(1, 3), SIZES, SIZES, st.data())
-def test_slices_overlap_where_they_share_elements(rows: int, groups: int, tensor: int, shards: int, data: st.DataObject) -> None:
+def test_intersection_of_slices_has_their_common_elements(rows: int, groups: int, tensor: int, shards: int, data: st.DataObject) -> None:
     whole = torch.arange(rows * groups * 2 * tensor).view(rows * groups, -1)
 
     def draw() -> TensorSlice:
@@ -96,7 +96,8 @@ def test_slices_overlap_where_they_share_elements(rows: int, groups: int, tensor
 
     first, second = draw(), draw()
     common = set(first.of(whole).flatten().tolist()) & set(second.of(whole).flatten().tolist())
-    assert first.overlaps(second) == second.overlaps(first) == bool(common)
+    assert set(first.intersection(second).of(whole).flatten().tolist()) == common
+    assert first.intersection(TensorSlice.whole(whole.shape)) == first.intersection(first) == first
     copied = torch.full(second.local_shape, -1)
     first.copy_to(second, first.of(whole), copied)
     assert torch.equal(copied, torch.where(torch.isin(second.of(whole), torch.tensor(sorted(common))), second.of(whole), -1))

@@ -130,6 +130,10 @@ class StoredSlice(NamedTuple):
     def raw(self) -> RawArray:
         return np.frombuffer(self.data, f"u{safetensors_io.ITEM_BYTES[self.spec.dtype]}").reshape(self.spec.shape)
 
+    def part(self, wanted: TensorSlice) -> StoredSlice:
+        """Return a part of this slice: a copy, unless it is all of it."""
+        return StoredSlice(*assemble(self.spec._replace(shape=self.slice.shape), [self], wanted), wanted, self.file)
+
 
 @dataclass
 class StoredTensor:
@@ -142,56 +146,29 @@ class StoredTensor:
         first = self.slices[0]
         return first.spec._replace(shape=first.slice.shape)
 
-    def sources(self, wanted: TensorSlice) -> list[StoredSlice]:
-        """Return the stored slices to read: `wanted` if it is stored, else the overlapping ones."""
-        same = [stored for stored in self.slices if stored.slice == wanted]
-        return same[:1] or [stored for stored in self.slices if stored.slice.overlaps(wanted)]
-
     def data(self) -> memoryview:
-        first = self.slices[0]
-        return first.data if first.slice.is_whole else self.read(TensorSlice.whole(self.spec.shape))[1]
+        return self.read(TensorSlice.whole(self.spec.shape))[1]
 
     def read(self, wanted: TensorSlice) -> tuple[TensorSpec, memoryview]:
-        """Return spec and bytes of any slice of the tensor: a copy."""
-        buffer = SliceBuffer(self.spec, wanted)
-        buffer.add(self)
-        return buffer.content()
+        """Return spec and bytes of any slice of the tensor. See `assemble`."""
+        return assemble(self.spec, self.slices, wanted)
 
 
-class SliceBuffer:
-    """A slice of a tensor of spec `whole`, filled from verified files in turn."""
-
-    def __init__(self, whole: TensorSpec, slice: TensorSlice) -> None:
-        self.whole, self.slice = whole, slice
-        # Values, and which are missing; allocated by the first verified file that fits the spec.
-        self.filled: tuple[RawArray, npt.NDArray[np.bool_]] | None = None
-
-    def add(self, tensor: StoredTensor) -> None:
-        for stored in tensor.slices:
-            if stored.spec.dtype == self.whole.dtype and stored.slice.shape == self.whole.shape:
-                values, missing = self.filled = self.filled or self._empty()
-                stored.slice.copy_to(self.slice, stored.raw(), values)
-                stored.slice.copy_to(self.slice, np.zeros(stored.slice.local_shape[:2], np.bool_), missing)
-
-    def _empty(self) -> tuple[RawArray, npt.NDArray[np.bool_]]:
-        dtype = f"u{safetensors_io.ITEM_BYTES[self.whole.dtype]}"
-        return np.empty(self.slice.local_shape, dtype), np.ones(self.slice.local_shape[:2], np.bool_)
-
-    def content(self) -> tuple[TensorSpec, memoryview]:
-        """Return spec and bytes of the slice. CheckpointError when the files lack a part of it."""
-        values, missing = self.filled or self._empty()
-        if missing_count := int(missing.sum()):
-            raise CheckpointError(f"slices of {self.whole.name} are missing", f"{missing_count} of its rows and columns are in no file")
-        return self.whole._replace(shape=self.slice.local_shape), values.reshape(-1).view(np.uint8).data
-
-
-def read_slices(path: Path, record: FileRecord, buffers: Mapping[str, SliceBuffer]) -> str:
-    """Fill buffers by tensor name from a file, read once. Return its problem, "" if whole."""
-    content, problem = commit.read_verified(path, record)
-    for name, tensor in StoredTensors({} if problem else {path.name: memoryview(content)}).items():
-        if name in buffers:
-            buffers[name].add(tensor)
-    return problem
+def assemble(whole: TensorSpec, slices: Iterable[StoredSlice], wanted: TensorSlice) -> tuple[TensorSpec, memoryview]:
+    """Return spec and bytes of `wanted`, a slice of a tensor of spec `whole`: a copy, unless one of
+    `slices` is that slice. CheckpointError when they lack a part of it."""
+    fitting = [stored for stored in slices if stored.spec.dtype == whole.dtype and stored.slice.shape == whole.shape]
+    for stored in fitting:
+        if stored.slice == wanted:
+            return stored.spec, stored.data
+    values = np.empty(wanted.local_shape, f"u{safetensors_io.ITEM_BYTES[whole.dtype]}")
+    missing = np.ones(wanted.local_shape[:2], np.bool_)
+    for stored in fitting:
+        stored.slice.copy_to(wanted, stored.raw(), values)
+        stored.slice.copy_to(wanted, np.zeros(stored.slice.local_shape[:2], np.bool_), missing)
+    if missing_count := int(missing.sum()):
+        raise CheckpointError(f"slices of {whole.name} are missing", f"{missing_count} of its rows and columns are in no file")
+    return whole._replace(shape=wanted.local_shape), values.reshape(-1).view(np.uint8).data
 
 
 class StoredTensors(dict[str, StoredTensor]):

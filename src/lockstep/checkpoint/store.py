@@ -292,34 +292,6 @@ class CheckpointStore:
             self._verified_step = step
         return shards.StoredTensors({name: memoryview(content) for name, content in contents.items()}), facts, []
 
-    def load_slices(self, step: int, slices: Mapping[str, TensorSlice]) -> Checkpoint:
-        """Return slices (parameter name -> slice) of these parameters and of their optimizer state.
-
-        Each needed file is read once, and slices are copied out of the hashed bytes: in the layout
-        that saved, that is the file of this worker. Memory: these slices, and one file.
-        CheckpointError when it is missing or damaged.
-        """
-        with self._pinned(step) as path:
-            try:
-                stored = shards.open_tensors(path, step)
-            except (OSError, ValueError, LookupError):  # a damaged header
-                raise self._damaged({step: commit.find_damage(path, step)}) from None
-            wanted = {name: tensor for name, tensor in stored.items() if shards.parameter_of(name) in slices}
-            buffers = {
-                name: shards.SliceBuffer(tensor.spec, shards.slice_of(name, tensor.spec.shape, slices)) for name, tensor in wanted.items()
-            }
-            sources = {source.file for name, tensor in wanted.items() for source in tensor.sources(buffers[name].slice)}
-            files, problems = read_complete_manifest(path, step)
-            needed = sorted(sources & files.keys())
-            problems += [problem for name in needed if (problem := shards.read_slices(path / name, files[name], buffers))]
-            if not problems:
-                text, problem = commit.read_verified(path / FACTS, files[FACTS])
-                problems += [problem] if problem else []
-            if problems:
-                raise self._damaged({step: problems})
-            tensors = {name: tensor_from_bytes(*buffer.content()) for name, buffer in buffers.items()}
-        return Checkpoint(step, tensors, json.loads(text))
-
     @contextmanager
     def _pinned(self, step: int) -> Iterator[Path]:
         """The path of the checkpoint, which is not deleted inside the block. CheckpointError."""

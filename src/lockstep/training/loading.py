@@ -9,7 +9,7 @@ from typing import Any
 from lockstep.checkpoint.policy import choose_resume_step, missing_checkpoint
 from lockstep.checkpoint.shards import StoredTensors
 from lockstep.checkpoint.store import Checkpoint, CheckpointStore
-from lockstep.elastic.collectives import gather_results, run_on_all, run_on_rank0
+from lockstep.elastic.collectives import gather_results, run_on_rank0
 from lockstep.elastic.run_folder import folder_error
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import RunFolderUnavailableError
@@ -22,8 +22,8 @@ log = logging.getLogger("lockstep")
 def load_checkpoint(runtime: ElasticRuntime, store: CheckpointStore, how: str, local_model: LocalModel | None) -> Checkpoint | None:
     """Collective. Return this worker's part of a checkpoint; None for a new run.
 
-    Each rank verifies a share of the files. Whole replicas also keep their share in memory and send
-    it to each other while the state is loaded: `tensors` is then a SharedTensors.
+    Each rank reads and verifies a share of the files, and keeps it in memory. They send it to each
+    other while the state is loaded: `tensors` is a SharedTensors.
     how  see Checkpointer.resume
     """
     own: tuple[StoredTensors, dict[str, Any]] | None = None
@@ -39,10 +39,8 @@ def load_checkpoint(runtime: ElasticRuntime, store: CheckpointStore, how: str, l
         return [] if chosen is None else [chosen] if how.isdecimal() else steps[::-1], reason
 
     def read(step: int) -> list[str]:
-        """Verify this rank's share of a checkpoint, and keep it if replicas are whole; return its problems."""
+        """Verify this rank's share of a checkpoint, and keep it; return its problems."""
         nonlocal own
-        if local_model:
-            return store.verify(step, share)
         stored, facts, problems = store.read_share(step, share)
         if stored is None and not problems:
             raise missing_checkpoint(step, store.steps(), str(store.folder))
@@ -70,7 +68,6 @@ def load_checkpoint(runtime: ElasticRuntime, store: CheckpointStore, how: str, l
     if step is None:
         return None
     store.set_damaged_aside({}, step)
-    if local_model:
-        return run_on_all(runtime, loading(partial(store.load_slices, step, local_model.slices)))
     assert own is not None
-    return Checkpoint(step, SharedTensors(runtime, own[0]), own[1])
+    needed = (local_model.slices, local_model.layout.workers_per_replica) if local_model else (None, 1)
+    return Checkpoint(step, SharedTensors(runtime, own[0], *needed), own[1])

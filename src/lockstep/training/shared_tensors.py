@@ -1,13 +1,14 @@
 """The tensors of a checkpoint whose files the ranks have read in shares.
 
-Each byte is read and hashed by one rank, which sends it to one rank of each other host; that rank
-sends it to the others on its host. A rank holds its share of the files and a few tensors.
+Each byte is read and hashed by one rank, which sends it to one rank of each other host where a rank
+needs it; that rank sends it to the others on its host. A rank holds its share of the files and a
+few tensors.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import ItemsView, Iterator, Mapping
+from collections.abc import ItemsView, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from lockstep.checkpoint.safetensors_io import TensorSpec
-from lockstep.checkpoint.shards import StoredSlice, StoredTensor, StoredTensors
+from lockstep.checkpoint.shards import StoredSlice, StoredTensors, assemble, parameter_of, slice_of
 from lockstep.checkpoint.state_dict import tensor_from_bytes
 from lockstep.elastic.collectives import all_gather_json
 from lockstep.elastic.runtime import ElasticRuntime
@@ -28,53 +29,76 @@ TENSORS_AT_ONCE = 8
 
 
 class Piece(NamedTuple):
-    """A tensor, or a slice of one, in a file that `owner` has read. spec: of the slice."""
+    """A tensor, or a slice of one, in a file that `owner` has read. spec: of the slice.
+
+    positions  in a replica of the workers that need it
+    """
 
     number: int  # counted by its owner
     owner: int
     spec: TensorSpec
     slice: TensorSlice
     digest: int
+    positions: tuple[int, ...]
 
 
 class SharedTensors(Mapping[str, Tensor]):
     """Name -> tensor: a meta tensor, with shape and dtype only, for parameters and their optimizer
     state. `items` returns all values, on all ranks at the same time, once.
 
-    share  the tensors in the files that this rank has read and verified
+    A rank has the tensors whose parameters are in `slices`, and of each its slice.
+
+    share         the tensors in the files that this rank has read and verified
+    slices        parameter name -> the slice that this rank needs; None: everything
+    replica_size  workers per replica: those at the same position in theirs need the same slices
     """
 
-    def __init__(self, runtime: ElasticRuntime, share: StoredTensors) -> None:
-        """Collective. Exchange what each rank has read, and the values of the small state."""
-        self._runtime = runtime
-        self._own = dict(enumerate(piece for tensor in share.values() for piece in tensor.slices))
-        own = [[*piece.spec, piece.slice.to_json(), digest_of([as_tensor(piece)])] for piece in self._own.values()]
-        answers = all_gather_json(runtime, {"host": runtime.world.host, "pieces": own})
+    def __init__(
+        self, runtime: ElasticRuntime, share: StoredTensors, slices: Mapping[str, TensorSlice] | None = None, replica_size: int = 1
+    ) -> None:
+        """Collective. Exchange what each rank needs and has read, and the values of the small state."""
+        self._runtime, self._replica_size = runtime, replica_size
+        described = {name: part.to_json() for name, part in (slices or {}).items()} if runtime.world.rank < replica_size else {}
+        answers = all_gather_json(runtime, {"host": runtime.world.host, "slices": described})
         hosts: dict[str, list[int]] = {}
         for rank, answer in enumerate(answers):
             hosts.setdefault(answer["host"], []).append(rank)
         self._hosts = list(hosts.values())
+        by_position = [{name: TensorSlice.from_json(part) for name, part in answer["slices"].items()} for answer in answers[:replica_size]]
+        self._own: dict[int, tuple[StoredSlice, TensorSlice]] = {}
+        own = []
+        for stored in (stored for tensor in share.values() for stored in tensor.slices):
+            for part, needed_at in needed_parts(stored, [None] if slices is None else by_position).items():
+                cut = stored.part(part)
+                own.append([*cut.spec, part.to_json(), digest_of([as_tensor(cut)]), needed_at])
+                self._own[len(self._own)] = stored, part
         self._pieces: dict[str, list[Piece]] = {}
-        for number, row in enumerate(itertools.zip_longest(*(answer["pieces"] for answer in answers))):
-            for owner, piece in enumerate(row):  # one of each owner in turn, so that all of them send
-                if piece:
-                    name, dtype, shape, slice, digest = piece
+        for number, row in enumerate(itertools.zip_longest(*all_gather_json(runtime, own))):
+            for owner, values in enumerate(row):  # one of each owner in turn, so that all of them send
+                if values:
+                    name, dtype, shape, described_part, digest, needed_at = values
                     spec = TensorSpec(name, dtype, tuple(shape))
-                    self._pieces.setdefault(name, []).append(Piece(number, owner, spec, TensorSlice.from_json(slice), digest))
+                    piece = Piece(number, owner, spec, TensorSlice.from_json(described_part), digest, tuple(needed_at))
+                    self._pieces.setdefault(name, []).append(piece)
+        self._needed = {name: needed for name in self._pieces if (needed := needed_slice(name, self._spec(name).shape, slices))}
         self._streamed = [name for name in self._pieces if name.startswith(("model.", "optim."))]
         self._small = dict(self._receive([name for name in self._pieces if name not in self._streamed]))
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._small:
             return self._small[name]
-        first = self._pieces[name][0]
-        return torch.empty(first.slice.shape, dtype=TORCH_DTYPES[first.spec.dtype], device="meta")
+        return torch.empty(self._needed[name].local_shape, dtype=TORCH_DTYPES[self._spec(name).dtype], device="meta")
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._pieces)
+        return iter(self._needed)
 
     def __len__(self) -> int:
-        return len(self._pieces)
+        return len(self._needed)
+
+    def _spec(self, name: str) -> TensorSpec:
+        """Return the spec of the whole tensor."""
+        first = self._pieces[name][0]
+        return first.spec._replace(shape=first.slice.shape)
 
     def items(self) -> ItemsView[str, Tensor]:
         """Collective. Yield every tensor with its value."""
@@ -82,26 +106,32 @@ class SharedTensors(Mapping[str, Tensor]):
 
     def _receive(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
         """Collective. Yield the named tensors, a few of which are in flight at a time."""
+        rank = self._runtime.world.rank
         for start in range(0, len(names), TENSORS_AT_ONCE):
             window = names[start : start + TENSORS_AT_ONCE]
-            pieces = [piece for name in window for piece in self._pieces[name]]
+            pieces = [piece for name in window for piece in self._pieces[name] if rank == piece.owner or self._is_needed(piece, rank)]
             stored = {piece: self._buffer(piece) for piece in pieces}
             with self._runtime.board.during("preparing"):
                 for hop in (self._between_hosts, self._within_hosts):
                     works = [work for piece in pieces for work in self._exchange(as_tensor(stored[piece]), hop(piece))]
                     self._runtime.group.wait(works)
-            received = [piece for piece in pieces if piece.owner != self._runtime.world.rank]
+            received = [piece for piece in pieces if piece.owner != rank]
             if wrong := [piece for piece in received if digest_of([as_tensor(stored[piece])]) != piece.digest]:
                 what = f"{wrong[0].spec.name} arrived with other bytes than rank {wrong[0].owner} sent"
                 raise PeersLostError(what, "reading a checkpoint together", "start again; if it recurs, check memory and network")
             for name in window:
-                tensor = StoredTensor([stored.pop(piece) for piece in self._pieces[name]])
-                yield name, tensor_from_bytes(tensor.spec, tensor.data())
+                if name in self._needed:
+                    slices = [stored.pop(piece) for piece in self._pieces[name] if self._is_needed(piece, rank)]
+                    yield name, tensor_from_bytes(*assemble(self._spec(name), slices, self._needed[name]))
+
+    def _is_needed(self, piece: Piece, rank: int) -> bool:
+        return rank % self._replica_size in piece.positions
 
     def _buffer(self, piece: Piece) -> StoredSlice:
         """Return the bytes of a piece that this rank has read, or memory for those of another."""
         if piece.owner == self._runtime.world.rank:
-            return self._own.pop(piece.number)  # no longer held here: a file is freed after its last tensor
+            stored, part = self._own.pop(piece.number)  # no longer held here: a file is freed after its last tensor
+            return stored.part(part)
         return StoredSlice(piece.spec, memoryview(bytearray(piece.spec.bytes)), piece.slice, "")
 
     def _exchange(self, data: Tensor, transfers: Iterator[tuple[int, int]]) -> Iterator[Work | None]:
@@ -114,15 +144,38 @@ class SharedTensors(Mapping[str, Tensor]):
 
     def _between_hosts(self, piece: Piece) -> Iterator[tuple[int, int]]:
         """Yield (source, target) from the owner of a piece to one rank of each other host."""
-        return ((piece.owner, self._first(piece, ranks)) for ranks in self._hosts if piece.owner not in ranks)
+        return ((piece.owner, first) for first, _ in self._receivers(piece) if first != piece.owner)
 
     def _within_hosts(self, piece: Piece) -> Iterator[tuple[int, int]]:
         """Yield (source, target) from that rank, or the owner, to the others of its host."""
-        firsts = [(self._first(piece, ranks), ranks) for ranks in self._hosts]
-        return ((first, rank) for first, ranks in firsts for rank in ranks if rank != first)
+        return ((first, rank) for first, ranks in self._receivers(piece) for rank in ranks if rank != first)
 
-    def _first(self, piece: Piece, ranks: list[int]) -> int:
-        return piece.owner if piece.owner in ranks else ranks[piece.number % len(ranks)]
+    def _receivers(self, piece: Piece) -> Iterator[tuple[int, list[int]]]:
+        """Yield of each host the rank that has the piece first, and the ranks that need it."""
+        for ranks in self._hosts:
+            if receivers := [rank for rank in ranks if self._is_needed(piece, rank)]:
+                yield piece.owner if piece.owner in ranks else receivers[piece.number % len(receivers)], receivers
+
+
+def needed_slice(name: str, shape: tuple[int, ...], slices: Mapping[str, TensorSlice] | None) -> TensorSlice | None:
+    """Return the slice of tensor `name` that a worker with `slices` needs; None: nothing of it."""
+    if slices is None:
+        return TensorSlice.whole(shape)
+    return slice_of(name, shape, slices) if parameter_of(name) in slices else None
+
+
+def needed_parts(stored: StoredSlice, positions: Sequence[Mapping[str, TensorSlice] | None]) -> dict[TensorSlice, list[int]]:
+    """Return the parts of a stored slice -> the positions in a replica of the workers that need them.
+
+    positions  the slices of parameters that the worker at each position needs
+    """
+    parts: dict[TensorSlice, list[int]] = {}
+    for position, slices in enumerate(positions):
+        needed = needed_slice(stored.spec.name, stored.slice.shape, slices)
+        part = stored.slice.intersection(needed) if needed else None
+        if part and 0 not in part.local_shape:
+            parts.setdefault(part, []).append(position)
+    return parts or {stored.slice: []}
 
 
 def as_tensor(stored: StoredSlice) -> Tensor:
