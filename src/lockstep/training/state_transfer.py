@@ -1,29 +1,40 @@
 """Send the training state to the workers that join, from all others in parallel, without a disk.
 
-Source i modulo the number of sources sends tensor i. A joiner compares the sha256 of the whole
+Source i modulo the number of sources sends tensor i to one joiner of each host, whose memory the
+other joiners of that host map. The memory has no name: the kernel frees it with the last process
+that uses it. A joiner compares the sha256 of the whole
 state with that of a source, so it is bitwise equal or refused. When they differ, the sources
 compare their states, since a bit may have flipped in one of them. When the sources agree, the next
-attempt uses one source: the state was damaged in transit, or the sources have different local
-buffers (ReplicaGroup, local_buffers).
+attempt uses one source and no shared memory: the state was damaged in transit, or the sources have
+different local buffers (ReplicaGroup, local_buffers).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import mmap
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NoReturn
+from itertools import accumulate
+from typing import IO, NoReturn
 
-import torch
 from torch import Tensor
+from torch.distributed import Work
 
-from lockstep.checkpoint.state_dict import digest
+from lockstep.checkpoint.safetensors_io import TensorSpec
+from lockstep.checkpoint.state_dict import digest, tensor_from_bytes
 from lockstep.elastic.consensus import find_divergent_ranks
 from lockstep.elastic.progress import transfer_roles
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import PeersLostError
-from lockstep.runtime.tensor_bytes import DTYPES, TORCH_DTYPES, as_bytes
+from lockstep.files import open_regular
+from lockstep.runtime.tensor_bytes import DTYPES, as_bytes
+
+log = logging.getLogger("lockstep")
+ALIGNMENT = 64  # bytes, as torch aligns tensors
 
 
 class StateMismatchError(PeersLostError):
@@ -58,13 +69,14 @@ def transfer_state(
     position = {rank: rank % replica_size for rank in range(world.size)}  # of a worker in its replica
     first_source = {rank: next(source for source in sources if position[source] == position[rank]) for rank in [*sources, *joiners]}
     sources, joiners = ([rank for rank in ranks if position[rank] == position[world.rank]] for ranks in (sources, joiners))
-    if any(member.one_source for member in runtime.member_progress):
+    if one_source := any(member.one_source for member in runtime.member_progress):
         sources = sources[:1]
     is_source, is_joiner = world.rank in sources, world.rank in joiners
     state = dict(get_state()) if is_source and get_state else {}
     specs = [[name, DTYPES[tensor.dtype], list(tensor.shape)] for name, tensor in state.items()]
     specs_hash = hashlib.sha256(json.dumps(specs).encode()).hexdigest() if is_source else ""
-    offers = group.gather_json(world.size, {"hash": specs_hash, "tensors": specs if world.rank == sources[0] else []})
+    offer = {"host": world.host, "hash": specs_hash, "tensors": specs if world.rank == sources[0] else []}
+    offers = group.gather_json(world.size, offer)
 
     def refuse(what: str) -> NoReturn:
         state_digests = group.gather_json(world.size, get_digest() if get_digest and world.rank in all_sources else None)
@@ -75,17 +87,53 @@ def transfer_state(
 
     if other := [rank for rank in all_sources if offers[rank]["hash"] not in ("", offers[first_source[rank]]["hash"])]:
         refuse(f"rank {', '.join(map(str, other))} holds tensors of other names or shapes than the others")
-    works = []
-    for i, (name, dtype, shape) in enumerate(offers[sources[0]]["tensors"]):
-        source = sources[i % len(sources)]
-        if is_joiner:
-            state[name] = torch.empty(shape, dtype=TORCH_DTYPES[dtype])
-            works.append(group.irecv(as_bytes(state[name]), source))
-        elif source == world.rank:
-            works += [group.isend(as_bytes(state[name].cpu()), joiner) for joiner in joiners]
-    runtime.board.enter_collective()  # the whole transfer counts as one
-    group.wait(works)
-    digests = group.gather_json(world.size, digest(state) if is_joiner or world.rank == sources[0] else None)
+    sent = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in offers[sources[0]]["tensors"]]
+    hosts = {rank: rank if one_source else offers[rank]["host"] for rank in joiners}
+    receivers = {host: rank for rank, host in reversed(hosts.items())}  # the first joiner of each host
+    with open(os.memfd_create("lockstep-state"), "r+b") as file:
+        if world.rank in receivers.values():
+            state = map_tensors(file, sent, mmap.ACCESS_WRITE)
+        works = start_transfer(runtime, state, sent, sources, list(receivers.values()))
+        runtime.board.enter_collective()  # the whole transfer counts as one
+        group.wait(works)
+        addresses = group.gather_json(world.size, f"/proc/{os.getpid()}/fd/{file.fileno()}")
+        if is_joiner and world.rank not in receivers.values():
+            state = map_received(addresses[receivers[hosts[world.rank]]], sent)
+        digests = group.gather_json(world.size, digest(state) if is_joiner or world.rank == sources[0] else None)
     if wrong := [rank for rank in all_joiners if digests[rank] != digests[first_source[rank]]]:
         refuse(f"rank {', '.join(map(str, wrong))} received something other than the state of one worker")
     return state if is_joiner else None
+
+
+def start_transfer(
+    runtime: ElasticRuntime, state: Mapping[str, Tensor], specs: Sequence[TensorSpec], sources: Sequence[int], receivers: Sequence[int]
+) -> list[Work | None]:
+    """Start to send `state` from `sources` to `receivers`, into their `state`."""
+    rank, group, works = runtime.world.rank, runtime.group, list[Work | None]()
+    for i, spec in enumerate(specs):
+        source = sources[i % len(sources)]
+        if rank in receivers:
+            works.append(group.irecv(as_bytes(state[spec.name]), source))
+        elif source == rank:
+            works += [group.isend(as_bytes(state[spec.name].cpu()), receiver) for receiver in receivers]
+    return works
+
+
+def map_tensors(file: IO[bytes], specs: Sequence[TensorSpec], access: int) -> dict[str, Tensor]:
+    """Return tensors that share memory with a file."""
+    *starts, size = accumulate((-(-spec.bytes // ALIGNMENT) * ALIGNMENT for spec in specs), initial=0)
+    if access == mmap.ACCESS_WRITE:
+        file.truncate(max(1, size))
+    memory = memoryview(mmap.mmap(file.fileno(), max(1, size), access=access))
+    return {spec.name: tensor_from_bytes(spec, memory[start : start + spec.bytes]) for start, spec in zip(starts, specs, strict=True)}
+
+
+def map_received(path: str, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
+    """Return what another joiner of this host received; {} if its memory cannot be opened, as from
+    another container. Then digests differ, and each joiner receives the state itself."""
+    try:
+        with open(path, "rb", opener=open_regular) as file:
+            return map_tensors(file, specs, mmap.ACCESS_COPY)
+    except (OSError, ValueError) as error:
+        log.info("the state that another worker of this host received cannot be opened (%s)", error)
+        return {}
