@@ -6,11 +6,12 @@ Agents and workers of all hosts append to it, one write per line. A failed write
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from lockstep.files import read_bytes
+from lockstep.files import open_regular
 from lockstep.record.metrics import append_json, decode_line
 
 log = logging.getLogger("lockstep")
@@ -27,11 +28,15 @@ def append_event(run: Path, event: str, **facts: Any) -> bool:
     return True
 
 
+def iter_events(run: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events in file order; skip torn or damaged lines."""
+    if (path := run / "events.jsonl").exists():
+        with open(path, "rb", opener=open_regular) as file:
+            yield from (event for event in map(decode_line, file) if event is not None and is_event(event))
+
+
 def read_events(run: Path) -> list[dict[str, Any]]:
-    """Return all events in file order; skip torn or damaged lines."""
-    path = run / "events.jsonl"
-    lines = read_bytes(path).splitlines() if path.exists() else []
-    return [event for event in map(decode_line, lines) if event is not None and is_event(event)]
+    return list(iter_events(run))
 
 
 def is_event(event: dict[str, Any]) -> bool:

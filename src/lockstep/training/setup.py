@@ -191,8 +191,8 @@ def _resume_ledger(runtime: ElasticRuntime, facts: Mapping[str, Any], first_step
 
 def _empty_ledger(folder: Path) -> dict[str, Any] | None:
     """Return an empty ledger that starts with the run's first event; None without events."""
-    history = events.read_events(folder)
-    return {"wall_clock_s": datetime.fromisoformat(history[0]["time"]).timestamp(), "seconds": {}} if history else None
+    first = next(events.iter_events(folder), None)
+    return {"wall_clock_s": datetime.fromisoformat(first["time"]).timestamp(), "seconds": {}} if first else None
 
 
 def account_step(ledger: Ledger, values: Mapping[str, Any]) -> None:
