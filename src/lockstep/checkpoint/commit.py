@@ -143,14 +143,13 @@ def unlisted_files(path: Path, files: Collection[str]) -> list[str]:
     return sorted(set(os.listdir(path)) - {*files, MANIFEST, COMMITTED})
 
 
-def find_damage(path: Path, step: int, only: Collection[str] | None = None) -> list[str]:
+def find_damage(path: Path, step: int) -> list[str]:
     """Return the problems of the committed checkpoint at `path`; empty when it is whole. Reads
-    every byte of the files named in `only` (None: all), with one chunk in memory."""
+    every byte, with one chunk in memory."""
     files, problems = read_manifest(path, step)
     for name, record in sorted(files.items()):
-        if only is None or name in only:
-            _, problem = read_verified(path / name, record, keep=False)
-            problems += [problem] if problem else []
+        _, problem = read_verified(path / name, record, keep=False)
+        problems += [problem] if problem else []
     if files:
         problems += [f"{name} does not belong here: the manifest does not list it" for name in unlisted_files(path, files)]
     return problems

@@ -20,8 +20,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -250,14 +249,13 @@ class CheckpointStore:
                 log.warning("resuming from step %d: the checkpoint of step %d is set aside as %s", step, later, aside.name)
         return later_steps
 
-    def verify(self, step: int, share: tuple[int, int] = (0, 1)) -> list[str]:
-        """Return the problems of the checkpoint of `step`; empty when it is whole. Reads every byte
-        of the i-th of n shares of its files; share: (i, n)."""
-        index, count = share
-        with self._pinned(step) as path:
-            files, _ = commit.read_manifest(path, step)
-            problems = commit.find_damage(path, step, None if count == 1 else sorted(files)[index::count])
-        if not problems and count == 1:
+    def verify(self, step: int) -> list[str]:
+        """Return the problems of the checkpoint of `step`; empty when it is whole. Reads every byte."""
+        with commit.explain_read_errors(self.folder), pinned(self.folder, step) as path:
+            if path is None:
+                raise missing_checkpoint(step, self.steps(), str(self.folder))
+            problems = commit.find_damage(path, step)
+        if not problems:
             self._verified_step = step
         return problems
 
@@ -275,7 +273,9 @@ class CheckpointStore:
         with commit.explain_read_errors(self.folder), pinned(self.folder, step) as path:
             if path is None:
                 return None, {}, []
-            files, problems = read_complete_manifest(path, step)
+            files, problems = commit.read_manifest(path, step)
+            if not problems and FACTS not in files:
+                problems = [f"the manifest does not list {FACTS}"]
             contents: dict[str, bytearray] = {}
             for name in [*sorted(files.keys() - {FACTS})[index::count], *(files.keys() & {FACTS})]:
                 content, problem = commit.read_verified(path / name, files[name])
@@ -292,23 +292,9 @@ class CheckpointStore:
             self._verified_step = step
         return shards.StoredTensors({name: memoryview(content) for name, content in contents.items()}), facts, []
 
-    @contextmanager
-    def _pinned(self, step: int) -> Iterator[Path]:
-        """The path of the checkpoint, which is not deleted inside the block. CheckpointError."""
-        with commit.explain_read_errors(self.folder), pinned(self.folder, step) as path:
-            if path is None:
-                raise missing_checkpoint(step, self.steps(), str(self.folder))
-            yield path
-
     def _damaged(self, damaged: Mapping[int, list[str]]) -> CheckpointError:
         listed = ", ".join(str(step) for step in sorted(damaged))
         where = [f"{self.folder / folder_name(step)}: {join_names(damaged[step])}" for step in sorted(damaged)]
         others = sorted(set(self.steps()) - damaged.keys())
         hint = f"try --resume STEP ({show_steps(others)})" if others else "there is no other checkpoint; nothing was deleted"
         return CheckpointError(f"damaged: the checkpoint of step {listed}", "\n".join(where), hint)
-
-
-def read_complete_manifest(path: Path, step: int) -> tuple[dict[str, commit.FileRecord], list[str]]:
-    """Return (files of a checkpoint, problems of its manifest, such as a missing facts file)."""
-    files, problems = commit.read_manifest(path, step)
-    return files, problems or ([] if FACTS in files else [f"the manifest does not list {FACTS}"])

@@ -46,13 +46,6 @@ def run_on_rank0(runtime: ElasticRuntime, function: Callable[[], T]) -> T:
     return value
 
 
-def run_on_all(runtime: ElasticRuntime, function: Callable[[], T]) -> T:
-    """Collective. Return `function()`; a LockstepError on one rank is raised on all."""
-    result: list[T] = []
-    gather_results(runtime, lambda: result.append(function()))
-    return result[0]
-
-
 def gather_results(runtime: ElasticRuntime, function: Callable[[], Any]) -> list[Any]:
     """Collective. Return `function()` (a JSON value) of all ranks, or raise the first error."""
     try:

@@ -10,7 +10,7 @@ import pytest
 from support.fake_cluster import FakeCluster, run_workers
 
 from lockstep import errors
-from lockstep.elastic.collectives import assert_equal_on_all_ranks, gather_results, run_on_all, run_on_rank0, vote_on_step
+from lockstep.elastic.collectives import assert_equal_on_all_ranks, gather_results, run_on_rank0, vote_on_step
 from lockstep.elastic.consensus import StepDecision, Vote
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import ERRORS_BY_NAME, LockstepError, UsageError
@@ -48,7 +48,7 @@ def test_first_error_is_raised_on_all_ranks(tmp_path: Path) -> None:
             if runtime.world.rank == 1:
                 raise UsageError("rank 1 has no file")
 
-        run_on_all(runtime, function)
+        gather_results(runtime, function)
 
     assert [error.what for error in on_ranks(tmp_path, 3, fail_on_1)] == ["rank 1 has no file"] * 3
 
