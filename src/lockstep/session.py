@@ -63,7 +63,7 @@ class Session:
                    step as text
     threads        of torch in this process; their number changes bits
     options        keyword arguments for ReplicaGroup: reduce, bucket_bytes, verify_every, rehearse,
-                   on_nonfinite, local_buffers
+                   on_nonfinite, buffers
 
     Attributes: `runtime` and `world` exist inside the `with` block; `replicas`, `checkpointer` and
     `tracker` exist once `steps` has yielded. `step` is the number of committed steps.

@@ -35,7 +35,7 @@ HABITS = {
     "plain_backward": r"backward\(\) was not called",
     "dataloader": "micro-batch",
     "unseeded": "",
-    "batchnorm": "running_mean|running_var|num_batches_tracked",
+    "batchnorm": "",
     "diverges": "loss|norm",
     "unfreeze": "",
     "gradient_noise": "",

@@ -505,7 +505,7 @@ def test_data_that_does_not_follow_from_the_micro_batch_is_refused() -> None:
 def count_in_a_buffer(runtime: ElasticRuntime) -> int:
     """Return how many micro-batches of one step a buffer has counted."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    with ReplicaGroup(runtime, model, micro_batches=2, local_buffers=True) as replicas:
+    with ReplicaGroup(runtime, model, micro_batches=2) as replicas:
         for k in replicas.micro_batches(0):
             replicas.backward(replicas(torch.ones(3, 4) * k).sum())
     return int(model[1].num_batches_tracked)  # type: ignore[arg-type]

@@ -78,22 +78,6 @@ def test_flipped_bit_outside_the_trained_weights_is_detected(tmp_path: Path, fli
     assert bool(list(tmp_path.glob("step-*"))) == (not what)
 
 
-def normalized(runtime: ElasticRuntime) -> str:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    try:
-        with ReplicaGroup(runtime, model, micro_batches=6) as replicas:
-            for _ in replicas.micro_batches(0):
-                replicas.backward(replicas(torch.rand(3, 4)).sum())
-    except LockstepError as error:
-        return error.what
-    return ""
-
-
-def test_every_worker_refuses_changing_buffers(tmp_path: Path) -> None:
-    results = run_ranks(normalized, 2)
-    assert len(set(results)) == 1 and results[0].startswith("buffers changed in the forward passes of step 1: 1.running_mean")
-
-
 class Vector(nn.Module):
     """Ten weights, whose gradient is `gradient`."""
 

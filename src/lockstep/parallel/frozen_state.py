@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,11 +29,12 @@ class BufferSnapshot(NamedTuple):
 class FrozenState:
     """The `frozen` weights of this worker, and the buffers of `module`.
 
-    local_buffers  True: forward passes may change buffers, which then differ between workers
+    followed  names of buffers that forward passes change on all workers alike (RunningStatistics)
+    local     names of buffers that may differ between workers
     """
 
-    def __init__(self, module: nn.Module, frozen: Sequence[Tensor], *, local_buffers: bool = False) -> None:
-        self.frozen, self.local_buffers = list(frozen), local_buffers
+    def __init__(self, module: nn.Module, frozen: Sequence[Tensor], *, followed: Collection[str] = (), local: Collection[str] = ()) -> None:
+        self.frozen, self.followed, self.local = list(frozen), set(followed), set(local)
         self.holders = [(path, child) for path, child in module.named_modules() if own_buffers(child)]
         self.first_step = True
         self.slices = group_into_slices([tensor.nbytes for tensor in self._tensors()])
@@ -51,14 +52,15 @@ class FrozenState:
 
     def refuse_changes(self, before: dict[str, BufferSnapshot], step: int) -> None:
         """UsageError: `step` changed buffers in place, or replaced persistent ones."""
-        now = {} if self.local_buffers else self.buffers()
+        now = {name: snapshot for name, snapshot in self.buffers().items() if name not in self.followed | self.local}
         changed = [name for name, snapshot in now.items() if name in before and is_changed(before[name], snapshot)]
         if changed:
             kinds = ", ".join(sorted({now[name].module for name in changed}))
             raise UsageError(
                 f"buffers changed in the forward passes of step {step + 1}: {join_names(changed)} ({kinds})",
                 "each worker sees different micro-batches, so the bits would depend on the number of workers; no update was made",
-                "use GroupNorm or LayerNorm, call eval() on these modules, or accept different bits: ReplicaGroup(..., local_buffers=True)",
+                'declare what they are: buffers={"NAME": "per_micro_batch"} keeps the value after the last micro-batch of each step, '
+                '{"NAME": "local"} accepts other bits for other numbers of workers',
             )
         self.first_step = False
 
@@ -72,8 +74,8 @@ class FrozenState:
         return total
 
     def _tensors(self) -> list[Tensor]:
-        buffers = [] if self.local_buffers else [buffer.tensor.detach() for buffer in self.buffers().values() if buffer.persistent]
-        return [*self.frozen, *buffers]
+        compared = [buffer for name, buffer in self.buffers().items() if buffer.persistent and name not in self.local]
+        return [*self.frozen, *(buffer.tensor.detach() for buffer in compared)]
 
 
 def is_changed(before: BufferSnapshot, now: BufferSnapshot) -> bool:

@@ -31,6 +31,7 @@ from lockstep.parallel.exchange import Traffic, tree_all_reduce
 from lockstep.parallel.gradient_watch import GradientWatch, refuse_unsupported
 from lockstep.parallel.ordered_sum import Subtree, SumTree, leaves_of_rank
 from lockstep.parallel.reducer import Reducer
+from lockstep.parallel.running_statistics import RunningStatistics
 from lockstep.runtime.numerics import seed_generators
 from lockstep.runtime.process_group import gather_json
 from lockstep.runtime.status_board import StatusBoard
@@ -57,6 +58,7 @@ class Replica:
     seed           of the randomness within the model, keyed by (seed, step, micro-batch)
     reduce         "ordered": the fixed tree; "fast": the backend's all-reduce, other bits
     bucket_bytes   gradients reduced together
+    statistics     of BatchNorm layers; None: the model has none
     init_sync      Collective: broadcast rank 0's weights. False: they are equal, or received later
     board             where the current phase is recorded
     generation_error  returns why the generation is over; "" while it is intact
@@ -64,7 +66,7 @@ class Replica:
     UsageError: more processes than micro-batches, or no backward pass ran.
     """
 
-    def __init__(  # 9 parameters: independent values of the run, most with a default
+    def __init__(  # 10 parameters: independent values of the run, most with a default
         self,
         model: nn.Module,
         *,
@@ -72,12 +74,13 @@ class Replica:
         seed: int = 0,
         reduce: Literal["ordered", "fast"] = "ordered",
         bucket_bytes: int = 25_000_000,
+        statistics: RunningStatistics | None = None,
         init_sync: bool = True,
         board: StatusBoard | None = None,
         generation_error: Callable[[], str] = static_group,
     ) -> None:
         self.leaves, self.seed, self.ordered, self.bucket_bytes = micro_batches, seed, reduce == "ordered", bucket_bytes
-        self.model = model
+        self.model, self.statistics = model, statistics or RunningStatistics(nn.Module(), micro_batches, {})
         self.workers_per_replica = 1
         self.buckets: GradientBuckets | None = None
         self._collect_parameters()
@@ -181,6 +184,7 @@ class Replica:
         buckets, own = self._prepare(), self.own_leaves
         self._tree, self._current, self._losses, self.traffic = SumTree(), None, [], Traffic()
         self._slice_sums = []
+        self.statistics.start_step()
         # Only the last subtree is in the buckets; autograd adds its second leaf to the first.
         ends_in_pair = len(own) > 1 and Subtree(own[-2], 1).sibling_of(Subtree(own[-1], 1))
         first_filled = own[-2 if ends_in_pair else -1] if self.ordered else own[0]
@@ -196,11 +200,14 @@ class Replica:
             buckets.start_pass(fill=k >= first_filled, send=k == own[-1])
             yield k
             self._watch.end()
+            self.statistics.end_micro_batch(k)
         meanwhile()
         self._reducer.drain()
         self._tree = SumTree()
         if self._reducer.failure:
             raise self._reducer.failure
+        assert self._group is not None
+        self.statistics.exchange(self._group, self.waits.wait)
 
     def is_gradient_finite(self) -> bool:
         """Return whether this rank's part of the gradient is finite; False also if its sum overflows."""

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.data.order import splitmix64
 from lockstep.errors import PeersLostError, UsageError
@@ -38,6 +38,7 @@ from lockstep.parallel.ordered_sum import PartialSum, Subtree, SumTree, leaves_o
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.parallel.pipeline import PipelineRunner, PipelineStage, empty_activations
 from lockstep.parallel.reducer import Reducer
+from lockstep.parallel.running_statistics import RunningStatistics
 from lockstep.parallel.shard_passes import ShardPass, adjacent_blocks, plan_passes, refuse_idle_shards
 from lockstep.runtime.numerics import seed_generators
 from lockstep.runtime.status_board import StatusBoard
@@ -75,16 +76,18 @@ class ShardedReplica:
 
     local                 this worker's part of the model (parallelize.py)
     reduce_once_per_step  after the last micro-batch: less traffic, more memory
+    statistics            of BatchNorm layers; None: the model has none
     board, generation_error, form_context  see `ProcessGroups.connect`
     """
 
-    def __init__(  # 8 parameters: independent values of the run, most with a default
+    def __init__(  # 9 parameters: independent values of the run, most with a default
         self,
         local: LocalModel,
         *,
         micro_batches: int,
         seed: int = 0,
         reduce_once_per_step: bool = False,
+        statistics: RunningStatistics | None = None,
         board: StatusBoard | None = None,
         generation_error: Callable[[], str] = static_group,
         form_context: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -95,6 +98,10 @@ class ShardedReplica:
         self.parameters = [p for p in local.local_params.values() if p.requires_grad]
         self.groups, self.workers_per_replica = local.groups, local.layout.workers_per_replica
         self.reduce_once_per_step = reduce_once_per_step and local.layout.shard > 1
+        self.statistics = statistics or RunningStatistics(nn.Module(), micro_batches, {})
+        if self.statistics.names and local.layout.pipeline > 1:
+            what = f"running statistics in a pipeline: {join_names(self.statistics.names)}"
+            raise UsageError(what, f"layout {local.layout}", "set layout.pipeline to 1, or use LayerNorm or GroupNorm")
         self._trees: list[SumTree[PartialSum]] = []
         self._pass = ShardPass(0, True, (), True)
         self._losses: list[Tensor] = []
@@ -161,6 +168,7 @@ class ShardedReplica:
         self._trees = [SumTree() for _ in self.local.fsdp_units]
         self._losses, self.groups.waited_s, self._pending, self.traffic = [], 0.0, [], Traffic()
         self._reducer.start_step()
+        self.statistics.start_step()
         passes = plan_passes(own, coordinates.shard, layout.shard, reduce_once_per_step=self.reduce_once_per_step)
         for self._pass in passes:
             if reason := self.groups.waits.generation_error():
@@ -176,6 +184,7 @@ class ShardedReplica:
                 break
             if self.local.stage is None:
                 self._refuse_missing(f"micro-batch {self._pass.k} of step {step}")
+            self.statistics.end_micro_batch(self._pass.k, counts=self._pass.counts and coordinates.tensor == 0)
         if self.local.stage is not None and not self._failure():
             self._run_pipeline(self.local.stage, step, passes)
         meanwhile()
@@ -183,6 +192,8 @@ class ShardedReplica:
         self._trees = []
         if failure := self._failure():
             raise failure
+        assert dist.group.WORLD is not None
+        self.statistics.exchange(dist.group.WORLD, self.groups.waits.wait)
         self._refuse_missing(f"step {step}")
         for local, sharded in zip(self.parameters, self._sharded, strict=True):
             local.grad = sharded.grad.to_local()

@@ -11,17 +11,18 @@ from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.parallel.parallelize import LocalModel, unwrap_local_model
 from lockstep.parallel.replica import Replica
+from lockstep.parallel.running_statistics import RunningStatistics
 from lockstep.parallel.sharded_replica import ShardedReplica
 from lockstep.runtime.work import static_group
 from lockstep.training.checkpointer import Checkpointer
 
 
-def build_replica(
+def build_replica(  # 8 parameters: those of both kinds of replica
     runtime: ElasticRuntime,
     model: nn.Module | LocalModel,
     micro_batches: int,
     seed: int,
-    *,
+    statistics: RunningStatistics,
     reduce: Literal["ordered", "fast"],
     bucket_bytes: int,
     reduce_once_per_step: bool,
@@ -32,7 +33,8 @@ def build_replica(
     """
     module, local_model = unwrap_local_model(model)
     generation_error = runtime.generation_error if runtime.membership else static_group
-    shared: dict[str, Any] = {"micro_batches": micro_batches, "seed": seed, "board": runtime.board, "generation_error": generation_error}
+    shared: dict[str, Any] = {"micro_batches": micro_batches, "seed": seed, "statistics": statistics}
+    shared |= {"board": runtime.board, "generation_error": generation_error}
     if local_model:
         form_context = runtime.group.track_subgroups
         return ShardedReplica(local_model, reduce_once_per_step=reduce_once_per_step, form_context=form_context, **shared)

@@ -34,6 +34,7 @@ from lockstep.parallel.digest import DIGEST_FACTOR
 from lockstep.parallel.frozen_state import BufferSnapshot, FrozenState
 from lockstep.parallel.parallelize import LocalModel, unwrap_local_model
 from lockstep.parallel.replica import Replica
+from lockstep.parallel.running_statistics import BufferKinds, RunningStatistics, replace_sync_batchnorm
 from lockstep.record.events import append_event
 from lockstep.record.tracker import BackgroundTracker, Tracker
 from lockstep.runtime.numerics import seed_generators
@@ -74,8 +75,8 @@ class ReplicaGroup:
     rehearse       run micro-batch 0 of the first step twice; UsageError when the losses differ
     on_nonfinite   for a loss or gradient that is not finite: "raise" a DivergedError before the
                    update; "ignore" it, as a GradScaler needs
-    local_buffers  accept buffers that the forward pass changes (BatchNorm's statistics): those of
-                   rank 0 are saved, and the bits depend on the number of workers
+    buffers        what else than BatchNorm's statistics forward passes may change: "local" or
+                   "per_micro_batch" by pattern of names; see RunningStatistics
     """
 
     def __init__(  # many independent options, all by keyword and with defaults
@@ -94,17 +95,17 @@ class ReplicaGroup:
         reduce_once_per_step: bool = False,
         rehearse: bool = True,
         on_nonfinite: Literal["raise", "ignore"] = "raise",
-        local_buffers: bool = False,
+        buffers: BufferKinds | None = None,
     ) -> None:
         if checkpointer:
             refuse_other_checkpointer(checkpointer, runtime, model)
         runtime.register(self)
-        self.runtime, self.checkpointer, self.tracker, self.board = runtime, checkpointer, tracker, runtime.board
-        self.on_nonfinite, self.local_buffers = on_nonfinite, local_buffers
+        self.runtime, self.checkpointer, self.tracker = runtime, checkpointer, tracker
+        self.board, self.on_nonfinite = runtime.board, on_nonfinite
         self.module, self.local_model = unwrap_local_model(model)
-        self.replica = build_replica(
-            runtime, model, micro_batches, seed, reduce=reduce, bucket_bytes=bucket_bytes, reduce_once_per_step=reduce_once_per_step
-        )
+        replace_sync_batchnorm(self.module)
+        self.statistics = RunningStatistics(self.module, micro_batches, buffers or {})
+        self.replica = build_replica(runtime, model, micro_batches, seed, self.statistics, reduce, bucket_bytes, reduce_once_per_step)
         # A joiner does not rehearse: the other ranks would not take part.
         self.rehearsal: Rehearsal | None = None
         if rehearse and runtime.first_generation and isinstance(self.replica, Replica):
@@ -115,9 +116,8 @@ class ReplicaGroup:
         self.stops = signals is None and runtime.membership is not None
         self.signals = StopSignals().__enter__() if self.stops else signals  # until the process exits
         self.decision = self._last_decision()
-        self.last_step = -1  # that this group has committed
-        self._stop_requested = False
-        self.leaving = False
+        self.last_step = -1  # the newest that this group has committed
+        self._stop_requested = self.leaving = False
         self.unfinished: int | None = None  # the step whose micro-batch loop has not ended
         self._counts: list[int | None] = []  # of this step's micro-batches
         self.comparison = ReplicaComparison(
@@ -264,7 +264,7 @@ class ReplicaGroup:
 
     def _make_frozen_state(self) -> FrozenState:
         frozen = [p for p in (self.local_model or self.module).parameters() if not p.requires_grad]
-        return FrozenState(self.module, frozen, local_buffers=self.local_buffers)
+        return FrozenState(self.module, frozen, followed=self.statistics.names, local=self.statistics.local)
 
     def _last_decision(self) -> StepDecision:
         """Return the loss of the last step before this start: from other workers, or saved."""
@@ -288,6 +288,7 @@ class ReplicaGroup:
         if self.on_nonfinite == "raise":
             module = self.module if isinstance(self.replica, Replica) else None
             refuse_nonfinite_gradient(decision, step, module, self.grad_norm_squared)
+        self.statistics.commit()
         if decision.count:
             for p in self.replica.parameters:
                 if p.grad is not None:

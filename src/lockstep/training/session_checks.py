@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.errors import UsageError
+from lockstep.parallel.running_statistics import BufferKinds
 from lockstep.runtime.worker_env import WorkerEnv
 from lockstep.training.trained_parameters import refuse_misplaced_parameters
 
@@ -23,7 +24,7 @@ class ReplicaOptions(TypedDict, total=False):
     verify_every: int
     rehearse: bool
     on_nonfinite: Literal["raise", "ignore"]
-    local_buffers: bool
+    buffers: BufferKinds
 
 
 OWN_OPTIONS = ("micro_batches", "save_every", "keep", "seed", "resume", "threads")  # of Session itself

@@ -1,4 +1,4 @@
-"""Buffers that change in the forward pass."""
+"""BatchNorm, whose running statistics follow the micro-batches."""
 
 from __future__ import annotations
 

@@ -224,24 +224,13 @@ class Counting(nn.Module):
 
 
 def test_buffers_changed_by_the_forward_pass_are_refused_by_name(runtime: ElasticRuntime) -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = model[0].weight.detach().clone()
-    names = r"1\.running_mean, 1\.running_var, 1\.num_batches_tracked \(BatchNorm1d\)"
-    assert isinstance(model[1], nn.BatchNorm1d)
-    with pytest.raises(UsageError, match=f"passes of step 1: {names}"), ReplicaGroup(runtime, model, micro_batches=2) as replicas:
-        one_step(replicas, 0, optimizer)
-    assert torch.equal(before, model[0].weight)
-    with ReplicaGroup(runtime, model, micro_batches=2, local_buffers=True) as replicas:
-        one_step(replicas, 0, optimizer)
-    model[1].eval()
-    with ReplicaGroup(runtime, model, micro_batches=2) as replicas:
-        one_step(replicas, 0, optimizer)
     with (
-        pytest.raises(UsageError, match=r": seen \(Counting\)"),
+        pytest.raises(UsageError, match=r"passes of step 1: seen \(Counting\)"),
         ReplicaGroup(runtime, persistent := Counting(True), micro_batches=2) as replicas,
     ):
+        before = persistent.inner.weight.detach().clone()
         one_step(replicas, 0, torch.optim.SGD(persistent.parameters()))
+    assert torch.equal(before, persistent.inner.weight)
     with ReplicaGroup(runtime, cache := Counting(False), micro_batches=2) as replicas:
         one_step(replicas, 0, torch.optim.SGD(cache.parameters()))
 
