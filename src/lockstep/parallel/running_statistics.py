@@ -113,7 +113,7 @@ class RunningStatistics:
 
 
 def moved_statistics(start: Tensor, after: Sequence[Tensor], count: int, moves: Sequence[int], momentum: float | None) -> Tensor:
-    """Return statistics after the moves of all micro-batches, given those that each has left.
+    """Return statistics after the moves of all micro-batches, given the statistics after each.
 
     start, count  the statistics before the step, and how often they had moved
     moves         of each micro-batch
