@@ -17,80 +17,54 @@ Every error derives from lockstep.LockstepError. Names are imported on first use
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lockstep.errors import ERRORS_BY_NAME
+
 if TYPE_CHECKING:
-    from lockstep.cli.script import launch
-    from lockstep.data.order import BucketOrder, UniformOrder
-    from lockstep.elastic.runtime import ElasticRuntime
-    from lockstep.elastic.world import World
-    from lockstep.errors import (
-        CheckpointError,
-        ConfigError,
-        DamagedFileError,
-        DataError,
-        DivergedError,
-        FencedError,
-        LockstepError,
-        OutOfMemoryError,
-        PeersLostError,
-        RunFolderUnavailableError,
-        SaveFailedError,
-        UsageError,
-    )
-    from lockstep.layout import Layout
-    from lockstep.record.tracker import Tracker
-    from lockstep.session import Session
-    from lockstep.training.checkpointer import Checkpointer
-    from lockstep.training.replica_group import ReplicaGroup
+    from lockstep.cli.script import launch as launch
+    from lockstep.data.order import BucketOrder as BucketOrder
+    from lockstep.data.order import UniformOrder as UniformOrder
+    from lockstep.elastic.runtime import ElasticRuntime as ElasticRuntime
+    from lockstep.elastic.world import World as World
+    from lockstep.errors import CheckpointError as CheckpointError
+    from lockstep.errors import ConfigError as ConfigError
+    from lockstep.errors import DamagedFileError as DamagedFileError
+    from lockstep.errors import DataError as DataError
+    from lockstep.errors import DivergedError as DivergedError
+    from lockstep.errors import FencedError as FencedError
+    from lockstep.errors import LockstepError as LockstepError
+    from lockstep.errors import OutOfMemoryError as OutOfMemoryError
+    from lockstep.errors import PeersLostError as PeersLostError
+    from lockstep.errors import RunFolderUnavailableError as RunFolderUnavailableError
+    from lockstep.errors import SaveFailedError as SaveFailedError
+    from lockstep.errors import UsageError as UsageError
+    from lockstep.layout import Layout as Layout
+    from lockstep.record.tracker import Tracker as Tracker
+    from lockstep.session import Session as Session
+    from lockstep.training.checkpointer import Checkpointer as Checkpointer
+    from lockstep.training.replica_group import ReplicaGroup as ReplicaGroup
 
 __version__ = "0.1.0"  # pyproject.toml reads it from here
 
-__all__ = [
-    "BucketOrder",
-    "CheckpointError",
-    "Checkpointer",
-    "ConfigError",
-    "DamagedFileError",
-    "DataError",
-    "DivergedError",
-    "ElasticRuntime",
-    "FencedError",
-    "Layout",
-    "LockstepError",
-    "OutOfMemoryError",
-    "PeersLostError",
-    "ReplicaGroup",
-    "RunFolderUnavailableError",
-    "SaveFailedError",
-    "Session",
-    "Tracker",
-    "UniformOrder",
-    "UsageError",
-    "World",
-    "__version__",
-    "launch",
-]
-
-# Public name -> "module:name" where it is defined.
-_DEFINED_IN = {
-    "BucketOrder": "lockstep.data.order:BucketOrder",
-    "Checkpointer": "lockstep.training.checkpointer:Checkpointer",
-    "ElasticRuntime": "lockstep.elastic.runtime:ElasticRuntime",
-    "Layout": "lockstep.layout:Layout",
-    "ReplicaGroup": "lockstep.training.replica_group:ReplicaGroup",
-    "Session": "lockstep.session:Session",
-    "Tracker": "lockstep.record.tracker:Tracker",
-    "UniformOrder": "lockstep.data.order:UniformOrder",
-    "World": "lockstep.elastic.world:World",
-    "launch": "lockstep.cli.script:launch",
+_MODULES = {
+    "BucketOrder": "lockstep.data.order",
+    "Checkpointer": "lockstep.training.checkpointer",
+    "ElasticRuntime": "lockstep.elastic.runtime",
+    "Layout": "lockstep.layout",
+    "ReplicaGroup": "lockstep.training.replica_group",
+    "Session": "lockstep.session",
+    "Tracker": "lockstep.record.tracker",
+    "UniformOrder": "lockstep.data.order",
+    "World": "lockstep.elastic.world",
+    "launch": "lockstep.cli.script",
 }
+__all__ = [name for name in sorted([*_MODULES, *ERRORS_BY_NAME, "__version__"])]  # a comprehension: linters refuse a call here
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use (PEP 562)."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, _, defined = _DEFINED_IN.get(name, f"lockstep.errors:{name}").partition(":")
-    value = globals()[name] = getattr(import_module(module), defined)
+    value = globals()[name] = getattr(import_module(_MODULES.get(name, "lockstep.errors")), name)
     return value
 
 
