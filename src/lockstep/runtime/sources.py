@@ -10,8 +10,6 @@ import hashlib
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from types import ModuleType
 
@@ -62,15 +60,12 @@ def is_user_code(module: ModuleType) -> bool:
     return path.suffix == ".py" and path.is_file() and not is_lockstep and not set(INSTALLED) & set(path.parts)
 
 
-def python_files_in(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, bytes]]:
-    """Yield (path, content) of each Python file in a package folder, which may be in a zip file."""
-    for entry in folder.iterdir():
-        if entry.name.startswith("."):  # editor files
-            continue
-        if entry.is_dir():
-            yield from python_files_in(entry, f"{prefix}{entry.name}/")
-        elif entry.name.endswith(".py"):
-            yield prefix + entry.name, entry.read_bytes()
+def python_files_in(folder: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield (path, content) of each Python file in a package folder, except hidden ones of editors."""
+    for path in folder.rglob("*.py"):
+        name = path.relative_to(folder).as_posix()
+        if "/." not in f"/{name}":
+            yield name, path.read_bytes()
 
 
 def sha256_of(modules: Iterable[tuple[str, bytes]]) -> str:
@@ -82,4 +77,4 @@ def sha256_of(modules: Iterable[tuple[str, bytes]]) -> str:
     return digest.hexdigest()[:12]
 
 
-SOURCES = sha256_of(python_files_in(files("lockstep")))
+SOURCES = sha256_of(python_files_in(Path(PACKAGE_FOLDER)))

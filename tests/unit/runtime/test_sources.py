@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import runpy
+import shutil
 import sys
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,14 +66,14 @@ def test_editing_a_loaded_file_does_not_change_the_fingerprint(tmp_path: Path, m
     assert sources.fingerprint()["own loop"] == expected
 
 
-def test_lockstep_fingerprint_covers_all_files_in_a_folder_or_zip(tmp_path: Path) -> None:
+def test_lockstep_fingerprint_covers_all_files_except_those_of_editors(tmp_path: Path) -> None:
     root = Path(lockstep.__file__).parent
     files = sorted(root.rglob("*.py"))
-    with zipfile.ZipFile(tmp_path / "wheel.zip", "w") as wheel:
-        for path in files:
-            wheel.write(path, f"lockstep/{path.relative_to(root)}")
-        wheel.writestr("lockstep/__pycache__/x.pyc", b"other")
-    inside = dict(sources.python_files_in(zipfile.Path(tmp_path / "wheel.zip", "lockstep/")))
+    shutil.copytree(root, tmp_path / "copy")
+    (tmp_path / "copy" / ".checkpoints").mkdir()
+    for name in ("runtime/.#numerics.py", ".checkpoints/numerics.py"):
+        (tmp_path / "copy" / name).write_bytes(b"other")
+    inside = dict(sources.python_files_in(tmp_path / "copy"))
     assert len(inside) == len(files) > 80 and sources.sha256_of(inside.items()) == sources.SOURCES
     inside["runtime/numerics.py"] += b"\n"
     assert sources.sha256_of(inside.items()) != sources.SOURCES
