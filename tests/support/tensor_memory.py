@@ -6,8 +6,8 @@ import weakref
 from typing import Any
 
 from torch import Tensor
-
-from lockstep.runtime.torch_private import TorchDispatchMode, tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class TensorMemory(TorchDispatchMode):

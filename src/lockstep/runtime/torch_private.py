@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import _register_process_group, _unregister_all_process_groups
 from torch._C._profiler import _ExperimentalConfig
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every operator; no public name
-from torch.utils._pytree import tree_leaves as tree_leaves  # tensors of nested containers; no public name
 
 # -- tensors and modules ----------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.runtime import torch_private as private
 
@@ -125,7 +126,7 @@ def test_attention_on_a_cpu_calls_one_of_the_attention_ops() -> None:
     query = torch.randn(1, 2, 4, 8, requires_grad=True)
     called = []
 
-    class Recorder(private.TorchDispatchMode):
+    class Recorder(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             called.append(function)
             return function(*args, **(kwargs or {}))
@@ -147,10 +148,6 @@ def test_a_packed_linear_layer_computes_the_product() -> None:
     weight, states = torch.randn(6, 4), torch.randn(2, 3, 4)
     product = private.packed_linear(states, private.pack_linear_weight(weight, 8))
     torch.testing.assert_close(product, states @ weight.t())
-
-
-def test_tree_leaves_finds_tensors_in_containers() -> None:
-    assert private.tree_leaves({"a": [1, (2,)], "b": 3}) == [1, 2, 3]
 
 
 def test_a_process_that_was_not_forked_can_use_cuda() -> None:
