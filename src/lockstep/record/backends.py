@@ -25,12 +25,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from lockstep.errors import ConfigError
 from lockstep.files import open_regular
 
 log = logging.getLogger("lockstep")
+Axis = Literal["train", "validation"]
 
 
 @dataclass(frozen=True)
@@ -68,23 +69,17 @@ class TensorBoard:
         note("tensorboard", asdict(self.noted))
         rename_older_event_files(folder / "tensorboard", int(time.time()))
         self.writer = writers.SummaryWriter(str(folder / "tensorboard"), purge_step=last + 1, flush_secs=10)
-        # There are few evaluations: the tracker sends all, and `validation` skips the old ones.
+        # There are few evaluations: the tracker sends all, and `add` skips the old ones.
         self.cursor = Cursor(step=last)
 
-    def _add(self, step: int, tag: str, values: Mapping[str, float]) -> None:
+    def add(self, axis: Axis, step: int, values: Mapping[str, float], now: Cursor) -> None:
+        """Add the values of a step, or the evaluation of its checkpoint. now: the cursor after them."""
+        if axis == "validation" and step <= self.noted.step and now.evaluations_bytes <= self.noted.evaluations_bytes:
+            return
         # One event with all tags: add_scalar writes one per tag, which takes ten times as long.
         summary = self.protocol.Summary
-        points = [summary.Value(tag=f"{tag}/{key}", simple_value=value) for key, value in values.items()]
+        points = [summary.Value(tag=f"{axis}/{key}", simple_value=value) for key, value in values.items()]
         self.writer.file_writer.add_summary(summary(value=points), step)
-
-    def train(self, values: Mapping[str, float], now: Cursor) -> None:
-        """Add the values of step `now.step`. now: the cursor after them."""
-        self._add(now.step, "train", values)
-
-    def validation(self, step: int, values: Mapping[str, float], now: Cursor) -> None:
-        """Add the evaluation of the checkpoint at `step`. now: the cursor after it."""
-        if step > self.noted.step or now.evaluations_bytes > self.noted.evaluations_bytes:
-            self._add(step, "validation", values)
 
     def flush(self) -> None:
         self.writer.flush()
@@ -137,15 +132,10 @@ class WeightsAndBiases:
         where = self.run.url if mode == "online" else f"offline under {folder / 'wandb'}; upload with wandb sync"
         log.info("Weights & Biases: run %s, %s", run_id, where)
 
-    def _add(self, row: Mapping[str, float], now: Cursor) -> None:
+    def add(self, axis: Axis, step: int, values: Mapping[str, float], now: Cursor) -> None:
         position = {"lockstep/step": now.step, "lockstep/evaluations": now.evaluations_bytes}
+        row = {f"{axis}/step": step, **{f"{axis}/{key}": value for key, value in values.items()}}
         self.run.log({**row, **position}, step=now.rows, commit=True)
-
-    def train(self, values: Mapping[str, float], now: Cursor) -> None:
-        self._add({"train/step": now.step, **{f"train/{key}": value for key, value in values.items()}}, now)
-
-    def validation(self, step: int, values: Mapping[str, float], now: Cursor) -> None:
-        self._add({"validation/step": step, **{f"validation/{key}": value for key, value in values.items()}}, now)
 
     def flush(self) -> None:
         """Do nothing: wandb decides when to write. The next start finds what it has written."""

@@ -22,7 +22,7 @@ from typing import Any, Literal, Self
 
 from lockstep.errors import ConfigError, DataError, LockstepError, UsageError
 from lockstep.files import open_regular, read_json, try_lock, write_json
-from lockstep.record.backends import Cursor, TensorBoard, WeightsAndBiases
+from lockstep.record.backends import Axis, Cursor, TensorBoard, WeightsAndBiases
 from lockstep.record.events import append_event
 from lockstep.record.metrics import MetricsFile, append_json, decode_line, iter_steps, last_step, to_json_value
 
@@ -241,12 +241,12 @@ class Tracker:
 
     def _send_step(self, name: str, step: int, values: Mapping[str, Any]) -> None:
         if name in self.backends and step > self.cursors[name].step:
-            now = replace(self.cursors[name], step=step, rows=self.cursors[name].rows + 1)
-            self._send(name, now, partial(self.backends[name].train, numeric_values(values), now))
+            self._send(name, replace(self.cursors[name], step=step), "train", step, values)
 
-    def _send(self, name: str, now: Cursor, send: Callable[[], None]) -> None:
+    def _send(self, name: str, now: Cursor, axis: Axis, step: int, values: Mapping[str, Any]) -> None:
+        now = replace(now, rows=now.rows + 1)
         try:
-            send()
+            self.backends[name].add(axis, step, numeric_values(values), now)
         except Exception as error:
             self._drop(name, error)
         else:
@@ -261,14 +261,13 @@ class Tracker:
                     return
                 sent = replace(self.cursors[name], evaluations_bytes=self.cursors[name].evaluations_bytes + len(raw))
                 line = decode_line(raw) or {}
-                step, values = line.get("step"), numeric_values(line)
+                step = line.get("step")
                 if not isinstance(step, int):
                     self._warn(f"{self.evaluations}: skipped a line that is torn or has no step: {raw[:80]!r}")
                 if not isinstance(step, int) or line.get("split", "validation") != "validation":
                     self.cursors[name] = sent  # test scores are not for model selection
                     continue
-                now = replace(sent, rows=sent.rows + 1)
-                self._send(name, now, partial(self.backends[name].validation, step, values, now))
+                self._send(name, sent, "validation", step, line)
 
     def _write_evaluations(self) -> None:
         try:
