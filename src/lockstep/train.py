@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -33,18 +32,11 @@ from lockstep.training.profiler import ProfiledSteps, compile_summary, profiling
 log = logging.getLogger("lockstep")
 
 
-@dataclass(frozen=True)
-class TrainOutcome:
-    """How a training ended: committed steps, and the stop signal ("" after the last step)."""
-
-    step: int
-    stopped_by: str
-
-
 def train(
     resolved: ResolvedRun, folder: Path, runtime: ElasticRuntime, *, resume: str = "auto", profile: ProfiledSteps | None = None
-) -> TrainOutcome:
-    """Collective. Train the run in `folder` to its last step; resume it first.
+) -> str:
+    """Collective. Train the run in `folder` to its last step; resume it first. Return the name of
+    the signal that stopped it, or "" after the last step.
 
     resume   "auto", "never", "required", or a step: see Checkpointer.resume
     profile  the steps to trace
@@ -57,7 +49,7 @@ def train(
 
 def train_task(  # over 60 lines: the whole loop in one place
     task: Task, resolved: ResolvedRun, folder: Path, runtime: ElasticRuntime, *, resume: str, profile: ProfiledSteps | None
-) -> TrainOutcome:
+) -> str:
     """Collective. Build the model, the optimizer and the checkpointer, resume, and run the loop."""
     run = resolved.run
     log.info(make_deterministic(runtime.world.device))
@@ -125,4 +117,4 @@ def train_task(  # over 60 lines: the whole loop in one place
                     checkpointer.save(step, facts, first=metrics.sync, protect=partial(best_steps, folder), waits=is_last)
             if decision.save_failed:
                 break
-    return TrainOutcome(step, stop_signal)
+    return stop_signal

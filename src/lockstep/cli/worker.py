@@ -99,13 +99,13 @@ def train_run(request: RunRequest) -> int:
         if not runtime.is_joining:
             run_on_rank0(runtime, lambda: stack.enter_context(lock_run_folder(folder, resolved, alone=runtime.membership is None)))
         profile = ProfiledSteps.parse(request.profile) if request.profile else None
-        outcome = train(resolved, folder, runtime, resume=request.resume, profile=profile)
-        if not outcome.stopped_by:
+        stopped_by = train(resolved, folder, runtime, resume=request.resume, profile=profile)
+        if not stopped_by:
             with runtime.during("evaluating"):
                 runtime.retry_across_generations(lambda: evaluate_at_end(folder, resolved.run, runtime))
         if runtime.membership is None:
             runtime.report_goodput(folder)
-        runtime.set_exit_code(stop_exit_code(outcome.stopped_by))
+        runtime.set_exit_code(stop_exit_code(stopped_by))
         return runtime.exit_code
 
 
