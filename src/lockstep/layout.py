@@ -129,8 +129,8 @@ def hint_for(wrong: Layout, workers: int, bounds: LayoutLimits) -> str:
     return f"{hint}; or {changes[0]}" if wrong.workers == workers and needed > bounds.micro_batches else hint
 
 
-def nearest_layouts(wrong: Layout, workers: int, bounds: LayoutLimits, most: int = 3) -> list[Layout]:
-    """Return up to `most` valid layouts of `workers` processes, the closest to `wrong` first."""
+def nearest_layouts(wrong: Layout, workers: int, bounds: LayoutLimits) -> list[Layout]:
+    """Return up to three valid layouts of `workers` processes, the closest to `wrong` first."""
     sizes = [size for size in range(1, workers + 1) if workers % size == 0]
     candidates = (Layout(*axes) for axes in product(sizes, repeat=4))
     valid = [layout for layout in candidates if layout.workers == workers and not bounds.problem_with(layout)]
@@ -139,7 +139,7 @@ def nearest_layouts(wrong: Layout, workers: int, bounds: LayoutLimits, most: int
         pairs = list(zip(astuple(layout), astuple(wrong), strict=True))
         return sum(a != b for a, b in pairs), sum(abs(a - b) for a, b in pairs)
 
-    return sorted(valid, key=distance)[:most]
+    return sorted(valid, key=distance)[:3]
 
 
 def layout_flags(layout: Layout) -> str:

@@ -66,8 +66,6 @@ def test_too_little_disk_space_is_reported_before_writing(tmp_path: Path) -> Non
         assert "free some space" in lines[2] and error.value.exit_code == 3
         assert not places  # no attempt was started
         assert_whole(folder, [1, 2, 3])
-        with pytest.raises(CheckpointError, match="checkpoints cannot be saved here: No space left"):
-            store.preflight(needed_bytes=2 * MIB)
 
 
 @pytest.mark.parametrize("place", ["started", "in facts.json", "after facts.json", "in tensors-00000.safetensors"])
@@ -153,7 +151,7 @@ def test_file_in_place_of_the_folder_is_refused_before_training(tmp_path: Path) 
 
 
 def test_preflight_leaves_no_files(tmp_path: Path) -> None:
-    CheckpointStore(tmp_path / "a" / "checkpoints").preflight(needed_bytes=MIB)
+    CheckpointStore(tmp_path / "a" / "checkpoints").preflight()
     assert os.listdir(tmp_path / "a" / "checkpoints") == []
 
 

@@ -78,17 +78,15 @@ class CheckpointStore:
         """Save together with other workers from now on: this one writes its slices."""
         self.shard_writer = shard_writer
 
-    def preflight(self, needed_bytes: int = 0) -> None:
+    def preflight(self) -> None:
         """Try every disk operation of a save on a small scale, to report problems before training.
 
-        needed_bytes  size of one checkpoint, when known
-        CheckpointError: read-only, not permitted, no locks, too little space.
+        CheckpointError: read-only, not permitted, no locks, no space.
         """
-        with commit.explain_write_errors("checkpoints cannot be saved here", self.folder, needed_bytes):
+        with commit.explain_write_errors("checkpoints cannot be saved here", self.folder, 0):
             self._create_folder()
             with commit.Attempt(self.folder, 0) as attempt:
                 attempt.put(FACTS, [b"{}"])
-            self._require_space(needed_bytes)
 
     def save(
         self,
@@ -122,7 +120,8 @@ class CheckpointStore:
         with explain():
             sweep(self.folder)
             while not self._has_same(step, tensors):
-                self._require_space(needed_bytes)
+                if commit.free_bytes(self.folder) < needed_bytes:  # before the disk is full: other programs write there too
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 # The inner `explain` measures the free space before the attempt is removed.
                 with commit.Attempt(self.folder, step, self.fail_point) as attempt, explain():
                     self.fail_point("started")
@@ -154,11 +153,6 @@ class CheckpointStore:
             content = safetensors_io.file_chunks(file_specs, lambda name: bytes_of(tensors[name]), metadata)
             files.append((f"tensors-{first_number + number:05d}.safetensors", content))
         return files
-
-    def _require_space(self, needed_bytes: int) -> None:
-        """Raise ENOSPC before the disk is full: other programs write there too."""
-        if commit.free_bytes(self.folder) < needed_bytes:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _has_same(self, step: int, tensors: Mapping[str, Tensor]) -> bool:
         """Whether the step is committed with this content. Set a damaged one aside.

@@ -49,7 +49,7 @@ StringList = Annotated[tuple[str, ...], BeforeValidator(parse_list)]
 
 @dataclass(frozen=True)
 class Field:
-    """One key of the configuration. `config_fields` fills in `key` and `type`.
+    """One key of the configuration. `config_fields` fills in `type`.
 
     doc        one sentence for --help and for error messages
     bits       the key decides the trained bits
@@ -64,7 +64,6 @@ class Field:
     ge: float | None = None
     lt: float | None = None
     le: float = MAX_VALUE
-    key: str = ""
     type: Any = None
 
     def parse(self, raw: Any) -> Any:
@@ -333,7 +332,7 @@ def config_fields(cls: type = RunConfig, prefix: str = "") -> dict[str, Field]:
         if is_dataclass(hints[member.name]):
             by_key |= config_fields(hints[member.name], f"{key}.")
         else:
-            by_key[key] = replace(member.metadata["field"], key=key, type=hints[member.name])
+            by_key[key] = replace(member.metadata["field"], type=hints[member.name])
     return by_key
 
 

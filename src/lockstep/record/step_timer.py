@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import resource
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -26,9 +25,8 @@ CATEGORIES = (
 
 
 def peak_resident_bytes() -> int:
-    """Return the peak resident set size (getrusage(2): KiB on Linux, bytes on macOS)."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    """Return the peak resident set size (getrusage(2): in KiB on Linux)."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class StepTimer:
