@@ -138,25 +138,6 @@ def test_idle_priority_ends_when_the_save_is(tmp_path: Path, reason: str, monkey
     assert (tmp_path / "file").stat().st_size == 3 * PIECE_BYTES
 
 
-def test_memory_for_the_first_copy_is_prepared_in_the_background(tmp_path: Path) -> None:
-    """Count the memory of the process: the save itself adds none."""
-    model = nn.Linear(5000, 2000)  # 40 MB
-    checkpointer = Checkpointer(tmp_path, alone(), model, torch.optim.SGD(model.parameters()), every_steps=3)
-    before = resident_bytes()
-    assert [checkpointer.due(step) for step in (1, 2, 3)] == [False, False, True]
-    assert checkpointer.saver
-    assert checkpointer.saver._done.wait(30)
-    prepared = resident_bytes()
-    checkpointer.save(3)
-    assert prepared - before > 35e6 and resident_bytes() - prepared < 10e6
-    checkpointer.close()
-    assert digest(checkpointer.store.load(3).tensors) == digest(checkpointer.state_dict())
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
-
-
 def own_policy() -> str:
     return {os.SCHED_OTHER: "other", os.SCHED_IDLE: "idle"}[os.sched_getscheduler(0)]
 

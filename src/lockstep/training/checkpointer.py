@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -248,11 +247,7 @@ class Checkpointer:
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def due(self, step: int) -> bool:
-        """True when a checkpoint is due after `step` committed steps. The first call starts to allocate
-        the memory for its copy."""
-        if self.every_steps and self.writes and not self.saver:
-            with suppress(CheckpointError):  # a state that cannot be saved: the save reports it, on all ranks
-                self._make_saver().prepare(self._state_to_write())
+        """True when a checkpoint is due after `step` committed steps."""
         return bool(self.every_steps) and step % self.every_steps == 0
 
     def save(
@@ -328,14 +323,11 @@ class Checkpointer:
 
     def _start_save(self, request: SaveRequest) -> None:
         self._started = (request.step, self.runtime.world.generation)
-        self._make_saver().save(request.step, self._state_to_write(), request.facts, request.protect, request.first)
+        self.saver = self.saver or AsyncSaver(self.store, self._note_saved)
+        self.saver.save(request.step, self._state_to_write(), request.facts, request.protect, request.first)
 
     def _state_to_write(self) -> dict[str, torch.Tensor]:
         return self._sharded_state_dict(self.local_model) if self.local_model else self.state_dict()
-
-    def _make_saver(self) -> AsyncSaver:
-        self.saver = self.saver or AsyncSaver(self.store, self._note_saved)
-        return self.saver
 
     def _note_saved(self, step: int, seconds: float) -> None:
         if self.runtime.world.leader:
