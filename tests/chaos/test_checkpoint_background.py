@@ -81,7 +81,7 @@ def test_second_save_waits_for_the_first_and_logs_it_once(tmp_path: Path, caplog
     assert "'save step 1' before step 2 is copied; save less often to avoid this" in caplog.text
 
 
-def test_host_buffers_are_reused(tmp_path: Path) -> None:
+def test_memory_of_a_copy_is_reused(tmp_path: Path) -> None:
     store = RecordingStore(tmp_path, keep=0)
     saver = AsyncSaver(store)
     state = {"model.x": torch.ones(1000), "model.y": torch.ones(3)}
@@ -230,7 +230,6 @@ def test_gpu_copies_on_its_stream_into_pinned_memory(tmp_path: Path) -> None:
     weights = torch.zeros(50_000_000, device="cuda")
     store = RecordingStore(tmp_path, keep=0)
     with AsyncSaver(store) as saver:
-        saver.prepare({"model.x": weights})
         for step in range(1, 4):
             weights.fill_(step)
             saver.save(step, {"model.x": weights, "optim.x.step": torch.tensor(float(step))}, {})

@@ -17,24 +17,50 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lockstep.checkpoint.commit import exhaust
-from lockstep.checkpoint.host_buffers import HostBuffers, copy_to_host
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.units import format_duration
 
 log = logging.getLogger("lockstep")
 
-PREPARE = "prepare to save"
+MAX_COPY_THREADS = 4
 IDLE_S = 30.0  # a checkpoint is not delayed longer on a machine without an idle core
 
 
 def do_nothing() -> None: ...
+
+
+def copy_to_host(tensors: Mapping[str, Tensor], memory: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[torch.cuda.Event]]:
+    """Return copies of the tensors on the CPU, and an event per GPU that marks the end of its copies:
+    its stream orders them before the next update of the weights.
+
+    memory  the last copies, which are overwritten where they fit: the first use of memory costs
+            more than the copy
+    Where training has one thread per process, idle cores help: one core does not use the whole
+    bandwidth of the memory.
+    """
+
+    def copy(name: str) -> Tensor:
+        tensor, buffer = tensors[name].detach(), memory.get(name)
+        if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return buffer.copy_(tensor, non_blocking=tensor.is_cuda)
+
+    gpus = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
+    if gpus or torch.get_num_threads() > 1:
+        copies = list(map(copy, tensors))
+    else:
+        with ThreadPoolExecutor(min(MAX_COPY_THREADS, len(os.sched_getaffinity(0))), "copy") as pool:
+            copies = list(pool.map(copy, tensors))
+    return dict(zip(tensors, copies, strict=True)), [torch.cuda.current_stream(gpu).record_event() for gpu in gpus]
 
 
 class IdleRun:
@@ -80,7 +106,7 @@ class AsyncSaver:
 
     def __init__(self, store: CheckpointStore, on_saved: Callable[[int, float], object] = lambda step, seconds: None) -> None:
         self.store, self.on_saved = store, on_saved
-        self._buffers = HostBuffers()
+        self._copies: dict[str, Tensor] = {}
         self._failures: deque[Exception] = deque()
         self._thread: threading.Thread | None = None
         self._run = IdleRun()
@@ -99,42 +125,25 @@ class AsyncSaver:
         thread calls `first`, and `CheckpointStore.save` with the steps that `protect` returns."""
         self.wait(why=f"before step {step} is copied")
         copied_facts = json.loads(json.dumps(dict(facts)))
-        copies = self._buffers.place(tensors)
-        events = copy_to_host(copies, tensors)
+        copies, events = copy_to_host(tensors, self._copies)
+        run = IdleRun()
+        self._copies, self._run = copies, run
 
-        def write(run: IdleRun) -> None:
-            for event in events:
-                event.synchronize()
-            first()
-            start_s = time.monotonic()
-            self.store.save(step, copies, copied_facts, tuple(protect()), run)
-            self.on_saved(step, time.monotonic() - start_s)
-
-        self._start(f"save step {step}", write)
-
-    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
-        """Allocate the host buffers for a later save of such tensors, in the background."""
-
-        def touch(run: IdleRun) -> None:
-            with suppress(Exception):  # lack of memory: the save reports it
-                run(self._buffers.touch(tensors))
-
-        with suppress(RuntimeError):  # no memory for a thread: nothing is prepared
-            self._start(PREPARE, touch)
-
-    def _start(self, name: str, work: Callable[[IdleRun], None]) -> None:
-        self._run = idle_run = IdleRun()
-
-        def run() -> None:
+        def write() -> None:
             try:
-                work(idle_run)
+                for event in events:
+                    event.synchronize()
+                first()
+                start_s = time.monotonic()
+                self.store.save(step, copies, copied_facts, tuple(protect()), run)
+                self.on_saved(step, time.monotonic() - start_s)
             except Exception as error:
                 self._failures.append(error)
             finally:
                 self._done.set()
 
         self._done.clear()
-        thread = threading.Thread(target=run, name=name)
+        thread = threading.Thread(target=write, name=f"save step {step}")
         thread.start()  # may fail for lack of memory: then there is no save to wait for
         self._thread = thread
 
@@ -159,7 +168,7 @@ class AsyncSaver:
         self._thread.join()
         self._thread = None
         waited_s = time.monotonic() - start_s
-        if was_writing and why and name != PREPARE and not self._warned_of_wait:
+        if was_writing and why and not self._warned_of_wait:
             self._warned_of_wait = True
             log.warning("waited %s for %r %s; save less often to avoid this (logged once)", format_duration(waited_s), name, why)
         return True
@@ -167,7 +176,7 @@ class AsyncSaver:
     def close(self) -> None:
         """Wait for the save in progress; raise its error, or the first one that was not returned."""
         self.wait()
-        self._buffers = HostBuffers()
+        self._copies = {}
         error = self.failure()
         while later_error := self.failure():
             log.error("%s", later_error)
