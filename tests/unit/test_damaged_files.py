@@ -206,6 +206,7 @@ def test_checkpoint_without_facts_is_damaged(tmp_path: Path) -> None:
     save_with_manifest(tmp_path / "again", 20, {name: record((path / name).read_bytes())})
     with pytest.raises(CheckpointError, match=r"does not list facts.json"):
         CheckpointStore(tmp_path / "again").load(20)
+    assert CheckpointStore(tmp_path / "again").verify(20)[0] == "the manifest does not list facts.json"
 
 
 def test_link_in_a_checkpoint_is_not_followed(tmp_path: Path) -> None:

@@ -82,7 +82,8 @@ def read_manifest(path: Path, step: int) -> tuple[dict[str, FileRecord], list[st
         if value["format"] != FORMAT:
             what = f"the checkpoint of step {step} has format {value['format']}, this version reads format {FORMAT}"
             raise CheckpointError(what, str(path), "use a newer version of lockstep")
-        return parse_file_records(value["files"]), []
+        files = parse_file_records(value["files"])
+        return files, [] if FACTS in files else [f"the manifest does not list {FACTS}"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return {}, [f"{MANIFEST} is malformed: {error}"]
 

@@ -268,8 +268,6 @@ class CheckpointStore:
             if path is None:
                 return None, {}, []
             files, problems = commit.read_manifest(path, step)
-            if not problems and FACTS not in files:
-                problems = [f"the manifest does not list {FACTS}"]
             contents: dict[str, bytearray] = {}
             for name in [*sorted(files.keys() - {FACTS})[index::count], *(files.keys() & {FACTS})]:
                 content, problem = commit.read_verified(path / name, files[name])

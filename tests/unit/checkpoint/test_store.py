@@ -161,6 +161,7 @@ def test_folder_without_checkpoints_is_not_whole(tmp_path: Path) -> None:
 
 def test_export_writes_only_the_tensors_of_the_model(tmp_path: Path) -> None:
     with commit.Attempt(tmp_path, 3) as attempt:
+        attempt.put("facts.json", [b"{}"])
         specs = [TensorSpec("model.w", "F32", (4,)), TensorSpec("optim.w.exp_avg", "F32", (4,)), TensorSpec("model.b", "BF16", (2, 3))]
         attempt.put(
             "tensors-00000.safetensors",
