@@ -18,10 +18,10 @@ from waiting import wait_until
 
 from lockstep.elastic.generation_log import Generation, GenerationLog, Member, RunResult
 from lockstep.errors import CheckpointError, DivergedError, FencedError, PeersLostError, UsageError
+from lockstep.runtime.exit_report import worker_main
 from lockstep.runtime.signals import StopSignals, stop_exit_code
 from lockstep.runtime.status_board import StatusBoard
 from lockstep.runtime.worker_env import WorkerEnv, read_worker_env
-from lockstep.runtime.worker_main import worker_main
 
 PRELOADED = set(sys.modules)
 report_fields: dict[str, Any] = {}

@@ -57,9 +57,9 @@ def receive(reader: Connection, timeout_s: float) -> LoopResult:
 def run_worker(script: Path, folder: Path, steps: int, rank: int, size: int, port: int, writer: Connection) -> None:
     """Run a worker as torchrun would start it."""
     from lockstep.cli.worker import run_function
-    from lockstep.runtime.worker_main import run_and_report
+    from lockstep.runtime.exit_report import run_and_report
 
     names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
-    report, text = run_and_report(lambda: run_function(f"{script}:train", folder, {"steps": str(steps)}))
-    writer.send((report.code, text))
+    report = run_and_report(lambda: run_function(f"{script}:train", folder, {"steps": str(steps)}))
+    writer.send((report.code, report.text))

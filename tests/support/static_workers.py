@@ -21,8 +21,8 @@ from processes import mark_ready
 from waiting import wait_until
 
 from lockstep.errors import DataError, PeersLostError
+from lockstep.runtime.exit_report import worker_main
 from lockstep.runtime.signals import StopSignals, stop_exit_code
-from lockstep.runtime.worker_main import worker_main
 
 
 def main(argv: list[str]) -> int:

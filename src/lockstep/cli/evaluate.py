@@ -10,8 +10,8 @@ from lockstep import log
 from lockstep.agent.static_group import run_static_group
 from lockstep.cli.start import refuse_other_worker_count
 from lockstep.runtime.environment import read_rank_info
+from lockstep.runtime.exit_report import worker_main
 from lockstep.runtime.signals import stop_exit_code
-from lockstep.runtime.worker_main import worker_main
 
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:

@@ -15,7 +15,7 @@ from lockstep.agent.static_group import run_static_group
 from lockstep.cli.options import refuse_unknown
 from lockstep.errors import UsageError
 from lockstep.runtime.environment import read_rank_info
-from lockstep.runtime.worker_main import worker_main
+from lockstep.runtime.exit_report import worker_main
 
 if TYPE_CHECKING:
     from lockstep.elastic.runtime import ElasticRuntime

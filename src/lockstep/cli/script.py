@@ -38,8 +38,8 @@ def launch(main: Callable[..., object], *, workers: int | None = None) -> None:
     with the code of the run.
     """
     from lockstep.runtime.environment import read_rank_info
+    from lockstep.runtime.exit_report import worker_main
     from lockstep.runtime.worker_env import read_worker_env
-    from lockstep.runtime.worker_main import worker_main
 
     if worker_env := read_worker_env(os.environ):
         call(main, sys.argv[1:], Path(worker_env.folder))

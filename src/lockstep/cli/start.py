@@ -17,8 +17,8 @@ from lockstep.config.schema import RunConfig
 from lockstep.errors import UsageError
 from lockstep.layout import Layout, choose_layout
 from lockstep.runtime.environment import check_worker_count, default_worker_count, read_rank_info
+from lockstep.runtime.exit_report import worker_main
 from lockstep.runtime.worker_env import read_worker_env
-from lockstep.runtime.worker_main import worker_main
 from lockstep.tasks.layout_limits import layout_limits
 
 log = logging.getLogger("lockstep")

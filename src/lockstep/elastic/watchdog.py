@@ -24,10 +24,9 @@ from lockstep.elastic.protocol.decisions import ElasticLimits
 from lockstep.errors import FencedError
 from lockstep.log import flush_log
 from lockstep.runtime import status_board as board
-from lockstep.runtime.exit_report import ExitReport
+from lockstep.runtime.exit_report import ExitReport, send_exit_report
 from lockstep.runtime.status_board import Status
 from lockstep.runtime.worker_env import process_stat
-from lockstep.runtime.worker_main import send_exit_report
 
 log = logging.getLogger("lockstep")
 CHECK_S = 1.0  # interval between diagnoses

@@ -1,19 +1,28 @@
 """Exit reports of workers, and the root cause of a failed run.
 
 One failure makes all other workers fail, often earlier on the screen than the worker that caused
-it. So each worker writes one line of JSON: how and when it exited, and whether it only lost a peer.
-`summarize_exits` finds the earliest root cause.
+it. So each worker writes one line of JSON: how and when it exited, and whether it only lost a peer
+(`worker_main`). `summarize_exits` finds the earliest root cause.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, PeersLostError
+from lockstep.files import write_atomic
+from lockstep.runtime.processes import now_s
+from lockstep.runtime.signals import EXIT_INTERRUPTED
+from lockstep.runtime.worker_env import EXIT_REPORT, exit_report_path, read_worker_env
 
 CLEAN_EXIT_CODES = (0, 75, 130)  # done, saved and to be restarted, saved on SIGINT
 
@@ -84,6 +93,46 @@ class WorkerExit:
 
     def __str__(self) -> str:
         return f"{self.title} {self.rank} (pid {self.pid})"
+
+
+def worker_main(function: Callable[[], int | None], about: Callable[[], Mapping[str, Any]] = dict) -> int:
+    """Run `function()` and return the exit code; report failures to the agent, else on stderr.
+
+    about  called at the end, returns further fields of the ExitReport
+    """
+    report = replace(run_and_report(function), **about())
+    if not send_exit_report(report) and report.text:
+        print(report.text, file=sys.stderr, flush=True)
+    return report.code
+
+
+def run_and_report(function: Callable[[], int | None]) -> ExitReport:
+    try:
+        return ExitReport(function() or 0, now_s(), finished=True)
+    except KeyboardInterrupt:
+        return ExitReport(EXIT_INTERRUPTED, now_s(), finished=True)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        return ExitReport(code, now_s(), text=error.code if isinstance(error.code, str) else "")
+    except LockstepError as error:
+        lost = isinstance(error, PeersLostError)
+        return ExitReport(error.exit_code, now_s(), str(error), traceback.format_exc(), lost_peers=lost)
+    except BaseException as error:
+        trace = traceback.format_exc()
+        lost = is_peer_loss(error)
+        return ExitReport(PeersLostError.exit_code if lost else 1, now_s(), trace, trace, lost_peers=lost)
+
+
+def send_exit_report(report: ExitReport) -> bool:
+    """Write the report to the agent's state folder. False without an agent, or if the disk is full."""
+    worker_env = read_worker_env(os.environ)
+    path = exit_report_path(Path(worker_env.state), worker_env.slot) if worker_env else os.environ.pop(EXIT_REPORT, "")
+    try:
+        if path:
+            write_atomic(Path(path), report.to_line())
+    except OSError:
+        return False
+    return bool(path)
 
 
 def is_peer_loss(error: BaseException | None) -> bool:
