@@ -22,7 +22,6 @@ from lockstep.elastic.collectives import all_gather_json, run_on_rank0
 from lockstep.elastic.protocol.decisions import ElasticLimits
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import LockstepError, PeersLostError
-from lockstep.runtime.exit_report import error_summary
 from lockstep.runtime.processes import die_with_parent, last_lines
 from lockstep.runtime.signals import StopSignals, stop_exit_code
 from lockstep.runtime.sockets import reserve_port
@@ -52,21 +51,16 @@ def supervise(file: Path, arguments: Sequence[str], worker_env: WorkerEnv) -> in
         runtime.membership.set_fingerprint(facts)
         attempt = 0
         while True:
-            try:
+            with runtime.catch_peer_loss() as loss:
                 attempt = max(all_gather_json(runtime, attempt))
                 runtime.set_exit_code(run_once([str(file), *arguments], environ, runtime, worker_env, signals, attempt))
                 return runtime.exit_code
-            except Exception as error:
-                if not runtime.is_peer_loss(error):
-                    raise
-                why = error_summary(error)
-                error.__traceback__ = None  # it references the group
             attempt += 1
-            runtime.leave_group(why)
+            runtime.leave_group(loss.why)
             runtime.form_next()
             runtime.board.enter("preparing")
             if runtime.shows_progress():
-                log.warning("%s; restart %d of all workers, now %d", why, attempt, runtime.world.size)
+                log.warning("%s; restart %d of all workers, now %d", loss.why, attempt, runtime.world.size)
 
 
 def run_once(
