@@ -317,20 +317,14 @@ class ResolvedRun:
 
 
 @cache
-def type_hints(cls: type) -> dict[str, Any]:
-    """Return the type of each field, cached: evaluating the hints dominates the cost of `resolve`."""
-    return get_type_hints(cls, include_extras=True)
-
-
-@cache
 def config_fields(cls: type = RunConfig, prefix: str = "") -> dict[str, Field]:
     """Return every dotted key of the configuration, in the order of this file."""
-    hints = type_hints(cls)
+    hints = get_type_hints(cls, include_extras=True)
     by_key: dict[str, Field] = {}
     for member in fields(cls):
-        key = prefix + member.name
-        if is_dataclass(hints[member.name]):
-            by_key |= config_fields(hints[member.name], f"{key}.")
+        key, part = prefix + member.name, type(member.default)
+        if is_dataclass(part):
+            by_key |= config_fields(part, f"{key}.")
         else:
             by_key[key] = replace(member.metadata["field"], type=hints[member.name])
     return by_key
@@ -346,8 +340,8 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def build_config(values: Mapping[str, Any], cls: type = RunConfig, prefix: str = "") -> Any:
     """Return the dataclass tree for dotted keys."""
-    options, hints = {}, type_hints(cls)
-    for name in hints:
-        key = prefix + name
-        options[name] = build_config(values, hints[name], f"{key}.") if is_dataclass(hints[name]) else values[key]
+    options = {}
+    for member in fields(cls):
+        key, part = prefix + member.name, type(member.default)
+        options[member.name] = build_config(values, part, f"{key}.") if is_dataclass(part) else values[key]
     return cls(**options)
