@@ -13,7 +13,6 @@ from lockstep.cli.run_request import RunRequest
 from lockstep.cli.script import arguments_of, run_file
 from lockstep.cli.start import workers_per_replica
 from lockstep.config.saved_run import from_json, to_json
-from lockstep.config.schema import RunConfig
 from lockstep.elastic.collectives import run_on_rank0
 from lockstep.elastic.membership import RunEnded
 from lockstep.elastic.protocol.decisions import ElasticLimits
@@ -90,11 +89,15 @@ def run_function(spelled: str, folder: Path, flags: dict[str, str]) -> int:
 def train_run(request: RunRequest) -> int:
     """Collective. Train with the built-in loop; return the exit code."""
     folder, run = request.folder, request.open(request.resume).run
+    values = {key: value for key, value in asdict(run.elastic).items() if key != "verify_every"}
+    limits = ElasticLimits(**values, replica_size=workers_per_replica(run))
     with (
-        ElasticRuntime.join(threads=run.compute.num_threads, timeout_s=run.parallel.timeout_s, limits=elastic_limits(run)) as runtime,
+        ElasticRuntime.join(threads=run.compute.num_threads, timeout_s=run.parallel.timeout_s, limits=limits) as runtime,
         ExitStack() as stack,
     ):
-        log.set_up_logging(rank=runtime.slot_or_rank, file=log_file(folder, runtime))
+        if runtime.membership is None:  # else the agent has created it
+            (folder / "logs").mkdir(parents=True, exist_ok=True)
+        log.set_up_logging(rank=runtime.slot_or_rank, file=folder / "logs" / f"{runtime.world.host}-{runtime.slot_or_rank}.log")
         resolved = from_json(run_on_rank0(runtime, lambda: to_json(resolve_precision(request.open(request.resume), runtime.world.device))))
         if not runtime.is_joining:
             run_on_rank0(runtime, lambda: stack.enter_context(lock_run_folder(folder, resolved, alone=runtime.membership is None)))
@@ -107,15 +110,3 @@ def train_run(request: RunRequest) -> int:
             runtime.report_goodput(folder)
         runtime.set_exit_code(stop_exit_code(stopped_by))
         return runtime.exit_code
-
-
-def elastic_limits(run: RunConfig) -> ElasticLimits:
-    limits = {key: value for key, value in asdict(run.elastic).items() if key != "verify_every"}
-    return ElasticLimits(**limits, replica_size=workers_per_replica(run))
-
-
-def log_file(folder: Path, runtime: ElasticRuntime) -> Path:
-    """Return the path of this worker's log. Without an agent, create its folder."""
-    if runtime.membership is None:
-        (folder / "logs").mkdir(parents=True, exist_ok=True)
-    return folder / "logs" / f"{runtime.world.host}-{runtime.slot_or_rank}.log"
