@@ -116,8 +116,7 @@ class ReplicaGroup:
         self.stops = signals is None and runtime.membership is not None
         self.signals = StopSignals().__enter__() if self.stops else signals  # until the process exits
         self.decision = self._last_decision()
-        self.last_step = -1  # the newest that this group has committed
-        self._stop_requested = self.leaving = False
+        self.last_step, self._stop_requested, self.leaving = -1, False, False  # the newest step that this group has committed
         self.unfinished: int | None = None  # the step whose micro-batch loop has not ended
         self._counts: list[int | None] = []  # of this step's micro-batches
         self.comparison = ReplicaComparison(
