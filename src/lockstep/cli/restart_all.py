@@ -23,10 +23,9 @@ from lockstep.elastic.protocol.decisions import ElasticLimits
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import LockstepError, PeersLostError
 from lockstep.runtime.processes import die_with_parent, last_lines
-from lockstep.runtime.signals import StopSignals, stop_exit_code
+from lockstep.runtime.signals import HostDrained, StopSignals, stop_exit_code
 from lockstep.runtime.sockets import reserve_port
 from lockstep.runtime.worker_env import WorkerEnv
-from lockstep.training.replica_group import HostDrained
 
 log = logging.getLogger("lockstep")
 POLL_S = 0.05

@@ -21,14 +21,13 @@ from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import RunFolderUnavailableError, UsageError
 from lockstep.runtime.exit_report import worker_main
 from lockstep.runtime.numerics import seed_unseeded_generators
-from lockstep.runtime.signals import Stopped, stop_exit_code
+from lockstep.runtime.signals import HostDrained, Stopped, stop_exit_code
 from lockstep.runtime.status_board import read_status
 from lockstep.runtime.user_function import load_function
 from lockstep.runtime.worker_env import WorkerEnv, read_worker_env
 from lockstep.tasks.evaluate import evaluate_at_end
 from lockstep.train import train
 from lockstep.training.profiler import ProfiledSteps
-from lockstep.training.replica_group import HostDrained
 from lockstep.training.setup import lock_run_folder, resolve_precision
 
 

@@ -27,6 +27,7 @@ class Vote:
 
     losses: Sequence[float]  # of its micro-batches, in order
     count: int | None = None  # samples or tokens that the losses sum over; None: the loss needs no division
+    samples: Sequence[int] = ()  # of its micro-batches, where known and each loss is the mean over them
     stop_signal: str = ""  # name of the signal that it received
     save_failed: bool = False
     joiners_waiting: bool = False
@@ -55,7 +56,8 @@ def vote_to_row(vote: Vote, position: int, replica_size: int) -> list[int]:
 
     The first SUMS are added: the count, and the loss in units of 2**-1074, of which every float is
     a multiple, in limbs of 32 bits. So the sum is exact in any order. Of the others, each is the
-    maximum over all votes. Digests are there as d and ~d, at the vote's position in its replica.
+    maximum over all votes. Digests are there as d and ~d, at the vote's position in its replica, and
+    the numbers of samples as n and ~n.
     """
     finite, digests = all(map(math.isfinite, vote.losses)), [-(2**63)] * 2 * replica_size
     ratios = [loss.as_integer_ratio() for loss in vote.losses if finite]
@@ -66,22 +68,31 @@ def vote_to_row(vote: Vote, position: int, replica_size: int) -> list[int]:
     has_count, has_losses = vote.count is not None, bool(vote.losses)
     flags = [vote.save_failed, vote.joiners_waiting or vote.leaving, not vote.leaving, not finite, not vote.gradient_finite]
     counts = [has_losses and has_count, has_losses and not has_count]
-    return [(vote.count or 0) * has_losses, *limbs, SIGNALS.index(vote.stop_signal), *map(int, flags + counts), *digests]
+    samples = [max(vote.samples), ~min(vote.samples)] if vote.samples else [-(2**63)] * 2
+    return [(vote.count or 0) * has_losses, *limbs, SIGNALS.index(vote.stop_signal), *map(int, flags + counts), *samples, *digests]
 
 
 def row_to_decision(row: Sequence[int], replica_size: int, gather_digests: Callable[[], Sequence[int]]) -> StepDecision:
     """Return the decision from the combined rows of all votes.
 
     gather_digests  Collective; returns the digests of all ranks. Called if some differ
-    UsageError, on all ranks, if only some votes with losses have a count, or counts add up to 0.
+    UsageError, on all ranks, if only some votes with losses have a count, if counts add up to 0, or
+    if losses are means over different numbers of samples.
     """
     count, limbs = row[0], row[1:SUMS]
-    stop, save_failed, regroup, some_stay, not_finite, gradient_not_finite, some_count, some_without, *digests = row[SUMS:]
+    stop, save_failed, regroup, some_stay, not_finite, gradient_not_finite, some_count, some_without, most, not_least, *digests = row[SUMS:]
     if some_count and (some_without or count < 1):
         raise UsageError(
             "some workers gave counts and others none" if some_without else f"the counts of a step add up to {count}",
             "backward(loss, count=...)",
             "give the number of samples or tokens of every micro-batch, or no count in the whole step",
+        )
+    if most != ~not_least and most >= 0:
+        raise UsageError(
+            f"the micro-batches of a step have {~not_least} to {most} samples, and their losses are means",
+            "backward(loss), without count",
+            "samples of small micro-batches would weigh more: give the sum, and the number of samples or tokens that it is over: "
+            "backward(loss_sum, count=n)",
         )
     differ = any(highest != ~inverse for highest, inverse in zip(digests[::2], digests[1::2], strict=True))
     by_rank = tuple(gather_digests()) if differ else ()

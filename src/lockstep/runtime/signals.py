@@ -32,6 +32,13 @@ class Stopped(SystemExit):
         super().__init__(stop_exit_code(name))
 
 
+class HostDrained(SystemExit):
+    """This worker has left the run because its host is drained; the run continues without it."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
 class StopSignals:
     """Context manager: the first SIGTERM, SIGINT or SIGUSR1 sets `received` to its name.
 

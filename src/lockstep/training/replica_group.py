@@ -38,7 +38,7 @@ from lockstep.parallel.running_statistics import BufferKinds, RunningStatistics,
 from lockstep.record.events import append_event
 from lockstep.record.tracker import BackgroundTracker, Tracker
 from lockstep.runtime.numerics import seed_generators
-from lockstep.runtime.signals import Stopped, StopSignals
+from lockstep.runtime.signals import HostDrained, Stopped, StopSignals
 from lockstep.training.build_replica import build_replica, refuse_other_checkpointer
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.divergence import ALL_WEIGHTS, STATE, WEIGHTS, ReplicaComparison
@@ -50,13 +50,6 @@ from lockstep.units import format_duration
 log = logging.getLogger("lockstep")
 
 LINGER_S = 1.0  # a leaving worker may hold the store over which the others form their group
-
-
-class HostDrained(SystemExit):
-    """This worker has left the run because its host is drained; the run continues without it."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
 
 
 class ReplicaGroup:
@@ -119,6 +112,7 @@ class ReplicaGroup:
         self.last_step, self._stop_requested, self.leaving = -1, False, False  # the newest step that this group has committed
         self.unfinished: int | None = None  # the step whose micro-batch loop has not ended
         self._counts: list[int | None] = []  # of this step's micro-batches
+        self._samples: list[int] = []  # of those whose loss is a mean
         self.comparison = ReplicaComparison(
             runtime,
             checkpointer,
@@ -138,13 +132,17 @@ class ReplicaGroup:
         """Run the model's forward pass."""
         return self.replica(*inputs, **named)
 
-    def backward(self, loss: torch.Tensor, count: int | None = None, *, scaler: torch.amp.GradScaler | None = None) -> None:
+    def backward(
+        self, loss: torch.Tensor, count: int | None = None, *, scaler: torch.amp.GradScaler | None = None, samples: int | None = None
+    ) -> None:
         """Run the backward pass of a micro-batch; its loss becomes part of the vote.
 
         count   number of samples or tokens that `loss` sums over: the step's gradient and loss are
                 divided by the total count of the step. For all micro-batches of a step, or for none
         scaler  scales the gradient, not the recorded loss
-        Neither with a LocalModel.
+        samples  number of samples that `loss` is the mean over. UsageError, on all ranks, if it differs
+                between the micro-batches of a step
+        Neither count nor scaler with a LocalModel.
         """
         count = None if count is None else parse_count(count)
         if self.local_model and (count is not None or scaler):
@@ -154,6 +152,7 @@ class ReplicaGroup:
             what = "some micro-batches of a step have a count and others have none"
             raise UsageError(what, f"backward(loss, count=...), step {self.unfinished}", "give a count to all of them, or to none")
         self._counts.append(count)
+        self._samples += [] if samples is None else [samples]
         if scaler and isinstance(self.replica, Replica):
             self.replica.backward(loss, scaler)
         else:
@@ -225,7 +224,7 @@ class ReplicaGroup:
             yield from self.rehearsal.run(step)
         compared, due = ALL_WEIGHTS if self.compare_all else WEIGHTS, self.comparison.is_due(step)
         buffers: dict[str, BufferSnapshot] = {}
-        self._counts, digests = [], [0]
+        self._counts, self._samples, digests = [], [], [0]
         for k in self.replica.micro_batches(step, lambda: digests.append(self._digest(compared, step) if due else 0)):
             self._update_trained_parameters()
             buffers = buffers or self.frozen_state.buffers()
@@ -319,6 +318,7 @@ class ReplicaGroup:
         return Vote(
             self.replica.losses(),
             count=sum(counts) if counts else None,
+            samples=self._samples,
             stop_signal=self.stop_signal() or (membership.stop_signal if membership else "") or STOP_REQUEST * self._stop_requested,
             save_failed=bool(self.checkpointer and self.checkpointer.save_failed()),
             joiners_waiting=bool(membership and membership.joiner_count),

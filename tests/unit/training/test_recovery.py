@@ -21,9 +21,10 @@ from lockstep.checkpoint.store import CheckpointStore
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import CheckpointError, FencedError, SaveFailedError, UsageError
 from lockstep.record.events import read_events
+from lockstep.runtime.signals import HostDrained
 from lockstep.training import build_replica, loading, replica_group, state_transfer
 from lockstep.training.checkpointer import Checkpointer
-from lockstep.training.replica_group import HostDrained, ReplicaGroup
+from lockstep.training.replica_group import ReplicaGroup
 
 MICRO_BATCHES, STEPS = 6, 5
 INPUTS = torch.rand(STEPS + 5, MICRO_BATCHES, 3, generator=torch.Generator().manual_seed(1))
