@@ -8,6 +8,7 @@
     lockstep.Checkpointer    save, verify and resume
     lockstep.Tracker         metrics.jsonl, TensorBoard, Weights & Biases
     lockstep.Layout          how many workers hold one copy of the model, and how
+    lockstep.index_dataset   write the samples of a stream once, to find each by its number
     lockstep.UniformOrder    which samples belong to a step; BucketOrder: for sequences by length
 
 Every error derives from lockstep.LockstepError. Names are imported on first use, so
@@ -21,6 +22,7 @@ from lockstep.errors import ERRORS_BY_NAME
 
 if TYPE_CHECKING:
     from lockstep.cli.script import launch as launch
+    from lockstep.data.indexed import index_dataset as index_dataset
     from lockstep.data.order import BucketOrder as BucketOrder
     from lockstep.data.order import UniformOrder as UniformOrder
     from lockstep.elastic.runtime import ElasticRuntime as ElasticRuntime
@@ -55,6 +57,7 @@ _MODULES = {
     "Tracker": "lockstep.record.tracker",
     "UniformOrder": "lockstep.data.order",
     "World": "lockstep.elastic.world",
+    "index_dataset": "lockstep.data.indexed",
     "launch": "lockstep.cli.script",
 }
 __all__ = [name for name in sorted([*_MODULES, *ERRORS_BY_NAME, "__version__"])]  # a comprehension: linters refuse a call here
