@@ -8,6 +8,7 @@
     lockstep.Checkpointer    save, verify and resume
     lockstep.Tracker         metrics.jsonl, TensorBoard, Weights & Biases
     lockstep.Layout          how many workers hold one copy of the model, and how
+    lockstep.Mixture         data sets whose samples are taken in exact proportions, by stages
     lockstep.index_dataset   write the samples of a stream once, to find each by its number
     lockstep.UniformOrder    which samples belong to a step; BucketOrder: for sequences by length
 
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from lockstep.session import Session as Session
     from lockstep.training.checkpointer import Checkpointer as Checkpointer
     from lockstep.training.replica_group import ReplicaGroup as ReplicaGroup
+    from lockstep.training.sample_order import Mixture as Mixture
 
 __version__ = "0.1.0"  # pyproject.toml reads it from here
 
@@ -52,6 +54,7 @@ _MODULES = {
     "Checkpointer": "lockstep.training.checkpointer",
     "ElasticRuntime": "lockstep.elastic.runtime",
     "Layout": "lockstep.layout",
+    "Mixture": "lockstep.training.sample_order",
     "ReplicaGroup": "lockstep.training.replica_group",
     "Session": "lockstep.session",
     "Tracker": "lockstep.record.tracker",

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from pathlib import Path
@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint.stateful import Stateful, refuse_unsupported_state
-from lockstep.data.order import UniformOrder, splitmix64
+from lockstep.data.order import splitmix64
 from lockstep.elastic.collectives import all_gather_json
 from lockstep.elastic.consensus import STOP_REQUEST
 from lockstep.elastic.runtime import ElasticRuntime
@@ -41,8 +41,9 @@ from lockstep.runtime.worker_env import read_worker_env
 from lockstep.training import session_checks
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.evaluation import in_eval_mode, mean_over
-from lockstep.training.loader import Collate, Loader, number_of_samples
+from lockstep.training.loader import Collate, Loader
 from lockstep.training.replica_group import ReplicaGroup
+from lockstep.training.sample_order import make_order
 from lockstep.training.session_checks import ReplicaOptions, number_of
 from lockstep.training.session_words import in_session_words
 
@@ -95,7 +96,7 @@ class Session:
         self.in_micro_batches = False
         self.model: PreparedModel | None = None
         self._state: dict[str, Stateful] = {}
-        self._loaders: list[Loader] = []
+        self._loaders: list[tuple[Loader, str]] = []  # and what a resumed run must have in common with it
         self._logged: dict[str, Any] = {}
         self._total = 0
         self._initial_digest: int | None = None  # of the weights, until the first step of this start is checked
@@ -159,24 +160,31 @@ class Session:
         refuse_unsupported_state(objects)
         self._state |= objects
 
-    def loader(self, dataset: Any, *, batch_size: int, collate_fn: Collate | None = None, num_workers: int = 0) -> Loader:
+    def loader(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int | None = None,
+        tokens: int | None = None,
+        lengths: Sequence[int] | None = None,
+        collate_fn: Collate | None = None,
+        num_workers: int = 0,
+    ) -> Loader:
         """Return a loader: `for batch in loader(step)` yields this worker's micro-batches, on its
         device. See training/loader.py.
 
         batch_size   samples of a step, over all workers; a multiple of micro_batches
+        tokens       instead of batch_size: limit of a micro-batch's samples times the longest of
+                     them. Its samples have similar lengths; give `count` to `backward`
+        lengths      with `tokens`: the number of tokens of each sample
         num_workers  processes of each training worker that prefetch
-        A resumed run is refused when the number of samples or batch_size differs. Other content of
-        the same length is not detected.
+        A resumed run is refused when the number of samples or one of these sizes differs. Other
+        content of the same length is not detected.
         """
-        samples, count = number_of_samples(dataset, "session.loader(dataset, ...)"), self.micro_batches_per_step
-        if not 1 <= batch_size <= samples or batch_size % count:
-            what = f"batch_size={batch_size} with micro_batches={count} and {samples} samples"
-            hint = f"batch_size counts the samples of a whole step: give a multiple of {count}, at most the size of the data set"
-            raise UsageError(what, "session.loader(...), Session(micro_batches=...)", hint)
-        order = UniformOrder(samples, batch_size, count, self.seed)
+        order, fact = make_order(dataset, batch_size, tokens, lengths, self.micro_batches_per_step, self.seed)
         loader = Loader(dataset, order, self.runtime, self.micro_batches, collate_fn, num_workers)
         self._exit.callback(loader.close)
-        self._loaders.append(loader)
+        self._loaders.append((loader, fact))
         return loader
 
     # The loop.
@@ -241,7 +249,8 @@ class Session:
     def backward(self, loss: torch.Tensor, *, count: int | None = None, scaler: torch.amp.GradScaler | None = None) -> None:
         """Run the backward pass of a micro-batch.
 
-        loss    mean over the micro-batch; the step's gradient is the mean over its micro-batches
+        loss    mean over the micro-batch; the step's gradient is the mean over its micro-batches.
+                UsageError when the loader gave them different numbers of samples
         count   number of samples or tokens of the micro-batch, an integer. `loss` is then their sum,
                 and the step's gradient is the sum of all losses divided by the sum of all counts.
                 Give it for every micro-batch of a step, or for none
@@ -249,7 +258,11 @@ class Session:
         """
         if "replicas" not in self.__dict__:
             raise UsageError("session.backward outside of the loop", "session.backward(loss)", "call it in `for batch in loader(step)`")
-        self.replicas.backward(loss / self.micro_batches_per_step if count is None else loss, count, scaler=scaler)
+        if count is not None:
+            self.replicas.backward(loss, count, scaler=scaler)
+            return
+        samples = next((number for loader, _ in self._loaders if (number := loader.samples_of_mean()) is not None), None)
+        self.replicas.backward(loss / self.micro_batches_per_step, scaler=scaler, samples=samples)
 
     @property
     def loss(self) -> float:
@@ -309,8 +322,7 @@ class Session:
             raise UsageError("session.steps without a model", "session.steps(...)", "call session.prepare(model, optimizer) before")
         module, runtime, enter = self.model.module, self.runtime, self._exit.enter_context
         facts = {"micro_batches": str(self.micro_batches_per_step), "seed": str(self.seed)}
-        for i, loader in enumerate(self._loaders):
-            facts[f"loader {i}"] = f"{loader.order.samples} samples, batch_size {loader.order.batch_size}"
+        facts |= {f"loader {i}": fact for i, (_, fact) in enumerate(self._loaders)}
         checkpointer = Checkpointer(
             self.out / "checkpoints", runtime, module, self.optimizers, state=self._state, every_steps=self.save_every, keep=self.keep
         )

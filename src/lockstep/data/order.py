@@ -10,12 +10,15 @@ Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). NumPy may change its pe
 versions (NEP 19), and this one can seek: step 1,000,000 costs as much as step 0.
 
 `UniformOrder` is for samples of one shape. `BucketOrder` is for text: pairs of similar length share
-a micro-batch, and all micro-batches of a bucket have one shape (rows, length).
+a micro-batch, and all micro-batches of a bucket have one shape (rows, length). `MixtureOrder` takes
+samples of several sources in given proportions.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +60,16 @@ def permute(positions: Ids, size: int, key: int) -> Ids:
     return permuted.astype(np.int64)
 
 
+def shuffle_epochs(numbers: Ids, size: int, *keys: int) -> Ids:
+    """Return the samples with these numbers in an endless row of epochs, each a permutation."""
+    epochs, positions = np.divmod(numbers, size)
+    ids = np.empty_like(positions)
+    for epoch in np.unique(epochs):
+        inside = epochs == epoch
+        ids[inside] = permute(positions[inside], size, splitmix64(*keys, int(epoch)))
+    return ids
+
+
 @dataclass(frozen=True)
 class UniformOrder:
     """Batches split into `micro_batches` equal parts; each epoch is a permutation.
@@ -88,12 +101,7 @@ class UniformOrder:
         return self._ids(step * self.batch_size, self.batch_size)
 
     def _ids(self, first: int, count: int) -> Ids:
-        epochs, positions = np.divmod(first + np.arange(count, dtype=np.int64), self.samples)
-        ids = np.empty(count, dtype=np.int64)
-        for epoch in np.unique(epochs):
-            inside = epochs == epoch
-            ids[inside] = permute(positions[inside], self.samples, splitmix64(self.seed, int(epoch)))
-        return ids
+        return shuffle_epochs(first + np.arange(count, dtype=np.int64), self.samples, self.seed)
 
 
 @dataclass(frozen=True)
@@ -199,3 +207,61 @@ class BucketOrder:
         positions = (numbers[:, None] * rows + np.arange(rows)).ravel()
         within = permute(positions[positions < size], size, splitmix64(self.seed, epoch, 1 + bucket))
         return self._members[int(self._first_member[bucket]) + within]
+
+
+@dataclass(frozen=True)
+class MixtureOrder:
+    """Samples of several sources in exact proportions; each source is a row of shuffled epochs.
+
+    sizes       samples of each source; ids count through the sources, one after the other
+    stages      (first step, weight of each source), ascending from step 0; weights are integers
+    batch_size  samples per step, over all replicas; a multiple of micro_batches
+
+    From the start of a stage, each window of sum(weights) samples has `weight` samples of each
+    source, in a new random order. The next stage continues the epochs of the last one.
+    """
+
+    sizes: tuple[int, ...]
+    stages: tuple[tuple[int, tuple[int, ...]], ...]
+    batch_size: int
+    micro_batches: int
+    seed: int = 0
+
+    def ids(self, step: int, k: int) -> Ids:
+        """Return the sample ids of micro-batch `k`: (batch_size / micro_batches,)."""
+        stage = max(i for i, (start, _) in enumerate(self.stages) if start <= step)
+        rows = self.batch_size // self.micro_batches
+        first = (step - self.stages[stage][0]) * self.batch_size + k * rows
+        sources, numbers = self._deal(stage, first, rows)
+        numbers += self._taken[stage][sources]
+        for source, size in enumerate(self.sizes):
+            own = sources == source
+            numbers[own] = sum(self.sizes[:source]) + shuffle_epochs(numbers[own], size, self.seed, 1 + source)
+        return numbers
+
+    def _deal(self, stage: int, first: int, count: int) -> tuple[Ids, Ids]:
+        """Return the source of each position of a stage, and its number among that source's."""
+        weights = np.array(self.stages[stage][1])
+        window = int(weights.sum())
+        windows = np.arange(first // window, (first + count - 1) // window + 1)
+        # Different numbers have different hashes, so sorting hashes is a permutation without ties.
+        hashes = (windows[:, None] * window + np.arange(window)).astype(np.uint64) + np.uint64(splitmix64(self.seed, 0, stage))
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            hashes = (hashes ^ (hashes >> np.uint64(shift))) * np.uint64(factor)
+        sources = np.searchsorted(weights.cumsum(), np.argsort(hashes, axis=1), side="right")
+        numbers = np.empty_like(sources)
+        for source, weight in enumerate(weights):
+            own = sources == source
+            numbers[own] = ((windows * weight)[:, None] + own.cumsum(axis=1) - 1)[own]
+        before = first % window
+        return sources.ravel()[before : before + count], numbers.ravel()[before : before + count]
+
+    @cached_property
+    def _taken(self) -> list[Ids]:
+        """Samples that earlier stages have taken of each source, by stage."""
+        taken = [np.zeros(len(self.sizes), dtype=np.int64)]
+        for stage, ((start, weights), (end, _)) in enumerate(pairwise(self.stages)):
+            windows, rest = divmod((end - start) * self.batch_size, sum(weights))
+            sources, _ = self._deal(stage, windows * sum(weights), rest)
+            taken.append(taken[-1] + windows * np.array(weights) + np.bincount(sources, minlength=len(self.sizes)))
+        return taken

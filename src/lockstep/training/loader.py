@@ -7,21 +7,27 @@ changes nothing. Worker processes only prefetch the keys that come next.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from lockstep.data.order import UniformOrder, splitmix64
+from lockstep.data.order import BucketOrder, MixtureOrder, UniformOrder, splitmix64
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.parallel.ordered_sum import leaves_of_rank
 from lockstep.runtime.numerics import seed_generators
 from lockstep.runtime.sockets import open_sockets
 
+log = logging.getLogger("lockstep")
+
 Key = tuple[int, int]  # (step, micro-batch)
+Order = UniformOrder | BucketOrder | MixtureOrder
+IGNORED = -100  # the label that torch's losses leave out of their mean
 Collate = Callable[[list[Any]], Any]
 SAMPLES = 1  # separates the random numbers of the samples from those of the model
 CPU = torch.device("cpu")
@@ -30,7 +36,7 @@ CPU = torch.device("cpu")
 class KeyedBatches(Dataset[Any]):
     """Collated micro-batches by (step, k), which also seed the random draws of the samples."""
 
-    def __init__(self, dataset: Any, order: UniformOrder, collate_fn: Collate | None) -> None:
+    def __init__(self, dataset: Any, order: Order, collate_fn: Collate | None) -> None:
         self.dataset, self.order, self.collate_fn = dataset, order, collate_fn or default_collate
 
     def __getitem__(self, key: Key) -> Any:
@@ -52,7 +58,7 @@ class Loader:
     def __init__(
         self,
         dataset: Any,
-        order: UniformOrder,
+        order: Order,
         runtime: ElasticRuntime,
         micro_batches: Callable[[int], Iterator[int]],
         collate_fn: Collate | None = None,
@@ -65,15 +71,40 @@ class Loader:
         self._next: Key = (-1, -1)
         self._last: Key = (-1, -1)
         self._members = (-1, -1, -1)  # the (generation, rank, size) for which the stream was made
+        self._batch: Any = None  # the micro-batch that the loop has, before its copy to the device
+        self._first_sizes: Sizes | None = None  # of the first micro-batch whose loss was a mean
+        self._warned = False
 
     def __call__(self, step: int) -> Iterator[Any]:
         """Collective. Yield this worker's micro-batches; after a failure, its new share."""
         seed, device = self.order.seed, self.runtime.world.device
         for k in self._micro_batches(step):
-            batch = to_device(self._fetch((step, k)), device)
+            self._batch = self._fetch((step, k))
+            batch = to_device(self._batch, device)
             # As ReplicaGroup does: the model draws the same numbers, however samples are loaded.
             seed_generators(splitmix64(seed, step, k) >> 1, device)
             yield batch
+            self._batch = None
+
+    def samples_of_mean(self) -> int | None:
+        """Return the number of samples of the micro-batch that the loop has now, whose loss is a
+        mean; None without one. Warns once when the sizes of micro-batches differ otherwise.
+
+        UsageError for an order whose micro-batches have different numbers of samples.
+        """
+        if self._batch is None:
+            return None
+        if isinstance(self.order, BucketOrder):
+            what, where = "micro-batches under a token budget have different numbers of samples", "backward(loss), without count"
+            raise UsageError(what, where, "give the sum and the number of tokens or samples it is over: backward(loss_sum, count=n)")
+        sizes, rows = Sizes.of(self._batch), self.order.batch_size // self.order.micro_batches
+        first = self._first_sizes = self._first_sizes or sizes
+        samples = sizes.samples(rows)
+        if sizes != first and samples == first.samples(rows) and not self._warned:
+            self._warned = True
+            what = "micro-batches differ: %s, then %s. session.backward(loss) gives each the same weight: right for a mean over samples, "
+            log.warning(what + "wrong for a mean over tokens, which needs session.backward(loss_sum, count=n)", first, sizes)
+        return samples
 
     def __iter__(self) -> Iterator[Any]:
         raise UsageError("the loader was iterated without a step", "for ... in loader", "write `for batch in loader(step)`")
@@ -131,7 +162,8 @@ def number_of_samples(dataset: Any, where: str) -> int:
         raise UsageError(
             f"{type(dataset).__name__} has no length or no index",
             where,
-            "pass a data set with __len__ and __getitem__: a step's samples are found by their number, after a failure and a resume too",
+            "pass a data set with __len__ and __getitem__, such as lockstep.index_dataset(stream, folder), which writes a stream once: "
+            "a step's samples are found by their number, after a failure and a resume too",
         )
     return len(dataset)
 
@@ -147,6 +179,38 @@ def release_sockets(worker_id: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor, _ in open_sockets():
         os.dup2(null, descriptor)  # not closed: an object of the training process may still close this number
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Shapes of a micro-batch's tensors, and the number of labels that a mean leaves out."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    ignored: int
+
+    @classmethod
+    def of(cls, batch: Any) -> Sizes:
+        tensors = list(tensors_of(batch))
+        integers = [tensor for tensor in tensors if tensor.dtype == torch.int64]
+        return cls(tuple(tuple(tensor.shape) for tensor in tensors), sum(int((tensor == IGNORED).sum()) for tensor in integers))
+
+    def samples(self, rows: int) -> int:
+        """Return the common number of rows if it is less than `rows`: some collate functions leave
+        samples out. Tensors with other numbers of rows may be anything, such as nodes of graphs."""
+        numbers = {shape[0] for shape in self.shapes if shape}
+        return min(*numbers, rows) if len(numbers) == 1 else rows
+
+    def __str__(self) -> str:
+        shapes = ", ".join(" x ".join(map(str, shape)) or "1" for shape in self.shapes)
+        return shapes + f" ({self.ignored} labels of {IGNORED})" * bool(self.ignored)
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_of(item)
 
 
 def to_device(value: Any, device: torch.device) -> Any:

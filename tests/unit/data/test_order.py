@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.order import BucketOrder, BucketShape, UniformOrder, choose_bucket_lengths, choose_bucket_shapes, permute
+from lockstep.data.order import BucketOrder, BucketShape, MixtureOrder, UniformOrder, choose_bucket_lengths, choose_bucket_shapes, permute
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
@@ -129,3 +129,37 @@ def test_seek_to_step_1_000_000_of_10_million_samples_in_5_seconds() -> None:
 def test_a_batch_that_cannot_be_split_evenly_is_refused(batch: int) -> None:
     with pytest.raises(ValueError, match=f"batch_size={batch}"):
         UniformOrder(100, batch, 4)
+
+
+MIXED = ((0, (7, 2, 1)), (6, (1, 1, 0)), (9, (0, 1, 3)))
+SIZES = (50, 8, 30)
+
+
+def source_of(ids: np.ndarray) -> list[int]:
+    return np.searchsorted(np.cumsum(SIZES), ids, side="right").tolist()
+
+
+def test_the_order_of_a_mixture_never_changes() -> None:
+    assert MixtureOrder(SIZES, MIXED, 12, 4, seed=3).ids(2, 1).tolist() == MIXTURE
+
+
+MIXTURE = [14, 2, 79]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+def test_each_window_of_a_mixture_has_its_proportions_and_each_source_its_epochs(micro_batches: int) -> None:
+    order = MixtureOrder(SIZES, MIXED, 12, micro_batches, seed=5)
+    row = np.concatenate([order.ids(step, k) for step in range(40) for k in range(micro_batches)])
+    assert row.tolist() == np.concatenate([MixtureOrder(SIZES, MIXED, 12, 1, seed=5).ids(step, 0) for step in range(40)]).tolist()
+    sources = source_of(row)
+    for (start, weights), end in zip(MIXED, (6, 9, 40), strict=True):
+        of_stage, window = sources[12 * start : 12 * end], sum(weights)
+        for first in range(0, len(of_stage) - window + 1, window):
+            counts = Counter(of_stage[first : first + window])
+            assert [counts[source] for source in range(3)] == list(weights)
+    for source, (first, size) in enumerate(zip((0, 50, 58), SIZES, strict=True)):
+        numbers = [number - first for number, of in zip(row.tolist(), sources, strict=True) if of == source]
+        assert len(numbers) >= size
+        for epoch in range(0, len(numbers) - size + 1, size):
+            assert sorted(numbers[epoch : epoch + size]) == list(range(size)), "each sample once per epoch, over the stages too"
+    assert len({tuple(sources[first : first + 10]) for first in range(0, 70, 10)}) > 3, "windows differ"

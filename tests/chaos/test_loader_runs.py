@@ -1,0 +1,59 @@
+"""Loaders of a Session with real workers: one sha256 on 1, 2 and 3, through a kill and a resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.launching import ROOT, run_lockstep
+
+from lockstep.checkpoint.commands import digest_line
+from lockstep.record import events
+
+SCRIPT = ROOT / "tests" / "support" / "loops" / "loaders.py"
+
+
+@pytest.fixture(autouse=True)
+def temporary_folder_of_lockstep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_TMP", str(tmp_path))
+
+
+def train(folder: Path, workers: int, kind: str, **flags: object) -> tuple[int, str]:
+    words = [f"--{name}={value}" for name, value in {"kind": kind, **flags}.items()]
+    result = run_lockstep("run", SCRIPT, "--workers", workers, "--out", folder, *words)
+    return result.returncode, result.stderr
+
+
+@pytest.mark.parametrize("kind", ["tokens", "mixture"])
+def test_one_sha256_on_1_2_and_3_workers_killed_stopped_in_a_stage_and_resumed(kind: str, tmp_path: Path) -> None:
+    for workers, num_workers in ((1, 0), (2, 2)):
+        code, errors = train(tmp_path / str(workers), workers, kind, num_workers=num_workers)
+        assert code == 0, errors
+    disturbed = tmp_path / "disturbed"
+    disturbed.mkdir()
+    (disturbed / "disturb").write_text(json.dumps({"kill": 5, "stop": 14}))
+    code, errors = train(disturbed, 3, kind, num_workers=1)
+    assert code == 75, errors
+    assert digest_line(disturbed).startswith("step 15 "), "in the middle of the second stage of the mixture"
+    assert any(event["event"] == "regrouped" for event in events.read_events(disturbed)), "a worker was lost"
+    code, errors = train(disturbed, 1, kind)
+    assert code == 0, errors
+    digests = {digest_line(tmp_path / name) for name in ("1", "2", "disturbed")}
+    assert len(digests) == 1 and digests.pop().startswith("step 24 sha256 ")
+
+
+def test_rows_of_a_stream_written_once_train_as_the_rows_themselves(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    for kind, workers in (("indexed", 3), ("indexed", 1), ("rows", 2), ("streamed", 2)):
+        code, errors = train(tmp_path / f"{kind}{workers}", workers, kind, steps=6)
+        assert code == 0, errors
+    assert len({digest_line(tmp_path / name) for name in ("indexed3", "indexed1", "rows2", "streamed2")}) == 1
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_mean_over_unequal_micro_batches_is_refused_on_any_number_of_workers(workers: int, tmp_path: Path) -> None:
+    code, errors = train(tmp_path / "run", workers, "dropping", micro_batches=3)
+    assert code == 2 and "the micro-batches of a step have 4 to 8 samples, and their losses are means" in errors, errors
+    assert "session.backward(loss_sum, count=n)" in errors
+    assert not [*(tmp_path / "run" / "checkpoints").glob("step-*")], "before the first update"
