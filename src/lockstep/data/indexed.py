@@ -86,7 +86,7 @@ def write_samples(samples: Iterable[Any], folder: Path) -> None:
         file.flush()
         os.fsync(file.fileno())
     if not index:
-        raise UsageError("the stream has no samples", f"index_dataset(samples, {str(folder)!r})", "pass an iterable that starts anew")
+        raise UsageError("the stream has no samples", f"index_dataset(samples, {str(folder)!r})", "pass an iterable with samples")
     write_atomic(folder / "index.bin", np.asarray(index, dtype="<i8").tobytes())
     log.info("wrote %s samples (%s bytes) to %s", f"{len(index) // 2:,}", f"{end:,}", folder)
 

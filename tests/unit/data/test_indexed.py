@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import IterableDataset, default_collate
 
 from lockstep import DataError, UsageError, index_dataset
+from lockstep.training.loader import get_samples, number_of_samples
 
 SAMPLES: list[Any] = [
     {"tokens": torch.arange(5), "text": "Größe\n", "weight": 0.1, "rare": None, "flags": [True, ()]},
@@ -85,3 +86,15 @@ def test_a_flipped_bit_is_found_in_every_sample(tmp_path: Path) -> None:
                 damaged.append(number)
         assert len(damaged) == 1
         records[position] ^= 1
+
+
+def test_rows_of_hugging_face_on_disk_are_samples_and_as_a_stream_can_be_written(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"tokens": [i, i + 1], "text": f"row {i}"} for i in range(7)]
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "rows")
+    on_disk = datasets.load_from_disk(tmp_path / "rows")
+    assert number_of_samples(on_disk, "") == 7 and get_samples(on_disk, [5, 0]) == [rows[5], rows[0]]
+    stream = on_disk.to_iterable_dataset(num_shards=3)
+    with pytest.raises(UsageError, match=r"IterableDataset has no length or no index\n.*lockstep\.index_dataset\(stream, folder\)"):
+        number_of_samples(stream, "")
+    assert [*index_dataset(stream, tmp_path / "index")] == rows
