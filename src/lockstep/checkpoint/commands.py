@@ -11,7 +11,7 @@ from pathlib import Path
 from lockstep.checkpoint import commit, safetensors_io
 from lockstep.checkpoint.folder import COMMITTED, committed_steps, folder_name, pinned
 from lockstep.checkpoint.policy import choose_step, show_steps
-from lockstep.checkpoint.shards import StoredTensors, open_tensors
+from lockstep.checkpoint.shards import StoredTensors, inference_weights, open_tensors
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.files import write_atomic
 from lockstep.units import format_bytes
@@ -61,11 +61,12 @@ def digest_line(folder: Path, step: int | None = None) -> str:
 
 def export(folder: Path, step: int | None, target: Path) -> str:
     """Write the model's weights at `step` (None: the newest) to one safetensors file, atomically;
-    return a line that describes it. Names have no prefix "model."; optimizer state is omitted."""
+    return a line that describes it. Names have no prefix "model."; optimizer state is omitted,
+    except for averaged weights, which replace the last ones."""
     if target.exists() and not target.is_file():  # a rename over it would replace even /dev/null
         raise UsageError(f"{target} is not a regular file", "--out", "give the path of a new .safetensors file")
     with open_verified(folder, step) as (verified_step, tensors):
-        weights = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
+        weights = inference_weights(tensors)
         specs = [tensor.spec._replace(name=name) for name, tensor in weights.items()]
         metadata = {"format": "pt", "step": str(verified_step)}
         size = sum(spec.bytes for spec in specs)

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,7 @@ from lockstep.runtime.exit_report import error_summary
 from lockstep.tensor_slice import TensorSlice
 
 log = logging.getLogger("lockstep")
+T = TypeVar("T")
 
 SHARD_LIST = "part.json"
 SHARD_FOLDER = re.compile(r"\.part-([0-9]{8,})-[0-9]+-[0-9]+")
@@ -200,8 +201,20 @@ def parameter_of(name: str) -> str:
     return rest if kind == "model" else rest.rpartition(".")[0]
 
 
+def inference_weights(tensors: Mapping[str, T]) -> dict[str, T]:
+    """Return the weights to evaluate and export by parameter: averaged ones (`ema` of the optimizer)
+    where the run has them."""
+    names = [name.removeprefix("model.") for name in tensors if name.startswith("model.")]
+    return {name: tensors[average if (average := f"optim.{name}.ema") in tensors else f"model.{name}"] for name in names}
+
+
 def slice_of(name: str, shape: tuple[int, ...], slices: Mapping[str, TensorSlice]) -> TensorSlice:
     """Return the slice of tensor `name` (of whole shape `shape`) that a worker holds: that of its
     parameter (`slices`: parameter name -> slice) if the shapes are equal, else all of it."""
     parameter_slice = slices.get(parameter_of(name))
-    return parameter_slice if parameter_slice is not None and parameter_slice.shape == tuple(shape) else TensorSlice.whole(shape)
+    if parameter_slice is not None and parameter_slice.shape == tuple(shape):
+        return parameter_slice
+    if parameter_slice is not None and shape and parameter_slice.local_shape == tuple(shape):
+        what = f"{name} has the shape {tuple(shape)}, which is also that of this worker's slice of the parameter {parameter_slice.shape}"
+        raise CheckpointError(what, "layout", "resume with another layout.shard")
+    return TensorSlice.whole(shape)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint import commands, commit
 from lockstep.checkpoint.folder import committed_steps, folder_name
-from lockstep.checkpoint.shards import open_tensors
+from lockstep.checkpoint.shards import inference_weights, open_tensors
 from lockstep.checkpoint.state_dict import tensor_from_bytes
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config.schema import LoraOptions
@@ -122,7 +122,7 @@ def cast_tensor(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def checkpoint_tensors(folder: Path, step: int) -> LazyTensors:
     """Return the model's tensors in a checkpoint, unverified, each read on access."""
     stored = open_tensors(commands.checkpoints_folder(folder) / folder_name(step), step)
-    model = {name.removeprefix("model."): tensor for name, tensor in stored.items() if name.startswith("model.")}
+    model = inference_weights(stored)
     return LazyTensors(model, lambda name: tensor_from_bytes(model[name].spec, model[name].data()))
 
 
@@ -189,7 +189,7 @@ def load_llama(folder: Path, step: int | None = None, *, device: torch.device | 
         checkpoint = store.load_newest() if step is None else store.load(step)
         if checkpoint is None:
             raise CheckpointError("there is no checkpoint yet", str(store.folder), "import the model again")
-        tensors = {name.removeprefix("model."): tensor for name, tensor in checkpoint.tensors.items() if name.startswith("model.")}
+        tensors = inference_weights(checkpoint.tensors)
         newest_step = checkpoint.step
         del checkpoint  # frees the optimizer's state
         model = llama_from_tensors(config, merge_adapters(folder, tensors), device)

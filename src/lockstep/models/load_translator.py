@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lockstep.checkpoint.shards import inference_weights
 from lockstep.checkpoint.state_dict import set_state_dict
 from lockstep.checkpoint.store import Checkpoint, CheckpointStore
 from lockstep.config import saved_run
@@ -66,15 +67,14 @@ def newest_steps(steps: Sequence[int], step: int, average: int) -> tuple[int, ..
 
 def average_weights(store: CheckpointStore, steps: Sequence[int], newest: Checkpoint) -> Mapping[str, Tensor]:
     """Average the weights, in float64, ascending: the bits depend on the steps alone."""
+    own = inference_weights(newest.tensors)
     if len(steps) == 1:
-        return newest.tensors
+        return {f"model.{name}": tensor for name, tensor in own.items()}
     sums: dict[str, Tensor] = {}
     for step in steps:
-        tensors = newest.tensors if step == newest.step else store.load(step).tensors
-        for name, tensor in tensors.items():
-            if name.startswith("model."):
-                sums[name] = sums[name].add_(tensor.double()) if name in sums else tensor.double()
-    return {name: (total / len(steps)).to(newest.tensors[name].dtype) for name, total in sums.items()}
+        for name, tensor in (own if step == newest.step else inference_weights(store.load(step).tensors)).items():
+            sums[name] = sums[name].add_(tensor.double()) if name in sums else tensor.double()
+    return {f"model.{name}": (total / len(steps)).to(own[name].dtype) for name, total in sums.items()}
 
 
 def empty_translator(run: RunConfig, vocab_size: int, device: torch.device) -> Translator:
