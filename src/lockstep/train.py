@@ -26,7 +26,8 @@ from lockstep.tasks.setup import best_steps, build_model, make_step_timer, task_
 from lockstep.training import setup as training_setup
 from lockstep.training.initial_values import draw_initial_values
 from lockstep.training.nonfinite import refuse_nonfinite_norm
-from lockstep.training.optim import adamw, learning_rate, set_learning_rate
+from lockstep.training.optim import learning_rate, make_optimizers, set_learning_rate, update_average
+from lockstep.training.owner_update import apply_owner_rule
 from lockstep.training.profiler import ProfiledSteps, compile_summary, profiling
 
 log = logging.getLogger("lockstep")
@@ -55,8 +56,10 @@ def train_task(  # over 60 lines: the whole loop in one place
     log.info(make_deterministic(runtime.world.device))
     fingerprints = training_setup.run_fingerprints(resolved, task.fingerprints)
     model = build_model(resolved, task, runtime, fingerprints)
-    optimizer = adamw(model, run.optim, run.memory)
-    checkpointer = training_setup.make_checkpointer(run, folder, runtime, model, optimizer, task.is_saved)
+    optimizers = make_optimizers(model, run.optim, run.memory)
+    for optimizer in optimizers:
+        apply_owner_rule(optimizer, model, runtime)
+    checkpointer = training_setup.make_checkpointer(run, folder, runtime, model, optimizers, task.is_saved)
     if runtime.is_joining and model.layout.workers_per_replica == 1:
         warm_up(model.module, task, run, runtime)
     first_step = training_setup.resume_run(checkpointer, resolved, folder, resume, fingerprints, task.fingerprints)
@@ -90,13 +93,17 @@ def train_task(  # over 60 lines: the whole loop in one place
             norm = float(divide_and_clip(model.parameters(), divisor=tokens, clip_norm=run.optim.clip_norm, grad_norm_squared=squared))
             refuse_nonfinite_norm(decision, step, norm)
 
-            set_learning_rate(optimizer, learning_rate(step + 1, resolved.optim_after(step)))
-            optimizer.step()
+            rate = learning_rate(step + 1, resolved.optim_after(step))
+            for optimizer in optimizers:
+                set_learning_rate(optimizer, rate)
+                optimizer.step()
             step += 1  # committed
+            if run.optim.ema_decay:
+                update_average(optimizers, run.optim.ema_decay, step)
 
             values = {"loss": decision.loss / tokens, "norm": norm, "epoch": task.loader.order.epoch(step)}
             values |= {
-                "learning_rate": optimizer.param_groups[0]["lr"],
+                "learning_rate": rate,
                 "workers": runtime.world.size,
                 **timer.step(tokens, runtime.world.size),
             }

@@ -206,3 +206,7 @@ def test_model_too_large_for_this_machine_is_refused_before_data_preparation() -
         with pytest.raises(ConfigError, match="parameters takes") as caught:
             refuse_too_large(limit // each + 1000, False, memory, Layout(1), CPU)
         assert "over at least 2 workers" in caught.value.hint
+    for kind, each in (("sgd", 12), ("adafactor", 8)):  # fewer moments than AdamW
+        refuse_too_large(limit // (each + 1), False, MemoryOptions(), Layout(1), CPU, OptimOptions(kind=kind))  # type: ignore[arg-type]
+        with pytest.raises(ConfigError):  # averaged weights
+            refuse_too_large(limit // (each + 1), False, MemoryOptions(), Layout(1), CPU, OptimOptions(kind=kind, ema_decay=0.9))  # type: ignore[arg-type]

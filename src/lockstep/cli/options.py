@@ -49,7 +49,8 @@ OVERRIDE: dict[str, Any] = {
     "action": "append",
     "default": [],
     "metavar": "KEY=VALUE",
-    "help": "change the schedule from this checkpoint on (optim.learning_rate, warmup_steps, schedule, decay_steps); repeatable",
+    "help": "change the schedule from this checkpoint on (optim.learning_rate, warmup_steps, schedule, decay_steps, "
+    "wsd_decay, floor); repeatable",
 }
 RESTART: dict[str, Any] = {
     "choices": ["one", "all"],

@@ -17,7 +17,7 @@ from lockstep.errors import ConfigError
 DATA_PATHS = ("data.train", "data.validation", "data.test", "data.dataset", "llama.init_from")
 DECAY_STEPS = "optim.decay_steps"
 # --override may change these: the loop computes them for every step, and no state depends on them.
-SCHEDULE = ("optim.learning_rate", "optim.warmup_steps", "optim.schedule", DECAY_STEPS)
+SCHEDULE = ("optim.learning_rate", "optim.warmup_steps", "optim.schedule", DECAY_STEPS, "optim.wsd_decay", "optim.floor")
 
 DATA_KINDS = {
     "translate": ("cldr", "files", "huggingface"),
@@ -45,6 +45,7 @@ def conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
     if layout.shard * layout.tensor * layout.pipeline > 1 and run.parallel.reduce == "fast":
         what = "parallel.reduce=fast is not supported when a replica spans several workers: their gradients are always added in order"
         yield what, "parallel.reduce", "try parallel.reduce=ordered"
+    yield from optimizer_conflicts(run)
     if data.kind not in kinds:
         yield f"task {run.task} does not read data.kind={data.kind}", "task data.kind", f"try data.kind={' or '.join(kinds)}"
     if run.task != "translate":
@@ -59,6 +60,34 @@ def conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
     if data.kind == "huggingface" and not data.dataset:
         hint = "try data.dataset=Helsinki-NLP/opus_books"
         yield "data.kind is huggingface, and data.dataset is empty", "data.kind data.dataset", hint
+
+
+def optimizer_conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
+    kind = run.optim.kind
+    if kind != "adamw" and run.memory.saves_optimizer:
+        what = f"optim.kind={kind} does not support memory.optimizer_state, memory.weights and memory.offload"
+        yield what, "optim.kind memory.optimizer_state memory.weights memory.offload", "remove these values, or set optim.kind=adamw"
+    if kind != "adamw" and run.optim.fused:
+        yield f"optim.fused is for AdamW, and optim.kind is {kind}", "optim.kind optim.fused", "remove optim.fused"
+    if kind in ("muon", "adafactor") and run.layout.tensor > 1:
+        hint = "set layout.tensor=1, with layout.shard for large models"
+        yield f"optim.kind={kind} needs whole matrices, which layout.tensor splits", "optim.kind layout.tensor", hint
+    for text in run.optim.groups:
+        try:
+            parse_group(text)
+        except ValueError as error:
+            yield f"optim.groups has {text!r}: {error}", "optim.groups", "write PATTERN:RATE:DECAY, such as *embedding*:0.5:0"
+
+
+def parse_group(text: str) -> tuple[str, float, float]:
+    """Return pattern of names, factor of the learning rate and of the weight decay. ValueError."""
+    pattern, *factors = text.split(":")
+    if len(factors) != 2:
+        raise ValueError("it must have two colons")
+    rate, decay = map(float, factors)
+    if not (0 <= rate <= 1e6 and 0 <= decay <= 1e6):
+        raise ValueError("both factors must be from 0 to 1e6")
+    return pattern, rate, decay
 
 
 def llama_conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
@@ -165,7 +194,7 @@ def refuse_exhausted_schedule(resolved: ResolvedRun, saved: ResolvedRun | None, 
     """
     run, last = resolved.run, resolved.optim_after(math.inf)
     first_zero = max(last.decay_steps + 1, last.warmup_steps)
-    decays = last.schedule in ("linear", "cosine")
+    decays = last.schedule in ("linear", "cosine", "wsd") and last.floor == 0
     if not decays or run.steps < first_zero or DECAY_STEPS in flags or (saved and saved.run.steps >= run.steps):
         return
     where = f"steps={run.steps} from {resolved.origin['steps']}, {DECAY_STEPS}={last.decay_steps} from {resolved.origin[DECAY_STEPS]}"

@@ -174,17 +174,29 @@ class LoraOptions:
 
 @dataclass(frozen=True)
 class OptimOptions:
+    kind: Literal["adamw", "sgd", "lion", "muon", "adafactor"] = option(
+        "adamw", "optimizer; muon: of the matrices of the layers, with AdamW for embeddings, output and norms", bits=BITS
+    )
     learning_rate: float = option(4e-3, "peak value, reached after the warm-up", bits=BITS, ge=0, le=1e30)  # fits a float32
     warmup_steps: int = option(60, "steps in which the learning rate rises from 0 to its peak", bits=BITS, ge=0)
-    schedule: Literal["linear", "cosine", "inverse_sqrt", "constant"] = option("linear", "decay of the learning rate", bits=BITS)
-    decay_steps: int = option(300, "linear, cosine: last step with a learning rate above 0; by default as steps", bits=BITS, ge=1)
-    beta1: float = option(0.9, "AdamW: decay rate of the mean of the gradient", bits=BITS, ge=0, lt=1)
-    beta2: float = option(0.98, "AdamW: decay rate of the mean of the squared gradient", bits=BITS, ge=0, lt=1)
+    schedule: Literal["linear", "cosine", "inverse_sqrt", "constant", "wsd"] = option(
+        "linear", "decay of the learning rate; wsd: stable after the warm-up, then linear in the last steps", bits=BITS
+    )
+    decay_steps: int = option(300, "linear, cosine, wsd: last step of the decay; by default as steps", bits=BITS, ge=1)
+    wsd_decay: float = option(0.2, "wsd: share of decay_steps in which the learning rate falls", bits=BITS, ge=0, le=1.0)
+    floor: float = option(0.0, "lowest learning rate after the warm-up, as a share of the peak", bits=BITS, ge=0, le=1.0)
+    momentum: float = option(0.95, "sgd, muon: decay rate of the sum of gradients", bits=BITS, ge=0, lt=1)
+    beta1: float = option(0.9, "AdamW, Lion: decay rate of the mean of the gradient", bits=BITS, ge=0, lt=1)
+    beta2: float = option(0.98, "AdamW: decay rate of the mean of the squared gradient; Lion: of the mean", bits=BITS, ge=0, lt=1)
     epsilon: float = option(1e-9, "AdamW: added to the square root of the second mean", bits=BITS, ge=0)
-    weight_decay: float = option(0.01, "AdamW: weight decay of matrices; other parameters have none", bits=BITS, ge=0)
+    weight_decay: float = option(0.01, "weight decay of matrices; other parameters have none", bits=BITS, ge=0)
+    groups: StringList = option(
+        (), "PATTERN:RATE:DECAY by parameter names: factors of learning rate and weight decay, as *embedding*:0.5:0", bits=BITS
+    )
+    ema_decay: float = option(0.0, "decay rate of averaged weights, which are then evaluated and exported; 0: none", bits=BITS, ge=0, lt=1)
     clip_norm: float = option(1.0, "maximum global norm of the gradient; 0: no clipping", bits=BITS, ge=0)
     label_smoothing: float = option(0.1, "translate: probability that is spread evenly over the vocabulary", bits=BITS, ge=0, lt=1)
-    fused: bool = option(False, "torch's fused AdamW, as always on a GPU; on a CPU its bits depend on how tensors are sharded", bits=BITS)
+    fused: bool = option(False, "torch's fused AdamW, as always on a GPU; other bits on a CPU", bits=BITS)
 
 
 @dataclass(frozen=True)

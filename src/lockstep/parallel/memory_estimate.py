@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lockstep.config.schema import MemoryOptions
+from lockstep.config.schema import MemoryOptions, OptimOptions
 from lockstep.errors import ConfigError, OutOfMemoryError
 from lockstep.layout import Layout, LayoutLimits, layout_flags
 from lockstep.parallel.plans import plan_of
@@ -28,6 +28,7 @@ TRAINING_BYTES, SAVING_BYTES, WEIGHT_BYTES = 16, 12, 4  # bytes per parameter
 GATHERED_UNITS = 6  # of the largest size: one computes, one is prefetched; gradients of three, and received rows of one
 HEADROOM_FACTOR = 3  # times the state: room for activations, and stacks and arenas of about 20 threads where address space is limited
 MAX_WORKERS = 64  # of a replica that is proposed
+DEFAULT_OPTIM = OptimOptions()
 CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -62,14 +63,17 @@ def memory_limit(device: torch.device) -> tuple[int, str]:
     return min(limits)
 
 
-def refuse_too_large(parameters: int, frozen: bool, memory: MemoryOptions, layout: Layout, device: torch.device) -> None:
+def refuse_too_large(
+    parameters: int, frozen: bool, memory: MemoryOptions, layout: Layout, device: torch.device, optim: OptimOptions = DEFAULT_OPTIM
+) -> None:
     """ConfigError: a worker's weights, gradients and optimizer state exceed its memory limit.
 
     parameters  lower bound of the model's parameters
     frozen      True: only adapters are trained
     """
     weight, moment = (2 if dtype == "bf16" else 4 for dtype in (memory.weights, memory.optimizer_state))
-    state = 2 * moment + (4 if weight == 2 else 0)  # both moments, and master weights
+    moments = {"adamw": 2, "adafactor": 0}.get(optim.kind, 1)
+    state = moments * moment + (4 if weight == 2 else 0) + (4 if optim.ema_decay else 0)  # moments, master and averaged weights
     each = weight if frozen else 2 * weight + (0 if memory.offload == "optimizer" and device.type == "cuda" else state)
     need, (limit, source) = each * parameters // layout.workers_per_replica, memory_limit(device)
     if need > limit:

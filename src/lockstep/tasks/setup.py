@@ -41,7 +41,8 @@ def task_that_fits(run: RunConfig, folder: Path, runtime: ElasticRuntime) -> Ite
     """
     axes = run.layout
     layout = Layout(1, axes.shard, axes.tensor, axes.pipeline)
-    refuse_too_large(min_parameters(run), run.task != "translate" and run.lora.rank > 0, run.memory, layout, runtime.world.device)
+    frozen = run.task != "translate" and run.lora.rank > 0
+    refuse_too_large(min_parameters(run), frozen, run.memory, layout, runtime.world.device, run.optim)
     task = open_task(run, folder, runtime)
     model = task.meta_model()
     with explain_out_of_memory(model, layout, plan_of(model).layout_limits(run.batch.micro_batches), runtime.world.device):

@@ -1,55 +1,141 @@
-"""The update: AdamW and the learning rate schedule.
+"""The update of a recipe: optimizers, parameter groups, the learning rate schedule and the EMA.
 
-Pure functions of the summed gradients and the step, so replicas with equal bits stay equal; and
-elementwise, so the bits do not depend on how tensors are sharded.
+Pure functions of the summed gradients and the step, so replicas with equal bits stay equal. AdamW,
+SGD, Lion and the EMA are elementwise, so the bits do not depend on how tensors are sharded. Muon and
+Adafactor update whole parameters in shards, too: see owner_update.py.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+import re
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.config.rules import parse_group
 from lockstep.config.schema import MemoryOptions, OptimOptions
+from lockstep.errors import UsageError
+from lockstep.parallel.parallelize import LocalModel
+from lockstep.units import join_names
 
 log = logging.getLogger("lockstep")
 
 DEFAULT_MEMORY = MemoryOptions()
+NOT_OF_A_LAYER = re.compile(r"embed|(^|\.)(output|lm_head|wte|wpe)\.")  # matrices that Muon leaves to AdamW (Jordan et al., 2024)
+NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
 
-class HasParameters(Protocol):
-    """A module, or the part of it that one worker holds (parallel/parallelize.py)."""
+def make_optimizers(
+    model: nn.Module | LocalModel, values: OptimOptions, memory: MemoryOptions = DEFAULT_MEMORY
+) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of the trained parameters, as `optim.kind` names them.
 
-    def parameters(self) -> Iterator[nn.Parameter]: ...
+    UsageError when a pattern of `optim.groups` matches no parameter.
+    """
+    named = trained_parameters(model)
+    refuse_unused_patterns(model, named, values)
+    if values.kind == "adamw":
+        return [adamw(model, values, memory)]
+    on_gpu, rate = all(p.device.type == "cuda" for _, p in named), values.learning_rate
+    if values.kind == "sgd":
+        return [torch.optim.SGD(parameter_groups(named, values), lr=rate, momentum=values.momentum, fused=on_gpu, foreach=False)]
+    if values.kind == "lion":
+        return [Lion(parameter_groups(named, values), lr=rate, betas=(values.beta1, values.beta2))]
+    if values.kind == "adafactor":
+        return [torch.optim.Adafactor(parameter_groups(named, values), lr=rate, foreach=False)]
+    matrices = {name: p for name, p in named if p.dim() == 2 and not NOT_OF_A_LAYER.search(name)}
+    others = [(name, p) for name, p in named if name not in matrices]
+    groups = parameter_groups(matrices.items(), values)
+    # With this adjustment an update of Muon is as large as one of AdamW, so both take the same learning rate (Liu et al., 2025).
+    muon = torch.optim.Muon(groups, lr=rate, momentum=values.momentum, adjust_lr_fn="match_rms_adamw") if groups else None
+    rest = torch_adamw(others, values, fused=on_gpu) if others else None
+    return [optimizer for optimizer in (muon, rest) if optimizer]
 
 
-def adamw(model: HasParameters, values: OptimOptions, memory: MemoryOptions = DEFAULT_MEMORY) -> torch.optim.Optimizer:
+def trained_parameters(model: nn.Module | LocalModel) -> list[tuple[str, nn.Parameter]]:
+    named = model.local_params.items() if isinstance(model, LocalModel) else model.named_parameters()
+    return [(name, p) for name, p in named if p.requires_grad]
+
+
+def refuse_unused_patterns(model: nn.Module | LocalModel, named: NamedParameters, values: OptimOptions) -> None:
+    names = [name for name, _ in named]
+    unused = [text for text in values.groups if not any(fnmatchcase(name, parse_group(text)[0]) for name in names)]
+    if unused and not (isinstance(model, LocalModel) and model.stage):  # a stage has only some of the parameters
+        raise UsageError(
+            f"optim.groups matches no trained parameter: {', '.join(unused)}", "optim.groups", f"names are {join_names(names)}"
+        )
+
+
+def parameter_groups(named: NamedParameters, values: OptimOptions) -> list[dict[str, Any]]:
+    """Return parameter groups: matrices, parameters without weight decay, and those of `optim.groups`.
+
+    `lr_factor` of a group is its share of the learning rate. The first pattern that matches counts.
+    """
+    patterns = [parse_group(text) for text in values.groups]
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {(1.0, 1.0): [], (1.0, 0.0): []}
+    for name, p in named:
+        own = (1.0, 1.0 if p.dim() >= 2 else 0.0)
+        factors = next(((rate, decay) for pattern, rate, decay in patterns if fnmatchcase(name, pattern)), own)
+        groups.setdefault(factors, []).append(p)
+    return [
+        {"params": parameters, "weight_decay": values.weight_decay * decay, "lr_factor": rate}
+        for (rate, decay), parameters in groups.items()
+        if parameters
+    ]
+
+
+def adamw(model: nn.Module | LocalModel, values: OptimOptions, memory: MemoryOptions = DEFAULT_MEMORY) -> torch.optim.Optimizer:
     """Return AdamW over the trained parameters, with weight decay on matrices only.
 
-    The bits do not depend on how tensors are sharded, except with `fused` on a CPU. On a GPU always
-    fused: elementwise there, and a third of the memory traffic of foreach. On a CPU one parameter
-    after another, which stays in the cache. `LeanAdamW` for a lower-precision or offloaded state.
+    On a GPU always fused: elementwise there, and a third of the memory traffic of foreach. On a CPU
+    one parameter after another, which stays in the cache. `LeanAdamW` for a lower-precision or
+    offloaded state.
     """
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": values.weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    betas = (values.beta1, values.beta2)
+    named = trained_parameters(model)
     if memory.saves_optimizer:
         state = torch.bfloat16 if memory.optimizer_state == "bf16" else torch.float32
-        offload = memory.offload == "optimizer"
+        betas, offload = (values.beta1, values.beta2), memory.offload == "optimizer"
+        groups = parameter_groups(named, values)
         return LeanAdamW(groups, lr=values.learning_rate, betas=betas, eps=values.epsilon, state_dtype=state, offload=offload)
-    on_gpu = all(p.device.type == "cuda" for p in trained)
+    on_gpu = all(p.device.type == "cuda" for _, p in named)
     if values.fused and not on_gpu:
-        log.info("fused AdamW: faster; on a CPU its bits depend on how tensors are sharded")
-    fused = values.fused or on_gpu
+        log.info("fused AdamW: faster with whole replicas; in shards each parameter is updated by its owner")
+    return torch_adamw(named, values, fused=values.fused or on_gpu)
+
+
+def torch_adamw(named: NamedParameters, values: OptimOptions, *, fused: bool) -> torch.optim.Optimizer:
+    betas, groups = (values.beta1, values.beta2), parameter_groups(named, values)
     return torch.optim.AdamW(groups, lr=values.learning_rate, betas=betas, eps=values.epsilon, fused=fused, foreach=False)
+
+
+class Lion(torch.optim.Optimizer):
+    """Algorithm 2 of Chen et al., 2023: the sign of a mean of gradients. State per parameter: exp_avg."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, *, lr: float, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Update all parameters. A closure is not called."""
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if "exp_avg" not in state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                mean = state["exp_avg"]
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(mean.lerp(parameter.grad, 1 - beta1).sign_(), alpha=-group["lr"])
+                mean.lerp_(parameter.grad, 1 - beta2)
 
 
 class LeanAdamW(torch.optim.Optimizer):
@@ -64,6 +150,8 @@ class LeanAdamW(torch.optim.Optimizer):
     its rounding. State per parameter: step, exp_avg, exp_avg_sq, and master. With float32
     everywhere the bits are those of torch.optim.AdamW.
     """
+
+    elementwise = True
 
     def __init__(
         self,
@@ -138,23 +226,47 @@ def stochastic_round(wide: Tensor, noise: Tensor, step: int) -> Tensor:
 
 def learning_rate(update: int, values: OptimOptions) -> float:
     """Return the learning rate of update number `update`, from 1: linear warmup to the peak at
-    `warmup_steps`, then the decay.
+    `warmup_steps`, then the decay, never below `floor` times the peak.
 
-    linear, cosine  to 0 at update `decay_steps` + 1: the last of `decay_steps` updates still
-                    changes the weights
+    linear, cosine  to the floor at update `decay_steps` + 1: with a floor of 0 the last of
+                    `decay_steps` updates still changes the weights
+    wsd             the peak, then linear in the last `wsd_decay` of `decay_steps` (Hu et al., 2024)
     inverse_sqrt    peak * sqrt(warmup_steps / update) (Vaswani et al., 2017)
     """
-    peak, warmup = values.learning_rate, values.warmup_steps
+    peak, warmup, floor = values.learning_rate, values.warmup_steps, values.floor
     if update < warmup:
         return peak * update / warmup
     if values.schedule == "constant":
         return peak
     if values.schedule == "inverse_sqrt":
-        return peak * math.sqrt(max(warmup, 1) / max(update, 1))
-    left = min(1.0, max(0.0, (values.decay_steps + 1 - update) / max(1, values.decay_steps + 1 - warmup)))
-    return peak * left if values.schedule == "linear" else peak * 0.5 * (1 - math.cos(math.pi * left))
+        return peak * max(floor, math.sqrt(max(warmup, 1) / max(update, 1)))
+    length: float = values.decay_steps + 1 - warmup
+    if values.schedule == "wsd":
+        length = min(length, values.decay_steps * values.wsd_decay)
+    left = min(1.0, max(0.0, (values.decay_steps + 1 - update) / max(1, length)))
+    if values.schedule == "cosine":
+        left = 0.5 * (1 - math.cos(math.pi * left))
+    return peak * (floor + (1 - floor) * left)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get("lr_factor", 1.0)
+
+
+@torch.no_grad()
+def update_average(optimizers: Sequence[torch.optim.Optimizer], decay: float, step: int) -> None:
+    """Average the weights after `step` updates: `ema` in the state of each parameter, in float32.
+
+    The decay rises to `decay` as (1 + step) / (10 + step), so that the average forgets the initial
+    weights of short runs. Master weights of LeanAdamW are averaged in place of their rounding.
+    """
+    share = 1 - min(decay, (1 + step) / (10 + step))
+    for optimizer in optimizers:
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            state = optimizer.state[parameter]
+            weight = state.get("master", parameter).detach()
+            if "ema" in state:
+                state["ema"].lerp_(weight.float(), share)
+            else:
+                state["ema"] = weight.to(torch.float32, copy=True)

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime
@@ -86,11 +86,16 @@ def run_fingerprints(resolved: ResolvedRun, task_fingerprints: Mapping[str, str]
 
 
 def make_checkpointer(
-    run: RunConfig, folder: Path, runtime: ElasticRuntime, model: LocalModel, optimizer: torch.optim.Optimizer, saved: Callable[[str], bool]
+    run: RunConfig,
+    folder: Path,
+    runtime: ElasticRuntime,
+    model: LocalModel,
+    optimizers: Sequence[torch.optim.Optimizer],
+    saved: Callable[[str], bool],
 ) -> Checkpointer:
     every_steps, keep, on_error = run.checkpoint.every_steps, run.checkpoint.keep, run.checkpoint.on_error
     path = folder / "checkpoints"
-    return Checkpointer(path, runtime, model, optimizer, every_steps=every_steps, keep=keep, on_error=on_error, saved=saved)
+    return Checkpointer(path, runtime, model, optimizers, every_steps=every_steps, keep=keep, on_error=on_error, saved=saved)
 
 
 def make_tracker(resolved: ResolvedRun, folder: Path, runtime: ElasticRuntime, first_step: int) -> Tracker:
