@@ -1,4 +1,4 @@
-"""Which optimizers of torch give the same bits for a tensor and for its slices."""
+"""Bits of the optimizers of torch: a tensor against its slices."""
 
 from __future__ import annotations
 
