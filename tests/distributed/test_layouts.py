@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -100,8 +100,9 @@ def init_adapted_param(key: str, size: torch.Size) -> Tensor:
 def model_named(name: str, dropout: float = 0.0) -> Model:
     if name == "adapted":
         return Model(name, make_adapted, init_adapted_param)
-    if name == "llama":
-        return Model(name, lambda: llama.Llama(CONFIG), lambda key, size: llama.init_param(key, size, CONFIG.n_layers, 1))
+    if name in ("llama", "qwen2", "qwen3"):
+        config = replace(CONFIG, qkv_bias=name == "qwen2", qk_norm=name == "qwen3")
+        return Model(name, lambda: llama.Llama(config), lambda key, size: llama.init_param(key, size, CONFIG.n_layers, 1))
     return Model(name, make_translator(dropout), lambda key, size: translator.init_param(key, size, 1))
 
 
@@ -175,14 +176,14 @@ Case = tuple[str, Layout, str, int]
 
 
 def cases_of(workers: int) -> Iterator[Case]:
-    for name, layout, inside, each in product(["llama", "adapted", "translator"], TABLE, INSIDE, [1, 4]):
+    for name, layout, inside, each in product(["llama", "adapted", "qwen2", "qwen3", "translator"], TABLE, INSIDE, [1, 4]):
         # recomputing and compiling do not depend on the layout: once per axis is enough
         shown = {
             "plain": True,
             "recomputed": each == 1,
             "compiled": each == 1 and workers == 2 and (name == "llama" or layout.shard == 2),
         }
-        if name == "adapted":
+        if name in ("adapted", "qwen2", "qwen3"):
             shown = {"plain": each == 1, "recomputed": False, "compiled": False}
         if layout.workers == workers and shown[inside]:
             yield name, layout, inside, each

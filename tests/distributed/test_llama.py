@@ -316,8 +316,8 @@ def shards(folder: Path) -> list[Path]:
 
 def damage(folder: Path, to: Path, how: str) -> Path:
     """Copy the folder and damage one thing."""
-    if how in ("MistralForCausalLM", "quantization_config", "hidden_size", "num_hidden_layers"):
-        values = {"MistralForCausalLM": {"architectures": [how]}, "quantization_config": {how: {"bits": 4}}, "hidden_size": {how: 128}}
+    if how in ("GemmaForCausalLM", "quantization_config", "hidden_size", "num_hidden_layers"):
+        values = {"GemmaForCausalLM": {"architectures": [how]}, "quantization_config": {how: {"bits": 4}}, "hidden_size": {how: 128}}
         return changed(folder, to, **values.get(how, {how: 2}))
     shutil.copytree(folder, to)
     if how == "missing shard":
@@ -349,7 +349,7 @@ def damage(folder: Path, to: Path, how: str) -> Path:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("MistralForCausalLM", "the architecture is MistralForCausalLM"),
+        ("GemmaForCausalLM", "the architecture is GemmaForCausalLM"),
         ("quantization_config", "quantization_config is"),
         ("hidden_size", "of another shape: model.embed_tokens.weight is (300, 64), config.json makes it (300, 128)"),
         ("num_hidden_layers", "unexpected: model.layers.2"),

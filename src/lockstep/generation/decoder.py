@@ -82,9 +82,14 @@ class Block(nn.Module):
         self.head_dim, self.group = head_dim, group
         self.attention_norm = Norm(layer.attention_norm.weight.detach(), cast(float, layer.attention_norm.eps))
         self.feed_norm = Norm(layer.feed_norm.weight.detach(), cast(float, layer.feed_norm.eps))
-        weights = [linear.weight.detach() for linear in (attention.query, attention.key, attention.value)]
+        projections = attention.query, attention.key, attention.value
+        weights = [linear.weight.detach() for linear in projections]
         self.n_heads, self.n_kv_heads = (len(weight) // head_dim for weight in weights[:2])  # H, G
         self.query_key_value = Matrix(torch.cat(weights), layout)
+        biases = [linear.bias.detach() for linear in projections if linear.bias is not None]
+        self.bias = nn.Buffer(torch.cat(biases), persistent=False) if biases else None
+        norms = [norm for norm in (attention.query_norm, attention.key_norm) if isinstance(norm, nn.RMSNorm)]
+        self.head_norms = nn.ModuleList(Norm(norm.weight.detach(), cast(float, norm.eps)) for norm in norms)
         self.attention_out = Matrix(attention.out.weight.detach(), layout)
         self.gate_up = Matrix(torch.cat([feed.gate.weight.detach(), feed.up.weight.detach()]), layout)
         self.feed_out = Matrix(feed.out.weight.detach(), layout)
@@ -92,7 +97,10 @@ class Block(nn.Module):
     def heads(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """states (B, T, D) -> queries, keys, values (B, T, H + 2G, E), the first two rotated."""
         rows, length, _ = states.shape
-        heads = self.query_key_value(self.attention_norm(states)).view(rows, length, -1, self.head_dim)
+        projected = self.query_key_value(self.attention_norm(states))
+        heads = (projected if self.bias is None else projected + self.bias).view(rows, length, -1, self.head_dim)
+        for norm, part in zip(self.head_norms, heads.split([self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=2), strict=False):
+            part.copy_(norm(part))
         rotated = heads[:, :, : self.n_heads + self.n_kv_heads]
         swapped = rotated.roll(self.head_dim // 2, -1)
         rotated.mul_(cos).addcmul_(swapped, sin)

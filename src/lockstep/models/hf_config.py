@@ -1,4 +1,5 @@
-"""A Llama's config.json and tensor names as Hugging Face's `LlamaConfig` writes them.
+"""A Llama's config.json and tensor names as Hugging Face writes them, also those of families that
+differ from Llama in little: Mistral without a window, Qwen 2, Qwen 3, Phi-3.
 
 Unknown keys are refused unless they are known to change no logit.
 """
@@ -15,7 +16,13 @@ import torch
 from lockstep.errors import CheckpointError
 from lockstep.models.llama import Llama, LlamaConfig, RopeScaling
 
-ARCHITECTURE = "LlamaForCausalLM"
+ARCHITECTURES = {  # -> model_type
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Phi3ForCausalLM": "phi3",
+}
 
 # -- names ------------------------------------------------------------------------------------------------------------
 
@@ -26,6 +33,8 @@ HF_LAYER_NAMES = {
     "attention.key": "self_attn.k_proj",
     "attention.value": "self_attn.v_proj",
     "attention.out": "self_attn.o_proj",
+    "attention.query_norm": "self_attn.q_norm",
+    "attention.key_norm": "self_attn.k_norm",
     "feed_norm": "post_attention_layernorm",
     "feed_forward.gate": "mlp.gate_proj",
     "feed_forward.up": "mlp.up_proj",
@@ -35,10 +44,11 @@ HF_LAYER_NAMES = {
 
 def hf_name(name: str) -> str:
     """layers.3.attention.query.weight -> model.layers.3.self_attn.q_proj.weight"""
-    if not name.startswith("layers."):
-        return HF_NAMES[name.removesuffix(".weight")] + ".weight"
-    _, number, inside = name.removesuffix(".weight").split(".", 2)
-    return f"model.layers.{number}.{HF_LAYER_NAMES[inside]}.weight"
+    path, _, leaf = name.rpartition(".")
+    if not path.startswith("layers."):
+        return f"{HF_NAMES[path]}.{leaf}"
+    _, number, inside = path.split(".", 2)
+    return f"model.layers.{number}.{HF_LAYER_NAMES[inside]}.{leaf}"
 
 
 def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
@@ -69,14 +79,14 @@ FIXED_KEYS: dict[str, Any] = {  # keys that must have this value, or null
     "quantization_config": None, "attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "attention_dropout": 0,
     "partial_rotary_factor": 1, "rope_interleaved": False, "sliding_window": None, "use_sliding_window": False, "is_encoder_decoder": False,
     "add_cross_attention": False, "cross_attention_hidden_size": None, "tie_encoder_decoder": False, "pruned_heads": {}, "auto_map": {},
-    "activation": "swiglu", "is_llama_config": True, "use_mrope": False,
+    "activation": "swiglu", "is_llama_config": True, "use_mrope": False, "embd_pdrop": 0, "resid_pdrop": 0,
 }  # fmt: skip
 HARMLESS_KEYS = {  # keys that change no logit: names, token ids, transformers' defaults for training and sampling
     "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "attn_implementation", "bad_words_ids",
     "begin_suppress_tokens", "bos_token_id", "chunk_size_feed_forward", "decoder_start_token_id", "diversity_penalty", "do_sample",
     "dtype", "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id", "exponential_decay_length_penalty", "finetuning_task",
     "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing", "id2label", "initializer_range", "is_decoder", "label2id",
-    "length_penalty", "max_length", "max_sequence_length", "min_length", "model_max_length", "neftune_noise_alpha",
+    "length_penalty", "max_length", "max_sequence_length", "max_window_layers", "min_length", "model_max_length", "neftune_noise_alpha",
     "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states",
     "output_scores", "pad_token_id", "prefix", "pretraining_tp", "problem_type", "remove_invalid_values", "repetition_penalty",
     "return_dict", "return_dict_in_generate", "sep_token_id", "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss",
@@ -87,7 +97,8 @@ HARMLESS_KEYS = {  # keys that change no logit: names, token ids, transformers' 
 
 def config_from_hf(hf_config: Mapping[str, Any], where: str) -> LlamaConfig:
     """Parse a config.json. CheckpointError: a key is missing, malformed or unsupported."""
-    refuse_other_models(hf_config, where)
+    family = family_of(hf_config, where)
+    refuse_other_values(hf_config, family, where)
 
     def size(field: str, default: int | None = None) -> int:
         return whole_number(hf_config, *SIZES[field], where, default)
@@ -101,31 +112,52 @@ def config_from_hf(hf_config: Mapping[str, Any], where: str) -> LlamaConfig:
         raise CheckpointError(f"tie_word_embeddings is {as_json(tied)}", where, "write true or false")
     theta, scaling = rope_of(hf_config, where)
     defaults = {"n_kv_heads": n_heads, "head_dim": max(1, dim // n_heads), "max_seq_len": 2048}
+    if family != "llama":  # other families have other defaults, which differ from version to version
+        del defaults["n_kv_heads"]
+    if family == "qwen3":
+        del defaults["head_dim"]
+    if family == "phi3" and scaling:
+        raise CheckpointError("rope_type llama3 under the model_type phi3", where, "only 'default' is supported")
     try:
         return LlamaConfig(
             **{field: size(field, defaults.get(field)) for field in SIZES},
             rope_theta=theta,
             rope_scaling=scaling,
-            norm_eps=positive(hf_config, "rms_norm_eps", 1e-6, where, below=1.0),
+            norm_eps=positive(hf_config, "rms_norm_eps", 1e-6 if family == "llama" else None, where, below=1.0),
             tie_embeddings=bool(tied),
+            qkv_bias=family == "qwen2",
+            qk_norm=family == "qwen3",
         )
     except ValueError as error:
         raise CheckpointError(f"this is not a valid Llama: {error}", where, "copy the whole folder again") from None
 
 
-def refuse_other_models(hf_config: Mapping[str, Any], where: str) -> None:
+def family_of(hf_config: Mapping[str, Any], where: str) -> str:
+    """Return the model_type. CheckpointError: it is unsupported, or contradicts the architecture."""
     named = [] if hf_config.get("architectures") is None else hf_config["architectures"]
     if not isinstance(named, list):
-        raise CheckpointError(f"architectures is {as_json(named)}", where, f'write ["{ARCHITECTURE}"]')
+        raise CheckpointError(f"architectures is {as_json(named)}", where, 'write ["LlamaForCausalLM"]')
     kind = hf_config.get("model_type")
-    if other := [name for name in named if name != ARCHITECTURE] or ([kind] if not named and kind != "llama" else []):
-        raise CheckpointError(f"the architecture is {other[0]}, not {ARCHITECTURE}", where, f"only {ARCHITECTURE} is supported")
-    if kind not in (None, "llama"):
-        raise CheckpointError(f"model_type is {as_json(kind)} under the architecture {ARCHITECTURE}", where, "only 'llama' is supported")
+    unknown_kind = [] if named or kind in (None, *ARCHITECTURES.values()) else [kind]
+    if other := [name for name in named if name not in list(ARCHITECTURES)] or unknown_kind:
+        raise CheckpointError(f"the architecture is {other[0]}", where, f"supported: {', '.join(ARCHITECTURES)}")
+    families = {ARCHITECTURES[name] for name in named} or {kind or "llama"}
+    if len(families) > 1 or kind not in (None, *families):
+        what = f"model_type is {as_json(kind)} under the architecture {', '.join(named)}"
+        raise CheckpointError(what, where, "copy the whole folder again")
+    return str(families.pop())
+
+
+def refuse_other_values(hf_config: Mapping[str, Any], family: str, where: str) -> None:
+    """CheckpointError: a key of config.json may change what the model computes."""
     layers = hf_config.get("layer_types")
     plain = FIXED_KEYS | {"layer_types": ["full_attention"] * len(layers) if isinstance(layers, list) else None}
+    # Qwen's window has no effect unless use_sliding_window is true, Phi-3's length without scaling.
+    ignored = {"qwen2": "sliding_window", "qwen3": "sliding_window", "phi3": "original_max_position_embeddings"}.get(family)
+    if family == "mistral" and "sliding_window" not in hf_config:
+        raise CheckpointError("sliding_window is missing, which means 4096 in a Mistral", where, "only null is supported")
     for key, value in hf_config.items():
-        if key in READ_KEYS or key in HARMLESS_KEYS or value is None or (key in plain and value == plain[key]):
+        if key in READ_KEYS or key in HARMLESS_KEYS or key == ignored or value is None or (key in plain and value == plain[key]):
             continue
         hint = "this key is unknown; remove it if it does not change what the model computes"
         if key in plain:
@@ -185,16 +217,17 @@ def as_json(value: Any) -> str:
 
 
 def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
-    """Return a config.json that transformers 4 and 5 both read."""
+    """Return a config.json that transformers 4 and 5 both read: a Llama, Qwen 2 or Qwen 3."""
+    architecture = "Qwen2ForCausalLM" if config.qkv_bias else "Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLM"
+    biases = {} if config.qkv_bias else {"attention_bias": False} | ({} if config.qk_norm else {"mlp_bias": False})
     scaling = config.rope_scaling
     rope_scaling = scaling and {"rope_type": "llama3", **dict(zip(SCALING_KEYS, astuple(scaling), strict=True))}
     return {
-        "architectures": [ARCHITECTURE],
-        "model_type": "llama",
+        "architectures": [architecture],
+        "model_type": ARCHITECTURES[architecture],
         **{key: getattr(config, field) for field, (key, _) in SIZES.items() if field != "max_seq_len"},
         "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
+        **biases,
         "max_position_embeddings": config.max_seq_len,
         "rope_theta": config.rope_theta,
         "rope_scaling": rope_scaling,

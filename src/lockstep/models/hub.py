@@ -28,7 +28,7 @@ from lockstep.checkpoint.safetensors_io import TensorSpec
 from lockstep.checkpoint.state_dict import digest
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.files import fsync_folder, read_json, write_atomic, write_json
-from lockstep.models.hf_config import HARMLESS_KEYS, config_from_hf, config_to_hf, hf_name, parameter_shapes
+from lockstep.models.hf_config import HARMLESS_KEYS, config_from_hf, config_to_hf, family_of, hf_name, parameter_shapes
 from lockstep.models.llama import LlamaConfig
 from lockstep.runtime.tensor_bytes import DTYPES, TORCH_DTYPES, bytes_of
 from lockstep.units import join_names
@@ -64,10 +64,14 @@ class TensorLocation(NamedTuple):
     name: str
     dtype: str  # as safetensors spells it
     shape: tuple[int, ...]
+    first_row: int = 0  # of a part of a packed tensor
+    packed: bool = False
 
     def map(self) -> Tensor:
         """Map the tensor into memory until it is released; changing it does not change the file."""
         with safe_open(self.path, framework="pt") as file:
+            if self.packed:
+                return cast(Tensor, file.get_slice(self.name)[self.first_row : self.first_row + self.shape[0]])
             return cast(Tensor, file.get_tensor(self.name))
 
 
@@ -158,10 +162,33 @@ def open_hub(folder: Path) -> LlamaWeights:
             raise ValueError("it is not a JSON object")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{CONFIG_FILE} cannot be read: {error}", where, "copy the file again") from None
-    config = config_from_hf(hf_config, where)
-    tensors = match_tensors(locations_in_folder(folder), config, folder)
+    config, located = config_from_hf(hf_config, where), locations_in_folder(folder)
+    if family_of(hf_config, where) == "phi3":
+        located, hf_config = unpack_phi3(located, config), new_config(config, hf_config)
+    tensors = match_tensors(located, config, folder)
     companions = [folder / name for name in COMPANION_FILES if (folder / name).is_file()]
     return LlamaWeights(folder, config, hf_config, tensors, companions, dtype_of(tensors))
+
+
+def unpack_phi3(located: Mapping[str, TensorLocation], config: LlamaConfig) -> dict[str, TensorLocation]:
+    """Return the tensors of a Phi-3 under the names of a Llama, whose matrices it packs by rows."""
+    key_rows = config.n_kv_heads * config.head_dim
+    packs = {
+        "qkv_proj": [("q_proj", config.n_heads * config.head_dim), ("k_proj", key_rows), ("v_proj", key_rows)],
+        "gate_up_proj": [("gate_proj", config.ffn_dim), ("up_proj", config.ffn_dim)],
+    }
+    unpacked = {}
+    for name, pack in located.items():
+        parts = packs.get(name.removesuffix(".weight").rpartition(".")[2], [])
+        if pack.shape[:1] != (sum(rows for _, rows in parts),):
+            unpacked[name] = pack
+            continue
+        first = 0
+        for part, rows in parts:
+            path = name.removesuffix(".weight").rpartition(".")[0]
+            unpacked[f"{path}.{part}.weight"] = pack._replace(shape=(rows, *pack.shape[1:]), first_row=first, packed=True)
+            first += rows
+    return unpacked
 
 
 def match_tensors(located: Mapping[str, TensorLocation], config: LlamaConfig, folder: Path) -> LazyTensors:
@@ -244,10 +271,14 @@ def write_hub(
     return files
 
 
+def new_config(config: LlamaConfig, old: Mapping[str, Any]) -> dict[str, Any]:
+    return config_to_hf(config) | {key: value for key, value in old.items() if key in HARMLESS_KEYS}
+
+
 def config_to_write(config: LlamaConfig, hf_config: Mapping[str, Any] | None, dtype: str) -> dict[str, Any]:
     """Return the old config.json if it describes `config`, else a new one; with `dtype`."""
     old = dict(hf_config or {})
     unchanged = bool(old) and config_from_hf(old, "the config that came with the model") == config
-    base = old if unchanged else config_to_hf(config) | {key: value for key, value in old.items() if key in HARMLESS_KEYS}
+    base = old if unchanged else new_config(config, old)
     torch_dtype = str(TORCH_DTYPES[dtype]).removeprefix("torch.")
     return base | dict.fromkeys([key for key in ("dtype", "torch_dtype") if key in base] or ["torch_dtype"], torch_dtype)

@@ -3,7 +3,8 @@
 The cross-entropy is in `loss.py`, generation in `generation/decoder.py`. Touvron et al. 2023,
 "LLaMA"; the Llama team 2024, "The Llama 3 Herd of Models". Choices, and why:
 
-* RMSNorm before each sublayer and once at the end (Zhang and Sennrich 2019). No biases.
+* RMSNorm before each sublayer and once at the end (Zhang and Sennrich 2019). No biases, except those
+  of query, key and value in Qwen 2. Qwen 3 normalizes queries and keys instead, head by head.
 * Rotary embeddings (Su et al. 2021) as in Hugging Face: dimension i of a head rotates with i + E/2,
   so weights load and export without a permutation. No buffer of angles to save or materialize.
 * Query, key and value are three matrices, gate and up are two, for tensor parallelism and LoRA.
@@ -60,8 +61,12 @@ class LlamaConfig:
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
     tie_embeddings: bool = False  # the output matrix is the embedding
+    qkv_bias: bool = False  # query, key and value have biases, as in Qwen 2
+    qk_norm: bool = False  # RMSNorm of each query and key before its rotation, as in Qwen 3
 
     def __post_init__(self) -> None:
+        if self.qkv_bias and self.qk_norm:
+            raise ValueError("qkv_bias cannot be combined with qk_norm: no supported architecture has both")
         if self.n_heads % self.n_kv_heads or self.head_dim % 2:
             heads = f"n_heads {self.n_heads}, n_kv_heads {self.n_kv_heads}, head_dim {self.head_dim}"
             raise ValueError(f"{heads}: n_heads must be a multiple of n_kv_heads, head_dim must be even")
@@ -69,6 +74,7 @@ class LlamaConfig:
     @property
     def num_parameters(self) -> int:
         attention = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads)
+        attention += self.head_dim * (self.qkv_bias * (self.n_heads + 2 * self.n_kv_heads) + 2 * self.qk_norm)
         layer = attention + 3 * self.dim * self.ffn_dim + 2 * self.dim
         return self.n_layers * layer + self.dim + self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
 
@@ -186,10 +192,12 @@ class LlamaAttention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         inner, shared = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-        self.query = nn.Linear(config.dim, inner, bias=False)
-        self.key = nn.Linear(config.dim, shared, bias=False)
-        self.value = nn.Linear(config.dim, shared, bias=False)
+        self.query = nn.Linear(config.dim, inner, bias=config.qkv_bias)
+        self.key = nn.Linear(config.dim, shared, bias=config.qkv_bias)
+        self.value = nn.Linear(config.dim, shared, bias=config.qkv_bias)
         self.out = nn.Linear(inner, config.dim, bias=False)
+        self.query_norm = nn.RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.key_norm = nn.RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
     def split_heads(self, projected: Tensor) -> Tensor:
         """(B, T, H * E) -> (B, H, T, E), for any number of heads."""
@@ -197,8 +205,8 @@ class LlamaAttention(nn.Module):
         return projected.view(rows, length, -1, self.head_dim).transpose(1, 2)
 
     def forward(self, states: Tensor, rotary: RotaryEmbedding, mask: Tensor | DocumentEnds | None) -> Tensor:
-        query = rotary.rotate(self.split_heads(self.query(states)))  # (B, H, T, E)
-        key = rotary.rotate(self.split_heads(self.key(states)))  # (B, G, T, E)
+        query = rotary.rotate(self.query_norm(self.split_heads(self.query(states))))  # (B, H, T, E)
+        key = rotary.rotate(self.key_norm(self.split_heads(self.key(states))))  # (B, G, T, E)
         value = self.split_heads(self.value(states))
         return cast(Tensor, self.out(attend(query, key, value, mask).transpose(1, 2).flatten(2)))
 
@@ -280,11 +288,11 @@ def build_llama(config: LlamaConfig, *, device: torch.device, seed: int, dtype: 
 def init_param(name: str, shape: torch.Size, n_layers: int, seed: int) -> Tensor:
     """Return the initial value of a parameter: float32 on the CPU.
 
-    1 for norms, else normal with deviation fan_in**-0.5 (embedding: dim**-0.5), over
+    1 for norms, 0 for biases, else normal with deviation fan_in**-0.5 (embedding: dim**-0.5), over
     (2 * n_layers)**0.5 before the residual stream (Radford et al. 2019, section 2.3).
     """
     if len(shape) == 1:
-        return torch.ones(shape)
+        return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
     key = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
     deviation = shape[1] ** -0.5 / ((2 * n_layers) ** 0.5 if name.endswith("out.weight") else 1.0)

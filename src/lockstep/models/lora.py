@@ -31,18 +31,18 @@ DOWN, UP = ".lora_down", ".lora_up"
 
 
 class LoRALinear(nn.Linear):
-    """A linear layer without bias, its weight frozen, with an adapter."""
+    """A linear layer, its weight and bias frozen, with an adapter."""
 
     def __init__(self, inner: nn.Linear, lora: LoraOptions) -> None:
         super().__init__(inner.in_features, inner.out_features, bias=False, device="meta", dtype=inner.weight.dtype)
-        self.weight = inner.weight
+        self.weight, self.bias = inner.weight, inner.bias
         self.scale = lora.alpha / lora.rank
         self.lora_down = nn.Parameter(inner.weight.new_empty(lora.rank, inner.in_features))
         self.lora_up = nn.Parameter(inner.weight.new_empty(inner.out_features, lora.rank))
 
     def forward(self, states: Tensor) -> Tensor:
         narrow = F.linear(states, self.lora_down)  # (..., rank)
-        return F.linear(states, self.weight) + self.scale * F.linear(narrow, self.lora_up)
+        return F.linear(states, self.weight, self.bias) + self.scale * F.linear(narrow, self.lora_up)
 
 
 def add_adapters(model: nn.Module, lora: LoraOptions) -> nn.Module:

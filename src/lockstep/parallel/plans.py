@@ -69,9 +69,9 @@ def plan_of_llama(model: Llama) -> ParallelPlan:
     return ParallelPlan(
         units=tuple(layers),
         regions=tuple(f"{layer}.{part}" for layer in layers for part in ("attention", "feed_forward")),
-        column_parallel=((r"attention\.(query|key|value)\.(weight|lora_up)$", 1), (r"feed_forward\.(gate|up)\.(weight|lora_up)$", 1)),
+        column_parallel=((r"attention\.(query|key|value)\.(weight|bias|lora_up)$", 1), (r"feed_forward\.(gate|up)\.(weight|lora_up)$", 1)),
         row_parallel=r"(attention|feed_forward)\.out\.(weight|lora_down)$",
-        partial_grads=r"\.out\.lora_up$|\.(query|key|value|gate|up)\.lora_down$",
+        partial_grads=r"\.out\.lora_up$|\.(query|key|value|gate|up)\.lora_down$|(query|key)_norm\.weight$",
         widths=(config.n_heads, config.n_kv_heads, config.ffn_dim),
         layers=config.n_layers,
     )
