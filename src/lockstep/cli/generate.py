@@ -59,11 +59,16 @@ def print_continuations(args: argparse.Namespace, runtime: ElasticRuntime | None
     from lockstep.data.text.chat_tokenizer import ChatTokenizer
     from lockstep.generation.sampling import SamplingParams, check_sampling, generate
     from lockstep.generation.tensor_parallel import apply_tensor_parallel
+    from lockstep.models.llama import Llama
     from lockstep.models.llama_io import load_llama
 
     sampling = SamplingParams(args.temperature, args.top_k, args.top_p, args.seed)
     check_sampling(args.tokens, sampling)
     loaded = load_llama(args.folder, args.step, device=runtime.world.device if runtime else None)
+    if not isinstance(loaded.model, Llama):
+        what = f"the run in {args.folder} trains a model of transformers, which lockstep generate does not decode"
+        hint = f"try lockstep checkpoint export {args.folder}, then transformers"
+        raise UsageError(what, "llama.backend of the run", hint)
     group = apply_tensor_parallel(loaded.model, runtime, "--tensor") if runtime else None
     tokenizer = ChatTokenizer.load(loaded.tokenizer, loaded.hf_config)
     texts = args.text or read_input_lines(args.file)

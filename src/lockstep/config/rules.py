@@ -106,6 +106,12 @@ def llama_conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
     if run.lora.rank and not run.lora.targets:
         what = "lora.targets is empty, and adapters need matrices to adapt"
         yield what, "lora.rank lora.targets", "remove lora.targets to adapt all of them"
+    layout, keys = run.layout, ["llama.backend", "llama.init_from", "lora.rank", "layout.shard", "layout.tensor", "layout.pipeline"]
+    own = [run.lora.rank, max_seq_len, run.memory.weights != "fp32", layout.shard * layout.tensor * layout.pipeline > 1]
+    if run.llama.backend == "transformers" and (any(own) or not run.llama.init_from):
+        what = "llama.backend=transformers needs llama.init_from, and trains float32 weights in whole replicas"
+        hint = "remove lora.rank, llama.max_seq_len, memory.weights and [layout], or llama.backend"
+        yield what, " ".join([*keys, "llama.max_seq_len", "memory.weights"]), hint
     if run.lora.rank and not run.llama.init_from:
         yield "adapters need a trained model to adapt", "lora.rank llama.init_from", "set llama.init_from to a folder, or lora.rank=0"
 
@@ -118,6 +124,7 @@ def refuse_missing_packages(resolved: ResolvedRun, *, prepared: bool) -> None:
     run = resolved.run
     needs = {
         "data.kind": ("datasets", "hub", run.data.kind == "huggingface" and not prepared),
+        "llama.backend": ("transformers", "transformers", run.llama.backend == "transformers"),
         "track.tensorboard": ("tensorboard", "track", run.track.tensorboard),
         "track.wandb": ("wandb", "track", run.track.wandb != "off"),
     }

@@ -15,6 +15,7 @@ import torch
 
 from lockstep.errors import CheckpointError
 from lockstep.models.llama import Llama, LlamaConfig, RopeScaling
+from lockstep.models.transformers_model import INNER
 
 ARCHITECTURES = {  # -> model_type
     "LlamaForCausalLM": "llama",
@@ -43,7 +44,9 @@ HF_LAYER_NAMES = {
 
 
 def hf_name(name: str) -> str:
-    """layers.3.attention.query.weight -> model.layers.3.self_attn.q_proj.weight"""
+    """layers.3.attention.query.weight -> model.layers.3.self_attn.q_proj.weight; inner.NAME -> NAME"""
+    if name.startswith(INNER):
+        return name.removeprefix(INNER)
     path, _, leaf = name.rpartition(".")
     if not path.startswith("layers."):
         return f"{HF_NAMES[path]}.{leaf}"

@@ -30,6 +30,7 @@ from lockstep.errors import CheckpointError, UsageError
 from lockstep.files import fsync_folder, read_json, write_atomic, write_json
 from lockstep.models.hf_config import HARMLESS_KEYS, config_from_hf, config_to_hf, family_of, hf_name, parameter_shapes
 from lockstep.models.llama import LlamaConfig
+from lockstep.models.transformers_model import TransformersConfig
 from lockstep.runtime.tensor_bytes import DTYPES, TORCH_DTYPES, bytes_of
 from lockstep.units import join_names
 
@@ -123,15 +124,15 @@ def locations_in_folder(folder: Path) -> dict[str, TensorLocation]:
 
 @dataclass(frozen=True)
 class LlamaWeights:
-    """The Llama in a folder.
+    """The model in a folder.
 
-    tensors     under the names of llama.py; each is read on access
+    tensors     under the names of llama.py or transformers_model.py; each is read on access
     companions  tokenizer files and the like
     dtype       of the published weights, as torch spells it
     """
 
     folder: Path
-    config: LlamaConfig
+    config: LlamaConfig | TransformersConfig
     hf_config: dict[str, Any]
     tensors: Mapping[str, Tensor]
     companions: list[Path]
@@ -149,8 +150,8 @@ def is_hub(folder: Path) -> bool:
     return (folder / CONFIG_FILE).is_file()
 
 
-def open_hub(folder: Path) -> LlamaWeights:
-    """Open the Llama in a Hugging Face folder; checks names, shapes and lengths, reads no tensor.
+def open_hub(folder: Path, backend: str = "lockstep") -> LlamaWeights:
+    """Open the model in a Hugging Face folder; checks names, shapes and lengths, reads no tensor.
 
     UsageError: there is no such folder. CheckpointError: it is damaged or not a supported Llama.
     """
@@ -162,8 +163,11 @@ def open_hub(folder: Path) -> LlamaWeights:
             raise ValueError("it is not a JSON object")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{CONFIG_FILE} cannot be read: {error}", where, "copy the file again") from None
-    config, located = config_from_hf(hf_config, where), locations_in_folder(folder)
-    if family_of(hf_config, where) == "phi3":
+    config: LlamaConfig | TransformersConfig = (
+        TransformersConfig(hf_config) if backend == "transformers" else config_from_hf(hf_config, where)
+    )
+    located: Mapping[str, TensorLocation] = locations_in_folder(folder)
+    if isinstance(config, LlamaConfig) and family_of(hf_config, where) == "phi3":
         located, hf_config = unpack_phi3(located, config), new_config(config, hf_config)
     tensors = match_tensors(located, config, folder)
     companions = [folder / name for name in COMPANION_FILES if (folder / name).is_file()]
@@ -191,9 +195,17 @@ def unpack_phi3(located: Mapping[str, TensorLocation], config: LlamaConfig) -> d
     return unpacked
 
 
-def match_tensors(located: Mapping[str, TensorLocation], config: LlamaConfig, folder: Path) -> LazyTensors:
-    """Return the tensors under the names of llama.py. CheckpointError: they do not fit `config`."""
-    shapes = parameter_shapes(config)
+def match_tensors(located: Mapping[str, TensorLocation], config: LlamaConfig | TransformersConfig, folder: Path) -> LazyTensors:
+    """Return the tensors under the names of the model. CheckpointError: they do not fit `config`."""
+    if isinstance(config, LlamaConfig):
+        shapes = parameter_shapes(config)
+        spares = {hf_name("output.weight"): hf_name("embedding.weight")} if config.tie_embeddings else {}
+    else:
+        model = config.meta_model()
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        first = {parameter: name for name, parameter in reversed(list(model.named_parameters()))}
+        tied = {name: first[parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
+        spares = {hf_name(name): hf_name(other) for name, other in tied.items() if name != other}
     names = {name: hf_name(name) for name in shapes}
     problems = []
     if missing := [name for name in names.values() if name not in located]:
@@ -203,11 +215,11 @@ def match_tensors(located: Mapping[str, TensorLocation], config: LlamaConfig, fo
         problems.append(f"of another shape: {join_names(lines)}")
     # Older files hold the rotary frequencies, which follow from the config.
     others = [name for name in sorted(located.keys() - set(names.values())) if not name.endswith("rotary_emb.inv_freq")]
-    spare = hf_name("output.weight")
-    if config.tie_embeddings and spare in others and not problems:
-        others.remove(spare)
-        if not torch.equal(located[spare].map(), located[hf_name("embedding.weight")].map()):
-            problems.append(f"{CONFIG_FILE} ties the output to the embedding, but {spare} differs from it")
+    for spare, embedding in spares.items():
+        if spare in others and not problems:
+            others.remove(spare)
+            if not torch.equal(located[spare].map(), located[embedding].map()):
+                problems.append(f"{CONFIG_FILE} ties the output to the embedding, but {spare} differs from it")
     if others:
         problems.append(f"unexpected: {join_names(others)}")
     dtypes = sorted({located[name].dtype for name in names.values() if name in located})
@@ -224,7 +236,7 @@ def match_tensors(located: Mapping[str, TensorLocation], config: LlamaConfig, fo
 
 def write_hub(
     folder: Path,
-    config: LlamaConfig,
+    config: LlamaConfig | TransformersConfig,
     tensors: Mapping[str, Tensor],
     *,
     hf_config: Mapping[str, Any] | None = None,
@@ -275,10 +287,12 @@ def new_config(config: LlamaConfig, old: Mapping[str, Any]) -> dict[str, Any]:
     return config_to_hf(config) | {key: value for key, value in old.items() if key in HARMLESS_KEYS}
 
 
-def config_to_write(config: LlamaConfig, hf_config: Mapping[str, Any] | None, dtype: str) -> dict[str, Any]:
+def config_to_write(config: LlamaConfig | TransformersConfig, hf_config: Mapping[str, Any] | None, dtype: str) -> dict[str, Any]:
     """Return the old config.json if it describes `config`, else a new one; with `dtype`."""
     old = dict(hf_config or {})
-    unchanged = bool(old) and config_from_hf(old, "the config that came with the model") == config
-    base = old if unchanged else new_config(config, old)
+    if isinstance(config, TransformersConfig) or (old and config_from_hf(old, "the config that came with the model") == config):
+        base = old
+    else:
+        base = new_config(config, old)
     torch_dtype = str(TORCH_DTYPES[dtype]).removeprefix("torch.")
     return base | dict.fromkeys([key for key in ("dtype", "torch_dtype") if key in base] or ["torch_dtype"], torch_dtype)

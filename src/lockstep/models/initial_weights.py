@@ -15,8 +15,9 @@ from lockstep.files import read_json, write_json
 from lockstep.models import llama, lora
 from lockstep.models.hf_config import config_to_hf
 from lockstep.models.hub import LlamaWeights
-from lockstep.models.llama import LLAMA_CONFIGS, Llama, LlamaConfig
-from lockstep.models.llama_io import MODEL, is_llama_run, open_weights, weights_changed_error
+from lockstep.models.llama import LLAMA_CONFIGS, LlamaConfig
+from lockstep.models.llama_io import MODEL, is_llama_run, open_weights, refuse_other_backend, weights_changed_error
+from lockstep.models.transformers_model import TransformersConfig
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class InitialWeights:
     lora   None: without adapters
     """
 
-    config: LlamaConfig
+    config: LlamaConfig | TransformersConfig
     seed: int
     start: LlamaWeights | None
     lora: LoraOptions | None
@@ -35,20 +36,22 @@ class InitialWeights:
     @classmethod
     def of(cls, run: RunConfig, vocab_size: int) -> InitialWeights:
         """UsageError, CheckpointError: `llama.init_from` cannot be read."""
-        start = open_weights(Path(run.llama.init_from)) if run.llama.init_from else None
+        start = open_weights(Path(run.llama.init_from), backend=run.llama.backend) if run.llama.init_from else None
         config = start.config if start else replace(LLAMA_CONFIGS[run.llama.size], vocab_size=vocab_size)
-        if run.llama.max_seq_len:
+        refuse_other_backend(config, run.llama.backend, run.llama.init_from)
+        if run.llama.max_seq_len and isinstance(config, LlamaConfig):
             config = replace(config, max_seq_len=run.llama.max_seq_len)
         return cls(config, run.seed, start, run.lora if run.lora.rank else None)
 
     def meta_model(self) -> nn.Module:
-        with torch.device("meta"):
-            model = Llama(self.config)
+        model = self.config.meta_model()
         return lora.add_adapters(model, self.lora) if self.lora else model
 
     def init_param(self, name: str, shape: torch.Size) -> Tensor:
         if lora.is_adapter(name):
             return lora.init_param(name, shape, self.seed)
+        if isinstance(self.config, TransformersConfig) and name in self.config.buffers:
+            return self.config.buffers[name]
         if self.start:
             return self.start.tensors[name]
         return llama.init_param(name, shape, self.config.n_layers, self.seed)
@@ -57,6 +60,10 @@ class InitialWeights:
         return self.lora is None or self.lora.save == "all" or lora.is_adapter(name)
 
     def to_json(self) -> dict[str, Any]:
+        if self.start and isinstance(self.config, TransformersConfig):
+            start = {"start": str(self.start.folder), "start_sha256": self.start.sha256(), "dtype": self.start.dtype}
+            return {"backend": "transformers", "config": self.start.hf_config, "lora": None, **start}
+        assert isinstance(self.config, LlamaConfig)
         new = config_to_hf(self.config) | {"bos_token_id": BEGIN, "eos_token_id": END}
         hf_config = self.start.hf_config if self.start else new
         lora_json = self.lora and {"rank": self.lora.rank, "alpha": self.lora.alpha, "targets": self.lora.targets}

@@ -78,6 +78,10 @@ class LlamaConfig:
         layer = attention + 3 * self.dim * self.ffn_dim + 2 * self.dim
         return self.n_layers * layer + self.dim + self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
 
+    def meta_model(self) -> Llama:
+        with torch.device("meta"):
+            return Llama(self)
+
 
 LLAMA_32 = RopeScaling(factor=32.0)
 LLAMA_CONFIGS = {
@@ -148,16 +152,23 @@ def positions_and_mask(tokens: Tensor, documents: Tensor | None) -> tuple[Tensor
     On a GPU no kernel is fused with a mask and grouped heads: `DocumentEnds` replaces the mask.
     """
     length, device = tokens.shape[1], tokens.device
-    position = torch.arange(length, device=device)[None]
-    if documents is None:
-        return position, None
-    starts = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
-    positions = position - torch.where(starts, position, 0).cummax(dim=1).values
+    positions, starts = document_positions(tokens, documents)
+    if documents is None or starts is None:
+        return positions, None
     if has_document_attention(device):
         ends = F.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=starts.numel())
         return positions, DocumentEnds(ends.int(), length, torch.get_autocast_dtype(device.type))
     causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return positions, (causal & (documents[:, :, None] == documents[:, None, :]))[:, None]
+
+
+def document_positions(tokens: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return positions in documents and where these start: (B or 1, T), the latter None for rows."""
+    position = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    if documents is None:
+        return position, None
+    starts = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    return position - torch.where(starts, position, 0).cummax(dim=1).values, starts
 
 
 def has_document_attention(device: torch.device) -> bool:

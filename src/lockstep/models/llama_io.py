@@ -30,10 +30,12 @@ from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config.schema import LoraOptions
 from lockstep.errors import CheckpointError, DataError, UsageError
 from lockstep.files import read_json, write_atomic, write_json
+from lockstep.models.build import materialize
 from lockstep.models.hf_config import config_from_json
 from lockstep.models.hub import SHARD_BYTES, LazyTensors, LlamaWeights, dtype_of, is_hub, open_hub, write_hub
 from lockstep.models.llama import Llama, LlamaConfig
 from lockstep.models.lora import is_adapter, merged_weights
+from lockstep.models.transformers_model import TransformersConfig, TransformersModel
 from lockstep.units import format_bytes, format_count
 
 log = logging.getLogger("lockstep")
@@ -45,16 +47,25 @@ def is_llama_run(folder: Path) -> bool:
     return (folder / MODEL).is_file()
 
 
-def read_model(folder: Path) -> tuple[LlamaConfig, dict[str, Any]]:
+def read_model(folder: Path) -> tuple[LlamaConfig | TransformersConfig, dict[str, Any]]:
     """Read model.json: (config, its config.json or {}). DataError: it is damaged."""
     try:
         value = read_json(folder / MODEL)
+        if value.get("backend") == "transformers":
+            return TransformersConfig(dict(value["config"])), dict(value["config"])
         return config_from_json(value["shape"]), dict(value["config"] or {})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, CheckpointError) as error:
         raise DataError(f"{MODEL} cannot be read: {error}", str(folder / MODEL), "import the model again") from error
 
 
 # -- import, export ---------------------------------------------------------------------------------------------------
+
+
+def refuse_other_backend(config: LlamaConfig | TransformersConfig, backend: str, folder: str) -> None:
+    """UsageError: the run in `folder` has another backend than the one that starts from it."""
+    if isinstance(config, TransformersConfig) != (backend == "transformers"):
+        what = f"llama.backend is {backend}, but the run in {folder} has another"
+        raise UsageError(what, "llama.backend", "set the llama.backend of that run, or export it and start from the export")
 
 
 def import_hub(source: Path, folder: Path) -> str:
@@ -75,6 +86,7 @@ def import_hub(source: Path, folder: Path) -> str:
             write_atomic(folder / TOKENIZER / path.name, path.read_bytes())
         write_json(folder / MODEL, model)
     CheckpointStore(folder / CHECKPOINTS).save(0, tensors, {"imported": source.name})
+    assert isinstance(hub.config, LlamaConfig)
     count = format_count(hub.config.num_parameters)
     return f"step 0: {len(tensors)} tensors, {count} parameters, {format_bytes(size)}, written to {folder}"
 
@@ -148,8 +160,8 @@ def weights_changed_error(folder: Path, start: str, expected: str, current: str)
     )
 
 
-def open_weights(folder: Path, step: int | None = None) -> LlamaWeights:
-    """Open the Llama in a run folder (at `step`, verified; None: the newest) or Hugging Face folder.
+def open_weights(folder: Path, step: int | None = None, backend: str = "lockstep") -> LlamaWeights:
+    """Open the model in a run folder (at `step`, verified; None: the newest) or Hugging Face folder.
 
     UsageError: there is none. CheckpointError: it is damaged.
     """
@@ -160,7 +172,7 @@ def open_weights(folder: Path, step: int | None = None) -> LlamaWeights:
         dtype = read_json(folder / MODEL).get("dtype") or dtype_of(tensors)
         return LlamaWeights(folder, config, hf_config, tensors, sorted((folder / TOKENIZER).iterdir()), dtype)
     refuse_no_model(folder)
-    return open_hub(folder)
+    return open_hub(folder, backend)
 
 
 # -- loading ----------------------------------------------------------------------------------------------------------
@@ -170,16 +182,17 @@ def open_weights(folder: Path, step: int | None = None) -> LlamaWeights:
 class LoadedLlama:
     """A model in evaluation mode; `steps`: its checkpoint, (0,) for a Hugging Face folder."""
 
-    model: Llama
+    model: Llama | TransformersModel
     tokenizer: Path  # folder
     hf_config: dict[str, Any]
     steps: tuple[int, ...]
 
 
-def load_llama(folder: Path, step: int | None = None, *, device: torch.device | None = None) -> LoadedLlama:
+def load_llama(folder: Path, step: int | None = None, *, device: torch.device | None = None, backend: str = "lockstep") -> LoadedLlama:
     """Load the Llama in a run folder (at `step`; None: the newest) or Hugging Face folder.
 
-    device  default: the GPU if there is one
+    device   default: the GPU if there is one
+    backend  of a Hugging Face folder
     Memory: the weights once. On a CPU a Hugging Face folder stays mapped and is read on first use.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -192,13 +205,13 @@ def load_llama(folder: Path, step: int | None = None, *, device: torch.device | 
         tensors = inference_weights(checkpoint.tensors)
         newest_step = checkpoint.step
         del checkpoint  # frees the optimizer's state
-        model = llama_from_tensors(config, merge_adapters(folder, tensors), device)
+        model = model_from_tensors(config, merge_adapters(folder, tensors), device)
         return LoadedLlama(model, folder / TOKENIZER, hf_config, (newest_step,))
     refuse_no_model(folder)
     if step is not None:
         raise UsageError(f"step {step} of {folder}, which has no steps", "--step", "leave --step out for a Hugging Face folder")
-    hub = open_hub(folder)
-    return LoadedLlama(llama_from_tensors(hub.config, hub.tensors, device), folder, hub.hf_config, (0,))
+    hub = open_hub(folder, backend)
+    return LoadedLlama(model_from_tensors(hub.config, hub.tensors, device), folder, hub.hf_config, (0,))
 
 
 def refuse_no_model(folder: Path) -> None:
@@ -209,13 +222,16 @@ def refuse_no_model(folder: Path) -> None:
         raise UsageError(f"there is no model in {folder}", f"neither {MODEL} nor config.json is there", hint)
 
 
-def llama_from_tensors(config: LlamaConfig, tensors: Mapping[str, Tensor], device: torch.device) -> Llama:
+def model_from_tensors(
+    config: LlamaConfig | TransformersConfig, tensors: Mapping[str, Tensor], device: torch.device
+) -> Llama | TransformersModel:
     """Build the model around these tensors, moved to `device` one at a time."""
-    with torch.device("meta"):
-        model = Llama(config)
+    model = config.meta_model()
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     if shapes.keys() != tensors.keys() or any(tensors[name].shape != shape for name, shape in shapes.items()):
         raise CheckpointError("the checkpoint is not of the model in model.json", MODEL, "import the model again")
+    if isinstance(config, TransformersConfig):
+        return materialize(model, device, lambda name, _: config.buffers[name] if name in config.buffers else tensors[name]).eval()
     for name in shapes:
         path, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(path), leaf, nn.Parameter(tensors[name].to(device), requires_grad=False))

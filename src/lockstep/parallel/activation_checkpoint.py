@@ -36,10 +36,10 @@ def checkpoint_activations(blocks: Iterable[nn.Module], mode: Mode) -> None:
 # Functions of this file: torch.compile skips a forward pass that is one of torch's functions.
 
 
-def full_checkpoint(block: nn.Module, *inputs: Any) -> Any:
-    return checkpoint(lambda: type(block).forward(block, *inputs), use_reentrant=False)
+def full_checkpoint(block: nn.Module, *inputs: Any, **named: Any) -> Any:
+    return checkpoint(lambda: type(block).forward(block, *inputs, **named), use_reentrant=False)
 
 
-def selective_checkpoint(block: nn.Module, *inputs: Any) -> Any:
+def selective_checkpoint(block: nn.Module, *inputs: Any, **named: Any) -> Any:
     contexts = partial(create_selective_checkpoint_contexts, SAVED_OPS)
-    return checkpoint(lambda: type(block).forward(block, *inputs), use_reentrant=False, context_fn=contexts)
+    return checkpoint(lambda: type(block).forward(block, *inputs, **named), use_reentrant=False, context_fn=contexts)

@@ -10,6 +10,7 @@ from torch import nn
 from lockstep.errors import UsageError
 from lockstep.layout import LayoutLimits
 from lockstep.models.llama import Llama
+from lockstep.models.transformers_model import TransformersModel
 from lockstep.models.translator import Translator
 
 
@@ -56,6 +57,8 @@ def plan_of(model: nn.Module) -> ParallelPlan:
         return plan_of_llama(model)
     if isinstance(model, Translator):
         return plan_of_translator(model)
+    if isinstance(model, TransformersModel):
+        return ParallelPlan(model.block_names, regions=(), column_parallel=(), row_parallel=r"$^")
     raise UsageError(
         f"{type(model).__name__} cannot be sharded or split",
         "layout",

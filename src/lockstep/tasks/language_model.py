@@ -8,6 +8,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
@@ -53,6 +54,8 @@ class LanguageModelTask(InitialWeights):
         initial_weights = InitialWeights.of(run, tokenizer.inner.get_vocab_size(with_added_tokens=True))
         start = run_on_rank0(runtime, lambda: preparing(write_model_json)(initial_weights, folder))
         fingerprints = prepared.fingerprints | {"start": start}
+        if run.llama.backend == "transformers":
+            fingerprints["transformers"] = version("transformers")  # it holds the model's code
         assert_equal_on_all_ranks(runtime, fingerprints)
         length, stream = run.batch.seq_len, prepared.train
         rows: CutRows | PackedRows = CutRows(stream, length)
@@ -107,7 +110,7 @@ def prepare_chats(run: RunConfig, folder: Path, digests: FileDigests = NOT_SHARE
 
 def tokenizer_of(run: RunConfig, folder: Path, texts: Iterable[str]) -> ChatTokenizer:
     """For rank 0: write the tokenizer of llama.init_from, or one trained on `texts`; return it."""
-    start = open_weights(Path(run.llama.init_from)) if run.llama.init_from else None
+    start = open_weights(Path(run.llama.init_from), backend=run.llama.backend) if run.llama.init_from else None
     if not (folder / "data" / MANIFEST).exists():
         if start:
             (folder / TOKENIZER).mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from lockstep.config.schema import RunConfig
 from lockstep.layout import LayoutLimits
@@ -29,12 +29,14 @@ def llama_config(run: RunConfig) -> LlamaConfig:
     """Return the size of the run's Llama. The vocabulary of a new one depends on its tokenizer."""
     from lockstep.models.hub import open_hub
     from lockstep.models.llama import LLAMA_CONFIGS
-    from lockstep.models.llama_io import is_llama_run, read_model
+    from lockstep.models.llama_io import is_llama_run, read_model, refuse_other_backend
 
     if not run.llama.init_from:
         return LLAMA_CONFIGS[run.llama.size]
     start = Path(run.llama.init_from)
-    return read_model(start)[0] if is_llama_run(start) else open_hub(start).config
+    config = read_model(start)[0] if is_llama_run(start) else open_hub(start).config
+    refuse_other_backend(config, run.llama.backend, run.llama.init_from)
+    return cast("LlamaConfig", config)
 
 
 def min_parameters(run: RunConfig) -> int:
@@ -44,4 +46,6 @@ def min_parameters(run: RunConfig) -> int:
         encoder = model.dim * (4 * model.dim + 2 * model.ffn_dim + 4)
         decoder = model.dim * (8 * model.dim + 2 * model.ffn_dim + 6)
         return model.encoder_layers * encoder + model.decoder_layers * decoder + 4 * model.dim
+    if run.llama.backend == "transformers":
+        return 0  # known when the folder is read
     return replace(llama_config(run), vocab_size=0).num_parameters

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from lockstep.config.schema import RunConfig
 from lockstep.data.text.chat_samples import last_answer
@@ -23,6 +24,7 @@ from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.generation.decoder import Decoder
 from lockstep.generation.sampling import CONTEXT_TOKENS, TextStream, sample_tokens, stream_continuations
+from lockstep.models.llama import Llama
 from lockstep.models.llama_io import LoadedLlama, load_llama
 from lockstep.tasks.evaluator import EvalResult, EvalSpec, Split, batches_of_rank, loss_record, merge_results
 from lockstep.units import format_count
@@ -39,6 +41,8 @@ class LlamaEvaluator:
 
     @property
     def next_command(self) -> str:
+        if self.run.llama.backend == "transformers":
+            return f"lockstep checkpoint export {self.folder} --out HF-FOLDER"
         how = '"QUESTION" --chat' if self.run.task == "sft" else '"TEXT"'
         return f"lockstep generate {self.folder} {how}"
 
@@ -56,7 +60,7 @@ class LlamaEvaluator:
     ) -> EvalResult | None:
         start_s = time.monotonic()
         stream: TokenStream = getattr(self.data, spec.split)
-        device, length = loaded.model.embedding.weight.device, self.run.batch.seq_len
+        device, length = next(loaded.model.parameters()).device, self.run.batch.seq_len
         rows = windows(stream, length)
         if self.run.task == "sft":
             packed = PackedRows(stream, length, pack_rows(stream, length, seed=0))
@@ -126,15 +130,25 @@ def generate_answers(
     """Return this rank's greedy answers by number. `questions`: (prompt, reference answer)."""
     order = sorted(range(len(questions)), key=lambda i: (len(questions[i][0]), i))
     answers: dict[int, str] = {}
-    decoder = Decoder(loaded.model)
-    for _, batch in batches_of_rank(in_groups(order, CHATS_PER_BATCH), runtime, stopped):
+    decoder = Decoder(loaded.model) if isinstance(loaded.model, Llama) else None
+    for _, batch in batches_of_rank(in_groups(order, CHATS_PER_BATCH if decoder else 1), runtime, stopped):
         texts = ["" for _ in batch]
         tokens = max(len(questions[i][1]) for i in batch) + 8  # a longer answer cannot match the reference
         prompts = [questions[i][0] for i in batch]
-        for row, text in stream_continuations(tokenizer, prompts, sample_tokens(decoder, prompts, tokens=tokens)):
+        drawn = sample_tokens(decoder, prompts, tokens=tokens) if decoder else draw_greedily(loaded.model, prompts[0], tokens)
+        for row, text in stream_continuations(tokenizer, prompts, drawn):
             texts[row] += text
         answers |= dict(zip(batch, texts, strict=True))
     return answers
+
+
+@torch.inference_mode()
+def draw_greedily(model: nn.Module, prompt: Sequence[int], tokens: int) -> Iterator[list[int]]:
+    """Yield the next id of one prompt, computed without a cache: for a model without a Decoder."""
+    ids = torch.tensor([prompt], device=next(model.parameters()).device)
+    for _ in range(tokens):
+        ids = torch.cat([ids, model(ids)[:, -1:].argmax(dim=-1)], dim=1)
+        yield [int(ids[0, -1])]
 
 
 def answer_text(tokenizer: ChatTokenizer, prompt: Sequence[int], answer: Sequence[int]) -> str:

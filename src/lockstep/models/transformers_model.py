@@ -1,0 +1,160 @@
+"""Any causal language model of `transformers` as the model of a run (llama.backend=transformers).
+
+Its parameters have the names of the Hugging Face folder, behind `inner.`. Where its logits are the
+states times a matrix, the loss is computed in chunks, as for a Llama.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Self, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep.errors import CheckpointError, UsageError
+from lockstep.models.llama import IGNORE_INDEX, document_positions
+from lockstep.models.loss import output_cross_entropy
+
+INNER = "inner."
+PROBE_TOKENS = 16  # of each of two documents
+
+
+@dataclass(frozen=True)
+class TransformersConfig:
+    """A config.json, with the sizes that a run needs."""
+
+    hf_config: Mapping[str, Any]
+
+    @cached_property
+    def parsed(self) -> Any:
+        """Return the configuration object of `transformers`. CheckpointError: it is not supported."""
+        kind = self.hf_config.get("model_type")
+        if self.hf_config.get("quantization_config"):
+            raise CheckpointError("quantization_config is set", "config.json", "use the model as it was before quantization")
+        from transformers import AutoConfig, AutoModelForCausalLM  # seconds to import
+
+        try:
+            parsed = type(AutoConfig.for_model(str(kind))).from_dict(dict(self.hf_config))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CheckpointError(
+                f"transformers cannot read the config of model_type {kind}: {error}", "config.json", "copy the file again"
+            ) from error
+        if type(parsed) not in AutoModelForCausalLM._model_mapping:
+            what = f"model_type {kind} is not a causal language model of transformers"
+            raise CheckpointError(what, "config.json", "choose another model")
+        return parsed
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.parsed.vocab_size)
+
+    @property
+    def dim(self) -> int:
+        return int(self.parsed.hidden_size)
+
+    @property
+    def n_layers(self) -> int:
+        return int(self.parsed.num_hidden_layers)
+
+    @property
+    def tie_embeddings(self) -> bool:
+        return bool(self.parsed.tie_word_embeddings)
+
+    def meta_model(self) -> TransformersModel:
+        with torch.device("meta"):
+            return TransformersModel(self.parsed)
+
+    @cached_property
+    def buffers(self) -> dict[str, Tensor]:
+        """The model's buffers (rotary frequencies), which no file holds, on the CPU.
+
+        `_init_weights` is what each model of transformers overrides to set them.
+        """
+        model, buffers = self.meta_model(), dict[str, Tensor]()
+        for path, module in model.named_modules():
+            if own := dict(module.named_buffers(recurse=False)):
+                if unknown := [name for name in own if name in module.state_dict() or not own[name].is_floating_point()]:
+                    what = f"the model has buffers that are not supported: {path}.{unknown[0]}"
+                    raise CheckpointError(what, "config.json", "choose another model")
+                with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                    real = copy.deepcopy(module).to_empty(device="cpu", recurse=False)
+                    for buffer in real.buffers(recurse=False):
+                        buffer.fill_(torch.nan)
+                    model.inner._init_weights(real)
+                buffers |= {f"{path}.{name}": buffer for name, buffer in real.named_buffers(recurse=False)}
+        if unset := [name for name, buffer in buffers.items() if buffer.isnan().any()]:
+            raise CheckpointError(f"transformers does not initialize the buffer {unset[0]}", "config.json", "choose another model")
+        return buffers
+
+
+class TransformersModel(nn.Module):
+    """`model(tokens, labels, documents)` as of a `Llama`, for whole replicas."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        from transformers import AutoModelForCausalLM
+
+        make: Any = AutoModelForCausalLM.from_config
+        self.inner: Any = make(config, dtype=torch.float32)
+        self.chunked: bool | None = None  # None: not probed yet
+
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        blocks = self.inner._no_split_modules or ()
+        return tuple(name for name, module in self.named_modules() if type(module).__name__ in blocks)
+
+    def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Self:
+        """Allocate the parameters; tied ones stay one, unlike in torch."""
+        super().to_empty(device=device, recurse=recurse)
+        self.inner.tie_weights()
+        return self
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        """Return the logits; with labels the sum of their cross-entropy (see `Llama.forward`)."""
+        inputs = {"input_ids": tokens, "position_ids": document_positions(tokens, documents)[0], "use_cache": False}
+        if labels is None:
+            return cast(Tensor, self.inner(**inputs).logits)
+        if self.chunked is None and next(self.parameters()).isfinite().all():  # NaN before a state is loaded
+            self.chunked = self.probe(tokens.device)
+        if self.chunked:
+            weight = self.inner.get_output_embeddings().weight
+            states = self.inner.base_model(**inputs).last_hidden_state
+            return output_cross_entropy(states, weight, labels, smoothing=0.0, ignore_index=IGNORE_INDEX)
+        logits = self.inner(**inputs).logits.float().flatten(0, 1)
+        return F.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=IGNORE_INDEX)
+
+    @torch.no_grad()
+    def probe(self, device: torch.device) -> bool:
+        """Return whether the logits are the states times the output matrix.
+
+        UsageError: a document in a row depends on the one before it.
+        """
+        was_training, seen = self.training, []
+        head = self.inner.get_output_embeddings()
+        tokens = (torch.arange(2 * PROBE_TOKENS, device=device) * 7 % self.inner.config.vocab_size)[None]
+        documents = (torch.arange(2 * PROBE_TOKENS, device=device) >= PROBE_TOKENS).long()[None]
+        handle = head.register_forward_hook(lambda module, inputs, output: seen.append((inputs[0], output)))
+        self.eval()
+        try:
+            with torch.autocast(device.type, enabled=False), torch.compiler.set_stance("force_eager"):
+                packed = self(tokens, documents=documents)
+                alone = self(tokens[:, PROBE_TOKENS:])
+                inputs = {"input_ids": tokens[:, PROBE_TOKENS:], "use_cache": False}
+                states = self.inner.base_model(**inputs).last_hidden_state
+        finally:
+            handle.remove()
+            self.train(was_training)
+        difference = (packed[:, PROBE_TOKENS:] - alone).abs().max()
+        if not difference <= 1e-3 * alone.std():
+            raise UsageError(
+                f"{type(self.inner).__name__} mixes the documents of a row: logits of the second differ by {difference:g}",
+                "llama.backend=transformers",
+                "train one document per row with your own loop, or choose another model",
+            )
+        plain = type(head) is nn.Linear and head.bias is None
+        return plain and len(seen) == 2 and torch.equal(seen[1][0], states) and torch.equal(seen[1][1], alone)
