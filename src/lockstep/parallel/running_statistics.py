@@ -21,7 +21,6 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.errors import UsageError
 from lockstep.runtime.tensor_bytes import as_bytes
@@ -29,6 +28,7 @@ from lockstep.units import join_names
 
 log = logging.getLogger("lockstep")
 BufferKinds = Mapping[str, Literal["local", "per_micro_batch"]]  # by pattern of names, as in fnmatch
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -48,7 +48,7 @@ class RunningStatistics:
             raise UsageError(what, f"buffers={dict(kinds)}", f"the model has {join_names(buffers) or 'none'}")
         kind_of = {name: kind for pattern, kind in kinds.items() for name in buffers if fnmatchcase(name, pattern)}
         self.local = {name for name, kind in kind_of.items() if kind == "local"}
-        norms = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm) and module.track_running_stats}
+        norms = {name: module for name, module in model.named_modules() if isinstance(module, BATCH_NORMS) and module.track_running_stats}
         self.norms = {tuple(f"{name}.{part}".lstrip(".") for part in STATISTICS): module for name, module in norms.items()}
         self.norms = {names: module for names, module in self.norms.items() if not self.local.intersection(names)}
         followed = [name for names in self.norms for name in names]
@@ -130,7 +130,7 @@ def moved_statistics(start: Tensor, after: Sequence[Tensor], count: int, moves: 
     return value
 
 
-class PlainBatchNorm(_BatchNorm):
+class PlainBatchNorm(nn.BatchNorm1d):
     """BatchNorm of any shape (batch, channels, ...), within a micro-batch."""
 
     def _check_input_dim(self, input: Tensor) -> None:
