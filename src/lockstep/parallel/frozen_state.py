@@ -34,7 +34,7 @@ class FrozenState:
     """
 
     def __init__(self, module: nn.Module, frozen: Sequence[Tensor], *, followed: Collection[str] = (), local: Collection[str] = ()) -> None:
-        self.frozen, self.followed, self.local = list(frozen), set(followed), set(local)
+        self.module, self.frozen, self.followed, self.local = module, list(frozen), set(followed), set(local)
         self.holders = [(path, child) for path, child in module.named_modules() if own_buffers(child)]
         self.first_step = True
         self.slices = group_into_slices([tensor.nbytes for tensor in self._tensors()])
@@ -72,6 +72,10 @@ class FrozenState:
             words = digest_of(bytes_between(tensors[number], start, stop) for number, start, stop in ranges)
             total = (total * DIGEST_FACTOR + words) % 2**64
         return total
+
+    def mode_digest(self) -> int:
+        """Return 64 bits over the modules in eval mode: such a replica computes other gradients."""
+        return hash(tuple(module.training for module in self.module.modules())) % 2**64
 
     def _tensors(self) -> list[Tensor]:
         compared = [buffer for name, buffer in self.buffers().items() if buffer.persistent and name not in self.local]

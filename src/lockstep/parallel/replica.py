@@ -218,10 +218,10 @@ class Replica:
         buckets = self._prepare()
         saved = [(m, name, b, b.clone()) for m in self.model.modules() for name, b in own_buffers(m).items() if b is not None]
         for p in self.parameters:
-            p.grad = torch.zeros_like(p)  # so that a zero_grad before the backward pass shows
+            p.grad = torch.ones_like(p)  # so that a zero_grad before the backward pass shows
         self._losses = []
         seed_generators(splitmix64(self.seed, step, 0) >> 1, self.device)
-        self._watch.start(step, 0)
+        self._watch.start(step, 0, thorough=True)
         buckets.start_pass()
         yield 0
         self._watch.end()

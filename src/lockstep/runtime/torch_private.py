@@ -130,6 +130,11 @@ def init_fsdp(model: nn.Module) -> None:
     cast(Any, model)._get_fsdp_state()._lazy_init()
 
 
+def collectives_of(group: Any) -> int:
+    """Return how many collectives this process has started on the group; no public counter."""
+    return int(group._get_sequence_number_for_group())
+
+
 # -- compilation and profiling ----------------------------------------------------------------------------------------
 
 

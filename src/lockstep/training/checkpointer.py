@@ -35,6 +35,7 @@ from lockstep.training import trained_parameters
 from lockstep.training.loading import load_checkpoint
 from lockstep.training.nonfinite import refuse_nonfinite_state
 from lockstep.training.state_transfer import transfer_state
+from lockstep.units import join_names
 
 log = logging.getLogger("lockstep")
 SAVE_TIMEOUT_S = 5.0  # how long a save that may be skipped waits for the previous one
@@ -175,6 +176,7 @@ class Checkpointer:
         fingerprints: Mapping[str, str] | None = None,
         facts: Mapping[str, Any] | None = None,
         allowed: Collection[str] = (),
+        options: Mapping[str, str] | None = None,
     ) -> int:
         """Collective. Load the checkpoint that `how` names; return the number of committed steps, 0
         for a new run.
@@ -186,12 +188,13 @@ class Checkpointer:
         facts         written to each checkpoint, see checkpoint/fingerprints.py; by default only
                       the fingerprints
         allowed       names of fingerprints that the user changed on purpose
+        options       must be equal on all workers, but may change at a resume
         CheckpointError when it is required and missing, damaged, or of another run. With "auto" a
         damaged newest checkpoint is set aside and the one before is used.
         """
-        equal, run_folder = dict(fingerprints or {}), self.store.folder.parent
+        equal, run_folder = {**(fingerprints or {}), **(options or {})}, self.store.folder.parent
         own = {"numerics": numerics.fingerprint(self.runtime.world.device), "code": sources.fingerprint(), "flags": self.runtime.flags}
-        self.run_facts = {"fingerprints": equal, **own, **(facts or {})}
+        self.run_facts = {"fingerprints": dict(fingerprints or {}), **own, **(facts or {})}
         if self.runtime.is_joining and (step := self._join(equal)) is not None:
             self.run_facts["run_id"] = read_run_id(run_folder)  # only now: the other workers may just have created it
             return step
@@ -224,6 +227,13 @@ class Checkpointer:
     def warn_if_trained_layers_changed(self) -> None:
         """Warn in the first step after a resume when it trains other layers than the last step."""
         trained_parameters.warn_if_changed(self.facts.pop("trained", None), self.model)
+
+    def follow_eval_mode(self, names: list[str]) -> None:
+        """Write the modules in eval mode to each checkpoint. Warn if the resumed one has others."""
+        if (before := self.facts.pop("eval_mode", names)) != names:
+            what = "the checkpoint was trained with other modules in eval mode: %s then, %s now; let the mode follow from the step"
+            log.warning(what, join_names(before) or "none", join_names(names) or "none")
+        self.run_facts["eval_mode"] = names
 
     def _join(self, fingerprints: Mapping[str, str]) -> int | None:
         """Collective. Join the training workers and receive their state; return their step. None

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch.distributed as dist
+
 from lockstep.elastic.collectives import all_gather_json
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.parallel.replica import Replica
+from lockstep.runtime.torch_private import collectives_of
 
 
 class Rehearsal:
@@ -27,7 +30,14 @@ class Rehearsal:
         self._due = False
         for k in self.replica.rehearsal(step):
             self.runtime.board.enter("forward", step + 1)
+            before = collectives_of(dist.group.WORLD)
             yield k
+            if collectives_of(dist.group.WORLD) != before:
+                raise UsageError(
+                    f"a collective of torch.distributed ran in the micro-batch loop of step {step}",
+                    "workers run different numbers of micro-batches, and gradients are being sent meanwhile",
+                    "remove it, or run it after the loop: gradients are summed, and the loss is averaged, over all workers already",
+                )
         self.runtime.board.enter("voting")
         self.runtime.board.enter_collective()
         self._loss = self.replica.rehearsed

@@ -31,7 +31,7 @@ from lockstep.elastic.progress import Progress, transfer_roles
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import FencedError, PeersLostError, UsageError
 from lockstep.parallel.digest import DIGEST_FACTOR
-from lockstep.parallel.frozen_state import BufferSnapshot, FrozenState
+from lockstep.parallel.frozen_state import FrozenState
 from lockstep.parallel.parallelize import LocalModel, unwrap_local_model
 from lockstep.parallel.replica import Replica
 from lockstep.parallel.running_statistics import BufferKinds, RunningStatistics, replace_sync_batchnorm
@@ -42,6 +42,7 @@ from lockstep.runtime.signals import HostDrained, Stopped, StopSignals
 from lockstep.training.build_replica import build_replica, refuse_other_checkpointer
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.divergence import ALL_WEIGHTS, STATE, WEIGHTS, ReplicaComparison
+from lockstep.training.loop_changes import LoopChanges
 from lockstep.training.nonfinite import refuse_nonfinite_gradient
 from lockstep.training.rehearsal import Rehearsal
 from lockstep.training.state_transfer import StateMismatchError, transfer_state
@@ -58,8 +59,7 @@ class ReplicaGroup:
     model          a module, of which each worker has a whole replica; or the part of it that this
                    worker holds (parallel/parallelize.py)
     checkpointer   provides the state for a worker that joins; None: no worker can join
-    micro_batches, seed, reduce, bucket_bytes   see Replica
-    reduce_once_per_step  see ShardedReplica
+    micro_batches, seed, reduce, bucket_bytes   see Replica; reduce_once_per_step: ShardedReplica
     signals        stop signals for the loop to act on. None: the group saves and ends the loop
     tracker        writes the metrics that a lost rank 0 did not write
     verify_every   steps between two comparisons of all replicas' weights; 0: never. At 1 a gradient
@@ -68,8 +68,7 @@ class ReplicaGroup:
     rehearse       run micro-batch 0 of the first step twice; UsageError when the losses differ
     on_nonfinite   for a loss or gradient that is not finite: "raise" a DivergedError before the
                    update; "ignore" it, as a GradScaler needs
-    buffers        what else than BatchNorm's statistics forward passes may change: "local" or
-                   "per_micro_batch" by pattern of names; see RunningStatistics
+    buffers        what forward passes may change besides BatchNorm's statistics: RunningStatistics
     """
 
     def __init__(  # many independent options, all by keyword and with defaults
@@ -104,6 +103,7 @@ class ReplicaGroup:
         if rehearse and runtime.first_generation and isinstance(self.replica, Replica):
             self.rehearsal = Rehearsal(runtime, self.replica)
         self._trained, self.frozen_state = self.replica.parameters, self._make_frozen_state()
+        self.loop_changes = LoopChanges(self.module if isinstance(self.replica, Replica) else nn.Module(), checkpointer)
         self.compare_all = True  # the frozen weights of a new member have not been compared yet
         self.grad_norm_squared: torch.Tensor | None = None
         self.stops = signals is None and runtime.membership is not None
@@ -223,16 +223,16 @@ class ReplicaGroup:
         if self.rehearsal:
             yield from self.rehearsal.run(step)
         compared, due = ALL_WEIGHTS if self.compare_all else WEIGHTS, self.comparison.is_due(step)
-        buffers: dict[str, BufferSnapshot] = {}
         self._counts, self._samples, digests = [], [], [0]
         for k in self.replica.micro_batches(step, lambda: digests.append(self._digest(compared, step) if due else 0)):
             self._update_trained_parameters()
-            buffers = buffers or self.frozen_state.buffers()
+            if not self._counts:
+                self.loop_changes.start(self.frozen_state)
             self.board.enter("forward", step + 1)
             yield k
         if self.rehearsal:
             self.rehearsal.compare(step)
-        self.frozen_state.refuse_changes(buffers, step)
+        self.loop_changes.refuse(self.frozen_state, step)
         self.grad_norm_squared = self.replica.grad_norm_squared()
         vote = self._vote(digests[-1])
         self.board.enter("voting")
@@ -284,13 +284,11 @@ class ReplicaGroup:
     def _commit(self, step: int, decision: StepDecision) -> None:
         """Commit `step`, which all ranks have agreed on."""
         if self.on_nonfinite == "raise":
-            module = self.module if isinstance(self.replica, Replica) else None
-            refuse_nonfinite_gradient(decision, step, module, self.grad_norm_squared)
+            refuse_nonfinite_gradient(decision, step, self.module if isinstance(self.replica, Replica) else None, self.grad_norm_squared)
         self.statistics.commit()
         if decision.count:
-            for p in self.replica.parameters:
-                if p.grad is not None:
-                    p.grad.div_(decision.count)
+            for gradient in [p.grad for p in self.replica.parameters if p.grad is not None]:
+                gradient.div_(decision.count)
         self.compare_all = self.compare_all and not self.comparison.is_due(step)
         self.board.enter("updating")
         self.decision = decision
@@ -334,13 +332,15 @@ class ReplicaGroup:
 
     def _state_dict(self) -> dict[str, torch.Tensor]:
         model = self.local_model.local_params if self.local_model else self.module
-        return self.checkpointer.state_dict() if self.checkpointer else get_state_dict(model)
+        modes = {f"training mode of {name or 'the model'}": torch.tensor(m.training) for name, m in self.module.named_modules()}
+        return modes | (self.checkpointer.state_dict() if self.checkpointer else get_state_dict(model))
 
     def _digest(self, what: str, step: int = 0) -> int:
         """Return 64 bits over WEIGHTS (of `step`), ALL_WEIGHTS or STATE of this replica."""
         slice_number = step // max(1, self.comparison.verify_every) if what == WEIGHTS else None
         weights = (self.replica.digest() + DIGEST_FACTOR * self.frozen_state.digest(slice_number)) % 2**64
-        return weights ^ (self.checkpointer.optimizer_digest() if self.checkpointer and what == STATE else 0)
+        modes = 0 if what == STATE else self.frozen_state.mode_digest()  # between steps, one rank may evaluate
+        return weights ^ modes ^ (self.checkpointer.optimizer_digest() if self.checkpointer and what == STATE else 0)
 
     def _regroup(self, step: int, why: str, *, voted: bool) -> bool:
         """Collective. Form the next generation; return whether others have committed `step`.

@@ -22,7 +22,7 @@ from lockstep.runtime import torch_private as private
 SRC = Path(__file__).parents[3] / "src"
 PRIVATE_ATTRIBUTES = {  # of torch's objects; a name that starts at a torch module needs no entry
     "_version", "_buffers", "_parameters", "_non_persistent_buffers_set", "_get_backend", "_timeout",
-    "_get_fsdp_state", "_lazy_init", "_pg_registry", "_dim_group_names",
+    "_get_fsdp_state", "_lazy_init", "_pg_registry", "_dim_group_names", "_get_sequence_number_for_group",
 }  # fmt: skip
 
 
@@ -176,6 +176,12 @@ def test_new_groups_are_counted_and_the_count_is_reset(group: dist.ProcessGroup)
     assert dist.distributed_c10d._world.group_count == before + 1
     private.reset_group_count()
     assert dist.distributed_c10d._world.group_count == 0
+
+
+def test_collectives_of_a_group_are_counted(group: dist.ProcessGroup) -> None:
+    before = private.collectives_of(group)
+    dist.all_reduce(torch.ones(2), group=group)
+    assert private.collectives_of(group) == before + 1
 
 
 def test_detached_groups_are_open_and_a_new_default_group_can_form(group: dist.ProcessGroup) -> None:
