@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Unpack
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lockstep.checkpoint.stateful import Stateful, refuse_unsupported_state
@@ -37,6 +38,7 @@ from lockstep.errors import UsageError
 from lockstep.record.tracker import BackgroundTracker, Tracker
 from lockstep.runtime.numerics import make_deterministic, seed_generators
 from lockstep.runtime.signals import Stopped, StopSignals
+from lockstep.runtime.torch_private import collectives_of
 from lockstep.runtime.worker_env import read_worker_env
 from lockstep.training import session_checks
 from lockstep.training.checkpointer import Checkpointer
@@ -99,7 +101,9 @@ class Session:
         self._loaders: list[tuple[Loader, str]] = []  # and what a resumed run must have in common with it
         self._logged: dict[str, Any] = {}
         self._total = 0
+        self._collectives: int | None = None  # of the group so far, at the end of the micro-batch loop
         self._initial_digest: int | None = None  # of the weights, until the first step of this start is checked
+        self._warned = False
         self._exit = ExitStack()
 
     def __enter__(self) -> Session:
@@ -196,7 +200,7 @@ class Session:
         to stop, save, and raise Stopped: a SystemExit with code 75 or 130.
         """
         if "replicas" not in self.__dict__:
-            self._start()
+            self._start(total)
         self._total = total
         if self.step >= total:
             log.info("the run is finished: step %d of %d", self.step, total)
@@ -207,6 +211,7 @@ class Session:
             if self.replicas.last_step != step:
                 what, hint = f"the body of step {step} ran no micro-batches", "take all of them, `for batch in loader(step)`, in every step"
                 raise UsageError(what, "for step in session.steps(...)", hint)
+            self._warn_of_collectives(step)
             self.step += 1
             if self._initial_digest is not None and rate and self._learning_rate():
                 self._warn_if_unchanged(step, self._initial_digest)
@@ -243,6 +248,7 @@ class Session:
         self.in_micro_batches = True
         try:
             yield from self.replicas.micro_batches(step)
+            self._collectives = collectives_of(dist.group.WORLD)
         finally:
             self.in_micro_batches = False
 
@@ -312,12 +318,13 @@ class Session:
             means = mean_over(dataset, function, self.runtime, batch_size=batch_size, collate_fn=collate_fn, seed=self.seed)
         # Equal on all workers again.
         seed_generators(splitmix64(self.seed, self.step, self.micro_batches_per_step, 1) >> 1, self.world.device)
+        self._collectives = None
         return means
 
     # Private.
 
-    def _start(self) -> None:
-        """Collective. Resume, and open what the loop needs."""
+    def _start(self, total: int) -> None:
+        """Collective. Resume, and open what the loop needs for `total` steps."""
         if self.model is None:
             raise UsageError("session.steps without a model", "session.steps(...)", "call session.prepare(model, optimizer) before")
         module, runtime, enter = self.model.module, self.runtime, self._exit.enter_context
@@ -326,7 +333,8 @@ class Session:
         checkpointer = Checkpointer(
             self.out / "checkpoints", runtime, module, self.optimizers, state=self._state, every_steps=self.save_every, keep=self.keep
         )
-        self.step = checkpointer.resume(self.resume, facts)
+        options = {"steps": total, "save_every": self.save_every, **self.options}
+        self.step = checkpointer.resume(self.resume, facts, options={name: str(value) for name, value in options.items()})
         signals = enter(StopSignals())
         tracker = enter(Tracker(self.out, leader=runtime.is_leader, from_step=self.step))
         self._record = enter(BackgroundTracker(tracker))
@@ -353,6 +361,13 @@ class Session:
         """Warn when the first step of a start has changed no trained weight."""
         if digest == self.replicas.replica.digest() and self.replicas.on_nonfinite == "raise":
             log.warning("step %d changed no trained weight: is optimizer.step() missing after the micro-batch loop?", step)
+
+    def _warn_of_collectives(self, step: int) -> None:
+        """Warn, once, of collectives of the loop's own after the micro-batches."""
+        if self.world.size > 1 and self._collectives not in (None, collectives_of(dist.group.WORLD)) and not self._warned:
+            self._warned = True
+            what = "a collective of torch.distributed ran after the micro-batch loop of step %d: gradients and losses are those of all %d"
+            log.warning(what + " workers already, and a sum over workers would multiply them", step, self.world.size)
 
     def _save_if_due(self, *, last: bool) -> None:
         """Collective. Save the state and the loss after the last step, or when a save is due."""

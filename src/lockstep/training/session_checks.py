@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lockstep.errors import UsageError
@@ -71,6 +72,9 @@ def refuse_unprepared(model: Any, optimizers: Sequence[Any]) -> None:
         names = ", ".join(type(argument).__name__ for argument in (model, *optimizers))
         what = "session.prepare takes one module, then optimizers of torch"
         raise UsageError(what, f"session.prepare({names})", "write session.prepare(model, optimizer)")
+    if isinstance(model, DistributedDataParallel | nn.DataParallel):
+        what = f"the model is wrapped in {type(model).__name__}, which would sum its gradients a second time"
+        raise UsageError(what, "session.prepare(...)", "pass the module itself: session.prepare(model, optimizer)")
     refuse_misplaced_parameters(model, optimizers)
 
 
