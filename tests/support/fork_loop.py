@@ -24,15 +24,15 @@ class LoopResult:
     text: str
 
 
-def run_loop(script: Path, folder: Path, workers: int, *, steps: int, timeout_s: float = 120.0) -> LoopResult:
-    """Train SCRIPT:train in `folder` to `steps`. Return a failure other than the loss of a peer."""
+def run_loop(script: Path, folder: Path, workers: int, *, timeout_s: float = 120.0, **flags: object) -> LoopResult:
+    """Train SCRIPT:train(**flags) in `folder`. Return a failure other than the loss of a peer."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, "lockstep.cli.main"])
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     pipes = [context.Pipe(duplex=False) for _ in range(workers)]
     processes = [
-        context.Process(target=run_worker, args=(script, folder, steps, rank, workers, port, pipes[rank][1]), daemon=True)
+        context.Process(target=run_worker, args=(script, folder, flags, rank, workers, port, pipes[rank][1]), daemon=True)
         for rank in range(workers)
     ]
     for process, (_, writer) in zip(processes, pipes, strict=True):
@@ -54,12 +54,12 @@ def receive(reader: Connection, timeout_s: float) -> LoopResult:
     return LoopResult(1, f"a worker sent no result within {timeout_s:g} s")
 
 
-def run_worker(script: Path, folder: Path, steps: int, rank: int, size: int, port: int, writer: Connection) -> None:
+def run_worker(script: Path, folder: Path, flags: dict[str, object], rank: int, size: int, port: int, writer: Connection) -> None:
     """Run a worker as torchrun would start it."""
     from lockstep.cli.worker import run_function
     from lockstep.runtime.exit_report import run_and_report
 
     names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
-    report = run_and_report(lambda: run_function(f"{script}:train", folder, {"steps": str(steps)}))
+    report = run_and_report(lambda: run_function(f"{script}:train", folder, {name: str(value) for name, value in flags.items()}))
     writer.send((report.code, report.text))

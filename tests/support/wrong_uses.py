@@ -1,0 +1,758 @@
+"""Wrong, unsupported and odd uses of a Session, one class each, for test_wrong_uses.py.
+
+`Loop` is the right loop; each subclass changes one part of it.
+
+    refused    text of the error, as a regular expression; "": the use is harmless, with the bits of
+               one worker on any number of workers and through a resume
+    warned     text of a warning, for a use whose bits depend on the number of workers
+    committed  steps before the error
+    workers    that the error needs
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+import lockstep
+
+INPUTS = torch.rand(48, 4, generator=torch.Generator().manual_seed(1))
+TARGETS = INPUTS.sum(1)
+
+
+class Loop:
+    """A right loop: dropout, noise on the data, momentum, a schedule, an average of the weights."""
+
+    refused: ClassVar[str] = ""
+    warned: ClassVar[str] = ""
+    committed: ClassVar[int] = 0
+    workers: ClassVar[int] = 1
+
+    def __init__(self, out: Path, steps: int) -> None:
+        self.out, self.total, self.rank = out, steps, int(os.environ["RANK"])
+        self.dataset: Any = TensorDataset(INPUTS, TARGETS)
+        self.options: dict[str, Any] = {"micro_batches": 6, "save_every": 2}
+        self.loader_options: dict[str, Any] = {"batch_size": 12}
+
+    def make_model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1), nn.Flatten(0))
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    def train(self) -> None:
+        with lockstep.Session(self.out, **self.options) as session:
+            self.session, self.plain = session, self.make_model()
+            self.model, self.optimizer = session.prepare(self.wrap(self.plain), self.make_optimizer(self.plain))
+            self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.95)
+            self.ema = AveragedModel(self.plain, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+            session.state(scheduler=self.scheduler, ema=self.ema)
+            self.loader = session.loader(self.dataset, **self.loader_options)
+            for step in session.steps(self.total):
+                self.step = step
+                self.before()
+                for x, y in self.batches():
+                    self.micro_batch(x, y)
+                self.update()
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def before(self) -> None:
+        """Run before the micro-batches of a step."""
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self.loader(self.step)
+
+    def micro_batch(self, x: Tensor, y: Tensor) -> None:
+        self.session.backward(self.loss(x, y))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return mse_loss(self.model(x + 0.01 * torch.randn_like(x)), y)
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.scheduler.step()
+        self.ema.update_parameters(self.plain)
+
+
+USES: dict[str, type[Loop]] = {}
+
+
+def use(name: str) -> Any:
+    def register(kind: type[Loop]) -> type[Loop]:
+        USES[name] = kind
+        return kind
+
+    return register
+
+
+use("none")(Loop)
+
+
+# The model.
+
+
+@use("a buffer that counts forward passes")
+class ChangingBuffer(Loop):
+    refused = r"buffers changed in the forward passes of step 1: calls"
+
+    def make_model(self) -> nn.Module:
+        model = super().make_model()
+        model.register_buffer("calls", torch.zeros(()))
+        model.register_forward_pre_hook(lambda module, inputs: module.calls.add_(1) and None)
+        return model
+
+
+@use("a number in a module that counts forward passes")
+class CountingAttribute(Loop):
+    warned = r"calls changed in the micro-batch loop of step 0: if forward passes depend on it"
+
+    def make_model(self) -> nn.Module:
+        class Counting(nn.Sequential):
+            calls = 0
+
+            def forward(self, x: Tensor) -> Tensor:
+                self.calls += 1
+                return super().forward(x) * (1.0 if self.calls < 9 else 0.5)
+
+        return Counting(*super().make_model())
+
+
+@use("an unused parameter")
+class UnusedParameter(Loop):
+    refused = r"no gradient arrived for 1 of 5 parameters in micro-batch 0 of step 0: unused"
+
+    def make_model(self) -> nn.Module:
+        model = super().make_model()
+        model.register_parameter("unused", nn.Parameter(torch.ones(2)))
+        return model
+
+
+@use("a parameter used in odd steps only")
+class SometimesUnused(UnusedParameter):
+    refused, committed = r"no gradient arrived for 1 of 5 parameters in micro-batch \d of step 2: unused", 2
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().loss(x, y) + (self.plain.unused.square().sum() if self.step < 2 else 0.0)
+
+
+@use("a model in DistributedDataParallel")
+class WrappedInDdp(Loop):
+    refused = r"DistributedDataParallel"
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        return DistributedDataParallel(model)
+
+
+@use("a module that is not on the device")
+class OffDevice(Loop):
+    refused = r"(?i)meta"
+
+    def make_model(self) -> nn.Module:
+        model = super().make_model()
+        model[3] = nn.Linear(8, 1, device="meta")
+        return model
+
+
+@use("a model in eval mode")
+class EvalMode(Loop):
+    def make_model(self) -> nn.Module:
+        return super().make_model().eval()
+
+
+@use("eval mode left on by rank 0")
+class EvalOnRankZero(Loop):
+    refused, workers, committed = r"the weights of rank 0.* differ before step 3", 2, 2
+
+    def before(self) -> None:
+        if self.step == 2 and self.rank == 0:
+            self.plain.eval()
+
+
+@use("eval mode left on by all ranks")
+class EvalLeftOn(Loop):
+    warned = r"other modules in eval mode: the model then, none now"
+
+    def before(self) -> None:
+        if self.step == 2:
+            self.plain.eval()
+
+
+@use("an evaluation by rank 0 between two steps")
+class EvaluationByRankZero(Loop):
+    def before(self) -> None:
+        self.plain.train()
+
+    def update(self) -> None:
+        super().update()
+        if self.rank == 0:
+            self.plain.eval()
+
+
+@use("other weights on each rank at the start")
+class OtherWeights(Loop):
+    def make_model(self) -> nn.Module:
+        model = super().make_model()
+        with torch.no_grad():
+            model[0].weight += self.rank
+        return model
+
+
+@use("another architecture on each rank")
+class OtherArchitecture(Loop):
+    refused, workers = r"not all workers train the same parameters: 5\.bias, 5\.weight", 2
+
+    def make_model(self) -> nn.Module:
+        return nn.Sequential(*super().make_model(), nn.Linear(12, 12) if self.rank else nn.Identity())
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().loss(x, y) + sum(p.sum() for p in self.plain.parameters())
+
+
+@use("other frozen layers on each rank")
+class OtherFrozen(Loop):
+    refused, workers = r"not all workers train the same parameters: 0\.bias", 2
+
+    def make_model(self) -> nn.Module:
+        model = super().make_model()
+        model[0].bias.requires_grad_(self.rank != 1)
+        return model
+
+
+# Gradients.
+
+
+@use("two backward calls in a micro-batch")
+class TwoBackwards(Loop):
+    refused = r"backward\(\) was called twice in micro-batch 0 of step 0"
+
+    def micro_batch(self, x: Tensor, y: Tensor) -> None:
+        super().micro_batch(x, y)
+        super().micro_batch(x, y)
+
+
+@use("no backward call")
+class NoBackward(Loop):
+    refused = r"backward\(\) was not called"
+
+    def micro_batch(self, x: Tensor, y: Tensor) -> None:
+        self.loss(x, y)
+
+
+@use("loss.backward beside session.backward, with retain_graph")
+class RetainGraph(Loop):
+    refused = r"gradients of 4 of 4 parameters were changed in micro-batch 0 of step 0"
+
+    def micro_batch(self, x: Tensor, y: Tensor) -> None:
+        loss = self.loss(x, y)
+        loss.backward(retain_graph=True)
+        self.session.backward(loss)
+
+
+@use("a detached loss")
+class DetachedLoss(Loop):
+    refused = r"does not require grad"
+
+    def micro_batch(self, x: Tensor, y: Tensor) -> None:
+        self.session.backward(self.loss(x, y).detach())
+
+
+@use("a forward pass under no_grad")
+class NoGrad(DetachedLoss):
+    def micro_batch(self, x: Tensor, y: Tensor) -> None:
+        with torch.no_grad():
+            loss = self.loss(x, y)
+        self.session.backward(loss)
+
+
+@use("a loss with several elements")
+class VectorLoss(Loop):
+    refused = r"scalar"
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.model(x) - y
+
+
+@use("a loss that is not finite")
+class NotFinite(Loop):
+    refused, committed = r"DivergedError: loss nan in step 3", 2
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().loss(x, y) * (float("nan") if self.step == 2 else 1.0)
+
+
+@use("zero_grad in the micro-batch loop")
+class ZeroGrad(Loop):
+    refused = r"by optimizer\.zero_grad\(\)"
+
+    def micro_batch(self, x: Tensor, y: Tensor) -> None:
+        self.optimizer.zero_grad()
+        super().micro_batch(x, y)
+
+
+@use("zero_grad through .data before the forward pass")
+class ZeroGradByData(Loop):
+    refused = r"gradients of 4 of 4 parameters were changed in micro-batch 0"
+
+    def micro_batch(self, x: Tensor, y: Tensor) -> None:
+        for p in self.plain.parameters():
+            if p.grad is not None:
+                p.grad.data.zero_()
+        super().micro_batch(x, y)
+
+
+@use("clipping in the micro-batch loop")
+class ClipInside(Loop):
+    refused = r"gradients of 4 of 4 parameters were changed"
+
+    def micro_batch(self, x: Tensor, y: Tensor) -> None:
+        super().micro_batch(x, y)
+        nn.utils.clip_grad_norm_(self.plain.parameters(), 0.1)
+
+
+@use("all_reduce of the gradients in the micro-batch loop")
+class ReduceInside(Loop):
+    refused = r"a collective of torch\.distributed ran in the micro-batch loop of step 0"
+
+    def micro_batch(self, x: Tensor, y: Tensor) -> None:
+        super().micro_batch(x, y)
+        for p in self.plain.parameters():
+            dist.all_reduce(p.grad)
+
+
+@use("all_reduce of the gradients after the loop")
+class ReduceAfter(Loop):
+    warned = r"a collective of torch\.distributed ran after the micro-batch loop of step 0"
+
+    def update(self) -> None:
+        for p in self.plain.parameters():
+            dist.all_reduce(p.grad)
+        super().update()
+
+
+@use("all_reduce of the loss in the micro-batch loop")
+class ReduceLoss(ReduceInside):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = super().loss(x, y)
+        dist.all_reduce(loss.detach().clone())
+        return loss
+
+    micro_batch = Loop.micro_batch
+
+
+@use("a gradient hook")
+class GradientHook(Loop):
+    def make_model(self) -> nn.Module:
+        model = super().make_model()
+        model[0].weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1) + 0.01 * torch.randn_like(gradient))
+        return model
+
+
+@use("an update in a gradient hook")
+class UpdateInHook(Loop):
+    refused = r"parameters|gradients"
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = super().make_optimizer(model)
+
+        def update(parameter: Tensor) -> None:
+            with torch.no_grad():
+                parameter -= 0.01 * parameter.grad
+            parameter.grad = None
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(update)
+        return optimizer
+
+
+@use("a gradient penalty by autograd.grad")
+class GradientPenalty(Loop):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        x = x.requires_grad_(True)
+        outputs = self.model(x)
+        (slope,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
+        return mse_loss(outputs, y) + 0.1 * slope.square().mean()
+
+
+# Changes in the micro-batch loop that belong after it.
+
+
+@use("optimizer.step in the micro-batch loop")
+class StepInside(Loop):
+    refused = r"the loss of micro-batch 0 of step 0 is .* the first time and"
+
+    def micro_batch(self, x: Tensor, y: Tensor) -> None:
+        super().micro_batch(x, y)
+        self.optimizer.step()
+
+
+@use("a change of a parameter in the micro-batch loop")
+class DecayInside(Loop):
+    refused, committed = r"0\.weight changed in the micro-batch loop of step 2; no update was made", 2
+
+    def micro_batch(self, x: Tensor, y: Tensor) -> None:
+        super().micro_batch(x, y)
+        if self.step == 2:
+            with torch.no_grad():
+                self.plain[0].weight.mul_(0.99)
+
+
+@use("a change of a parameter through .data in the micro-batch loop")
+class DecayByData(Loop):
+    refused = r"0\.weight changed in the micro-batch loop of step 0; no update was made"
+
+    def __init__(self, out: Path, steps: int) -> None:
+        super().__init__(out, steps)
+        self.options["rehearse"] = False
+
+    def micro_batch(self, x: Tensor, y: Tensor) -> None:
+        super().micro_batch(x, y)
+        self.plain[0].weight.data.mul_(0.99)
+
+
+@use("a parameter replaced in the micro-batch loop")
+class ReplaceInside(Loop):
+    refused = r"no gradient arrived for 1 of 4 parameters|0\.weight"
+
+    def micro_batch(self, x: Tensor, y: Tensor) -> None:
+        self.plain[0].weight = nn.Parameter(self.plain[0].weight.detach().clone())
+        super().micro_batch(x, y)
+
+
+@use("a parameter replaced between two steps")
+class ReplaceBetween(Loop):
+    refused, committed = r"1 of the optimizer's parameters are not in the model: shape \(8, 4\)", 2
+
+    def before(self) -> None:
+        if self.step == 2:
+            self.plain[0].weight = nn.Parameter(self.plain[0].weight.detach().clone())
+
+
+@use("scheduler.step in the micro-batch loop")
+class ScheduleInside(Loop):
+    refused = r"scheduler.* changed in the micro-batch loop of step 0|lr.* changed in the micro-batch loop of step 0"
+
+    def micro_batch(self, x: Tensor, y: Tensor) -> None:
+        super().micro_batch(x, y)
+        self.scheduler.step()
+
+
+@use("an update of the average in the micro-batch loop")
+class AverageInside(Loop):
+    refused = r"ema.* changed in the micro-batch loop of step 0"
+
+    def micro_batch(self, x: Tensor, y: Tensor) -> None:
+        super().micro_batch(x, y)
+        self.ema.update_parameters(self.plain)
+
+
+@use("a learning rate set by the micro-batch")
+class RateInside(Loop):
+    refused, committed = r"lr of parameter group 0 of SGD changed in the micro-batch loop of step 2", 2
+
+    def micro_batch(self, x: Tensor, y: Tensor) -> None:
+        super().micro_batch(x, y)
+        if self.step == 2:
+            self.optimizer.param_groups[0]["lr"] *= 0.9
+
+
+@use("a param_group added in the loop")
+class AddedGroup(Loop):
+    refused, committed = r"1 of the optimizer's parameters are not in the model: shape \(1,\)", 6
+
+    def before(self) -> None:
+        if self.step == 4:
+            self.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+@use("an optimizer with a closure")
+class Closure(Loop):
+    refused = r"backward\(\) was called outside of the micro-batch loop"
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(model.parameters())
+
+    def update(self) -> None:
+        def closure() -> Tensor:
+            loss = self.loss(INPUTS, TARGETS)
+            self.session.backward(loss)
+            return loss
+
+        self.optimizer.step(closure)
+
+
+@use("an optimizer that couples tensors")
+class Coupling(Loop):
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adafactor(model.parameters(), lr=0.01)
+
+
+# What only some ranks do.
+
+
+@use("optimizer.step on rank 0 only")
+class StepOnRankZero(Loop):
+    refused, workers, committed = r"differ before step", 2, 1
+
+    def update(self) -> None:
+        if self.rank == 0:
+            super().update()
+
+
+@use("another learning rate on each rank")
+class OtherRate(Loop):
+    refused, workers, committed = r"differ before step", 2, 1
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.05 + self.rank)
+
+
+@use("scheduler.step on rank 0 only")
+class ScheduleOnRankZero(Loop):
+    refused, workers, committed = r"differ before step", 2, 2
+
+    def update(self) -> None:
+        self.optimizer.step()
+        if self.rank == 0:
+            self.scheduler.step()
+
+
+@use("an average updated on rank 0 only")
+class AverageOnRankZero(Loop):
+    refused, workers, committed = r"differ before step", 2, 2
+
+    def update(self) -> None:
+        self.optimizer.step()
+        if self.rank == 0:
+            self.ema.update_parameters(self.plain)
+
+
+@use("another number of micro-batches on each rank")
+class OtherCount(Loop):
+    refused, workers = r"micro_batches", 2
+
+    def __init__(self, out: Path, steps: int) -> None:
+        super().__init__(out, steps)
+        self.options["micro_batches"] = 4 if self.rank == 1 else 6
+
+
+@use("another seed on each rank")
+class OtherSeed(Loop):
+    refused, workers = r"seed|is not the same on all workers", 2
+
+    def __init__(self, out: Path, steps: int) -> None:
+        super().__init__(out, steps)
+        self.options["seed"] = self.rank
+
+
+@use("another interval of checkpoints on each rank")
+class OtherInterval(Loop):
+    refused, workers = r"save_every", 2
+
+    def __init__(self, out: Path, steps: int) -> None:
+        super().__init__(out, steps)
+        self.options["save_every"] = 2 + self.rank
+
+
+@use("no rehearsal on rank 1")
+class OtherRehearsal(Loop):
+    refused, workers = r"rehearse", 2
+
+    def __init__(self, out: Path, steps: int) -> None:
+        super().__init__(out, steps)
+        self.options["rehearse"] = self.rank != 1
+
+
+@use("another comparison interval on each rank")
+class OtherVerify(Loop):
+    refused, workers = r"verify_every", 2
+
+    def __init__(self, out: Path, steps: int) -> None:
+        super().__init__(out, steps)
+        self.options["verify_every"] = 1 + self.rank
+
+
+@use("another number of steps on each rank")
+class OtherTotal(Loop):
+    refused, workers = r"steps is '6' on rank 0 .* and '7' on rank 1", 2
+
+    def __init__(self, out: Path, steps: int) -> None:
+        super().__init__(out, steps)
+        self.total += self.rank
+
+
+# Data.
+
+
+@use("a data set of another length on each rank")
+class OtherLength(Loop):
+    refused, workers = r"is not the same on all workers|samples", 2
+
+    def __init__(self, out: Path, steps: int) -> None:
+        super().__init__(out, steps)
+        self.dataset = TensorDataset(INPUTS[: 48 - 8 * self.rank], TARGETS[: 48 - 8 * self.rank])
+
+
+@use("another batch size on each rank")
+class OtherBatch(Loop):
+    refused, workers = r"is not the same on all workers|batch_size", 2
+
+    def __init__(self, out: Path, steps: int) -> None:
+        super().__init__(out, steps)
+        self.loader_options["batch_size"] = 24 if self.rank == 1 else 12
+
+
+@use("the share of the rank as the data set")
+class ShareOfRank(Loop):
+    refused, workers = r"is not the same on all workers", 2
+
+    def __init__(self, out: Path, steps: int) -> None:
+        super().__init__(out, steps)
+        rows = slice(self.rank, None, int(os.environ["WORLD_SIZE"]))
+        self.dataset = TensorDataset(INPUTS[rows].repeat(6, 1)[:48], TARGETS[rows].repeat(6)[:48])
+
+
+@use("a DataLoader that the loop consumes")
+class ConsumedLoader(Loop):
+    refused = r"the loss of micro-batch 0 of step 0 is .* the first time and"
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        if not hasattr(self, "stream"):
+            self.stream = iter(DataLoader(TensorDataset(INPUTS, TARGETS), batch_size=2, shuffle=True))
+        for _ in self.session.micro_batches(self.step):
+            yield tuple(next(self.stream))
+
+
+class Drawing(Dataset[tuple[Tensor, Tensor]]):
+    """Samples with noise from a generator of the data set."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return INPUTS[i] + torch.rand(4, generator=self.generator), TARGETS[i]
+
+
+@use("a generator of the data set")
+class OwnGenerator(Loop):
+    refused = r"the loss of micro-batch 0 of step 0 is .* the first time and"
+
+    def __init__(self, out: Path, steps: int) -> None:
+        super().__init__(out, steps)
+        self.dataset = Drawing()
+
+
+@use("a manual seed in the micro-batch loop")
+class ManualSeed(Loop):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        torch.manual_seed(5)
+        return super().loss(x, y)
+
+
+@use("a manual seed by rank in the micro-batch loop")
+class SeedByRank(Loop):
+    refused, workers = r"is not the same on all workers", 2
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        torch.manual_seed(self.rank)
+        return super().loss(x, y)
+
+
+@use("data that depend on the time")
+class ByTime(Loop):
+    refused = r"the loss of micro-batch 0 of step 0 is .* the first time and|is not the same on all workers"
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().loss(x + time.monotonic() % 1, y)
+
+
+@use("a batch changed in place")
+class BatchInPlace(Loop):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().loss(x.mul_(2.0), y)
+
+
+@use("rows of the data set changed in place")
+class DataInPlace(Loop):
+    refused = r"the loss of micro-batch 0 of step 0 is .* the first time and"
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for k in self.session.micro_batches(self.step):
+            yield INPUTS[2 * k : 2 * k + 2].mul_(1.1), TARGETS[2 * k : 2 * k + 2]
+
+
+@use("an iterable data set")
+class Iterable(Loop):
+    refused = r"has no length or no index"
+
+    def __init__(self, out: Path, steps: int) -> None:
+        super().__init__(out, steps)
+
+        class Stream(IterableDataset[Tensor]):
+            def __iter__(self) -> Iterator[Tensor]:
+                return iter(INPUTS)
+
+        self.dataset = Stream()
+
+
+@use("a mean over ragged micro-batches")
+class RaggedMean(Loop):
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for k in self.session.micro_batches(self.step):
+            yield INPUTS[: k + 1], TARGETS[: k + 1]
+
+
+@use("some micro-batches with a count")
+class SomeCounts(Loop):
+    refused = r"some micro-batches of a step have a count and others have none"
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for k in self.session.micro_batches(self.step):
+            self.k = k
+            yield INPUTS[:2], TARGETS[:2]
+
+    def micro_batch(self, x: Tensor, y: Tensor) -> None:
+        self.session.backward(self.loss(x, y), count=2 if self.k % 2 else None)
+
+
+@use("break in the micro-batch loop")
+class Break(Loop):
+    refused = r"the body of step 0 ran no micro-batches"
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in self.loader(self.step):
+            yield batch
+            break
+
+
+@use("a second micro-batch loop in a step")
+class SecondLoop(Loop):
+    refused = r"a second micro-batch loop in step 0"
+
+    def update(self) -> None:
+        for x, y in self.batches():
+            self.micro_batch(x, y)
+        super().update()
+
+
+def train(out: Path, steps: int = 6, use: str = "none") -> None:
+    out.mkdir(exist_ok=True)
+    logging.getLogger("lockstep").addHandler(logging.FileHandler(out / "warnings.log"))
+    USES[use](out, steps).train()
