@@ -1,4 +1,4 @@
-"""Count the lines that differ between the scripts of examples/compare, and print the table of docs/compare.md.
+"""Count the lines that differ between the scripts of examples/compare, and print the tables of docs/compare.md.
 
     python tools/changed_lines.py
 
@@ -18,6 +18,7 @@ SCRIPTS = {
     "with_fabric.py": "Fabric",
     "with_session.py": "Lockstep",
 }
+GPT_SCRIPTS = {"mingpt": "in the style of minGPT-ddp", "nanogpt": "in the style of nanoGPT"}
 
 
 def code_lines(path: Path) -> list[str]:
@@ -43,5 +44,13 @@ def table() -> str:
     return "\n".join(rows)
 
 
+def gpt_table() -> str:
+    rows = ["| script | lines with Accelerate | lines with Lockstep |", "| --- | --- | --- |"]
+    for name, label in GPT_SCRIPTS.items():
+        counts = [len(code_lines(FOLDER / f"{name}_{library}.py")) for library in ("accelerate", "session")]
+        rows.append(f"| {label}, `{name}_*.py` | {counts[0]} | {counts[1]} |")
+    return "\n".join(rows)
+
+
 if __name__ == "__main__":
-    print(table())
+    print(table(), gpt_table(), sep="\n\n")
