@@ -501,7 +501,7 @@ class Coupling(Loop):
         return torch.optim.Adafactor(model.parameters(), lr=0.01)
 
 
-# What only some ranks do.
+# Uses on some ranks only.
 
 
 @use("optimizer.step on rank 0 only")
