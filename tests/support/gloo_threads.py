@@ -15,8 +15,14 @@ import own_loop
 
 def train(out: str = "run", steps: int = 3) -> None:
     own_loop.train(out, steps)
-    names = [Path(f"/proc/self/task/{thread}/comm").read_text() for thread in os.listdir("/proc/self/task")]
-    print("threads of gloo:", sum("gloo" in name for name in names))
+    print("threads of gloo:", sum("gloo" in name_of(thread) for thread in os.listdir("/proc/self/task")))
+
+
+def name_of(thread: str) -> str:
+    try:
+        return Path(f"/proc/self/task/{thread}/comm").read_text()
+    except FileNotFoundError:  # it has exited since
+        return ""
 
 
 if __name__ == "__main__":
