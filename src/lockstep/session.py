@@ -32,15 +32,18 @@ from lockstep.checkpoint.stateful import Stateful, refuse_unsupported_state
 from lockstep.data.order import splitmix64
 from lockstep.elastic.collectives import all_gather_json
 from lockstep.elastic.consensus import STOP_REQUEST
+from lockstep.elastic.protocol.decisions import ElasticLimits
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.elastic.world import World
 from lockstep.errors import UsageError
+from lockstep.parallel.own_model import Patterns
+from lockstep.parallel.parallelize import LocalModel
 from lockstep.record.tracker import BackgroundTracker, Tracker
 from lockstep.runtime.numerics import make_deterministic, seed_generators
 from lockstep.runtime.signals import Stopped, StopSignals
 from lockstep.runtime.torch_private import collectives_of
 from lockstep.runtime.worker_env import read_worker_env
-from lockstep.training import session_checks
+from lockstep.training import session_checks, sharding
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.evaluation import in_eval_mode, mean_over
 from lockstep.training.loader import Collate, Loader
@@ -65,6 +68,8 @@ class Session:
     resume         "auto" (the newest valid checkpoint, if there is one), "never", "required", or a
                    step as text
     threads        of torch in this process; their number changes bits
+    shard          workers that hold one copy of the model together. `lockstep run --layout.shard`
+                   and the variable LOCKSTEP_LAYOUT_SHARD replace it
     options        keyword arguments for ReplicaGroup: reduce, bucket_bytes, verify_every, rehearse,
                    on_nonfinite, buffers
 
@@ -89,6 +94,7 @@ class Session:
         seed: int = 0,
         resume: str = "auto",
         threads: int = 1,
+        shard: int = 1,
         **options: Unpack[ReplicaOptions],
     ) -> None:
         session_checks.refuse_wrong_options(micro_batches, options)
@@ -97,6 +103,8 @@ class Session:
         self.step = 0
         self.in_micro_batches = False
         self.model: PreparedModel | None = None
+        self.shard = shard
+        self.units: Patterns = None
         self._state: dict[str, Stateful] = {}
         self._loaders: list[tuple[Loader, str]] = []  # and what a resumed run must have in common with it
         self._logged: dict[str, Any] = {}
@@ -107,10 +115,13 @@ class Session:
         self._exit = ExitStack()
 
     def __enter__(self) -> Session:
-        session_checks.refuse_second_session(self.out, self._open, bool(self._entered), read_worker_env(os.environ))
+        worker_env = read_worker_env(os.environ)
+        session_checks.refuse_second_session(self.out, self._open, bool(self._entered), worker_env)
+        self.shard = sharding.choose_shards(self.shard, self.micro_batches_per_step, worker_env)
         with ExitStack() as stack:
-            self.runtime = stack.enter_context(ElasticRuntime.join(threads=self.threads))
+            self.runtime = stack.enter_context(ElasticRuntime.join(threads=self.threads, limits=ElasticLimits(replica_size=self.shard)))
             if self.runtime.membership is None:
+                sharding.refuse_incomplete_replicas(self.world.size, self.shard)
                 session_checks.refuse_different_folders(all_gather_json(self.runtime, str(self.out)))
             log.debug(make_deterministic(self.world.device))
             self._exit = stack.pop_all()
@@ -144,17 +155,21 @@ class Session:
 
     # Before the loop.
 
-    def prepare(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> Any:
+    def prepare(self, model: nn.Module, *optimizers: torch.optim.Optimizer, units: Patterns = None) -> Any:
         """Return (the model to call in the loop, *optimizers); without optimizers only the model.
 
         Moves the model to world.device. Checkpoints hold the model and the optimizers. The returned
         model behaves like DistributedDataParallel: `model.module` is the model that was passed.
+
+        units  in shards: names of the modules to gather one by one, "layers.*"; () for none. None:
+               repeated blocks (parallel/own_model.py). `steps` shards the model
         """
         self._refuse_after_start("prepare")
         if self.model is not None:
             raise UsageError("a second session.prepare", "one Session trains one model", "put all trained modules into one nn.ModuleDict")
         session_checks.refuse_unprepared(model, optimizers)
-        self.model, self.optimizers = PreparedModel(model.to(self.world.device), self), optimizers
+        self.model = PreparedModel(model if self.shard > 1 else model.to(self.world.device), self)
+        self.optimizers, self.units = optimizers, units
         return (self.model, *optimizers) if optimizers else self.model
 
     def state(self, **objects: Stateful) -> None:
@@ -282,8 +297,7 @@ class Session:
 
         Call it between the micro-batches and optimizer.step().
         """
-        assert self.model is not None
-        return nn.utils.clip_grad_norm_(self.model.module.parameters(), max_norm)
+        return self.replicas.gradient.clip_(max_norm)
 
     def log(self, step: int, /, **values: Any) -> None:
         """Add numbers to this step's line in metrics.jsonl, which rank 0 writes.
@@ -314,8 +328,9 @@ class Session:
         `session.state` (an EMA) in eval mode. The result has the same bits on any number of
         workers.
         """
+        sharing = {"seed": self.seed, "replica_size": self.shard if "replicas" in self.__dict__ else 1}
         with in_eval_mode(self.model, *self._state.values()):
-            means = mean_over(dataset, function, self.runtime, batch_size=batch_size, collate_fn=collate_fn, seed=self.seed)
+            means = mean_over(dataset, function, self.runtime, batch_size=batch_size, collate_fn=collate_fn, **sharing)
         # Equal on all workers again.
         seed_generators(splitmix64(self.seed, self.step, self.micro_batches_per_step, 1) >> 1, self.world.device)
         self._collectives = None
@@ -330,8 +345,11 @@ class Session:
         module, runtime, enter = self.model.module, self.runtime, self._exit.enter_context
         facts = {"micro_batches": str(self.micro_batches_per_step), "seed": str(self.seed)}
         facts |= {f"loader {i}": fact for i, (_, fact) in enumerate(self._loaders)}
+        model: nn.Module | LocalModel = module
+        if self.shard > 1:
+            model = sharding.shard_session(runtime, module, self.optimizers, self.shard, self.units, facts)
         checkpointer = Checkpointer(
-            self.out / "checkpoints", runtime, module, self.optimizers, state=self._state, every_steps=self.save_every, keep=self.keep
+            self.out / "checkpoints", runtime, model, self.optimizers, state=self._state, every_steps=self.save_every, keep=self.keep
         )
         options = {"steps": total, "save_every": self.save_every, **self.options}
         self.step = checkpointer.resume(self.resume, facts, options={name: str(value) for name, value in options.items()})
@@ -342,7 +360,7 @@ class Session:
         self.replicas = enter(
             ReplicaGroup(
                 runtime,
-                module,
+                model,
                 checkpointer,
                 micro_batches=self.micro_batches_per_step,
                 seed=self.seed,

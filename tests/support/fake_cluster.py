@@ -260,7 +260,7 @@ class FakeReplica:
     def __init__(self, model: nn.Module, *, micro_batches: int, seed: int = 0, **options: Any) -> None:
         self.model, self.leaves, self.seed = model, micro_batches, seed
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.workers_per_replica, self.rehearsed = 1, None
+        self.workers_per_replica, self.rehearsed, self.counts = 1, None, True
         self.generation_error = options["generation_error"]
         self.runtime: ElasticRuntime = self.current.runtime
 

@@ -9,6 +9,7 @@ import sys
 from lockstep.cli.run_request import read_script_request
 from lockstep.cli.script import asks_for_help
 from lockstep.cli.start import choose_worker_count, run_as_worker, start_local_agent
+from lockstep.config.resolve import environment_variable
 from lockstep.errors import UsageError
 
 
@@ -18,6 +19,8 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
         hint = f"give {file}; lockstep train takes FILE.py:FUNCTION" if colon else "give FILE.py; a run file: lockstep train RUN.toml"
         raise UsageError(f"{args.file!r} is no script", "command line", hint)
     request = read_script_request(args, args.file, rest)
+    if args.shard:
+        os.environ[environment_variable("layout.shard")] = str(args.shard)  # for the Sessions of the workers
     code = run_as_worker(request, args.workers)
     if code is not None:
         return code

@@ -103,7 +103,8 @@ class ElasticRuntime:
     def join_under_agent(cls, worker_env: WorkerEnv, timeout_s: float, limits: ElasticLimits) -> ElasticRuntime:
         """Collective. Join under an agent. A joiner calls `join_running` once it has a model."""
         env, (device, reason) = worker_env, prepare_worker(worker_env)
-        limits = replace(limits, expected_workers=env.expected_workers, min_workers=env.min_workers, max_workers=env.max_workers)
+        limits = replace(limits, expected_workers=env.expected_workers, max_workers=env.max_workers)
+        limits = replace(limits, min_workers=max(env.min_workers, limits.replica_size))
         board, group = make_board(env), GenerationGroup(device, timeout_s)
         membership = Membership(env, limits, group.shutdown)
         runtime = cls(World(-1, 0, env.slot, env.slots, env.host, device), group, board=board, membership=membership)

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from lockstep.runtime.torch_private import foreach_mul_
+from lockstep.errors import UsageError
+from lockstep.runtime.torch_private import foreach_mul_, version_of
 
 
 def row_norms(gradient: torch.Tensor) -> torch.Tensor:
@@ -39,3 +40,50 @@ def divide_and_clip(
     factor = torch.ones_like(norm) if clip_norm == 0 else torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
     foreach_mul_(gradients, factor / divisor)
     return norm
+
+
+class StepGradient:
+    """The gradient of a committed step, to be clipped by its global norm.
+
+    squared    sum of squares before the gradient was divided by `divisor`; None: not computed
+    in_slices  True: `parameters` are slices, so that only `squared` has the norm of all
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], squared: torch.Tensor | None, divisor: int, *, in_slices: bool) -> None:
+        self.parameters, self.squared, self.divisor, self.in_slices = parameters, squared, divisor, in_slices
+        self._committed = [(p.grad, version_of(p.grad)) for p in parameters if p.grad is not None]
+
+    @torch.no_grad()
+    def clip_(self, max_norm: float) -> torch.Tensor:
+        """Scale the gradients to a global norm of at most `max_norm`; return the norm before.
+
+        UsageError: slices of the gradient have changed since the step was committed.
+        """
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if not gradients:
+            hint = "call it between the micro-batches and optimizer.step()"
+            raise UsageError("there is no gradient to clip", "session.clip_grad_norm_", hint)
+        same_number = len(gradients) == len(self._committed)
+        unchanged = same_number and all(g is old and version_of(g) == n for g, (old, n) in zip(gradients, self._committed, strict=True))
+        if self.in_slices and not unchanged:
+            hint = "clip once, before anything else that changes the gradient; or train with whole replicas"
+            raise UsageError("the gradient has changed since the micro-batches", "session.clip_grad_norm_, in shards", hint)
+        squared = self.squared / self.divisor**2 if self.squared is not None and unchanged else sum_of_squares(gradients)
+        norm = squared.sqrt().to(torch.promote_types(gradients[0].dtype, torch.float32))
+        foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+
+def commit_gradient(parameters: Sequence[torch.Tensor], squared: torch.Tensor | None, count: int | None) -> StepGradient:
+    """Divide the gradient by the step's `count`, if it has one; return it.
+
+    squared  sum of squares of the whole gradient, if these parameters are slices. The norm is taken
+             before the division: so it is in every layout
+    """
+    in_slices = squared is not None
+    if count:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        squared = sum_of_squares(gradients) if squared is None else squared
+        for gradient in gradients:
+            gradient.div_(count)
+    return StepGradient(parameters, squared, count or 1, in_slices=in_slices)

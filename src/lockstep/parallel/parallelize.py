@@ -48,6 +48,7 @@ class LocalModel:
     fsdp_units     in forward order, the root last
     tensor_slices  name -> the slice left by the tensor axis, before sharding
     partial_grads  names of parameters whose gradient is the sum over the tensor axis
+    buffers        that checkpoints hold, whole on each worker
     """
 
     module: nn.Module
@@ -59,6 +60,7 @@ class LocalModel:
     tensor_slices: dict[str, TensorSlice] = field(default_factory=dict)
     stage: PipelineStage | None = None
     partial_grads: tuple[str, ...] = ()
+    buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return iter(self.local_params.values())

@@ -66,6 +66,8 @@ class Replica:
     UsageError: more processes than micro-batches, or no backward pass ran.
     """
 
+    counts = True  # see ShardedReplica
+
     def __init__(  # 10 parameters: independent values of the run, most with a default
         self,
         model: nn.Module,

@@ -6,7 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import torch
+import torch.distributed as dist
+
 from lockstep.errors import UsageError
+from lockstep.parallel.exchange import Traffic, start_exchange
+from lockstep.parallel.groups import ProcessGroups
+from lockstep.parallel.ordered_sum import PartialSum, SumTree, leaves_of_rank, merged_subtrees
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,29 @@ def adjacent_blocks(items: Sequence[int], count: int) -> list[Sequence[int]]:
     each, rest = divmod(len(items), count)
     starts = [block * each + min(block, rest) for block in range(count + 1)]
     return [items[start:stop] for start, stop in pairwise(starts)]
+
+
+def exchange_rows(own: SumTree[PartialSum], groups: ProcessGroups, micro_batches: int, traffic: Traffic, unit: int) -> SumTree[PartialSum]:
+    """Collective. Exchange the trees of the shards (`own`: of whole gradients); return the sums of
+    this shard's rows over all leaves of the replica."""
+    layout, group = groups.current_layout(), groups.scatter_group
+    assert group is not None
+    own_shard, others = group.rank(), [shard for shard in range(layout.shard) if shard != group.rank()]
+    leaves = leaves_of_rank(layout.coordinates(dist.get_rank()).replica, layout.replicate, micro_batches)
+    sums = [(subtree, part.tensor.view(layout.shard, -1)) for subtree, part in own.stack]
+    rows = {
+        (shard, subtree): torch.empty_like(sums[0][1][0])
+        for shard, block in enumerate(adjacent_blocks(leaves, layout.shard))
+        for subtree in merged_subtrees(block)
+    }
+    rows |= {(own_shard, subtree): parts[own_shard] for subtree, parts in sums}
+    sends = [(shard, parts[shard]) for shard in others for _, parts in sums]
+    receives = [(shard, row) for (shard, _), row in rows.items() if shard != own_shard]
+    groups.waits.wait(start_exchange(sends, receives, group, traffic, unit), group)
+    tree: SumTree[PartialSum] = SumTree()
+    for (_, subtree), row in rows.items():
+        tree.add(subtree, PartialSum(row))
+    return tree
 
 
 def refuse_idle_shards(data_parallel_size: int, leaves: int, block: int, shards: int) -> None:

@@ -30,16 +30,16 @@ from lockstep.data.order import splitmix64
 from lockstep.errors import PeersLostError, UsageError
 from lockstep.layout import Coordinates, Layout
 from lockstep.parallel.digest import digest_of
-from lockstep.parallel.exchange import Traffic, start_exchange, tree_all_reduce
+from lockstep.parallel.exchange import Traffic, tree_all_reduce
 from lockstep.parallel.fsdp_comm import CapturedReduceScatter, GroupAllGather
 from lockstep.parallel.grad_norm import row_norms
 from lockstep.parallel.groups import all_to_all_rows
-from lockstep.parallel.ordered_sum import PartialSum, Subtree, SumTree, leaves_of_rank, merged_subtrees
+from lockstep.parallel.ordered_sum import PartialSum, Subtree, SumTree, leaves_of_rank
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.parallel.pipeline import PipelineRunner, PipelineStage, empty_activations
 from lockstep.parallel.reducer import Reducer
 from lockstep.parallel.running_statistics import RunningStatistics
-from lockstep.parallel.shard_passes import ShardPass, adjacent_blocks, plan_passes, refuse_idle_shards
+from lockstep.parallel.shard_passes import ShardPass, exchange_rows, plan_passes, refuse_idle_shards
 from lockstep.runtime.numerics import seed_generators
 from lockstep.runtime.status_board import StatusBoard
 from lockstep.runtime.work import static_group
@@ -115,6 +115,13 @@ class ShardedReplica:
             unit.set_all_reduce_hook(partial(self._on_gradients, number))
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
+        if local.stage is None:
+            local.module.register_forward_pre_hook(self._before_forward, prepend=True)
+            local.module.register_forward_hook(self._after_forward)
+        self._in_step = self._rehearsing = False
+        self._reduced_units: set[int] = set()  # in this pass
+        self.own_leaves: list[int] = []  # micro-batches of this worker
+        self.rehearsed: float | None = None  # loss of micro-batch 0 in `rehearsal`
         self._names = [name for name, p in local.local_params.items() if p.requires_grad]
         self._sharded = [cast(Any, p) for p in local.module.parameters() if p.requires_grad]
         self._backwards = 0  # in this pass
@@ -127,14 +134,33 @@ class ShardedReplica:
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Run the forward pass; in a pipeline, only store the inputs."""
-        if not self.groups.formed:
-            self.groups.form()
         if self.local.stage is None:
             return self.local.module(*inputs, **named)
         kind = self.parameters[0].device.type
         autocast_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         self._pending.append(PendingMicroBatch(self._pass.k, inputs, named, autocast_dtype))
         return torch.zeros(())
+
+    def _before_forward(self, module: nn.Module, _: Any) -> None:
+        """Form the groups; refuse a pass whose gradients would belong to no micro-batch."""
+        if torch.is_grad_enabled() and not self._in_step:
+            what = "a forward pass with gradients outside of the micro-batches"
+            hint = "use torch.no_grad() or session.evaluate there: the weights are in shards"
+            raise UsageError(what, f"{type(module).__name__}, layout {self.local.layout}", hint)
+        if not self.groups.formed:
+            self.groups.form()
+
+    def _after_forward(self, *_: Any) -> None:
+        """Free the root's weights after a pass without gradients: a later one must gather new ones."""
+        if not torch.is_grad_enabled():
+            self.local.fsdp_units[-1].reshard()
+            if not self._in_step:
+                self.groups.raise_failure()
+
+    @property
+    def counts(self) -> bool:
+        """Whether the current micro-batch is this worker's; False: it only joins the collectives."""
+        return self._pass.counts
 
     def backward(self, loss: Tensor) -> None:
         if self.local.stage is not None:
@@ -144,7 +170,9 @@ class ShardedReplica:
         self._backwards += 1
         self.groups.board.enter("backward")
         loss.backward()
-        if self._pass.counts:
+        if self._rehearsing:
+            self.rehearsed = float(loss.detach())
+        elif self._pass.counts:
             self._losses.append(loss.detach())
 
     def losses(self) -> list[float]:
@@ -169,17 +197,13 @@ class ShardedReplica:
         self._losses, self.groups.waited_s, self._pending, self.traffic = [], 0.0, [], Traffic()
         self._reducer.start_step()
         self.statistics.start_step()
+        for local in self.parameters:
+            local.grad = None  # so that nothing in the micro-batch loop uses the gradient of the last step
         passes = plan_passes(own, coordinates.shard, layout.shard, reduce_once_per_step=self.reduce_once_per_step)
-        for self._pass in passes:
-            if reason := self.groups.waits.generation_error():
-                raise PeersLostError(reason, "ShardedReplica.micro_batches")
-            for p in self._sharded:
-                p.grad = None
-            seed_generators(splitmix64(self.seed, step, self._pass.k) >> 1, self.parameters[0].device)
-            self._backwards = 0
-            if self._pass.last:
-                self.groups.board.enter("reducing")
-            yield self._pass.k
+        self.own_leaves = [shard_pass.k for shard_pass in passes if shard_pass.counts]
+        for shard_pass in passes:
+            yield self._start_pass(step, shard_pass)
+            self._in_step = False
             if self._failure():
                 break
             if self.local.stage is None:
@@ -197,8 +221,34 @@ class ShardedReplica:
         self._refuse_missing(f"step {step}")
         for local, sharded in zip(self.parameters, self._sharded, strict=True):
             local.grad = sharded.grad.to_local()
-            sharded.grad = None
         self._sum_shared_gradients()
+
+    def _start_pass(self, step: int, shard_pass: ShardPass) -> int:
+        if reason := self.groups.waits.generation_error():
+            raise PeersLostError(reason, "ShardedReplica.micro_batches")
+        for p in self._sharded:
+            p.grad = None
+        seed_generators(splitmix64(self.seed, step, shard_pass.k) >> 1, self.parameters[0].device)
+        self._pass, self._backwards, self._in_step = shard_pass, 0, True
+        self._reduced_units.clear()
+        if shard_pass.last:
+            self.groups.board.enter("reducing")
+        return shard_pass.k
+
+    def rehearsal(self, step: int) -> Iterator[int]:
+        """Collective. Yield micro-batch 0 of `step` on every worker; then drop its gradients.
+
+        The step itself restores the running statistics.
+        """
+        if not self.groups.formed:
+            self.groups.form()
+        self.statistics.start_step()
+        self._rehearsing = True
+        yield self._start_pass(step, ShardPass(0, True, (), False))
+        self._in_step = self._rehearsing = False
+        if failure := self._failure():
+            raise failure
+        self._refuse_missing(f"micro-batch 0 of step {step}")
 
     def _failure(self) -> Exception | None:
         return self.groups.failure or self._reducer.failure
@@ -257,14 +307,14 @@ class ShardedReplica:
         layout, shard = self.local.layout, self.groups.current_layout().coordinates(dist.get_rank()).shard
         own = {name: p.grad for name, p in self.local.local_params.items() if p.requires_grad and not self.local.is_tied_copy(name)}
         slices = [self.local.tensor_slices[name] for name in own]  # of all shards together
-        rows = torch.zeros(sum(part.local_shape[0] for part in slices), device=self.parameters[0].device)
+        rows = torch.zeros(sum(part.local_shape[0] for part in slices), dtype=torch.float64, device=self.parameters[0].device)
         rows_by_parameter = rows.split([part.local_shape[0] for part in slices])
         for gradient, parameter_rows in zip(own.values(), rows_by_parameter, strict=True):
             assert gradient is not None
             norms, first = row_norms(gradient), shard * -(-len(parameter_rows) // layout.shard)
             parameter_rows[first : first + len(norms)] = norms
         self.groups.all_reduce(rows, self.groups.gather_group)  # each row comes from one shard, so the sum is exact
-        sums = torch.stack([parameter_rows.double().square().sum() for parameter_rows in rows_by_parameter])
+        sums = torch.stack([parameter_rows.square().sum() for parameter_rows in rows_by_parameter])
         is_split = torch.tensor([not part.is_whole for part in slices], device=rows.device)
         parts = self.groups.all_reduce(torch.where(is_split, sums, 0.0), self.groups.tensor_group)
         grad_norm_squared = torch.where(is_split, parts, sums).sum()
@@ -296,6 +346,14 @@ class ShardedReplica:
     def _on_gradients(self, unit: int, out: Tensor) -> None:
         """FSDP's hook after a unit's backward pass: queue its gradients."""
         sent = self._captured.pop() if self._captured else out
+        if unit in self._reduced_units and self.local.stage is None:
+            names = {id(module): name for name, module in self.local.module.named_modules()}
+            what = f"{names[id(self.local.fsdp_units[unit])] or 'the model'} ran more than once in micro-batch {self._pass.k}"
+            hint = "leave it out of the units that are gathered one by one: session.prepare(..., units=...), () for none"
+            raise UsageError(what, f"layout {self.local.layout}", hint)
+        self._reduced_units.add(unit)
+        if self._rehearsing:
+            return
         if sent.is_cuda:  # FSDP reuses the memory after its reduce-scatter, without a wait for this exchange
             sent.record_stream(torch.cuda.current_stream(sent.device))
         self._reducer.submit(partial(self._reduce, UnitGradients(unit, self._pass, sent, out)))
@@ -313,7 +371,7 @@ class ShardedReplica:
         if not gradients.shard_pass.last:
             return
         if self.reduce_once_per_step:
-            tree = self._rows_of_all(tree, gradients.unit)
+            tree = exchange_rows(tree, self.groups, self.leaves, self.traffic, gradients.unit)
         if self.groups.replica_group is None:
             gradients.out.copy_(tree.total().tensor)
         else:
@@ -330,27 +388,6 @@ class ShardedReplica:
         for _, part in tree.stack if len(parts) > 1 and not gradients.shard_pass.last else ():
             if part.tensor.untyped_storage().nbytes() > part.tensor.nbytes:  # a view would keep the rows of all shards alive
                 part.tensor = part.tensor.clone()
-
-    def _rows_of_all(self, own: SumTree[PartialSum], unit: int) -> SumTree[PartialSum]:
-        """Collective. Exchange the shards' trees; return this shard's rows of all leaves."""
-        layout, group = self.groups.current_layout(), self.groups.scatter_group
-        assert group is not None
-        own_shard, others = group.rank(), [shard for shard in range(layout.shard) if shard != group.rank()]
-        leaves = leaves_of_rank(layout.coordinates(dist.get_rank()).replica, layout.replicate, self.leaves)
-        sums = [(subtree, part.tensor.view(layout.shard, -1)) for subtree, part in own.stack]
-        rows = {
-            (shard, subtree): torch.empty_like(sums[0][1][0])
-            for shard, block in enumerate(adjacent_blocks(leaves, layout.shard))
-            for subtree in merged_subtrees(block)
-        }
-        rows |= {(own_shard, subtree): parts[own_shard] for subtree, parts in sums}
-        sends = [(shard, parts[shard]) for shard in others for _, parts in sums]
-        receives = [(shard, row) for (shard, _), row in rows.items() if shard != own_shard]
-        self.groups.waits.wait(start_exchange(sends, receives, group, self.traffic, unit), group)
-        tree: SumTree[PartialSum] = SumTree()
-        for (_, subtree), row in rows.items():
-            tree.add(subtree, PartialSum(row))
-        return tree
 
 
 def reports_losses(at: Coordinates, layout: Layout) -> bool:

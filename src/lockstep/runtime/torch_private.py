@@ -34,6 +34,12 @@ own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgett
 own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 non_persistent_buffers: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
 
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Return whether functions are registered that see or change the gradient; no public way to ask."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 # -- operators --------------------------------------------------------------------------------------------------------
 
 aten = torch.ops.aten

@@ -20,7 +20,7 @@ from torch import nn
 from lockstep.checkpoint import state_dict, stateful
 from lockstep.checkpoint.async_save import AsyncSaver, do_nothing
 from lockstep.checkpoint.fingerprints import make_run_id, read_run_id, refuse_other_run, tolerated_changes
-from lockstep.checkpoint.shards import ShardWriter, parameter_of, slice_of
+from lockstep.checkpoint.shards import ShardWriter, parameter_of
 from lockstep.checkpoint.store import Checkpoint, CheckpointStore
 from lockstep.elastic.collectives import assert_equal_on_all_ranks, run_on_rank0
 from lockstep.elastic.progress import Progress, transfer_roles
@@ -56,7 +56,8 @@ class Checkpointer:
 
     state        other objects that change during training, by name: {"scheduler": scheduler}. Each
                  has state_dict and load_state_dict. They are saved, resumed and sent to a joiner,
-                 as are the parameter groups of the optimizers (lr, ...). Not with a LocalModel
+                 as are the parameter groups of the optimizers (lr, ...). With a LocalModel: None, or
+                 objects without tensors, equal on all workers
     every_steps  committed steps between two checkpoints; 0: only when `save` is called
     keep         number of newest checkpoints to keep; 0: all
     on_error     "continue": a failed save is a warning, and the next one is tried; "stop": it ends
@@ -80,10 +81,12 @@ class Checkpointer:
     ) -> None:
         self.runtime, self.every_steps, self.on_error, self.saved = runtime, every_steps, on_error, saved
         self.optimizers = state_dict.as_tuple(optimizer)
-        self.state = None if isinstance(model, LocalModel) else dict(state or {})
+        self.state = None if isinstance(model, LocalModel) and state is None else dict(state or {})
         self.store = CheckpointStore(folder, keep=keep)
         module, self.local_model = unwrap_local_model(model)
-        self.model: nn.Module | Mapping[str, torch.Tensor] = self.local_model.local_params if self.local_model else module
+        self.model: nn.Module | Mapping[str, torch.Tensor] = module
+        if self.local_model:
+            self.model = {**self.local_model.local_params, **self.local_model.buffers}
         self._refuse_unsupported(state or {})
         self.saver: AsyncSaver | None = None  # on processes that write
         self.loaded = False  # a checkpoint, or the state of other workers
@@ -117,9 +120,6 @@ class Checkpointer:
         if wrong := [type(optimizer).__name__ for optimizer in self.optimizers if not isinstance(optimizer, torch.optim.Optimizer)]:
             hint = "pass one, or a sequence of them"
             raise UsageError(f"not an optimizer of torch: {', '.join(wrong)}", "Checkpointer(optimizer=...)", hint)
-        if state and self.state is None:
-            hint = "give the module itself to Checkpointer and ReplicaGroup"
-            raise UsageError(f"the state of {', '.join(state)} is not supported with a LocalModel", "Checkpointer(state=...)", hint)
         stateful.refuse_unsupported_state(state)
         trained_parameters.refuse_misplaced_parameters(self.model, self.optimizers)
         self.state_dict()
@@ -131,7 +131,12 @@ class Checkpointer:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return this worker's state by name. Tensors share memory with model and optimizers."""
         tensors = state_dict.get_state_dict(self.model, self.optimizers, self.saved)
-        return tensors if self.state is None else tensors | stateful.pack_extra_state(self.model, self.optimizers, self.state)
+        extra = stateful.pack_extra_state(self.model, self.optimizers, self.state) if self.state is not None else {}
+        held = [name for name in extra if name.startswith("state.") and not name.endswith(stateful.JSON_SUFFIX)]
+        if self.local_model and held:
+            what = f"state with tensors is not supported in shards: {join_names(held)}"
+            raise UsageError(what, "session.state(...) or Checkpointer(state=...)", "train with whole replicas, or without this state")
+        return tensors | extra
 
     def load_state_dict(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Fill model, optimizers and state. CheckpointError, without changes, for a misfit."""
@@ -153,13 +158,13 @@ class Checkpointer:
         runtime, tensors = self.runtime, self.state_dict()
         rank = runtime.world.rank
         coordinates = local_model.layout.coordinates(rank)
-        slices = {name: slice_of(name, local_model.slices[parameter_of(name)].shape, local_model.slices) for name in tensors}
-        shaped_slices = {name: slices[name] for name, tensor in tensors.items() if tuple(tensor.shape) == slices[name].local_shape}
+        slices = {name: local_model.slices[parameter_of(name)] for name in tensors if parameter_of(name) in local_model.slices}
+        shaped_slices = {name: part for name, part in slices.items() if tuple(tensors[name].shape) == part.local_shape}
 
         def writes(name: str) -> bool:
             if local_model.is_tied_copy(parameter_of(name)):
                 return False
-            if name not in shaped_slices:  # a number beside the tensors
+            if name not in shaped_slices or parameter_of(name) in local_model.buffers:  # the same on all shards
                 return coordinates.shard == coordinates.tensor == 0
             tensor_parallel = not local_model.tensor_slices[parameter_of(name)].is_whole
             return tensors[name].numel() > 0 and (coordinates.tensor == 0 or tensor_parallel)

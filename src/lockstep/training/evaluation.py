@@ -15,6 +15,7 @@ from torch.utils.data import default_collate
 from lockstep.data.order import splitmix64
 from lockstep.elastic.collectives import all_gather_json
 from lockstep.elastic.runtime import ElasticRuntime
+from lockstep.errors import PeersLostError
 from lockstep.runtime.numerics import seed_generators
 from lockstep.training.loader import Collate, get_samples, number_of_samples, to_device
 
@@ -23,7 +24,14 @@ Scores = dict[int, dict[str, float]]  # by batch number, then by name
 
 
 def mean_over(
-    dataset: Any, function: Callable[[Any], Any], runtime: ElasticRuntime, *, batch_size: int, collate_fn: Collate | None, seed: int
+    dataset: Any,
+    function: Callable[[Any], Any],
+    runtime: ElasticRuntime,
+    *,
+    batch_size: int,
+    collate_fn: Collate | None,
+    seed: int,
+    replica_size: int,
 ) -> Any:
     """Collective. Return the mean of function(batch), weighted by samples; see Session.evaluate."""
     count, device = number_of_samples(dataset, "session.evaluate(function, dataset)"), runtime.world.device
@@ -38,20 +46,23 @@ def mean_over(
         return scores
 
     with torch.no_grad(), runtime.during("evaluating"):
-        scores = compute_in_shares(runtime, compute_scores, len(batches))
+        scores = compute_in_shares(runtime, compute_scores, len(batches), replica_size)
     means = {name: weighted_mean([(len(batches[n]), scores[n][name]) for n in range(len(batches))]) for name in scores[0]}
     return means[""] if [*means] == [""] else means
 
 
-def compute_in_shares(runtime: ElasticRuntime, compute: Callable[[Iterable[int]], Scores], count: int) -> Scores:
-    """Collective. Return compute(range(count)), of which each worker computes a share.
+def compute_in_shares(runtime: ElasticRuntime, compute: Callable[[Iterable[int]], Scores], count: int, replica_size: int) -> Scores:
+    """Collective. Return compute(range(count)), of which each replica computes a share.
 
-    If a worker is lost, this worker computes everything, and the next step regroups.
+    If a worker is lost, this worker computes everything, and the next step regroups. PeersLostError
+    where a replica is several workers, which compute the same batches together.
     """
-    rank, size = (0, 1) if runtime.is_joining else (runtime.world.rank, runtime.world.size)
+    rank, size = (0, 1) if runtime.is_joining else (runtime.world.rank // replica_size, runtime.world.size // replica_size)
     own = compute(range(rank, count, size))
     with runtime.catch_peer_loss() as loss:
         return {number: scores for rows in all_gather_json(runtime, [*own.items()]) for number, scores in rows}
+    if replica_size > 1:
+        raise PeersLostError(f"a worker was lost during an evaluation: {loss.why}", "session.evaluate, in shards")
     log.info("a worker was lost during an evaluation (%s); this worker evaluates everything", loss.why)
     return own | compute(number for number in range(count) if number not in own)
 

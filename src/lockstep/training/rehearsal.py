@@ -11,6 +11,7 @@ from lockstep.elastic.collectives import all_gather_json
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.parallel.replica import Replica
+from lockstep.parallel.sharded_replica import ShardedReplica
 from lockstep.runtime.torch_private import collectives_of
 
 
@@ -18,7 +19,7 @@ class Rehearsal:
     """One rehearsal of a replica. A retry of the step does not repeat it, since only some ranks may
     have rehearsed before the failure."""
 
-    def __init__(self, runtime: ElasticRuntime, replica: Replica) -> None:
+    def __init__(self, runtime: ElasticRuntime, replica: Replica | ShardedReplica) -> None:
         self.runtime, self.replica = runtime, replica
         self._due = True
         self._loss: float | None = None

@@ -32,6 +32,7 @@ from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import FencedError, PeersLostError, UsageError
 from lockstep.parallel.digest import DIGEST_FACTOR
 from lockstep.parallel.frozen_state import FrozenState
+from lockstep.parallel.grad_norm import StepGradient, commit_gradient
 from lockstep.parallel.parallelize import LocalModel, unwrap_local_model
 from lockstep.parallel.replica import Replica
 from lockstep.parallel.running_statistics import BufferKinds, RunningStatistics, replace_sync_batchnorm
@@ -100,12 +101,13 @@ class ReplicaGroup:
         self.replica = build_replica(runtime, model, micro_batches, seed, self.statistics, reduce, bucket_bytes, reduce_once_per_step)
         # A joiner does not rehearse: the other ranks would not take part.
         self.rehearsal: Rehearsal | None = None
-        if rehearse and runtime.first_generation and isinstance(self.replica, Replica):
+        if rehearse and runtime.first_generation and not (self.local_model and self.local_model.stage):
             self.rehearsal = Rehearsal(runtime, self.replica)
         self._trained, self.frozen_state = self.replica.parameters, self._make_frozen_state()
         self.loop_changes = LoopChanges(self.module if isinstance(self.replica, Replica) else nn.Module(), checkpointer)
         self.compare_all = True  # the frozen weights of a new member have not been compared yet
         self.grad_norm_squared: torch.Tensor | None = None
+        self.gradient = StepGradient((), None, 1, in_slices=False)  # of the last step
         self.stops = signals is None and runtime.membership is not None
         self.signals = StopSignals().__enter__() if self.stops else signals  # until the process exits
         self.decision = self._last_decision()
@@ -142,17 +144,18 @@ class ReplicaGroup:
         scaler  scales the gradient, not the recorded loss
         samples  number of samples that `loss` is the mean over. UsageError, on all ranks, if it differs
                 between the micro-batches of a step
-        Neither count nor scaler with a LocalModel.
+        With a LocalModel no scaler, and a count in shards only.
         """
         count = None if count is None else parse_count(count)
-        if self.local_model and (count is not None or scaler):
-            what = "count and scaler are not supported with a LocalModel"
-            raise UsageError(what, "backward(loss, ...)", "scale and divide the gradient yourself")
+        if self.local_model and (scaler or (count is not None and self.replica.workers_per_replica > self.local_model.layout.shard)):
+            what = f"{'scaler' if scaler else 'count'} is not supported with the layout {self.local_model.layout}"
+            raise UsageError(what, "backward(loss, ...)", "train with whole replicas, or scale and divide the gradient yourself")
         if self._counts and (count is None) != (self._counts[0] is None):
             what = "some micro-batches of a step have a count and others have none"
             raise UsageError(what, f"backward(loss, count=...), step {self.unfinished}", "give a count to all of them, or to none")
-        self._counts.append(count)
-        self._samples += [] if samples is None else [samples]
+        if self.replica.counts:
+            self._counts.append(count)
+            self._samples += [] if samples is None else [samples]
         if scaler and isinstance(self.replica, Replica):
             self.replica.backward(loss, scaler)
         else:
@@ -286,9 +289,7 @@ class ReplicaGroup:
         if self.on_nonfinite == "raise":
             refuse_nonfinite_gradient(decision, step, self.module if isinstance(self.replica, Replica) else None, self.grad_norm_squared)
         self.statistics.commit()
-        if decision.count:
-            for gradient in [p.grad for p in self.replica.parameters if p.grad is not None]:
-                gradient.div_(decision.count)
+        self.gradient = commit_gradient(self.replica.parameters, self.grad_norm_squared, decision.count)
         self.compare_all = self.compare_all and not self.comparison.is_due(step)
         self.board.enter("updating")
         self.decision = decision

@@ -28,7 +28,7 @@ class ReplicaOptions(TypedDict, total=False):
     buffers: BufferKinds
 
 
-OWN_OPTIONS = ("micro_batches", "save_every", "keep", "seed", "resume", "threads")  # of Session itself
+OWN_OPTIONS = ("micro_batches", "save_every", "keep", "seed", "resume", "threads", "shard")  # of Session itself
 
 
 def refuse_wrong_options(micro_batches: int, options: Mapping[str, Any]) -> None:

@@ -26,6 +26,7 @@ from lockstep.runtime.tensor_bytes import TORCH_DTYPES
 from lockstep.tensor_slice import TensorSlice
 
 TENSORS_AT_ONCE = 8
+STREAMED = "model.", "optim."  # names of the tensors that are received one after another
 
 
 class Piece(NamedTuple):
@@ -81,7 +82,7 @@ class SharedTensors(Mapping[str, Tensor]):
                     piece = Piece(number, owner, spec, TensorSlice.from_json(described_part), digest, tuple(needed_at))
                     self._pieces.setdefault(name, []).append(piece)
         self._needed = {name: needed for name in self._pieces if (needed := needed_slice(name, self._spec(name).shape, slices))}
-        self._streamed = [name for name in self._pieces if name.startswith(("model.", "optim."))]
+        self._streamed = [name for name in self._pieces if name.startswith(STREAMED)]
         self._small = dict(self._receive([name for name in self._pieces if name not in self._streamed]))
 
     def __getitem__(self, name: str) -> Tensor:
@@ -158,8 +159,11 @@ class SharedTensors(Mapping[str, Tensor]):
 
 
 def needed_slice(name: str, shape: tuple[int, ...], slices: Mapping[str, TensorSlice] | None) -> TensorSlice | None:
-    """Return the slice of tensor `name` that a worker with `slices` needs; None: nothing of it."""
-    if slices is None:
+    """Return the slice of tensor `name` that a worker with `slices` needs; None: nothing of it.
+
+    Every worker needs the state that belongs to no parameter.
+    """
+    if slices is None or not name.startswith(STREAMED):
         return TensorSlice.whole(shape)
     return slice_of(name, shape, slices) if parameter_of(name) in slices else None
 

@@ -23,6 +23,7 @@ SRC = Path(__file__).parents[3] / "src"
 PRIVATE_ATTRIBUTES = {  # of torch's objects; a name that starts at a torch module needs no entry
     "_version", "_buffers", "_parameters", "_non_persistent_buffers_set", "_get_backend", "_timeout",
     "_get_fsdp_state", "_lazy_init", "_pg_registry", "_dim_group_names", "_get_sequence_number_for_group",
+    "_backward_hooks", "_post_accumulate_grad_hooks",
 }  # fmt: skip
 
 
@@ -252,3 +253,10 @@ def test_the_profiler_accepts_the_option_for_all_threads() -> None:
     with profile(activities=[ProfilerActivity.CPU], experimental_config=private.profile_all_threads()) as recorded:
         torch.ones(2) + 1
     assert any(event.name == "aten::add" for event in recorded.events())
+
+
+def test_gradient_hooks_of_a_parameter_are_seen() -> None:
+    plain, hooked, accumulated = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    hooked.register_hook(lambda gradient: gradient)
+    accumulated.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert [private.has_gradient_hooks(p) for p in (plain, hooked, accumulated)] == [False, True, True]

@@ -1,0 +1,125 @@
+"""Shard a user's module, which has its initial values: each worker keeps its slices of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.checkpoint.state_dict import named_tensors
+from lockstep.errors import UsageError
+from lockstep.layout import Layout
+from lockstep.parallel.gradient_watch import refuse_unsupported
+from lockstep.parallel.groups import ProcessGroups
+from lockstep.parallel.parallelize import GROUP_NUMBERS, LocalModel, set_prefetch, shard_units
+from lockstep.runtime.torch_private import has_gradient_hooks, init_fsdp, mesh_without_backend
+from lockstep.tensor_slice import TensorSlice
+from lockstep.units import join_names
+
+Patterns = str | Sequence[str] | None
+
+
+def find_units(model: nn.Module, patterns: Patterns = None) -> list[str]:
+    """Return the names of the modules that the shard axis gathers and frees, in forward order.
+
+    patterns  units are the outermost modules with such names, as in fnmatch. None: modules of the
+              types in `_no_split_modules` of a Hugging Face model. Without these: repeated blocks,
+              the children of a ModuleList or Sequential, of one type and with submodules
+    A module that shares a parameter with another part belongs to the root, which is gathered for a
+    whole pass.
+    UsageError: a pattern that matches no module.
+    """
+    modules = {name: module for name, module in model.named_modules() if name}
+    if patterns is not None:
+        listed = [patterns] if isinstance(patterns, str) else list(patterns)
+        if unknown := [pattern for pattern in listed if not any(fnmatchcase(name, pattern) for name in modules)]:
+            where = f"session.prepare(units={patterns!r})"
+            raise UsageError(f"no module matches {join_names(unknown)}", where, f"{type(model).__name__} has {join_names(list(modules))}")
+        matching = [name for name in modules if any(fnmatchcase(name, pattern) for pattern in listed)]
+    elif types := set(getattr(model, "_no_split_modules", None) or ()):
+        matching = [name for name, module in modules.items() if type(module).__name__ in types]
+    else:
+        matching = [name for name in modules if is_repeated_block(model.get_submodule(name.rpartition(".")[0]))]
+    units: list[str] = []
+    for name in matching:
+        if not any(name.startswith(f"{unit}.") for unit in units) and any(True for _ in modules[name].parameters()):
+            units.append(name)
+    return without_shared_parameters(model, units)
+
+
+def is_repeated_block(container: nn.Module) -> bool:
+    """Return whether the children of a module are repeated blocks."""
+    children = list(container.children()) if isinstance(container, nn.ModuleList | nn.Sequential) else []
+    return len(children) > 1 and len({type(child) for child in children}) == 1 and any(True for _ in children[0].children())
+
+
+def without_shared_parameters(model: nn.Module, units: list[str]) -> list[str]:
+    holders: dict[int, set[str]] = {}  # id of a parameter -> units, or "" for the root
+    for path, module in model.named_modules(remove_duplicate=False):
+        unit = next((name for name in units if path == name or path.startswith(f"{name}.")), "")
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(id(parameter), set()).add(unit)
+    sharing = {unit for names in holders.values() if len(names) > 1 for unit in names}
+    return [unit for unit in units if unit not in sharing]
+
+
+def refuse_unshardable(model: nn.Module, units: Sequence[str]) -> None:
+    """UsageError, with names, for parameters that FSDP cannot slice."""
+    where = f"{type(model).__name__}, in shards"
+    parameters = dict(model.named_parameters())
+    refuse_unsupported(model)
+    if isinstance(model, nn.ModuleList | nn.ModuleDict):
+        raise UsageError(f"a {type(model).__name__} has no forward()", where, "wrap it in a module whose forward() calls its parts")
+    if scalars := [name for name, p in parameters.items() if not p.dim()]:
+        raise UsageError(f"scalar parameters cannot be sharded: {join_names(scalars)}", where, "give them the shape (1,)")
+    if strided := [name for name, p in parameters.items() if not p.is_contiguous()]:
+        raise UsageError(
+            f"parameters that are not contiguous cannot be sharded: {join_names(strided)}", where, "call .contiguous() on them"
+        )
+    if hooked := [name for name, p in parameters.items() if has_gradient_hooks(p)]:
+        what = f"gradient hooks of parameters would not run in shards: {join_names(hooked)}"
+        raise UsageError(what, where, "remove the hooks, or train with whole replicas")
+    dtypes: dict[str, dict[torch.dtype, str]] = {}
+    for name, p in parameters.items():
+        if p.requires_grad:
+            dtypes.setdefault(next((unit for unit in units if name.startswith(f"{unit}.")), ""), {})[p.dtype] = name
+    if mixed := [names for names in dtypes.values() if len(names) > 1]:
+        listed = ", ".join(f"{name} is {dtype}" for dtype, name in mixed[0].items())
+        hint = "train one dtype in each unit, or give units that separate them: session.prepare(..., units=...)"
+        raise UsageError(f"trained parameters that are gathered together have several dtypes: {listed}", where, hint)
+
+
+def shard_module(model: nn.Module, shards: int, position: int, device: torch.device, units: Patterns = None) -> LocalModel:
+    """Return this worker's slices of `model`, which becomes FSDP's.
+
+    position  of this worker in its replica
+    units     see `find_units`
+    """
+    names = find_units(model, units)
+    refuse_unshardable(model, names)
+    whole = {name: TensorSlice.whole(parameter.shape) for name, parameter in model.named_parameters()}
+    mesh = mesh_without_backend(device.type, position, shards, f"lockstep-shard-{next(GROUP_NUMBERS)}")
+    fsdp_units = shard_units(model, names, mesh, reshard_after_forward=True)
+    set_prefetch(fsdp_units, 1)
+    init_fsdp(model)
+    local_params = {}
+    for name, parameter in model.named_parameters():
+        shard = cast(Tensor, cast(Any, parameter).to_local()).detach()
+        local_params[name] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
+    buffers = {name: tensor for name, tensor in named_tensors(model).items() if name not in local_params}
+    slices = {name: part.split_rows(position, shards) for name, part in whole.items()}
+    slices |= {name: TensorSlice.whole(buffer.shape) for name, buffer in buffers.items()}
+    layout = Layout(1, shards)
+    groups = ProcessGroups(layout, in_thread=device.type == "cpu")
+    model.register_state_dict_pre_hook(refuse_state_dict)
+    model.register_load_state_dict_pre_hook(refuse_state_dict)
+    return LocalModel(model, layout, groups, local_params, slices, fsdp_units, tensor_slices=whole, buffers=buffers)
+
+
+def refuse_state_dict(module: nn.Module, *_: Any) -> None:
+    what = "state_dict() of a sharded model would hold this worker's slices only"
+    hint = "export the whole weights from a checkpoint: lockstep checkpoint export RUN; load weights before session.steps"
+    raise UsageError(what, type(module).__name__, hint)

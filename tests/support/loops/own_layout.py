@@ -1,0 +1,65 @@
+"""A loop of repeated blocks with a Session, for any layout; it kills a worker as session.py does."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+
+import torch
+from session import disturb
+from torch import Tensor, nn
+
+import lockstep
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner, self.outer = nn.LayerNorm(9), nn.Linear(9, 13), nn.Linear(13, 9)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows + self.outer(nn.functional.dropout(self.inner(self.norm(rows)).relu(), 0.1, self.training))
+
+
+def train(out: str = "runs/own_layout", steps: int = 30, habit: str = "") -> None:
+    torch.manual_seed(3)
+    points, calls = torch.rand(240, 9), 0
+    model = nn.Sequential(*(Block() for _ in range(3)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.7)
+    with lockstep.Session(out, micro_batches=4, save_every=10) as session:
+        model, optimizer = session.prepare(model, optimizer)
+        session.state(scheduler=scheduler)
+        loader = session.loader(points, batch_size=24)
+        for step in session.steps(steps):
+            for rows in loader(step):
+                disturb(Path(out) / "disturb", session.runtime, step)
+                calls += habit == "hidden state"
+                session.backward((model(rows + calls) - 1 / (1 + rows)).square().mean())
+                misbehave(habit, "in the loop", session, model, rows)
+            misbehave(habit, "after it", session, model, rows)
+            norm = session.clip_grad_norm_(0.5)
+            optimizer.step()
+            scheduler.step()
+            session.log(step, norm=norm)
+            if step % 10 == 9:
+                session.log(step, error=session.evaluate(lambda rows: (model(rows) - 1).abs().mean(), points, batch_size=50))
+
+
+def misbehave(habit: str, where: str, session: lockstep.Session, model: nn.Module, rows: Tensor) -> None:
+    """Do what a loop in shards must not do: `habit`, after "in the loop: " or "after it: "."""
+    habits = {
+        "in the loop: backward": lambda: session.backward(model(rows).mean()),
+        "in the loop: clip": lambda: session.clip_grad_norm_(0.5),
+        "after it: plain clip": lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.5),
+        "after it: deep copy": lambda: deepcopy(model),
+        "after it: state_dict": model.module.state_dict,
+        "after it: forward": lambda: model(rows),
+        "after it: noise": lambda: session.optimizers[0].param_groups[0]["params"][0].grad.add_(0.1),
+    }
+    if habit.startswith(where):
+        habits[habit]()
+
+
+if __name__ == "__main__":
+    lockstep.launch(train, workers=2)

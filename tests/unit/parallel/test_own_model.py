@@ -1,0 +1,141 @@
+"""The units of a user's module, and what cannot be sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.errors import UsageError
+from lockstep.parallel.grad_norm import StepGradient, commit_gradient
+from lockstep.parallel.own_model import Patterns, find_units, refuse_unshardable
+from lockstep.training.sharding import SHARD_VARIABLE, choose_shards, refuse_unshardable_optimizers
+
+CPU = torch.device("cpu")
+
+
+def block(width: int = 3) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, width), nn.Tanh())
+
+
+class Nested(nn.Module):
+    """Stages of blocks; the last block of each stage shares its weight with the head."""
+
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(nn.ModuleDict({"blocks": nn.ModuleList(block() for _ in range(2))}) for _ in range(2))
+        self.head = nn.Linear(3, 3)
+        if tied:
+            self.stages[1]["blocks"][1][0].weight = self.head.weight  # type: ignore[index, union-attr]
+
+
+class FromHub(Nested):
+    _no_split_modules = ("Linear",)
+
+
+@pytest.mark.parametrize(
+    ("model", "patterns", "units"),
+    [
+        (nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)), None, []),
+        (nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), None, []),
+        (nn.Sequential(block(), block()), None, ["0", "1"]),
+        (Nested(), None, ["stages.0", "stages.1"]),
+        (Nested(), "stages.*.blocks.*", ["stages.0.blocks.0", "stages.0.blocks.1", "stages.1.blocks.0", "stages.1.blocks.1"]),
+        (Nested(), ["stages.0", "head"], ["stages.0", "head"]),
+        (Nested(), (), []),
+        (Nested(tied=True), None, ["stages.0"]),
+        (FromHub(), None, [*(f"stages.{i}.blocks.{j}.0" for i in range(2) for j in range(2)), "head"]),
+    ],
+)
+def test_units_of_a_module(model: nn.Module, patterns: Patterns, units: list[str]) -> None:
+    assert find_units(model, patterns) == units
+
+
+def test_pattern_that_matches_nothing_is_refused() -> None:
+    with pytest.raises(UsageError, match="no module matches layers"):
+        find_units(Nested(), "layers.*")
+
+
+def with_scalar() -> nn.Module:
+    model = block()
+    model.register_parameter("temperature", nn.Parameter(torch.tensor(1.0)))
+    return model
+
+
+def with_hook() -> nn.Module:
+    model = block()
+    model[0].weight.register_hook(lambda gradient: gradient * 2)  # type: ignore[index, union-attr]
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (with_scalar, "scalar parameters cannot be sharded: temperature"),
+        (with_hook, "gradient hooks of parameters would not run in shards: 0.weight"),
+        (lambda: nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last), "not contiguous cannot be sharded: weight"),
+        (
+            lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()),
+            "several dtypes: 0.bias is torch.float32, 1.bias is torch.float64",
+        ),
+        (lambda: nn.ModuleDict({"a": block()}), "a ModuleDict has no forward"),
+    ],
+)
+def test_parameters_that_cannot_be_sharded_are_refused(make: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises(UsageError, match=message.replace("(", r"\(")):
+        refuse_unshardable(make(), [])
+
+
+class Declared(torch.optim.SGD):
+    elementwise = True
+
+
+class Undeclared(torch.optim.SGD):
+    pass
+
+
+def test_optimizers_that_couple_elements_are_refused() -> None:
+    weights = [nn.Parameter(torch.ones(3, 3))]
+    refuse_unshardable_optimizers([torch.optim.AdamW(weights), Declared(weights, lr=0.1)], CPU)
+    used = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
+    weights[0].grad = torch.ones(3, 3)
+    used.step()
+    wrong: dict[str, Any] = {
+        "Undeclared is not known": Undeclared(weights, lr=0.1),
+        "Adafactor is not known": torch.optim.Adafactor(weights),
+        "other bits for slices": torch.optim.AdamW(weights, fused=True),
+        "has state of whole parameters": used,
+    }
+    for message, optimizer in wrong.items():
+        with pytest.raises(UsageError, match=message):
+            refuse_unshardable_optimizers([optimizer], CPU)
+
+
+def test_number_of_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_shards(2, 4, None) == 2
+    monkeypatch.setenv(SHARD_VARIABLE, "3")
+    assert choose_shards(2, 4, None) == 3
+    with pytest.raises(UsageError, match="3 shards share 2 micro-batches"):
+        choose_shards(2, 2, None)
+    monkeypatch.setenv(SHARD_VARIABLE, "two")
+    with pytest.raises(UsageError, match="'two' is not a number"):
+        choose_shards(2, 4, None)
+
+
+def test_clipping_equals_that_of_torch_and_sees_changes() -> None:
+    torch.manual_seed(0)
+    ours, theirs = ([nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(5))] for _ in range(2))
+    for p, q in zip(ours, theirs, strict=True):
+        p.grad = torch.randn_like(p)
+        q.grad = p.grad / 3
+    gradient = commit_gradient(ours, None, 3)
+    torch.testing.assert_close(gradient.clip_(0.5), nn.utils.clip_grad_norm_(theirs, 0.5))
+    torch.testing.assert_close([p.grad for p in ours], [q.grad for q in theirs])
+    torch.testing.assert_close(gradient.clip_(0.1), nn.utils.clip_grad_norm_(theirs, 0.1))
+    slices = StepGradient(ours, torch.ones(()), 1, in_slices=True)
+    ours[0].grad = torch.ones(4, 3)
+    with pytest.raises(UsageError, match="the gradient has changed"):
+        slices.clip_(0.1)
