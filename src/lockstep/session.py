@@ -19,7 +19,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from copy import deepcopy
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Unpack
@@ -47,6 +46,7 @@ from lockstep.training import session_checks, sharding
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.evaluation import in_eval_mode, mean_over
 from lockstep.training.loader import Collate, Loader
+from lockstep.training.prepared_model import PreparedModel
 from lockstep.training.replica_group import ReplicaGroup
 from lockstep.training.sample_order import make_order
 from lockstep.training.session_checks import ReplicaOptions, number_of
@@ -100,8 +100,7 @@ class Session:
         session_checks.refuse_wrong_options(micro_batches, options)
         self.out, self.micro_batches_per_step, self.save_every, self.keep = Path(out), micro_batches, save_every, keep
         self.seed, self.resume, self.threads, self.options = seed, resume, threads, options
-        self.step = 0
-        self.in_micro_batches = False
+        self.step, self.in_micro_batches = 0, False
         self.model: PreparedModel | None = None
         self.shard = shard
         self.units: Patterns = None
@@ -168,7 +167,7 @@ class Session:
         if self.model is not None:
             raise UsageError("a second session.prepare", "one Session trains one model", "put all trained modules into one nn.ModuleDict")
         session_checks.refuse_unprepared(model, optimizers)
-        self.model = PreparedModel(model if self.shard > 1 else model.to(self.world.device), self)
+        self.model = PreparedModel(model if self.shard > 1 else model.to(self.world.device), self._replicas_in_loop)
         self.optimizers, self.units = optimizers, units
         return (self.model, *optimizers) if optimizers else self.model
 
@@ -372,6 +371,9 @@ class Session:
         self.checkpointer, self.tracker = checkpointer, tracker
         self._initial_digest = self.replicas.replica.digest()
 
+    def _replicas_in_loop(self) -> ReplicaGroup | None:
+        return self.replicas if self.in_micro_batches and torch.is_grad_enabled() else None
+
     def _learning_rate(self) -> float:
         return max((float(group.get("lr", 1.0)) for optimizer in self.optimizers for group in optimizer.param_groups), default=1.0)
 
@@ -396,31 +398,3 @@ class Session:
     def _refuse_after_start(self, what: str) -> None:
         if "replicas" in self.__dict__:
             raise UsageError(f"session.{what} after session.steps", "the run has resumed already", f"call session.{what} before the loop")
-
-
-class PreparedModel(nn.Module):
-    """A model whose forward pass runs through the ReplicaGroup inside micro-batches. Elsewhere
-    (evaluation, no_grad) it is the plain model.
-
-    module  the model that was passed to Session.prepare; its attributes are available here, too
-    """
-
-    module: nn.Module
-
-    def __init__(self, module: nn.Module, session: Session) -> None:
-        super().__init__()
-        self.module, self._session = module, session
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        through_replicas = self._session.in_micro_batches and torch.is_grad_enabled()
-        return (self._session.replicas if through_replicas else self.module)(*inputs, **named)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Copy the plain model, for an EMA."""
-        return deepcopy(self.module, memo)

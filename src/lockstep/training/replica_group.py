@@ -93,9 +93,8 @@ class ReplicaGroup:
         if checkpointer:
             refuse_other_checkpointer(checkpointer, runtime, model)
         runtime.register(self)
-        self.runtime, self.checkpointer, self.tracker = runtime, checkpointer, tracker
-        self.board, self.on_nonfinite = runtime.board, on_nonfinite
-        self.module, self.local_model = unwrap_local_model(model)
+        self.runtime, self.board, self.checkpointer, self.tracker = runtime, runtime.board, checkpointer, tracker
+        self.on_nonfinite, (self.module, self.local_model) = on_nonfinite, unwrap_local_model(model)
         replace_sync_batchnorm(self.module)
         self.statistics = RunningStatistics(self.module, micro_batches, buffers or {})
         self.replica = build_replica(runtime, model, micro_batches, seed, self.statistics, reduce, bucket_bytes, reduce_once_per_step)
