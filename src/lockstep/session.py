@@ -344,14 +344,14 @@ class Session:
         module, runtime, enter = self.model.module, self.runtime, self._exit.enter_context
         facts = {"micro_batches": str(self.micro_batches_per_step), "seed": str(self.seed)}
         facts |= {f"loader {i}": fact for i, (_, fact) in enumerate(self._loaders)}
+        options = {name: str(value) for name, value in {"steps": total, "save_every": self.save_every, **self.options}.items()}
         model: nn.Module | LocalModel = module
         if self.shard > 1:
-            model = sharding.shard_session(runtime, module, self.optimizers, self.shard, self.units, facts)
+            model = sharding.shard_session(runtime, module, self.optimizers, self.shard, self.units, facts | options)
         checkpointer = Checkpointer(
             self.out / "checkpoints", runtime, model, self.optimizers, state=self._state, every_steps=self.save_every, keep=self.keep
         )
-        options = {"steps": total, "save_every": self.save_every, **self.options}
-        self.step = checkpointer.resume(self.resume, facts, options={name: str(value) for name, value in options.items()})
+        self.step = checkpointer.resume(self.resume, facts, options=options)
         signals = enter(StopSignals())
         tracker = enter(Tracker(self.out, leader=runtime.is_leader, from_step=self.step))
         self._record = enter(BackgroundTracker(tracker))
