@@ -17,6 +17,8 @@ from lockstep.errors import ERRORS_BY_NAME, LockstepError, UsageError
 from lockstep.units import join_names
 
 T = TypeVar("T")
+VOTE_HOLD_S = 0.2  # milliseconds, if the lost worker has voted
+UPDATE_HOLD_S = 2.0  # less than STUCK_S of the watchdog
 
 
 def vote_on_step(runtime: ElasticRuntime, vote: Vote, *, replica_size: int = 1) -> StepDecision:
@@ -24,10 +26,15 @@ def vote_on_step(runtime: ElasticRuntime, vote: Vote, *, replica_size: int = 1) 
 
     replica_size  workers per replica; workers at the same position in their replicas hold the same
                   weights. Only if some differ, the digests of all ranks are gathered
+
+    A worker that is lost after its vote interrupts neither the vote nor an exchange of updates.
     """
+    runtime.hold_abort(VOTE_HOLD_S)
     row = torch.tensor(vote_to_row(vote, runtime.world.rank % replica_size, replica_size))
     runtime.group.all_reduce(row, runtime.world.rank, runtime.world.size, combine_rows)
-    return row_to_decision(row.tolist(), replica_size, lambda: all_gather_json(runtime, vote.digest))
+    decision = row_to_decision(row.tolist(), replica_size, lambda: all_gather_json(runtime, vote.digest))
+    runtime.hold_abort(UPDATE_HOLD_S)
+    return decision
 
 
 def combine_rows(row: torch.Tensor, other: torch.Tensor) -> None:

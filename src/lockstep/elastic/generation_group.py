@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -40,12 +41,14 @@ class GenerationGroup:
         self._sockets_before: set[tuple[int, str]] = set()
         self._forming_subgroups = False
         self._aborts: dict[Any, threading.Thread] = {}  # NCCL backend -> thread that aborts it
+        self._lock, self._hold_s, self._abort_asked_s, self._is_shut_down = threading.Lock(), 0.0, 0.0, False
         self._retired: list[tuple[list[dist.ProcessGroup], list[Any]]] = []  # groups that were left intact, and their NCCL backends
         self._waits = WorkWaiter()
 
     def form(self, generation: Generation, rank: int, generation_error: Callable[[], str]) -> None:
         """Collective. Form the process group of a generation. RuntimeError if that fails."""
         self._sockets_before, self._waits = open_sockets(), WorkWaiter(generation_error)
+        self._hold_s, self._abort_asked_s, self._is_shut_down = 0.0, 0.0, False
         if why := generation_error():
             raise RuntimeError(why)
         if self.device.type == "cuda":
@@ -70,12 +73,30 @@ class GenerationGroup:
             self._sockets = self._sockets | (open_sockets() - self._sockets_before)  # a new set: the membership thread reads it
             self._forming_subgroups = False
 
+    def hold_abort(self, seconds: float) -> bool:
+        """Let an abort wait so long from when it is asked for, so that living peers can finish an
+        exchange. Return False if the group was aborted already."""
+        with self._lock:
+            self._hold_s = seconds
+            return not self._is_shut_down
+
+    def is_abort_held(self) -> bool:
+        """Return whether the group stays open for an exchange although its generation is over."""
+        with self._lock:
+            asked_s = self._abort_asked_s or time.monotonic()
+            return not self._is_shut_down and time.monotonic() - asked_s < self._hold_s
+
     def shutdown(self, links: set[int]) -> bool:
         """Abort all waits in the group and its subgroups, except on `links` of the membership.
 
         Called by the membership thread, repeatedly until the main thread has left the group.
         Return whether communicators of a GPU are still being aborted.
         """
+        with self._lock:
+            self._abort_asked_s = self._abort_asked_s or time.monotonic()
+            if time.monotonic() - self._abort_asked_s < self._hold_s:
+                return False
+            self._is_shut_down = True
         is_aborting = self._abort_communicators()
         sockets = open_sockets()
         forming = sockets - self._sockets_before if not self._sockets or self._forming_subgroups else set()

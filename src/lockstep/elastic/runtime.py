@@ -80,6 +80,7 @@ class ElasticRuntime:
         self.leave_reason, self.exit_code = "", 0
         self._owners: dict[str, weakref.ref[object]] = {}
         self._stop_signal: Callable[[], str] = str
+        self._exchanges_updates = False
 
     @classmethod
     def join(cls, threads: int = 1, timeout_s: float = 600.0, limits: ElasticLimits | None = None) -> ElasticRuntime:
@@ -218,6 +219,15 @@ class ElasticRuntime:
     def generation_error(self) -> str:
         """Return why this generation is over; "" while it is intact, or for a static group."""
         return self.membership.generation_error(self.world.generation) if self.membership else ""
+
+    def set_exchanges_updates(self) -> None:
+        """Record that shards exchange parts of their updates: an interrupted update leaves no usable state."""
+        self._exchanges_updates = True
+
+    def hold_abort(self, seconds: float) -> None:
+        """Where updates are exchanged: let an abort wait, `seconds` at most. PeersLostError after an abort."""
+        if self._exchanges_updates and not self.group.hold_abort(seconds):
+            raise PeersLostError(self.generation_error(), self.world.members[self.world.rank])
 
     def is_peer_loss(self, error: BaseException) -> bool:
         """Return whether `error` requires the next generation. Out-of-memory would recur there."""

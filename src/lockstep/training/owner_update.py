@@ -25,6 +25,7 @@ from lockstep.parallel.exchange import start_exchange
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.runtime.exit_report import error_summary
 from lockstep.runtime.tensor_bytes import DTYPES, TORCH_DTYPES, as_bytes
+from lockstep.runtime.work import WorkWaiter
 from lockstep.tensor_slice import TensorSlice
 
 # The update of a slice is the slice of the update: tests/unit/training/test_elementwise.py. On a CPU not with fused=True.
@@ -80,6 +81,8 @@ class OwnerUpdate:
         assert local.groups is not None
         self.local, self.groups, self.runtime = local, local.groups, runtime
         self.names = {id(parameter): name for name, parameter in local.local_params.items()}
+        self.waits = WorkWaiter(self._abort_reason, in_thread=local.groups.in_thread)
+        runtime.set_exchanges_updates()
         optimizer.register_step_pre_hook(self.gather)
         optimizer.register_step_post_hook(self.scatter)
 
@@ -170,20 +173,26 @@ class OwnerUpdate:
             if state:
                 optimizer.state[p] = state
         self._exchange(sends, receives)
+        self.runtime.group.hold_abort(0.0)
         for p, received in weights:
             p.copy_(received)
         for group, parameters in zip(optimizer.param_groups, self.parameters, strict=True):
             group["params"] = parameters
         del self.owned, self.states, self.wholes
 
+    def _abort_reason(self) -> str:
+        """Return why this generation is over, but "" while an abort waits for this update."""
+        reason = self.runtime.generation_error()
+        return "" if reason and self.runtime.group.is_abort_held() else reason
+
     def _exchange(self, sends: Transfers, receives: Transfers) -> None:
-        """Collective in the shards of a replica. FencedError when a peer is lost: this replica has
-        applied the update in part, and receives the state of another one."""
+        """Collective in the shards of a replica. FencedError when one is lost: the update is applied
+        in part, and this worker receives the state of another replica."""
         group = dist.group.WORLD  # others need not take part, and it exists in every generation
         assert group is not None
         self.groups.board.enter_collective(sum(tensor.nbytes for _, tensor in sends))
         try:
-            self.groups.waits.wait(start_exchange(sends, receives, group, tag=TAG), group)
+            self.waits.wait(start_exchange(sends, receives, group, tag=TAG), group)
         except Exception as error:
             if not self.runtime.is_peer_loss(error):
                 raise

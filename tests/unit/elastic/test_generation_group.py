@@ -6,6 +6,7 @@ NCCL itself runs in tests/gpu. Here fakes that block replace its closing and its
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -89,6 +90,29 @@ def test_each_communicator_is_aborted_once_and_none_blocks_the_membership_thread
     communicators[1].finish.set()
     wait_until(lambda: not group.shutdown(set()))
     assert [communicator.threads for communicator in communicators] == [["lockstep-abort"]] * 2
+
+
+def test_an_abort_waits_for_an_exchange_but_not_for_long(store: TCPStore) -> None:
+    group = GenerationGroup(torch.device("cpu"))
+    form(group, store, 1)
+    with group.track_subgroups():
+        near, far = socket.socketpair()
+    with near, far:
+        near.settimeout(5)
+        assert group.hold_abort(0.3)
+        group.shutdown(set())
+        far.send(b"the rest of an update")
+        assert group.is_abort_held() and near.recv(100) == b"the rest of an update"
+        wait_until(lambda: not group.is_abort_held())
+        group.shutdown(set())
+        assert near.recv(100) == b"" and not group.hold_abort(0.3), "it is aborted"
+    group.abort()
+    form(group, store, 2)
+    assert group.hold_abort(60)
+    group.shutdown(set())
+    assert group.is_abort_held()
+    assert group.hold_abort(0) and not group.is_abort_held(), "the exchange is finished"
+    group.abort()
 
 
 @pytest.mark.parametrize("intact", [True, False])
