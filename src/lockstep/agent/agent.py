@@ -88,13 +88,7 @@ def run_agent(program: WorkerProgram, folder: Path, config: AgentConfig) -> int:
 
 
 class Agent:
-    """The agent of one host and run.
-
-    run_end       the end of the run, once it is known
-    finishers     pids of the local workers that trained until the end of the run
-    shown_errors  one-line summaries of worker errors that were already logged
-    start_errors  by slot, `start_error` of its first worker, once that has exited
-    """
+    """The agent of one host and run."""
 
     def __init__(self, program: WorkerProgram, folder: Path, config: AgentConfig, worker_env: WorkerEnv, prior: PriorState) -> None:
         self.worker_env, self.timeouts, self.policy = worker_env, config.timeouts, config.policy
@@ -105,9 +99,9 @@ class Agent:
         self.stops = StopRequests(self.folder, self.host, self.events, self.timeouts, drains=worker_env.drain)
         self.generations = GenerationReader(self.folder, prior, self.events)
         self.run_end: RunEnd | None = None
-        self.finishers: set[int] = set()
-        self.shown_errors: set[str] = set()
-        self.start_errors: dict[int, str] = {}
+        self.finishers: set[int] = set()  # pids of the local workers that trained until the end of the run
+        self.shown_errors: set[str] = set()  # one-line summaries of worker errors that were already logged
+        self.start_errors: dict[int, str] = {}  # by slot, `start_error` of its first worker, once that has exited
         self.touched_s = now_s()
         self.slots = {number: Slot(number) for number in range(worker_env.slots)}
         for number, process in prior.running.items():

@@ -43,34 +43,23 @@ ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 
 @dataclass(frozen=True)
 class WorkerProgram:
-    """Program of the workers of a run.
+    """Program of the workers of a run."""
 
-    argv          arguments for `entry`
-    restart_argv  arguments for a restarted worker; None: the same
-    entry         "module:function", called as function(argv); it returns the exit code
-    preload       modules that the forkserver imports
-    script        the user's "FILE.py:FUNCTION", which the forkserver imports too; "": none
-    """
-
-    argv: tuple[str, ...]
-    restart_argv: tuple[str, ...] | None = None
-    entry: str = "lockstep.cli.main:main"
-    preload: tuple[str, ...] = PRELOAD
-    script: str = ""
+    argv: tuple[str, ...]  # arguments for `entry`
+    restart_argv: tuple[str, ...] | None = None  # arguments for a restarted worker; None: the same
+    entry: str = "lockstep.cli.main:main"  # "module:function", called as function(argv); it returns the exit code
+    preload: tuple[str, ...] = PRELOAD  # modules that the forkserver imports
+    script: str = ""  # the user's "FILE.py:FUNCTION", which the forkserver imports too; "": none
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Program and environment of one worker.
-
-    environ  variables added to those of the forkserver
-    agent    pid of the agent that the worker ends with; 0: it outlives its agent
-    """
+    """Program and environment of one worker."""
 
     entry: str
     argv: Sequence[str]
-    environ: Mapping[str, str] = field(default_factory=dict)
-    agent: int = 0
+    environ: Mapping[str, str] = field(default_factory=dict)  # variables added to those of the forkserver
+    agent: int = 0  # pid of the agent that the worker ends with; 0: it outlives its agent
 
 
 # In the agent.

@@ -38,16 +38,11 @@ COMMAND_FILE = "agent.command"
 
 @dataclass(frozen=True)
 class PriorState:
-    """State of the run when an agent starts.
+    """State of the run when an agent starts."""
 
-    newest           the newest generation in the log
-    base_generation  the newest generation before the start of the workers
-    running          slot -> worker of an earlier agent that is still training
-    """
-
-    newest: Generation
-    base_generation: int
-    running: Mapping[int, ProcessIdentity]
+    newest: Generation  # in the log
+    base_generation: int  # the newest one before the start of the workers
+    running: Mapping[int, ProcessIdentity]  # slot -> worker of an earlier agent that is still training
     folder_id: str = ""
 
 

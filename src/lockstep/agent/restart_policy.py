@@ -31,26 +31,16 @@ CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, s
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """When an agent restarts a worker, and when it ends the run.
+    """When an agent restarts a worker, and when it ends the run."""
 
-    max_crashes      own errors of one slot without progress that end the run
-    max_kills        SIGKILLs in a row, all in one phase of one step, that end the run
-    initial_delay_s  before the second restart in a row, then doubled; the first is immediate
-    max_delay_s      upper limit of the delay
-    reset_after_s    a worker that lived this long resets the count of restarts
-    crash_reset_s    a worker that lived this long resets the count of own errors
-    restart          restart workers at all
-    script           name of a plain script, whose steps are unknown; "": the steps are known
-    """
-
-    max_crashes: int = 3
-    max_kills: int = 6
-    initial_delay_s: float = 0.5
-    max_delay_s: float = 30.0
-    reset_after_s: float = 60.0
-    crash_reset_s: float = math.inf
-    restart: bool = True
-    script: str = ""
+    max_crashes: int = 3  # own errors of one slot without progress that end the run
+    max_kills: int = 6  # SIGKILLs in a row, all in one phase of one step, that end the run
+    initial_delay_s: float = 0.5  # before the second restart in a row, then doubled; the first is immediate
+    max_delay_s: float = 30.0  # upper limit of the delay
+    reset_after_s: float = 60.0  # a worker that lived this long resets the count of restarts
+    crash_reset_s: float = math.inf  # a worker that lived this long resets the count of own errors
+    restart: bool = True  # restart workers at all
+    script: str = ""  # name of a plain script, whose steps are unknown; "": the steps are known
 
 
 RESUME_HINT = "the same command resumes from the newest checkpoint"
@@ -59,34 +49,24 @@ PLAIN_SCRIPT_POLICY = RestartPolicy(crash_reset_s=600.0)
 
 @dataclass(frozen=True)
 class SlotHistory:
-    """Earlier exits of the workers of one slot.
+    """Earlier exits of the workers of one slot."""
 
-    restarts  in a row, of workers that made no progress and did not live long
-    crashes   own errors since the last progress
-    step      the highest step that was reached
-    kills     by SIGKILL in a row, in `phase`
-    """
-
-    restarts: int = 0
-    crashes: int = 0
-    step: int = -1
-    kills: int = 0
+    restarts: int = 0  # in a row, of workers that made no progress and did not live long
+    crashes: int = 0  # own errors since the last progress
+    step: int = -1  # the highest step that was reached
+    kills: int = 0  # by SIGKILL in a row, in `phase`
     phase: str = ""
 
 
 @dataclass(frozen=True)
 class RestartDecision:
-    """Decision after a worker's exit, and its reason.
-
-    delay_s     before the restart
-    code, text  of a run that ends: its exit code, and what to print
-    """
+    """Decision after a worker's exit, and its reason."""
 
     action: Literal["restart", "done", "end"]
     reason: str
-    delay_s: float = 0.0
-    code: int = 0
-    text: str = ""
+    delay_s: float = 0.0  # before the restart
+    code: int = 0  # exit code of a run that ends
+    text: str = ""  # to print when the run ends
 
 
 def decide_restart(

@@ -23,23 +23,16 @@ STEP_PHASES = ("data", "forward", "backward", "reducing", "voting", "updating", 
 
 @dataclass
 class Worker:
-    """A running worker.
-
-    pidfd         readable once it has exited; never refers to another process (pidfd_open(2))
-    is_child      this agent must wait for it; otherwise an earlier agent started it
-    signals_sent  signals sent in order to end it
-    stop_sent     it received the stop signal
-    kill_at       (monotonic time of the SIGKILL, reason); None: not to be killed
-    """
+    """A running worker."""
 
     slot: int
     process: ProcessIdentity
-    pidfd: int
-    is_child: bool
+    pidfd: int  # readable once it has exited; never refers to another process (pidfd_open(2))
+    is_child: bool  # this agent must wait for it; otherwise an earlier agent started it
     started_s: float
-    signals_sent: list[int] = field(default_factory=list)
-    stop_sent: bool = False
-    kill_at: tuple[float, str] | None = None
+    signals_sent: list[int] = field(default_factory=list)  # in order to end it
+    stop_sent: bool = False  # it received the stop signal
+    kill_at: tuple[float, str] | None = None  # (monotonic time of the SIGKILL, reason); None: not to be killed
 
     @property
     def pid(self) -> int:
@@ -63,18 +56,13 @@ class Worker:
 
 @dataclass
 class Slot:
-    """A place for one worker on this host.
-
-    start_at_s  when to request a worker; None: one runs, one is starting, or no further one starts
-    log_offset  size of the slot's log when its newest worker was requested
-    last_exit   of its previous worker
-    """
+    """A place for one worker on this host."""
 
     number: int
-    start_at_s: float | None = 0.0
-    log_offset: int = 0
+    start_at_s: float | None = 0.0  # when to request a worker; None: one runs, one is starting, or no further one starts
+    log_offset: int = 0  # size of the slot's log when its newest worker was requested
     worker: Worker | None = None
-    last_exit: WorkerExit | None = None
+    last_exit: WorkerExit | None = None  # of its previous worker
     history: SlotHistory = SlotHistory()
 
 

@@ -23,18 +23,13 @@ STOP_REQUEST_S = 1.0  # between two attempts to make another worker stop the run
 
 
 class StopRequests:
-    """The stop and drain signals that one agent received.
-
-    drains      SIGUSR1 drains only this host
-    received    signals, in order; received_s: monotonic time of the first one
-    accepted_s  when a worker of another host last accepted the stop
-    """
+    """The stop and drain signals that one agent received. drains: SIGUSR1 drains only this host."""
 
     def __init__(self, folder: Path, host: str, events: EventLog, timeouts: AgentTimeouts, *, drains: bool) -> None:
         self.folder, self.host, self.events, self.timeouts, self.drains = folder, host, events, timeouts, drains
-        self.received: list[int] = []
-        self.received_s: float | None = None
-        self.next_request_s = self.accepted_s = 0.0
+        self.received: list[int] = []  # in order
+        self.received_s: float | None = None  # monotonic time of the first one
+        self.next_request_s = self.accepted_s = 0.0  # accepted: when a worker of another host last accepted the stop
 
     def is_drain(self, number: int) -> bool:
         return number == signal.SIGUSR1 and self.drains

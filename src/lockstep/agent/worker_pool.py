@@ -29,20 +29,15 @@ CUDA_SETTINGS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 @dataclass
 class PendingWorker:
-    """A requested worker. Once it has a `pid`, it is blocked at its gate: a byte lets it run.
-
-    out, err     its stdout and stderr
-    gate_writer  the agent's end of the gate; if it is closed, the worker exits
-    method       how it was started
-    """
+    """A requested worker. Once it has a `pid`, it is blocked at its gate: a byte lets it run."""
 
     slot: int
     spec: WorkerSpec
-    out: int
+    out: int  # its stdout
     err: int
     pid: int = 0
-    gate_writer: int = -1
-    method: str = ""
+    gate_writer: int = -1  # the agent's end of the gate; if it is closed, the worker exits
+    method: str = ""  # how it was started
 
     def close(self) -> None:
         """Close the worker's descriptors, not the gate's writer, which keeps it blocked."""

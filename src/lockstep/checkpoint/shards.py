@@ -46,18 +46,13 @@ FILES_PER_WRITER = 1000  # so that file names of different writers differ
 
 @dataclass(frozen=True)
 class ShardWriter:
-    """Worker `writer` of the `writers` that write a checkpoint together.
+    """One of the workers that write a checkpoint together."""
 
-    slices            tensor name -> the slice that this worker writes; an unlisted tensor is whole
-    generation        returns the number of the current generation; called at each save
-    generation_error  returns why the other writers will not finish; "" while they may
-    """
-
-    writer: int
-    writers: int
-    slices: Mapping[str, TensorSlice]
-    generation: Callable[[], int]
-    generation_error: Callable[[], str]
+    writer: int  # its number
+    writers: int  # how many write
+    slices: Mapping[str, TensorSlice]  # tensor name -> the slice that this worker writes; an unlisted tensor is whole
+    generation: Callable[[], int]  # returns the number of the current generation; called at each save
+    generation_error: Callable[[], str]  # returns why the other writers will not finish; "" while they may
 
     def folder(self, folder: Path, step: int, generation: int, writer: int) -> Path:
         return folder / f".part-{step:08d}-{generation}-{writer}"

@@ -34,25 +34,17 @@ log = logging.getLogger("lockstep")
 
 @dataclass(frozen=True)
 class RunRequest:
-    """Program, run folder and checkpoint of a run.
+    """Program, run folder and checkpoint of a run."""
 
-    script     the user's FILE.py:FUNCTION, or FILE.py as a whole; "": the built-in loop
-    values     words `--section.key VALUE`, flags of the function, or arguments of the script
-    flags      `values`, parsed
-    overrides  the KEY=VALUE words of --override
-    profile    steps to profile, as `ProfiledSteps` parses them; "": none
-    restart    workers to restart when a script loses one: "one" or "all"
-    """
-
-    script: str
+    script: str  # the user's FILE.py:FUNCTION, or FILE.py as a whole; "": the built-in loop
     run_file: Path | None
     folder: Path
     resume: str
-    values: list[str]
-    flags: dict[str, str]
-    overrides: tuple[str, ...] = ()
-    profile: str = ""
-    restart: str = "one"
+    values: list[str]  # words `--section.key VALUE`, flags of the function, or arguments of the script
+    flags: dict[str, str]  # `values`, parsed
+    overrides: tuple[str, ...] = ()  # the KEY=VALUE words of --override
+    profile: str = ""  # steps to profile, as `ProfiledSteps` parses them; "": none
+    restart: str = "one"  # workers to restart when a script loses one: "one" or "all"
 
     @property
     def is_whole_script(self) -> bool:

@@ -49,22 +49,16 @@ StringList = Annotated[tuple[str, ...], BeforeValidator(parse_list)]
 
 @dataclass(frozen=True)
 class Field:
-    """One key of the configuration. `config_fields` fills in `type`.
-
-    doc        one sentence for --help and for error messages
-    bits       the key decides the trained bits
-    each_host  each host may have its own value
-    ge, lt, le  range of a number, as in pydantic; every number has an upper bound
-    """
+    """One key of the configuration."""
 
     default: Any
-    doc: str
-    bits: bool = False
-    each_host: bool = False
-    ge: float | None = None
+    doc: str  # one sentence for --help and for error messages
+    bits: bool = False  # the key decides the trained bits
+    each_host: bool = False  # each host may have its own value
+    ge: float | None = None  # range of a number, as in pydantic; every number has an upper bound
     lt: float | None = None
     le: float = MAX_VALUE
-    type: Any = None
+    type: Any = None  # filled in by `config_fields`
 
     def parse(self, raw: Any) -> Any:
         """Return `raw` converted to the type of this key. ValueError with the reason if it is invalid."""

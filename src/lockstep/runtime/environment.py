@@ -33,24 +33,18 @@ PET = ("PET_NODE_RANK", "PET_NNODES", "PET_NPROC_PER_NODE", "PET_MASTER_ADDR", "
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Rank and world size of this worker, and the address of the store.
-
-    local_size          workers on this machine
-    launcher_has_store  the launcher serves the store (torchrun's agent), not rank 0
-    attempt             prefix of the store keys: separates this start from earlier ones
-    warnings            known problems of this launcher, one sentence each
-    """
+    """Rank and world size of this worker, and the address of the store."""
 
     rank: int
     size: int
     local_rank: int
-    local_size: int
+    local_size: int  # workers on this machine
     master_addr: str
     master_port: int
     launcher: str
-    launcher_has_store: bool = False
-    attempt: str = "0"
-    warnings: tuple[str, ...] = ()
+    launcher_has_store: bool = False  # the launcher serves the store (torchrun's agent), not rank 0
+    attempt: str = "0"  # prefix of the store keys: separates this start from earlier ones
+    warnings: tuple[str, ...] = ()  # known problems of this launcher, one sentence each
 
 
 def read_rank_info(environ: Mapping[str, str]) -> tuple[RankInfo | None, str]:

@@ -39,24 +39,16 @@ OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc", "could n
 
 @dataclass(frozen=True)
 class ExitReport:
-    """A worker's report of its exit at `at_s` of CLOCK_MONOTONIC.
-
-    text        for the user: an error's three parts, or a traceback
-    trace       the whole traceback, for the log
-    finished    its function returned; exit code 0 without this flag is an early exit
-    lost_peers  the exit is the consequence of another worker's
-    step        number of committed steps; -1: unknown
-    drained     it left between two steps because its host is drained; the others continue
-    """
+    """A worker's report of its exit."""
 
     code: int
-    at_s: float
-    text: str = ""
-    trace: str = ""
-    finished: bool = False
-    lost_peers: bool = False
-    step: int = -1
-    drained: bool = False
+    at_s: float  # by CLOCK_MONOTONIC
+    text: str = ""  # for the user: an error's three parts, or a traceback
+    trace: str = ""  # the whole traceback, for the log
+    finished: bool = False  # its function returned; exit code 0 without this flag is an early exit
+    lost_peers: bool = False  # the exit is the consequence of another worker's
+    step: int = -1  # number of committed steps; -1: unknown
+    drained: bool = False  # it left between two steps because its host is drained; the others continue
 
     def to_line(self) -> bytes:
         return json.dumps(asdict(self)).encode() + b"\n"
@@ -68,23 +60,17 @@ class ExitReport:
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """The exit of one worker, as seen by its agent.
-
-    code       as in subprocess: -n when signal n killed it; None: unknown, it was not a child
-    sent       signals that the agent sent to make it exit
-    log, tail  path of its output, "": none; the last lines of that output
-    title      what `rank` counts: "rank", or "slot" of a host
-    """
+    """The exit of one worker, as seen by its agent."""
 
     rank: int
     pid: int
-    code: int | None
+    code: int | None  # as in subprocess: -n when signal n killed it; None: unknown, it was not a child
     at_s: float
-    sent: tuple[int, ...] = ()
+    sent: tuple[int, ...] = ()  # signals that the agent sent to make it exit
     report: ExitReport | None = None
-    log: str = ""
-    tail: str = ""
-    title: str = "rank"
+    log: str = ""  # path of its output; "": none
+    tail: str = ""  # the last lines of its output
+    title: str = "rank"  # what `rank` counts: "rank", or "slot" of a host
 
     @property
     def signal(self) -> int:

@@ -51,27 +51,18 @@ RECORD_BYTES = BODY.size + CHECK.size
 
 @dataclass(frozen=True)
 class Status:
-    """Status of a worker at the time of the read.
-
-    step              current step, from 1; while it saves or evaluates, the last completed step
-    first_step        whether this is the first step of its generation
-    collective        number of the newest collective it entered, from 1 in each generation
-    collective_bytes  size of its tensor in that collective; 0: unknown
-    since_s           seconds since it entered the phase, by CLOCK_MONOTONIC of its host
-    moved_s           seconds since it entered a phase or a collective
-    step_s            median seconds of its newest steps; 0.0 before the first
-    """
+    """Status of a worker at the time of the read."""
 
     pid: int
     generation: int
-    step: int
+    step: int  # current step, from 1; while it saves or evaluates, the last completed step
     phase: Phase
-    first_step: bool = False
-    collective: int = 0
-    collective_bytes: int = 0
-    since_s: float = 0.0
-    moved_s: float = 0.0
-    step_s: float = 0.0
+    first_step: bool = False  # whether this is the first step of its generation
+    collective: int = 0  # number of the newest collective it entered, from 1 in each generation
+    collective_bytes: int = 0  # size of its tensor in that collective; 0: unknown
+    since_s: float = 0.0  # seconds since it entered the phase, by CLOCK_MONOTONIC of its host
+    moved_s: float = 0.0  # seconds since it entered a phase or a collective
+    step_s: float = 0.0  # median seconds of its newest steps; 0.0 before the first
 
     def after(self, seconds: float) -> Status:
         return replace(self, since_s=self.since_s + seconds, moved_s=self.moved_s + seconds)

@@ -41,41 +41,24 @@ SHARED_TERMINAL = "LOCKSTEP_SHARED_TERMINAL"
 
 @dataclass(frozen=True)
 class WorkerEnv:
-    """Settings that a worker receives from the agent of its host.
+    """Settings that a worker receives from the agent of its host."""
 
-    folder            run folder, absolute
-    state             state folder of this host for this run
-    host              name of the host, unique in the run
-    slot, slots       number of this worker on its host, from 0, and how many the host has
-    expected_workers  workers of all hosts: the first generation waits for them
-    min_workers       training waits until there are this many
-    max_workers       workers that train at once; further ones wait to join
-    address           address of this host on which its servers listen
-    after_generation  newest generation before this start: ignore an earlier end of the run
-    agent_pid         this worker exits with this agent; 0: it outlives its agent
-    drain             SIGUSR1 makes this host leave, and the others continue
-    folder_id         identifies the run folder (elastic/run_folder.py); "": any folder
-    known_generation  newest generation at the start: an older log is not this run's
-    flags             command-line flags of a user's own loop: must be equal on all workers
-    master_port       of a static group of `slots` workers on this host; 0: they form generations
-    """
-
-    folder: str
-    state: str
-    host: str
-    slot: int
-    slots: int
-    expected_workers: int
-    min_workers: int
-    max_workers: int
-    address: str
-    after_generation: int = 0
-    agent_pid: int = 0
-    drain: bool = False
-    folder_id: str = ""
-    known_generation: int = 0
-    flags: dict[str, str] = field(default_factory=dict)
-    master_port: int = 0
+    folder: str  # run folder, absolute
+    state: str  # state folder of this host for this run
+    host: str  # name of the host, unique in the run
+    slot: int  # number of this worker on its host, from 0
+    slots: int  # workers of its host
+    expected_workers: int  # of all hosts: the first generation waits for them
+    min_workers: int  # training waits until there are this many
+    max_workers: int  # that train at once; further ones wait to join
+    address: str  # of this host, on which its servers listen
+    after_generation: int = 0  # newest generation before this start: ignore an earlier end of the run
+    agent_pid: int = 0  # this worker exits with this agent; 0: it outlives its agent
+    drain: bool = False  # SIGUSR1 makes this host leave, and the others continue
+    folder_id: str = ""  # identifies the run folder (elastic/run_folder.py); "": any folder
+    known_generation: int = 0  # newest generation at the start: an older log is not this run's
+    flags: dict[str, str] = field(default_factory=dict)  # of a user's own loop: must be equal on all workers
+    master_port: int = 0  # of a static group of `slots` workers on this host; 0: they form generations
 
     def environ(self) -> dict[str, str]:
         if not self.master_port:
@@ -137,15 +120,11 @@ def is_loopback_reachable(loopback: str) -> bool:
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """A process, identified by pid and start time: the kernel reuses pids.
-
-    started     clock ticks after boot, which do not depend on the wall clock
-    log_offset  length of its log when it started
-    """
+    """A process, identified by pid and start time: the kernel reuses pids."""
 
     pid: int
-    started: int
-    log_offset: int = 0
+    started: int  # clock ticks after boot, which do not depend on the wall clock
+    log_offset: int = 0  # length of its log when it started
 
     @property
     def alive(self) -> bool:
