@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -83,6 +84,11 @@ def shorten(value: object) -> str:
     except (ValueError, RecursionError):  # an int with more digits than Python prints, or deep nesting
         return f"({type(value).__name__}, too large to print)"
     return text if len(text) <= 100 else f"{text[:80]}... ({len(text):,} characters)"
+
+
+def join_words(words: Sequence[str]) -> str:
+    """ "a", "a and b", "a, b and c"."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
 def join_names(names: list[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -109,7 +110,7 @@ def write_log(path: Path, slot: Slot, report: ExitReport | None, offset: int) ->
 
 def read_exit_report(state: Path, slot: int) -> ExitReport | None:
     with suppress(OSError, ValueError, TypeError):
-        return ExitReport.from_line(read_bytes(exit_report_path(state, slot)))
+        return ExitReport(**json.loads(read_bytes(exit_report_path(state, slot))))
     return None
 
 

@@ -26,7 +26,7 @@ from typing import Literal
 
 from lockstep.elastic.protocol.decisions import ElasticLimits
 from lockstep.runtime.status_board import Phase, Status
-from lockstep.units import format_bytes, format_duration
+from lockstep.units import format_bytes, format_duration, join_words
 
 WAITING: tuple[Phase, ...] = ("waiting for others", "joining", "reducing", "voting")
 
@@ -159,7 +159,7 @@ def blame_mismatch(members: Sequence[MemberSnapshot], limits: ElasticLimits) -> 
 def blame_network(members: Sequence[MemberSnapshot], limits: ElasticLimits) -> HangVerdict:
     """All members are in one collective, and it does not complete."""
     hosts = sorted({member.host for member in members})
-    between = f"the network between {joined(hosts)}" if len(hosts) > 1 else f"their connection on {hosts[0]}"
+    between = f"the network between {join_words(hosts)}" if len(hosts) > 1 else f"their connection on {hosts[0]}"
     if len(members) == 1:
         cause = f"{describe_all(members, limits)[0]}, in which no other rank is"
     else:
@@ -261,16 +261,11 @@ def who(members: Sequence[MemberSnapshot]) -> str:
     """ "rank 2 (host b, slot 0, pid 4711)", "ranks 2 and 3 (host b)"."""
     hosts = sorted({member.host for member in members})
     more = f", slot {members[0].slot}, pid {members[0].status.pid}" if len(members) == 1 else ""
-    return f"{rank_words(members)} (host{'s' if len(hosts) > 1 else ''} {joined(hosts)}{more})"
+    return f"{rank_words(members)} (host{'s' if len(hosts) > 1 else ''} {join_words(hosts)}{more})"
 
 
 def rank_words(members: Sequence[MemberSnapshot]) -> str:
-    return f"rank{'' if len(members) == 1 else 's'} {joined([str(rank) for rank in sorted(member.rank for member in members)])}"
-
-
-def joined(words: Sequence[str]) -> str:
-    """ "a", "a and b", "a, b and c"."""
-    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+    return f"rank{'' if len(members) == 1 else 's'} {join_words([str(rank) for rank in sorted(member.rank for member in members)])}"
 
 
 def have(members: Sequence[MemberSnapshot]) -> str:

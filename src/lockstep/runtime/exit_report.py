@@ -23,6 +23,7 @@ from lockstep.files import write_atomic
 from lockstep.runtime.processes import now_s
 from lockstep.runtime.signals import EXIT_INTERRUPTED
 from lockstep.runtime.worker_env import EXIT_REPORT, exit_report_path, read_worker_env
+from lockstep.units import join_words
 
 CLEAN_EXIT_CODES = (0, 75, 130)  # done, saved and to be restarted, saved on SIGINT
 
@@ -49,13 +50,6 @@ class ExitReport:
     lost_peers: bool = False  # the exit is the consequence of another worker's
     step: int = -1  # number of committed steps; -1: unknown
     drained: bool = False  # it left between two steps because its host is drained; the others continue
-
-    def to_line(self) -> bytes:
-        return json.dumps(asdict(self)).encode() + b"\n"
-
-    @staticmethod
-    def from_line(line: bytes) -> ExitReport:
-        return ExitReport(**json.loads(line))
 
 
 @dataclass(frozen=True)
@@ -115,7 +109,7 @@ def send_exit_report(report: ExitReport) -> bool:
     path = exit_report_path(Path(worker_env.state), worker_env.slot) if worker_env else os.environ.pop(EXIT_REPORT, "")
     try:
         if path:
-            write_atomic(Path(path), report.to_line())
+            write_atomic(Path(path), json.dumps(asdict(report)) + "\n")
     except OSError:
         return False
     return bool(path)
@@ -248,10 +242,7 @@ def describe_other_exits(first: WorkerExit, exits: Sequence[WorkerExit]) -> list
 
 def join_ranks(exits: Sequence[WorkerExit]) -> str:
     """Return "rank 1", or "ranks 0, 2 and 3"."""
-    numbers = [str(exited.rank) for exited in sorted(exits, key=lambda exited: exited.rank)]
-    if len(numbers) == 1:
-        return f"{exits[0].title} {numbers[0]}"
-    return f"{exits[0].title}s {', '.join(numbers[:-1])} and {numbers[-1]}"
+    return f"{exits[0].title}{'s'[: len(exits) - 1]} {join_words([str(rank) for rank in sorted(exited.rank for exited in exits)])}"
 
 
 def log_paths(exits: Sequence[WorkerExit]) -> str:
