@@ -5,22 +5,16 @@ from __future__ import annotations
 import json
 import sys
 
+from lockstep.agent.agent import run_static_group
 from lockstep.agent.config import AgentTimeouts
-from lockstep.agent.static_group import run_static_group
+from lockstep.agent.forkserver import WorkerProgram
 from lockstep.errors import LockstepError
 
 settings = json.loads(sys.argv[1])
 assert "torch" not in sys.modules
 try:
-    sys.exit(
-        run_static_group(
-            [settings["worker"]],
-            settings["workers"],
-            entry="static_workers:main",
-            preload=("static_workers",),
-            timeouts=AgentTimeouts(**settings["timeouts"]),
-        )
-    )
+    program = WorkerProgram((settings["worker"],), entry="static_workers:main", preload=("static_workers",))
+    sys.exit(run_static_group(program, settings["workers"], AgentTimeouts(**settings["timeouts"])))
 except LockstepError as error:
     print(error, file=sys.stderr)
     sys.exit(error.exit_code)

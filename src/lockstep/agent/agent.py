@@ -19,12 +19,14 @@ import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from lockstep.agent.config import AgentConfig
+from lockstep.agent.config import LOOPBACK, AgentConfig, AgentTimeouts
 from lockstep.agent.evaluator_process import EvaluatorProcess
 from lockstep.agent.forkserver import WorkerProgram
 from lockstep.agent.lock import PriorState, agent_lock, kill_all
 from lockstep.agent.restart_policy import (
+    RestartPolicy,
     decide_first_exit,
     decide_restart,
     fails_after_end,
@@ -41,13 +43,16 @@ from lockstep.agent.worker_pool import RETRY_S, PendingWorker, WorkerPool
 from lockstep.elastic import waiting_room
 from lockstep.elastic.generation_log import Generation
 from lockstep.errors import LockstepError, UsageError
+from lockstep.runtime.environment import check_worker_count
 from lockstep.runtime.exit_report import ExitReport, WorkerExit, exit_kind, summarize_exits
 from lockstep.runtime.processes import PR_SET_CHILD_SUBREAPER, now_s, open_worker_log, prctl
 from lockstep.runtime.signals import EXIT_INTERRUPTED, STOP_SIGNALS, SignalInbox
+from lockstep.runtime.sockets import reserve_port
 from lockstep.runtime.worker_env import ProcessIdentity, WorkerEnv, exit_report_path, identify_process, state_folder, write_worker_process
 
 log = logging.getLogger("lockstep")
 TOUCH_INTERVAL_S = 3600.0
+STATIC_TIMEOUTS = AgentTimeouts(exit_s=5.0)  # of a static group: time for the exit reports of the other workers
 # Fields of AgentConfig that the workers receive unchanged.
 SHARED_FIELDS = ("host", "slots", "expected_workers", "min_workers", "max_workers", "address", "flags", "master_port")
 EXITED = "exited"  # the reason of a removal because connections are closed and refused (elastic/protocol/transitions.py)
@@ -66,8 +71,8 @@ def run_agent(program: WorkerProgram, folder: Path, config: AgentConfig) -> int:
     command = {**config.command, **{name: str(size) for name, size in sizes.items()}}
     with SignalInbox() as inbox, agent_lock(folder, state, config.host, command, slots=config.slots, lives_on=config.lives_on) as prior:
         prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of exited workers become children of this process
-        shared = {name: getattr(config, name) for name in SHARED_FIELDS}
         worker_env = WorkerEnv(
+            **{name: getattr(config, name) for name in SHARED_FIELDS},
             folder=str(folder.resolve()),
             state=str(state),
             slot=0,
@@ -75,7 +80,6 @@ def run_agent(program: WorkerProgram, folder: Path, config: AgentConfig) -> int:
             agent_pid=0 if config.lives_on else os.getpid(),
             drain=config.lives_on,
             folder_id=prior.folder_id,
-            **shared,
         )
         agent = Agent(program, folder, config, worker_env, prior)
         try:
@@ -85,6 +89,20 @@ def run_agent(program: WorkerProgram, folder: Path, config: AgentConfig) -> int:
     if text:
         print(text, file=sys.stderr, flush=True)
     return code
+
+
+def run_static_group(program: WorkerProgram, workers: int, timeouts: AgentTimeouts = STATIC_TIMEOUTS) -> int:
+    """Run a static group on this host: `evaluate --workers` and `generate --tensor`.
+
+    The agent restarts no worker: the first failure ends them all, and is printed. Its files are in a
+    temporary folder. The workers get torchrun's variables and a port that is reserved here.
+    Call it from the main thread. UsageError before any worker is started.
+    """
+    check_worker_count(workers, "this machine")
+    with TemporaryDirectory(prefix="lockstep-") as folder, reserve_port(LOOPBACK) as reserved:
+        port, policy = reserved.getsockname()[1], RestartPolicy(restart=False)
+        config = AgentConfig.for_this_machine(workers, master_port=port, timeouts=timeouts, policy=policy)
+        return run_agent(program, Path(folder), config)
 
 
 class Agent:
@@ -122,12 +140,15 @@ class Agent:
             self.request_due_workers()
             for started in self.pool.poll():
                 self.on_worker_started(self.slots[started.slot], started)
-            for number in inbox.wait(self.sleep_s(), [*self.pool.descriptors(), *[worker.pidfd for worker in self.workers]]):
+            due_s = [slot.start_at_s - now_s() for slot in self.slots.values() if slot.start_at_s is not None]
+            sleep_s = max(0.0, min([self.timeouts.poll_s, *due_s]))
+            for number in inbox.wait(sleep_s, [*self.pool.descriptors(), *[worker.pidfd for worker in self.workers]]):
                 if number == signal.SIGINT and (number in self.stops.received or self.run_end):
                     kill_all({worker.slot: worker.process for worker in self.workers})
                     return EXIT_INTERRUPTED, "killed all workers; the same command resumes from the newest checkpoint"
                 if number in STOP_SIGNALS and number not in self.stops.received:
-                    self.on_signal(number)
+                    self.stop_starting()
+                    self.stops.forward(number, self.workers)
             self.touch_state_folder()
             exited_workers = exited(self.workers)  # before the log is read: if they recorded the end of the run, it is known below
             for record, before in self.generations.read_new():
@@ -145,10 +166,6 @@ class Agent:
             while self.evaluator.is_running and now_s() < until_s and not set(STOP_SIGNALS) & set(inbox.wait(self.timeouts.poll_s, [])):
                 pass
         return code, text
-
-    def sleep_s(self) -> float:
-        waits = [slot.start_at_s - now_s() for slot in self.slots.values() if slot.start_at_s is not None]
-        return max(0.0, min([self.timeouts.poll_s, *waits]))
 
     def touch_state_folder(self) -> None:
         """Touch the state folder once an hour: systemd-tmpfiles deletes old files in /tmp."""
@@ -183,11 +200,6 @@ class Agent:
         reap_orphans(())
 
     # -- stopping -------------------------------------------------------------------------------------------------------------
-
-    def on_signal(self, number: int) -> None:
-        """Forward a stop or drain signal to the workers, and start no more workers."""
-        self.stop_starting()
-        self.stops.forward(number, self.workers)
 
     def stop_starting(self) -> None:
         self.pool.cancel()

@@ -37,6 +37,7 @@ from lockstep.runtime.user_function import load_function
 MODULE = "lockstep.agent.forkserver"
 MAX_MESSAGE_BYTES = (1 << 17) - 1  # the kernel's limit for one argument of execve(2)
 PRELOAD = ("torch", "torch._dynamo", "lockstep.cli.main", "lockstep.cli.worker")  # constructing the first optimizer imports torch._dynamo
+STATIC_PRELOAD = ("torch", "lockstep.cli.main", "lockstep.elastic.runtime")  # of a static group
 # numpy's OpenBLAS starts a thread for each core when it is loaded. The user's own setting wins.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 
@@ -186,7 +187,10 @@ def serve(channel: socket.socket) -> tuple[WorkerSpec, int] | None:
         if answer.get("pid") == 0:
             channel.close()
             os.setsid()
-            return WorkerSpec(**json.loads(message)), take_descriptors(descriptors)
+            for received, standard in zip(descriptors, (1, 2), strict=False):
+                os.dup2(received, standard)
+                os.close(received)
+            return WorkerSpec(**json.loads(message)), descriptors[2]
         for descriptor in descriptors:
             os.close(descriptor)
         reply(channel, answer)
@@ -220,14 +224,6 @@ def double_fork() -> int:
 
 
 # In the worker.
-
-
-def take_descriptors(descriptors: Sequence[int]) -> int:
-    """Move the received descriptors to stdout and stderr, and return the gate."""
-    for received, standard in zip(descriptors, (1, 2), strict=False):
-        os.dup2(received, standard)
-        os.close(received)
-    return descriptors[2]
 
 
 def run_worker(spec: WorkerSpec, gate: int) -> int:

@@ -10,7 +10,7 @@ the first workers of all slots raise alike before their first step.
 
 The steps of a plain script are unknown (cli/restart_all.py). Its errors count as errors in a row if
 the worker lived less than `crash_reset_s` before each. The workers of a static group
-(agent/static_group.py) cannot be replaced: the first failure ends the run.
+(`run_static_group`) cannot be replaced: the first failure ends the run.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ import os
 import sys
 
 from lockstep import log
-from lockstep.agent.static_group import run_static_group
+from lockstep.agent.agent import run_static_group
+from lockstep.agent.forkserver import STATIC_PRELOAD, WorkerProgram
 from lockstep.cli.start import refuse_other_worker_count
 from lockstep.runtime.environment import read_rank_info
 from lockstep.runtime.exit_report import worker_main
@@ -17,7 +18,7 @@ from lockstep.runtime.signals import stop_exit_code
 def main(args: argparse.Namespace, rest: list[str]) -> int:
     rank_info, description = read_rank_info(os.environ)
     if rank_info is None:
-        return run_static_group(["evaluate", *sys.argv[2:]], args.workers or 1)
+        return run_static_group(WorkerProgram(("evaluate", *sys.argv[2:]), preload=STATIC_PRELOAD), args.workers or 1)
     refuse_other_worker_count(args.workers, rank_info.size, description)
     return worker_main(lambda: run_worker(args))
 

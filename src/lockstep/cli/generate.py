@@ -11,7 +11,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from lockstep import log
-from lockstep.agent.static_group import run_static_group
+from lockstep.agent.agent import run_static_group
+from lockstep.agent.forkserver import STATIC_PRELOAD, WorkerProgram
 from lockstep.cli.options import refuse_unknown
 from lockstep.errors import UsageError
 from lockstep.runtime.environment import read_rank_info
@@ -41,7 +42,7 @@ def launch_workers(args: argparse.Namespace) -> int:
             lines = Path(folder) / "lines"
             lines.write_bytes(sys.stdin.buffer.read())
             command += ["--file", str(lines)]
-        return run_static_group(command, args.tensor)
+        return run_static_group(WorkerProgram(tuple(command), preload=STATIC_PRELOAD), args.tensor)
 
 
 def run_worker(args: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ An agent starts workers with these variables:
     LOCKSTEP_STATE            state folder on a local disk: what outlives the agent and the worker
     LOCKSTEP_SHARED_TERMINAL  1: one command started all hosts, and they share its terminal
 
-A static group (agent/static_group.py) has torchrun's variables instead, and LOCKSTEP_EXIT_REPORT,
+A static group (`run_static_group`) has torchrun's variables instead, and LOCKSTEP_EXIT_REPORT,
 the path of the worker's exit report.
 
 Files of slot 3 in the state folder:
