@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint import commands
+from lockstep.checkpoint.commit import find_damage
 from lockstep.checkpoint.folder import pinned
 from lockstep.checkpoint.state_dict import digest
 from lockstep.checkpoint.store import CheckpointStore
@@ -64,14 +65,14 @@ def test_any_flipped_bit_in_any_file_is_detected(tmp_path: Path) -> None:
 
 
 def test_any_flipped_bit_of_manifest_and_marker_is_detected(tmp_path: Path) -> None:
-    store = filled(tmp_path, [10])
+    filled(tmp_path, [10])
     for name in ("COMMITTED", "manifest.json"):
         file = tmp_path / "step-00000010" / name
         for bit in range(file.stat().st_size * 8):
             flip(file, bit)
-            assert store.verify(10), (name, bit)
+            assert find_damage(tmp_path / "step-00000010", 10), (name, bit)
             flip(file, bit)
-    assert store.verify(10) == []
+    assert find_damage(tmp_path / "step-00000010", 10) == []
 
 
 def test_short_long_missing_and_unreadable_files_are_named(tmp_path: Path) -> None:
@@ -80,22 +81,22 @@ def test_short_long_missing_and_unreadable_files_are_named(tmp_path: Path) -> No
     data = path / "tensors-00000.safetensors"
     content = data.read_bytes()
     data.write_bytes(content[:-1])
-    assert store.verify(10) == [f"{data.name} has {len(content) - 1} bytes, the manifest lists {len(content)}"]
+    assert find_damage(tmp_path / "step-00000010", 10) == [f"{data.name} has {len(content) - 1} bytes, the manifest lists {len(content)}"]
     data.write_bytes(content + b"\0")
     with pytest.raises(CheckpointError, match=f"{data.name} has {len(content) + 1} bytes"):
         store.load(10)
     data.unlink()
-    assert store.verify(10) == [f"{data.name} is missing"]
+    assert find_damage(tmp_path / "step-00000010", 10) == [f"{data.name} is missing"]
     with pytest.raises(CheckpointError, match=rf"{data.name} is missing\n  there is no other checkpoint; nothing was deleted"):
         store.load(10)
     (path / "manifest.json").unlink()
-    assert store.verify(10) == ["manifest.json is missing"]
+    assert find_damage(tmp_path / "step-00000010", 10) == ["manifest.json is missing"]
 
 
 def test_unlisted_file_is_reported_but_does_not_stop_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = filled(tmp_path, [10])
     (tmp_path / "step-00000010" / "notes.txt").write_text("notes")
-    assert store.verify(10) == ["notes.txt does not belong here: the manifest does not list it"]
+    assert find_damage(tmp_path / "step-00000010", 10) == ["notes.txt does not belong here: the manifest does not list it"]
     checkpoint = store.load_newest()
     assert checkpoint and digest(checkpoint.tensors) == digest(state(10))
     assert "holds files that are not part of it: notes.txt" in caplog.text
@@ -103,9 +104,8 @@ def test_unlisted_file_is_reported_but_does_not_stop_training(tmp_path: Path, ca
 
 def test_error_for_a_missing_step_lists_the_available_ones(tmp_path: Path) -> None:
     store = filled(tmp_path, [10, 20])
-    for call in (store.load, store.verify):
-        with pytest.raises(CheckpointError, match=r"no checkpoint of step 15\n.*checkpoints: 10, 20"):
-            call(15)
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 15\n.*checkpoints: 10, 20"):
+        store.load(15)
     assert CheckpointStore(tmp_path / "new").load_newest() is None
 
 
@@ -199,7 +199,7 @@ def test_retention_keeps_read_protected_and_last_verified_checkpoints(tmp_path: 
         assert path == tmp_path / "step-00000020"
         store.save(40, state(40), {})
         assert store.steps() == [20, 30, 40]  # 10 is no longer protected, 20 is being read
-        assert store.verify(20) == []
+        assert find_damage(tmp_path / "step-00000020", 20) == []
     store.save(50, state(50), {})
     assert store.steps() == [40, 50]
     for step in (40, 50):

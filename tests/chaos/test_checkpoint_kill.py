@@ -23,6 +23,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lockstep.checkpoint.commit import find_damage
 from lockstep.checkpoint.folder import HIDDEN_FOLDER, STEP_FOLDER, no_fail_point, pinned
 from lockstep.checkpoint.state_dict import digest
 from lockstep.checkpoint.store import CheckpointStore
@@ -142,7 +143,7 @@ def die_while_reading(folder: Path) -> None:
     os.read(from_child, 1)
     store.save(2, state(2), {})
     steps_while_read = store.steps()
-    is_whole = store.verify(1) == []
+    is_whole = find_damage(folder / "step-00000001", 1) == []
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     store.save(3, state(3), {})

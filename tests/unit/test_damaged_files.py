@@ -173,7 +173,7 @@ def test_manifest_that_lists_an_outside_file_is_damaged_for_every_reader(tmp_pat
     save_with_manifest(folder, 20, {"facts.json": record(b"{}\n"), name: record(b"secret")})
     store = CheckpointStore(folder)
     message = "which is not a file of this folder"
-    assert any(message in problem for problem in store.verify(20))
+    assert any(message in problem for problem in commit.find_damage(folder / "step-00000020", 20))
     for read in (
         lambda: store.load(20),
         lambda: commands.digest_line(folder, 20),
@@ -195,7 +195,7 @@ def test_malformed_manifest_is_damaged_even_with_a_matching_marker(tmp_path: Pat
     path = save(tmp_path, 20)
     (path / "manifest.json").write_bytes(manifest)
     (path / "COMMITTED").write_bytes(commit.marker_content(20, manifest))
-    assert any("is malformed" in problem for problem in CheckpointStore(tmp_path).verify(20))
+    assert any("is malformed" in problem for problem in commit.find_damage(path, 20))
     with pytest.raises(CheckpointError, match="damaged"):
         CheckpointStore(tmp_path).load_newest()
 
@@ -206,7 +206,7 @@ def test_checkpoint_without_facts_is_damaged(tmp_path: Path) -> None:
     save_with_manifest(tmp_path / "again", 20, {name: record((path / name).read_bytes())})
     with pytest.raises(CheckpointError, match=r"does not list facts.json"):
         CheckpointStore(tmp_path / "again").load(20)
-    assert CheckpointStore(tmp_path / "again").verify(20)[0] == "the manifest does not list facts.json"
+    assert commit.find_damage(tmp_path / "again" / path.name, 20)[0] == "the manifest does not list facts.json"
 
 
 def test_link_in_a_checkpoint_is_not_followed(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_link_in_a_checkpoint_is_not_followed(tmp_path: Path) -> None:
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
     message = f"{path.name} is a symbolic link, not a regular file"
-    assert CheckpointStore(tmp_path / "checkpoints").verify(20) == [message]
+    assert commit.find_damage(path.parent, 20) == [message]
     with pytest.raises(CheckpointError, match=message):
         CheckpointStore(tmp_path / "checkpoints").load(20)
 

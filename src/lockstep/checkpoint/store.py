@@ -243,16 +243,6 @@ class CheckpointStore:
                 log.warning("resuming from step %d: the checkpoint of step %d is set aside as %s", step, later, aside.name)
         return later_steps
 
-    def verify(self, step: int) -> list[str]:
-        """Return the problems of the checkpoint of `step`; empty when it is whole. Reads every byte."""
-        with commit.explain_read_errors(self.folder), pinned(self.folder, step) as path:
-            if path is None:
-                raise missing_checkpoint(step, self.steps(), str(self.folder))
-            problems = commit.find_damage(path, step)
-        if not problems:
-            self._verified_step = step
-        return problems
-
     def _read(self, step: int) -> tuple[Checkpoint | None, list[str]]:
         """Return (the checkpoint, []) or (None, its problems); (None, []) when there is none."""
         stored, facts, problems = self.read_share(step)
