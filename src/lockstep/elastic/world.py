@@ -19,9 +19,8 @@ from lockstep.elastic.generation_log import Generation, GenerationLog
 from lockstep.errors import UsageError
 from lockstep.runtime.device import select_device
 from lockstep.runtime.environment import RankInfo, read_rank_info
-from lockstep.runtime.interfaces import choose_interface, interface_with_address
 from lockstep.runtime.rendezvous import init_static_group, rendezvous
-from lockstep.runtime.sockets import open_sockets
+from lockstep.runtime.sockets import choose_interface, interface_with_address, open_sockets
 from lockstep.runtime.status_board import StatusBoard
 from lockstep.runtime.worker_env import WorkerEnv, is_loopback_reachable
 

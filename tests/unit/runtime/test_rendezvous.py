@@ -14,9 +14,8 @@ import pytest
 
 from lockstep.errors import UsageError
 from lockstep.runtime.environment import RankInfo
-from lockstep.runtime.interfaces import choose_interface
 from lockstep.runtime.rendezvous import listen_on_master_port, rendezvous
-from lockstep.runtime.sockets import reserve_port
+from lockstep.runtime.sockets import choose_interface, reserve_port
 
 
 def rank_info(rank: int, size: int, port: int, **changed: Any) -> RankInfo:
