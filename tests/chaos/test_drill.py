@@ -102,7 +102,7 @@ def test_a_drill_waits_while_the_run_makes_progress_and_times_out_without(tmp_pa
         start_s = time.monotonic()
         run.wait_for(lambda: committed_steps(tmp_path / "run" / "checkpoints")[-1] >= 8, "step 8")
         assert time.monotonic() - start_s > 2 * run.patience_s, "a fixed patience would have given up"
-        run.kill(run.members(), signal.SIGSTOP)
+        run.kill(run.newest_generation().members, signal.SIGSTOP)
         with pytest.raises(LockstepError, match=r"timed out waiting for step 1000: the run has made no progress for"):
             run.wait_for(lambda: False, "step 1000")
 

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 from typing import Any
 
@@ -98,7 +98,7 @@ class IdleRun:
         exhaust(pieces)
 
 
-class AsyncSaver:
+class AsyncSaver(AbstractContextManager["AsyncSaver"]):
     """Saves into `store`, one checkpoint at a time. Call it from one thread only.
 
     on_saved  called as on_saved(step, seconds) in the writing thread after each commit
@@ -182,9 +182,6 @@ class AsyncSaver:
             log.error("%s", later_error)
         if error:
             raise error
-
-    def __enter__(self) -> AsyncSaver:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         try:

@@ -16,7 +16,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -161,7 +161,7 @@ def exhaust(pieces: Iterator[None]) -> None:
         pass
 
 
-class Attempt:
+class Attempt(AbstractContextManager["Attempt"]):
     """An attempt to write a checkpoint, in a hidden folder: afterwards committed or deleted."""
 
     def __init__(self, folder: Path, step: int, fail_point: FailPoint = no_fail_point) -> None:
@@ -186,9 +186,6 @@ class Attempt:
             path.rmdir()
             raise
         return None if marker is None else (path, marker)
-
-    def __enter__(self) -> Attempt:
-        return self
 
     def put(self, name: str, chunks: Iterable[bytes | memoryview], run: Run = exhaust) -> None:
         self.files[name] = write_file(self.path / name, chunks, self.fail_point, run)

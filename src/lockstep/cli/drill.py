@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -36,7 +36,7 @@ from lockstep.cli.run_request import is_script
 from lockstep.cli.start import refuse_layout, workers_per_replica
 from lockstep.config.resolve import parse_flags, resolve
 from lockstep.elastic.fault_injection import DRILL_VARIABLE, request_fault
-from lockstep.elastic.generation_log import Generation, GenerationLog, Member
+from lockstep.elastic.generation_log import NO_GENERATION, Generation, GenerationLog, Member
 from lockstep.errors import LockstepError, UsageError
 from lockstep.record.events import read_events
 from lockstep.record.metrics import last_step
@@ -95,17 +95,17 @@ def drill(words: Sequence[str], folder: Path, *, workers: int, faults: int, seed
 
 def inject_fault(run: DrillRun, fault: str, after_step: int, workers: int, generator: random.Random) -> str:
     """Inject a fault when the run is complete and past `after_step`; return a line of the table."""
-    run.wait_for(lambda: run.committed_steps() >= after_step and len(run.members()) == workers, f"step {after_step} with {workers} workers")
-    step, before = run.committed_steps(), run.generation_number()
+    what = f"step {after_step} with {workers} workers"
+    run.wait_for(lambda: run.committed_steps() >= after_step and len(run.newest_generation().members) == workers, what)
+    step, before = run.committed_steps(), run.newest_generation().number
     started_s = time.monotonic()
     run.inject(fault, generator)
     detected = "not needed"
     if fault != "agent":
-        run.wait_for(lambda: run.generation_number() > before, f"a new generation after {fault!r} at step {step}")
+        run.wait_for(lambda: run.newest_generation().number > before, f"a new generation after {fault!r} at step {step}")
         detected = format_duration(time.monotonic() - started_s)
     run.resume_stopped()
-    generation, steps = run.newest_generation(), run.committed_steps()
-    resumed = generation.step if generation else 0
+    resumed, steps = run.newest_generation().step, run.committed_steps()
     run.wait_for(lambda: run.committed_steps() != steps, f"a step after {fault!r} at step {step}")
     if not resumed:  # all workers restarted from a checkpoint
         resumed = run.committed_steps()
@@ -217,7 +217,7 @@ def plan_faults(seed: int, faults: int, steps: int, workers: int, save_every: in
     return sorted(delayed, key=lambda entry: entry[0])
 
 
-class DrillRun:
+class DrillRun(AbstractContextManager["DrillRun"]):
     """A run with its own agent, started by `lockstep launch`.
 
     min_workers  below which training waits
@@ -235,9 +235,6 @@ class DrillRun:
         self.stopped: list[Member] = []
         folder.mkdir(parents=True, exist_ok=True)
         self.start_agent()
-
-    def __enter__(self) -> DrillRun:
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Kill the agent, then the workers, which outlive it."""
@@ -258,22 +255,14 @@ class DrillRun:
             return self.metrics.read_bytes().count(b"\n")
         return 0
 
-    def newest_generation(self) -> Generation | None:
+    def newest_generation(self) -> Generation:
         with suppress(OSError):
-            return self.generations.newest()
-        return None
-
-    def generation_number(self) -> int:
-        generation = self.newest_generation()
-        return generation.number if generation else 0
-
-    def members(self) -> list[Member]:
-        generation = self.newest_generation()
-        return list(generation.members) if generation else []
+            return self.generations.newest() or NO_GENERATION
+        return NO_GENERATION
 
     def progress(self) -> tuple[tuple[object, ...], float]:
         """Return (values that change with any progress, the median seconds of a step)."""
-        values: list[object] = [self.generation_number()]
+        values: list[object] = [self.newest_generation().number]
         values += [path.stat().st_size for path in (self.log, self.metrics, self.folder / "events.jsonl") if path.exists()]
         statuses = []
         for path in sorted(state_folder(self.folder, self.host).glob("[0-9]*.board")):
@@ -300,9 +289,9 @@ class DrillRun:
 
     def failure(self, what: str) -> LockstepError:
         """Return the run's failure, from its generation log or the last error in its log."""
-        code, generation, text = self.agent.wait(), self.newest_generation(), self.log.read_text(errors="replace")
+        code, end, text = self.agent.wait(), self.newest_generation().end, self.log.read_text(errors="replace")
         errors = re.split(r"^(?=\w+Error: )", text, flags=re.MULTILINE)[1:] or ["\n".join(text.splitlines()[-10:])]
-        reason = generation.end.text if generation and generation.end and generation.end.text else errors[-1]
+        reason = end.text if end and end.text else errors[-1]
         error = LockstepError(f"{what} exited with code {code}", f"log: {self.log}", reason)
         error.exit_code = code or LockstepError.exit_code
         return error
@@ -313,7 +302,7 @@ class DrillRun:
                 os.kill(member.pid, number)
 
     def inject(self, fault: str, generator: random.Random) -> None:
-        members = self.members()
+        members = self.newest_generation().members
         others = members[1:] or members
         if fault == "worker":
             self.kill([generator.choice(others)])

@@ -12,7 +12,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -25,14 +25,17 @@ from lockstep.elastic.generation_log import Generation, RunResult
 from lockstep.elastic.membership import Membership, OthersStarted, RunEnded
 from lockstep.elastic.progress import Progress
 from lockstep.elastic.protocol.decisions import ElasticLimits, LeaveReport
-from lockstep.elastic.world import World, is_run_active, join_static_group, make_board, prepare_worker
+from lockstep.elastic.world import World, is_run_active, join_static_group, make_board
 from lockstep.errors import FencedError, PeersLostError, UsageError
 from lockstep.record.events import append_event
 from lockstep.record.goodput import Ledger
 from lockstep.runtime import numerics, sources
+from lockstep.runtime.device import select_device
+from lockstep.runtime.environment import RankInfo
 from lockstep.runtime.exit_report import error_summary, is_out_of_memory, is_peer_loss
 from lockstep.runtime.numerics import seed_unseeded_generators
 from lockstep.runtime.signals import Stopped
+from lockstep.runtime.sockets import interface_with_address
 from lockstep.runtime.status_board import StatusBoard
 from lockstep.runtime.worker_env import SHARED_TERMINAL, WorkerEnv, read_worker_env
 
@@ -48,7 +51,7 @@ class PeerLoss:
     why: str = ""
 
 
-class ElasticRuntime:
+class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
     """This process as a worker of the run: `with ElasticRuntime.join() as runtime:`.
 
     world             rank, size, device; a new value in each generation
@@ -103,7 +106,9 @@ class ElasticRuntime:
     @classmethod
     def join_under_agent(cls, worker_env: WorkerEnv, timeout_s: float, limits: ElasticLimits) -> ElasticRuntime:
         """Collective. Join under an agent. A joiner calls `join_running` once it has a model."""
-        env, (device, reason) = worker_env, prepare_worker(worker_env)
+        env = worker_env
+        os.environ["GLOO_SOCKET_IFNAME"] = interface_with_address(env.address)
+        device, reason = select_device(RankInfo(env.slot, env.slots, env.slot, env.slots, "", 0, "lockstep"))
         limits = replace(limits, expected_workers=env.expected_workers, max_workers=env.max_workers)
         limits = replace(limits, min_workers=max(env.min_workers, limits.replica_size))
         board, group = make_board(env), GenerationGroup(device, timeout_s)
@@ -338,9 +343,6 @@ class ElasticRuntime:
                 self.membership.generation_log.mark_untrusted(self.world.generation, why, facts)
             except OSError as error:
                 log.error("cannot mark the state of generation %d as untrusted: %s", self.world.generation, error)
-
-    def __enter__(self) -> ElasticRuntime:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Leave. A torch error caused by a lost peer becomes a PeersLostError."""

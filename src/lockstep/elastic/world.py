@@ -20,7 +20,7 @@ from lockstep.errors import UsageError
 from lockstep.runtime.device import select_device
 from lockstep.runtime.environment import RankInfo, read_rank_info
 from lockstep.runtime.rendezvous import init_static_group, rendezvous
-from lockstep.runtime.sockets import choose_interface, interface_with_address, open_sockets
+from lockstep.runtime.sockets import choose_interface, open_sockets
 from lockstep.runtime.status_board import StatusBoard
 from lockstep.runtime.worker_env import WorkerEnv, is_loopback_reachable
 
@@ -85,12 +85,6 @@ def join_static_group(threads: int, timeout_s: float) -> tuple[World, Generation
     init_static_group(info, store, device, timeout_s)
     world = World(info.rank, info.size, info.local_rank, info.local_size, socket.gethostname(), device)
     return world, GenerationGroup(device, timeout_s, open_sockets() - before)
-
-
-def prepare_worker(worker_env: WorkerEnv) -> tuple[torch.device, str]:
-    """Choose device and network interface of a worker under an agent; return (device, reason)."""
-    os.environ["GLOO_SOCKET_IFNAME"] = interface_with_address(worker_env.address)
-    return select_device(RankInfo(worker_env.slot, worker_env.slots, worker_env.slot, worker_env.slots, "", 0, "lockstep"))
 
 
 def make_board(worker_env: WorkerEnv) -> StatusBoard:

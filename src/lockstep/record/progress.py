@@ -9,7 +9,8 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
-from typing import Self, TextIO
+from contextlib import AbstractContextManager
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -20,7 +21,7 @@ from lockstep.record.step_timer import format_step_line
 log = logging.getLogger("lockstep")
 
 
-class ProgressDisplay:
+class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
     """Shows lines, and a bar on a terminal, for the steps from `start` to `total`.
 
     shows      returns whether this process displays; called at each step, as the leader may change
@@ -72,9 +73,6 @@ class ProgressDisplay:
                 bar.stop()
             except OSError as error:
                 log.debug("the terminal was closed: %s", error.strerror)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

@@ -14,11 +14,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from lockstep.errors import ConfigError, DataError, LockstepError, UsageError
 from lockstep.files import open_regular, read_json, try_lock, write_json
@@ -47,7 +48,7 @@ def wait_for_lock(path: Path, timeout_s: float) -> int:
     return lock
 
 
-class Tracker:
+class Tracker(AbstractContextManager["Tracker"]):
     """Records a run on its leader; other ranks remember the newest steps, to take over.
 
     leader       whether this process records, or a function that returns it: the leader may change
@@ -167,7 +168,12 @@ class Tracker:
         """Send new lines of evaluations.jsonl to the backends, at the step of their checkpoint."""
         if not self.leader:
             return
-        self._write_evaluations()
+        try:
+            while self.pending_evaluations:
+                append_json(self.evaluations, self.pending_evaluations[0])
+                self.pending_evaluations.popleft()
+        except OSError as error:
+            self._warn(f"{self.evaluations} cannot be written ({error.strerror}); training continues, its lines stay in memory")
         try:
             size = self.evaluations.stat().st_size if self.evaluations.exists() else 0
             for name in list(self.backends):
@@ -214,9 +220,6 @@ class Tracker:
             self.metrics.close()
         os.close(self.lock)
         self.lock = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close(failed=error is not None and not isinstance(error, SystemExit))
@@ -269,14 +272,6 @@ class Tracker:
                     continue
                 self._send(name, sent, "validation", step, line)
 
-    def _write_evaluations(self) -> None:
-        try:
-            while self.pending_evaluations:
-                append_json(self.evaluations, self.pending_evaluations[0])
-                self.pending_evaluations.popleft()
-        except OSError as error:
-            self._warn(f"{self.evaluations} cannot be written ({error.strerror}); training continues, its lines stay in memory")
-
     def _drop(self, name: str, error: Exception) -> None:
         self._warn(f"{name} failed ({type(error).__name__}: {error}); training continues, what it lacks is sent later")
         backend = self.backends.pop(name)
@@ -308,7 +303,7 @@ class Tracker:
             self._warn(f"{self.folder / 'tracker.json'} cannot be written ({error.strerror}); training continues")
 
 
-class BackgroundTracker:
+class BackgroundTracker(AbstractContextManager["BackgroundTracker"]):
     """Runs the methods of a Tracker in a thread, in call order, so that no step waits for a disk.
     The next call, or the end of the block, raises an error of the thread."""
 
@@ -339,9 +334,6 @@ class BackgroundTracker:
     def _raise(self) -> None:
         if self._failure:
             raise self._failure
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._thread.shutdown()

@@ -627,7 +627,7 @@ def test_stop_request_lowers_min_workers(before: bool) -> None:
 def test_stopping_run_still_needs_a_complete_replica(stops: str) -> None:
     limits = ElasticLimits(min_workers=4, replica_size=2)
     view = CoordinatorView(generation(1, 0, 1, 2, 3), {f"a/{slot}/x": LeaveReport(1, 7) for slot in (0, 1, 2)}, {"a/3/x": "exited"}, [])
-    successor, _ = NEXT_GENERATION(view, limits.for_stopping if stops else limits, "token")
+    successor, _ = NEXT_GENERATION(view, replace(limits, min_workers=limits.replica_size) if stops else limits, "token")
     assert (successor and successor.members) == ((member(0), member(1)) if stops else None)
 
 

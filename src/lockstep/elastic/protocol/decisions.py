@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from lockstep.elastic.generation_log import Generation, Member, Removed
@@ -28,11 +28,6 @@ class ElasticLimits:
     min_workers: int = 1  # training waits below this number
     max_workers: int = 1_000_000  # at most this many train at once
     replica_size: int = 1  # workers per replica, adjacent in rank; incomplete replicas are removed
-
-    @property
-    def for_stopping(self) -> ElasticLimits:
-        """Limits of a run that only saves and stops: one replica is enough."""
-        return replace(self, min_workers=self.replica_size)
 
 
 @dataclass(frozen=True)

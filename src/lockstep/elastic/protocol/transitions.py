@@ -300,7 +300,8 @@ class Protocol(MembershipState):
         if self._may_be_minority or not self._may_propose(now_s):
             return []
         gone = {member.id: why for member in self.others if (why := self._loss_reason(member.id))}
-        limits = self.limits.for_stopping if self.stop_signal else self.limits
+        least = self.limits.replica_size if self.stop_signal else self.limits.min_workers  # one replica is enough to save and stop
+        limits = replace(self.limits, min_workers=least)
         view = CoordinatorView(self.generation, self.reports, gone, self._reachable_joiners())
         generation, reason = next_generation(view, limits, self.tokens())
         if generation is None:
