@@ -21,21 +21,11 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from lockstep.agent import restart_policy
 from lockstep.agent.config import LOOPBACK, AgentConfig, AgentTimeouts
 from lockstep.agent.evaluator_process import EvaluatorProcess
 from lockstep.agent.forkserver import WorkerProgram
 from lockstep.agent.lock import PriorState, agent_lock, kill_all
-from lockstep.agent.restart_policy import (
-    RestartPolicy,
-    decide_first_exit,
-    decide_restart,
-    fails_after_end,
-    fails_only_here,
-    is_crash,
-    is_own_fault,
-    start_error,
-    summarize,
-)
 from lockstep.agent.run_logs import EventLog, GenerationReader
 from lockstep.agent.slots import RunEnd, Slot, Worker, exited, last_status, phase_of, read_exit_report, reap_orphans, signal_due, write_log
 from lockstep.agent.stop_requests import StopRequests
@@ -100,7 +90,7 @@ def run_static_group(program: WorkerProgram, workers: int, timeouts: AgentTimeou
     """
     check_worker_count(workers, "this machine")
     with TemporaryDirectory(prefix="lockstep-") as folder, reserve_port(LOOPBACK) as reserved:
-        port, policy = reserved.getsockname()[1], RestartPolicy(restart=False)
+        port, policy = reserved.getsockname()[1], restart_policy.RestartPolicy(restart=False)
         config = AgentConfig.for_this_machine(workers, master_port=port, timeouts=timeouts, policy=policy)
         return run_agent(program, Path(folder), config)
 
@@ -178,7 +168,7 @@ class Agent:
     def result(self) -> tuple[int, str]:
         exits = [slot.last_exit for slot in self.slots.values() if slot.last_exit]
         if self.run_end and self.policy.restart:
-            late = [last_exit for last_exit in exits if last_exit.pid in self.finishers and fails_after_end(last_exit)]
+            late = [last_exit for last_exit in exits if last_exit.pid in self.finishers and restart_policy.fails_after_end(last_exit)]
             return summarize_exits(late) if late and not self.run_end.code else (self.run_end.code, self.run_end.text)
         if not exits and self.stops.is_draining:
             return 0, ""
@@ -211,7 +201,7 @@ class Agent:
         self.run_end = RunEnd(code, text, now_s())
         self.stop_starting()
         self.events.add("run ended", reason)
-        if not fails_only_here(code, self.generations.active_hosts(), self.host):
+        if not restart_policy.fails_only_here(code, self.generations.active_hosts(), self.host):
             self.generations.record_end(code, text, reason)
 
     def escalate_signals(self) -> None:
@@ -309,23 +299,24 @@ class Agent:
             waiting_room.remove_stale_files(self.folder, self.host, worker.slot)
         status, newest = last_status(self.state, worker), self.generations.newest
         lived_s = last_exit.at_s - worker.started_s
-        decision, slot.history = decide_restart(
+        decision, slot.history = restart_policy.decide_restart(
             last_exit,
             slot.history,
             lived_s=lived_s,
             # A crash counts at the worker's own step, a kill at the step of the run.
-            step=status.step - 1 if status and is_crash(last_exit) else newest.step if newest.number else -1,
+            step=status.step - 1 if status and restart_policy.is_crash(last_exit) else newest.step if newest.number else -1,
             phase=phase_of(status),
             stopping=bool(self.stops.received or self.run_end),
             policy=self.policy,
         )
         if slot.number not in self.start_errors and self.worker_env.slots == self.worker_env.expected_workers:
-            self.start_errors[slot.number] = start_error(last_exit, lived_s, self.policy)
-            decision = decide_first_exit(decision, last_exit, self.start_errors, self.worker_env.slots)
+            self.start_errors[slot.number] = restart_policy.start_error(last_exit, lived_s, self.policy)
+            decision = restart_policy.decide_first_exit(decision, last_exit, self.start_errors, self.worker_env.slots)
         self.events.add("worker ended", decision.reason, slot=worker.slot, pid=worker.pid)
         if decision.action == "restart":
-            summary = summarize(last_exit)  # an error of a user's function occurs in every worker, and again after each restart
-            repeated = is_own_fault(last_exit) and summary in self.shown_errors
+            summary = restart_policy.summarize(last_exit)
+            # An error of a user's function occurs in every worker, and again after each restart.
+            repeated = restart_policy.is_own_fault(last_exit) and summary in self.shown_errors
             log.warning("%s: %s", last_exit, decision.reason.replace(summary, "the same error") if repeated else decision.reason)
             self.shown_errors.add(summary)
             slot.start_at_s = now_s() + decision.delay_s

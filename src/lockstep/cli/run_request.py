@@ -15,16 +15,8 @@ from lockstep.checkpoint.fingerprints import newest_facts
 from lockstep.checkpoint.folder import committed_steps
 from lockstep.checkpoint.policy import choose_resume_step
 from lockstep.cli.script import folder_of, imports_lockstep, read_script
+from lockstep.config import rules
 from lockstep.config.resolve import AS_STEPS, parse_flags, resolve, with_precision
-from lockstep.config.rules import (
-    DECAY_STEPS,
-    SCHEDULE,
-    add_override,
-    changed_bits,
-    parse_overrides,
-    refuse_exhausted_schedule,
-    refuse_missing_packages,
-)
 from lockstep.config.saved_run import from_json, has_output, read_run
 from lockstep.config.schema import ResolvedRun, RunConfig, ScheduleOverride
 from lockstep.errors import ConfigError, UsageError
@@ -52,7 +44,7 @@ class RunRequest:
 
     def open(self, resume: str) -> ResolvedRun:
         """Return the configuration, with overrides from the checkpoint that `resume` names."""
-        override = ScheduleOverride(self.resume_step(resume), parse_overrides(self.overrides)) if self.overrides else None
+        override = ScheduleOverride(self.resume_step(resume), rules.parse_overrides(self.overrides)) if self.overrides else None
         return open_run(self.folder, self.run_file, self.flags, os.environ, override, rewind=resume.isdecimal())
 
     def resume_step(self, resume: str) -> int:
@@ -64,7 +56,7 @@ class RunRequest:
         if self.script:
             return None
         resolved = self.open(self.resume)
-        refuse_missing_packages(resolved, prepared=(self.folder / "data" / "prepared.json").exists())
+        rules.refuse_missing_packages(resolved, prepared=(self.folder / "data" / "prepared.json").exists())
         self.resume_step(self.resume)
         return resolved.run
 
@@ -150,22 +142,22 @@ def open_run(
     """
     saved = read_run(folder) or run_of_newest_checkpoint(folder)
     started = saved is not None and has_output(folder)
-    decay_follows_steps = not saved or (saved.origin[DECAY_STEPS] == AS_STEPS and not (started and saved.run.steps))
+    decay_follows_steps = not saved or (saved.origin[rules.DECAY_STEPS] == AS_STEPS and not (started and saved.run.steps))
     resolved = resolve(file, flags, environ, saved, decay_follows_steps=decay_follows_steps)
     if saved and resolved.run.compute.precision == "auto":
         resolved = with_precision(resolved, saved.run.compute.precision, saved.origin["compute.precision"])
-    changed = changed_bits(saved.run, resolved.run) if saved and started else []
-    changed = [change for change in changed if not (decay_follows_steps and change[0] == DECAY_STEPS)]
+    changed = rules.changed_bits(saved.run, resolved.run) if saved and started else []
+    changed = [change for change in changed if not (decay_follows_steps and change[0] == rules.DECAY_STEPS)]
     if changed:
         raise ConfigError(
             f"{folder} holds another run: " + "; ".join(f"{key} was {old!r}, now {new!r}" for key, old, new in changed),
             ", ".join(f"{key} from {resolved.origin[key]}" for key, _, _ in changed),
             "give another folder with --out, or remove these values to resume the run with its own"
-            + "".join(f"\nto change the schedule on purpose: --override {key}={new}" for key, _, new in changed if key in SCHEDULE),
+            + "".join(f"\nto change the schedule on purpose: --override {key}={new}" for key, _, new in changed if key in rules.SCHEDULE),
         )
     if override and override.values:
         if not started:
             raise ConfigError(f"{folder} holds no run to override", "--override", f"give --{next(iter(override.values))} for a new run")
-        resolved = add_override(resolved, override, rewind=rewind)
-    refuse_exhausted_schedule(resolved, saved if started else None, flags)
+        resolved = rules.add_override(resolved, override, rewind=rewind)
+    rules.refuse_exhausted_schedule(resolved, saved if started else None, flags)
     return resolved

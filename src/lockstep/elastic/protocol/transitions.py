@@ -43,18 +43,8 @@ from dataclasses import replace
 from typing import Any
 
 from lockstep.elastic.generation_log import Generation, Member, Removed, RunResult
-from lockstep.elastic.protocol.decisions import (
-    INCOMPLETE,
-    CoordinatorView,
-    Joiner,
-    LeaveReport,
-    first_whole_replicas,
-    member_names,
-    next_generation,
-    refusal_reason,
-    rendezvous_status,
-    split_members,
-)
+from lockstep.elastic.protocol import decisions
+from lockstep.elastic.protocol.decisions import Joiner, LeaveReport, member_names
 from lockstep.elastic.protocol.effects import AbortGroup, Connect, Effect, Exit, FormGroup, GetReady, LogMessage, Propose, ReadLog, Send
 from lockstep.elastic.protocol.state import MembershipState
 from lockstep.runtime.signals import stop_exit_code
@@ -302,20 +292,20 @@ class Protocol(MembershipState):
         gone = {member.id: why for member in self.others if (why := self._loss_reason(member.id))}
         least = self.limits.replica_size if self.stop_signal else self.limits.min_workers  # one replica is enough to save and stop
         limits = replace(self.limits, min_workers=least)
-        view = CoordinatorView(self.generation, self.reports, gone, self._reachable_joiners())
-        generation, reason = next_generation(view, limits, self.tokens())
+        view = decisions.CoordinatorView(self.generation, self.reports, gone, self._reachable_joiners())
+        generation, reason = decisions.next_generation(view, limits, self.tokens())
         if generation is None:
             if reason.startswith("waiting"):
                 return []
-            survivors = split_members(view, limits)
+            survivors = decisions.split_members(view, limits)
             return [*self._log_status(reason), *self._release(survivors[1] if survivors else [])]
         self._pending_proposal = generation.number
         return [Propose(generation)]
 
     def _release(self, members: Sequence[Member]) -> list[Effect]:
         """Make members of incomplete replicas exit, through updates: replacements complete a replica."""
-        self.dead |= {member.id: INCOMPLETE for member in members if member != self.me}
-        return self._exit_removed(INCOMPLETE) if self.me in members else []
+        self.dead |= {member.id: decisions.INCOMPLETE for member in members if member != self.me}
+        return self._exit_removed(decisions.INCOMPLETE) if self.me in members else []
 
     def _propose_start(self, now_s: float) -> list[Effect]:
         """As the first candidate, propose a generation of all waiting workers if none trains."""
@@ -335,8 +325,8 @@ class Protocol(MembershipState):
         wanted = limits.min_workers if waited_s >= limits.rendezvous_timeout_s else max(limits.expected_workers, limits.min_workers)
         workers = [self.me, *sorted((joiner.member for joiner in self.joiners.values()), key=lambda member: member.sort_key)]
         if len(workers) < wanted or not self._may_propose(now_s):
-            return self._log_status(rendezvous_status(workers, limits)) if waited_s >= limits.heartbeat_timeout_s else []
-        members = tuple(first_whole_replicas(workers, limits.max_workers, limits.replica_size))
+            return self._log_status(decisions.rendezvous_status(workers, limits)) if waited_s >= limits.heartbeat_timeout_s else []
+        members = tuple(decisions.first_whole_replicas(workers, limits.max_workers, limits.replica_size))
         if not members:
             return []
         no_answer = f"no answer for {limits.takeover_s:g} s"
@@ -362,7 +352,7 @@ class Protocol(MembershipState):
         id = joiner.member.id
         if self.fingerprint and self.phase in ("in", "left") and not joiner.fingerprint:
             return [Send(id, {"kind": "get_ready"})]
-        if self.fingerprint and joiner.fingerprint and (why := refusal_reason(joiner.fingerprint, self.fingerprint)):
+        if self.fingerprint and joiner.fingerprint and (why := decisions.refusal_reason(joiner.fingerprint, self.fingerprint)):
             where = f"(there: {member_names([joiner.member])}, here: {member_names([self.me])})"
             return [Send(id, {"kind": "refused", "why": f"{why} {where}"})]
         self.joiners[id] = joiner
