@@ -39,7 +39,12 @@ class EvaluatorProcess:
 
     def poll(self) -> None:
         if self.process and (code := self.process.poll()) is not None:
-            self._on_exit(self.process.pid, code)
+            cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            reason = f"{cause}; restarting in {self.delay_s:g} s" if code else "the run is finished"
+            self.events.add("evaluator ended", reason, pid=self.process.pid)
+            self.process = None
+            if code:
+                self._schedule_restart()
         # Without a checkpoint there is nothing to evaluate, and no run.json to read.
         if self.start_at_s is not None and now_s() >= self.start_at_s and (self.folder / "run.json").exists():
             self._start()
@@ -91,15 +96,6 @@ class EvaluatorProcess:
             write_json(self.record_path, {"role": ROLE, "host": self.host, **identity})
         except OSError as error:
             self.events.warn("cannot record the evaluator's process", error)
-
-    def _on_exit(self, pid: int, code: int) -> None:
-        self.process = None
-        if code == 0:
-            self.events.add("evaluator ended", "the run is finished", pid=pid)
-            return
-        cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        self.events.add("evaluator ended", f"{cause}; restarting in {self.delay_s:g} s", pid=pid)
-        self._schedule_restart()
 
     def _schedule_restart(self) -> None:
         self.start_at_s = now_s() + self.delay_s

@@ -203,10 +203,17 @@ class Attempt(AbstractContextManager["Attempt"]):
         fsync_folder(self.path)
         self.fail_point("sealed")
         target = self.folder / folder_name(self.step)
-        while not self._rename_to(target):
+        while True:
+            try:
+                os.rename(self.path, target)  # which replaces an empty folder (rename(2))
+                break
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
             if (target / COMMITTED).exists():
                 return False
             clear_target(target)
+        self.path = target
         self.fail_point("renamed")
         fsync_folder(self.folder)
         self.fail_point("before the marker")
@@ -215,17 +222,6 @@ class Attempt(AbstractContextManager["Attempt"]):
         self.fail_point("marked")
         fsync_folder(target)
         self.committed = True
-        return True
-
-    def _rename_to(self, target: Path) -> bool:
-        """Rename to the final name; False when it is taken (rename(2) replaces empty folders)."""
-        try:
-            os.rename(self.path, target)
-        except OSError as error:
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                return False
-            raise
-        self.path = target
         return True
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from lockstep.elastic.consensus import StepDecision
@@ -23,12 +23,9 @@ class Progress:
     first_generation: bool = True  # the worker was in no generation that trained
     ledger: Mapping[str, Any] | None = None  # how the time of the run was spent
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Progress:
-        """Return the progress that `to_json` described. LockstepError for other fields."""
+        """Return the progress that `asdict` described. LockstepError for other fields."""
         _refuse_other_fields(cls, values)
         if (decision := values["decision"]) is None:
             return cls(**values)

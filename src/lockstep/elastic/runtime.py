@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -302,7 +302,7 @@ class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
         log.info("generation %d: rank %d of %d (%s)", record.number, self.world.rank, self.world.size, record.reason)
         spent = self.ledger.to_json(time.monotonic(), time.time())
         sent = replace(self.progress, first_generation=self.first_generation, ledger=spent)
-        self.member_progress = [Progress.from_json(values) for values in self.group.gather_json(self.world.size, sent.to_json())]
+        self.member_progress = [Progress.from_json(values) for values in self.group.gather_json(self.world.size, asdict(sent))]
 
     def _take_progress(self) -> None:
         """Decide from the members' progress what this generation starts with."""

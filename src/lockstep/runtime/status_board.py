@@ -163,16 +163,13 @@ def read_status(path: Path) -> Status:
             break
         bodies = [body for body in (valid_body(raw[:RECORD_BYTES]), valid_body(raw[RECORD_BYTES:])) if body]
         if bodies:
-            return decode_status(max(bodies, key=lambda body: int(BODY.unpack(body)[0])), now_ns)
+            _, pid, generation, first_step, step, phase, collective, size_bytes, since_ns, moved_ns, step_s = max(map(BODY.unpack, bodies))
+            is_first = first_step < 0 or step <= first_step
+            since_s, moved_s = max(0, now_ns - since_ns) / 1e9, max(0, now_ns - moved_ns) / 1e9
+            return Status(pid, generation, step, PHASES[phase], is_first, collective, size_bytes, since_s, moved_s, step_s)
     raise OSError(None, f"{path} is not a status board")
 
 
 def valid_body(record: bytes) -> bytes | None:
     body = record[: BODY.size]
     return body if CHECK.unpack(record[BODY.size :])[0] == crc32(body) else None
-
-
-def decode_status(body: bytes, now_ns: int) -> Status:
-    _, pid, generation, first_step, step, phase, collective, size_bytes, since_ns, moved_ns, median_s = BODY.unpack(body)
-    is_first, since_s, moved_s = first_step < 0 or step <= first_step, max(0, now_ns - since_ns) / 1e9, max(0, now_ns - moved_ns) / 1e9
-    return Status(pid, generation, step, PHASES[phase], is_first, collective, size_bytes, since_s, moved_s, median_s)
