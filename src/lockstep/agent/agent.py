@@ -50,9 +50,7 @@ EXITED = "exited"  # the reason of a removal because connections are closed and 
 
 def run_agent(program: WorkerProgram, folder: Path, config: AgentConfig) -> int:
     """Run this host's workers until the run ends; print the first failure, return the exit code.
-
-    Call it from the main thread. Errors: UsageError, before anything was started.
-    """
+    Call it from the main thread. Errors: UsageError, before anything was started."""
     if sys.platform != "linux":
         hint = "start the workers with torchrun -m lockstep COMMAND"
         raise UsageError(f"the agent does not support {sys.platform}", "it needs pidfd_open(2) and prctl(2)", hint)

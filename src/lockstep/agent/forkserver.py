@@ -92,9 +92,7 @@ class Forkserver:
 
     def fork(self, spec: WorkerSpec, descriptors: Sequence[int], timeout_s: float) -> int:
         """Start a worker and return its pid. OSError if that fails, or as of `receive`.
-
-        descriptors  stdout, stderr and gate
-        """
+        descriptors: stdout, stderr and gate."""
         message = json.dumps(asdict(spec)).encode()
         if len(message) > MAX_MESSAGE_BYTES:
             raise OSError(None, f"a command of {len(message)} bytes")

@@ -113,10 +113,8 @@ def format_location(path: Sequence[int | str]) -> str:
 
 
 def ssh_command(host: Host, command: Sequence[str], cwd: Path, environ: Mapping[str, str]) -> list[str]:
-    """Return the ssh command that runs `command` on a host, in `cwd`, with LOCKSTEP_ variables.
-
-    The remote shell reads signal names from standard input and sends them: ssh cannot forward them.
-    """
+    """Return the ssh command that runs `command` on a host, in `cwd`, with LOCKSTEP_ variables. The
+    remote shell reads signal names from standard input and sends them: ssh cannot forward them."""
     variables = [f"{name}={value}" for name, value in sorted(environ.items()) if name.startswith("LOCKSTEP_")]
     # Without job control, a shell's background command reads /dev/null by default.
     signals = 'exec 3<&0; while read -r name; do kill -s "$name" $$; done <&3 >/dev/null 2>&1 &'

@@ -49,9 +49,7 @@ class PriorState:
 @contextmanager
 def agent_lock(folder: Path, state: Path, host: str, command: Mapping[str, str], *, slots: int, lives_on: bool) -> Iterator[PriorState]:
     """Be the agent of `host` for the run in `folder`, which is prepared.
-
-    UsageError if there is another agent, other workers survived, or the folder cannot be used.
-    """
+    UsageError if there is another agent, other workers survived, or the folder cannot be used."""
     with hold_lock(state / "agent.lock", folder, host) as lock:
         before, running = read_lock(lock), running_workers(state)
         folder_id = prepare_folder(folder, slots, host, str(before.get("folder_id", "")) if running and before.get("lives_on") else "")
@@ -99,9 +97,7 @@ def write_lock(lock: BinaryIO, value: Mapping[str, Any]) -> None:
 
 def prepare_folder(folder: Path, slots: int, host: str, expected_id: str = "") -> str:
     """Create the run folder with subfolders and logs, and return its id. UsageError if it fails.
-
-    expected_id  id of the folder that surviving workers use; it must exist already
-    """
+    expected_id: id of the folder that surviving workers use; it must exist already."""
     try:
         folder_id = read_folder_id(folder) if expected_id else create_run_folder(folder, host)
         if folder_id != expected_id and expected_id:
@@ -144,9 +140,7 @@ def check_adoptable(
     running: Mapping[int, ProcessIdentity], folder: Path, slots: int, lives_on: bool, before: Mapping[str, str], now: Mapping[str, str]
 ) -> None:
     """UsageError if this start cannot adopt the workers that an earlier `launch` left running.
-
-    before, now  the command that they were started with, and this one
-    """
+    before, now: the command that they were started with, and this one."""
     names = [name for name in dict.fromkeys([*before, *now]) if before and before.get(name) != now.get(name)]
     differences = [f"{name} is {before.get(name) or 'not set'} for them and {now.get(name) or 'not set'} here" for name in names]
     if not lives_on:

@@ -78,9 +78,7 @@ class RunEnd:
 
 def signal_due(worker: Worker, now_s: float, *, run_end: RunEnd | None, asked_s: float | None, timeouts: AgentTimeouts) -> tuple[int, str]:
     """Return (signal to send to a worker now, reason); 0: none.
-
-    asked_s  when the workers were asked to stop
-    """
+    asked_s: when the workers were asked to stop."""
     due: tuple[int, str] = (0, "")
     if run_end:
         delay_s = timeouts.exit_s if run_end.code else timeouts.grace_s

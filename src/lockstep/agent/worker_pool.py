@@ -47,9 +47,7 @@ class PendingWorker:
 
 class WorkerPool:
     """The workers that one agent is starting, and its forkserver.
-
-    import_s, fork_s  time limits for a forkserver to become ready, and for one fork
-    """
+    import_s, fork_s: time limits for a forkserver to become ready, and for one fork."""
 
     def __init__(self, program: WorkerProgram, environ: Mapping[str, str], events: EventLog, *, import_s: float, fork_s: float) -> None:
         self.program, self.events, self.import_s, self.fork_s = program, events, import_s, fork_s

@@ -97,9 +97,7 @@ class IdleRun:
 
 class AsyncSaver(AbstractContextManager["AsyncSaver"]):
     """Saves into `store`, one checkpoint at a time. Call it from one thread only.
-
-    on_saved  called as on_saved(step, seconds) in the writing thread after each commit
-    """
+    on_saved: called as on_saved(step, seconds) in the writing thread after each commit."""
 
     def __init__(self, store: CheckpointStore, on_saved: Callable[[int, float], object] = lambda step, seconds: None) -> None:
         self.store, self.on_saved = store, on_saved

@@ -80,9 +80,7 @@ class CheckpointStore:
 
     def preflight(self) -> None:
         """Try every disk operation of a save on a small scale, to report problems before training.
-
-        CheckpointError: read-only, not permitted, no locks, no space.
-        """
+        CheckpointError: read-only, not permitted, no locks, no space."""
         with commit.explain_write_errors("checkpoints cannot be saved here", self.folder, 0):
             self._create_folder()
             with commit.Attempt(self.folder, 0) as attempt:

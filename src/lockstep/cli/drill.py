@@ -138,9 +138,7 @@ def saved_steps(run: DrillRun) -> list[int]:
 
 def self_check(words: Sequence[str], folder: Path, *, workers: int, host: str) -> int:
     """Train a user's loop on 1 and on `workers` workers, through a kill and a resume, and compare.
-
-    words  FILE.py:FUNCTION and the options of the function
-    """
+    words: FILE.py:FUNCTION and the options of the function."""
     if workers < 2:
         raise UsageError(f"--workers {workers} is too few for a self-check", "command line", "give 2 or more: they are compared with one")
     require_empty(folder)
@@ -165,9 +163,7 @@ def train_once(
     words: Sequence[str], folder: Path, title: str, workers: int, host: str, fault: tuple[Literal["kill", "term"], int] | None = None
 ) -> str:
     """Train, print a line of the table, and return the last hash; "" if the fault stopped the run.
-
-    fault  (kind, step) of a fault that the last worker injects into itself
-    """
+    fault: (kind, step) of a fault that the last worker injects into itself."""
     kind, step = fault or ("", 0)
     expected = stop_exit_code("SIGTERM") if kind == "term" else 0
     if fault:

@@ -75,9 +75,7 @@ def build_parser() -> Parser:
 
 def add_command(commands: Commands, name: str, help: str, *, takes_target: bool = False) -> Callable[..., Any]:
     """Add a command and return its `add_argument`.
-
-    takes_target  its first argument is a run file or a function
-    """
+    takes_target: its first argument is a run file or a function."""
     command = commands.add_parser(name, help=help, description=help, allow_abbrev=False, epilog=EXIT_CODES)
     if takes_target:
         command.formatter_class = argparse.RawDescriptionHelpFormatter

@@ -104,9 +104,7 @@ def run_once(
 
 def wait(process: subprocess.Popen[bytes], runtime: ElasticRuntime, worker_env: WorkerEnv, signals: StopSignals) -> str:
     """Wait until the script exits; return the name of the signal that stopped it, or "".
-
-    PeersLostError if the generation ends first. HostDrained if only this host leaves.
-    """
+    PeersLostError if the generation ends first. HostDrained if only this host leaves."""
     assert runtime.membership is not None
     while process.poll() is None:
         if why := runtime.generation_error() or ("other workers wait to join" if runtime.membership.joiner_count else ""):

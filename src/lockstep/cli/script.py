@@ -194,9 +194,7 @@ def imports_lockstep(script: ast.Module) -> bool:
 
 def session_folder(script: ast.Module) -> str:
     """Return the folder of the script's Session if it is a literal; "" otherwise.
-
-    Session("a"), Session(Path("a")), or the name of a constant or of a parameter with a default.
-    """
+    Session("a"), Session(Path("a")), or the name of a constant or of a parameter with a default."""
     functions = [node for node in ast.walk(script) if isinstance(node, ast.FunctionDef)]
     for scope in [*functions, script]:
         texts = dict(constants(script)) | dict(constants(scope))

@@ -26,9 +26,7 @@ log = logging.getLogger("lockstep")
 
 def run_as_worker(request: RunRequest, workers: int | None) -> int | None:
     """Be a worker if a launcher started this process as one; return the exit code, or None.
-
-    workers  value of --workers
-    """
+    workers: value of --workers."""
     if worker_env := read_worker_env(os.environ):
         from lockstep.cli.worker import run_under_agent  # loads torch: for workers only
 
@@ -51,9 +49,7 @@ def start_local_agent(request: RunRequest, run: RunConfig | None, workers: int, 
 
 def start_agent(request: RunRequest, run: RunConfig | None, config: AgentConfig) -> int:
     """Be the agent of this machine; return the exit code of the run.
-
-    config  where and with how many workers; this function adds the settings of the run
-    """
+    config: where and with how many workers; this function adds the settings of the run."""
     check_worker_count(config.slots, config.host)
     # "auto" is resolved once, by the workers: the resolved precision is no part of the request.
     values = {key: text for key, text in shared_values(run).items() if key != "compute.precision"} if run else request.flags

@@ -118,9 +118,7 @@ def llama_conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
 
 def refuse_missing_packages(resolved: ResolvedRun, *, prepared: bool) -> None:
     """ConfigError with the extra to install when an optional package is missing.
-
-    prepared  the data of the run is prepared, so its source is not read
-    """
+    prepared: the data of the run is prepared, so its source is not read."""
     run = resolved.run
     needs = {
         "data.kind": ("datasets", "hub", run.data.kind == "huggingface" and not prepared),
@@ -196,9 +194,7 @@ def add_override(resolved: ResolvedRun, override: ScheduleOverride, *, rewind: b
 
 def refuse_exhausted_schedule(resolved: ResolvedRun, saved: ResolvedRun | None, flags: Mapping[str, Any]) -> None:
     """ConfigError when the learning rate reaches 0 too early, unless flags set optim.decay_steps.
-
-    saved  the run in the folder, if it has output; it keeps a schedule that it was started with
-    """
+    saved: the run in the folder, if it has output; it keeps a schedule that it was started with."""
     run, last = resolved.run, resolved.optim_after(math.inf)
     first_zero = max(last.decay_steps + 1, last.warmup_steps)
     decays = last.schedule in ("linear", "cosine", "wsd") and last.floor == 0

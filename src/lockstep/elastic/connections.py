@@ -129,9 +129,7 @@ class Connections:
 
     def _accept(self) -> None:
         """Accept waiting connections. Unauthenticated peers may use an eighth of the descriptors.
-
-        At the limit, a new connection replaces the oldest such one if that is older than KEEP_S.
-        """
+        At the limit, a new connection replaces the oldest such one if that is older than KEEP_S."""
         limit = max_unauthenticated()
         while True:
             unauthenticated = [link for link in self._pending.values() if not link.is_client]

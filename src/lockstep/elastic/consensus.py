@@ -123,9 +123,7 @@ def parse_count(count: Any) -> int:
 
 def find_divergent_ranks(digests: Sequence[int | None], replica_size: int) -> tuple[int, ...]:
     """Return the ranks that differ from the majority at their position; without one, all ranks.
-
-    digests  by rank; None: no state
-    """
+    digests: by rank; None: no state."""
     known = {rank: digest for rank, digest in enumerate(digests) if digest is not None}
     by_position = [{rank: known[rank] for rank in known if rank % replica_size == position} for position in range(replica_size)]
     if any(len(minority(digest_of)) == len(digest_of) > 1 for digest_of in by_position):

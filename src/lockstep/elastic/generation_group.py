@@ -156,9 +156,7 @@ class GenerationGroup:
 
 def start_aborts(backends: Iterable[Any]) -> dict[Any, threading.Thread]:
     """Abort NCCL's communicators: nothing else ends a kernel that waits for a dead peer.
-
-    Each has a thread, since the abort of one waits for the kernels of the others.
-    """
+    Each has a thread, since the abort of one waits for the kernels of the others."""
     threads = {backend: threading.Thread(target=backend.abort, name="lockstep-abort", daemon=True) for backend in backends}
     for thread in threads.values():
         thread.start()
@@ -182,9 +180,7 @@ def _close_in_thread(groups: list[dist.ProcessGroup], aborts: dict[Any, threadin
 
 def _connect_store(address: str, size: int, timeout_s: float, generation_error: Callable[[], str]) -> TCPStore:
     """Connect to a store. RuntimeError if it does not answer or the generation is over.
-
-    On a thread: torch's client cannot be interrupted while it retries.
-    """
+    On a thread: torch's client cannot be interrupted while it retries."""
     host, _, port = address.rpartition(":")
     connected: Future[TCPStore] = Future()
 

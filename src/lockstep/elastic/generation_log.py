@@ -192,9 +192,7 @@ class GenerationLog:
 
     def record_end(self, end: RunResult, reason: str, after: int) -> Generation:
         """Record the end of the run; return the record of its end, maybe another process's.
-
-        after  newest generation before this start: an earlier end is not this one's
-        """
+        after: newest generation before this start: an earlier end is not this one's."""
         newest = self.newest()
         while newest is None or not newest.end or newest.number <= after:  # another process may propose, too
             number, step = (newest.number + 1, newest.step) if newest else (1, 0)

@@ -135,9 +135,7 @@ class Link:
 
     def receive(self) -> list[dict[str, Any]]:
         """Return the complete messages received after the handshake.
-
-        EOFError: closed by the peer. OSError: broken. AuthenticationError: an invalid frame.
-        """
+        EOFError: closed by the peer. OSError: broken. AuthenticationError: an invalid frame."""
         closed, messages = False, []
         with suppress(BlockingIOError):
             while not closed and len(self._incoming) <= self._max_bytes + LENGTH_PREFIX.size:

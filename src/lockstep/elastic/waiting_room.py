@@ -31,9 +31,7 @@ def register(run: Path, me: Member) -> None:
 
 def registered_members(run: Path, known: dict[str, Member] | None = None) -> list[Member]:
     """Return the workers in the waiting room. Some may have exited; their ports refuse.
-
-    known  file name -> worker, from the last call: a file never changes, so it is read once
-    """
+    known: file name -> worker, from the last call: a file never changes, so it is read once."""
     known = {} if known is None else known
     paths = {path.name: path for path in sorted((run / FOLDER).glob("[!.]*.json"))}
     for name in known.keys() - paths.keys():

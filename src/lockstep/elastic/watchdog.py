@@ -120,9 +120,7 @@ class GroupAborter:
 
     def check(self, *, is_over: bool, now_s: float, leaving_s: float = 0.0) -> None:
         """Abort the group if its generation `is_over`. Exit if the main thread is stuck in it.
-
-        leaving_s  when the main thread started to leave the group; 0: it has not
-        """
+        leaving_s: when the main thread started to leave the group; 0: it has not."""
         if leaving_s and now_s - leaving_s > LEAVE_S:
             stack = stack_of(self.main_thread)
             log.error("the main thread has not left the broken group within %g s: restarting this worker\n%s", LEAVE_S, stack)

@@ -49,9 +49,7 @@ class RankInfo:
 
 def read_rank_info(environ: Mapping[str, str]) -> tuple[RankInfo | None, str]:
     """Return (rank info, its description); (None, ...) when no launcher started this process.
-
-    UsageError when the variables are incomplete, not numbers, or inconsistent.
-    """
+    UsageError when the variables are incomplete, not numbers, or inconsistent."""
     for read in (rank_from_torchrun, rank_from_kubeflow, rank_from_slurm):
         if info := read(environ):
             require_consistent(info, environ)

@@ -77,9 +77,7 @@ class WorkerExit:
 
 def worker_main(function: Callable[[], int | None], about: Callable[[], Mapping[str, Any]] = dict) -> int:
     """Run `function()` and return the exit code; report failures to the agent, else on stderr.
-
-    about  called at the end, returns further fields of the ExitReport
-    """
+    about: called at the end, returns further fields of the ExitReport."""
     report = replace(run_and_report(function), **about())
     if not send_exit_report(report) and report.text:
         print(report.text, file=sys.stderr, flush=True)

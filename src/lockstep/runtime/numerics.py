@@ -29,9 +29,7 @@ KERNEL_SETTINGS = (
 
 def seed_generators(seed: int, device: torch.device) -> None:
     """Seed the generators of torch (CPU and `device`), NumPy and Python.
-
-    Same numbers as torch.manual_seed, which takes 20 times as long: it formats the stack.
-    """
+    Same numbers as torch.manual_seed, which takes 20 times as long: it formats the stack."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
@@ -56,10 +54,8 @@ def seed_unseeded_generators() -> None:
 
 
 def choose_precision(device: torch.device) -> tuple[Literal["bf16", "fp32"], str]:
-    """Return (precision, the reason): bf16 if the device has bf16 units, else fp32.
-
-    On one core: without bf16 units 25 GFLOP/s in bf16, 119 in fp32; with AMX tiles over 700 and 30.
-    """
+    """Return (precision, the reason): bf16 if the device has bf16 units, else fp32. On one core:
+    without bf16 units 25 GFLOP/s in bf16, 119 in fp32; with AMX tiles over 700 and 30."""
     if device.type == "cuda":
         supported = torch.cuda.is_bf16_supported(including_emulation=False)
         return ("bf16", "this GPU has bf16 units") if supported else ("fp32", "this GPU has no bf16 units")
@@ -88,10 +84,8 @@ def fingerprint(device: torch.device) -> dict[str, str]:
 
 @functools.cache
 def probe_results(device: str, threads: int) -> dict[str, str]:
-    """Return {"result of NAME": start of the sha256 of its bytes} for each of PROBES, in 15 to 30 ms.
-
-    Independent of generators and of the caller's grad and autocast modes.
-    """
+    """Return {"result of NAME": start of the sha256 of its bytes} for each of PROBES, in 15 to 30
+    ms. Independent of generators and of the caller's grad and autocast modes."""
     with torch.no_grad(), torch.autocast(torch.device(device).type, enabled=False):
         return {f"result of {name}": sha256_of(probe(torch.device(device))) for name, probe in PROBES.items()}
 

@@ -29,9 +29,7 @@ def form_timeout_s(device: torch.device) -> float:
 
 def gather_rounds(buffer: torch.Tensor, starts: Sequence[int], rank: int) -> Iterator[Round]:
     """Yield the rounds of Bruck's all-gather: ceil(log2(N)).
-
-    Part i of `buffer`, from starts[i] to starts[i + 1], is that of rank + i modulo N.
-    """
+    Part i of `buffer`, from starts[i] to starts[i + 1], is that of rank + i modulo N."""
     size, known = len(starts) - 1, 1
     while known < size:
         end = min(2 * known, size)

@@ -75,10 +75,8 @@ def listen_on_master_port(info: RankInfo) -> int:
 
 
 def local_master_address(master_addr: str) -> list[tuple[str, socket.AddressFamily, bool]]:
-    """Return [(address, family, False)] of the master; [] if other machines may resolve another one.
-
-    Debian resolves a machine's own name to 127.0.1.1, where other machines cannot reach it.
-    """
+    """Return [(address, family, False)] of the master; [] if other machines may resolve another
+    one. Debian resolves a machine's own name to 127.0.1.1, where other machines cannot reach it."""
     try:
         family, _, _, _, (address, *_) = socket.getaddrinfo(master_addr, None, type=socket.SOCK_STREAM)[0]
     except OSError:

@@ -121,9 +121,7 @@ def reset_group_count() -> None:
 
 def mesh_without_backend(device_type: str, rank: int, size: int, name: str) -> DeviceMesh:
     """Return a mesh of one dimension, "shard", whose group defines ranks and cannot send.
-
-    A public DeviceMesh forms groups with a backend, which could not change between generations.
-    """
+    A public DeviceMesh forms groups with a backend, which could not change between generations."""
     mesh = DeviceMesh(device_type, list(range(size)), mesh_dim_names=("shard",), _init_backend=False, _rank=rank)
     mesh._pg_registry[name] = dist.ProcessGroup(rank, size)  # type: ignore[call-arg]  # whose store is optional
     mesh._dim_group_names = [cast(Any, name)]

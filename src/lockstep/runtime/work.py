@@ -166,11 +166,8 @@ Transfers = Sequence[tuple[int, torch.Tensor]]  # (rank in the group, tensor)
 
 
 def start_p2p(sends: Transfers, receives: Transfers, group: dist.ProcessGroup, tag: int = 0) -> list[dist.Work]:
-    """Start sends and receives of one group together.
-
-    NCCL would queue them one after the other: two ranks that both send first block each other.
-    gloo reads and writes CPU memory only.
-    """
+    """Start sends and receives of one group together. NCCL would queue them one after the other:
+    two ranks that both send first block each other. gloo reads and writes CPU memory only."""
     transfers = (*sends, *receives)
     if transfers and transfers[0][1].is_cuda and not is_staged(transfers[0][1], group):
         operations = [dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer, tag=tag) for peer, tensor in receives]

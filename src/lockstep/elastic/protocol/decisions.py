@@ -98,10 +98,8 @@ def group_by_host(members: Sequence[Member], replica_size: int) -> tuple[Member,
 
 
 def split_members(view: CoordinatorView, limits: ElasticLimits) -> tuple[list[Member], list[Member], list[Removed]] | None:
-    """Return the members (staying, of incomplete replicas, to remove). All have reported or are gone.
-
-    None: all are leaving, and no joiner can take over their state yet.
-    """
+    """Return the members (staying, of incomplete replicas, to remove). All have reported or are
+    gone. None: all are leaving, and no joiner can take over their state yet."""
     members, reports = view.generation.members, view.reports
     alive = [member for member in members if member.id not in view.dead]
     removed = [Removed(member.id, view.dead[member.id]) for member in members if member.id in view.dead]

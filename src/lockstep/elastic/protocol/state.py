@@ -88,9 +88,7 @@ class MembershipState:
     @property
     def _log_pause_s(self) -> float:
         """Interval between reads of the log. A coordinator announces generations to linked members.
-
-        Each waiting worker lists all of them, so many of them do so less often.
-        """
+        Each waiting worker lists all of them, so many of them do so less often."""
         if self.phase == "out":
             return self.limits.log_poll_s * max(1.0, len(self.waiting_members) / 64)
         coordinator = self.coordinator()
@@ -112,9 +110,7 @@ class MembershipState:
 
     def _wanted_peers(self) -> list[Member]:
         """Return the peers to link to: the coordinator and the silent members before it.
-
-        A joiner links to all members, and to joiners of other hosts that may share its replica.
-        """
+        A joiner links to all members, and to joiners of other hosts that may share its replica."""
         wanted: Sequence[Member] = ()
         if self.phase == "out" and not self.join_requested:
             return []
