@@ -28,7 +28,7 @@ from lockstep.elastic.protocol.decisions import ElasticLimits
 from lockstep.runtime.status_board import Phase, Status
 from lockstep.units import format_bytes, format_duration, join_words
 
-WAITING: tuple[Phase, ...] = ("waiting for others", "joining", "reducing", "voting")
+WAITING: tuple[Phase, ...] = ("joining", "reducing", "voting")
 
 ALLOWANCES_S: dict[Phase, float] = {  # without progress, in phases that may take longer
     "starting": 120.0,
@@ -72,7 +72,7 @@ class HangVerdict:
 def diagnose(members: Iterable[MemberSnapshot], limits: ElasticLimits | None = None) -> HangVerdict | None:
     """Return the verdict on a generation; None if nothing hangs or a rank is only slow."""
     limits = limits or ElasticLimits()
-    present = sorted((member for member in members if member.status.phase != "idle"), key=lambda member: member.rank)
+    present = sorted(members, key=lambda member: member.rank)
     step_s = max((member.status.step_s for member in present), default=0.0)
     late = [member for member in present if stalled_s(member, limits) > stall_limit_s(member, limits, step_s)]
     culprits = [member for member in late if cannot_move(member, limits) or not in_collective(member)]
@@ -80,9 +80,7 @@ def diagnose(members: Iterable[MemberSnapshot], limits: ElasticLimits | None = N
         return blame_shared_cause(culprits, limits)
     if culprits:
         return blame_culprits(culprits, [member for member in present if member not in culprits], limits)
-    if not late or len(late) < len(present) or all(member.status.phase == "waiting for others" for member in present):
-        return None
-    return blame_mismatch(late, limits)
+    return blame_mismatch(late, limits) if late and len(late) == len(present) else None
 
 
 def in_collective(member: MemberSnapshot) -> bool:
@@ -169,9 +167,7 @@ def blame_network(members: Sequence[MemberSnapshot], limits: ElasticLimits) -> H
 
 
 PHASE_WORDS: dict[Phase, str] = {
-    "idle": "standing by",
     "starting": "starting",
-    "waiting for others": "waiting for more members",
     "joining": "joining generation {generation}",
     "preparing": "preparing the run's data",
     "compiling": "compiling in step {step}",
@@ -227,11 +223,9 @@ def collective_words(member: MemberSnapshot) -> str:
     status = member.status
     if name := user_collective(member):
         return f"its own {name} in step {status.step}"
-    return {
-        "reducing": f"the reduction of step {status.step}",
-        "voting": f"the vote of step {status.step}",
-        "joining": f"the group of generation {status.generation}",
-    }.get(status.phase, "the rendezvous of the next generation")
+    if status.phase == "joining":
+        return f"the group of generation {status.generation}"
+    return f"the reduction of step {status.step}" if status.phase == "reducing" else f"the vote of step {status.step}"
 
 
 def collective_with_number(member: MemberSnapshot) -> str:

@@ -26,9 +26,7 @@ from lockstep.files import read_bytes
 
 # In the order of a run and of its training loop.
 Phase = Literal[
-    "idle",  # standby, in no generation
     "starting",
-    "waiting for others",  # until enough workers have joined
     "joining",  # a generation: forms the process group, sends or receives the training state
     "preparing",  # prepares data or loads a state while the others wait
     "compiling",
