@@ -68,10 +68,8 @@ class WorkerSpec:
 
 class Forkserver:
     """The agent's handle of a forkserver process. OSError if the process cannot be started.
-
-    imports  it imports the modules of `program`; else each worker does
-    ready    it can start workers
-    """
+    imports: it imports the modules of `program`; else each worker does
+    ready: it can start workers."""
 
     def __init__(self, program: WorkerProgram, environ: Mapping[str, str], *, imports: bool) -> None:
         self.ready, self.started_s = False, now_s()

@@ -66,10 +66,8 @@ class GenerationReader:
 
     def last_handled(self, newest: int, running: set[int]) -> int:
         """Return the generation after which to read on, for an agent with workers of an earlier one.
-
         A worker that was removed meanwhile is in an earlier generation than the newest. One that
-        waits to join is in none, so the search ends after KEEP generations.
-        """
+        waits to join is in none, so the search ends after KEEP generations."""
         number, oldest = newest, max(self.base, newest - KEEP)
         while running and number > oldest:
             running = running - {member.pid for member in self.read(number).members if member.host == self.events.host}

@@ -62,10 +62,8 @@ def copy_to_host(tensors: Mapping[str, Tensor], memory: Mapping[str, Tensor]) ->
 
 class IdleRun:
     """Exhausts iterators in a thread of idle priority, until `hurry` or the deadline.
-
     Only a privileged thread may raise its priority again. So each iterator has a new thread, and
-    the caller takes over what that thread leaves.
-    """
+    the caller takes over what that thread leaves."""
 
     def __init__(self) -> None:
         self._hurried, self._deadline_s = threading.Event(), time.monotonic() + IDLE_S

@@ -215,10 +215,8 @@ def plan_faults(seed: int, faults: int, steps: int, workers: int, save_every: in
 
 class DrillRun(AbstractContextManager["DrillRun"]):
     """A run with its own agent, started by `lockstep launch`.
-
-    min_workers  below which training waits
-    patience_s   time without progress until `wait_for` gives up; at least 20 median steps
-    """
+    min_workers: below which training waits
+    patience_s: time without progress until `wait_for` gives up; at least 20 median steps."""
 
     patience_s = PATIENCE_S
 

@@ -88,10 +88,8 @@ class GenerationGroup:
 
     def shutdown(self, links: set[int]) -> bool:
         """Abort all waits in the group and its subgroups, except on `links` of the membership.
-
         Called by the membership thread, repeatedly until the main thread has left the group.
-        Return whether communicators of a GPU are still being aborted.
-        """
+        Return whether communicators of a GPU are still being aborted."""
         with self._lock:
             self._abort_asked_s = self._abort_asked_s or time.monotonic()
             if time.monotonic() - self._abort_asked_s < self._hold_s:

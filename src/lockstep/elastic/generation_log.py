@@ -145,10 +145,8 @@ def new_token() -> str:
 
 class GenerationLog:
     """The log of generations in `folder`. Every method raises OSError when the disk fails.
-
     It never creates the folder. A missing generation that was seen before, here or by another
-    process (`since`), means that the disk is unavailable.
-    """
+    process (`since`), means that the disk is unavailable."""
 
     def __init__(self, folder: Path, since: int = 0) -> None:
         self.folder, self.seen = folder, since

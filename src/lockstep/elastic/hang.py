@@ -283,10 +283,8 @@ NOT_THE_USERS = re.compile(r"[/\\]lib(64)?[/\\]python3|site-packages|dist-packag
 
 def stack_of(thread_id: int | None = None, *, frames: int = 40) -> str:
     """Return the stack of a thread (None: the main thread), innermost call last; "" if it exited.
-
     PATH:LINE in FUNCTION: SOURCE. Reads the source files, so call it on a thread that may block on
-    disk. The tensor size of a torch.distributed collective follows its name.
-    """
+    disk. The tensor size of a torch.distributed collective follows its name."""
     frame = sys._current_frames().get(thread_id or threading.main_thread().ident or 0)
     if frame is None:
         return ""

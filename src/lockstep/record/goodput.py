@@ -80,10 +80,8 @@ class Ledger:
     @staticmethod
     def from_json(value: Mapping[str, Any], now_s: float, category: Category = "starting", *, wall_clock_s: float | None = None) -> Ledger:
         """Return a ledger that continues from other sums. KeyError, TypeError, ValueError.
-
-        wall_clock_s  now, for sums of an earlier start: the time since then counts as "down"; None
-                      for sums of a running process, maybe by another host's clock
-        """
+        wall_clock_s: now, for sums of an earlier start: the time since then counts as "down"; None
+        for sums of a running process, maybe by another host's clock."""
         ledger = Ledger(now_s, category)
         sums = dict(value["seconds"])
         ledger._sums_s = {name: valid_seconds(sums.get(name, 0.0)) for name in CATEGORIES}

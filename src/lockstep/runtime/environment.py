@@ -160,10 +160,8 @@ def rank_from_kubeflow(environ: Mapping[str, str]) -> RankInfo | None:
 
 def rank_from_slurm(environ: Mapping[str, str]) -> RankInfo | None:
     """Read the variables of an srun task; None outside Slurm and in a step or script of one task.
-
     A batch script has SLURM_NTASKS of the whole job although the other tasks were not started; only
-    srun sets SLURM_STEP_NUM_TASKS (Slurm's src/common/env.c).
-    """
+    srun sets SLURM_STEP_NUM_TASKS (Slurm's src/common/env.c)."""
     if "SLURM_PROCID" not in environ:
         return None
     step_size = environ.get("SLURM_STEP_NUM_TASKS", "1")

@@ -160,10 +160,8 @@ def exit_code_of(exited: WorkerExit) -> int:
 
 def summarize_exits(exits: Sequence[WorkerExit], *, asked: Sequence[int] = (), grace_s: float = 0.0) -> tuple[int, str]:
     """Return (exit code of the command, message for stderr or "").
-
-    asked    signals that the agent received and forwarded
-    grace_s  seconds that it then waited before it killed the workers that had not stopped
-    """
+    asked: signals that the agent received and forwarded
+    grace_s: seconds that it then waited before it killed the workers that had not stopped."""
     exits = sorted(exits, key=lambda exited: exited.report.at_s if exited.report else exited.at_s)
     kinds = ("failed", "exited early", "lost", "terminated", "completed")
     by_kind = {kind: [exited for exited in exits if exit_kind(exited) == kind] for kind in kinds}

@@ -143,10 +143,8 @@ def sha256_of(tensors: Iterable[Tensor]) -> str:
 
 def make_deterministic(device: torch.device) -> str:
     """Select deterministic kernels; return a description. A CPU needs only fixed threads.
-
     On a GPU an operation without a deterministic kernel raises an error. A warning would not do:
-    the backward passes of fused attention then add in any order (attention_backward.cu).
-    """
+    the backward passes of fused attention then add in any order (attention_backward.cu)."""
     if device.type != "cuda":
         return f"{torch.get_num_threads()} thread(s) per worker: the number of threads changes bits, so it is part of the run"
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

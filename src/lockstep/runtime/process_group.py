@@ -113,9 +113,7 @@ def init_default_group(store: Store, rank: int, size: int, device: torch.device,
 
 def choose_backend(device: torch.device, environ: Mapping[str, str]) -> str:
     """Return the backend of torch's groups: gloo for CPU tensors, NCCL for those on a GPU.
-
     NCCL refuses two workers on one GPU, except since 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1. So
-    gloo serves workers that share the GPU named in LOCKSTEP_DEVICE.
-    """
+    gloo serves workers that share the GPU named in LOCKSTEP_DEVICE."""
     is_shared = ":" in environ.get("LOCKSTEP_DEVICE", "") and environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1"
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" and not is_shared else "gloo"

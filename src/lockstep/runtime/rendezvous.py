@@ -25,10 +25,8 @@ from lockstep.runtime.process_group import init_default_group
 
 def rendezvous(info: RankInfo, timeout_s: float, source: str) -> Store:
     """Collective. Return a store that all workers share, after all of them have connected.
-
-    timeout_s  for missing workers
-    source     where `info` comes from, for messages
-    """
+    timeout_s: for missing workers
+    source: where `info` comes from, for messages."""
     if info.size == 1:
         return HashStore()
     deadline_s = time.monotonic() + timeout_s

@@ -41,10 +41,8 @@ class HostDrained(SystemExit):
 
 class StopSignals:
     """Context manager: the first SIGTERM, SIGINT or SIGUSR1 sets `received` to its name.
-
     A second SIGINT ends the process with 130. Main thread only. Handlers are restored at the end,
-    and in forked children.
-    """
+    and in forked children."""
 
     def __init__(self) -> None:
         self.received = ""

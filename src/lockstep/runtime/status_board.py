@@ -68,10 +68,8 @@ class Status:
 
 class StatusBoard:
     """Writer of this worker's status at `path`; None: in private memory.
-
     It creates a new file: an older process may still write to the old one. OSError if that fails.
-    Methods are thread-safe, but must not be called from a signal handler. Each takes about 1 us.
-    """
+    Methods are thread-safe, but must not be called from a signal handler. Each takes about 1 us."""
 
     def __init__(self, path: Path | None) -> None:
         self.pid = os.getpid()

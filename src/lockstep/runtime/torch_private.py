@@ -96,10 +96,8 @@ def device_backends(device: torch.device) -> list[Any]:
 
 def detach_groups() -> list[dist.ProcessGroup]:
     """Make torch forget all groups, and return them, still open, the newest first.
-
     destroy_process_group forgets them only when all are closed, which may block; until then no
-    other default group can form.
-    """
+    other default group can form."""
     world = dist.distributed_c10d._world
     groups = sorted(world.pg_names, key=lambda group: world.pg_names[group], reverse=True)
     dist.distributed_c10d._update_default_pg(None)

@@ -75,10 +75,8 @@ def wait_for(works: list[dist.Work], timeout: timedelta) -> None:
 
 class JobThread:
     """Runs jobs one after the other in a thread, which is left behind when the generation ends.
-
-    generation_error  returns why the generation is over; "" while it is valid
-    max_in_flight     `submit` waits while so many jobs are not done
-    """
+    generation_error: returns why the generation is over; "" while it is valid
+    max_in_flight: `submit` waits while so many jobs are not done."""
 
     def __init__(self, name: str, generation_error: Callable[[], str] = static_group, max_in_flight: int = 1_000_000) -> None:
         self._generation_error = generation_error

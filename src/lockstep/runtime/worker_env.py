@@ -82,10 +82,8 @@ def read_worker_env(environ: Mapping[str, str]) -> WorkerEnv | None:
 
 def state_folder(run: Path, host: str, *, temporary: bool = False) -> Path:
     """Create the state folder of this host, mode 700, on a local disk: the run's disk may hang.
-
     In /tmp (or $LOCKSTEP_TMP), regardless of TMPDIR: an agent started by cron must find the state
-    of one started at a terminal. In the run folder if that is `temporary`.
-    """
+    of one started at a terminal. In the run folder if that is `temporary`."""
     if temporary:
         (run / "state").mkdir(exist_ok=True)
         return run / "state"

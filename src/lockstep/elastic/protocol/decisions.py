@@ -123,10 +123,8 @@ def split_members(view: CoordinatorView, limits: ElasticLimits) -> tuple[list[Me
 
 def select_joiners(joiners: Iterable[Joiner], stay: Sequence[Member], limits: ElasticLimits) -> list[Member]:
     """Return the joiners to admit: whole replicas that reach every staying member.
-
     Replicas of one worker may not reach each other. Then the next generation does not form, and
-    one of them is removed. Members of a larger replica would be removed and join together again.
-    """
+    one of them is removed. Members of a larger replica would be removed and join together again."""
     ids = {member.id for member in stay}
     fit = [joiner for joiner in joiners if ids <= joiner.reaches]
     if limits.replica_size > 1:

@@ -54,10 +54,8 @@ HEARTBEAT = {"kind": "heartbeat"}
 
 class Protocol(MembershipState):
     """Each event method takes the time and returns the effects that cannot wait, in order.
-
     `advance` returns the others. It costs O(members), so call it once for all events of a turn:
-    the reports of all members after a loss then cost O(members) together.
-    """
+    the reports of all members after a loss then cost O(members) together."""
 
     # -- requests of the main thread ------------------------------------------------------------------------------------
 
