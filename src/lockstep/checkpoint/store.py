@@ -182,18 +182,14 @@ class CheckpointStore:
             "process; to train again from step 0 choose another --out",
         )
 
-    def retire(self, protect: Collection[int] = ()) -> list[int]:
-        """Delete checkpoints as retention asks; return their steps. Failures are only logged."""
-        deleted = []
+    def retire(self, protect: Collection[int] = ()) -> None:
+        """Delete checkpoints as retention asks. Failures are only logged."""
         for step in steps_to_delete(self.steps(), keep=self.keep, protect=protect, good=self._verified_step):
             try:
-                if retire(self.folder, step, self.fail_point):
-                    deleted.append(step)
-                else:
+                if not retire(self.folder, step, self.fail_point):
                     log.info("the checkpoint of step %d is being read; a later save deletes it", step)
             except OSError as error:
                 log.warning("the old checkpoint of step %d could not be deleted: %s", step, error)
-        return deleted
 
     def load(self, step: int) -> Checkpoint:
         """Return the checkpoint of `step`, every byte verified. CheckpointError.
@@ -232,14 +228,12 @@ class CheckpointStore:
             log.warning("checkpoint %s is damaged (%s), %s; step %d is used instead", path, join_names(problems), outcome, whole)
         self._verified_step = whole
 
-    def set_aside_after(self, step: int) -> list[int]:
-        """Set aside the checkpoints after `step`, from which a run resumes; return their steps.
-        Several processes may call it at once."""
-        later_steps = [later for later in self.steps() if later > step]
-        for later in later_steps:
+    def set_aside_after(self, step: int) -> None:
+        """Set aside the checkpoints after `step`, from which a run resumes. Several processes may
+        call it at once."""
+        for later in (later for later in self.steps() if later > step):
             if aside := set_aside(self.folder / folder_name(later), "abandoned"):
                 log.warning("resuming from step %d: the checkpoint of step %d is set aside as %s", step, later, aside.name)
-        return later_steps
 
     def _read(self, step: int) -> tuple[Checkpoint | None, list[str]]:
         """Return (the checkpoint, []) or (None, its problems); (None, []) when there is none."""
