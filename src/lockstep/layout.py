@@ -73,17 +73,11 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class LayoutLimits:
-    """Upper bounds on a layout, from a model and a run.
+    """Upper bounds on a layout, from a model and a run."""
 
-    micro_batches  per step: each shard of each replica needs at least one
-    tensor         sizes that the tensor axis must divide (heads, key-value heads, inner width);
-                   empty: not supported by the model
-    stages         layers that can be split over stages; 0: not supported by the model
-    """
-
-    micro_batches: int
-    tensor: tuple[int, ...] = ()
-    stages: int = 0
+    micro_batches: int  # per step: each shard of each replica needs at least one
+    tensor: tuple[int, ...] = ()  # to be divided by the tensor axis: heads, key-value heads, inner width; empty: not supported
+    stages: int = 0  # layers that can be split over stages; 0: not supported by the model
 
     def problem_with(self, layout: Layout) -> str:
         """Return why the layout does not work, or ""."""

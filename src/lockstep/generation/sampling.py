@@ -34,18 +34,12 @@ CONTEXT_TOKENS = 8  # prompt tokens decoded with a continuation, whose first tok
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to draw the next token.
+    """How to draw the next token."""
 
-    temperature  divides the logits: higher is more varied; 0: greedy
-    top_k        draw from the k most probable tokens; 0: all
-    top_p        draw from the most probable tokens with this joint probability; 1: all
-    seed         with the number of a row, determines its draws
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
+    temperature: float = 0.0  # divides the logits: higher is more varied; 0: greedy
+    top_k: int = 0  # draw from the k most probable tokens; 0: all
+    top_p: float = 1.0  # draw from the most probable tokens with this joint probability; 1: all
+    seed: int = 0  # with the number of a row, determines its draws
 
 
 GREEDY = SamplingParams()

@@ -40,27 +40,18 @@ InitParam = Callable[[str, torch.Size], Tensor]
 
 @dataclass
 class LocalModel:
-    """This worker's part of a model: all of it, or slices.
+    """This worker's part of a model: all of it, or slices."""
 
-    module         the module to call; its parameters belong to FSDP
-    local_params   name -> parameter on this worker's slice, for optimizer and checkpoint
-    slices         name -> its slice of the whole tensor
-    fsdp_units     in forward order, the root last
-    tensor_slices  name -> the slice left by the tensor axis, before sharding
-    partial_grads  names of parameters whose gradient is the sum over the tensor axis
-    buffers        that checkpoints hold, whole on each worker
-    """
-
-    module: nn.Module
+    module: nn.Module  # to call; its parameters belong to FSDP
     layout: Layout
     groups: ProcessGroups | None = None
-    local_params: dict[str, nn.Parameter] = field(default_factory=dict)
-    slices: dict[str, TensorSlice] = field(default_factory=dict)
-    fsdp_units: list[FSDPModule] = field(default_factory=list)
-    tensor_slices: dict[str, TensorSlice] = field(default_factory=dict)
+    local_params: dict[str, nn.Parameter] = field(default_factory=dict)  # on this worker's slice, for optimizer and checkpoint
+    slices: dict[str, TensorSlice] = field(default_factory=dict)  # name -> its slice of the whole tensor
+    fsdp_units: list[FSDPModule] = field(default_factory=list)  # in forward order, the root last
+    tensor_slices: dict[str, TensorSlice] = field(default_factory=dict)  # name -> the slice left by the tensor axis, before sharding
     stage: PipelineStage | None = None
-    partial_grads: tuple[str, ...] = ()
-    buffers: dict[str, Tensor] = field(default_factory=dict)
+    partial_grads: tuple[str, ...] = ()  # names of parameters whose gradient is the sum over the tensor axis
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # that checkpoints hold, whole on each worker
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return iter(self.local_params.values())

@@ -82,19 +82,14 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """A worker's part of a model that is split into stages.
-
-    modules   names of the modules of each chunk
-    borrowed  copies of parameters of the first stage, which saves them
-    lent      parameters of the first stage that the last stage has too
-    """
+    """A worker's part of a model that is split into stages."""
 
     number: int
     stages: int
     chunks: tuple[Chunk, ...]
-    modules: tuple[tuple[str, ...], ...]
-    borrowed: tuple[str, ...] = ()
-    lent: tuple[str, ...] = ()
+    modules: tuple[tuple[str, ...], ...]  # names of the modules of each chunk
+    borrowed: tuple[str, ...] = ()  # copies of parameters of the first stage, which saves them
+    lent: tuple[str, ...] = ()  # parameters of the first stage that the last stage has too
 
     def holds(self, chunk: int, name: str) -> bool:
         return any(name.startswith(f"{module}.") for module in self.modules[chunk])
@@ -184,18 +179,13 @@ def empty_activations(model: nn.Module, dtype: torch.dtype, inputs: Sequence[Ten
 
 @dataclass
 class PipelineRunner:
-    """Run one step of one stage.
-
-    forward          (received activations, chunk, micro-batch) -> activations, or the loss
-    before_backward  called with (micro-batch, chunk) before each backward pass
-    empty            micro-batch -> tensors to receive into
-    """
+    """Run one step of one stage."""
 
     stage: PipelineStage
     groups: ProcessGroups
-    forward: Callable[[list[Tensor], int, int], tuple[Tensor, ...]]
-    before_backward: Callable[[int, int], None]
-    empty: Callable[[int], list[Tensor]]
+    forward: Callable[[list[Tensor], int, int], tuple[Tensor, ...]]  # (received, chunk, micro-batch) -> activations, or the loss
+    before_backward: Callable[[int, int], None]  # called with (micro-batch, chunk) before each backward pass
+    empty: Callable[[int], list[Tensor]]  # micro-batch -> tensors to receive into
 
     def step(self, micro_batches: int) -> list[Tensor]:
         """Return the losses, on the last stage; else []. A lost peer sets `groups.failure`."""

@@ -16,26 +16,16 @@ from lockstep.models.translator import Translator
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """How a model may be split; patterns are searched in names of parameters or modules.
+    """How a model may be split; patterns are searched in names of parameters or modules."""
 
-    units            modules that the shard axis gathers and frees, in forward order
-    regions          modules that the tensor axis shares: input replicated, output all-reduced
-    column_parallel  first weights of a region, split by rows: (pattern, matrices packed in one)
-    row_parallel     last weight of a region, split by columns
-    partial_grads    whole weights whose gradient is summed over the tensor axis
-    per_rank_counts  attributes to divide by the tensor axis: (pattern of modules, attribute)
-    widths           numbers that the tensor axis must divide
-    layers           that can be split into stages
-    """
-
-    units: tuple[str, ...]
-    regions: tuple[str, ...]
-    column_parallel: tuple[tuple[str, int], ...]
-    row_parallel: str
-    partial_grads: str = r"$^"
-    per_rank_counts: tuple[tuple[str, str], ...] = ()
-    widths: tuple[int, ...] = ()
-    layers: int = 0
+    units: tuple[str, ...]  # modules that the shard axis gathers and frees, in forward order
+    regions: tuple[str, ...]  # modules that the tensor axis shares: input replicated, output all-reduced
+    column_parallel: tuple[tuple[str, int], ...]  # first weights of a region, split by rows: (pattern, matrices packed in one)
+    row_parallel: str  # last weight of a region, split by columns
+    partial_grads: str = r"$^"  # whole weights whose gradient is summed over the tensor axis
+    per_rank_counts: tuple[tuple[str, str], ...] = ()  # attributes to divide by the tensor axis: (pattern of modules, attribute)
+    widths: tuple[int, ...] = ()  # numbers that the tensor axis must divide
+    layers: int = 0  # that can be split into stages
 
     def packed(self, name: str) -> int:
         """Return the number of matrices packed in a column-parallel weight; 0 for other weights."""

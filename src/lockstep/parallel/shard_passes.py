@@ -17,16 +17,11 @@ from lockstep.parallel.ordered_sum import PartialSum, SumTree, leaves_of_rank, m
 
 @dataclass(frozen=True)
 class ShardPass:
-    """One forward and backward pass of all shards of a replica, as one of them runs it.
+    """One forward and backward pass of all shards of a replica, as one of them runs it."""
 
-    k       micro-batch that this shard computes
-    counts  False: this shard has no micro-batch left and only joins the collectives
-    leaves  of the pass; with `reduce_once_per_step`, this shard's own leaf
-    """
-
-    k: int
-    counts: bool
-    leaves: tuple[int, ...]
+    k: int  # micro-batch that this shard computes
+    counts: bool  # False: this shard has no micro-batch left and only joins the collectives
+    leaves: tuple[int, ...]  # of the pass; with `reduce_once_per_step`, this shard's own leaf
     last: bool
 
 
