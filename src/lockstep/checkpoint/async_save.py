@@ -35,6 +35,9 @@ MAX_COPY_THREADS = 4
 IDLE_S = 30.0  # a checkpoint is not delayed longer on a machine without an idle core
 
 
+def do_nothing() -> None: ...
+
+
 def copy_to_host(tensors: Mapping[str, Tensor], memory: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[torch.cuda.Event]]:
     """Return copies of the tensors on the CPU, and an event per GPU that marks the end of its copies:
     its stream orders them before the next update of the weights.
@@ -112,7 +115,7 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         tensors: Mapping[str, Tensor],
         facts: Mapping[str, Any],
         protect: Callable[[], Collection[int]] = tuple,
-        first: Callable[[], object] = tuple,
+        first: Callable[[], None] = do_nothing,
     ) -> None:
         """Wait for the previous save, copy the state and return; the tensors may then change. The
         thread calls `first`, and `CheckpointStore.save` with the steps that `protect` returns."""
