@@ -1,6 +1,6 @@
 """Configure the logger `lockstep`: rank 0 logs to stderr, every rank to a separate file.
 
-Modules use `logging.getLogger("lockstep")`; only the command and the workers call `set_up_logging`.
+Only the command and the workers call `set_up_logging`.
 A thread writes the log file, so a run disk that does not answer for minutes blocks no log call.
 """
 
@@ -14,11 +14,11 @@ from logging.handlers import QueueHandler
 from pathlib import Path
 
 FLUSH_TIMEOUT_S = 1.0
+log = logging.getLogger("lockstep")
 
 
 def set_up_logging(*, rank: int = 0, file: Path | None = None) -> None:
     """Send records from INFO on to stderr (rank 0 only), and all records to `file`."""
-    log = logging.getLogger("lockstep")
     log.setLevel(logging.DEBUG)
     log.propagate = False
     for handler in list(log.handlers):
@@ -37,7 +37,7 @@ def set_up_logging(*, rank: int = 0, file: Path | None = None) -> None:
 
 def flush_log() -> None:
     """Wait until all records are in the log file, FLUSH_TIMEOUT_S at most: before os._exit."""
-    for handler in logging.getLogger("lockstep").handlers:
+    for handler in log.handlers:
         handler.flush()
 
 

@@ -12,7 +12,6 @@ generation with a result ends the run.
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
@@ -33,6 +32,7 @@ from lockstep.agent.worker_pool import RETRY_S, PendingWorker, WorkerPool
 from lockstep.elastic import waiting_room
 from lockstep.elastic.generation_log import Generation
 from lockstep.errors import LockstepError, UsageError
+from lockstep.log import log
 from lockstep.runtime.environment import check_worker_count
 from lockstep.runtime.exit_report import ExitReport, WorkerExit, exit_kind, summarize_exits
 from lockstep.runtime.processes import PR_SET_CHILD_SUBREAPER, now_s, open_worker_log, prctl
@@ -40,7 +40,6 @@ from lockstep.runtime.signals import EXIT_INTERRUPTED, STOP_SIGNALS, SignalInbox
 from lockstep.runtime.sockets import reserve_port
 from lockstep.runtime.worker_env import ProcessIdentity, WorkerEnv, exit_report_path, identify_process, state_folder, write_worker_process
 
-log = logging.getLogger("lockstep")
 TOUCH_INTERVAL_S = 3600.0
 STATIC_TIMEOUTS = AgentTimeouts(exit_s=5.0)  # of a static group: time for the exit reports of the other workers
 # Fields of AgentConfig that the workers receive unchanged.

@@ -15,7 +15,6 @@ value by name.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import select
 from collections.abc import Iterator, Mapping
@@ -28,10 +27,10 @@ from lockstep.elastic.generation_log import NO_GENERATION, Generation, Generatio
 from lockstep.elastic.run_folder import create_run_folder, read_folder_id
 from lockstep.errors import DamagedFileError, UsageError
 from lockstep.files import add_checksum, open_regular, read_json, try_lock, verify_checksum, write_json
+from lockstep.log import log
 from lockstep.runtime.processes import kill_group, open_worker_log
 from lockstep.runtime.worker_env import ProcessIdentity, running_workers
 
-log = logging.getLogger("lockstep")
 KILL_TIMEOUT_S = 5.0
 COMMAND_FILE = "agent.command"
 

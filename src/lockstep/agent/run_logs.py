@@ -5,7 +5,6 @@ A disk that cannot be written or read stops nothing.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,10 +12,9 @@ from pathlib import Path
 from lockstep.agent.lock import PriorState
 from lockstep.elastic.generation_log import KEEP, NO_GENERATION, Generation, GenerationLog, RunResult
 from lockstep.errors import DamagedFileError
+from lockstep.log import log
 from lockstep.record.events import append_event
 from lockstep.runtime.worker_env import is_loopback_reachable
-
-log = logging.getLogger("lockstep")
 
 
 class EventLog:

@@ -7,17 +7,16 @@ user's module starts threads).
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lockstep.agent.forkserver import ONE_THREAD, Forkserver, WorkerProgram, WorkerSpec
 from lockstep.agent.run_logs import EventLog
+from lockstep.log import log
 from lockstep.runtime.processes import now_s
 from lockstep.runtime.worker_env import WorkerEnv
 
-log = logging.getLogger("lockstep")
 RETRY_S = 1.0  # after a worker could not be started at all
 MAX_FAILURES = 2  # forkservers in a row that exited before they were ready, or hung
 # glibc returns large blocks to the kernel at every free, and each step allocates the same ones again:

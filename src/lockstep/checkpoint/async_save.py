@@ -11,7 +11,6 @@ while no other thread does, until the caller waits for the save or IDLE_S has pa
 from __future__ import annotations
 
 import json
-import logging
 import os
 import threading
 import time
@@ -27,9 +26,8 @@ from torch import Tensor
 
 from lockstep.checkpoint.commit import exhaust
 from lockstep.checkpoint.store import CheckpointStore
+from lockstep.log import log
 from lockstep.units import format_duration
-
-log = logging.getLogger("lockstep")
 
 MAX_COPY_THREADS = 4
 IDLE_S = 30.0  # a checkpoint is not delayed longer on a machine without an idle core

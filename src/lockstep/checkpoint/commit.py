@@ -11,7 +11,6 @@ import errno
 import fcntl
 import hashlib
 import json
-import logging
 import mmap
 import os
 import time
@@ -43,9 +42,8 @@ from lockstep.checkpoint.folder import (
 )
 from lockstep.errors import CheckpointError, DamagedFileError
 from lockstep.files import fsync_folder, open_regular
+from lockstep.log import log
 from lockstep.units import format_bytes
-
-log = logging.getLogger("lockstep")
 
 MANIFEST = "manifest.json"
 FACTS = "facts.json"  # besides the manifest the only file without tensors

@@ -22,7 +22,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import itertools
-import logging
 import os
 import re
 import secrets
@@ -31,8 +30,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lockstep.files import open_regular
-
-log = logging.getLogger("lockstep")
+from lockstep.log import log
 
 WRITING, COMMITTED, REMOVING = "WRITING", "COMMITTED", "REMOVING"
 STEP_FOLDER = re.compile(r"step-([0-9]{8,})")

@@ -13,7 +13,6 @@ layout can read a checkpoint. The digest of a state is that of its whole tensors
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import shutil
@@ -34,7 +33,6 @@ from lockstep.files import fsync_folder, read_json, write_json
 from lockstep.runtime.exit_report import error_summary
 from lockstep.tensor_slice import TensorSlice
 
-log = logging.getLogger("lockstep")
 T = TypeVar("T")
 
 SHARD_LIST = "part.json"

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -35,11 +34,10 @@ from lockstep.checkpoint.policy import missing_checkpoint, show_steps, steps_to_
 from lockstep.checkpoint.safetensors_io import TensorSpec
 from lockstep.checkpoint.state_dict import fingerprints, spec_of, tensor_from_bytes
 from lockstep.errors import CheckpointError
+from lockstep.log import log
 from lockstep.runtime.tensor_bytes import bytes_of
 from lockstep.tensor_slice import TensorSlice
 from lockstep.units import format_bytes, format_duration, join_names
-
-log = logging.getLogger("lockstep")
 
 FILE_BYTES = 2 * 10**9
 

@@ -7,7 +7,6 @@ host: any host may be lost, and the remaining workers form the next generation (
 
 from __future__ import annotations
 
-import logging
 import os
 import shlex
 import signal
@@ -22,12 +21,12 @@ from lockstep.elastic.collectives import all_gather_json, run_on_rank0
 from lockstep.elastic.protocol.decisions import ElasticLimits
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import LockstepError, PeersLostError
+from lockstep.log import log
 from lockstep.runtime.processes import die_with_parent, last_lines
 from lockstep.runtime.signals import HostDrained, StopSignals, stop_exit_code
 from lockstep.runtime.sockets import reserve_port
 from lockstep.runtime.worker_env import WorkerEnv
 
-log = logging.getLogger("lockstep")
 POLL_S = 0.05
 EXIT_TIMEOUT_S = 10.0  # from SIGTERM until SIGKILL, for a script that has to restart
 PEER_FAILURE_S = 1.0  # a script that fails this soon before its generation ends failed because of another worker

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import shlex
 from collections.abc import Mapping
@@ -20,8 +19,7 @@ from lockstep.config.resolve import AS_STEPS, parse_flags, resolve, with_precisi
 from lockstep.config.saved_run import from_json, has_output, read_run
 from lockstep.config.schema import ResolvedRun, RunConfig, ScheduleOverride
 from lockstep.errors import ConfigError, UsageError
-
-log = logging.getLogger("lockstep")
+from lockstep.log import log
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +15,11 @@ from lockstep.config.rules import shared_values
 from lockstep.config.schema import RunConfig
 from lockstep.errors import UsageError
 from lockstep.layout import Layout, choose_layout
+from lockstep.log import log
 from lockstep.runtime.environment import check_worker_count, default_worker_count, read_rank_info
 from lockstep.runtime.exit_report import worker_main
 from lockstep.runtime.worker_env import read_worker_env
 from lockstep.tasks.layout_limits import layout_limits
-
-log = logging.getLogger("lockstep")
 
 
 def run_as_worker(request: RunRequest, workers: int | None) -> int | None:

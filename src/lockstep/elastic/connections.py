@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import resource
 import selectors
@@ -19,8 +18,8 @@ from lockstep.elastic.generation_log import Member
 from lockstep.elastic.link import AuthenticationError, Link
 from lockstep.elastic.protocol.effects import Effect
 from lockstep.elastic.protocol.transitions import Protocol
+from lockstep.log import log
 
-log = logging.getLogger("lockstep")
 CONNECT_S = 1.0  # time for a new connection to authenticate
 RETRY_S = 0.01  # interval between connection attempts to an exiting process
 KEEP_S = 0.05  # minimum age of an unauthenticated connection that is closed in favor of a new one

@@ -5,7 +5,6 @@ A shared disk may block for minutes, and a member without heartbeats counts as g
 
 from __future__ import annotations
 
-import logging
 import queue
 import socket
 import threading
@@ -22,9 +21,9 @@ from lockstep.elastic import waiting_room
 from lockstep.elastic.generation_log import Generation, GenerationLog, Member, RunResult
 from lockstep.elastic.protocol.effects import Effect
 from lockstep.elastic.protocol.transitions import Protocol
+from lockstep.log import log
 from lockstep.runtime.worker_env import is_loopback_reachable
 
-log = logging.getLogger("lockstep")
 Call = Callable[[Callable[[], Sequence[Effect]]], None]
 
 

@@ -14,7 +14,6 @@ the tests do.
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import random
 import signal
@@ -26,10 +25,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.files import read_json, write_json
-from lockstep.log import flush_log
+from lockstep.log import flush_log, log
 from lockstep.runtime.status_board import Phase, StatusBoard
 
-log = logging.getLogger("lockstep")
 DRILL_VARIABLE = "LOCKSTEP_DRILL"
 FaultKind = Literal["kill", "term", "stop", "hang", "spin", "raise", "exit", "flip"]
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}

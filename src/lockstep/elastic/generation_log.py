@@ -21,7 +21,6 @@ from __future__ import annotations
 import errno
 import ipaddress
 import json
-import logging
 import os
 import re
 import secrets
@@ -33,8 +32,8 @@ from typing import Any
 
 from lockstep.errors import DamagedFileError
 from lockstep.files import add_checksum, read_json, verify_checksum, write_if_absent, write_json
+from lockstep.log import log
 
-log = logging.getLogger("lockstep")
 GENERATION_FILE = re.compile(r"(\d{6,})\.json")
 KEEP = 1000  # newest generations that stay in the folder
 

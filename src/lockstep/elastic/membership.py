@@ -36,11 +36,11 @@ from lockstep.elastic.protocol.transitions import Protocol
 from lockstep.elastic.run_folder import read_worker_token
 from lockstep.elastic.watchdog import GroupAborter, Watchdog, exit_for_restart, read_status
 from lockstep.errors import FencedError, LockstepError, PeersLostError, UsageError
+from lockstep.log import log
 from lockstep.record.events import append_event
 from lockstep.runtime.signals import STOP_EXIT_CODES
 from lockstep.runtime.worker_env import WorkerEnv, is_loopback_reachable, loopback_network
 
-log = logging.getLogger("lockstep")
 TICK_S = 0.1
 SIGNAL_POLL_S = 1.0  # interval between checks for a signal while the main thread waits for a generation
 PUBLISH_S = 10.0  # how long to try to record the end of the run

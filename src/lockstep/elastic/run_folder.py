@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import logging
 import os
 import secrets
 import time
@@ -25,9 +24,9 @@ from lockstep.elastic import waiting_room as waiting
 from lockstep.elastic.generation_log import GenerationLog
 from lockstep.elastic.link import make_token, read_token
 from lockstep.errors import CheckpointError, DamagedFileError, DataError, LockstepError, SaveFailedError
+from lockstep.log import log
 from lockstep.runtime.worker_env import WorkerEnv
 
-log = logging.getLogger("lockstep")
 SUBFOLDERS = ("generations", waiting.FOLDER, "logs")
 POLL_S = 0.25
 

@@ -27,6 +27,7 @@ from lockstep.elastic.progress import Progress
 from lockstep.elastic.protocol.decisions import ElasticLimits, LeaveReport
 from lockstep.elastic.world import World, is_run_active, join_static_group, make_board
 from lockstep.errors import FencedError, PeersLostError, UsageError
+from lockstep.log import log
 from lockstep.record.events import append_event
 from lockstep.record.goodput import Ledger
 from lockstep.runtime import numerics, sources
@@ -39,7 +40,6 @@ from lockstep.runtime.sockets import interface_with_address
 from lockstep.runtime.status_board import StatusBoard
 from lockstep.runtime.worker_env import SHARED_TERMINAL, WorkerEnv, read_worker_env
 
-log = logging.getLogger("lockstep")
 T = TypeVar("T")
 MAX_FAILED_GENERATIONS = 50  # in a row
 

@@ -7,7 +7,6 @@ a generation that is over, and restarts this worker if it is stuck in it.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import time
@@ -22,13 +21,12 @@ from lockstep.elastic.generation_log import Generation, Member
 from lockstep.elastic.hang import HangVerdict, MemberSnapshot, diagnose, stack_of
 from lockstep.elastic.protocol.decisions import ElasticLimits
 from lockstep.errors import FencedError
-from lockstep.log import flush_log
+from lockstep.log import flush_log, log
 from lockstep.runtime import status_board as board
 from lockstep.runtime.exit_report import ExitReport, send_exit_report
 from lockstep.runtime.status_board import Status
 from lockstep.runtime.worker_env import process_stat
 
-log = logging.getLogger("lockstep")
 CHECK_S = 1.0  # interval between diagnoses
 STACK_S = 1.0  # how long to wait for the stack of a culprit
 STUCK_S = 3.0  # a collective that survives the shutdown of its sockets for longer is stuck: milliseconds are normal

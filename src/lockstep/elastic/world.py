@@ -5,7 +5,6 @@ The launch variables fix its rank. Under an agent, each generation sets a new on
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 from dataclasses import dataclass
@@ -17,14 +16,13 @@ from lockstep.elastic.fault_injection import DRILL_VARIABLE, FaultInjectingBoard
 from lockstep.elastic.generation_group import GenerationGroup
 from lockstep.elastic.generation_log import Generation, GenerationLog
 from lockstep.errors import UsageError
+from lockstep.log import log
 from lockstep.runtime.device import select_device
 from lockstep.runtime.environment import RankInfo, read_rank_info
 from lockstep.runtime.rendezvous import init_static_group, rendezvous
 from lockstep.runtime.sockets import choose_interface, open_sockets
 from lockstep.runtime.status_board import StatusBoard
 from lockstep.runtime.worker_env import WorkerEnv, is_loopback_reachable
-
-log = logging.getLogger("lockstep")
 
 
 @dataclass(frozen=True)

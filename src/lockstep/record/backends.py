@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import logging
 import os
 import re
 import struct
@@ -29,8 +28,8 @@ from typing import Any, Literal
 
 from lockstep.errors import ConfigError
 from lockstep.files import open_regular
+from lockstep.log import log
 
-log = logging.getLogger("lockstep")
 Axis = Literal["train", "validation"]
 
 

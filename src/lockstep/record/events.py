@@ -5,16 +5,14 @@ Agents and workers of all hosts append to it, one write per line. A failed write
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from lockstep.files import open_regular
+from lockstep.log import log
 from lockstep.record.metrics import append_json, decode_line
-
-log = logging.getLogger("lockstep")
 
 
 def append_event(run: Path, event: str, **facts: Any) -> bool:

@@ -11,7 +11,6 @@ Floats have their shortest exact form: equal bits give equal text.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import re
@@ -22,8 +21,7 @@ from typing import Any
 
 from lockstep.errors import DataError, LockstepError
 from lockstep.files import append_line, open_regular
-
-log = logging.getLogger("lockstep")
+from lockstep.log import log
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 STEP = re.compile(rb'\{"step": (\d+)[,}]')  # start of our lines: much faster than parsing the line

@@ -5,7 +5,6 @@ When the reader exits (`lockstep train | head`) the output ends and the training
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -16,9 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from lockstep.log import log
 from lockstep.record.step_timer import format_step_line
-
-log = logging.getLogger("lockstep")
 
 
 class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):

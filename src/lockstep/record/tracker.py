@@ -7,7 +7,6 @@ missing or killed loses and duplicates nothing. A failure is logged once; traini
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import time
@@ -23,11 +22,10 @@ from typing import Any, Literal
 
 from lockstep.errors import ConfigError, DataError, LockstepError, UsageError
 from lockstep.files import open_regular, read_json, try_lock, write_json
+from lockstep.log import log
 from lockstep.record.backends import Axis, Cursor, TensorBoard, WeightsAndBiases
 from lockstep.record.events import append_event
 from lockstep.record.metrics import MetricsFile, append_json, decode_line, iter_steps, last_step, to_json_value
-
-log = logging.getLogger("lockstep")
 
 Backend = TensorBoard | WeightsAndBiases  # after an exception the tracker drops it until it is reopened
 REMEMBERED_STEPS = 10_000  # newest steps that a rank other than the leader keeps in memory

@@ -24,7 +24,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -32,9 +31,9 @@ from pathlib import Path
 
 from lockstep.errors import UsageError
 from lockstep.files import add_checksum, read_json, verify_checksum, write_json
+from lockstep.log import log
 from lockstep.runtime import status_board
 
-log = logging.getLogger("lockstep")
 WORKER_ENV, STATE_FOLDER, EXIT_REPORT = "LOCKSTEP_WORKER_ENV", "LOCKSTEP_STATE", "LOCKSTEP_EXIT_REPORT"
 SHARED_TERMINAL = "LOCKSTEP_SHARED_TERMINAL"
 
