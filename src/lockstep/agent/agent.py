@@ -93,8 +93,6 @@ def run_static_group(program: WorkerProgram, workers: int, timeouts: AgentTimeou
 
 
 class Agent:
-    """The agent of one host and run."""
-
     def __init__(self, program: WorkerProgram, folder: Path, config: AgentConfig, worker_env: WorkerEnv, prior: PriorState) -> None:
         self.worker_env, self.timeouts, self.policy = worker_env, config.timeouts, config.policy
         self.folder, self.state, self.host = Path(worker_env.folder), Path(worker_env.state), worker_env.host

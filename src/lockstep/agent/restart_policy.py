@@ -60,8 +60,6 @@ class SlotHistory:
 
 @dataclass(frozen=True)
 class RestartDecision:
-    """Decision after a worker's exit, and its reason."""
-
     action: Literal["restart", "done", "end"]
     reason: str
     delay_s: float = 0.0  # before the restart

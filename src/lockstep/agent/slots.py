@@ -24,8 +24,6 @@ STEP_PHASES = ("data", "forward", "backward", "reducing", "voting", "updating", 
 
 @dataclass
 class Worker:
-    """A running worker."""
-
     slot: int
     process: ProcessIdentity
     pidfd: int  # readable once it has exited; never refers to another process (pidfd_open(2))

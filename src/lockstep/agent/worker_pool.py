@@ -94,7 +94,6 @@ class WorkerPool:
         return {self.forkserver.process.pid} if self.forkserver else set()
 
     def start(self, worker: PendingWorker) -> None:
-        """Start a worker if the forkserver is ready."""
         if not self.forkserver or not self.forkserver.ready:
             return
         try:

@@ -24,8 +24,6 @@ from lockstep.log import log
 
 @dataclass(frozen=True)
 class RunRequest:
-    """Program, run folder and checkpoint of a run."""
-
     script: str  # the user's FILE.py:FUNCTION, or FILE.py as a whole; "": the built-in loop
     run_file: Path | None
     folder: Path

@@ -49,8 +49,6 @@ StringList = Annotated[tuple[str, ...], BeforeValidator(parse_list)]
 
 @dataclass(frozen=True)
 class Field:
-    """One key of the configuration."""
-
     default: Any
     doc: str  # one sentence for --help and for error messages
     bits: bool = False  # the key decides the trained bits

@@ -127,7 +127,6 @@ def running_evaluators(run: Path) -> list[dict[str, Any]]:
 
 
 def format_status(status: dict[str, Any]) -> str:
-    """Format the result of `run_status` as a table."""
     if status["ended"]:
         return f"{status['run']} ended with exit code {status['ended']['code']}\n{status['ended']['text']}".rstrip()
     title = f"generation {status['generation']}, from step {status['began_at_step']} on" if status["generation"] else status["run"]

@@ -42,7 +42,6 @@ class FaultInjectingBoard(StatusBoard):
         super().__init__(path)
 
     def set_flip(self, flip: Callable[[], None]) -> None:
-        """Set the function that flips a bit of this worker's weights."""
         self._flip = flip
 
     def enter(self, phase: Phase, step: int | None = None, *, generation: int | None = None) -> None:

@@ -62,8 +62,6 @@ class MemberSnapshot:
 
 @dataclass(frozen=True)
 class HangVerdict:
-    """A detected hang."""
-
     culprits: tuple[str, ...]  # ids in rank order; empty if no member is to blame
     paragraph: str  # for the log
     action: Action

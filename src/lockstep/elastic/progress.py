@@ -12,8 +12,6 @@ from lockstep.errors import LockstepError
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a worker."""
-
     stage: Literal["join", "resume", "step"]  # "join" and "resume" before the first step, then "step"
     step: int  # committed steps; -1: this worker has no training state yet
     decision: StepDecision | None = None  # the vote on the last committed step, for members that missed it

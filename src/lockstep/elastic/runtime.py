@@ -172,7 +172,6 @@ class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
         self._owners[kind] = weakref.ref(owner)
 
     def unregister(self, owner: object) -> None:
-        """Unregister a ReplicaGroup or Checkpointer that was closed."""
         self._owners.pop(type(owner).__name__, None)
 
     def set_progress(self, progress: Progress) -> None:
@@ -184,7 +183,6 @@ class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
         self.ledger = ledger
 
     def set_exit_code(self, code: int) -> None:
-        """Set the exit code of the run, for all workers."""
         self.exit_code = code
 
     def set_stop_signal(self, stop_signal: Callable[[], str]) -> None:

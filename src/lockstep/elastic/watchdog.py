@@ -37,8 +37,6 @@ LEAVE_S = 20.0  # a main thread that takes longer to leave a broken group is stu
 
 @dataclass
 class Watchdog:
-    """Collects heartbeats and stacks."""
-
     limits: ElasticLimits
     host: str  # of the coordinator, where it can see the state of processes
     ask_stack: Callable[[str], None]  # requests the stack of a member's main thread; `on_stack` takes the answer

@@ -14,8 +14,6 @@ INCOMPLETE = "its replica is incomplete"
 
 @dataclass(frozen=True)
 class ElasticLimits:
-    """Timeouts and numbers of workers."""
-
     heartbeat_s: float = 0.5  # interval between heartbeats
     heartbeat_timeout_s: float = 2.5  # without a message for longer, a peer counts as lost
     log_poll_s: float = 0.25  # interval between reads of the log while waiting for a generation
@@ -56,8 +54,6 @@ class Joiner:
 
 @dataclass(frozen=True)
 class CoordinatorView:
-    """All inputs of a coordinator's decision."""
-
     generation: Generation
     reports: Mapping[str, LeaveReport]
     dead: Mapping[str, str]  # id -> why a member counts as gone
