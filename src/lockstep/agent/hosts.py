@@ -96,17 +96,15 @@ def parse_hosts(values: Mapping[str, Any], source: str, hint: str = FORMAT_HINT)
     try:
         hosts = TypeAdapter(Hosts).validate_python(values)
     except ValidationError as error:
-        problems = "; ".join(f"{format_location(item['loc'])}: {item['msg']}" for item in error.errors())
-        raise ConfigError(problems.replace("Unexpected keyword argument", "unknown key"), source, hint) from None
+        problems = []
+        for item in error.errors():  # ("host", 1, "name") -> "host 2 name"
+            location = " ".join(str(part + 1 if isinstance(part, int) else part) for part in item["loc"])
+            problems.append(f"{location}: {item['msg'].replace('Unexpected keyword argument', 'unknown key')}")
+        raise ConfigError("; ".join(problems), source, hint) from None
     duplicates = [name for name, count in Counter(host.name for host in hosts.host).items() if count > 1]
     if duplicates:
         raise ConfigError(f"several hosts are named {', '.join(duplicates)}", source, "give each host a unique name")
     return hosts
-
-
-def format_location(path: Sequence[int | str]) -> str:
-    """Format a location in the file: ("host", 1, "name") -> "host 2 name"."""
-    return " ".join(str(part + 1 if isinstance(part, int) else part) for part in path)
 
 
 # Start all hosts by ssh.

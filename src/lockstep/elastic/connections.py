@@ -60,9 +60,6 @@ class Connections:
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
 
-    def __len__(self) -> int:
-        return len(self._links)
-
     def descriptors(self) -> set[int]:
         """Return the sockets of the membership, which do not belong to the process group."""
         return {self._listener.fileno(), *self._links}

@@ -64,13 +64,10 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
             log.warning("standard output was closed (%s); training continues without progress output", error.strerror)
 
-    def close(self) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self.bar is not None:
             bar, self.bar = self.bar, None
             try:
                 bar.stop()
             except OSError as error:
                 log.debug("the terminal was closed: %s", error.strerror)
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
