@@ -10,8 +10,6 @@ arrives, and polls the generation log. It kills local workers that the newest ge
 generation with a result ends the run.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -4,8 +4,6 @@ It runs `lockstep evaluate RUN --follow`, which waits for checkpoints, writes th
 run and exits when the run is finished. It has the lowest priority and is killed with its agent.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -16,8 +16,6 @@ imports nothing starts them, and each worker imports everything after execve(2).
     forkserver -> agent     {"pid": 4711} or {"error": REASON}, for each request
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

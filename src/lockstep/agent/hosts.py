@@ -8,8 +8,6 @@ address = "10.0.0.1"     # where other hosts reach it; by default its name
 workers = 8
 """
 
-from __future__ import annotations
-
 import shlex
 import signal
 import socket

@@ -12,8 +12,6 @@ While there are workers, state/agent.command holds the settings that they were s
 value by name.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select

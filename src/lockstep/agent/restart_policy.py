@@ -13,8 +13,6 @@ the worker lived less than `crash_reset_s` before each. The workers of a static 
 (`run_static_group`) cannot be replaced: the first failure ends the run.
 """
 
-from __future__ import annotations
-
 import math
 import signal
 from collections.abc import Collection, Mapping

@@ -3,8 +3,6 @@
 A disk that cannot be written or read stops nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The slots of a host and their worker processes: their exits, and when they get signals."""
 
-from __future__ import annotations
-
 import json
 import os
 import select

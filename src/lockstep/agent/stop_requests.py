@@ -5,8 +5,6 @@ to join have no vote. If no local worker has one, the agent asks a worker of ano
 the run (elastic/control.py), and exits with the run.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Collection
 from contextlib import suppress

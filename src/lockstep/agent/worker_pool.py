@@ -5,8 +5,6 @@ exited or hangs is replaced; by one that imports nothing, if none can fork after
 user's module starts threads).
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

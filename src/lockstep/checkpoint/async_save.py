@@ -8,8 +8,6 @@ Hashing and writing release the interpreter lock and run at idle priority: they 
 while no other thread does, until the caller waits for the save or IDLE_S has passed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -1,7 +1,5 @@
 """The commands `lockstep checkpoint list | verify | digest | export`, on files only: no torch."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ folder; rename the folder to its final name; fsync the parent; rename the marker
 the folder. Everything that needs disk space is written before the first rename.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib

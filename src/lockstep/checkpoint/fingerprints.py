@@ -9,8 +9,6 @@ These keys of facts.json are compared. The first two must be equal; a change of 
 purpose, so it is a warning and an event in events.jsonl.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import secrets

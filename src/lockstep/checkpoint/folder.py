@@ -17,8 +17,6 @@ One rename of the marker changes the state, and keeps the locks. To delete a fol
 A folder without COMMITTED is not a checkpoint.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import itertools

@@ -1,7 +1,5 @@
 """Which checkpoint to resume from and which ones to delete: pure functions over lists of steps."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pathlib import Path
 

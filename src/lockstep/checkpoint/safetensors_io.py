@@ -7,8 +7,6 @@ writes and hashes chunks; a full disk is an OSError with its number; no call hol
 lock.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

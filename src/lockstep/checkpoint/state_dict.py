@@ -9,8 +9,6 @@ DistributedDataParallel. A tied parameter is saved once, under its first name; i
 loading, since tensors are filled in place. Parameter groups and stateful objects: stateful.py.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

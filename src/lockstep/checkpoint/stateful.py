@@ -11,8 +11,6 @@ JSON has neither tuples nor keys other than strings, so containers carry their t
 decimals restore its bits.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import re

@@ -13,8 +13,6 @@ its state. Here the bytes become tensors, and these rules hold across checkpoint
   one known to be whole
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

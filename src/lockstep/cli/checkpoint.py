@@ -1,7 +1,5 @@
 """`lockstep checkpoint`: list, verify, digest, import and export checkpoints."""
 
-from __future__ import annotations
-
 import argparse
 
 from lockstep.checkpoint import commands

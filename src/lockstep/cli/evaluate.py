@@ -1,7 +1,5 @@
 """`lockstep evaluate`: score checkpoints, in one process or several."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """`lockstep launch`: be the agent of this host, or start the agents of all hosts by ssh."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import socket

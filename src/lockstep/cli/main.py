@@ -5,8 +5,6 @@ Each command is a module of its name with `main(args, rest)`; argparse does not 
 mistyped option answer without torch.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The options of every command. Imports neither torch nor a command."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from pathlib import Path

@@ -5,8 +5,6 @@ supervisor terminates its child and starts it again in the next generation. Ther
 host: any host may be lost, and the remaining workers form the next generation (--min).
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

@@ -1,7 +1,5 @@
 """`lockstep run`: run a script on all devices of this machine."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """The run that the words of `train`, `run` or `launch` describe."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

@@ -4,8 +4,6 @@ Every worker runs the file as `python FILE.py` would. If the script imports lock
 is replaced while the others keep their state.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import os

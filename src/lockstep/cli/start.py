@@ -1,7 +1,5 @@
 """Start the workers of this machine under an agent: how many, and with which layout."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`lockstep status`: list the members of a run."""
 
-from __future__ import annotations
-
 import argparse
 import json
 

@@ -1,7 +1,5 @@
 """`lockstep train`: train a run file or a function on all devices of this machine."""
 
-from __future__ import annotations
-
 import argparse
 
 from lockstep.cli.run_request import read_request

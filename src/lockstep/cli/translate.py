@@ -1,7 +1,5 @@
 """`lockstep translate`: print translations, and nothing else, on standard output."""
 
-from __future__ import annotations
-
 import argparse
 
 from lockstep.data.pairs.textfiles import read_input_lines

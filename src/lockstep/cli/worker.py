@@ -1,7 +1,5 @@
 """A worker of `train`, `run` or `launch`. Imports torch."""
 
-from __future__ import annotations
-
 import os
 from contextlib import ExitStack
 from dataclasses import asdict

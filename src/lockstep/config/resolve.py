@@ -5,8 +5,6 @@ variable (`LOCKSTEP_OPTIM_LEARNING_RATE`), the run file (TOML), the saved run (w
 default. One error reports all unknown keys and invalid values, with the nearest known names.
 """
 
-from __future__ import annotations
-
 import difflib
 import tomllib
 from collections.abc import Mapping, Sequence

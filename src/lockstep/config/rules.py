@@ -1,7 +1,5 @@
 """Rules for configuration values: invalid combinations, values that must be equal, overrides."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """RUN/run.json: the configuration of a run as JSON, with a format number and a checksum."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict

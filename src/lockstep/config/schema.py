@@ -5,8 +5,6 @@ A key marked BITS decides the trained bits, and cannot change when the run resum
 every key, except for those marked EACH_HOST.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ All processes call a function whose docstring starts with "Collective." at the s
 are numbers and JSON over gloo; nothing received is unpickled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 

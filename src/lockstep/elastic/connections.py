@@ -1,7 +1,5 @@
 """The connections of a worker to its peers: accept, connect, authenticate, send and receive."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -3,8 +3,6 @@
 Control flow depends only on values that all ranks agree on. collectives.py exchanges the votes.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 import struct

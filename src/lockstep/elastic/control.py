@@ -4,8 +4,6 @@ The newest generation and the waiting room contain the addresses of the workers.
 which only the owner of the run folder can read, authenticates requests.
 """
 
-from __future__ import annotations
-
 import math
 import socket
 import time

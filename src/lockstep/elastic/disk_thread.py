@@ -3,8 +3,6 @@
 A shared disk may block for minutes, and a member without heartbeats counts as gone.
 """
 
-from __future__ import annotations
-
 import queue
 import socket
 import threading

@@ -11,8 +11,6 @@ A worker looks for requests only if it was started with LOCKSTEP_DRILL=1, as `lo
 the tests do.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import random

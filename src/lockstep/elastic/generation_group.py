@@ -1,7 +1,5 @@
 """The process group of one generation: form it, abort it, send and receive in it."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -12,8 +12,6 @@ thread.
     all wait, in the same collective                  the network is to blame, no rank
 """
 
-from __future__ import annotations
-
 import math
 import re
 import sys

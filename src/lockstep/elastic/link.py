@@ -11,8 +11,6 @@ the two nonces and the direction. So the first one proves that its sender has th
 altered, repeated, dropped, reordered or reflected frame closes the connection.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import json

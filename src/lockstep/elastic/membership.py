@@ -10,8 +10,6 @@ The main thread calls, in this order:
     report_left(report)         it has left that process group; then next_generation again
 """
 
-from __future__ import annotations
-
 import ipaddress
 import logging
 import os

@@ -10,8 +10,6 @@ While the run lives, a missing subfolder is never created again: there would be 
 disk is back. A process that needs it waits.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

@@ -6,8 +6,6 @@
 A worker that cannot reach a member but sees its liveness file change knows that the member lives.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ detect a hang, and again with the stacks of the culprits. A GroupAborter aborts 
 a generation that is over, and restarts this worker if it is stuck in it.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -12,8 +12,6 @@ and it loses the last seconds of a killed process. So every row has the cursor u
 at the end of the newest file.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -3,8 +3,6 @@
 Agents and workers of all hosts append to it, one write per line. A failed write loses its line.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path

@@ -8,8 +8,6 @@ NaN and infinities are strings, as in the JSON form of protocol buffers; readers
 Floats have their shortest exact form: equal bits give equal text.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

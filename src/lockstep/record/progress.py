@@ -3,8 +3,6 @@
 When the reader exits (`lockstep train | head`) the output ends and the training continues.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Mapping

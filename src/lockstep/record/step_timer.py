@@ -5,8 +5,6 @@ newest steps. No function synchronizes a device, so on a GPU single steps are on
 waits of the loop; the averages are exact. No torch: the caller passes clock and memory functions.
 """
 
-from __future__ import annotations
-
 import re
 import resource
 import time

@@ -5,8 +5,6 @@ reports its cursor when it opens and is sent what it lacks, in order, so a backe
 missing or killed loses and duplicates nothing. A failure is logged once; training continues.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import time

@@ -1,7 +1,5 @@
 """The device that this process computes on."""
 
-from __future__ import annotations
-
 import os
 
 import torch

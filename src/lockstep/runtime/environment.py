@@ -9,8 +9,6 @@ The first family present counts. A family that is incomplete or inconsistent is 
 that falls back to training alone wastes a cluster and overwrites the checkpoints of the others.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

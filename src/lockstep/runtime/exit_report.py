@@ -5,8 +5,6 @@ it. So each worker writes one line of JSON: how and when it exited, and whether 
 (`worker_main`). `summarize_exits` finds the earliest root cause.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Versions, processor and threads, which decide bits like the run's config; compared at each resume."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import math

@@ -1,7 +1,5 @@
 """torch's default process group: form it, create subgroups, gather JSON values."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Processes of this machine: clock, process groups, ties to a parent, log files."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

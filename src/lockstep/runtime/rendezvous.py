@@ -4,8 +4,6 @@ It waits for all ranks, or fails with the numbers of the missing ones: a run nev
 than requested.
 """
 
-from __future__ import annotations
-
 import errno
 import ipaddress
 import os

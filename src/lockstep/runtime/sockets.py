@@ -1,7 +1,5 @@
 """The open sockets of this process, how to break their connections, and gloo's network interface."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterable, Mapping

@@ -3,8 +3,6 @@
 Both are hashes of source files at load time, independent of later edits and of their folder.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Tensors as bytes, and the dtype names of the safetensors format."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

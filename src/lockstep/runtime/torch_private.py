@@ -4,8 +4,6 @@ Each entry gives the reason why no public name serves, as of torch 2.13; test_to
 checks each on any torch. torch._dynamo takes a second to import: functions import it when called.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta

@@ -4,8 +4,6 @@ The file is loaded as a module with its folder first on the search path, as in `
 can import its neighbors, and its classes can be pickled for DataLoader workers.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect

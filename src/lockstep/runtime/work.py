@@ -6,8 +6,6 @@ wait cannot be interrupted. So a thread waits that is not needed: when the gener
 its operations are left behind until the group's timeout.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

@@ -19,8 +19,6 @@ Files of slot 3 in the state folder:
     file_digests.* digests of the prepared data, for all workers of the host (data/manifest.py)
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Effects: requests of the protocol to the membership thread, and the events that follow them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -3,8 +3,6 @@
 Only transitions.py changes it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -35,8 +35,6 @@ A worker of a new start asks without a fingerprint: it has no model yet. Members
 have a fingerprint) tell such a worker to get ready, and it asks again as a joiner.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
