@@ -140,15 +140,6 @@ def checksum_of(value: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def append_line(path: Path, text: str) -> None:
-    """Append one line in one write: lines of several processes do not interleave (O_APPEND)."""
-    descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    try:
-        os.write(descriptor, text.encode() + b"\n")
-    finally:
-        os.close(descriptor)
-
-
 def try_lock(path: Path) -> int | None:
     """Return a descriptor with the exclusive lock on `path`, which the kernel releases at process
     exit; None when another process holds it. Works on local disks and NFS (Linux 2.6.12)."""

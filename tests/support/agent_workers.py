@@ -19,7 +19,7 @@ from waiting import wait_until
 from lockstep.elastic.generation_log import Generation, GenerationLog, Member, RunResult
 from lockstep.errors import CheckpointError, DivergedError, FencedError, PeersLostError, UsageError
 from lockstep.runtime.exit_report import worker_main
-from lockstep.runtime.signals import StopSignals, stop_exit_code
+from lockstep.runtime.signals import STOP_EXIT_CODES, StopSignals
 from lockstep.runtime.status_board import StatusBoard
 from lockstep.runtime.worker_env import WorkerEnv, read_worker_env
 
@@ -55,7 +55,7 @@ def polite() -> int:
         mark_ready(slot)
         wait_until(lambda: bool(signals.received))
     Path(f"saved-{slot}").touch()
-    return stop_exit_code(signals.received)
+    return STOP_EXIT_CODES[signals.received]
 
 
 def deaf() -> int:

@@ -22,7 +22,7 @@ from waiting import wait_until
 
 from lockstep.errors import DataError, PeersLostError
 from lockstep.runtime.exit_report import worker_main
-from lockstep.runtime.signals import StopSignals, stop_exit_code
+from lockstep.runtime.signals import STOP_EXIT_CODES, StopSignals
 
 
 def main(argv: list[str]) -> int:
@@ -117,7 +117,7 @@ def polite() -> int:
         mark_ready(rank())
         wait_until(lambda: bool(signals.received))
     Path(f"saved-{rank()}").touch()
-    return stop_exit_code(signals.received)
+    return STOP_EXIT_CODES[signals.received]
 
 
 def deaf() -> int:

@@ -27,7 +27,7 @@ from lockstep.elastic.generation_log import Generation, GenerationLog, Member
 from lockstep.elastic.link import make_token, read_token
 from lockstep.elastic.run_folder import create_run_folder, folder_error
 from lockstep.errors import CheckpointError, DamagedFileError, LockstepError, UsageError
-from lockstep.files import add_checksum, append_line, read_json, try_lock, verify_checksum
+from lockstep.files import add_checksum, read_json, try_lock, verify_checksum
 from lockstep.models.load_translator import read_run
 from lockstep.record import events, metrics
 from lockstep.runtime import status_board as board
@@ -63,8 +63,8 @@ def run(tmp_path: Path) -> Path:
     GenerationLog(folder / "generations").propose(RECORD)
     save(folder / "checkpoints", 10)
     for step in (1, 2):
-        append_line(folder / "metrics.jsonl", json.dumps({"step": step, "loss": 1.0}))
-    append_line(folder / "evaluations.jsonl", json.dumps({"step": 10, "loss": 1.0, **QUESTION}))
+        metrics.append_json(folder / "metrics.jsonl", {"step": step, "loss": 1.0})
+    metrics.append_json(folder / "evaluations.jsonl", {"step": 10, "loss": 1.0, **QUESTION})
     (folder / "best.json").write_text(json.dumps({"step": 10}))
     (folder / "finished.json").write_text(json.dumps({"step": 10}))
     events.append_event(folder, "began")
@@ -279,7 +279,7 @@ def test_damaged_best_json_is_ignored_and_the_best_step_kept(run: Path, content:
 
 def test_best_step_of_the_evaluations_is_kept_beside_that_of_best_json(run: Path) -> None:
     (run / "best.json").write_text('{"step": 11}')
-    append_line(run / "evaluations.jsonl", '{"step": 12, "split": "validation"}')  # damaged
+    metrics.append_json(run / "evaluations.jsonl", {"step": 12, "split": "validation"})  # damaged
     assert best_steps(run) == [10, 11]
     (run / "best.json").unlink()
     assert best_steps(run) == [10]

@@ -41,7 +41,7 @@ from lockstep.errors import LockstepError, UsageError
 from lockstep.record.events import read_events
 from lockstep.record.metrics import last_step
 from lockstep.runtime import status_board
-from lockstep.runtime.signals import stop_exit_code
+from lockstep.runtime.signals import STOP_EXIT_CODES
 from lockstep.runtime.worker_env import ProcessIdentity, running_workers, state_folder
 from lockstep.units import format_duration
 
@@ -165,7 +165,7 @@ def train_once(
     """Train, print a line of the table, and return the last hash; "" if the fault stopped the run.
     fault: (kind, step) of a fault that the last worker injects into itself."""
     kind, step = fault or ("", 0)
-    expected = stop_exit_code("SIGTERM") if kind == "term" else 0
+    expected = STOP_EXIT_CODES["SIGTERM"] if kind == "term" else 0
     if fault:
         request_fault(state_folder(folder, host), workers - 1, fault[0], at="forward", step=step)
     with DrillRun(words, folder, workers, host, min_workers=workers) as run:

@@ -10,7 +10,7 @@ from lockstep.agent.forkserver import STATIC_PRELOAD, WorkerProgram
 from lockstep.cli.start import refuse_other_worker_count
 from lockstep.runtime.environment import read_rank_info
 from lockstep.runtime.exit_report import worker_main
-from lockstep.runtime.signals import stop_exit_code
+from lockstep.runtime.signals import STOP_EXIT_CODES
 
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:
@@ -30,4 +30,4 @@ def run_worker(args: argparse.Namespace) -> int:
     with ElasticRuntime.join(threads=1) as runtime:
         log.set_up_logging(rank=runtime.world.rank)
         options = {"step": args.step, "split": args.split, "beams": args.beams, "average": args.average, "follow": args.follow}
-        return stop_exit_code(evaluate(args.folder, runtime, **options))
+        return STOP_EXIT_CODES[evaluate(args.folder, runtime, **options)]

@@ -21,7 +21,7 @@ from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import LockstepError, PeersLostError
 from lockstep.log import log
 from lockstep.runtime.processes import die_with_parent, last_lines
-from lockstep.runtime.signals import HostDrained, StopSignals, stop_exit_code
+from lockstep.runtime.signals import STOP_EXIT_CODES, HostDrained, StopSignals
 from lockstep.runtime.sockets import reserve_port
 from lockstep.runtime.worker_env import WorkerEnv
 
@@ -86,7 +86,7 @@ def run_once(
         finally:
             terminate(process)
     if stopped:
-        return 128 + signal.Signals[stopped] if process.returncode else stop_exit_code(stopped)
+        return 128 + signal.Signals[stopped] if process.returncode else STOP_EXIT_CODES[stopped]
     if process.returncode:
         until_s = time.monotonic() + PEER_FAILURE_S
         while process.returncode > 0 and time.monotonic() < until_s:

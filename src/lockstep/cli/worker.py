@@ -19,7 +19,7 @@ from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import RunFolderUnavailableError, UsageError
 from lockstep.runtime.exit_report import worker_main
 from lockstep.runtime.numerics import seed_unseeded_generators
-from lockstep.runtime.signals import HostDrained, Stopped, stop_exit_code
+from lockstep.runtime.signals import STOP_EXIT_CODES, HostDrained, Stopped
 from lockstep.runtime.status_board import read_status
 from lockstep.runtime.user_function import load_function
 from lockstep.runtime.worker_env import WorkerEnv, read_worker_env
@@ -105,5 +105,5 @@ def train_run(request: RunRequest) -> int:
                 runtime.retry_across_generations(lambda: evaluate_at_end(folder, resolved.run, runtime))
         if runtime.membership is None:
             runtime.report_goodput(folder)
-        runtime.set_exit_code(stop_exit_code(stopped_by))
+        runtime.set_exit_code(STOP_EXIT_CODES[stopped_by])
         return runtime.exit_code

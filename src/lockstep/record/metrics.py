@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import DataError, LockstepError
-from lockstep.files import append_line, open_regular
+from lockstep.files import open_regular
 from lockstep.log import log
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -111,9 +111,11 @@ def last_newline(path: Path) -> int:
 
 
 def append_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Append a line in one write; end a line that a killed writer left torn."""
+    """Append a line in one write, so that lines of several processes do not interleave (O_APPEND).
+    End a line that a killed writer left torn."""
     torn = path.exists() and last_newline(path) < path.stat().st_size
-    append_line(path, "\n" * torn + encode_line(values).decode().rstrip("\n"))
+    with open(path, "ab", buffering=0, opener=open_regular) as file:
+        file.write(b"\n" * torn + encode_line(values))
 
 
 def last_step(path: Path, below: int) -> int:

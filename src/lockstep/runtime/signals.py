@@ -16,20 +16,15 @@ from types import FrameType, TracebackType
 from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-STOP_EXIT_CODES = {"": 0, "SIGTERM": 75, "SIGUSR1": 75, "SIGINT": 130}
+STOP_EXIT_CODES = {"": 0, "SIGTERM": 75, "SIGUSR1": 75, "SIGINT": 130}  # of a run that saved on this signal
 EXIT_INTERRUPTED = 130
-
-
-def stop_exit_code(name: str) -> int:
-    """Return the exit code of a run that saved on signal `name`: 75, 130 for SIGINT; "": 0."""
-    return STOP_EXIT_CODES[name]
 
 
 class Stopped(SystemExit):
     """Raised on all ranks after the run has saved and stops; `code` is the exit code."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(stop_exit_code(name))
+        super().__init__(STOP_EXIT_CODES[name])
 
 
 class HostDrained(SystemExit):

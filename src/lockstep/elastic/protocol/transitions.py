@@ -45,7 +45,7 @@ from lockstep.elastic.protocol import decisions
 from lockstep.elastic.protocol.decisions import Joiner, LeaveReport, member_names
 from lockstep.elastic.protocol.effects import AbortGroup, Connect, Effect, Exit, FormGroup, GetReady, LogMessage, Propose, ReadLog, Send
 from lockstep.elastic.protocol.state import MembershipState
-from lockstep.runtime.signals import stop_exit_code
+from lockstep.runtime.signals import STOP_EXIT_CODES
 
 HEARTBEAT = {"kind": "heartbeat"}
 
@@ -341,7 +341,7 @@ class Protocol(MembershipState):
         """Record the end of the run: no generation trains, so there is nothing to save."""
         self._pending_proposal, step = self.number + 1, self.generation.step
         reason = f"stopped by {self.stop_signal} while its workers waited to start"
-        end = RunResult(stop_exit_code(self.stop_signal), reason)
+        end = RunResult(STOP_EXIT_CODES[self.stop_signal], reason)
         return [Propose(Generation(self._pending_proposal, self.tokens(), (), "", step, reason, end=end))]
 
     def _on_join_request(self, joiner: Joiner) -> list[Effect]:
