@@ -11,6 +11,7 @@ generation with a result ends the run.
 """
 
 import os
+import select
 import signal
 import sys
 from contextlib import suppress
@@ -24,7 +25,7 @@ from lockstep.agent.evaluator_process import EvaluatorProcess
 from lockstep.agent.forkserver import WorkerProgram
 from lockstep.agent.lock import PriorState, agent_lock, kill_all
 from lockstep.agent.run_logs import EventLog, GenerationReader
-from lockstep.agent.slots import RunEnd, Slot, Worker, exited, last_status, phase_of, read_exit_report, reap_orphans, signal_due, write_log
+from lockstep.agent.slots import RunEnd, Slot, Worker, last_status, phase_of, read_exit_report, reap_orphans, signal_due, write_log
 from lockstep.agent.stop_requests import StopRequests
 from lockstep.agent.worker_pool import RETRY_S, PendingWorker, WorkerPool
 from lockstep.elastic import waiting_room
@@ -133,7 +134,9 @@ class Agent:
                     self.stop_starting()
                     self.stops.forward(number, self.workers)
             self.touch_state_folder()
-            exited_workers = exited(self.workers)  # before the log is read: if they recorded the end of the run, it is known below
+            # Before the log is read: if they recorded the end of the run, it is known below.
+            ready, _, _ = select.select([worker.pidfd for worker in self.workers], [], [], 0)
+            exited_workers = [worker for worker in self.workers if worker.pidfd in ready]
             for record, before in self.generations.read_new():
                 self.apply_generation(record, before)
             for worker in exited_workers:

@@ -2,9 +2,8 @@
 
 import json
 import os
-import select
 import signal
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,11 +117,6 @@ def last_status(state: Path, worker: Worker) -> Status | None:
 def phase_of(status: Status | None) -> str:
     """Describe the phase and step of a worker; "" outside of a step."""
     return f"{status.phase} phase of step {status.step}" if status and status.step > 0 and status.phase in STEP_PHASES else ""
-
-
-def exited(workers: Sequence[Worker]) -> list[Worker]:
-    ready, _, _ = select.select([worker.pidfd for worker in workers], [], [], 0)
-    return [worker for worker in workers if worker.pidfd in ready]
 
 
 def reap_orphans(known: Collection[int]) -> None:

@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -220,7 +219,7 @@ class Attempt(AbstractContextManager["Attempt"]):
         self.committed = True
         return True
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.committed:
             unlock_marker(self.marker)
             return

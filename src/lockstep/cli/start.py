@@ -21,8 +21,7 @@ from lockstep.tasks.layout_limits import layout_limits
 
 
 def run_as_worker(request: RunRequest, workers: int | None) -> int | None:
-    """Be a worker if a launcher started this process as one; return the exit code, or None.
-    workers: value of --workers."""
+    """Be a worker if a launcher started this process as one; return the exit code, or None."""
     if worker_env := read_worker_env(os.environ):
         from lockstep.cli.worker import run_under_agent  # loads torch: for workers only
 

@@ -42,6 +42,7 @@ def parse_list(raw: object) -> object:
     return raw.split(",") if raw else ()
 
 
+type_adapter = cache(TypeAdapter[Any])  # to construct a validator costs 100 times as much as a call
 StringList = Annotated[tuple[str, ...], BeforeValidator(parse_list)]
 
 
@@ -78,12 +79,6 @@ class Field:
         if isinstance(value, int | float) and value > self.le:
             raise ValueError(f"must be at most {self.le:,}" if isinstance(self.le, int) else f"must be at most {self.le:g}")
         return value
-
-
-@cache
-def type_adapter(type: Any) -> TypeAdapter[Any]:
-    """Return pydantic's validator, cached: to construct one costs 100 times as much as a call."""
-    return TypeAdapter(type)
 
 
 def check_text(text: str) -> None:
