@@ -7,7 +7,6 @@ step; all processes vote; then the step is committed.
 
 from __future__ import annotations
 
-import logging
 import time
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 
 from lockstep.config.schema import ResolvedRun
 from lockstep.elastic.runtime import ElasticRuntime
+from lockstep.log import log
 from lockstep.parallel.grad_norm import divide_and_clip
 from lockstep.record.progress import ProgressDisplay
 from lockstep.record.tracker import BackgroundTracker
@@ -29,8 +29,6 @@ from lockstep.training.nonfinite import refuse_nonfinite_norm
 from lockstep.training.optim import learning_rate, make_optimizers, set_learning_rate, update_average
 from lockstep.training.owner_update import apply_owner_rule
 from lockstep.training.profiler import ProfiledSteps, compile_summary, profiling
-
-log = logging.getLogger("lockstep")
 
 
 def train(

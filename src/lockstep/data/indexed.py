@@ -9,7 +9,6 @@ Nothing is pickled. Each record is verified when it is read.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import random
 import zlib
@@ -27,8 +26,7 @@ from torch.utils.data import Dataset
 from lockstep.data.manifest import locked
 from lockstep.errors import DataError, UsageError
 from lockstep.files import write_atomic
-
-log = logging.getLogger("lockstep")
+from lockstep.log import log
 
 
 class IndexedDataset(Dataset[Any]):

@@ -11,7 +11,6 @@ and at the next start of the run: then also a byte that the disk lost is found.
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,8 +22,7 @@ from typing import Any
 
 from lockstep.errors import DataError
 from lockstep.files import add_checksum, open_regular, read_json, sha256_file, verify_checksum, write_json
-
-log = logging.getLogger("lockstep")
+from lockstep.log import log
 
 MANIFEST = "prepared.json"
 CLOCK_TICK_S = 0.02

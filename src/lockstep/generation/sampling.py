@@ -9,7 +9,6 @@ The rows of a batch may differ in length. Dimensions in the margin: B rows, V vo
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,10 +20,10 @@ from torch import Tensor
 from lockstep.data.text.chat_tokenizer import ChatTokenizer
 from lockstep.errors import UsageError
 from lockstep.generation.decoder import Decoder, KVCache
+from lockstep.log import log
 from lockstep.models.llama import Llama
 from lockstep.runtime.torch_private import inductor_freezing
 
-log = logging.getLogger("lockstep")
 StepFunction = Callable[[Tensor, KVCache, int], Tensor]
 WINDOW_STEP = 64  # the attended part of the cache grows in these steps; a compiled step attends to all of it
 UNFINISHED = "\ufffd"  # decoded from an incomplete UTF-8 sequence

@@ -12,7 +12,6 @@ momentum None they are means over all batches. A step of one micro-batch keeps r
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import accumulate, pairwise
@@ -23,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
+from lockstep.log import log
 from lockstep.runtime.tensor_bytes import as_bytes
 from lockstep.units import join_names
 
-log = logging.getLogger("lockstep")
 BufferKinds = Mapping[str, Literal["local", "per_micro_batch"]]  # by pattern of names, as in fnmatch
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")

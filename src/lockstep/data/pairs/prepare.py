@@ -7,7 +7,6 @@ counted. The held-out text keeps them: the scores cover all held-out pairs, the 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -22,8 +21,7 @@ from lockstep.data.pairs.textfiles import Pairs
 from lockstep.data.tokenizer import Tokenizer
 from lockstep.errors import DataError
 from lockstep.files import write_atomic
-
-log = logging.getLogger("lockstep")
+from lockstep.log import log
 
 ENCODE_BATCH = 50_000  # texts encoded at once: the results of the library need much memory
 
