@@ -1,6 +1,7 @@
 """Count accesses to the run folder and messages per second: workers that wait to start, and workers that train.
 
     python -m bench.growth.shared_folder               8, 32 and 64 workers
+    python -m bench.growth.shared_folder --workers 256
     python -m bench.growth.shared_folder --keep NAME   kept under bench/growth/DATE-NAME/
 
 The workers are real Membership objects in one process, 8 to a host, with sockets on loopback and one run folder. They have no model.
@@ -83,11 +84,12 @@ def measure(workers: int, phase: str) -> dict[str, float | str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, nargs="+", default=SIZES)
     parser.add_argument("--keep", metavar="NAME")
     args = parser.parse_args()
     sys.addaudithook(on_audit)
     count_messages()
-    load, rows = os.getloadavg(), [measure(workers, phase) for phase in ("waiting", "training") for workers in SIZES]
+    load, rows = os.getloadavg(), [measure(workers, phase) for phase in ("waiting", "training") for workers in args.workers]
     lines = ["| workers | phase | opens/s | listings/s | messages/s | processor |", "| --- | --- | --- | --- | --- | --- |"]
     for row in rows:
         figures = " | ".join(f"{row[name]:,.0f}" for name in ("opens", "listings", "messages"))
