@@ -8,7 +8,7 @@ from lockstep.units import parse_bytes
 
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:
-    if args.action == "import" or (args.action == "export" and (args.folder / "model.json").is_file()):
+    if args.action == "import" or (args.action == "export" and (args.adapter or (args.folder / "model.json").is_file())):
         print(convert_llama(args))
     elif args.action == "list":
         print(commands.list_table(args.folder))
@@ -35,4 +35,4 @@ def convert_llama(args: argparse.Namespace) -> str:
         shard_bytes = parse_bytes(args.shard_bytes) if args.shard_bytes else SHARD_BYTES
     except ValueError as error:
         raise UsageError(f"--shard-bytes: {error}", "command line", "give a size such as 5 GB") from None
-    return export_run(args.folder, args.step, args.out, shard_bytes, args.dtype or "")
+    return export_run(args.folder, args.step, args.out, shard_bytes, args.dtype or "", adapter=args.adapter)

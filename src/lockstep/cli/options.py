@@ -165,3 +165,4 @@ def add_checkpoint_commands(commands: Commands) -> None:
     add("--out", type=Path, help="export: .safetensors file (of a Llama: folder) to write; import: run folder to write")
     add("--shard-bytes", metavar="SIZE", help="export of a Llama: maximum size of a file (default: 5 GB)")
     add("--dtype", choices=["float32", "bfloat16", "float16"], help="export of a Llama: data type (default: as in the initial model)")
+    add("--adapter", action="store_true", help="export of a Llama with LoRA: the adapters alone, for PEFT (default: merged weights)")

@@ -12,11 +12,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from lockstep.config.adapter_config import ADAPTER_CONFIG, read_adapter_config
 from lockstep.config.rules import DECAY_STEPS, conflicts
 from lockstep.config.schema import ResolvedRun, build_config, config_fields, flatten
 from lockstep.errors import ConfigError
 from lockstep.units import shorten
 
+ADAPTER = "lora.init_from"
 AS_STEPS = "as steps"  # origin of optim.decay_steps when it follows `steps`
 
 # Keys of an earlier format whose new name has another spelling.
@@ -132,6 +134,9 @@ def resolve(
         ("LOCKSTEP_* in the environment", {key_of_variable[n]: text for n, text in (environ or {}).items() if n in key_of_variable}),
         ("command line", flags or {}),
     ]
+    adapter = next((str(layer[ADAPTER]) for _, layer in reversed(layers) if layer.get(ADAPTER)), "")
+    if adapter and all("lora.rank" not in layer for _, layer in layers):
+        layers.insert(0, (f"{ADAPTER_CONFIG} in {adapter}", read_adapter_config(Path(adapter))))
     values = flatten(asdict(saved.run)) if saved else {key: member.default for key, member in known.items()}
     origin = dict(saved.origin) if saved else {key: "default" for key in known}
     problems: list[tuple[str, str, str]] = []  # (what, where, hint)

@@ -12,7 +12,7 @@ from lockstep.config.schema import LORA_TARGETS, ResolvedRun, RunConfig, Schedul
 from lockstep.errors import ConfigError
 
 # Files may move: their content is compared (data/manifest.py, Task.fingerprints).
-DATA_PATHS = ("data.train", "data.validation", "data.test", "data.dataset", "llama.init_from")
+DATA_PATHS = ("data.train", "data.validation", "data.test", "data.dataset", "llama.init_from", "lora.init_from")
 DECAY_STEPS = "optim.decay_steps"
 # --override may change these: the loop computes them for every step, and no state depends on them.
 SCHEDULE = ("optim.learning_rate", "optim.warmup_steps", "optim.schedule", DECAY_STEPS, "optim.wsd_decay", "optim.floor")
@@ -110,6 +110,8 @@ def llama_conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
         what = "llama.backend=transformers needs llama.init_from, and trains float32 weights in whole replicas"
         hint = "remove lora.rank, llama.max_seq_len, memory.weights and [layout], or llama.backend"
         yield what, " ".join([*keys, "llama.max_seq_len", "memory.weights"]), hint
+    if run.lora.init_from and not run.lora.rank:
+        yield "lora.rank is 0, which means no adapters", "lora.init_from lora.rank", "remove lora.rank: the folder defines it"
     if run.lora.rank and not run.llama.init_from:
         yield "adapters need a trained model to adapt", "lora.rank llama.init_from", "set llama.init_from to a folder, or lora.rank=0"
 

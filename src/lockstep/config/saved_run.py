@@ -29,7 +29,9 @@ def from_json(saved: Mapping[str, Any], source: str = RUN_FILE) -> ResolvedRun:
             f"{source}; format 1, without a number, has other names of the keys",
             "use the version of lockstep that started this run, or start a new run in another folder",
         )
-    resolved, saved_overrides = resolve(None, flatten(saved["values"])), saved.get("overrides", ())
+    values, saved_overrides = flatten(saved["values"]), saved.get("overrides", ())
+    values.pop("lora.save", None)  # of an earlier version: which weights a checkpoint holds
+    resolved = resolve(None, values)
     overrides = tuple(ScheduleOverride(int(item["step"]), parse_schedule(item["values"], source)) for item in saved_overrides)
     return ResolvedRun(resolved.run, {**dict.fromkeys(config_fields(), "default"), **saved["origin"]}, overrides)
 

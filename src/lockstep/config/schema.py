@@ -27,7 +27,9 @@ MAX_DIM = 1 << 20  # side of a matrix or a batch; the widest published model has
 MAX_LAYERS = 1024
 MAX_WORKERS = 1 << 16
 MAX_TEXT_BYTES = 4096  # PATH_MAX of Linux
-LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down")
+LORA_TARGETS = {  # matrices of a layer -> their names in Hugging Face models
+    "query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "o_proj", "gate": "gate_proj", "up": "up_proj", "down": "down_proj",
+}  # fmt: skip
 
 
 def parse_list(raw: object) -> object:
@@ -156,8 +158,11 @@ class LlamaOptions:
 class LoraOptions:
     rank: int = option(0, "rank of the adapters, which are then the only trained weights; 0: no adapters", bits=BITS, ge=0, le=MAX_DIM)
     alpha: float = option(16.0, "the output of an adapter is scaled by alpha / rank", bits=BITS, ge=0)
-    targets: StringList = option(LORA_TARGETS, "matrices with an adapter; out: attention output, down: feed-forward output", bits=BITS)
-    save: Literal["adapters", "all"] = option("adapters", "weights in a checkpoint; the others are in llama.init_from", bits=BITS)
+    targets: StringList = option(
+        tuple(LORA_TARGETS), "matrices with an adapter; out: attention output, down: feed-forward output", bits=BITS
+    )
+    dropout: float = option(0.0, "dropout probability of an adapter's input in training", bits=BITS, ge=0, lt=1)
+    init_from: str = option("", "start from the adapters in this folder of PEFT, which defines the other values; empty: new", bits=BITS)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,13 @@ HF_LAYER_NAMES = {
 
 
 def hf_name(name: str) -> str:
-    """layers.3.attention.query.weight -> model.layers.3.self_attn.q_proj.weight; inner.NAME -> NAME"""
+    """layers.3.attention.query.weight -> model.layers.3.self_attn.q_proj.weight; inner.NAME -> NAME
+
+    Adapters as in PEFT: ...query.lora_down -> base_model.model.model...q_proj.lora_A.weight
+    """
+    if (path := name.removesuffix(".lora_down").removesuffix(".lora_up")) != name:
+        module = hf_name(f"{path}.weight").removesuffix("weight")
+        return f"base_model.model.{module}lora_{'A' if name.endswith('down') else 'B'}.weight"
     if name.startswith(INNER):
         return name.removeprefix(INNER)
     path, _, leaf = name.rpartition(".")

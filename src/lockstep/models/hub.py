@@ -26,6 +26,7 @@ from torch import Tensor
 from lockstep.checkpoint import commit, safetensors_io
 from lockstep.checkpoint.safetensors_io import TensorSpec
 from lockstep.checkpoint.state_dict import digest
+from lockstep.config.adapter_config import ADAPTER_CONFIG
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.files import fsync_folder, read_json, write_atomic, write_json
 from lockstep.models.hf_config import HARMLESS_KEYS, config_from_hf, config_to_hf, family_of, hf_name, parameter_shapes
@@ -35,6 +36,7 @@ from lockstep.runtime.tensor_bytes import DTYPES, TORCH_DTYPES, bytes_of
 from lockstep.units import join_names
 
 CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
+ADAPTER_STEM = "adapter_model"
 COMPANION_FILES = (  # files of a model besides config.json and its tensors; copied unchanged
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
     "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
@@ -206,12 +208,22 @@ def match_tensors(located: Mapping[str, TensorLocation], config: LlamaConfig | T
         first = {parameter: name for name, parameter in reversed(list(model.named_parameters()))}
         tied = {name: first[parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
         spares = {hf_name(name): hf_name(other) for name, other in tied.items() if name != other}
+    return match_shapes(located, shapes, spares, folder / CONFIG_FILE)
+
+
+def match_shapes(
+    located: Mapping[str, TensorLocation], shapes: Mapping[str, tuple[int, ...]], spares: Mapping[str, str], config_file: Path
+) -> LazyTensors:
+    """Return the tensors under the names of `shapes`. CheckpointError: names, shapes or dtypes differ.
+
+    spares  copies of other tensors, by name
+    """
     names = {name: hf_name(name) for name in shapes}
     problems = []
     if missing := [name for name in names.values() if name not in located]:
         problems.append(f"missing: {join_names(missing)}")
     if wrong := [name for name, other in names.items() if other in located and located[other].shape != shapes[name]]:
-        lines = [f"{names[name]} is {located[names[name]].shape}, {CONFIG_FILE} makes it {shapes[name]}" for name in wrong]
+        lines = [f"{names[name]} is {located[names[name]].shape}, {config_file.name} makes it {shapes[name]}" for name in wrong]
         problems.append(f"of another shape: {join_names(lines)}")
     # Older files hold the rotary frequencies, which follow from the config.
     others = [name for name in sorted(located.keys() - set(names.values())) if not name.endswith("rotary_emb.inv_freq")]
@@ -219,15 +231,15 @@ def match_tensors(located: Mapping[str, TensorLocation], config: LlamaConfig | T
         if spare in others and not problems:
             others.remove(spare)
             if not torch.equal(located[spare].map(), located[embedding].map()):
-                problems.append(f"{CONFIG_FILE} ties the output to the embedding, but {spare} differs from it")
+                problems.append(f"{config_file.name} ties the output to the embedding, but {spare} differs from it")
     if others:
         problems.append(f"unexpected: {join_names(others)}")
     dtypes = sorted({located[name].dtype for name in names.values() if name in located})
     if not problems and (len(dtypes) > 1 or dtypes[0] not in TORCH_DTYPES or not TORCH_DTYPES[dtypes[0]].is_floating_point):
         problems.append(f"dtypes {', '.join(dtypes)}, expected one floating-point dtype")
     if problems:
-        hint = "copy the whole folder again, or correct its config.json"
-        raise CheckpointError(f"the tensors are not those of {CONFIG_FILE}", "\n".join([str(folder), *problems]), hint)
+        hint = f"copy the whole folder again, or correct its {config_file.name}"
+        raise CheckpointError(f"the tensors are not those of {config_file.name}", "\n".join([str(config_file.parent), *problems]), hint)
     return LazyTensors(names, lambda name: located[names[name]].map())
 
 
@@ -242,6 +254,7 @@ def write_hub(
     hf_config: Mapping[str, Any] | None = None,
     companions: Sequence[Path] = (),
     shard_bytes: int = SHARD_BYTES,
+    adapter: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Write a Hugging Face folder atomically; return the names of its tensor files.
 
@@ -249,10 +262,12 @@ def write_hub(
     hf_config    the model's earlier config.json; kept as is if it still describes `config`
     companions   files to copy into the folder
     shard_bytes  most tensor bytes per file; a larger tensor has a file to itself
+    adapter      adapter_config.json; `tensors` are adapters, and the folder is one of PEFT
     UsageError: the folder exists and is not empty. CheckpointError: it cannot be written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} already exists and is not empty", "--out", "name a new folder, or an empty one")
+    stem = ADAPTER_STEM if adapter else "model"
     own_names = {hf_name(name): name for name in tensors}
     specs = [TensorSpec(other, DTYPES[tensors[name].dtype], tuple(tensors[name].shape)) for other, name in own_names.items()]
     needed_bytes = sum(spec.bytes + 256 for spec in specs)
@@ -261,9 +276,9 @@ def write_hub(
     with commit.explain_write_errors(f"{folder} was not written", partial.parent, needed_bytes):
         partial.mkdir()
         try:
-            parts = safetensors_io.split_into_files(specs, shard_bytes)
-            files = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
-            files = files if len(files) > 1 else [WEIGHTS_FILE]
+            parts = [specs] if adapter else safetensors_io.split_into_files(specs, shard_bytes)
+            files = [f"{stem}-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
+            files = files if len(files) > 1 else [f"{stem}.safetensors"]
             for file, part in zip(files, parts, strict=True):
                 chunks = safetensors_io.file_chunks(part, lambda name: bytes_of(tensors[own_names[name]]), {"format": "pt"})
                 write_atomic(partial / file, chunks)
@@ -273,7 +288,8 @@ def write_hub(
                 write_json(partial / INDEX_FILE, {"metadata": total, "weight_map": dict(sorted(where.items()))})
             for path in companions:
                 write_atomic(partial / path.name, path.read_bytes())
-            write_json(partial / CONFIG_FILE, config_to_write(config, hf_config, specs[0].dtype))
+            config_file = ADAPTER_CONFIG if adapter else CONFIG_FILE
+            write_json(partial / config_file, adapter or config_to_write(config, hf_config, specs[0].dtype))
             fsync_folder(partial)
             os.rename(partial, folder)
         except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,24 +25,29 @@ from lockstep.models.transformers_model import TransformersConfig
 class InitialWeights:
     """Everything that determines the model before its first step.
 
-    start  the weights that training starts from; None: random ones
-    lora   None: without adapters
+    start    the weights that training starts from; None: random ones
+    lora     None: without adapters
+    adapter  the adapters that training starts from; None: new ones
     """
 
     config: LlamaConfig | TransformersConfig
     seed: int
     start: LlamaWeights | None
     lora: LoraOptions | None
+    adapter: Mapping[str, Tensor] | None
 
     @classmethod
     def of(cls, run: RunConfig, vocab_size: int) -> InitialWeights:
-        """UsageError, CheckpointError: `llama.init_from` cannot be read."""
+        """UsageError, CheckpointError: `llama.init_from` or `lora.init_from` cannot be read."""
         start = open_weights(Path(run.llama.init_from), backend=run.llama.backend) if run.llama.init_from else None
         config = start.config if start else replace(LLAMA_CONFIGS[run.llama.size], vocab_size=vocab_size)
         refuse_other_backend(config, run.llama.backend, run.llama.init_from)
         if run.llama.max_seq_len and isinstance(config, LlamaConfig):
             config = replace(config, max_seq_len=run.llama.max_seq_len)
-        return cls(config, run.seed, start, run.lora if run.lora.rank else None)
+        initial = cls(config, run.seed, start, run.lora if run.lora.rank else None, None)
+        if not run.lora.init_from:
+            return initial
+        return replace(initial, adapter=lora.open_adapter(Path(run.lora.init_from), initial.meta_model(), run.lora))
 
     def meta_model(self) -> nn.Module:
         model = self.config.meta_model()
@@ -49,7 +55,7 @@ class InitialWeights:
 
     def init_param(self, name: str, shape: torch.Size) -> Tensor:
         if lora.is_adapter(name):
-            return lora.init_param(name, shape, self.seed)
+            return self.adapter[name] if self.adapter else lora.init_param(name, shape, self.seed)
         if isinstance(self.config, TransformersConfig) and name in self.config.buffers:
             return self.config.buffers[name]
         if self.start:
@@ -57,7 +63,7 @@ class InitialWeights:
         return llama.init_param(name, shape, self.config.n_layers, self.seed)
 
     def is_saved(self, name: str) -> bool:
-        return self.lora is None or self.lora.save == "all" or lora.is_adapter(name)
+        return self.lora is None or lora.is_adapter(name)
 
     def to_json(self) -> dict[str, Any]:
         if self.start and isinstance(self.config, TransformersConfig):
@@ -66,7 +72,7 @@ class InitialWeights:
         assert isinstance(self.config, LlamaConfig)
         new = config_to_hf(self.config) | {"bos_token_id": BEGIN, "eos_token_id": END}
         hf_config = self.start.hf_config if self.start else new
-        lora_json = self.lora and {"rank": self.lora.rank, "alpha": self.lora.alpha, "targets": self.lora.targets}
+        lora_json = self.lora and {key: getattr(self.lora, key) for key in ("rank", "alpha", "targets", "dropout")}
         content: dict[str, Any] = {"shape": asdict(self.config), "config": hf_config, "lora": lora_json}
         if self.start:
             content |= {"start": str(self.start.folder), "start_sha256": self.start.sha256(), "dtype": self.start.dtype}

@@ -3,7 +3,7 @@
 A run folder of a Llama:
 
     model.json      {"shape": the fields of LlamaConfig, "config": its config.json, or null,
-                     "lora": {"rank", "alpha", "targets"} of a run that trains adapters,
+                     "lora": {"rank", "alpha", "targets", "dropout"} of a run that trains adapters,
                      "start", "start_sha256", "dtype": of its starting weights}
     tokenizer/      tokenizer.json, chat template, generation_config.json, ... as imported
     checkpoints/    step 0 is the imported model
@@ -27,12 +27,13 @@ from lockstep.checkpoint.folder import committed_steps, folder_name
 from lockstep.checkpoint.shards import inference_weights, open_tensors
 from lockstep.checkpoint.state_dict import tensor_from_bytes
 from lockstep.checkpoint.store import CheckpointStore
+from lockstep.config.adapter_config import adapter_config
 from lockstep.config.schema import LoraOptions
 from lockstep.errors import CheckpointError, DataError, UsageError
 from lockstep.files import read_json, write_atomic, write_json
 from lockstep.models.build import materialize
 from lockstep.models.hf_config import config_from_json
-from lockstep.models.hub import SHARD_BYTES, LazyTensors, LlamaWeights, dtype_of, is_hub, open_hub, write_hub
+from lockstep.models.hub import CONFIG_FILE, SHARD_BYTES, LazyTensors, LlamaWeights, dtype_of, is_hub, open_hub, write_hub
 from lockstep.models.llama import Llama, LlamaConfig
 from lockstep.models.lora import is_adapter, merged_weights
 from lockstep.models.transformers_model import TransformersConfig, TransformersModel
@@ -100,26 +101,50 @@ def refuse_other_run(folder: Path, model: Mapping[str, Any]) -> None:
         raise UsageError(f"the run in {folder} is at step {max(later)} already", "--out", hint)
 
 
-def export_run(folder: Path, step: int | None, target: Path, shard_bytes: int = SHARD_BYTES, dtype: str = "") -> str:
+def export_run(
+    folder: Path, step: int | None, target: Path, shard_bytes: int = SHARD_BYTES, dtype: str = "", *, adapter: bool = False
+) -> str:
     """Export a checkpoint (step None: the newest) to a Hugging Face folder; return a line about it.
 
-    dtype  of the exported tensors, as torch spells it; "": that of the starting weights
+    dtype    of the exported tensors, as torch spells it; "": that of the starting weights, of
+             adapters that of the training
+    adapter  export the adapters alone, to a folder of PEFT
 
     The checkpoint is verified first. Memory: one tensor.
     """
     config, hf_config = read_model(folder)
-    dtype_name = dtype or read_json(folder / MODEL).get("dtype", "")
+    peft_config = peft_config_of(folder) if adapter else None
+    dtype_name = dtype or ("" if adapter else read_json(folder / MODEL).get("dtype", ""))
     torch_dtype: Any = getattr(torch, str(dtype_name), None) if dtype_name else None
     if dtype_name and not isinstance(torch_dtype, torch.dtype):
         raise DataError(f"{MODEL} names the dtype {dtype_name!r}", str(folder / MODEL), "give one with --dtype")
     with commands.open_verified(folder, step) as (newest_step, _):
-        saved = merge_adapters(folder, checkpoint_tensors(folder, newest_step))
+        stored = checkpoint_tensors(folder, newest_step)
+        saved = LazyTensors(filter(is_adapter, stored), stored.__getitem__) if adapter else merge_adapters(folder, stored)
         tensors = LazyTensors(saved, lambda name: cast_tensor(name, saved[name], torch_dtype)) if torch_dtype else saved
-        companions = sorted((folder / TOKENIZER).iterdir()) if (folder / TOKENIZER).is_dir() else []
-        files = write_hub(target, config, tensors, hf_config=hf_config or None, companions=companions, shard_bytes=shard_bytes)
+        companions = sorted((folder / TOKENIZER).iterdir()) if (folder / TOKENIZER).is_dir() and not adapter else []
+        options: dict[str, Any] = {"companions": companions, "shard_bytes": shard_bytes, "adapter": peft_config}
+        files = write_hub(target, config, tensors, hf_config=hf_config or None, **options)
         size = sum(tensors[name].nbytes for name in tensors)
     how = f"{len(files)} files" if len(files) > 1 else "1 file"
     return f"step {newest_step}: {len(tensors)} tensors, {format_bytes(size)} in {how}, written to {target}"
+
+
+def peft_config_of(folder: Path) -> dict[str, Any]:
+    """Return the adapter_config.json of a run. UsageError: its adapters do not fit a model of PEFT."""
+    model_json = read_json(folder / MODEL)
+    if (lora := lora_of(model_json)) is None:
+        raise UsageError(f"the run in {folder} trains no adapters", "--adapter", "leave --adapter out to export its weights")
+    base = Path(model_json["start"])
+    if is_hub(base) and read_json(base / CONFIG_FILE).get("model_type") == "phi3":
+        what = f"{base} packs query, key and value in one matrix, and the adapters of the run are of each"
+        raise UsageError(what, "--adapter", "leave --adapter out to export the merged weights")
+    return adapter_config(lora, str(base))
+
+
+def lora_of(model_json: Mapping[str, Any]) -> LoraOptions | None:
+    lora = model_json.get("lora")
+    return LoraOptions(**{**lora, "targets": tuple(lora["targets"])}) if lora else None
 
 
 def cast_tensor(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -139,13 +164,10 @@ def checkpoint_tensors(folder: Path, step: int) -> LazyTensors:
 
 
 def merge_adapters(folder: Path, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return the weights of a run, with adapters merged into them or into the base model."""
+    """Return the weights of a run, with adapters merged into the base model."""
     model_json = read_json(folder / MODEL)
-    if not model_json.get("lora"):
+    if (lora := lora_of(model_json)) is None:
         return tensors
-    lora = LoraOptions(model_json["lora"]["rank"], model_json["lora"]["alpha"], tuple(model_json["lora"]["targets"]))
-    if any(not is_adapter(name) for name in tensors):
-        return merged_weights({}, tensors, lora)
     base = open_weights(Path(model_json["start"]))
     if (current := base.sha256()) != model_json["start_sha256"]:
         raise weights_changed_error(folder, model_json["start"], model_json["start_sha256"], current)

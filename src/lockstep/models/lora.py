@@ -3,56 +3,72 @@
     y = x W^T + alpha / rank * (x D^T) U^T        W (out, in), D (rank, in), U (out, rank)
 
 U is initialized to zero, so the adapted model starts equal to the base model. Gradients, optimizer
-state and (if wanted) checkpoints hold D and U only. Merged, W + alpha / rank * U D is a Llama.
+state and checkpoints hold D and U only. Merged, W + alpha / rank * U D is a Llama. PEFT's folders of
+adapters hold D as lora_A and U as lora_B.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.config.schema import LoraOptions
-from lockstep.models.hub import LazyTensors
+from lockstep.config.adapter_config import ADAPTER_CONFIG, read_adapter_config
+from lockstep.config.schema import LORA_TARGETS, LoraOptions
+from lockstep.data.order import splitmix64
+from lockstep.errors import CheckpointError
+from lockstep.models.hf_config import hf_name
+from lockstep.models.hub import ADAPTER_STEM, LazyTensors, match_shapes, tensor_locations
 
-TARGETS = {  # names in a run -> modules of a layer in llama.py
-    "query": "attention.query",
-    "key": "attention.key",
-    "value": "attention.value",
-    "out": "attention.out",
-    "gate": "feed_forward.gate",
-    "up": "feed_forward.up",
-    "down": "feed_forward.out",
-}
 DOWN, UP = ".lora_down", ".lora_up"
 
 
 class LoRALinear(nn.Linear):
-    """A linear layer, its weight and bias frozen, with an adapter."""
+    """A linear layer, its weight and bias frozen, with an adapter.
 
-    def __init__(self, inner: nn.Linear, lora: LoraOptions) -> None:
+    path  of the layer in the model; the masks of dropout follow from it
+    """
+
+    def __init__(self, inner: nn.Linear, lora: LoraOptions, path: str) -> None:
         super().__init__(inner.in_features, inner.out_features, bias=False, device="meta", dtype=inner.weight.dtype)
         self.weight, self.bias = inner.weight, inner.bias
-        self.scale = lora.alpha / lora.rank
+        self.scale, self.dropout, self.number = lora.alpha / lora.rank, lora.dropout, hash_of(path)
+        self.mask_width, self.columns = inner.in_features, slice(None)
         self.lora_down = nn.Parameter(inner.weight.new_empty(lora.rank, inner.in_features))
         self.lora_up = nn.Parameter(inner.weight.new_empty(inner.out_features, lora.rank))
 
     def forward(self, states: Tensor) -> Tensor:
-        narrow = F.linear(states, self.lora_down)  # (..., rank)
+        dropped = self.drop(states) if self.dropout and self.training else states
+        narrow = F.linear(dropped, self.lora_down)  # (..., rank)
         return F.linear(states, self.weight, self.bias) + self.scale * F.linear(narrow, self.lora_up)
+
+    def keep_columns(self, start: int, stop: int) -> None:
+        """Take these columns of the masks: the layer holds these columns of the weight."""
+        self.columns = slice(start, stop)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def drop(self, states: Tensor) -> Tensor:
+        """Apply dropout, with a mask of the generators' seed (the micro-batch) and of this layer.
+
+        So masks do not depend on which other layers this worker has, and recomputation repeats them.
+        """
+        generator = torch.Generator(states.device).manual_seed(splitmix64(torch.initial_seed(), self.number) >> 1)
+        mask = states.new_empty(*states.shape[:-1], self.mask_width).bernoulli_(1 - self.dropout, generator=generator)
+        return states * mask[..., self.columns].div(1 - self.dropout)
 
 
 def add_adapters(model: nn.Module, lora: LoraOptions) -> nn.Module:
     """Freeze a Llama and add adapters to its targets, in place and not initialized."""
     model.requires_grad_(False)
-    suffixes = tuple(f".{TARGETS[name]}" for name in lora.targets)
+    targets = [LORA_TARGETS[name] for name in lora.targets]
     for path, module in list(model.named_modules()):
-        if path.endswith(suffixes) and isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) and hf_name(f"{path}.weight").split(".")[-2] in targets:
             parent, _, leaf = path.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, LoRALinear(module, lora))
+            setattr(model.get_submodule(parent), leaf, LoRALinear(module, lora, path))
     return model
 
 
@@ -60,28 +76,41 @@ def is_adapter(name: str) -> bool:
     return name.endswith((DOWN, UP))
 
 
+def hash_of(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
 def init_param(name: str, shape: torch.Size, seed: int) -> Tensor:
     """Return an adapter's initial value by (seed, name): up 0, down uniform in fan_in**-0.5."""
     if name.endswith(UP):
         return torch.zeros(shape)
-    key = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
+    generator = torch.Generator().manual_seed(hash_of(f"{seed} {name}"))
     bound = shape[1] ** -0.5
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
 def merged_weights(base: Mapping[str, Tensor], adapters: Mapping[str, Tensor], lora: LoraOptions) -> LazyTensors:
-    """Return a model's weights under their names, each merged with its adapter on access.
-
-    adapters  `...lora_down` and `...lora_up` by name; other tensors in it precede those of `base`
-    """
+    """Return the weights of `base`, each merged with its adapter (`...lora_down`, `...lora_up`) on access."""
 
     def merge(name: str) -> Tensor:
-        weight = adapters[name] if name in adapters else base[name]
-        path = name.removesuffix(".weight")
+        weight, path = base[name], name.removesuffix(".weight")
         if path + UP not in adapters:
             return weight
         up, down = (adapters[path + end].float() for end in (UP, DOWN))
         return torch.addmm(weight.float(), up, down, alpha=lora.alpha / lora.rank).to(weight.dtype)
 
-    return LazyTensors((name for name in (*base, *adapters) if not is_adapter(name)), merge)
+    return LazyTensors(base, merge)
+
+
+def open_adapter(folder: Path, model: nn.Module, lora: LoraOptions) -> LazyTensors:
+    """Return the adapters in a folder of PEFT under the names of `model`, each read on access.
+
+    CheckpointError: the folder is damaged, or its adapters are not those of `lora` and `model`.
+    """
+    saved, targets = read_adapter_config(folder), [name for name in LORA_TARGETS if name in lora.targets]
+    for key, value in (("lora.rank", lora.rank), ("lora.alpha", lora.alpha), ("lora.targets", targets)):
+        if saved[key] != value:
+            where, hint = f"lora.init_from; {folder / ADAPTER_CONFIG}", f"remove {key}, or set it to that of the folder"
+            raise CheckpointError(f"{key} is {value}, and the adapters in {folder} have {saved[key]}", where, hint)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters() if is_adapter(name)}
+    return match_shapes(tensor_locations(folder / f"{ADAPTER_STEM}.safetensors"), shapes, {}, folder / ADAPTER_CONFIG)

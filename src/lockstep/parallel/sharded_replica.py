@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from lockstep.data.order import splitmix64
 from lockstep.errors import PeersLostError, UsageError
 from lockstep.layout import Coordinates, Layout
+from lockstep.models.llama import Llama
 from lockstep.parallel.digest import digest_of
 from lockstep.parallel.exchange import Traffic, tree_all_reduce
 from lockstep.parallel.fsdp_comm import CapturedReduceScatter, GroupAllGather
@@ -274,7 +275,9 @@ class ShardedReplica:
 
         def forward(received: list[Tensor], chunk: int, micro: int) -> tuple[Tensor, ...]:
             k, inputs, named, autocast_dtype = self._pending[micro]
-            seed_generators(splitmix64(self.seed, step, k, chunk * stage.stages + stage.number) >> 1, self.parameters[0].device)
+            # the masks of a Llama's adapters follow from the layer (lora.py): the same in every layout
+            position = () if isinstance(module, Llama) else (chunk * stage.stages + stage.number,)
+            seed_generators(splitmix64(self.seed, step, k, *position) >> 1, self.parameters[0].device)
             with torch.autocast(kind, autocast_dtype, enabled=autocast_dtype is not None):
                 out: tuple[Tensor, ...] = module(received, chunk, inputs, named)
             return out

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.models.lora import LoRALinear
 from lockstep.parallel.groups import ProcessGroups
 from lockstep.parallel.plans import ParallelPlan
 from lockstep.tensor_slice import TensorSlice
@@ -60,6 +61,8 @@ def apply_tensor_parallel(model: nn.Module, plan: ParallelPlan, groups: ProcessG
         setattr(owner, last, nn.Parameter(cut, requires_grad=parameter.requires_grad))
         if isinstance(owner, nn.Linear) and last == "weight":
             owner.out_features, owner.in_features = slices[name].local_shape
+            if isinstance(owner, LoRALinear) and (columns := slices[name].columns):
+                owner.keep_columns(*columns)
     for name, module in model.named_modules():
         for pattern, attribute in plan.per_rank_counts:
             if re.search(pattern, name):

@@ -15,6 +15,7 @@ from typing import Any, Self
 import numpy as np
 from torch import Tensor
 
+from lockstep.checkpoint import state_dict
 from lockstep.config.schema import RunConfig
 from lockstep.data.manifest import MANIFEST, NOT_SHARED, FileDigests, verify_files
 from lockstep.data.order import UniformOrder
@@ -54,6 +55,8 @@ class LanguageModelTask(InitialWeights):
         initial_weights = InitialWeights.of(run, tokenizer.inner.get_vocab_size(with_added_tokens=True))
         start = run_on_rank0(runtime, lambda: preparing(write_model_json)(initial_weights, folder))
         fingerprints = prepared.fingerprints | {"start": start}
+        if initial_weights.adapter:
+            fingerprints["adapter"] = state_dict.digest(initial_weights.adapter)
         if run.llama.backend == "transformers":
             fingerprints["transformers"] = version("transformers")  # it holds the model's code
         assert_equal_on_all_ranks(runtime, fingerprints)

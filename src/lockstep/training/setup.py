@@ -161,7 +161,7 @@ def refuse_other_overrides(facts: Mapping[str, Any], resolved: ResolvedRun, step
 
 def warn_of_other_layout(facts: Mapping[str, Any], run: RunConfig, model: nn.Module) -> None:
     """Warn when the checkpoint with these facts was saved in a layout with other bits."""
-    dropout = run.task == "translate" and run.model.dropout > 0  # a Llama has none
+    dropout = run.task == "translate" and run.model.dropout > 0  # that of adapters has the same masks in every layout
     is_tied = getattr(model, "output", None) is None
     decides_bits = {"tensor": True, "pipeline": dropout or is_tied, "pipeline_chunks": dropout}
     saved_layout = facts["run"]["values"].get("layout", {}) if "run" in facts else {}

@@ -1,0 +1,63 @@
+"""adapter_config.json of PEFT, as peft 0.21 writes it: from the values of `lora.*`, and back.
+
+Every key is read, known not to change what an adapter computes, or refused unless it is off.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.schema import LORA_TARGETS, LoraOptions
+from lockstep.errors import CheckpointError
+from lockstep.files import read_json
+
+ADAPTER_CONFIG = "adapter_config.json"
+PLAIN: dict[str, Any] = {  # of a LoRA without further features
+    "alora_invocation_tokens": None, "alpha_pattern": {}, "arrow_config": None, "auto_mapping": None, "base_model_name_or_path": None,
+    "bias": "none", "corda_config": None, "ensure_weight_tying": False, "eva_config": None, "exclude_modules": None,
+    "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True, "kasa_config": None, "layer_replication": None,
+    "layers_pattern": None, "layers_to_transform": None, "loftq_config": {}, "lora_bias": False, "lora_ga_config": None,
+    "megatron_config": None, "megatron_core": "megatron.core", "modules_to_save": None, "monteclora_config": None, "peft_type": "LORA",
+    "peft_version": "0.21.2", "qalora_group_size": 16, "rank_pattern": {}, "revision": None, "target_parameters": None,
+    "task_type": "CAUSAL_LM", "trainable_token_indices": None, "use_bdlora": None, "use_dora": False, "use_qalora": False,
+    "use_rslora": False, "velora_config": None,
+}  # fmt: skip
+READ = {"r": "lora.rank", "lora_alpha": "lora.alpha", "lora_dropout": "lora.dropout", "target_modules": "lora.targets"}
+# Names, the state of peft, and options without effect while their feature is off.
+IGNORED = {"auto_mapping", "base_model_name_or_path", "inference_mode", "megatron_core", "peft_version", "qalora_group_size", "revision"}
+
+
+def adapter_config(lora: LoraOptions, base: str) -> dict[str, Any]:
+    """Return the adapter_config.json of a run's adapters over the model in folder `base`."""
+    alpha = int(lora.alpha) if lora.alpha.is_integer() else lora.alpha
+    targets = [LORA_TARGETS[name] for name in lora.targets]
+    values = {"base_model_name_or_path": base, "r": lora.rank, "lora_alpha": alpha, "lora_dropout": lora.dropout, "target_modules": targets}
+    return dict(sorted((PLAIN | values).items()))
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """Return the values of `lora.*` that adapter_config.json in `folder` defines.
+
+    CheckpointError: it is damaged, or has a value that is not implemented.
+    """
+    where = str(folder / ADAPTER_CONFIG)
+    try:
+        config = read_json(folder / ADAPTER_CONFIG)
+        if missing := [key for key in ("peft_type", *READ) if key not in config]:
+            raise ValueError(f"it has no {missing[0]}")
+    except (OSError, ValueError, TypeError) as error:
+        hint = "give a folder that save_pretrained of peft or lockstep checkpoint export --adapter has written"
+        raise CheckpointError(f"{ADAPTER_CONFIG} cannot be read: {error}", where, hint) from None
+    for key in ("peft_type", *config):
+        value = config[key]
+        is_plain = value == PLAIN.get(key) or (key == "init_lora_weights" and value == "gaussian")
+        if key not in READ and key not in IGNORED and value and not is_plain:
+            hint = "only plain LoRA is supported; merge the adapter with peft (merge_and_unload) and start from the merged model"
+            raise CheckpointError(f"{key} is {json.dumps(value)[:80]}", where, hint)
+    ours, modules = {name: key for key, name in LORA_TARGETS.items()}, config["target_modules"]
+    if not isinstance(modules, list) or not modules or not all(isinstance(name, str) and name in ours for name in modules):
+        raise CheckpointError(f"target_modules is {json.dumps(modules)[:80]}", where, f"supported: a list of {', '.join(ours)}")
+    targets = [key for key, name in LORA_TARGETS.items() if name in modules]
+    return {key: config[name] for name, key in READ.items()} | {"lora.targets": targets}
