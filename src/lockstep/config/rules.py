@@ -22,7 +22,11 @@ DATA_KINDS = {
     "pretrain": ("stdlib", "text", "huggingface"),
     "sft": ("chat", "drills"),
 }
-UNUSED_KEYS = {"translate": ("llama.", "lora.", "batch.seq_len"), "pretrain": ("model.",), "sft": ("model.",)}
+UNUSED_KEYS = {
+    "translate": ("llama.", "lora.", "batch.seq_len", "data.truncation"),
+    "pretrain": ("model.", "data.truncation"),
+    "sft": ("model.",),
+}
 TRAIN_FILE_EXAMPLES = {
     "files": '["train.en.gz", "train.de.gz"]',
     "text": '["texts/**/*.txt", "more.jsonl.gz"]',

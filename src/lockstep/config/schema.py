@@ -114,6 +114,9 @@ class DataOptions:
     held_out: int = option(1000, "pairs in each of validation and test, if the corpus has no such split; 0: none", bits=BITS, ge=0)
     column: str = option("text", "text, huggingface: key of the text in a JSON object or a row, when a Llama is trained", bits=BITS)
     held_out_share: float = option(0.015, "fraction of the documents in each of validation and test; 0: none", bits=BITS, ge=0, lt=0.5)
+    truncation: Literal["drop", "right", "message"] = option(
+        "drop", "chats longer than batch.seq_len: drop, cut at the right, or cut after the last answer that fits", bits=BITS
+    )
     max_tokens: int = option(128, "longer pairs are dropped from training and counted", bits=BITS, ge=4, le=MAX_DIM)
 
 

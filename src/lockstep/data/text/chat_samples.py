@@ -1,27 +1,31 @@
 """Training samples from chats: token ids, and a loss mask over exactly the answers.
 
-    chat    JSONL, plain or .gz; one {"messages": [{"role": "user", "content": "Hello"},
-            {"role": "assistant", "content": "Hi."}]} per line
+    chat    JSONL, plain or .gz; one record in one of CHAT_FORMS per line
     drills  generated questions with one correct answer each, to try fine-tuning without a download
 
 The chat template of the model renders a chat, which is tokenized as a whole. The ids before an
-answer must equal the ids of its prompt at generation. The loss mask of an answer includes the token
-that ends the turn. A part that the template does not render (tools, names, a role) is an error.
+answer must equal the ids of its prompt at generation. The loss mask is the text in the template's
+`{% generation %}` tags; without tags the answers, each with the token that ends its turn. A part
+that the template does not render (tools, names, a role) is an error.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import re
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import accumulate
 from typing import Any
 
 from lockstep.config import schema as config
 from lockstep.data.order import splitmix64
 from lockstep.data.pairs.textfiles import parse_json_line
+from lockstep.data.text.chat_template import GENERATION, MARKS
 from lockstep.data.text.chat_tokenizer import ChatTokenizer, Message
 from lockstep.data.text.documents import Split, choose_split, files_of, records_of, splits_of
 from lockstep.data.text.prepare import Sample
@@ -61,16 +65,48 @@ def chats(data: config.DataOptions, dropped: Counter[str]) -> Iterator[tuple[Spl
             yield ("train" if split == "train" and chosen in named else chosen), chat
 
 
-CHAT_EXAMPLE = 'write {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
-UNSUPPORTED_KEYS = ("functions", "documents", "chat_template_kwargs", "weight")  # of a chat; unknown keys are ignored
+CHAT_FORMS = (
+    '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}',
+    '{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}, also from system, tool and observation',
+    '{"instruction": "...", "input": "...", "output": "..."}; the input may be missing',
+    '{"prompt": "...", "completion": "..."}, both texts or both lists of messages',
+)
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+SHAREGPT_ROLES |= {role: role for role in ("user", "assistant", "system", "tool")}
+UNSUPPORTED_KEYS = ("functions", "documents", "chat_template_kwargs", "weight", "history")  # of a chat; unknown keys are ignored
+
+
+def messages_of(record: Any) -> list[Any] | None:
+    """Return the messages of a record in one of CHAT_FORMS; None if its keys are of none."""
+    system = record.get("system") if isinstance(record, dict) else None
+    match record:
+        case {"messages": [*messages]}:
+            pass
+        case {"conversations": [*turns]} if all(isinstance(turn, dict) for turn in turns):
+            renamed = [{{"from": "role", "value": "content"}.get(key, key): value for key, value in turn.items()} for turn in turns]
+            messages = [turn | {"role": SHAREGPT_ROLES.get(str(turn.get("role")))} for turn in renamed]
+        case {"instruction": str(instruction), "output": str(output)} if isinstance(record.get("input") or "", str):
+            question = f"{instruction}\n\n{given}" if (given := record.get("input")) else instruction
+            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
+        case {"prompt": str(prompt), "completion": str(completion)}:
+            messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+        case {"prompt": [*before], "completion": [*after]}:  # only the completion is trained
+            is_answer = [isinstance(message, dict) and message.get("role") == "assistant" for message in before]
+            messages = [{**message, "weight": 0} if answer else message for message, answer in zip(before, is_answer, strict=True)] + after
+        case _:
+            return None
+    first = {"role": "system", "content": system}
+    return [first, *messages] if system and messages[:1] != [first] else messages
 
 
 def parse_chat(line: bytes, where: str) -> Chat:
     """Return the chat in a line of JSON. Null and empty keys count as absent. DataError."""
     record = parse_json_line(line, where)
-    messages = record.get("messages") if isinstance(record, dict) else None
-    if not isinstance(messages, list) or not all(map(is_message, messages)):
-        raise DataError(f"not a chat: {line[:80].decode(errors='replace')!r}", where, CHAT_EXAMPLE)
+    messages = messages_of(record)
+    if messages is None or not all(map(is_message, messages)):
+        keys = f"an object with the keys {', '.join(record) or 'none'}" if isinstance(record, dict) else f"a {type(record).__name__}"
+        what = f"not a chat, but {keys}: {line[:80].decode(errors='replace')!r}"
+        raise DataError(what, where, "\n".join(["write one of these forms:", *CHAT_FORMS]))
     if unsupported := [key for key in UNSUPPORTED_KEYS if record.get(key)]:
         raise DataError(f"the chat has {unsupported[0]!r}, which is not supported", where, "remove it; tools go into 'tools'")
     tools = record.get("tools") or None
@@ -133,18 +169,26 @@ def refuse_unrendered(tokenizer: ChatTokenizer, chat: Chat) -> None:
 def encode(tokenizer: ChatTokenizer, chat: Chat) -> tuple[list[int], list[bool]]:
     """Return (ids, loss mask) of a chat up to the end of its last answer.
 
-    DataError: the template rewrites earlier turns, or does not end an answer with an eos token.
-    SplitTokenError: the ids before an answer differ from the ids of its prompt.
+    DataError: the template rewrites earlier turns and has no `{% generation %}` tags, or it does not
+    end an answer with an eos token. SplitTokenError: the ids before an answer differ from the ids of
+    its prompt.
     """
-    inner = tokenizer.inner
-    whole = render(tokenizer, chat.messages[: max(chat.answers) + 1], chat.tools)
+    inner, last = tokenizer.inner, max(chat.answers)
+    whole = render(tokenizer, chat.messages[: last + 1], chat.tools)
     encoding = inner.encode(whole, add_special_tokens=False)
     ids: list[int] = encoding.ids
     loss_mask = [False] * len(ids)
+    spans = tagged_spans(tokenizer, chat, whole) if GENERATION.search(tokenizer.template) else None
+    starts, stops = [start for start, _ in encoding.offsets], [stop for _, stop in encoding.offsets]
+    for first, stop in spans or ():
+        span = slice(bisect_right(stops, first), bisect_left(starts, stop))
+        loss_mask[span] = [True] * len(ids[span])
     for number in chat.answers:
         prompt = tokenizer.render(chat.messages[:number], now=lambda: RENDER_DATE, tools=chat.tools)
         turn = render(tokenizer, chat.messages[: number + 1], chat.tools)
         if not turn.startswith(prompt) or not whole.startswith(turn):
+            if spans is not None and number < last:
+                continue  # rewritten in later turns, and trained as the tags mark it there
             what = f"the chat template does not append answer {number + 1} to the turns before it"
             raise DataError(what, f"{chat.where}; {tokenizer.folder}", "use a template that does not rewrite earlier turns")
         prompt_ids = inner.encode(prompt, add_special_tokens=False).ids
@@ -153,26 +197,59 @@ def encode(tokenizer: ChatTokenizer, chat: Chat) -> tuple[list[int], list[bool]]
             what = f"answer {number + 1} starts inside a token: {context!r}"
             hint = "start the answer with other characters, or use a template that ends its prompt with a special token or a line break"
             raise SplitTokenError(what, f"{chat.where}; {tokenizer.folder}", hint)
-        answer = (i for i in range(len(prompt_ids), len(ids)) if encoding.offsets[i][0] < len(turn))
+        answer = (i for i in range(len(prompt_ids), len(ids)) if starts[i] < len(turn))
         end = next((i for i in answer if ids[i] in tokenizer.eos_ids), None)
-        if end is None:
-            what = "the chat template does not end an answer with an eos token"
+        if end is None or (spans is not None and number == last and not loss_mask[end]):
+            what = "the chat template does not end an answer with an eos token" + " inside its generation tags" * (end is not None)
             hint = "set eos_token_id in the generation_config.json beside the tokenizer"
             raise DataError(what, f"{chat.where}; {tokenizer.folder}", hint)
-        loss_mask[len(prompt_ids) : end + 1] = [True] * (end + 1 - len(prompt_ids))
+        if spans is None:
+            loss_mask[len(prompt_ids) : end + 1] = [True] * (end + 1 - len(prompt_ids))
     return ids, loss_mask
+
+
+def tagged_spans(tokenizer: ChatTokenizer, chat: Chat, whole: str) -> list[tuple[int, int]]:
+    """Return first and last + 1 character of each text of `whole` in `{% generation %}` tags, without
+    answers of weight 0. DataError."""
+    messages = chat.messages[: max(chat.answers) + 1]
+    marked = tokenizer.render(messages, add_generation_prompt=False, now=lambda: RENDER_DATE, tools=chat.tools, marked=True)
+    pieces = re.split(f"[{''.join(MARKS)}]", marked)
+    bounds = list(accumulate(map(len, pieces)))[:-1]
+    spans = list(zip(bounds[::2], bounds[1::2], strict=False))
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if "".join(pieces) != whole or (len(spans) != len(answers) > len(chat.answers)):
+        what = "the chat template changes the text of its generation tags"
+        if "".join(pieces) == whole:
+            what = f"the chat template marks {len(spans)} texts of {len(answers)} answers, of which some have the weight 0"
+        raise DataError(what, f"{chat.where}; {tokenizer.folder}", "remove the tags, or put one pair of them around each answer")
+    return [span for span, number in zip(spans, answers, strict=True) if number in chat.answers] if len(spans) == len(answers) else spans
 
 
 def last_answer(tokenizer: ChatTokenizer, record: Mapping[str, Any]) -> tuple[list[int], list[int]]:
     """Return (prompt ids, ids of the last answer without its eos token) of a held-out chat."""
     chat = Chat(record["messages"], "a held-out chat", record.get("tools"))
-    ids, loss_mask = encode(tokenizer, chat)
+    ids, _ = encode(tokenizer, chat)
     start = len(tokenizer.encode_chat(chat.messages[:-1], now=lambda: RENDER_DATE, tools=chat.tools))
-    return ids[:start], ids[start : len(loss_mask) - 1 - loss_mask[::-1].index(True)]
+    return ids[:start], ids[start : next(i for i in range(start, len(ids)) if ids[i] in tokenizer.eos_ids)]
+
+
+def shortened(tokenizer: ChatTokenizer, chat: Chat, limit: int) -> tuple[Chat, list[int], list[bool]] | None:
+    """Return the chat up to its last answer that ends within `limit` tokens, with ids and loss mask;
+    None if no answer does."""
+    for number in reversed(chat.answers):
+        shorter = Chat(chat.messages[: number + 1], chat.where, chat.tools)
+        ids, loss_mask = encode(tokenizer, shorter)
+        if len(ids) <= limit:
+            return shorter, ids, loss_mask
+    return None
 
 
 def chat_samples(tokenizer: ChatTokenizer, data: config.DataOptions, length: int, dropped: Counter[str]) -> Iterator[Sample]:
-    """Yield each chat as a sample. Drop and count those longer than a row of `length` tokens."""
+    """Yield each chat as a sample. Drop or cut those longer than a row of `length` tokens, and count
+    them. A held-out chat is cut after an answer, since a part of an answer cannot be scored."""
+    where = "the text in the generation tags of the chat template"
+    log.info("loss on %s", where if GENERATION.search(tokenizer.template) else "the answers: the chat template has no generation tags")
+    cut, limit = 0, length + 1  # the last id is only a label
     for split, chat in chats(data, dropped):
         refuse_unrendered(tokenizer, chat)
         try:
@@ -182,12 +259,19 @@ def chat_samples(tokenizer: ChatTokenizer, data: config.DataOptions, length: int
                 log.warning("dropped: %s (%s); %s", error.what, error.where, error.hint)
             dropped[SPLIT_TOKEN] += 1
             continue
-        if len(ids) > length + 1:  # the last id is only a label
-            dropped[f"longer than a row of {length} tokens"] += 1
-            continue
+        if len(ids) > limit:
+            shorter = None if data.truncation == "drop" else shortened(tokenizer, chat, limit)
+            if data.truncation == "right" and split == "train":
+                shorter = chat, ids[:limit], loss_mask[:limit]
+            if shorter is None or not any(shorter[2][1:]):
+                dropped[f"longer than a row of {length} tokens"] += 1
+                continue
+            (chat, ids, loss_mask), cut = shorter, cut + 1
         size = sum(len((chat.messages[number].get("content") or "").encode()) for number in chat.answers)
         tools = {"tools": chat.tools} if chat.tools else {}
         yield Sample(split, ids, loss_mask, {"messages": chat.messages, **tools}, size)
+    if cut:
+        log.info("cut: %d longer than a row of %d tokens (data.truncation = %s)", cut, length, data.truncation)
 
 
 def drills(count: int) -> Iterator[Chat]:

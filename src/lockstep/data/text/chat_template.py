@@ -28,8 +28,10 @@ CPU_S = 2.0
 MEMORY_BYTES = 1 << 30
 MAX_CHARACTERS = 1 << 24
 
-# A tag of transformers around the text to learn; `if true` replaces it and keeps the white space.
+# Tags of transformers around the text to learn; a filter block replaces them and keeps the white space.
 GENERATION, END_GENERATION = (re.compile(r"(\{%[-+]?\s*)" + word + r"(\s*[-+]?%\})") for word in ("generation", "endgeneration"))
+# Around the text of a tag, if asked for. No chat contains lone surrogates, and JSON joins no two of the second half.
+MARKS = "\udc00", "\udfff"
 
 
 class TemplateError(Exception):
@@ -43,14 +45,15 @@ class TemplateRenderer:
         self.process: subprocess.Popen[bytes] | None = None
         self.owner = 0  # a forked child starts its own process
 
-    def render(self, template: str, values: Mapping[str, Any], now: datetime) -> str:
+    def render(self, template: str, values: Mapping[str, Any], now: datetime, *, marked: bool = False) -> str:
+        """Return the text; with `marked`, MARKS surround the text to learn. TemplateError."""
         if self.process is None or self.owner != os.getpid() or self.process.poll() is not None:
             self.close()
             command = [sys.executable, "-P", "-m", "lockstep.data.text.chat_template"]
             pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
             self.process, self.owner = subprocess.Popen(command, **pipes, start_new_session=True), os.getpid()
         assert self.process.stdin and self.process.stdout
-        request = json.dumps({"template": template, "values": values, "now": now.isoformat()})
+        request = json.dumps({"template": template, "values": values, "now": now.isoformat(), "marked": marked})
         with suppress(BrokenPipeError):
             self.process.stdin.write(request.encode() + b"\n")
             self.process.stdin.flush()
@@ -94,20 +97,21 @@ def serve() -> None:
         sys.stdout.buffer.flush()
 
 
-def render(template: str, values: dict[str, Any], now: str) -> str:
+def render(template: str, values: dict[str, Any], now: str, marked: bool) -> str:
     current = datetime.fromisoformat(now)
-    text = compiled(template).render(values | {"strftime_now": current.strftime})
+    text = compiled(template, marked).render(values | {"strftime_now": current.strftime})
     if len(text) > MAX_CHARACTERS:
         raise jinja2.TemplateError(f"it writes {len(text):,} characters")
     return text
 
 
 @lru_cache(maxsize=8)
-def compiled(template: str) -> jinja2.Template:
+def compiled(template: str, marked: bool) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     environment.filters["tojson"] = to_json  # the default escapes HTML
+    environment.filters["generation"] = (lambda text: text.join(MARKS)) if marked else str
     environment.globals["raise_exception"] = raise_exception
-    return environment.from_string(END_GENERATION.sub(r"\1endif\2", GENERATION.sub(r"\1if true\2", template)))
+    return environment.from_string(END_GENERATION.sub(r"\1endfilter\2", GENERATION.sub(r"\1filter generation\2", template)))
 
 
 def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:

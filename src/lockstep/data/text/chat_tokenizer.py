@@ -74,13 +74,17 @@ class ChatTokenizer:
         add_generation_prompt: bool = True,
         now: Callable[[], datetime] = datetime.now,
         tools: Sequence[Any] | None = None,
+        marked: bool = False,
     ) -> str:
-        """Render the chat, by default up to the start of an answer. DataError if that fails."""
+        """Render the chat, by default up to the start of an answer. DataError if that fails.
+
+        marked  surround the text of `{% generation %}` tags with MARKS
+        """
         if not self.template:
             raise DataError("the tokenizer has no chat template", str(self.folder), "remove --chat, or add a chat_template.jinja there")
         chat = {"messages": [dict(message) for message in messages], "add_generation_prompt": add_generation_prompt, "tools": tools}
         try:
-            return renderer.render(self.template, chat | dict(self.special_tokens), now())
+            return renderer.render(self.template, chat | dict(self.special_tokens), now(), marked=marked)
         except TemplateError as error:
             hint = "check which roles and order of messages it accepts"
             raise DataError(f"the chat cannot be rendered: {error}", f"the chat template in {self.folder}", hint) from error

@@ -85,8 +85,10 @@ def prepare(
     # The streams depend on their source and on these settings.
     data = {f"data.{k}": v for k, v in asdict(run.data).items() if k in ("kind", "column", "held_out_share", "pairs")}
     options = {f"tokenizer.{k}": v for k, v in asdict(run.tokenizer).items() if k in ("vocab_size", "min_frequency")}
-    seq_len = {"batch.seq_len": run.batch.seq_len} if run.task == "sft" else {}
-    settings: dict[str, Any] = {"task": run.task, **data, **({} if run.llama.init_from else options), **seq_len}
+    rows: dict[str, Any] = {"batch.seq_len": run.batch.seq_len} if run.task == "sft" else {}
+    if run.data.truncation != "drop":  # older data was prepared without the key
+        rows["data.truncation"] = run.data.truncation
+    settings: dict[str, Any] = {"task": run.task, **data, **({} if run.llama.init_from else options), **rows}
     if matches_prepared(folder, settings, "source", lambda: source_of(run.data)):
         return
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,226 @@
+"""Records of chats in four forms, loss masks by generation tags, and chats longer than a row."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+
+from lockstep.config.resolve import resolve
+from lockstep.config.schema import DataOptions
+from lockstep.data.text.chat_samples import Chat, chat_samples, encode, last_answer, parse_chat
+from lockstep.data.text.chat_tokenizer import ChatTokenizer
+from lockstep.errors import ConfigError, DataError
+
+ASK, ANSWER = {"role": "user", "content": "Which one?"}, {"role": "assistant", "content": "The cat."}
+SYSTEM = {"role": "system", "content": "Be brief."}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{{ (m.content or '') + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# As Qwen 3: tools, tool calls, and thoughts that later turns omit; the end of the turn and the line break are trained.
+TAGGED = (
+    "{%- if tools %}{{- '<|im_start|>tools\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}\n"
+    "{%- for m in messages %}\n"
+    "  {%- if m.role == 'assistant' %}\n"
+    "    {{- '<|im_start|>assistant\n' }}\n"
+    "    {%- generation -%}\n"
+    "    {%- if loop.last and m.thought %}{{- '<think>' + m.thought + '</think>' }}{% endif %}\n"
+    "    {{- m.content or '' }}\n"
+    "    {%- for c in m.tool_calls or [] %}{{- c.function | tojson }}{% endfor %}\n"
+    "    {{- '<|im_end|>\n' }}\n"
+    "    {%- endgeneration -%}\n"
+    "  {%- else %}\n"
+    "    {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}\n"
+    "  {%- endif %}\n"
+    "{%- endfor %}\n"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def inner() -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    texts = ["Which one? The cat. assistant user system tool " * 9]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False))
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in ("<|im_start|>", "<|im_end|>")])
+    return tokenizer
+
+
+def tokenizer_of(inner: tokenizers.Tokenizer, template: str) -> ChatTokenizer:
+    return ChatTokenizer(inner, template, {}, frozenset([inner.token_to_id("<|im_end|>")]), Path("here"))
+
+
+def parsed(**record: Any) -> list[Any]:
+    return parse_chat(json.dumps(record).encode(), "chats.jsonl, line 3").messages
+
+
+# -- forms ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("record", "messages"),
+    [
+        ({"messages": [SYSTEM, ASK, ANSWER], "prompt": "of the same chat"}, [SYSTEM, ASK, ANSWER]),
+        ({"messages": [ASK, ANSWER], "system": "Be brief."}, [SYSTEM, ASK, ANSWER]),
+        ({"messages": [SYSTEM, ASK, ANSWER], "system": "Be brief."}, [SYSTEM, ASK, ANSWER]),
+        (
+            {"conversations": [{"from": "human", "value": "Which one?"}, {"from": "gpt", "value": "The cat."}], "system": "Be brief."},
+            [SYSTEM, ASK, ANSWER],
+        ),
+        (
+            {"conversations": [{"from": "system", "value": "Be brief."}, {"from": "observation", "value": "1"}, ANSWER]},
+            [SYSTEM, {"role": "tool", "content": "1"}, ANSWER],
+        ),
+        ({"instruction": "Which one?", "input": "", "output": "The cat."}, [ASK, ANSWER]),
+        ({"instruction": "Which", "input": "one?", "output": "The cat."}, [{**ASK, "content": "Which\n\none?"}, ANSWER]),
+        ({"prompt": "Which one?", "completion": "The cat."}, [ASK, ANSWER]),
+        ({"prompt": [ASK, ANSWER, ASK], "completion": [ANSWER]}, [ASK, {**ANSWER, "weight": 0}, ASK, ANSWER]),
+    ],
+)
+def test_a_record_is_recognized_by_its_keys(record: dict[str, Any], messages: list[Any]) -> None:
+    assert parsed(**record) == messages
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"question": "Which one?", "answer": "The cat."},
+        {"conversations": [{"from": "human", "value": "Which one?"}, {"from": "bot-7", "value": "The cat."}]},
+        {"conversations": ["Which one?"]},
+        {"instruction": "Which one?", "input": 3, "output": "The cat."},
+        {"prompt": "Which one?", "completion": [ANSWER]},
+        {"messages": {"user": "Which one?"}},
+        {"messages": [ASK, ANSWER], "system": ["Be brief."]},
+    ],
+)
+def test_a_record_of_another_form_is_refused_with_its_line_and_keys(record: dict[str, Any]) -> None:
+    with pytest.raises(DataError) as caught:
+        parsed(**record)
+    assert all(key in caught.value.what for key in record) and "line 3" in caught.value.where
+    assert all(f'"{key}"' in caught.value.hint for key in ("messages", "conversations", "instruction", "completion"))
+
+
+def test_earlier_turns_of_an_alpaca_record_are_not_dropped() -> None:
+    with pytest.raises(DataError, match="'history'"):
+        parsed(instruction="Which one?", output="The cat.", history=[["a", "b"]])
+
+
+# -- loss masks -------------------------------------------------------------------------------------------------------
+
+TALK = [
+    SYSTEM,
+    ASK,
+    {**ANSWER, "thought": "hm"},
+    ASK,
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "süße 1"},
+    {**ANSWER, "content": "größer: 42 ", "thought": "hm, 42"},
+]
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_the_loss_mask_is_that_of_transformers(inner: tokenizers.Tokenizer, tools: list[Any] | None) -> None:
+    transformers = pytest.importorskip("transformers")
+    reference = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=TAGGED, eos_token="<|im_end|>")
+    tokenizer = tokenizer_of(inner, TAGGED)
+    expected = reference.apply_chat_template(TALK, tools=tools, return_assistant_tokens_mask=True, return_dict=True)
+    ids, loss_mask = encode(tokenizer, Chat(list(TALK), "here", tools))
+    assert ids == expected["input_ids"] and list(map(int, loss_mask)) == expected["assistant_masks"] and 0 < sum(loss_mask) < len(ids)
+    trained = tokenizer.inner.decode([token for token, trains in zip(ids, loss_mask, strict=True) if trains], skip_special_tokens=False)
+    assert trained.count("<|im_end|>\n") == 3 and "<think>hm, 42</think>größer: 42 " in trained and "<think>hm</think>" not in trained
+    prompt, answer = last_answer(tokenizer, {"messages": TALK, "tools": tools})
+    assert prompt == tokenizer.encode_chat(TALK[:-1], tools=tools) and tokenizer.decode(answer) == "<think>hm, 42</think>größer: 42 "
+
+
+def test_an_answer_of_weight_zero_is_not_trained_inside_tags(inner: tokenizers.Tokenizer) -> None:
+    talk = [ASK, {**ANSWER, "weight": 0}, ASK, ANSWER]
+    ids, loss_mask = encode(tokenizer_of(inner, TAGGED), Chat(talk, "here"))
+    first = ids.index(inner.token_to_id("<|im_end|>"), 1)
+    assert sum(loss_mask) == len(inner.encode("The cat.<|im_end|>\n").ids) and not any(loss_mask[: len(ids) // 2]) and first < len(ids) // 2
+    twice = TAGGED.replace("{{- m.content or '' }}", "{%- endgeneration -%}{%- generation -%}{{- m.content or '' }}")
+    with pytest.raises(DataError, match="marks 4 texts of 2 answers, of which some have the weight 0"):
+        encode(tokenizer_of(inner, twice), Chat(talk, "here"))
+
+
+END = "{{- '<|im_end|>\n' }}\n    "
+TAG = "{%- endgeneration -%}"
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        (TAGGED.replace(END + TAG, TAG + END), "eos token inside its generation tags"),
+        ("{% macro all() %}" + TAGGED + "{% endmacro %}{{ all() | length }}", "changes the text of its generation tags"),
+        ("{% macro all() %}" + TAGGED + "{% endmacro %}{{ all() }}{{ all() | length }}", "changes the text of its generation tags"),
+    ],
+)
+def test_tags_that_would_train_something_else_are_refused(inner: tokenizers.Tokenizer, template: str, problem: str) -> None:
+    with pytest.raises(DataError, match=problem):
+        encode(tokenizer_of(inner, template), Chat([ASK, ANSWER], "here"))
+
+
+def test_the_log_says_how_the_loss_mask_is_made(inner: tokenizers.Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = chats_in(tmp_path, [[ASK, ANSWER]])
+    for template, words in ((CHATML, "the chat template has no generation tags"), (TAGGED, "the text in the generation tags")):
+        with caplog.at_level(logging.INFO, "lockstep"):
+            list(chat_samples(tokenizer_of(inner, template), data, 99, Counter()))
+        assert words in caplog.messages[-1]
+
+
+# -- chats longer than a row ------------------------------------------------------------------------------------------
+
+
+def chats_in(folder: Path, chats: list[list[dict[str, Any]]], **options: Any) -> DataOptions:
+    path = folder / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    return DataOptions(kind="chat", train=(str(path),), **{"held_out_share": 0.0, **options})
+
+
+@pytest.mark.parametrize("template", [CHATML, TAGGED], ids=["plain", "tagged"])
+def test_long_chats_are_dropped_or_cut_and_counted(
+    inner: tokenizers.Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture, template: str
+) -> None:
+    tokenizer = tokenizer_of(inner, template)
+    long, short = [ASK, ANSWER] * 4, [ASK, ANSWER]
+    endless = [{**ASK, "content": "Which one? " * 99}, ANSWER]
+    ids, loss_mask = encode(tokenizer, Chat(list(long), "here"))
+    two_turns = encode(tokenizer, Chat(list(long[:4]), "here"))
+    length = len(two_turns[0]) + 6  # ends inside the third turn
+    expected = {"drop": None, "right": (ids[: length + 1], loss_mask[: length + 1]), "message": two_turns}
+    for truncation, cut in expected.items():
+        dropped: Counter[str] = Counter()
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "lockstep"):
+            data = chats_in(tmp_path, [long, short, endless], truncation=truncation)
+            samples = [(sample.ids, sample.loss_mask) for sample in chat_samples(tokenizer, data, length, dropped)]
+        assert samples == [*([cut] if cut else []), encode(tokenizer, Chat(list(short), "here"))]
+        assert dropped == {f"longer than a row of {length} tokens": 1 if cut else 2}
+        assert [f"cut: 1 longer than a row of {length} tokens (data.truncation = {truncation})"] * bool(cut) == caplog.messages[1:]
+
+
+def test_a_held_out_chat_is_cut_after_an_answer(inner: tokenizers.Tokenizer, tmp_path: Path) -> None:
+    tokenizer, long = tokenizer_of(inner, CHATML), [ASK, ANSWER] * 3
+    length = len(encode(tokenizer, Chat(list(long[:2]), "here"))[0]) + 30
+    data = chats_in(tmp_path, [[ASK, ANSWER]], truncation="right")
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(json.dumps({"messages": long}) + "\n")
+    data = DataOptions(**{**vars(data), "validation": (str(held_out),)})
+    [sample] = [sample for sample in chat_samples(tokenizer, data, length, Counter()) if sample.split == "validation"]
+    kept = len(sample.record["messages"])
+    assert kept % 2 == 0 and 0 < kept < 6 and last_answer(tokenizer, sample.record)[1] == inner.encode("The cat.").ids
+
+
+def test_truncation_is_for_chats() -> None:
+    with pytest.raises(ConfigError, match=r"pretrain does not read data\.truncation"):
+        resolve(None, {"task": "pretrain", "data.kind": "stdlib", "data.truncation": "right"})
