@@ -23,6 +23,7 @@ from lockstep.runtime.numerics import make_deterministic
 from lockstep.runtime.signals import StopSignals
 from lockstep.tasks.open import Task
 from lockstep.tasks.setup import best_steps, build_model, make_step_timer, task_that_fits, warm_up
+from lockstep.tasks.validation import Validation
 from lockstep.training import setup as training_setup
 from lockstep.training.initial_values import draw_initial_values
 from lockstep.training.nonfinite import refuse_nonfinite_norm
@@ -64,6 +65,7 @@ def train_task(  # over 60 lines: the whole loop in one place
     if not checkpointer.loaded:
         runtime.board.during("preparing")(draw_initial_values)(model, task.init_param, task.is_saved, runtime)
     training_setup.warn_of_other_layout(checkpointer.facts, run, task.meta_model())
+    validation = Validation(run, task, folder, runtime, checkpointer.facts.get("validation"))
     tracker = training_setup.make_tracker(resolved, folder, runtime, first_step)
     progress = ProgressDisplay(run.steps, first_step, runtime.shows_progress, log_every=run.track.log_every)
     step, stop_signal = first_step, ""
@@ -77,7 +79,7 @@ def train_task(  # over 60 lines: the whole loop in one place
         profiling(profile, folder, runtime) as profiler,
     ):
         timer = make_step_timer(task, run, runtime)
-        while step < run.steps and not stop_signal:
+        while step < run.steps and not stop_signal and not validation.stops:
             for k in replicas.micro_batches(step):
                 with timer.timing("data"):
                     batch = task.loader.micro_batch(step, k)
@@ -105,6 +107,10 @@ def train_task(  # over 60 lines: the whole loop in one place
                 "workers": runtime.world.size,
                 **timer.step(tokens, runtime.world.size),
             }
+            if validation.due(step):
+                with timer.timing("overhead"):
+                    values |= validation.evaluate(replicas, optimizers, step)
+                progress.print_line(validation.describe(step, values))
             training_setup.account_step(runtime.ledger, values)
             values |= {"generation": runtime.world.generation, **runtime.ledger.metrics(time.monotonic())}
             metrics.step(step, values)
@@ -114,12 +120,13 @@ def train_task(  # over 60 lines: the whole loop in one place
                 log.info(compile_summary())
 
             stop_signal = decision.stop
-            is_last = bool(stop_signal or decision.save_failed or step == run.steps)
-            if checkpointer.due(step) or is_last:
+            is_last = bool(stop_signal or decision.save_failed or step == run.steps or validation.stops)
+            is_best = step == (best := validation.history.best_step)
+            if checkpointer.due(step) or is_last or is_best:
                 with timer.timing("saving"), runtime.during("saving"):
-                    facts = {"time": runtime.ledger.to_json(time.monotonic(), time.time())}
+                    facts = {"time": runtime.ledger.to_json(time.monotonic(), time.time()), **validation.facts}
                     # The metrics are flushed first, so that no checkpoint is ahead of them.
-                    checkpointer.save(step, facts, first=metrics.sync, protect=partial(best_steps, folder), waits=is_last)
+                    checkpointer.save(step, facts, first=metrics.sync, protect=partial(best_steps, folder, best), waits=is_last or is_best)
             if decision.save_failed:
                 break
     return stop_signal

@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lockstep.checkpoint import commit, safetensors_io
+from lockstep.checkpoint.fingerprints import newest_facts
 from lockstep.checkpoint.folder import COMMITTED, committed_steps, folder_name, pinned
 from lockstep.checkpoint.policy import choose_step, show_steps
 from lockstep.checkpoint.shards import StoredTensors, inference_weights, open_tensors
 from lockstep.errors import CheckpointError, UsageError
-from lockstep.files import write_atomic
+from lockstep.files import read_json, write_atomic
 from lockstep.units import format_bytes
 
 
@@ -49,6 +50,17 @@ def verify(folder: Path) -> tuple[bool, list[str]]:
     if not lines:
         return False, [f"there is no committed checkpoint in {folder}"]
     return whole, lines + [f"not a checkpoint: {name}" for name in uncommitted_folders(folder)]
+
+
+def best_step(folder: Path) -> int:
+    """Return the step of the lowest validation loss in training, else the one in best.json."""
+    _, facts = newest_facts(checkpoints_folder(folder)) or (0, {})
+    validated = int(facts.get("validation", {}).get("best_step", -1))
+    try:
+        return validated if validated >= 0 else int(read_json(folder / "best.json")["step"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        hint = f"set evaluate.every_steps for the training, or run lockstep evaluate {folder}"
+        raise CheckpointError(f"no best checkpoint is known: {error}", str(folder), hint) from error
 
 
 def digest_line(folder: Path, step: int | None = None) -> str:

@@ -67,6 +67,10 @@ def run_command(words: list[str]) -> int:
     if args.command in STRICT_COMMANDS:
         refuse_unknown(rest, args.command)
     log.set_up_logging()
+    if getattr(args, "step", None) == "best":
+        from lockstep.checkpoint.commands import best_step
+
+        args.step = best_step(args.folder)
     from lockstep.config.resolve import refuse_unknown_variables  # loads pydantic, which --help does not need
 
     refuse_unknown_variables(os.environ, RESERVED_VARIABLES)

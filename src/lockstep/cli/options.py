@@ -38,6 +38,14 @@ def integer(minimum: int, maximum: int) -> Callable[[str], int]:
 
 
 STEP, SEED, LIMIT = integer(0, 10**9), integer(0, 2**63 - 1), integer(0, 1 << 16)
+
+
+def step_or_best(text: str) -> int | str:
+    """Return a step, or "best", which `main` replaces by a step."""
+    return text if text == "best" else STEP(text)
+
+
+STEP_OPTION: dict[str, Any] = {"type": step_or_best, "metavar": "STEP|best", "help": "checkpoint to use (default: the newest)"}
 WORKERS: dict[str, Any] = {"type": integer(1, 1 << 16), "metavar": "N"}
 BEAMS: dict[str, Any] = {"type": integer(1, 256), "default": 1, "help": "width of the beam search (default: 1, greedy)"}
 AVERAGE: dict[str, Any] = {"type": integer(0, 10_000), "default": 0, "metavar": "N"}
@@ -129,7 +137,7 @@ def add_checkpoint_commands(commands: Commands) -> None:
     """Add the commands that use the checkpoints of a run."""
     add = add_command(commands, "evaluate", "score the checkpoints of a run on its held-out data")
     add("folder", **RUN_FOLDER)
-    add("--step", type=STEP, help="checkpoint to score (default: the newest)")
+    add("--step", **STEP_OPTION)
     add("--follow", action="store_true", help="wait for new checkpoints until the run is finished")
     add("--split", choices=["validation", "test"], default="validation", help="held-out data to use (default: validation)")
     add("--beams", **BEAMS)
@@ -139,7 +147,7 @@ def add_checkpoint_commands(commands: Commands) -> None:
     add = add_command(commands, "translate", "translate a text, or lines from standard input")
     add("folder", **RUN_FOLDER)
     add("text", nargs="*", help="text to translate (default: lines from standard input)")
-    add("--step", type=STEP, help="checkpoint to use (default: the newest)")
+    add("--step", **STEP_OPTION)
     add("--beams", **BEAMS)
     add("--average", help="use the mean of the newest N checkpoints' weights", **AVERAGE)
 
@@ -153,7 +161,7 @@ def add_checkpoint_commands(commands: Commands) -> None:
     add("--seed", type=SEED, default=0, help="seed of the samples (default: 0)")
     add("--stop", action="append", default=[], metavar="TEXT", help="stop before this text; repeatable")
     add("--chat", action="store_true", help="answer the text as a user's message, with the model's chat template")
-    add("--step", type=STEP, help="checkpoint of a run to use (default: the newest)")
+    add("--step", **STEP_OPTION)
     add("--compile", action="store_true", help="compile the decoding step; faster for long continuations")
     add("--tensor", type=WORKERS["type"], default=1, metavar="T", help="split the model over T processes of this machine (default: 1)")
     add("--file", type=Path, help="read lines from this file instead of standard input")
@@ -161,7 +169,7 @@ def add_checkpoint_commands(commands: Commands) -> None:
     add = add_command(commands, "checkpoint", "list, verify, digest, import or export the checkpoints of a run")
     add("action", choices=["list", "verify", "digest", "import", "export"])
     add("folder", type=Path, metavar="RUN", help="run folder; import: a Hugging Face folder")
-    add("step", nargs="?", type=STEP, help="digest, export: the checkpoint (default: the newest)")
+    add("step", nargs="?", **STEP_OPTION)
     add("--out", type=Path, help="export: .safetensors file (of a Llama: folder) to write; import: run folder to write")
     add("--shard-bytes", metavar="SIZE", help="export of a Llama: maximum size of a file (default: 5 GB)")
     add("--dtype", choices=["float32", "bfloat16", "float16"], help="export of a Llama: data type (default: as in the initial model)")

@@ -48,6 +48,11 @@ def conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
         what = "parallel.reduce=fast is not supported when a replica spans several workers: their gradients are always added in order"
         yield what, "parallel.reduce", "try parallel.reduce=ordered"
     yield from optimizer_conflicts(run)
+    if run.evaluate.every_steps and (run.task == "translate" or layout.pipeline > 1):
+        what = "evaluate.every_steps is for Llama tasks, without layout.pipeline"
+        yield what, "evaluate.every_steps task layout.pipeline", "remove it; lockstep launch --with-evaluator scores each checkpoint"
+    if run.evaluate.patience and not run.evaluate.every_steps:
+        yield "evaluate.patience counts evaluations, and there are none", "evaluate.patience", "set evaluate.every_steps"
     if data.kind not in kinds:
         yield f"task {run.task} does not read data.kind={data.kind}", "task data.kind", f"try data.kind={' or '.join(kinds)}"
     if run.task != "translate":

@@ -274,6 +274,8 @@ class TrackOptions:
 class EvaluateOptions:
     at_end: int = option(1000, "held-out pairs to translate or chats to answer after the last step; 0: no score", ge=0)
     beams: int = option(1, "1: greedy; more: width of the beam search", ge=1, le=256)
+    every_steps: int = option(0, "Llama: committed steps between evaluations of the validation loss; 0: none", ge=0)
+    patience: int = option(0, "stop after this many evaluations without a lower validation loss; 0: never", ge=0)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ class Progress:
     one_source: bool = False  # a joiner receives its state from one worker only
     first_generation: bool = True  # the worker was in no generation that trained
     ledger: Mapping[str, Any] | None = None  # how the time of the run was spent
+    loop_state: Mapping[str, Any] | None = None  # see ElasticRuntime.loop_state
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Progress:

@@ -63,6 +63,7 @@ class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
     member_progress   of each rank, received at that time
     leave_reason      why this worker left its last generation
     exit_code         of the run, if this worker leaves without an error
+    loop_state        JSON values of the training loop, which a joiner receives
     board, ledger     this worker's current activity; how the run's time was spent
     """
 
@@ -79,6 +80,7 @@ class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
         self.board, self.ledger = board or StatusBoard(None), Ledger(time.monotonic())
         self.progress = Progress("join", -1)
         self.member_progress: list[Progress] = []
+        self.loop_state: Mapping[str, Any] | None = None
         self.is_joining, self.first_generation = False, True
         self.leave_reason, self.exit_code = "", 0
         self._owners: dict[str, weakref.ref[object]] = {}
@@ -177,6 +179,10 @@ class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
     def set_progress(self, progress: Progress) -> None:
         """Set what this worker reports when the next generation forms."""
         self.progress = progress
+
+    def set_loop_state(self, values: Mapping[str, Any]) -> None:
+        """Set what a joiner receives besides tensors: JSON values, equal on all workers."""
+        self.loop_state = values
 
     def set_ledger(self, ledger: Ledger) -> None:
         """Continue the time account of an earlier start of the run."""
@@ -299,7 +305,7 @@ class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
         self.group.form(record, self.world.rank, self.generation_error)
         log.info("generation %d: rank %d of %d (%s)", record.number, self.world.rank, self.world.size, record.reason)
         spent = self.ledger.to_json(time.monotonic(), time.time())
-        sent = replace(self.progress, first_generation=self.first_generation, ledger=spent)
+        sent = replace(self.progress, first_generation=self.first_generation, ledger=spent, loop_state=self.loop_state)
         self.member_progress = [Progress.from_json(values) for values in self.group.gather_json(self.world.size, asdict(sent))]
 
     def _take_progress(self) -> None:
@@ -308,6 +314,7 @@ class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
         self.is_joining = self.progress.step < 0 <= newest.step
         if self.is_joining and newest.ledger:  # a later leader must count the time of the run, not its own
             self.ledger = Ledger.from_json(newest.ledger, time.monotonic(), self.ledger.category)
+            self.loop_state = newest.loop_state
         # Equal on all ranks: collectives depend on it.
         self.first_generation = all(member.first_generation for member in self.member_progress) and newest.step < 0
         stages = sorted({member.stage for member in self.member_progress})

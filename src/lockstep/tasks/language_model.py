@@ -25,6 +25,7 @@ from lockstep.data.text.chat_template import renderer
 from lockstep.data.text.chat_tokenizer import ChatTokenizer, optional_json
 from lockstep.data.text.documents import documents, held_inside
 from lockstep.data.text.packing import CutRows, PackedRows, RowLoader, save_packed_rows
+from lockstep.data.text.token_stream import TokenStream
 from lockstep.data.tokenizer import CHAT_SPECIALS, CHAT_TEMPLATE
 from lockstep.elastic.collectives import assert_equal_on_all_ranks, run_on_rank0
 from lockstep.elastic.runtime import ElasticRuntime
@@ -42,6 +43,7 @@ class LanguageModelTask(InitialWeights):
     """A Llama and its rows: the members of `TranslationTask`, those of the model inherited."""
 
     loader: RowLoader
+    validation: TokenStream
     fingerprints: Mapping[str, str]
 
     @classmethod
@@ -73,7 +75,8 @@ class LanguageModelTask(InitialWeights):
             raise DataError(what, f"{folder / 'data'}; batch.seq_len", "lower it")
         k = run.batch.micro_batches
         order = UniformOrder(len(rows), k * (run.batch.tokens // length), k, run.seed)
-        return cls(**vars(initial_weights), loader=RowLoader(rows, order, runtime.world.device), fingerprints=fingerprints)
+        loader = RowLoader(rows, order, runtime.world.device)
+        return cls(**vars(initial_weights), loader=loader, validation=prepared.validation, fingerprints=fingerprints)
 
     @property
     def length(self) -> int:

@@ -124,19 +124,20 @@ def make_step_timer(task: Task, run: RunConfig, runtime: ElasticRuntime) -> Step
     return StepTimer(flops_per_token=task.flops_per_token, peak_flops=peak, memory=memory)
 
 
-def best_steps(folder: Path) -> list[int]:
-    """Return the steps that retention keeps: the one in best.json, and the best evaluated one.
+def best_steps(folder: Path, *validated: int) -> list[int]:
+    """Return the steps that retention keeps: the one in best.json, the best evaluated one, and
+    `validated`, that of the lowest loss in the loop.
 
     Without either, every checkpoint stays.
     """
     path, best = folder / BEST, None
     try:
         best = best_of(list(iter_steps(folder / EVALUATIONS)))
-        return sorted({*([best["step"]] if best else []), int(read_json(path)["step"])})
+        return sorted({*validated, *([best["step"]] if best else []), int(read_json(path)["step"])})
     except FileNotFoundError:
-        return [best["step"]] if best else []
+        return [*validated, best["step"]] if best else [*validated]
     except (OSError, ValueError, KeyError, TypeError) as error:
         steps = [best["step"]] if best else committed_steps(folder / "checkpoints")
         stays = f"step {best['step']}, the best one of {EVALUATIONS}, is kept" if best else "no checkpoint is deleted until it is removed"
         log.warning("%s cannot be read (%s): %s", path, error, stays)
-        return steps
+        return [*validated, *steps]

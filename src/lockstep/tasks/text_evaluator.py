@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.config.schema import RunConfig
 from lockstep.data.text.chat_samples import last_answer
@@ -31,6 +31,7 @@ from lockstep.units import format_count
 
 BATCH_TOKENS = 4096  # positions scored per batch
 CHATS_PER_BATCH = 32
+Row = tuple[Ints, Ints, Ints]  # tokens, labels, documents
 
 
 @dataclass(frozen=True)
@@ -61,12 +62,9 @@ class LlamaEvaluator:
         start_s = time.monotonic()
         stream: TokenStream = getattr(self.data, spec.split)
         device, length = next(loaded.model.parameters()).device, self.run.batch.seq_len
-        rows = windows(stream, length)
-        if self.run.task == "sft":
-            packed = PackedRows(stream, length, pack_rows(stream, length, seed=0))
-            rows = map(packed.row, range(len(packed)))
+        rows = held_out_rows(stream, length, packed=self.run.task == "sft")
         batches = in_groups(rows, max(1, BATCH_TOKENS // length), kind=lambda row: len(row[0]))
-        losses = {number: loss_of(loaded, batch, device) for number, batch in batches_of_rank(batches, runtime, stopped)}
+        losses = {number: loss_of(loaded.model, batch, device) for number, batch in batches_of_rank(batches, runtime, stopped)}
         chats = self.data.records(spec.split) if self.run.task == "sft" else []
         chosen = chats[:limit] if limit else chats
         questions = [last_answer(self.data.tokenizer, chat) for chat in chosen]
@@ -98,7 +96,15 @@ class LlamaEvaluator:
         return f"{head}  {record['bits_per_byte']:.4f} bits a byte  ({record['split']}, {format_count(record['bytes'])} bytes)"
 
 
-def windows(stream: TokenStream, length: int) -> Iterator[tuple[Ints, Ints, Ints]]:
+def held_out_rows(stream: TokenStream, length: int, *, packed: bool) -> Iterator[Row]:
+    """Yield the rows to score: documents as `windows`, chats packed."""
+    if not packed:
+        return windows(stream, length)
+    rows = PackedRows(stream, length, pack_rows(stream, length, seed=0))
+    return map(rows.row, range(len(rows)))
+
+
+def windows(stream: TokenStream, length: int) -> Iterator[Row]:
     """Yield rows, each half a row after the previous one, in which each token of a stream is scored
     once, with at least half a row of context. Tokens scored before have the label IGNORE_INDEX."""
     stride = length - length // 2
@@ -112,12 +118,12 @@ def windows(stream: TokenStream, length: int) -> Iterator[tuple[Ints, Ints, Ints
         yield tokens, labels, documents
 
 
-@torch.inference_mode()
-def loss_of(loaded: LoadedLlama, rows: list[tuple[Ints, Ints, Ints]], device: torch.device) -> tuple[float, int]:
+@torch.no_grad()
+def loss_of(model: Callable[..., Tensor], rows: list[Row], device: torch.device) -> tuple[float, int]:
     """Return (sum of -log p over the labels that are not ignored, their number)."""
     batch = batch_of(rows, device)
     count = int((batch.labels != IGNORE_INDEX).sum())
-    return (float(loaded.model(batch.tokens, batch.labels, batch.documents)) if count else 0.0), count
+    return (float(model(batch.tokens, batch.labels, batch.documents)) if count else 0.0), count
 
 
 def generate_answers(

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -270,3 +271,17 @@ def update_average(optimizers: Sequence[torch.optim.Optimizer], decay: float, st
                 state["ema"].lerp_(weight.float(), share)
             else:
                 state["ema"] = weight.to(torch.float32, copy=True)
+
+
+@contextmanager
+def averaged_weights(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+    """Give the parameters their averages meanwhile, if the run has them. Memory: the weights once."""
+    averages = [(p, state["ema"]) for optimizer in optimizers for p, state in optimizer.state.items() if "ema" in state]
+    own = [p.detach().clone() for p, _ in averages]
+    try:
+        for p, average in averages:
+            p.detach().copy_(average)
+        yield
+    finally:
+        for (p, _), weight in zip(averages, own, strict=True):
+            p.detach().copy_(weight)
