@@ -143,6 +143,9 @@ def add_checkpoint_commands(commands: Commands) -> None:
     add("--beams", **BEAMS)
     add("--average", help="score the mean of the newest N checkpoints' weights", **AVERAGE)
     add("--workers", **WORKERS, help="worker processes that share the work (default: 1); the score is the same for any number")
+    add("--lm-eval", metavar="TASKS", help="score with these tasks of lm-eval instead, separated by commas")
+    add("--include-path", type=Path, metavar="FOLDER", help="lm-eval: folder with further tasks, as YAML files")
+    add("--chat", action="store_true", help="lm-eval: apply the model's chat template")
 
     add = add_command(commands, "translate", "translate a text, or lines from standard input")
     add("folder", **RUN_FOLDER)
