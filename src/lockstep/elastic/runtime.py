@@ -180,6 +180,13 @@ class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
         """Set what this worker reports when the next generation forms."""
         self.progress = progress
 
+    @property
+    def is_late(self) -> bool:
+        """True after this worker has committed a step whose vote it missed: the other members are in
+        the next step, whose collectives it must join first."""
+        steps = [member.step for member in self.member_progress]
+        return bool(steps) and 0 <= steps[self.world.rank] < max(steps) == self.progress.step
+
     def set_loop_state(self, values: Mapping[str, Any]) -> None:
         """Set what a joiner receives besides tensors: JSON values, equal on all workers."""
         self.loop_state = values

@@ -105,7 +105,7 @@ class ReplicaComparison:
 
         False when a peer is lost, too. Replicas that differ are evicted.
         """
-        if self.runtime.world.size <= self.replica_size:
+        if self.runtime.world.size <= self.replica_size or self.runtime.is_late:
             return True
         with self.runtime.catch_peer_loss() as loss:
             digests = all_gather_json(self.runtime, self.get_digest(STATE, step))

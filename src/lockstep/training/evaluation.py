@@ -57,6 +57,8 @@ def compute_in_shares(runtime: ElasticRuntime, compute: Callable[[Iterable[int]]
     If a worker is lost, this worker computes everything, and the next step regroups. PeersLostError
     where a replica is several workers, which compute the same batches together.
     """
+    if runtime.is_late and replica_size == 1:
+        return compute(range(count))
     rank, size = (0, 1) if runtime.is_joining else (runtime.world.rank // replica_size, runtime.world.size // replica_size)
     own = compute(range(rank, count, size))
     with runtime.catch_peer_loss() as loss:

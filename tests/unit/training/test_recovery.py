@@ -24,6 +24,7 @@ from lockstep.record.events import read_events
 from lockstep.runtime.signals import HostDrained
 from lockstep.training import build_replica, loading, replica_group, state_transfer
 from lockstep.training.checkpointer import Checkpointer
+from lockstep.training.evaluation import compute_in_shares
 from lockstep.training.replica_group import ReplicaGroup
 
 MICRO_BATCHES, STEPS = 6, 5
@@ -178,6 +179,23 @@ def test_rank_that_missed_the_result_of_a_vote_commits_in_the_next_generation(tm
     assert weights == dict.fromkeys(range(3), expected)
     assert run.workers[0].losses == run.workers[1].losses
     assert run.workers[0].runtime.world.generation == 2
+
+
+def test_rank_that_missed_a_vote_starts_no_collective_before_the_next_step(tmp_path: Path, expected: list[float]) -> None:
+    """The others are in the next step, whose collectives would meet those of a save or an evaluation."""
+    sums: dict[int, list[float]] = {}
+
+    def disturb(worker: Worker, step: int, k: int) -> None:
+        if step == 2 and worker.slot == 1 and worker.runtime.world.generation == 1:
+            worker.runtime.group.lose_results = 1
+
+    def evaluate(worker: Worker, step: int) -> None:
+        scores = compute_in_shares(worker.runtime, lambda numbers: {n: {"": float(n)} for n in numbers}, 7, 1)
+        sums.setdefault(worker.slot, []).append(sum(score[""] for score in scores.values()))
+
+    run, weights = train(tmp_path, 3, on_micro_batch=disturb, after_update=evaluate, options={"every_steps": 1})
+    assert weights == dict.fromkeys(range(3), expected)
+    assert sums == dict.fromkeys(range(3), [21.0] * STEPS) and run.workers[0].runtime.world.generation == 2
 
 
 def test_divergent_rank_is_evicted_and_the_others_continue(tmp_path: Path, expected: list[float]) -> None:
