@@ -35,8 +35,8 @@ from lockstep.elastic.protocol.decisions import ElasticLimits
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.elastic.world import World
 from lockstep.errors import UsageError
-from lockstep.parallel.own_model import Patterns
 from lockstep.parallel.parallelize import LocalModel
+from lockstep.parallel.plans import Patterns
 from lockstep.record.tracker import BackgroundTracker, Tracker
 from lockstep.runtime.numerics import make_deterministic, seed_generators
 from lockstep.runtime.signals import Stopped, StopSignals

@@ -1,13 +1,17 @@
-"""llama.backend=transformers: the losses of a plain loop of `transformers`; save, resume, export."""
+"""Fine-tuning of Hugging Face families: the losses of a plain loop; llama.backend=transformers."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,21 +23,40 @@ from lockstep.cli.main import main
 from lockstep.config.resolve import resolve
 from lockstep.data.order import UniformOrder
 from lockstep.data.text.chat_tokenizer import ChatTokenizer
-from lockstep.data.text.packing import CutRows
+from lockstep.data.text.packing import CutRows, PackedRows
 from lockstep.data.text.prepare import open_prepared
 from lockstep.errors import CheckpointError, ConfigError, UsageError
 from lockstep.models.hub import CONFIG_FILE, open_hub
 from lockstep.models.llama_io import load_llama
 from lockstep.models.transformers_model import TransformersConfig
+from lockstep.parallel.plans import plan_of
 from lockstep.record.metrics import read_metrics
 
 BACKEND = {**TEXT, "llama.backend": "transformers", "compute.precision": "fp32", "optim.learning_rate": "3e-3"}
 BACKEND = {key: value for key, value in BACKEND.items() if key not in ("tokenizer.vocab_size", "llama.size")}
+SFT = {**BACKEND, **{key: CHATS[key] for key in ("task", "data.kind", "batch.tokens", "batch.seq_len")}, "data.pairs": "60"}
 FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 8},
     "mistral": {"sliding_window": 8},
     "gemma2": {"head_dim": 8, "sliding_window": 8, "tie_word_embeddings": True},  # final_logit_softcapping: no chunks
     "gemma3_text": {"head_dim": 8, "sliding_window": 8, "tie_word_embeddings": True},
 }
+ORACLES = [  # kind, backend, task, more of its config
+    ("qwen3", "lockstep", "sft", {}),
+    ("mistral", "lockstep", "sft", {"sliding_window": None}),
+    ("gemma3_text", "transformers", "sft", {}),
+    *(
+        pytest.param(*values, {}, marks=pytest.mark.long)
+        for values in [
+            ("qwen2", "lockstep", "pretrain"),
+            ("qwen3", "transformers", "pretrain"),
+            ("mistral", "transformers", "sft"),
+            ("gemma2", "transformers", "pretrain"),
+            ("gemma3_text", "transformers", "pretrain"),
+        ]
+    ),
+]
+LAYOUTS = [(2, 1), (2, 2), (4, 2)]  # workers, shards of a replica
 
 
 @pytest.fixture(autouse=True)
@@ -66,14 +89,17 @@ def start(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def plain_losses(hub: Path, run: Path, steps: int) -> list[float]:
+def plain_losses(hub: Path, run: Path, flags: dict[str, str], steps: int) -> list[float]:
     """Train in a plain loop: each document of a row alone, gradients added, AdamW of torch."""
     transformers = pytest.importorskip("transformers")
-    options = resolve({}, {**BACKEND, "llama.init_from": str(hub), "data.train": "x", "steps": str(steps)}).run
+    options = resolve({}, {**flags, "steps": str(steps)}).run
     model = transformers.AutoModelForCausalLM.from_pretrained(hub, dtype=torch.float32, attn_implementation="eager").train()
-    rows = CutRows(open_prepared(run / "data", ChatTokenizer.load(run / "tokenizer", {})).train, options.batch.seq_len)
+    stream, length = open_prepared(run / "data", ChatTokenizer.load(run / "tokenizer", {})).train, options.batch.seq_len
+    rows: CutRows | PackedRows = CutRows(stream, length)
+    if options.task == "sft":
+        rows = PackedRows(stream, length, np.load(next((run / "data").glob("rows-*.npy"))))
     k = options.batch.micro_batches
-    order = UniformOrder(len(rows), k * options.batch.tokens // options.batch.seq_len, k, options.seed)
+    order = UniformOrder(len(rows), k * options.batch.tokens // length, k, options.seed)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": options.optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -100,25 +126,87 @@ def plain_losses(hub: Path, run: Path, steps: int) -> list[float]:
     return curve
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_losses_of_two_replicas_equal_those_of_a_plain_loop(kind: str, corpus: Path, start: Path, tmp_path: Path) -> None:
-    hub = hub_folder(kind, tmp_path / "hub", start)
-    flags = {**BACKEND, "data.train": str(corpus), "llama.init_from": str(hub), "memory.activation_checkpoint": "full"}
-    digests = run_ranks(trained, 2, str(tmp_path / "run"), flags, 20)
-    curve = [loss for loss, _ in losses(tmp_path / "run")]
-    assert curve[-1] < curve[0] - 0.5
-    assert curve == pytest.approx(plain_losses(hub, tmp_path / "run", 20), rel=1e-4)
-    resumed = tmp_path / "resumed"
-    for steps in (2, 20) if kind == "mistral" else ():
-        alone = run_ranks(trained, 1, str(resumed), flags, steps)
-    assert kind != "mistral" or alone[0] == digests[0]
+@pytest.mark.parametrize(("kind", "backend", "task", "more"), ORACLES)
+def test_fine_tuning_in_every_layout_has_the_losses_of_a_plain_loop(
+    kind: str, backend: str, task: str, more: dict[str, Any], corpus: Path, start: Path, tmp_path: Path
+) -> None:
+    hub = hub_folder(kind, tmp_path / "hub", start, **more)
+    flags = {**BACKEND, "data.train": str(corpus)} if task == "pretrain" else SFT
+    flags = {**flags, "llama.init_from": str(hub), "llama.backend": backend, "batch.micro_batches": "4"}
+    flags["memory.activation_checkpoint"] = "full"
+    expected, digests = [0.0], set()
+    for workers, shards in LAYOUTS:
+        folder = tmp_path / f"{workers}-{shards}"
+        in_layout = {**flags, "layout.shard": str(shards), "layout.replicate": str(workers // shards)}
+        digests.add(run_ranks(trained, workers, str(folder), in_layout, 20)[0])
+        curve = [loss for loss, _ in losses(folder)]
+        expected = expected if len(expected) > 1 else plain_losses(hub, folder, flags, 20)
+        assert curve == pytest.approx(expected, rel=1e-4), (workers, shards)
+    assert len(digests) == 1 and curve[-1] < curve[0] - 0.3
+
+
+def test_a_sharded_run_of_the_backend_resumes_in_whole_replicas(corpus: Path, start: Path, tmp_path: Path) -> None:
+    hub = hub_folder("gemma2", tmp_path / "hub", start)
+    flags = {**BACKEND, "data.train": str(corpus), "llama.init_from": str(hub)}
+    alone = run_ranks(trained, 1, str(tmp_path / "alone"), flags, 5)
+    run_ranks(trained, 2, str(tmp_path / "resumed"), {**flags, "layout.shard": "2"}, 2)
+    assert run_ranks(trained, 1, str(tmp_path / "resumed"), {**flags, "layout.shard": "1"}, 5) == alone
+
+
+@pytest.mark.long
+def test_killed_shards_of_a_gemma_heal_with_the_same_bits(start: Path, tmp_path: Path) -> None:
+    """In as many steps as a replacement needs to import `transformers` and to join."""
+    hub = hub_folder("gemma3_text", tmp_path / "hub", start)
+    flags = {**SFT, "llama.init_from": str(hub), "batch.micro_batches": "4", "layout.replicate": "2", "layout.shard": "2"}
+    words = ["drill", "--faults", "2", "--seed", "3", "--steps", "300", "--out", str(tmp_path / "drill")]
+    command = [sys.executable, "-m", "lockstep", *words, *(word for key, value in flags.items() for word in (f"--{key}", value))]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environ, check=False)
+    assert result.returncode == 0 and "the same bits" in result.stdout, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend", "more"),
+    [
+        ("qwen3", "lockstep", {}),
+        ("mistral", "lockstep", {"sliding_window": None}),
+        ("gemma2", "transformers", {}),
+        ("gemma3_text", "transformers", {}),
+    ],
+)
+def test_a_run_without_updates_exports_the_folder_that_it_started_from(
+    kind: str, backend: str, more: dict[str, Any], corpus: Path, start: Path, tmp_path: Path
+) -> None:
+    """Also for `transformers`: tokenizer, chat template and generation config."""
+    transformers = pytest.importorskip("transformers")
+    hub, export = hub_folder(kind, tmp_path / "hub", start, **more), tmp_path / "export"
+    settings = {"do_sample": True, "temperature": 0.7, "eos_token_id": [1, 3]}
+    (hub / "generation_config.json").write_text(json.dumps(settings))
+    (hub / "chat_template.jinja").write_text("{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}")
+    flags = {**BACKEND, "data.train": str(corpus), "llama.init_from": str(hub), "optim.learning_rate": "0", "layout.shard": "2"}
+    flags["llama.backend"] = backend
+    run_ranks(trained, 2, str(tmp_path / "run"), flags, 1)
+    assert main(["checkpoint", "export", str(tmp_path / "run"), "--out", str(export)]) == 0
+    tensors = [open_hub(path, backend).tensors for path in (hub, export)]
+    assert list(tensors[0]) == list(tensors[1]) and all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
+    models, tokenizers = (
+        [auto.from_pretrained(path) for path in (hub, export)] for auto in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer)
+    )
+    assert models[0].config.to_diff_dict() == models[1].config.to_diff_dict()
+    assert models[0].generation_config.to_dict() == models[1].generation_config.to_dict()
+    assert models[1].generation_config.temperature == 0.7 and models[1].generation_config.eos_token_id == [1, 3]
+    chat = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "saw 42"}]
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False) for tokenizer in tokenizers]
+    assert texts == ["<user>the cat<assistant>saw 42"] * 2
+    ids = [tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=False) for tokenizer in tokenizers]
+    with torch.no_grad():
+        assert torch.equal(ids[0], ids[1]) and torch.equal(models[0](ids[0]).logits, models[1](ids[1]).logits)
 
 
 def test_a_run_of_chats_is_scored_and_exported(start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     transformers = pytest.importorskip("transformers")
     hub, run = hub_folder("gemma3_text", tmp_path / "hub", start), tmp_path / "run"
-    flags = {**BACKEND, **{key: CHATS[key] for key in ("task", "data.kind", "data.pairs", "batch.tokens", "batch.seq_len")}}
-    run_ranks(trained, 2, str(run), {**flags, "data.pairs": "60", "data.held_out_share": "0.1", "llama.init_from": str(hub)}, 2)
+    run_ranks(trained, 2, str(run), {**SFT, "data.held_out_share": "0.1", "llama.init_from": str(hub)}, 2)
     run_ranks(evaluated, 1, str(run), "test")
     record = read_metrics(run / "evaluations.jsonl")[0]
     assert record["chats"] > 0 and 0 <= record["exact_match"] <= 1 and record["loss"] > 0
@@ -142,6 +230,8 @@ def test_every_family_has_the_loss_of_its_documents_alone(kind: str, tmp_path: P
     folder = open_hub(tmp_path, "transformers")
     assert isinstance(folder.config, TransformersConfig)
     model = load_llama(tmp_path, device=torch.device("cpu"), backend="transformers").model
+    units = plan_of(model).units
+    assert len(units) == SIZES["num_hidden_layers"] and all(name.startswith("inner.") for name in units)
     tokens = torch.randint(3, 199, (2, 24))
     documents = torch.tensor([[0] * 7 + [1] * 12 + [2] * 5, [0] * 24])
     labels = torch.randint(3, 199, (2, 24))
@@ -167,9 +257,13 @@ def test_models_that_mix_the_documents_of_a_row_are_refused(kind: str, more: dic
 
 
 def test_values_that_the_backend_does_not_support_are_refused(tmp_path: Path) -> None:
-    for more in ({"lora.rank": "4"}, {"layout.shard": "2"}, {"memory.weights": "bf16"}, {"llama.init_from": ""}):
-        with pytest.raises(ConfigError, match="whole replicas"):
-            resolve({}, {**BACKEND, "data.train": "x", "llama.init_from": "HF", **more})
+    unsupported = {"lora.rank": "4", "llama.max_seq_len": "64", "memory.weights": "bf16", "layout.tensor": "2", "layout.pipeline": "2"}
+    for key, value in unsupported.items():
+        with pytest.raises(ConfigError, match=f"llama.backend=transformers does not support {key}\n") as caught:
+            resolve({}, {**BACKEND, "data.train": "x", "llama.init_from": "HF", key: value})
+        assert f"{key} from command line" in caught.value.where
+    with pytest.raises(ConfigError, match="needs the folder of a model"):
+        resolve({}, {**BACKEND, "data.train": "x"})
     random_model("llama", {}, tmp_path)
     for key, value in (("model_type", "unheard"), ("quantization_config", {"bits": 4}), ("hidden_size", 64)):
         config = {**SIZES, "model_type": "llama", "architectures": ["LlamaForCausalLM"], key: value}

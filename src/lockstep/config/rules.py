@@ -113,12 +113,17 @@ def llama_conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
     if run.lora.rank and not run.lora.targets:
         what = "lora.targets is empty, and adapters need matrices to adapt"
         yield what, "lora.rank lora.targets", "remove lora.targets to adapt all of them"
-    layout, keys = run.layout, ["llama.backend", "llama.init_from", "lora.rank", "layout.shard", "layout.tensor", "layout.pipeline"]
-    own = [run.lora.rank, max_seq_len, run.memory.weights != "fp32", layout.shard * layout.tensor * layout.pipeline > 1]
-    if run.llama.backend == "transformers" and (any(own) or not run.llama.init_from):
-        what = "llama.backend=transformers needs llama.init_from, and trains float32 weights in whole replicas"
-        hint = "remove lora.rank, llama.max_seq_len, memory.weights and [layout], or llama.backend"
-        yield what, " ".join([*keys, "llama.max_seq_len", "memory.weights"]), hint
+    if run.llama.backend == "transformers":
+        layout, bf16 = run.layout, run.memory.weights != "fp32"
+        unsupported = {"lora.rank": run.lora.rank, "llama.max_seq_len": max_seq_len, "memory.weights": bf16}
+        unsupported |= {"layout.tensor": layout.tensor > 1, "layout.pipeline": layout.pipeline > 1}
+        if changed := [key for key, given in unsupported.items() if given]:
+            what = f"llama.backend=transformers does not support {', '.join(changed)}"
+            hint = "remove these values, or llama.backend; adapters of peft train in a loop of your own, with lockstep.Session"
+            yield what, " ".join(["llama.backend", *changed]), hint
+        if not run.llama.init_from:
+            what = "llama.backend=transformers needs the folder of a model"
+            yield what, "llama.backend llama.init_from", "set llama.init_from to a Hugging Face folder"
     if run.lora.init_from and not run.lora.rank:
         yield "lora.rank is 0, which means no adapters", "lora.init_from lora.rank", "remove lora.rank: the folder defines it"
     if run.lora.rank and not run.llama.init_from:

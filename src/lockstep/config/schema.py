@@ -152,7 +152,7 @@ class LlamaOptions:
     size: Literal["1M", "5M", "25M", "100M", "1B", "3B", "8B", "70B", "405B"] = option("5M", "size of a new model", bits=BITS)
     init_from: str = option("", "initialize from this Hugging Face or run folder; empty: train from scratch", bits=BITS)
     backend: Literal["lockstep", "transformers"] = option(
-        "lockstep", "transformers: any causal language model of that package, from init_from, in whole replicas", bits=BITS
+        "lockstep", "transformers: any causal language model of that package, from init_from, in replicas and shards", bits=BITS
     )
     max_seq_len: int = option(0, "maximum sequence length in the model's config; 0: as in size or init_from", bits=BITS, ge=0)
 

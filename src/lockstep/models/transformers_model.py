@@ -93,7 +93,7 @@ class TransformersConfig:
 
 
 class TransformersModel(nn.Module):
-    """`model(tokens, labels, documents)` as of a `Llama`, for whole replicas."""
+    """`model(tokens, labels, documents)` as of a `Llama`, for replicas and shards."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -103,11 +103,6 @@ class TransformersModel(nn.Module):
         self.inner: Any = make(config, dtype=torch.float32)
         self.chunked: bool | None = None  # None: not probed yet
 
-    @property
-    def block_names(self) -> tuple[str, ...]:
-        blocks = self.inner._no_split_modules or ()
-        return tuple(name for name, module in self.named_modules() if type(module).__name__ in blocks)
-
     def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Self:
         """Allocate the parameters; tied ones stay one, unlike in torch."""
         super().to_empty(device=device, recurse=recurse)
@@ -116,7 +111,7 @@ class TransformersModel(nn.Module):
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Return the logits; with labels the sum of their cross-entropy (see `Llama.forward`)."""
-        inputs = {"input_ids": tokens, "position_ids": document_positions(tokens, documents)[0], "use_cache": False}
+        inputs = inputs_of(tokens, documents)
         if labels is None:
             return cast(Tensor, self.inner(**inputs).logits)
         if self.chunked is None and next(self.parameters()).isfinite().all():  # NaN before a state is loaded
@@ -142,10 +137,10 @@ class TransformersModel(nn.Module):
         self.eval()
         try:
             with torch.autocast(device.type, enabled=False), torch.compiler.set_stance("force_eager"):
-                packed = self(tokens, documents=documents)
-                alone = self(tokens[:, PROBE_TOKENS:])
-                inputs = {"input_ids": tokens[:, PROBE_TOKENS:], "use_cache": False}
-                states = self.inner.base_model(**inputs).last_hidden_state
+                # Not self(...), whose hooks would free the root's weights in shards.
+                packed = self.inner(**inputs_of(tokens, documents)).logits
+                alone = self.inner(**inputs_of(tokens[:, PROBE_TOKENS:])).logits
+                states = self.inner.base_model(input_ids=tokens[:, PROBE_TOKENS:], use_cache=False).last_hidden_state
         finally:
             handle.remove()
             self.train(was_training)
@@ -158,3 +153,7 @@ class TransformersModel(nn.Module):
             )
         plain = type(head) is nn.Linear and head.bias is None
         return plain and len(seen) == 2 and torch.equal(seen[1][0], states) and torch.equal(seen[1][1], alone)
+
+
+def inputs_of(tokens: Tensor, documents: Tensor | None = None) -> dict[str, Any]:
+    return {"input_ids": tokens, "position_ids": document_positions(tokens, documents)[0], "use_cache": False}

@@ -108,6 +108,8 @@ def parallelize(  # 9 parameters: a model, its place in the layout, and three op
         model, layout, groups, slices=slices, fsdp_units=units, tensor_slices=tensor_slices, stage=stage, partial_grads=partial_grads
     )
     model.to_empty(device=device)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(init_param(name, buffer.shape))
     init_fsdp(model)  # now, since it may move what the parameters below share
     for name, parameter in model.named_parameters():
         shard = cast(Tensor, parameter).to_local().detach()  # type: ignore[attr-defined]

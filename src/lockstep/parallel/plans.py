@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
 from torch import nn
 
 from lockstep.errors import UsageError
 from lockstep.layout import LayoutLimits
 from lockstep.models.llama import Llama
-from lockstep.models.transformers_model import TransformersModel
+from lockstep.models.transformers_model import INNER, TransformersModel
 from lockstep.models.translator import Translator
+from lockstep.units import join_names
+
+Patterns = str | Sequence[str] | None
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,8 @@ def plan_of(model: nn.Module) -> ParallelPlan:
     if isinstance(model, Translator):
         return plan_of_translator(model)
     if isinstance(model, TransformersModel):
-        return ParallelPlan(model.block_names, regions=(), column_parallel=(), row_parallel=r"$^")
+        units = tuple(INNER + name for name in find_units(model.inner))
+        return ParallelPlan(units, regions=(), column_parallel=(), row_parallel=r"$^")
     raise UsageError(
         f"{type(model).__name__} cannot be sharded or split",
         "layout",
@@ -85,3 +91,47 @@ def plan_of_translator(model: Translator) -> ParallelPlan:
         widths=(model.n_heads, ffn_dim),
         layers=len(encoder) + len(decoder),
     )
+
+
+def find_units(model: nn.Module, patterns: Patterns = None) -> list[str]:
+    """Return the names of the modules that the shard axis gathers and frees, in forward order.
+
+    patterns  units are the outermost modules with such names, as in fnmatch. None: modules of the
+              types in `_no_split_modules` of a Hugging Face model. Without these: repeated blocks,
+              the children of a ModuleList or Sequential, of one type and with submodules
+    A module that shares a parameter with another part belongs to the root, which is gathered for a
+    whole pass.
+    UsageError: a pattern that matches no module.
+    """
+    modules = {name: module for name, module in model.named_modules() if name}
+    if patterns is not None:
+        listed = [patterns] if isinstance(patterns, str) else list(patterns)
+        if unknown := [pattern for pattern in listed if not any(fnmatchcase(name, pattern) for name in modules)]:
+            where = f"session.prepare(units={patterns!r})"
+            raise UsageError(f"no module matches {join_names(unknown)}", where, f"{type(model).__name__} has {join_names(list(modules))}")
+        matching = [name for name in modules if any(fnmatchcase(name, pattern) for pattern in listed)]
+    elif types := set(getattr(model, "_no_split_modules", None) or ()):
+        matching = [name for name, module in modules.items() if type(module).__name__ in types]
+    else:
+        matching = [name for name in modules if is_repeated_block(model.get_submodule(name.rpartition(".")[0]))]
+    units: list[str] = []
+    for name in matching:
+        if not any(name.startswith(f"{unit}.") for unit in units) and any(True for _ in modules[name].parameters()):
+            units.append(name)
+    return without_shared_parameters(model, units)
+
+
+def is_repeated_block(container: nn.Module) -> bool:
+    """Return whether the children of a module are repeated blocks."""
+    children = list(container.children()) if isinstance(container, nn.ModuleList | nn.Sequential) else []
+    return len(children) > 1 and len({type(child) for child in children}) == 1 and any(True for _ in children[0].children())
+
+
+def without_shared_parameters(model: nn.Module, units: list[str]) -> list[str]:
+    holders: dict[int, set[str]] = {}  # id of a parameter -> units, or "" for the root
+    for path, module in model.named_modules(remove_duplicate=False):
+        unit = next((name for name in units if path == name or path.startswith(f"{name}.")), "")
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(id(parameter), set()).add(unit)
+    sharing = {unit for names in holders.values() if len(names) > 1 for unit in names}
+    return [unit for unit in units if unit not in sharing]

@@ -12,8 +12,9 @@ from torch import nn
 from lockstep.config.resolve import environment_variable
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
-from lockstep.parallel.own_model import Patterns, shard_module
+from lockstep.parallel.own_model import shard_module
 from lockstep.parallel.parallelize import LocalModel
+from lockstep.parallel.plans import Patterns
 from lockstep.runtime.worker_env import WorkerEnv
 
 SHARD_VARIABLE = environment_variable("layout.shard")  # set by lockstep run --layout.shard

@@ -11,7 +11,8 @@ from torch import nn
 
 from lockstep.errors import UsageError
 from lockstep.parallel.grad_norm import StepGradient, commit_gradient
-from lockstep.parallel.own_model import Patterns, find_units, refuse_unshardable
+from lockstep.parallel.own_model import refuse_unshardable
+from lockstep.parallel.plans import Patterns, find_units
 from lockstep.training.sharding import SHARD_VARIABLE, choose_shards, refuse_unshardable_optimizers
 
 CPU = torch.device("cpu")
