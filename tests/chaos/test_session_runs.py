@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.fork_loop import LoopResult, run_loop
 
 from lockstep.checkpoint.commands import digest_line
 from lockstep.record import events, metrics
@@ -41,9 +42,9 @@ def lines_of(folder: Path) -> list[tuple[int, float, float, float | None]]:
 
 def test_same_sha256_and_metrics_on_1_and_2_workers_through_a_kill_a_stop_and_a_resume(tmp_path: Path) -> None:
     alone, two, disturbed = (tmp_path / name for name in ("alone", "two", "disturbed"))
-    for folder, workers, num_workers in ((alone, 1, 0), (two, 2, 2)):
-        result = train(folder, workers, num_workers=num_workers)
-        assert result.returncode == 0, result.stderr
+    assert run_loop(SCRIPT, alone, 1) == LoopResult(0, "")
+    result = train(two, 2, num_workers=2)
+    assert result.returncode == 0, result.stderr
     disturbed.mkdir()
     (disturbed / "disturb").write_text(json.dumps({"kill": 13, "stop": 25}))
     stopped = train(disturbed, 3, num_workers=1)
@@ -71,8 +72,7 @@ def test_session_in_another_folder_than_its_run_is_refused(tmp_path: Path) -> No
 def digest(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return the digest of the script with 12 steps on one worker."""
     folder = tmp_path_factory.mktemp("one") / "run"
-    result = lockstep("run", "--out", folder, SCRIPT, "--workers", "1", "--steps", "12")
-    assert result.returncode == 0, result.stderr
+    assert run_loop(SCRIPT, folder, 1, steps=12) == LoopResult(0, "")
     return digest_line(folder)
 
 

@@ -6,12 +6,16 @@ A start then takes a tenth of a second.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
+import signal
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from support.ranks import PRELOAD
 
@@ -24,15 +28,27 @@ class LoopResult:
     text: str
 
 
-def run_loop(script: Path, folder: Path, workers: int, *, timeout_s: float = 120.0, **flags: object) -> LoopResult:
-    """Train SCRIPT:train(**flags) in `folder`. Return a failure other than the loss of a peer."""
+def run_loop(
+    script: Path, folder: Path, workers: int, *, shard: int = 1, kill_in: int = 0, timeout_s: float = 120.0, **flags: object
+) -> LoopResult:
+    """Train SCRIPT:train(**flags) in `folder`. Return a failure other than the loss of a peer.
+
+    shard    workers of a replica
+    kill_in  number of the update in which every worker kills itself; 0: none
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, "lockstep.cli.main"])
+    context.set_forkserver_preload(PRELOAD)
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
+    names = {"WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    names |= {"LOCKSTEP_LAYOUT_SHARD": shard} if shard > 1 else {}
     pipes = [context.Pipe(duplex=False) for _ in range(workers)]
     processes = [
-        context.Process(target=run_worker, args=(script, folder, flags, rank, workers, port, pipes[rank][1]), daemon=True)
+        context.Process(
+            target=run_worker,
+            args=(script, folder, flags, {**names, "RANK": rank, "LOCAL_RANK": rank}, kill_in, pipes[rank][1]),
+            daemon=True,
+        )
         for rank in range(workers)
     ]
     for process, (_, writer) in zip(processes, pipes, strict=True):
@@ -54,12 +70,28 @@ def receive(reader: Connection, timeout_s: float) -> LoopResult:
     return LoopResult(1, f"a worker sent no result within {timeout_s:g} s")
 
 
-def run_worker(script: Path, folder: Path, flags: dict[str, object], rank: int, size: int, port: int, writer: Connection) -> None:
+def run_worker(script: Path, folder: Path, flags: dict[str, object], environ: dict[str, object], kill_in: int, writer: Connection) -> None:
     """Run a worker as torchrun would start it."""
+    gc.freeze()  # a collection would copy the memory of all imported modules
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
     from lockstep.cli.worker import run_function
     from lockstep.runtime.exit_report import run_and_report
 
-    names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
-    os.environ |= {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {name: str(value) for name, value in environ.items()}
+    if kill_in:
+        register_optimizer_step_pre_hook(kill_in_update(kill_in))
     report = run_and_report(lambda: run_function(f"{script}:train", folder, {name: str(value) for name, value in flags.items()}))
     writer.send((report.code, report.text))
+
+
+def kill_in_update(number: int) -> Callable[..., None]:
+    """Return a hook that kills this process in the update `number` of the first optimizer."""
+    optimizers: list[int] = []
+
+    def hook(optimizer: Any, *_: Any) -> None:
+        optimizers.append(id(optimizer))
+        if optimizers.count(optimizers[0]) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return hook

@@ -7,6 +7,7 @@ file in a temporary folder, so no other process can take their port.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -28,7 +29,11 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]  # public 
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.elastic.world import World
 
-PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "lockstep.train"]
+# Imported by most test processes. lockstep last: its import notes the state of the generators.
+PRELOAD = [
+    *("torch", "torch.distributed", "torch._dynamo", "torch.optim.swa_utils", "numpy.ma", "pytest", "hypothesis"),
+    *("lockstep.train", "lockstep.session", "lockstep.cli.main", "lockstep.cli.worker"),
+]
 
 
 def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout_s: float = 60.0, kill: tuple[int, ...] = ()) -> list[Any]:
@@ -89,6 +94,7 @@ def errors_by_rank(answers: list[tuple[bool, Any] | None], kill: tuple[int, ...]
 
 def run_rank(function: Callable[..., Any], rank: int, size: int, folder: str, answer: Connection, args: tuple[Any, ...]) -> None:
     """Form the group, run the function, send (succeeded, result or traceback) through `answer`."""
+    gc.freeze()  # a collection would copy the memory of all imported modules
     try:
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
