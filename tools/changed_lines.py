@@ -18,7 +18,7 @@ SCRIPTS = {
     "with_fabric.py": "Fabric",
     "with_session.py": "Lockstep",
 }
-GPT_SCRIPTS = {"mingpt": "in the style of minGPT-ddp", "nanogpt": "in the style of nanoGPT"}
+PAIRS = {"tutorial": "PyTorch's DDP tutorial", "mingpt": "minGPT-ddp", "nanogpt": "nanoGPT"}
 
 
 def code_lines(path: Path) -> list[str]:
@@ -44,13 +44,13 @@ def table() -> str:
     return "\n".join(rows)
 
 
-def gpt_table() -> str:
-    rows = ["| script | lines with Accelerate | lines with Lockstep |", "| --- | --- | --- |"]
-    for name, label in GPT_SCRIPTS.items():
+def pair_table() -> str:
+    rows = ["| in the style of | lines with Accelerate | lines with Lockstep |", "| --- | --- | --- |"]
+    for name, label in PAIRS.items():
         counts = [len(code_lines(FOLDER / f"{name}_{library}.py")) for library in ("accelerate", "session")]
         rows.append(f"| {label}, `{name}_*.py` | {counts[0]} | {counts[1]} |")
     return "\n".join(rows)
 
 
 if __name__ == "__main__":
-    print(table(), gpt_table(), sep="\n\n")
+    print(table(), pair_table(), sep="\n\n")
