@@ -6,18 +6,25 @@ nothing else may change it before the gradient of the step is complete.
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Callable, Sequence
+from hashlib import sha256
+from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.checkpoint.state_dict import named_tensors
 from lockstep.errors import UsageError
 from lockstep.parallel.digest import digest_of
+from lockstep.runtime.process_group import gather_json
 from lockstep.runtime.tensor_bytes import DTYPES
 from lockstep.runtime.torch_private import version_of
 from lockstep.units import join_names
 
 Mark = tuple[Tensor | None, int]  # a gradient and its in-place version
+Wait = Callable[[list[dist.Work | None]], None]
 
 
 def refuse_unsupported(model: nn.Module) -> None:
@@ -44,6 +51,28 @@ def refuse_unsupported(model: nn.Module) -> None:
             type(model).__name__,
             "use complex64 or a real dtype; give a buffer that need not be saved persistent=False",
         )
+
+
+def refuse_different_parameters(hashes: Sequence[str], names: Sequence[str], wait: Wait) -> None:
+    """Collective if the hashes differ. UsageError: this rank trains the parameters `names`, others do
+    not.
+
+    hashes  of the names, by rank
+    """
+    if len(set(hashes)) > 1:
+        counts = Counter(name for trained in gather_json(len(hashes), names, wait) for name in trained)
+        listed = sorted(name for name, count in counts.items() if count < len(hashes))
+        raise UsageError(
+            f"not all workers train the same parameters: {join_names(listed)}",
+            "requires_grad of the model's parameters at the start of the step",
+            "derive requires_grad from the step, so that workers that join or resume later agree: "
+            "layer.requires_grad_(step >= 300) in every step",
+        )
+
+
+def hash_of(value: Any) -> str:
+    """Return a hash of a JSON value."""
+    return sha256(json.dumps(value).encode()).hexdigest()
 
 
 class GradientWatch:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -78,6 +78,15 @@ class Chunk(NamedTuple):
     layers: Sequence[int]
     first: bool
     last: bool
+
+
+class PendingMicroBatch(NamedTuple):
+    """Inputs of a micro-batch for the pipeline, and autocast's dtype; None: disabled."""
+
+    k: int
+    inputs: tuple[Any, ...]
+    named: dict[str, Any]
+    autocast_dtype: torch.dtype | None
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,9 @@ by autograd, larger subtrees by SumTree.
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from hashlib import sha256
 from typing import Any, Literal
 
 import torch
@@ -28,7 +25,7 @@ from lockstep.errors import PeersLostError, UsageError
 from lockstep.parallel.buckets import Bucket, GradientBuckets
 from lockstep.parallel.digest import digest_of
 from lockstep.parallel.exchange import Traffic, tree_all_reduce
-from lockstep.parallel.gradient_watch import GradientWatch, refuse_unsupported
+from lockstep.parallel.gradient_watch import GradientWatch, hash_of, refuse_different_parameters, refuse_unsupported
 from lockstep.parallel.ordered_sum import Subtree, SumTree, leaves_of_rank
 from lockstep.parallel.reducer import Reducer
 from lockstep.parallel.running_statistics import RunningStatistics
@@ -37,7 +34,6 @@ from lockstep.runtime.process_group import gather_json
 from lockstep.runtime.status_board import StatusBoard
 from lockstep.runtime.torch_private import foreach_add_, own_buffers
 from lockstep.runtime.work import WorkWaiter, static_group
-from lockstep.units import join_names
 
 
 @dataclass
@@ -134,15 +130,7 @@ class Replica:
         self.own_leaves, names = leaves_of_rank(group.rank(), group.size(), self.leaves), self._watch.names
         known = buckets.known_order()
         facts = gather_json(group.size(), [hash_of(names), hash_of(known)], self.waits.wait)
-        if len({trained for trained, _ in facts}) > 1:
-            counts = Counter(name for trained in gather_json(group.size(), names, self.waits.wait) for name in trained)
-            listed = sorted(name for name, count in counts.items() if count < group.size())
-            raise UsageError(
-                f"not all workers train the same parameters: {join_names(listed)}",
-                "requires_grad of the model's parameters at the start of the step",
-                "derive requires_grad from the step, so that workers that join or resume later agree: "
-                "layer.requires_grad_(step >= 300) in every step",
-            )
+        refuse_different_parameters([trained for trained, _ in facts], names, self.waits.wait)
         source = next((rank for rank, (_, order) in enumerate(facts) if order != hash_of(None)), None)
         if source is not None:
             order = torch.tensor(known or [0] * len(names))
@@ -294,8 +282,3 @@ class Replica:
             subtree = Subtree(left.first, 2 * left.leaves)
         partials = [(left, bucket.flatten([sums.tensors[i] for i in bucket.indices])) for left, sums in earlier]
         return [*partials, (subtree, bucket.buffer)]
-
-
-def hash_of(value: Any) -> str:
-    """Return a hash of a JSON value."""
-    return sha256(json.dumps(value).encode()).hexdigest()

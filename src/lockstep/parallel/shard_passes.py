@@ -8,8 +8,10 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lockstep.errors import UsageError
+from lockstep.layout import Coordinates, Layout
 from lockstep.parallel.exchange import Traffic, start_exchange
 from lockstep.parallel.groups import ProcessGroups
 from lockstep.parallel.ordered_sum import PartialSum, SumTree, leaves_of_rank, merged_subtrees
@@ -23,6 +25,20 @@ class ShardPass:
     counts: bool  # False: this shard has no micro-batch left and only joins the collectives
     leaves: tuple[int, ...]  # of the pass; with `reduce_once_per_step`, this shard's own leaf
     last: bool
+
+
+@dataclass(frozen=True)
+class UnitGradients:
+    """The gradients of one unit in flight.
+
+    sent  (S * n,), slice j for shard j
+    out   (n,), for the sum of this shard's rows
+    """
+
+    unit: int
+    shard_pass: ShardPass
+    sent: Tensor
+    out: Tensor
 
 
 def plan_passes(own: Sequence[int], shard: int, shards: int, *, reduce_once_per_step: bool) -> list[ShardPass]:
@@ -80,3 +96,8 @@ def refuse_idle_shards(data_parallel_size: int, leaves: int, block: int, shards:
             "each shard needs at least one micro-batch",
             f"start fewer replicas, or set batch.micro_batches={data_parallel_size}",
         )
+
+
+def reports_losses(at: Coordinates, layout: Layout) -> bool:
+    """Return whether this worker reports its micro-batches' losses, which others have too."""
+    return at.tensor == 0 and at.stage == layout.pipeline - 1

@@ -18,9 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,6 @@ from torch import Tensor, nn
 
 from lockstep.data.order import splitmix64
 from lockstep.errors import PeersLostError, UsageError
-from lockstep.layout import Coordinates, Layout
 from lockstep.models.llama import Llama
 from lockstep.parallel.digest import digest_of
 from lockstep.parallel.exchange import Traffic, tree_all_reduce
@@ -37,39 +35,16 @@ from lockstep.parallel.grad_norm import row_norms
 from lockstep.parallel.groups import all_to_all_rows
 from lockstep.parallel.ordered_sum import PartialSum, Subtree, SumTree, leaves_of_rank
 from lockstep.parallel.parallelize import LocalModel
-from lockstep.parallel.pipeline import PipelineRunner, PipelineStage, empty_activations
+from lockstep.parallel.pipeline import PendingMicroBatch, PipelineRunner, PipelineStage, empty_activations
 from lockstep.parallel.reducer import Reducer
 from lockstep.parallel.running_statistics import RunningStatistics
-from lockstep.parallel.shard_passes import ShardPass, exchange_rows, plan_passes, refuse_idle_shards
+from lockstep.parallel.shard_passes import ShardPass, UnitGradients, exchange_rows, plan_passes, refuse_idle_shards, reports_losses
 from lockstep.runtime.numerics import seed_generators
 from lockstep.runtime.status_board import StatusBoard
 from lockstep.runtime.work import static_group
 from lockstep.units import join_names
 
 UNITS_IN_FLIGHT = 2  # each takes the memory of a whole unit
-
-
-@dataclass(frozen=True)
-class UnitGradients:
-    """The gradients of one unit in flight.
-
-    sent  (S * n,), slice j for shard j
-    out   (n,), for the sum of this shard's rows
-    """
-
-    unit: int
-    shard_pass: ShardPass
-    sent: Tensor
-    out: Tensor
-
-
-class PendingMicroBatch(NamedTuple):
-    """Inputs of a micro-batch for the pipeline, and autocast's dtype; None: disabled."""
-
-    k: int
-    inputs: tuple[Any, ...]
-    named: dict[str, Any]
-    autocast_dtype: torch.dtype | None
 
 
 class ShardedReplica:
@@ -391,8 +366,3 @@ class ShardedReplica:
         for _, part in tree.stack if len(parts) > 1 and not gradients.shard_pass.last else ():
             if part.tensor.untyped_storage().nbytes() > part.tensor.nbytes:  # a view would keep the rows of all shards alive
                 part.tensor = part.tensor.clone()
-
-
-def reports_losses(at: Coordinates, layout: Layout) -> bool:
-    """Return whether this worker reports its micro-batches' losses, which others have too."""
-    return at.tensor == 0 and at.stage == layout.pipeline - 1
