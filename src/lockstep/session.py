@@ -99,10 +99,9 @@ class Session:
     ) -> None:
         session_checks.refuse_wrong_options(micro_batches, options)
         self.out, self.micro_batches_per_step, self.save_every, self.keep = Path(out), micro_batches, save_every, keep
-        self.seed, self.resume, self.threads, self.options = seed, resume, threads, options
+        self.seed, self.resume, self.threads, self.shard, self.options = seed, resume, threads, shard, options
         self.step, self.in_micro_batches = 0, False
         self.model: PreparedModel | None = None
-        self.shard = shard
         self.units: Patterns = None
         self._state: dict[str, Stateful] = {}
         self._loaders: list[tuple[Loader, str]] = []  # and what a resumed run must have in common with it
@@ -344,7 +343,8 @@ class Session:
         module, runtime, enter = self.model.module, self.runtime, self._exit.enter_context
         facts = {"micro_batches": str(self.micro_batches_per_step), "seed": str(self.seed)}
         facts |= {f"loader {i}": fact for i, (_, fact) in enumerate(self._loaders)}
-        options = {name: str(value) for name, value in {"steps": total, "save_every": self.save_every, **self.options}.items()}
+        values = {"steps": total, "save_every": self.save_every, "--layout.shard": self.shard, "units": self.units, **self.options}
+        options = {name: str(value) for name, value in values.items()}
         model: nn.Module | LocalModel = module
         if self.shard > 1:
             model = sharding.shard_session(runtime, module, self.optimizers, self.shard, self.units, facts | options)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.hosts import Host, Training
 
 from lockstep.checkpoint.commands import digest_line
 from lockstep.record import events, metrics
@@ -71,6 +72,22 @@ def test_wrong_use_in_shards_is_refused(habit: str, message: str, tmp_path: Path
 def test_incomplete_replicas_are_refused(tmp_path: Path) -> None:
     result = run(tmp_path / "run", 3, 2)
     assert result.returncode == 2 and "3 workers cannot form replicas of 2 shards" in result.stderr, result.stderr
+
+
+def test_worker_with_another_layout_cannot_join(tmp_path: Path) -> None:
+    hosts = [Host("a", enter=("env", "LOCKSTEP_LAYOUT_SHARD=2")), Host("b", enter=("env", "LOCKSTEP_LAYOUT_SHARD=1"))]
+    training = Training(tmp_path, hosts, workers=2, script=f"{SCRIPT}:train", steps=5000, start=hosts[:1])
+    try:
+        training.wait_for_step(5)
+        training.start_agent(hosts[1])
+        agent = training.agents.pop("b")
+        training.wait(lambda: agent.poll() is not None, what="the refusal")
+        message = r"it was started for a different run: --layout\.shard is '1' there and '2' here"
+        assert agent.returncode == 2 and training.wrote(message), training.report()
+        training.stop()
+        assert training.end() == {"a": 75}
+    finally:
+        training.close()
 
 
 def test_torchrun_trains_in_shards(tmp_path: Path) -> None:

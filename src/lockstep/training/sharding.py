@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.config.resolve import environment_variable
+from lockstep.elastic.collectives import assert_equal_on_all_ranks
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.parallel.own_model import shard_module
@@ -65,6 +66,8 @@ def shard_session(
     refuse_unshardable_optimizers(optimizers, runtime.world.device)
     if runtime.is_joining:
         runtime.join_running(fingerprint)  # without a rank a worker does not know its slices
+    else:
+        assert_equal_on_all_ranks(runtime, runtime.fingerprint(fingerprint))
     if runtime.first_generation and runtime.world.size > 1:
         with torch.no_grad():
             for tensor in [*model.parameters(), *model.buffers()]:
