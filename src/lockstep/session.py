@@ -277,6 +277,8 @@ class Session:
         """
         if "replicas" not in self.__dict__:
             raise UsageError("session.backward outside of the loop", "session.backward(loss)", "call it in `for batch in loader(step)`")
+        if self.shard > 1:
+            session_checks.refuse_uneven_skips(scaler, self.options.get("on_nonfinite", ""), self._state)
         if count is not None:
             self.replicas.backward(loss, count, scaler=scaler)
             return
@@ -334,8 +336,6 @@ class Session:
         self._collectives = None
         return means
 
-    # Private.
-
     def _start(self, total: int) -> None:
         """Collective. Resume, and open what the loop needs for `total` steps."""
         if self.model is None:
@@ -347,7 +347,7 @@ class Session:
         options = {name: str(value) for name, value in values.items()}
         model: nn.Module | LocalModel = module
         if self.shard > 1:
-            model = sharding.shard_session(runtime, module, self.optimizers, self.shard, self.units, facts | options)
+            model = sharding.shard_session(runtime, module, self.optimizers, self.shard, self.units, facts | options, self._state)
         checkpointer = Checkpointer(
             self.out / "checkpoints", runtime, model, self.optimizers, state=self._state, every_steps=self.save_every, keep=self.keep
         )

@@ -189,9 +189,10 @@ def open_tensors(path: Path, step: int) -> StoredTensors:
 
 
 def parameter_of(name: str) -> str:
-    """Return the parameter of a tensor in a state (checkpoint/state_dict.py), by name."""
+    """Return the parameter of a tensor in a state (checkpoint/state_dict.py), by name; for a tensor of
+    a stateful object its own name."""
     kind, _, rest = name.partition(".")
-    return rest if kind == "model" else rest.rpartition(".")[0]
+    return rest if kind == "model" else rest.rpartition(".")[0] if kind == "optim" else name
 
 
 def inference_weights(tensors: Mapping[str, T]) -> dict[str, T]:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, cast
+from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from lockstep.checkpoint.state_dict import named_tensors
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.parallel.gradient_watch import refuse_unsupported
 from lockstep.parallel.groups import ProcessGroups
-from lockstep.parallel.parallelize import GROUP_NUMBERS, LocalModel, set_prefetch, shard_units
+from lockstep.parallel.parallelize import GROUP_NUMBERS, LocalModel, marks_of, set_prefetch, shard_units
 from lockstep.parallel.plans import Patterns, find_units
 from lockstep.runtime.torch_private import has_gradient_hooks, init_fsdp, mesh_without_backend
 from lockstep.tensor_slice import TensorSlice
@@ -55,13 +59,12 @@ def shard_module(model: nn.Module, shards: int, position: int, device: torch.dev
     names = find_units(model, units)
     refuse_unshardable(model, names)
     whole = {name: TensorSlice.whole(parameter.shape) for name, parameter in model.named_parameters()}
+    originals = {name: (ref(p), marks_of(p)) for name, p in model.named_parameters()}
     mesh = mesh_without_backend(device.type, position, shards, f"lockstep-shard-{next(GROUP_NUMBERS)}")
-    fsdp_units = shard_units(model, names, mesh, reshard_after_forward=True)
-    set_prefetch(fsdp_units, 1)
-    init_fsdp(model)
+    fsdp_units = shard_and_prefetch(model, names, mesh)
     local_params = {}
     for name, parameter in model.named_parameters():
-        shard = cast(Tensor, cast(Any, parameter).to_local()).detach()
+        shard = cast(DTensor, parameter).to_local().detach()
         local_params[name] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
     buffers = {name: tensor for name, tensor in named_tensors(model).items() if name not in local_params}
     slices = {name: part.split_rows(position, shards) for name, part in whole.items()}
@@ -70,10 +73,58 @@ def shard_module(model: nn.Module, shards: int, position: int, device: torch.dev
     groups = ProcessGroups(layout, in_thread=device.type == "cpu")
     model.register_state_dict_pre_hook(refuse_state_dict)
     model.register_load_state_dict_pre_hook(refuse_state_dict)
-    return LocalModel(model, layout, groups, local_params, slices, fsdp_units, tensor_slices=whole, buffers=buffers)
+    return LocalModel(model, layout, groups, local_params, slices, fsdp_units, tensor_slices=whole, buffers=buffers, originals=originals)
+
+
+def shard_and_prefetch(model: nn.Module, names: Sequence[str], mesh: DeviceMesh) -> list[FSDPModule]:
+    fsdp_units = shard_units(model, names, mesh, reshard_after_forward=True)
+    set_prefetch(fsdp_units, 1)
+    init_fsdp(model)
+    return fsdp_units
 
 
 def refuse_state_dict(module: nn.Module, *_: Any) -> None:
     what = "state_dict() of a sharded model would hold this worker's slices only"
     hint = "export the whole weights from a checkpoint: lockstep checkpoint export RUN; load weights before session.steps"
     raise UsageError(what, type(module).__name__, hint)
+
+
+# Averages of the model.
+
+
+def find_copy(value: Any, model: nn.Module) -> nn.Module | None:
+    """Return the module in `value`, such as an AveragedModel, that is a copy of `model`."""
+
+    def shapes(module: nn.Module) -> list[tuple[str, torch.Size]]:
+        return [(name, p.shape) for name, p in module.named_parameters()]
+
+    copies = (m for m in value.modules() if shapes(m) == shapes(model)) if isinstance(value, nn.Module) else iter(())
+    found = next(copies, None)
+    return None if found is None or {*found.parameters()} & {*model.parameters()} else found
+
+
+def shard_average(prefix: str, average: nn.Module, copy: nn.Module, local: LocalModel, position: int, units: Patterns) -> None:
+    """Shard `copy`, the module in `average` with the parameters of the model, as `local` is sharded.
+
+    prefix  of the names of `average` in checkpoints
+    """
+    mesh = cast(DTensor, next(local.module.parameters())).device_mesh
+    local.averages.append(shard_and_prefetch(copy, find_units(copy, units), mesh))
+    for name, tensor in average.state_dict().items():
+        whole = local.tensor_slices[prefix + name] = TensorSlice.whole(tensor.shape)
+        is_sharded = isinstance(tensor, DTensor)
+        local.slices[prefix + name] = whole.split_rows(position, local.layout.shard) if is_sharded else whole
+    copy.register_state_dict_post_hook(save_slices)
+    copy.register_load_state_dict_pre_hook(load_slices)
+
+
+def save_slices(module: nn.Module, tensors: dict[str, Any], *_: Any) -> None:
+    for name, value in tensors.items():
+        if isinstance(value, DTensor):
+            tensors[name] = value.to_local()
+
+
+def load_slices(module: nn.Module, tensors: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, p in module.named_parameters(remove_duplicate=False):
+        like, part = cast(DTensor, p), tensors[prefix + name]
+        tensors[prefix + name] = DTensor.from_local(part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())

@@ -16,26 +16,30 @@ from __future__ import annotations
 import itertools
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from lockstep.errors import UsageError
 from lockstep.layout import Coordinates, Layout
 from lockstep.models.build import materialize
 from lockstep.parallel.groups import ProcessGroups
 from lockstep.parallel.pipeline import PipelineStage, build_stage
 from lockstep.parallel.plans import plan_of
 from lockstep.parallel.tensor_parallel import apply_tensor_parallel
-from lockstep.runtime.torch_private import init_fsdp, mesh_without_backend
+from lockstep.runtime.torch_private import init_fsdp, mesh_without_backend, version_of
 from lockstep.tensor_slice import TensorSlice
+from lockstep.units import join_names
 
 GROUP_NUMBERS = itertools.count()
 InitParam = Callable[[str, torch.Size], Tensor]
+Marks = tuple[int, bool, bool]
 
 
 @dataclass
@@ -52,13 +56,30 @@ class LocalModel:
     stage: PipelineStage | None = None
     partial_grads: tuple[str, ...] = ()  # names of parameters whose gradient is the sum over the tensor axis
     buffers: dict[str, Tensor] = field(default_factory=dict)  # that checkpoints hold, whole on each worker
+    averages: list[list[FSDPModule]] = field(default_factory=list)  # the units of each average of the model, its root last
+    # name -> whole parameter that its slices replaced, alive where the user has kept it, and its marks then
+    originals: dict[str, tuple[ReferenceType[nn.Parameter], Marks]] = field(default_factory=dict)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return iter(self.local_params.values())
 
+    def refuse_changes(self, trained: Collection[str]) -> None:
+        """UsageError: replaced parameters were used or changed, or others than `trained` are trained."""
+        pairs = zip(self.local_params.items(), self.module.parameters(), strict=True)
+        changed = [name for name, (whole, marks) in self.originals.items() if (p := whole()) is not None and marks_of(p) != marks]
+        if changed := changed or [name for (name, p), q in pairs if {p.requires_grad, q.requires_grad} != {name in trained}]:
+            what = f"parameters that are not those of the sharded model were used or changed: {join_names(changed)}"
+            hint = "take them from the model in each step; set requires_grad of its layers before the micro-batches, not in a pipeline"
+            raise UsageError(what, "parameters from an optimizer, or from the model before it was sharded", hint)
+
     def is_tied_copy(self, name: str) -> bool:
         """Return whether the parameter is a copy of the first stage's."""
         return self.stage is not None and name in self.stage.borrowed
+
+
+def marks_of(parameter: nn.Parameter) -> Marks:
+    """Return what changes when the parameter is changed in place, frozen, or gets a gradient."""
+    return version_of(parameter), parameter.requires_grad, parameter.grad is None
 
 
 def unwrap_local_model(model: nn.Module | LocalModel) -> tuple[nn.Module, LocalModel | None]:

@@ -19,11 +19,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import compress
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from lockstep.data.order import splitmix64
 from lockstep.errors import PeersLostError, UsageError
@@ -32,6 +34,7 @@ from lockstep.parallel.digest import digest_of
 from lockstep.parallel.exchange import Traffic, tree_all_reduce
 from lockstep.parallel.fsdp_comm import CapturedReduceScatter, GroupAllGather
 from lockstep.parallel.grad_norm import row_norms
+from lockstep.parallel.gradient_watch import hash_of, refuse_different_parameters
 from lockstep.parallel.groups import all_to_all_rows
 from lockstep.parallel.ordered_sum import PartialSum, Subtree, SumTree, leaves_of_rank
 from lockstep.parallel.parallelize import LocalModel
@@ -40,6 +43,7 @@ from lockstep.parallel.reducer import Reducer
 from lockstep.parallel.running_statistics import RunningStatistics
 from lockstep.parallel.shard_passes import ShardPass, UnitGradients, exchange_rows, plan_passes, refuse_idle_shards, reports_losses
 from lockstep.runtime.numerics import seed_generators
+from lockstep.runtime.process_group import gather_json
 from lockstep.runtime.status_board import StatusBoard
 from lockstep.runtime.work import static_group
 from lockstep.units import join_names
@@ -71,7 +75,7 @@ class ShardedReplica:
         assert local.groups is not None
         local.groups.connect(board or StatusBoard(None), generation_error, form_context)
         self.local, self.leaves, self.seed = local, micro_batches, seed
-        self.parameters = [p for p in local.local_params.values() if p.requires_grad]
+        self._collect_parameters()
         self.groups, self.workers_per_replica = local.groups, local.layout.workers_per_replica
         self.reduce_once_per_step = reduce_once_per_step and local.layout.shard > 1
         self.statistics = statistics or RunningStatistics(nn.Module(), micro_batches, {})
@@ -85,28 +89,28 @@ class ShardedReplica:
         self._captured: list[Tensor] = []
         self._reducer = Reducer(self.parameters[0].device, generation_error, UNITS_IN_FLIGHT, side_stream=False)
         self.traffic = Traffic()
-        for number, unit in enumerate(local.fsdp_units):
+        for number, unit in enumerate(unit for units in (local.fsdp_units, *local.averages) for unit in units):
             unit.set_custom_all_gather(cast(Any, GroupAllGather(self.groups, number)))
+        for number, unit in enumerate(local.fsdp_units):
             unit.set_custom_reduce_scatter(cast(Any, CapturedReduceScatter(self._captured)))
             unit.set_all_reduce_hook(partial(self._on_gradients, number))
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-        if local.stage is None:
-            local.module.register_forward_pre_hook(self._before_forward, prepend=True)
-            local.module.register_forward_hook(self._after_forward)
+        for module in () if local.stage else (local.module, *(cast(nn.Module, units[-1]) for units in local.averages)):
+            module.register_forward_pre_hook(self._before_forward, prepend=True)
+            module.register_forward_hook(self._after_forward)
         self._in_step = self._rehearsing = False
         self._reduced_units: set[int] = set()  # in this pass
         self.own_leaves: list[int] = []  # micro-batches of this worker
         self.rehearsed: float | None = None  # loss of micro-batch 0 in `rehearsal`
-        self._names = [name for name, p in local.local_params.items() if p.requires_grad]
-        self._sharded = [cast(Any, p) for p in local.module.parameters() if p.requires_grad]
-        self._backwards = 0  # in this pass
+        self._backwards, self._scaled = 0, False  # in this pass; by a GradScaler, in this step
+        self._is_compared = False  # the trained parameters are those of the other ranks of this generation
 
     def release_groups(self) -> None:
         """Release the groups of a generation that is over; the next step forms new ones."""
         self.groups.clear()
         self._reducer.drain()
-        self._trees = []
+        self._trees, self._is_compared = [], False
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Run the forward pass; in a pipeline, only store the inputs."""
@@ -119,17 +123,17 @@ class ShardedReplica:
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         """Form the groups; refuse a pass whose gradients would belong to no micro-batch."""
-        if torch.is_grad_enabled() and not self._in_step:
-            what = "a forward pass with gradients outside of the micro-batches"
+        if torch.is_grad_enabled() and not (self._in_step and module is self.local.module):
+            what = "a forward pass with gradients outside of the micro-batches, or of an average"
             hint = "use torch.no_grad() or session.evaluate there: the weights are in shards"
             raise UsageError(what, f"{type(module).__name__}, layout {self.local.layout}", hint)
         if not self.groups.formed:
             self.groups.form()
 
-    def _after_forward(self, *_: Any) -> None:
+    def _after_forward(self, module: nn.Module, *_: Any) -> None:
         """Free the root's weights after a pass without gradients: a later one must gather new ones."""
         if not torch.is_grad_enabled():
-            self.local.fsdp_units[-1].reshard()
+            cast(FSDPModule, module).reshard()
             if not self._in_step:
                 self.groups.raise_failure()
 
@@ -138,14 +142,15 @@ class ShardedReplica:
         """Whether the current micro-batch is this worker's; False: it only joins the collectives."""
         return self._pass.counts
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, scaler: torch.amp.GradScaler | None = None) -> None:
         if self.local.stage is not None:
             return
         if self._backwards:
             raise UsageError(f"backward() was called twice in micro-batch {self._pass.k}", "", "add its losses and call it once")
         self._backwards += 1
         self.groups.board.enter("backward")
-        loss.backward()
+        self._scaled = scaler is not None
+        (scaler.scale(loss) if scaler else loss).backward()
         if self._rehearsing:
             self.rehearsed = float(loss.detach())
         elif self._pass.counts:
@@ -168,13 +173,13 @@ class ShardedReplica:
         coordinates = layout.coordinates(dist.get_rank())
         own = leaves_of_rank(coordinates.replica, layout.replicate, self.leaves)
         refuse_idle_shards(layout.data_parallel_size, self.leaves, len(own), layout.shard)
-        self._refuse_changed_requires_grad()
         self._trees = [SumTree() for _ in self.local.fsdp_units]
         self._losses, self.groups.waited_s, self._pending, self.traffic = [], 0.0, [], Traffic()
         self._reducer.start_step()
         self.statistics.start_step()
         for local in self.parameters:
             local.grad = None  # so that nothing in the micro-batch loop uses the gradient of the last step
+        self._follow_requires_grad()
         passes = plan_passes(own, coordinates.shard, layout.shard, reduce_once_per_step=self.reduce_once_per_step)
         self.own_leaves = [shard_pass.k for shard_pass in passes if shard_pass.counts]
         for shard_pass in passes:
@@ -195,6 +200,7 @@ class ShardedReplica:
         assert dist.group.WORLD is not None
         self.statistics.exchange(dist.group.WORLD, self.groups.waits.wait)
         self._refuse_missing(f"step {step}")
+        self.local.refuse_changes(self._names)
         for local, sharded in zip(self.parameters, self._sharded, strict=True):
             local.grad = sharded.grad.to_local()
         self._sum_shared_gradients()
@@ -218,6 +224,7 @@ class ShardedReplica:
         """
         if not self.groups.formed:
             self.groups.form()
+        self._follow_requires_grad()
         self.statistics.start_step()
         self._rehearsing = True
         yield self._start_pass(step, ShardPass(0, True, (), False))
@@ -229,12 +236,27 @@ class ShardedReplica:
     def _failure(self) -> Exception | None:
         return self.groups.failure or self._reducer.failure
 
-    def _refuse_changed_requires_grad(self) -> None:
-        pairs = zip(self.local.local_params.items(), self.local.module.parameters(), strict=True)
-        if changed := [name for (name, p), q in pairs if {p.requires_grad, q.requires_grad} != {name in self._names}]:
-            what = f"requires_grad has changed since the model was sharded: {join_names(changed)}"
-            hint = "freeze layers before the model is sharded, or train with whole replicas"
-            raise UsageError(what, f"layout {self.local.layout}", hint)
+    def _collect_parameters(self) -> None:
+        self._names = [name for name, p in self.local.local_params.items() if p.requires_grad]
+        self._sharded = [cast(Any, p) for p in self.local.module.parameters() if p.requires_grad]
+        self.parameters = [self.local.local_params[name] for name in self._names]
+
+    def _follow_requires_grad(self) -> None:
+        """Train the layers that are not frozen now, equal on all ranks. Collective in a new generation
+        and after changes."""
+        pairs, wait = list(zip(self.local.local_params.values(), self.local.module.parameters(), strict=True)), self.groups.waits.wait
+        trained = [q.requires_grad for _, q in pairs]
+        has_changed = trained != [name in self._names for name in self.local.local_params]
+        if self.local.stage or (self._is_compared and not has_changed):
+            return
+        names = list(compress(self.local.local_params, trained))
+        refuse_different_parameters(gather_json(dist.get_world_size(), hash_of(names), wait), names, wait)
+        self._is_compared = True
+        if has_changed:
+            for p, q in pairs:
+                p.grad = q.grad = None
+                p.requires_grad_(q.requires_grad)
+            self._collect_parameters()
 
     def _refuse_missing(self, where: str) -> None:
         missing = [name for name, p in zip(self._names, self._sharded, strict=True) if p.grad is None]
@@ -281,17 +303,26 @@ class ShardedReplica:
         self.groups.raise_failure()
 
     def grad_norm_squared(self) -> Tensor:
-        """Collective in the replica. Return the sum of squares of the whole gradient, float64."""
+        """Collective in the replica. Return the sum of squares of the whole gradient, float64.
+
+        With a GradScaler, a gradient that is not finite on some shard becomes NaN on all of them:
+        each then skips the update.
+        """
         layout, shard = self.local.layout, self.groups.current_layout().coordinates(dist.get_rank()).shard
         own = {name: p.grad for name, p in self.local.local_params.items() if p.requires_grad and not self.local.is_tied_copy(name)}
         slices = [self.local.tensor_slices[name] for name in own]  # of all shards together
-        rows = torch.zeros(sum(part.local_shape[0] for part in slices), dtype=torch.float64, device=self.parameters[0].device)
-        rows_by_parameter = rows.split([part.local_shape[0] for part in slices])
-        for gradient, parameter_rows in zip(own.values(), rows_by_parameter, strict=True):
+        lengths = [part.local_shape[0] for part in slices]
+        rows = torch.zeros(sum(lengths) + len(own), dtype=torch.float64, device=self.parameters[0].device)
+        *rows_by_parameter, nonfinite = rows.split([*lengths, len(own)])
+        for i, (gradient, parameter_rows) in enumerate(zip(own.values(), rows_by_parameter, strict=True)):
             assert gradient is not None
+            nonfinite[i] = not gradient.isfinite().all() if self._scaled else 0
             norms, first = row_norms(gradient), shard * -(-len(parameter_rows) // layout.shard)
             parameter_rows[first : first + len(norms)] = norms
         self.groups.all_reduce(rows, self.groups.gather_group)  # each row comes from one shard, so the sum is exact
+        for gradient, is_nonfinite in zip(own.values(), nonfinite.tolist(), strict=True) if self._scaled else ():
+            if gradient is not None and is_nonfinite:
+                gradient.fill_(torch.nan)
         sums = torch.stack([parameter_rows.square().sum() for parameter_rows in rows_by_parameter])
         is_split = torch.tensor([not part.is_whole for part in slices], device=rows.device)
         parts = self.groups.all_reduce(torch.where(is_split, sums, 0.0), self.groups.tensor_group)

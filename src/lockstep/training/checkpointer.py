@@ -57,7 +57,7 @@ class Checkpointer:
     state        other objects that change during training, by name: {"scheduler": scheduler}. Each
                  has state_dict and load_state_dict. They are saved, resumed and sent to a joiner,
                  as are the parameter groups of the optimizers (lr, ...). With a LocalModel: None, or
-                 objects without tensors, equal on all workers
+                 objects equal on all workers, without tensors except in its averages
     every_steps  committed steps between two checkpoints; 0: only when `save` is called
     keep         number of newest checkpoints to keep; 0: all
     on_error     "continue": a failed save is a warning, and the next one is tried; "stop": it ends
@@ -132,10 +132,11 @@ class Checkpointer:
         """Return this worker's state by name. Tensors share memory with model and optimizers."""
         tensors = state_dict.get_state_dict(self.model, self.optimizers, self.saved)
         extra = stateful.pack_extra_state(self.model, self.optimizers, self.state) if self.state is not None else {}
-        held = [name for name in extra if name.startswith("state.") and not name.endswith(stateful.JSON_SUFFIX)]
-        if self.local_model and held:
-            what = f"state with tensors is not supported in shards: {join_names(held)}"
-            raise UsageError(what, "session.state(...) or Checkpointer(state=...)", "train with whole replicas, or without this state")
+        names = [name for name in extra if name.startswith("state.") and not name.endswith(stateful.JSON_SUFFIX)]
+        if self.local_model and (unknown := [name for name in names if name not in self.local_model.slices]):
+            what = f"state with tensors is not supported in shards, except copies of the model: {join_names(unknown)}"
+            hint = "average the model with torch.optim.swa_utils.AveragedModel, or train with whole replicas"
+            raise UsageError(what, "session.state(...) or Checkpointer(state=...)", hint)
         return tensors | extra
 
     def load_state_dict(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -164,7 +165,7 @@ class Checkpointer:
         def writes(name: str) -> bool:
             if local_model.is_tied_copy(parameter_of(name)):
                 return False
-            if name not in shaped_slices or parameter_of(name) in local_model.buffers:  # the same on all shards
+            if name not in shaped_slices or shaped_slices[name].is_whole:  # the same on all shards, or on one
                 return coordinates.shard == coordinates.tensor == 0
             tensor_parallel = not local_model.tensor_slices[parameter_of(name)].is_whole
             return tensors[name].numel() > 0 and (coordinates.tensor == 0 or tensor_parallel)

@@ -143,10 +143,10 @@ class ReplicaGroup:
         scaler  scales the gradient, not the recorded loss
         samples  number of samples that `loss` is the mean over. UsageError, on all ranks, if it differs
                 between the micro-batches of a step
-        With a LocalModel no scaler, and a count in shards only.
+        With a LocalModel in shards only.
         """
         count = None if count is None else parse_count(count)
-        if self.local_model and (scaler or (count is not None and self.replica.workers_per_replica > self.local_model.layout.shard)):
+        if (scaler or count is not None) and self.local_model and self.replica.workers_per_replica > self.local_model.layout.shard:
             what = f"{'scaler' if scaler else 'count'} is not supported with the layout {self.local_model.layout}"
             raise UsageError(what, "backward(loss, ...)", "train with whole replicas, or scale and divide the gradient yourself")
         if self._counts and (count is None) != (self._counts[0] is None):
@@ -155,10 +155,7 @@ class ReplicaGroup:
         if self.replica.counts:
             self._counts.append(count)
             self._samples += [] if samples is None else [samples]
-        if scaler and isinstance(self.replica, Replica):
-            self.replica.backward(loss, scaler)
-        else:
-            self.replica.backward(loss)
+        self.replica.backward(loss, scaler)
 
     def __enter__(self) -> ReplicaGroup:
         return self

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from torch import nn
+from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -76,6 +77,16 @@ def refuse_unprepared(model: Any, optimizers: Sequence[Any]) -> None:
         what = f"the model is wrapped in {type(model).__name__}, which would sum its gradients a second time"
         raise UsageError(what, "session.prepare(...)", "pass the module itself: session.prepare(model, optimizer)")
     refuse_misplaced_parameters(model, optimizers)
+
+
+def refuse_uneven_skips(scaler: GradScaler | None, on_nonfinite: str, state: Mapping[str, Any]) -> None:
+    """UsageError where some shards might skip an update that is not finite, and others not."""
+    if scaler is None and on_nonfinite == "ignore":
+        hint = "pass the GradScaler: session.backward(loss, scaler=scaler)"
+        raise UsageError("a gradient that is not finite would be ignored by some shards only", "Session(on_nonfinite='ignore')", hint)
+    if scaler is not None and not any(scaler is value for value in state.values()):
+        where = "session.backward(loss, scaler=...), in shards"
+        raise UsageError("the GradScaler is not in session.state", where, "add it: session.state(scaler=scaler)")
 
 
 def number_of(name: str, value: Any) -> float:

@@ -25,7 +25,7 @@ SESSION_WORDS = {
 }
 
 # Errors of torch for a sharded parameter outside of the model's passes.
-OF_SLICES = "mixed torch.Tensor and DTensor|No backend type associated|FSDP does not support deepcopy"
+OF_SLICES = "mixed torch.Tensor and DTensor|No backend type associated|FSDP does not support deepcopy|a sharding strategy registered"
 
 
 def in_session_words(error: BaseException | None) -> LockstepError | None:

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from lockstep.checkpoint.shards import slice_of
+from lockstep.checkpoint.state_dict import place_like_torch
 from lockstep.config.resolve import environment_variable
 from lockstep.elastic.collectives import assert_equal_on_all_ranks
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
-from lockstep.parallel.own_model import shard_module
+from lockstep.parallel.own_model import find_copy, shard_average, shard_module
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.parallel.plans import Patterns
 from lockstep.runtime.worker_env import WorkerEnv
+from lockstep.training.owner_update import apply_owner_rule
 
 SHARD_VARIABLE = environment_variable("layout.shard")  # set by lockstep run --layout.shard
-ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
-    torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.ASGD,
-    torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
-)  # fmt: skip
 
 
 def choose_shards(given: int, micro_batches: int, worker_env: WorkerEnv | None) -> int:
@@ -57,43 +57,50 @@ def shard_session(
     optimizers: Sequence[torch.optim.Optimizer],
     shards: int,
     units: Patterns,
-    fingerprint: Mapping[str, str],
+    facts: Mapping[str, str],
+    state: Mapping[str, Any],
 ) -> LocalModel:
-    """Collective. Shard `model` and give this worker's slices to the optimizers.
+    """Collective. Shard `model` and the averages of it in `state`; give this worker's slices to the
+    optimizers.
 
-    fingerprint  of the run, to join workers that train already
+    facts  that are equal on all workers, also on a worker that joins others
     """
-    refuse_unshardable_optimizers(optimizers, runtime.world.device)
     if runtime.is_joining:
-        runtime.join_running(fingerprint)  # without a rank a worker does not know its slices
+        runtime.join_running(facts)  # without a rank a worker does not know its slices
     else:
-        assert_equal_on_all_ranks(runtime, runtime.fingerprint(fingerprint))
+        assert_equal_on_all_ranks(runtime, runtime.fingerprint(facts))
+    averages = {f"state.{name}.": (value, copy) for name, value in state.items() if (copy := find_copy(value, model))}
     if runtime.first_generation and runtime.world.size > 1:
         with torch.no_grad():
-            for tensor in [*model.parameters(), *model.buffers()]:
+            for tensor in (t for module in (model, *(a for a, _ in averages.values())) for t in (*module.parameters(), *module.buffers())):
                 value = tensor.detach().to(runtime.world.device)
                 dist.broadcast(value, 0)
                 tensor.copy_(value)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    local = shard_module(model, shards, runtime.world.rank % shards, runtime.world.device, units)
+    names, position = {id(parameter): name for name, parameter in model.named_parameters()}, runtime.world.rank % shards
+    local = shard_module(model, shards, position, runtime.world.device, units)
+    for prefix, (average, copy) in averages.items():
+        shard_average(prefix, average, copy, local, position, units)
+    is_scaled = any(isinstance(value, torch.amp.GradScaler) for value in state.values())
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["params"][:] = [local.local_params[names[id(parameter)]] for parameter in group["params"]]
+        wholes = [local.tensor_slices[names[id(p)]] for group in optimizer.param_groups for p in group["params"]]
+        if is_scaled and not any(whole.split_rows(shards - 1, shards).rows for whole in wholes):
+            what = f"the last of {shards} shards has no rows of the parameters of {type(optimizer).__name__}, and a GradScaler needs some"
+            raise UsageError(what, "session.state(scaler=...), in shards", "use fewer shards, or one optimizer for all parameters")
+        give_slices(optimizer, local, names)
+        apply_owner_rule(optimizer, local, runtime)
     return local
 
 
-def refuse_unshardable_optimizers(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
-    """UsageError for an optimizer whose update of a slice differs from that of the whole tensor."""
-    for optimizer in optimizers:
-        name = type(optimizer).__name__
-        if not (type(optimizer) in ELEMENTWISE or getattr(optimizer, "elementwise", False)):
-            what = f"{name} is not known to update each element by itself"
-            hint = (
-                "use an elementwise optimizer, or train with whole replicas; elementwise = True in your own optimizer's class declares it"
-            )
-            raise UsageError(what, "an optimizer in shards", hint)
-        if device.type == "cpu" and any(group.get("fused") for group in optimizer.param_groups):
-            raise UsageError(f"{name}(fused=True) gives other bits for slices on a CPU", "an optimizer in shards", "use fused=False")
-        if any(optimizer.state.values()):
-            what = f"{name} has state of whole parameters already"
-            raise UsageError(what, "session.prepare, in shards", "prepare before the first optimizer.step() and load_state_dict()")
+def give_slices(optimizer: torch.optim.Optimizer, local: LocalModel, names: Mapping[int, str]) -> None:
+    """Replace whole parameters and their state by this worker's slices. names: by id of a parameter."""
+    for group in optimizer.param_groups:
+        for i, parameter in enumerate(group["params"]):
+            name = names[id(parameter)]
+            group["params"][i] = own = local.local_params[name]
+            state = optimizer.state.pop(parameter, {})
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    part = slice_of(f"optim.{name}.{key}", tuple(value.shape), local.slices)
+                    _, state[key] = place_like_torch(key, part.of(value), own, group)
+            if state:
+                optimizer.state[own] = state

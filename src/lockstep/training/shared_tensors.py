@@ -161,9 +161,9 @@ class SharedTensors(Mapping[str, Tensor]):
 def needed_slice(name: str, shape: tuple[int, ...], slices: Mapping[str, TensorSlice] | None) -> TensorSlice | None:
     """Return the slice of tensor `name` that a worker with `slices` needs; None: nothing of it.
 
-    Every worker needs the state that belongs to no parameter.
+    Every worker needs the state that belongs to no parameter and is not in `slices`.
     """
-    if slices is None or not name.startswith(STREAMED):
+    if slices is None or (not name.startswith(STREAMED) and name not in slices):
         return TensorSlice.whole(shape)
     return slice_of(name, shape, slices) if parameter_of(name) in slices else None
 

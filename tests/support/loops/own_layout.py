@@ -1,4 +1,6 @@
-"""A loop of repeated blocks with a Session, for any layout; it kills a worker as session.py does."""
+"""A loop of repeated blocks, two optimizers and an average, with a Session, for any layout; it kills
+a worker as session.py does.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from pathlib import Path
 import torch
 from session import disturb
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import lockstep
 
@@ -25,11 +28,13 @@ def train(out: str = "runs/own_layout", steps: int = 30, habit: str = "") -> Non
     torch.manual_seed(3)
     points, calls = torch.rand(240, 9), 0
     model = nn.Sequential(*(Block() for _ in range(3)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.7)
+    muon = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=1e-2)
+    adamw = torch.optim.AdamW([p for p in model.parameters() if p.dim() < 2], lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(muon, 7, 0.7)
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
     with lockstep.Session(out, micro_batches=4, save_every=10) as session:
-        model, optimizer = session.prepare(model, optimizer)
-        session.state(scheduler=scheduler)
+        model, muon, adamw = session.prepare(model, muon, adamw)
+        session.state(scheduler=scheduler, ema=ema)
         loader = session.loader(points, batch_size=24)
         for step in session.steps(steps):
             for rows in loader(step):
@@ -39,11 +44,13 @@ def train(out: str = "runs/own_layout", steps: int = 30, habit: str = "") -> Non
                 misbehave(habit, "in the loop", session, model, rows)
             misbehave(habit, "after it", session, model, rows)
             norm = session.clip_grad_norm_(0.5)
-            optimizer.step()
+            muon.step()
+            adamw.step()
             scheduler.step()
+            ema.update_parameters(model)
             session.log(step, norm=norm)
             if step % 10 == 9:
-                session.log(step, error=session.evaluate(lambda rows: (model(rows) - 1).abs().mean(), points, batch_size=50))
+                session.log(step, error=session.evaluate(lambda rows: (ema(rows) - model(rows)).abs().mean(), points, batch_size=50))
 
 
 def misbehave(habit: str, where: str, session: lockstep.Session, model: nn.Module, rows: Tensor) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,9 +12,7 @@ from lockstep.errors import UsageError
 from lockstep.parallel.grad_norm import StepGradient, commit_gradient
 from lockstep.parallel.own_model import refuse_unshardable
 from lockstep.parallel.plans import Patterns, find_units
-from lockstep.training.sharding import SHARD_VARIABLE, choose_shards, refuse_unshardable_optimizers
-
-CPU = torch.device("cpu")
+from lockstep.training.sharding import SHARD_VARIABLE, choose_shards
 
 
 def block(width: int = 3) -> nn.Module:
@@ -88,31 +85,6 @@ def with_hook() -> nn.Module:
 def test_parameters_that_cannot_be_sharded_are_refused(make: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(UsageError, match=message.replace("(", r"\(")):
         refuse_unshardable(make(), [])
-
-
-class Declared(torch.optim.SGD):
-    elementwise = True
-
-
-class Undeclared(torch.optim.SGD):
-    pass
-
-
-def test_optimizers_that_couple_elements_are_refused() -> None:
-    weights = [nn.Parameter(torch.ones(3, 3))]
-    refuse_unshardable_optimizers([torch.optim.AdamW(weights), Declared(weights, lr=0.1)], CPU)
-    used = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
-    weights[0].grad = torch.ones(3, 3)
-    used.step()
-    wrong: dict[str, Any] = {
-        "Undeclared is not known": Undeclared(weights, lr=0.1),
-        "Adafactor is not known": torch.optim.Adafactor(weights),
-        "other bits for slices": torch.optim.AdamW(weights, fused=True),
-        "has state of whole parameters": used,
-    }
-    for message, optimizer in wrong.items():
-        with pytest.raises(UsageError, match=message):
-            refuse_unshardable_optimizers([optimizer], CPU)
 
 
 def test_number_of_shards(monkeypatch: pytest.MonkeyPatch) -> None:
