@@ -1,7 +1,7 @@
 """Muon for the matrices and AdamW for the rest: `plain` and with lockstep.Session (`train`).
 
-Muon computes the update of a matrix from the whole matrix. Every replica has it whole, and the same
-gradient, so the update has the same bits on all.
+Muon computes the update of a matrix from the whole matrix. In shards the owner of a matrix receives
+its rows, computes the update and returns them, so the bits do not depend on the number of shards.
 
 Run: python examples/gallery/muon.py
 """

@@ -283,7 +283,7 @@ class FakeReplica:
         for parameter, *grads in zip(self.parameters, *rows, strict=True):
             parameter.grad = torch.stack(grads).double().sum(0).to(parameter.dtype)
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, scaler: None = None) -> None:
         loss.backward()
         self._losses.append(float(loss.detach()))
 

@@ -85,7 +85,7 @@ class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
         self.leave_reason, self.exit_code = "", 0
         self._owners: dict[str, weakref.ref[object]] = {}
         self._stop_signal: Callable[[], str] = str
-        self._exchanges_updates = False
+        self._exchanging = self._unfinished = 0  # optimizers: in all, and of this step
 
     @classmethod
     def join(cls, threads: int = 1, timeout_s: float = 600.0, limits: ElasticLimits | None = None) -> ElasticRuntime:
@@ -236,14 +236,21 @@ class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
         """Return why this generation is over; "" while it is intact, or for a static group."""
         return self.membership.generation_error(self.world.generation) if self.membership else ""
 
-    def set_exchanges_updates(self) -> None:
-        """Record that shards exchange parts of their updates: an interrupted update leaves no usable state."""
-        self._exchanges_updates = True
+    def add_update_exchange(self) -> None:
+        """Record that an optimizer exchanges parts of its update: an interrupted one leaves no usable state."""
+        self._exchanging += 1
 
     def hold_abort(self, seconds: float) -> None:
-        """Where updates are exchanged: let an abort wait, `seconds` at most. PeersLostError after an abort."""
-        if self._exchanges_updates and not self.group.hold_abort(seconds):
+        """Where updates are exchanged: let an abort wait for them, `seconds` at most. PeersLostError after an abort."""
+        self._unfinished = self._exchanging
+        if self._exchanging and not self.group.hold_abort(seconds):
             raise PeersLostError(self.generation_error(), self.world.members[self.world.rank])
+
+    def end_update_exchange(self) -> None:
+        """Let an abort wait no longer, once all optimizers have finished."""
+        self._unfinished -= 1
+        if self._unfinished <= 0:
+            self.group.hold_abort(0.0)
 
     def is_peer_loss(self, error: BaseException) -> bool:
         """Return whether `error` requires the next generation. Out-of-memory would recur there."""

@@ -82,7 +82,7 @@ class OwnerUpdate:
         self.local, self.groups, self.runtime = local, local.groups, runtime
         self.names = {id(parameter): name for name, parameter in local.local_params.items()}
         self.waits = WorkWaiter(self._abort_reason, in_thread=local.groups.in_thread)
-        runtime.set_exchanges_updates()
+        runtime.add_update_exchange()
         optimizer.register_step_pre_hook(self.gather)
         optimizer.register_step_post_hook(self.scatter)
 
@@ -173,7 +173,7 @@ class OwnerUpdate:
             if state:
                 optimizer.state[p] = state
         self._exchange(sends, receives)
-        self.runtime.group.hold_abort(0.0)
+        self.runtime.end_update_exchange()
         for p, received in weights:
             p.copy_(received)
         for group, parameters in zip(optimizer.param_groups, self.parameters, strict=True):
