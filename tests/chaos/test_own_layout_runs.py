@@ -60,7 +60,8 @@ def test_shards_heal_and_resume_with_the_digest_of_one_worker(tmp_path: Path) ->
         ("after it: deep copy", "an operation needs whole weights or gradients"),
         ("after it: state_dict", "state_dict() of a sharded model"),
         ("after it: forward", "a forward pass with gradients outside of the micro-batches"),
-        ("after it: noise", "the gradient has changed since the micro-batches"),
+        ("after it: a change", "the gradient has changed since the micro-batches"),
+        ("after the clip: noise", "the gradient was changed and random numbers were drawn"),
         ("hidden state", "the first time"),
     ],
 )

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import UsageError
+from lockstep.runtime.numerics import generator_states
 from lockstep.runtime.torch_private import foreach_mul_, version_of
 
 
@@ -51,7 +52,15 @@ class StepGradient:
 
     def __init__(self, parameters: Sequence[torch.Tensor], squared: torch.Tensor | None, divisor: int, *, in_slices: bool) -> None:
         self.parameters, self.squared, self.divisor, self.in_slices = parameters, squared, divisor, in_slices
-        self._committed = [(p.grad, version_of(p.grad)) for p in parameters if p.grad is not None]
+        self._committed = self._accounted = self._marks()
+        self._generators = generator_states(parameters[0].device) if in_slices else ()
+
+    def _marks(self) -> list[tuple[torch.Tensor, int]]:
+        return [(p.grad, version_of(p.grad)) for p in self.parameters if p.grad is not None]
+
+    def _has_changed(self, since: list[tuple[torch.Tensor, int]]) -> bool:
+        now = self._marks()
+        return len(now) != len(since) or any(a is not b or m != n for (a, m), (b, n) in zip(now, since, strict=True))
 
     @torch.no_grad()
     def clip_(self, max_norm: float) -> torch.Tensor:
@@ -63,15 +72,22 @@ class StepGradient:
         if not gradients:
             hint = "call it between the micro-batches and optimizer.step()"
             raise UsageError("there is no gradient to clip", "session.clip_grad_norm_", hint)
-        same_number = len(gradients) == len(self._committed)
-        unchanged = same_number and all(g is old and version_of(g) == n for g, (old, n) in zip(gradients, self._committed, strict=True))
-        if self.in_slices and not unchanged:
+        has_changed = self._has_changed(self._committed)
+        if self.in_slices and has_changed:
             hint = "clip once, before anything else that changes the gradient; or train with whole replicas"
             raise UsageError("the gradient has changed since the micro-batches", "session.clip_grad_norm_, in shards", hint)
-        squared = self.squared / self.divisor**2 if self.squared is not None and unchanged else sum_of_squares(gradients)
+        squared = sum_of_squares(gradients) if self.squared is None or has_changed else self.squared / self.divisor**2
         norm = squared.sqrt().to(torch.promote_types(gradients[0].dtype, torch.float32))
         foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        self._accounted = self._marks()
         return norm
+
+    def refuse_noise(self) -> None:
+        """UsageError: slices have changed, other than by `clip_`, and random numbers were drawn."""
+        if self.in_slices and self._has_changed(self._accounted) and generator_states(self.parameters[0].device) != self._generators:
+            what = "the gradient was changed and random numbers were drawn: noise for slices differs from that for whole tensors"
+            hint = "add the noise in the loss of a micro-batch, or train with whole replicas; draw other numbers after optimizer.step()"
+            raise UsageError(what, "between the micro-batches and optimizer.step(), in shards", hint)
 
 
 def commit_gradient(parameters: Sequence[torch.Tensor], squared: torch.Tensor | None, count: int | None) -> StepGradient:

@@ -35,6 +35,14 @@ def seed_generators(seed: int, device: torch.device) -> None:
     random.seed(seed)
 
 
+def generator_states(device: torch.device) -> tuple[object, ...]:
+    """Return what changes when a number is drawn from a generator that `seed_generators` seeds."""
+    on_device = torch.cuda.get_rng_state(device).numpy().tobytes() if device.type == "cuda" else b""
+    numpy_state = np.random.get_state(legacy=False)["state"]
+    states = (numpy_state["pos"], numpy_state["key"].tobytes(), random.getstate())
+    return torch.default_generator.get_state().numpy().tobytes(), on_device, *states
+
+
 def global_generators() -> tuple[int, bytes, int]:
     """Return the seed of torch's generator and the states of NumPy's and Python's."""
     return torch.initial_seed(), np.random.get_state(legacy=False)["state"]["key"].tobytes(), hash(random.getstate())

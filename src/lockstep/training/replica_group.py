@@ -98,8 +98,7 @@ class ReplicaGroup:
         replace_sync_batchnorm(self.module)
         self.statistics = RunningStatistics(self.module, micro_batches, buffers or {})
         self.replica = build_replica(runtime, model, micro_batches, seed, self.statistics, reduce, bucket_bytes, reduce_once_per_step)
-        # A joiner does not rehearse: the other ranks would not take part.
-        self.rehearsal: Rehearsal | None = None
+        self.rehearsal: Rehearsal | None = None  # none in a joiner: the other ranks would not take part
         if rehearse and runtime.first_generation and not (self.local_model and self.local_model.stage):
             self.rehearsal = Rehearsal(runtime, self.replica)
         self._trained, self.frozen_state = self.replica.parameters, self._make_frozen_state()
@@ -107,6 +106,8 @@ class ReplicaGroup:
         self.compare_all = True  # the frozen weights of a new member have not been compared yet
         self.grad_norm_squared: torch.Tensor | None = None
         self.gradient = StepGradient((), None, 1, in_slices=False)  # of the last step
+        optimizers = checkpointer.optimizers if checkpointer and self.local_model else ()
+        self._hooks = [one.register_step_pre_hook(lambda *_: self.gradient.refuse_noise()) for one in optimizers]
         self.stops = signals is None and runtime.membership is not None
         self.signals = StopSignals().__enter__() if self.stops else signals  # until the process exits
         self.decision = self._last_decision()
@@ -162,6 +163,8 @@ class ReplicaGroup:
 
     def __exit__(self, kind: object = None, *_: object) -> None:
         self.runtime.unregister(self)
+        while self._hooks:
+            self._hooks.pop().remove()
         self.replica.__exit__()
         if kind is None:
             self._refuse_unfinished()
@@ -285,7 +288,6 @@ class ReplicaGroup:
         if self.on_nonfinite == "raise":
             refuse_nonfinite_gradient(decision, step, self.module if isinstance(self.replica, Replica) else None, self.grad_norm_squared)
         self.statistics.commit()
-        self.gradient = commit_gradient(self.replica.parameters, self.grad_norm_squared, decision.count)
         self.compare_all = self.compare_all and not self.comparison.is_due(step)
         self.board.enter("updating")
         self.decision = decision
@@ -294,6 +296,7 @@ class ReplicaGroup:
         self.runtime.set_progress(self._progress(step + 1))
         # All replicas draw the same numbers later, although they computed different micro-batches.
         seed_generators(splitmix64(self.replica.seed, step, self.replica.leaves) >> 1, self.runtime.world.device)
+        self.gradient = commit_gradient(self.replica.parameters, self.grad_norm_squared, decision.count)
 
     def _progress(self, step: int) -> Progress:
         return Progress("step", step, self.decision, divergences=self.comparison.divergence.count, compare_all=self.compare_all)

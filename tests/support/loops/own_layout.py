@@ -44,6 +44,7 @@ def train(out: str = "runs/own_layout", steps: int = 30, habit: str = "") -> Non
                 misbehave(habit, "in the loop", session, model, rows)
             misbehave(habit, "after it", session, model, rows)
             norm = session.clip_grad_norm_(0.5)
+            misbehave(habit, "after the clip", session, model, rows)
             muon.step()
             adamw.step()
             scheduler.step()
@@ -54,7 +55,9 @@ def train(out: str = "runs/own_layout", steps: int = 30, habit: str = "") -> Non
 
 
 def misbehave(habit: str, where: str, session: lockstep.Session, model: nn.Module, rows: Tensor) -> None:
-    """Do what a loop in shards must not do: `habit`, after "in the loop: " or "after it: "."""
+    """Do what a loop in shards must not do: `habit`, after "in the loop: ", "after it: " or "after
+    the clip: "."""
+    slices = [p for optimizer in session.optimizers for group in optimizer.param_groups for p in group["params"]]
     habits = {
         "in the loop: backward": lambda: session.backward(model(rows).mean()),
         "in the loop: clip": lambda: session.clip_grad_norm_(0.5),
@@ -62,7 +65,8 @@ def misbehave(habit: str, where: str, session: lockstep.Session, model: nn.Modul
         "after it: deep copy": lambda: deepcopy(model),
         "after it: state_dict": model.module.state_dict,
         "after it: forward": lambda: model(rows),
-        "after it: noise": lambda: session.optimizers[0].param_groups[0]["params"][0].grad.add_(0.1),
+        "after it: a change": lambda: slices[0].grad.add_(0.1),
+        "after the clip: noise": lambda: [p.grad.add_(torch.randn_like(p)) for p in slices],
     }
     if habit.startswith(where):
         habits[habit]()

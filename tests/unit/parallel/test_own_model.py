@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -112,3 +113,24 @@ def test_clipping_equals_that_of_torch_and_sees_changes() -> None:
     ours[0].grad = torch.ones(4, 3)
     with pytest.raises(UsageError, match="the gradient has changed"):
         slices.clip_(0.1)
+
+
+def test_only_noise_on_slices_is_refused() -> None:
+    p = nn.Parameter(torch.zeros(4, 3))
+    p.grad = torch.ones(4, 3)
+    gradient = commit_gradient([p], torch.ones(()), None)
+    p.grad.mul_(0.5)
+    gradient.refuse_noise()
+    p.grad.add_(torch.randn(4, 3))
+    with pytest.raises(UsageError, match="random numbers were drawn"):
+        gradient.refuse_noise()
+    gradient = commit_gradient([p], torch.ones(()), None)
+    gradient.clip_(0.1)
+    torch.randn(1)
+    gradient.refuse_noise()
+    p.grad.add_(float(np.random.default_rng(np.random.randint(9)).normal()))
+    with pytest.raises(UsageError, match="random numbers were drawn"):
+        gradient.refuse_noise()
+    whole = commit_gradient([p], None, None)
+    p.grad.add_(torch.randn(4, 3))
+    whole.refuse_noise()
