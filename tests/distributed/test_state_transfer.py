@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ def transfer_outcomes(runtime: ElasticRuntime, other: str) -> list[Any]:
     own_state = state(rank, other)
     weights = [tensor for name, tensor in own_state.items() if name != "model.seen"]
     while len(outcomes) < 3:
-        gathered = runtime.group.gather_json(size, runtime.progress.to_json())
+        gathered = runtime.group.gather_json(size, asdict(runtime.progress))
         runtime.member_progress = [Progress.from_json(values) for values in gathered]
         try:
             if rank == 4:
@@ -154,7 +154,7 @@ def join_without_access(runtime: ElasticRuntime) -> list[str]:
     state_transfer.open_regular = lambda path, flags: opened("/proc/self/missing", flags)
     try:
         for _ in range(2):
-            gathered = runtime.group.gather_json(3, runtime.progress.to_json())
+            gathered = runtime.group.gather_json(3, asdict(runtime.progress))
             runtime.member_progress = [Progress.from_json(values) for values in gathered]
             try:
                 received = transfer_state(runtime, lambda: {"model.a": torch.ones(3)})

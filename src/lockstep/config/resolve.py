@@ -6,6 +6,7 @@ default. One error reports all unknown keys and invalid values, with the nearest
 """
 
 import difflib
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -134,8 +135,12 @@ def resolve(
         ("LOCKSTEP_* in the environment", {key_of_variable[n]: text for n, text in (environ or {}).items() if n in key_of_variable}),
         ("command line", flags or {}),
     ]
-    adapter = next((str(layer[ADAPTER]) for _, layer in reversed(layers) if layer.get(ADAPTER)), "")
+    adapter, source = next(((str(layer[ADAPTER]), source) for source, layer in reversed(layers) if layer.get(ADAPTER)), ("", ""))
     if adapter and all("lora.rank" not in layer for _, layer in layers):
+        if not os.path.isfile(os.path.join(adapter, ADAPTER_CONFIG)):
+            raise ConfigError(
+                f"{ADAPTER} = {shorten(adapter)}: there is no {ADAPTER_CONFIG}", source, "give a folder with adapters of PEFT"
+            )
         layers.insert(0, (f"{ADAPTER_CONFIG} in {adapter}", read_adapter_config(Path(adapter))))
     values = flatten(asdict(saved.run)) if saved else {key: member.default for key, member in known.items()}
     origin = dict(saved.origin) if saved else {key: "default" for key in known}
