@@ -55,9 +55,9 @@ def test_shards_heal_and_resume_with_the_digest_of_one_worker(tmp_path: Path) ->
     ("habit", "message"),
     [
         ("in the loop: backward", "backward() was called twice in micro-batch"),
-        ("in the loop: clip", "there is no gradient to clip"),
+        pytest.param("in the loop: clip", "there is no gradient to clip", marks=pytest.mark.long),
         ("after it: plain clip", "an operation needs whole weights or gradients"),
-        ("after it: deep copy", "an operation needs whole weights or gradients"),
+        pytest.param("after it: deep copy", "an operation needs whole weights or gradients", marks=pytest.mark.long),
         ("after it: state_dict", "state_dict() of a sharded model"),
         ("after it: forward", "a forward pass with gradients outside of the micro-batches"),
         ("after it: a change", "the gradient has changed since the micro-batches"),

@@ -29,6 +29,7 @@ def run(folder: Path, workers: int, shards: int) -> None:
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.long
 def test_an_own_model_of_peft_has_one_digest_and_its_adapters_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from peft import PeftModel
 

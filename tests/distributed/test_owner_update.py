@@ -81,7 +81,10 @@ def train_with(runtime: ElasticRuntime, layout: Layout, folder: str, kind: str, 
         checkpointer.save(steps)
 
 
-@pytest.mark.parametrize("kind", ["muon", "adafactor", "shampoo", "fused", "lion", "sgd"])
+# The others in CI: tests/distributed/test_own_layouts.py trains them in a Session.
+@pytest.mark.parametrize(
+    "kind", ["muon", "lion", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("adafactor", "shampoo", "fused", "sgd"))]
+)
 def test_bits_do_not_depend_on_the_layout(kind: str, tmp_path: Path) -> None:
     run_ranks(train_with, 1, Layout(), str(tmp_path / "whole"), kind, 4)
     right = commands.digest_line(tmp_path / "whole")
@@ -95,7 +98,7 @@ def test_bits_do_not_depend_on_the_layout(kind: str, tmp_path: Path) -> None:
             assert commands.digest_line(tmp_path / str(layout)) == right, layout
 
 
-@pytest.mark.parametrize("kind", ["muon", "adafactor", "shampoo"])
+@pytest.mark.parametrize("kind", ["muon", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("adafactor", "shampoo"))])
 def test_owned_state_is_saved_whole_and_resumed_in_another_layout(kind: str, tmp_path: Path) -> None:
     run_ranks(train_with, 1, Layout(), str(tmp_path / "whole"), kind, 4)
     for steps, layout in ((2, Layout(1, 2)), (3, Layout()), (4, Layout(2, 2))):

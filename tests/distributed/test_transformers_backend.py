@@ -43,7 +43,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 ORACLES = [  # kind, backend, task, more of its config
     ("qwen3", "lockstep", "sft", {}),
-    ("mistral", "lockstep", "sft", {"sliding_window": None}),
+    pytest.param("mistral", "lockstep", "sft", {"sliding_window": None}, marks=pytest.mark.long),
     ("gemma3_text", "transformers", "sft", {}),
     *(
         pytest.param(*values, {}, marks=pytest.mark.long)
@@ -169,8 +169,8 @@ def test_killed_shards_of_a_gemma_heal_with_the_same_bits(start: Path, tmp_path:
     ("kind", "backend", "more"),
     [
         ("qwen3", "lockstep", {}),
-        ("mistral", "lockstep", {"sliding_window": None}),
-        ("gemma2", "transformers", {}),
+        pytest.param("mistral", "lockstep", {"sliding_window": None}, marks=pytest.mark.long),
+        pytest.param("gemma2", "transformers", {}, marks=pytest.mark.long),
         ("gemma3_text", "transformers", {}),
     ],
 )
