@@ -75,6 +75,7 @@ def test_incomplete_replicas_are_refused(tmp_path: Path) -> None:
     assert result.returncode == 2 and "3 workers cannot form replicas of 2 shards" in result.stderr, result.stderr
 
 
+@pytest.mark.long
 def test_worker_with_another_layout_cannot_join(tmp_path: Path) -> None:
     hosts = [Host("a", enter=("env", "LOCKSTEP_LAYOUT_SHARD=2")), Host("b", enter=("env", "LOCKSTEP_LAYOUT_SHARD=1"))]
     training = Training(tmp_path, hosts, workers=2, script=f"{SCRIPT}:train", steps=5000, start=hosts[:1])

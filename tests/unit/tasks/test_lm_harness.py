@@ -81,6 +81,7 @@ def test_scores_equal_those_of_lm_eval_on_the_export(run: Path, tmp_path: Path, 
     assert not list(run.glob(".lm-eval-*")), "the export is temporary"
 
 
+@pytest.mark.long
 def test_an_unknown_task_is_a_usage_error(run: Path) -> None:
     with pytest.raises(UsageError, match="no_such_task"):
         evaluate_with_lm_eval(run, None, "no_such_task", run.parent / "tasks", chat=False)
