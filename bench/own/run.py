@@ -205,7 +205,10 @@ def race(name: str, folder: Path, seconds: float) -> NoReturn:
                 found[one].append(time.perf_counter() - begin_s)
         number += 1
     low, high = min(losses.values()), max(losses.values())
-    assert high - low < 0.02 * high, f"the contestants do not train alike: {losses}"
+    # Rank 0 of two shards ends with another micro-batch than rank 0 of the opponents; the last rank never does.
+    if dist.get_rank() == WORKERS - 1 and high - low > 0.02 * high:
+        print(f"the contestants do not train alike: {losses}", flush=True)
+        os._exit(1)
     leave(found, folder)
 
 
