@@ -135,3 +135,9 @@ def test_folder_with_the_rank_is_refused_under_torchrun(tmp_path: Path) -> None:
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=200, env=environ, cwd=tmp_path, check=False)
     assert "the Session's folder differs: runs/sessions-0 on rank 0, runs/sessions-1 on rank 1" in result.stderr, result.stderr
+
+
+def test_wrong_loop_that_one_worker_notices_ends_the_run_on_all(tmp_path: Path) -> None:
+    result = lockstep("train", f"{SCRIPT.with_name('dataloader.py')}:train", "--out", tmp_path / "run", "--workers", "2")
+    assert result.returncode == 2 and "the loss of micro-batch 0 of step 0 is" in result.stderr, result.stderr
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())

@@ -164,7 +164,7 @@ class Agent:
     def result(self) -> tuple[int, str]:
         exits = [slot.last_exit for slot in self.slots.values() if slot.last_exit]
         if self.run_end and self.policy.restart:
-            late = [last_exit for last_exit in exits if last_exit.pid in self.finishers and restart_policy.fails_after_end(last_exit)]
+            late = [last_exit for last_exit in exits if restart_policy.fails_at_end(last_exit, self.finishers)]
             return summarize_exits(late) if late and not self.run_end.code else (self.run_end.code, self.run_end.text)
         if not exits and self.stops.is_draining:
             return 0, ""

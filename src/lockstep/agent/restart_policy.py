@@ -145,10 +145,12 @@ def fails_only_here(code: int, active_hosts: Collection[str], host: str) -> bool
     return code in (2, 3) and bool(active_hosts) and host not in active_hosts
 
 
-def fails_after_end(worker_exit: WorkerExit) -> bool:
-    """Return whether a worker failed by an error in its code after it recorded the end of the run."""
+def fails_at_end(worker_exit: WorkerExit, finishers: Collection[int]) -> bool:
+    """Return whether a worker failed by an error that no restart fixes, or in its code after it
+    recorded the end of the run. finishers: pids of the workers that recorded it."""
     finished = worker_exit.report and worker_exit.report.finished
-    return exit_kind(worker_exit) == "failed" and not finished and not worker_exit.signal
+    failed = exit_kind(worker_exit) == "failed" and not finished and not worker_exit.signal
+    return failed and (worker_exit.pid in finishers or exit_code_of(worker_exit) in FATAL)
 
 
 def restart_delay(restarts: int, policy: RestartPolicy) -> float:

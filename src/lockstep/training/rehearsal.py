@@ -26,6 +26,7 @@ class Rehearsal:
 
     def run(self, step: int) -> Iterator[int]:
         """Collective. Yield micro-batch 0. UsageError when its loss differs between ranks."""
+        self._loss = None
         if not self._due:
             return
         self._due = False
@@ -48,12 +49,14 @@ class Rehearsal:
             raise _nondeterministic(f"the loss of micro-batch 0 of step {step} is not the same on all workers: {listed}")
 
     def compare(self, step: int) -> None:
-        """UsageError when micro-batch 0 has another loss now than in the rehearsal."""
+        """Collective in the attempt that rehearsed. UsageError, on all ranks, when micro-batch 0 has
+        another loss now than in the rehearsal."""
         before, self._loss = self._loss, None
-        if before is None or self.replica.own_leaves[0] > 0:
+        if before is None:
             return
-        if str(now := self.replica.losses()[0]) != str(before):
-            raise _nondeterministic(f"the loss of micro-batch 0 of step {step} is {before} the first time and {now} the second time")
+        own = str(self.replica.losses()[0]) if self.replica.own_leaves[0] == 0 else str(before)
+        if changed := [loss for loss in all_gather_json(self.runtime, own) if loss != str(before)]:
+            raise _nondeterministic(f"the loss of micro-batch 0 of step {step} is {before} the first time and {changed[0]} the second time")
 
 
 def _nondeterministic(what: str) -> UsageError:

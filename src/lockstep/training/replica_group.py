@@ -232,9 +232,9 @@ class ReplicaGroup:
                 self.loop_changes.start(self.frozen_state)
             self.board.enter("forward", step + 1)
             yield k
+        self.loop_changes.refuse(self.frozen_state, step)
         if self.rehearsal:
             self.rehearsal.compare(step)
-        self.loop_changes.refuse(self.frozen_state, step)
         self.grad_norm_squared = self.replica.grad_norm_squared()
         vote = self._vote(digests[-1])
         self.board.enter("voting")

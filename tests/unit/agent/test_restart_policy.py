@@ -17,7 +17,7 @@ from lockstep.agent.restart_policy import (
     SlotHistory,
     decide_first_exit,
     decide_restart,
-    fails_after_end,
+    fails_at_end,
     fails_only_here,
     restart_delay,
     start_error,
@@ -212,7 +212,12 @@ def test_only_an_early_error_of_the_program_is_an_error_at_the_start() -> None:
     ],
 )
 def test_own_errors_after_the_end_of_the_run_count(worker_exit: WorkerExit, fails: bool) -> None:
-    assert fails_after_end(worker_exit) == fails
+    assert fails_at_end(worker_exit, [worker_exit.pid]) == fails
+
+
+@pytest.mark.parametrize(("code", "fails"), [(1, False), (2, True), (3, True), (4, True)])
+def test_an_error_that_no_restart_fixes_counts_though_others_ended_the_run(code: int, fails: bool) -> None:
+    assert fails_at_end(make_exit(code, text=TRACE), ()) == fails
 
 
 @pytest.mark.parametrize("worker_exit", [*ENDS, make_exit(2, text="UsageError: no")], ids=str)
