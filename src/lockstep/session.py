@@ -35,6 +35,7 @@ from lockstep.elastic.protocol.decisions import ElasticLimits
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.elastic.world import World
 from lockstep.errors import UsageError
+from lockstep.layout import Layout
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.parallel.plans import Patterns
 from lockstep.record.tracker import BackgroundTracker, Tracker
@@ -68,8 +69,9 @@ class Session:
     resume         "auto" (the newest valid checkpoint, if there is one), "never", "required", or a
                    step as text
     threads        of torch in this process; their number changes bits
-    shard          workers that hold one copy of the model together. `lockstep run --layout.shard`
-                   and the variable LOCKSTEP_LAYOUT_SHARD replace it
+    shard, tensor, pipeline  sizes of the axes of the layout (docs/parallelism.md): workers that hold
+                   one copy of the model together. `lockstep run --layout.shard` and the variable
+                   LOCKSTEP_LAYOUT_SHARD replace `shard`, and so for the other axes
     options        keyword arguments for ReplicaGroup: reduce, bucket_bytes, verify_every, rehearse,
                    on_nonfinite, buffers
 
@@ -95,11 +97,14 @@ class Session:
         resume: str = "auto",
         threads: int = 1,
         shard: int = 1,
+        tensor: int = 1,
+        pipeline: int = 1,
         **options: Unpack[ReplicaOptions],
     ) -> None:
         session_checks.refuse_wrong_options(micro_batches, options)
         self.out, self.micro_batches_per_step, self.save_every, self.keep = Path(out), micro_batches, save_every, keep
-        self.seed, self.resume, self.threads, self.shard, self.options = seed, resume, threads, shard, options
+        self.seed, self.resume, self.threads, self.options = seed, resume, threads, options
+        self.layout = Layout(1, shard, tensor, pipeline)  # of a replica
         self.step, self.in_micro_batches = 0, False
         self.model: PreparedModel | None = None
         self.units: Patterns = None
@@ -109,17 +114,18 @@ class Session:
         self._total = 0
         self._collectives: int | None = None  # of the group so far, at the end of the micro-batch loop
         self._initial_digest: int | None = None  # of the weights, until the first step of this start is checked
-        self._warned = False
+        self._warned = False  # of collectives of the loop's own
         self._exit = ExitStack()
 
     def __enter__(self) -> Session:
         worker_env = read_worker_env(os.environ)
         session_checks.refuse_second_session(self.out, self._open, bool(self._entered), worker_env)
-        self.shard = sharding.choose_shards(self.shard, self.micro_batches_per_step, worker_env)
+        self.layout = sharding.choose_replica_layout(self.layout, self.micro_batches_per_step, worker_env)
         with ExitStack() as stack:
-            self.runtime = stack.enter_context(ElasticRuntime.join(threads=self.threads, limits=ElasticLimits(replica_size=self.shard)))
+            limits = ElasticLimits(replica_size=self.layout.workers_per_replica)
+            self.runtime = stack.enter_context(ElasticRuntime.join(threads=self.threads, limits=limits))
             if self.runtime.membership is None:
-                sharding.refuse_incomplete_replicas(self.world.size, self.shard)
+                sharding.refuse_incomplete_replicas(self.world.size, self.layout)
                 session_checks.refuse_different_folders(all_gather_json(self.runtime, str(self.out)))
             log.debug(make_deterministic(self.world.device))
             self._exit = stack.pop_all()
@@ -166,7 +172,8 @@ class Session:
         if self.model is not None:
             raise UsageError("a second session.prepare", "one Session trains one model", "put all trained modules into one nn.ModuleDict")
         session_checks.refuse_unprepared(model, optimizers)
-        self.model = PreparedModel(model if self.shard > 1 else model.to(self.world.device), self._replicas_in_loop)
+        is_whole = self.layout.workers_per_replica == 1
+        self.model = PreparedModel(model.to(self.world.device) if is_whole else model, self._replicas_in_loop)
         self.optimizers, self.units = optimizers, units
         return (self.model, *optimizers) if optimizers else self.model
 
@@ -224,7 +231,7 @@ class Session:
             if self.replicas.last_step != step:
                 what, hint = f"the body of step {step} ran no micro-batches", "take all of them, `for batch in loader(step)`, in every step"
                 raise UsageError(what, "for step in session.steps(...)", hint)
-            self._warn_of_collectives(step)
+            self._warned = self._warned or session_checks.warn_of_collectives(self._collectives, step, self.world.size)
             self.step += 1
             if self._initial_digest is not None and rate and self._learning_rate():
                 self._warn_if_unchanged(step, self._initial_digest)
@@ -277,7 +284,7 @@ class Session:
         """
         if "replicas" not in self.__dict__:
             raise UsageError("session.backward outside of the loop", "session.backward(loss)", "call it in `for batch in loader(step)`")
-        if self.shard > 1:
+        if self.layout.workers_per_replica > 1:
             session_checks.refuse_uneven_skips(scaler, self.options.get("on_nonfinite", ""), self._state)
         if count is not None:
             self.replicas.backward(loss, count, scaler=scaler)
@@ -328,7 +335,7 @@ class Session:
         `session.state` (an EMA) in eval mode. The result has the same bits on any number of
         workers.
         """
-        sharing = {"seed": self.seed, "replica_size": self.shard if "replicas" in self.__dict__ else 1}
+        sharing = {"seed": self.seed, "replica_size": self.replicas.replica.workers_per_replica if "replicas" in self.__dict__ else 1}
         with in_eval_mode(self.model, *self._state.values()):
             means = mean_over(dataset, function, self.runtime, batch_size=batch_size, collate_fn=collate_fn, **sharing)
         # Equal on all workers again.
@@ -343,11 +350,12 @@ class Session:
         module, runtime, enter = self.model.module, self.runtime, self._exit.enter_context
         facts = {"micro_batches": str(self.micro_batches_per_step), "seed": str(self.seed)}
         facts |= {f"loader {i}": fact for i, (_, fact) in enumerate(self._loaders)}
-        values = {"steps": total, "save_every": self.save_every, "--layout.shard": self.shard, "units": self.units, **self.options}
+        axes = {f"--layout.{axis}": getattr(self.layout, axis) for axis in sharding.SESSION_AXES}
+        values = {"steps": total, "save_every": self.save_every, **axes, "units": self.units, **self.options}
         options = {name: str(value) for name, value in values.items()}
         model: nn.Module | LocalModel = module
-        if self.shard > 1:
-            model = sharding.shard_session(runtime, module, self.optimizers, self.shard, self.units, facts | options, self._state)
+        if self.layout.workers_per_replica > 1:
+            model = sharding.shard_session(runtime, module, self.optimizers, self.layout, self.units, facts | options, self._state)
         checkpointer = Checkpointer(
             self.out / "checkpoints", runtime, model, self.optimizers, state=self._state, every_steps=self.save_every, keep=self.keep
         )
@@ -356,18 +364,8 @@ class Session:
         tracker = enter(Tracker(self.out, leader=runtime.is_leader, from_step=self.step))
         self._record = enter(BackgroundTracker(tracker))
         enter(checkpointer)
-        self.replicas = enter(
-            ReplicaGroup(
-                runtime,
-                model,
-                checkpointer,
-                micro_batches=self.micro_batches_per_step,
-                seed=self.seed,
-                signals=signals,
-                tracker=self._record,
-                **self.options,
-            )
-        )
+        group: Any = {"micro_batches": self.micro_batches_per_step, "seed": self.seed, "signals": signals, "tracker": self._record}
+        self.replicas = enter(ReplicaGroup(runtime, model, checkpointer, **group, **self.options))
         self.checkpointer, self.tracker = checkpointer, tracker
         self._initial_digest = self.replicas.replica.digest()
 
@@ -381,13 +379,6 @@ class Session:
         """Warn when the first step of a start has changed no trained weight."""
         if digest == self.replicas.replica.digest() and self.replicas.on_nonfinite == "raise":
             log.warning("step %d changed no trained weight: is optimizer.step() missing after the micro-batch loop?", step)
-
-    def _warn_of_collectives(self, step: int) -> None:
-        """Warn, once, of collectives of the loop's own after the micro-batches."""
-        if self.world.size > 1 and self._collectives not in (None, collectives_of(dist.group.WORLD)) and not self._warned:
-            self._warned = True
-            what = "a collective of torch.distributed ran after the micro-batch loop of step %d: gradients and losses are those of all %d"
-            log.warning(what + " workers already, and a sum over workers would multiply them", step, self.world.size)
 
     def _save_if_due(self, *, last: bool) -> None:
         """Collective. Save the state and the loss after the last step, or when a save is due."""

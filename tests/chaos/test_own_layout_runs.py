@@ -70,9 +70,16 @@ def test_wrong_use_in_shards_is_refused(habit: str, message: str, tmp_path: Path
     assert result.returncode == 2 and message in result.stderr, result.stderr
 
 
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_axis_that_own_models_do_not_have_is_refused(axis: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lockstep", "run", str(SCRIPT), f"--layout.{axis}", "2", "--workers", "2", "--steps=3"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path, check=False)
+    assert result.returncode == 2 and f"{axis} 2 is not supported for own models yet" in result.stderr, result.stderr
+
+
 def test_incomplete_replicas_are_refused(tmp_path: Path) -> None:
     result = run(tmp_path / "run", 3, 2)
-    assert result.returncode == 2 and "3 workers cannot form replicas of 2 shards" in result.stderr, result.stderr
+    assert result.returncode == 2 and "3 workers cannot form replicas of 2 workers (shard 2)" in result.stderr, result.stderr
 
 
 @pytest.mark.long

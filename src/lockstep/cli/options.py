@@ -104,7 +104,8 @@ def add_training_commands(commands: Commands) -> None:
     add("file", metavar="FILE.py", help="script that every worker runs as python FILE.py ARGUMENTS")
     add("--out", type=Path, help="run folder (default: --out of the script's arguments, the folder of its Session, or runs/FILE)")
     add("--workers", **WORKERS, help="worker processes on this machine (default: one per GPU, two on a CPU)")
-    add("--layout.shard", **WORKERS, dest="shard", help="workers that hold one copy of the model (default: Session(shard=...), or 1)")
+    for axis, split in (("shard", "the rows of each parameter"), ("tensor", "each layer"), ("pipeline", "the layers")):
+        add(f"--layout.{axis}", **WORKERS, dest=axis, help=f"workers that share {split} (default: Session({axis}=...), or 1)")
     add("--restart", **RESTART)
 
     add = add_command(commands, "launch", "train on one or more hosts, and recover from lost workers and hosts", takes_target=True)

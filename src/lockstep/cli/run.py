@@ -17,8 +17,9 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
         hint = f"give {file}; lockstep train takes FILE.py:FUNCTION" if colon else "give FILE.py; a run file: lockstep train RUN.toml"
         raise UsageError(f"{args.file!r} is no script", "command line", hint)
     request = read_script_request(args, args.file, rest)
-    if args.shard:
-        os.environ[environment_variable("layout.shard")] = str(args.shard)  # for the Sessions of the workers
+    for axis in ("shard", "tensor", "pipeline"):
+        if size := getattr(args, axis):
+            os.environ[environment_variable(f"layout.{axis}")] = str(size)  # for the Sessions of the workers
     code = run_as_worker(request, args.workers)
     if code is not None:
         return code

@@ -19,7 +19,8 @@ from lockstep import log
 from lockstep.errors import UsageError
 
 # Lockstep's options that may also follow FILE.py; the script's arguments start at the first other word.
-OPTIONS_AFTER_SCRIPT = ("--workers", "--min", "--max", "--hosts", "--host", "--ssh", "--restart", "--layout.shard")
+LAYOUT_OPTIONS = ("--layout.shard", "--layout.tensor", "--layout.pipeline")
+OPTIONS_AFTER_SCRIPT = ("--workers", "--min", "--max", "--hosts", "--host", "--ssh", "--restart", *LAYOUT_OPTIONS)
 
 
 def launch(main: Callable[..., object], *, workers: int | None = None) -> None:

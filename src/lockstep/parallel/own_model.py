@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 from weakref import ref
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lockstep.checkpoint.state_dict import named_tensors
 from lockstep.errors import UsageError
-from lockstep.layout import Layout
+from lockstep.layout import Coordinates, Layout
 from lockstep.parallel.gradient_watch import refuse_unsupported
-from lockstep.parallel.groups import ProcessGroups
-from lockstep.parallel.parallelize import GROUP_NUMBERS, LocalModel, marks_of, set_prefetch, shard_units
-from lockstep.parallel.plans import Patterns, find_units
-from lockstep.runtime.torch_private import has_gradient_hooks, init_fsdp, mesh_without_backend
+from lockstep.parallel.parallelize import LocalModel, marks_of, parallelize, set_prefetch, shard_units
+from lockstep.parallel.plans import ParallelPlan, Patterns, find_units
+from lockstep.runtime.torch_private import has_gradient_hooks, init_fsdp
 from lockstep.tensor_slice import TensorSlice
 from lockstep.units import join_names
 
@@ -50,37 +48,18 @@ def refuse_unshardable(model: nn.Module, units: Sequence[str]) -> None:
         raise UsageError(f"trained parameters that are gathered together have several dtypes: {listed}", where, hint)
 
 
-def shard_module(model: nn.Module, shards: int, position: int, device: torch.device, units: Patterns = None) -> LocalModel:
-    """Return this worker's slices of `model`, which becomes FSDP's.
-
-    position  of this worker in its replica
-    units     see `find_units`
-    """
+def shard_module(model: nn.Module, layout: Layout, position: Coordinates, device: torch.device, units: Patterns = None) -> LocalModel:
+    """Return this worker's slices of `model`, which becomes FSDP's. units: see `find_units`."""
     names = find_units(model, units)
     refuse_unshardable(model, names)
-    whole = {name: TensorSlice.whole(parameter.shape) for name, parameter in model.named_parameters()}
     originals = {name: (ref(p), marks_of(p)) for name, p in model.named_parameters()}
-    mesh = mesh_without_backend(device.type, position, shards, f"lockstep-shard-{next(GROUP_NUMBERS)}")
-    fsdp_units = shard_and_prefetch(model, names, mesh)
-    local_params = {}
-    for name, parameter in model.named_parameters():
-        shard = cast(DTensor, parameter).to_local().detach()
-        local_params[name] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
-    buffers = {name: tensor for name, tensor in named_tensors(model).items() if name not in local_params}
-    slices = {name: part.split_rows(position, shards) for name, part in whole.items()}
-    slices |= {name: TensorSlice.whole(buffer.shape) for name, buffer in buffers.items()}
-    layout = Layout(1, shards)
-    groups = ProcessGroups(layout, in_thread=device.type == "cpu")
+    plan = ParallelPlan(tuple(names), regions=(), column_parallel=(), row_parallel=r"$^")
+    local = parallelize(model, layout, position, None, device, plan=plan)
+    buffers = {name: tensor for name, tensor in named_tensors(model).items() if name not in local.local_params}
+    slices = local.slices | {name: TensorSlice.whole(buffer.shape) for name, buffer in buffers.items()}
     model.register_state_dict_pre_hook(refuse_state_dict)
     model.register_load_state_dict_pre_hook(refuse_state_dict)
-    return LocalModel(model, layout, groups, local_params, slices, fsdp_units, tensor_slices=whole, buffers=buffers, originals=originals)
-
-
-def shard_and_prefetch(model: nn.Module, names: Sequence[str], mesh: DeviceMesh) -> list[FSDPModule]:
-    fsdp_units = shard_units(model, names, mesh, reshard_after_forward=True)
-    set_prefetch(fsdp_units, 1)
-    init_fsdp(model)
-    return fsdp_units
+    return replace(local, slices=slices, buffers=buffers, originals=originals)
 
 
 def refuse_state_dict(module: nn.Module, *_: Any) -> None:
@@ -109,7 +88,10 @@ def shard_average(prefix: str, average: nn.Module, copy: nn.Module, local: Local
     prefix  of the names of `average` in checkpoints
     """
     mesh = cast(DTensor, next(local.module.parameters())).device_mesh
-    local.averages.append(shard_and_prefetch(copy, find_units(copy, units), mesh))
+    fsdp_units = shard_units(copy, find_units(copy, units), mesh, reshard_after_forward=True)
+    set_prefetch(fsdp_units, 1)
+    init_fsdp(copy)
+    local.averages.append(fsdp_units)
     for name, tensor in average.state_dict().items():
         whole = local.tensor_slices[prefix + name] = TensorSlice.whole(tensor.shape)
         is_sharded = isinstance(tensor, DTensor)

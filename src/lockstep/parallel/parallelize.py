@@ -31,7 +31,7 @@ from lockstep.layout import Coordinates, Layout
 from lockstep.models.build import materialize
 from lockstep.parallel.groups import ProcessGroups
 from lockstep.parallel.pipeline import PipelineStage, build_stage
-from lockstep.parallel.plans import plan_of
+from lockstep.parallel.plans import ParallelPlan, plan_of
 from lockstep.parallel.tensor_parallel import apply_tensor_parallel
 from lockstep.runtime.torch_private import init_fsdp, mesh_without_backend, version_of
 from lockstep.tensor_slice import TensorSlice
@@ -89,31 +89,35 @@ def unwrap_local_model(model: nn.Module | LocalModel) -> tuple[nn.Module, LocalM
     return model, None
 
 
-def parallelize(  # 9 parameters: a model, its place in the layout, and three options of FSDP
+def parallelize(  # 10 parameters: a model, its place in the layout, and three options of FSDP
     model: nn.Module,
     layout: Layout,
     coordinates: Coordinates,
-    init_param: InitParam,
+    init_param: InitParam | None,
     device: torch.device,
     *,
+    plan: ParallelPlan | None = None,
     prepare_blocks: Callable[[list[nn.Module]], None] | None = None,
     prefetch_units: int = 1,
     reshard_after_forward: bool = True,
     chunks_per_stage: int = 1,
 ) -> LocalModel:
-    """Return this worker's part of `model`, which is on the meta device.
+    """Return this worker's part of `model`.
 
+    init_param             returns an initial value; `model` is on the meta device. None: it has its
+                           values, and a replica is several workers
+    plan                   None: that of the built-in models
     prepare_blocks         called with the blocks before sharding (checkpointing, compile)
     prefetch_units         units gathered ahead of the one that computes
     reshard_after_forward  False: keep units gathered until the backward pass (ZeRO-2)
     chunks_per_stage       interleaved pipeline: model chunks of each stage
     """
-    if layout.workers_per_replica == 1:
+    if layout.workers_per_replica == 1 and init_param:
         whole = materialize(model, device, init_param)
         if prepare_blocks:
             prepare_blocks([whole.get_submodule(name) for name in plan_of(whole).units])
         return LocalModel(whole, layout, local_params=dict(whole.named_parameters()))
-    plan, groups = plan_of(model), ProcessGroups(layout, in_thread=device.type == "cpu")
+    plan, groups = plan or plan_of(model), ProcessGroups(layout, in_thread=device.type == "cpu")
     stage = build_stage(model, coordinates.stage, layout.pipeline, chunks_per_stage) if layout.pipeline > 1 else None
     plan = plan.within(model)
     tensor_slices = apply_tensor_parallel(model, plan, groups, coordinates.tensor, layout.tensor)
@@ -128,15 +132,17 @@ def parallelize(  # 9 parameters: a model, its place in the layout, and three op
     local = LocalModel(
         model, layout, groups, slices=slices, fsdp_units=units, tensor_slices=tensor_slices, stage=stage, partial_grads=partial_grads
     )
-    model.to_empty(device=device)
-    for name, buffer in model.named_buffers():
-        buffer.copy_(init_param(name, buffer.shape))
+    if init_param:
+        model.to_empty(device=device)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(init_param(name, buffer.shape))
     init_fsdp(model)  # now, since it may move what the parameters below share
     for name, parameter in model.named_parameters():
         shard = cast(Tensor, parameter).to_local().detach()  # type: ignore[attr-defined]
         assert tuple(shard.shape) == slices[name].local_shape, (name, shard.shape, slices[name])
-        with torch.no_grad():
-            shard.copy_(slices[name].of(init_param(name, torch.Size(slices[name].shape))))
+        if init_param:
+            with torch.no_grad():
+                shard.copy_(slices[name].of(init_param(name, torch.Size(slices[name].shape))))
         local.local_params[name] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
     return local
 

@@ -48,7 +48,7 @@ class ReduceFromTensorParallel(torch.autograd.Function):
 
 
 def apply_tensor_parallel(model: nn.Module, plan: ParallelPlan, groups: ProcessGroups, part: int, parts: int) -> dict[str, TensorSlice]:
-    """Split a model on the meta device, in place; return {parameter: its slice}."""
+    """Split a model in place; return {parameter: its slice}."""
     slices = tensor_slices(model, plan, part, parts)
     if parts == 1:
         return slices
@@ -57,7 +57,7 @@ def apply_tensor_parallel(model: nn.Module, plan: ParallelPlan, groups: ProcessG
             continue
         path, _, last = name.rpartition(".")
         owner = model.get_submodule(path)
-        cut = torch.empty(slices[name].local_shape, dtype=parameter.dtype, device="meta")
+        cut = slices[name].of(parameter.detach()).clone(memory_format=torch.contiguous_format)
         setattr(owner, last, nn.Parameter(cut, requires_grad=parameter.requires_grad))
         if isinstance(owner, nn.Linear) and last == "weight":
             owner.out_features, owner.in_features = slices[name].local_shape

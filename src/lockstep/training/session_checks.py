@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
+import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
@@ -14,8 +16,11 @@ from torch.optim import Optimizer
 
 from lockstep.errors import UsageError
 from lockstep.parallel.running_statistics import BufferKinds
+from lockstep.runtime.torch_private import collectives_of
 from lockstep.runtime.worker_env import WorkerEnv
 from lockstep.training.trained_parameters import refuse_misplaced_parameters
+
+log = logging.getLogger("lockstep")
 
 
 class ReplicaOptions(TypedDict, total=False):
@@ -29,7 +34,7 @@ class ReplicaOptions(TypedDict, total=False):
     buffers: BufferKinds
 
 
-OWN_OPTIONS = ("micro_batches", "save_every", "keep", "seed", "resume", "threads", "shard")  # of Session itself
+OWN_OPTIONS = ("micro_batches", "save_every", "keep", "seed", "resume", "threads", "shard", "tensor", "pipeline")  # of Session itself
 
 
 def refuse_wrong_options(micro_batches: int, options: Mapping[str, Any]) -> None:
@@ -87,6 +92,15 @@ def refuse_uneven_skips(scaler: GradScaler | None, on_nonfinite: str, state: Map
     if scaler is not None and not any(scaler is value for value in state.values()):
         where = "session.backward(loss, scaler=...), in shards"
         raise UsageError("the GradScaler is not in session.state", where, "add it: session.state(scaler=scaler)")
+
+
+def warn_of_collectives(before: int | None, step: int, workers: int) -> bool:
+    """Warn, and return True, if a collective ran after the micro-batch loop. before: their number then."""
+    if workers == 1 or before in (None, collectives_of(dist.group.WORLD)):
+        return False
+    what = "a collective of torch.distributed ran after the micro-batch loop of step %d: gradients and losses are those of all %d"
+    log.warning(what + " workers already, and a sum over workers would multiply them", step, workers)
+    return True
 
 
 def number_of(name: str, value: Any) -> float:

@@ -1,9 +1,10 @@
-"""The model and the optimizers of a Session in shards."""
+"""The layout of a Session, and its model and optimizers in slices."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,46 +17,52 @@ from lockstep.config.resolve import environment_variable
 from lockstep.elastic.collectives import assert_equal_on_all_ranks
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
+from lockstep.layout import Layout
 from lockstep.parallel.own_model import find_copy, shard_average, shard_module
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.parallel.plans import Patterns
 from lockstep.runtime.worker_env import WorkerEnv
 from lockstep.training.owner_update import apply_owner_rule
 
-SHARD_VARIABLE = environment_variable("layout.shard")  # set by lockstep run --layout.shard
+SESSION_AXES = ("shard", "tensor", "pipeline")
 
 
-def choose_shards(given: int, micro_batches: int, worker_env: WorkerEnv | None) -> int:
-    """Return the workers per replica: those of the command line, or else `given` to Session.
+def choose_replica_layout(given: Layout, micro_batches: int, worker_env: WorkerEnv | None) -> Layout:
+    """Return the layout of a replica: each axis of the command line, or else as `given` to Session.
 
     UsageError when the expected workers or micro-batches cannot be divided so.
     """
-    text = os.environ.get(SHARD_VARIABLE, "")
-    where = f"--layout.shard or {SHARD_VARIABLE}" if text else "Session(shard=...)"
-    if text and not (text.isdecimal() and int(text)):
-        raise UsageError(f"{SHARD_VARIABLE}={text!r} is not a number of workers", "environment", "give 1 or more")
-    shards = int(text or given)
-    if not 1 <= shards <= micro_batches:
-        what = f"{shards} shards share {micro_batches} micro-batches a step"
-        raise UsageError(what, f"{where}, Session(micro_batches=...)", f"give 1 to {micro_batches} shards, or more micro-batches")
+    layout = given
+    for axis in SESSION_AXES:
+        variable = environment_variable(f"layout.{axis}")  # set by lockstep run --layout.AXIS
+        text = os.environ.get(variable, "")
+        where = f"--layout.{axis} or {variable}" if text else f"Session({axis}=...)"
+        if text and not (text.isdecimal() and int(text)):
+            raise UsageError(f"{variable}={text!r} is not a number of workers", "environment", "give 1 or more")
+        layout = replace(layout, **{axis: int(text)}) if text else layout
+        if axis == "shard" and not 1 <= layout.shard <= micro_batches:
+            what = f"{layout.shard} shards share {micro_batches} micro-batches a step"
+            raise UsageError(what, f"{where}, Session(micro_batches=...)", f"give 1 to {micro_batches} shards, or more micro-batches")
+        if getattr(layout, axis) < 1:
+            raise UsageError(f"{axis}={getattr(layout, axis)} is not a number of workers", where, "give 1 or more")
+        if axis != "shard" and getattr(layout, axis) > 1:
+            raise UsageError(f"{axis} {getattr(layout, axis)} is not supported for own models yet", where, "give shard instead")
     if worker_env:
-        refuse_incomplete_replicas(worker_env.expected_workers, shards)
-    return shards
+        refuse_incomplete_replicas(worker_env.expected_workers, layout)
+    return layout
 
 
-def refuse_incomplete_replicas(workers: int, shards: int) -> None:
-    if workers % shards:
-        hint = f"give a multiple: --workers {-(-workers // shards) * shards}"
-        raise UsageError(
-            f"{workers} workers cannot form replicas of {shards} shards", "--workers; --layout.shard or Session(shard=...)", hint
-        )
+def refuse_incomplete_replicas(workers: int, layout: Layout) -> None:
+    if workers % (size := layout.workers_per_replica):
+        what = f"{workers} workers cannot form replicas of {size} workers ({layout})"
+        raise UsageError(what, "--workers; --layout or Session(...)", f"give a multiple: --workers {-(-workers // size) * size}")
 
 
 def shard_session(
     runtime: ElasticRuntime,
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
-    shards: int,
+    layout: Layout,
     units: Patterns,
     facts: Mapping[str, str],
     state: Mapping[str, Any],
@@ -76,11 +83,11 @@ def shard_session(
                 value = tensor.detach().to(runtime.world.device)
                 dist.broadcast(value, 0)
                 tensor.copy_(value)
-    names, position = {id(parameter): name for name, parameter in model.named_parameters()}, runtime.world.rank % shards
-    local = shard_module(model, shards, position, runtime.world.device, units)
+    names, position = {id(parameter): name for name, parameter in model.named_parameters()}, layout.coordinates(runtime.world.rank)
+    local = shard_module(model, layout, position, runtime.world.device, units)
     for prefix, (average, copy) in averages.items():
-        shard_average(prefix, average, copy, local, position, units)
-    is_scaled = any(isinstance(value, torch.amp.GradScaler) for value in state.values())
+        shard_average(prefix, average, copy, local, position.shard, units)
+    shards, is_scaled = layout.shard, any(isinstance(value, torch.amp.GradScaler) for value in state.values())
     for optimizer in optimizers:
         wholes = [local.tensor_slices[names[id(p)]] for group in optimizer.param_groups for p in group["params"]]
         if is_scaled and not any(whole.split_rows(shards - 1, shards).rows for whole in wholes):

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from lockstep.errors import UsageError
+from lockstep.layout import Layout
 from lockstep.parallel.grad_norm import StepGradient, commit_gradient
 from lockstep.parallel.own_model import refuse_unshardable
 from lockstep.parallel.plans import Patterns, find_units
-from lockstep.training.sharding import SHARD_VARIABLE, choose_shards
+from lockstep.training.sharding import choose_replica_layout, refuse_incomplete_replicas
 
 
 def block(width: int = 3) -> nn.Module:
@@ -88,15 +89,27 @@ def test_parameters_that_cannot_be_sharded_are_refused(make: Callable[[], nn.Mod
         refuse_unshardable(make(), [])
 
 
-def test_number_of_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose_shards(2, 4, None) == 2
-    monkeypatch.setenv(SHARD_VARIABLE, "3")
-    assert choose_shards(2, 4, None) == 3
+def test_layout_of_a_replica_comes_from_the_command_line_or_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_replica_layout(Layout(1, 2), 4, None) == Layout(1, 2)
+    monkeypatch.setenv("LOCKSTEP_LAYOUT_SHARD", "3")
+    assert choose_replica_layout(Layout(1, 2), 4, None) == Layout(1, 3)
     with pytest.raises(UsageError, match="3 shards share 2 micro-batches"):
-        choose_shards(2, 2, None)
-    monkeypatch.setenv(SHARD_VARIABLE, "two")
+        choose_replica_layout(Layout(1, 2), 2, None)
+    monkeypatch.setenv("LOCKSTEP_LAYOUT_SHARD", "two")
     with pytest.raises(UsageError, match="'two' is not a number"):
-        choose_shards(2, 4, None)
+        choose_replica_layout(Layout(1, 2), 4, None)
+    monkeypatch.delenv("LOCKSTEP_LAYOUT_SHARD")
+    with pytest.raises(UsageError, match="pipeline=0 is not a number of workers"):
+        choose_replica_layout(Layout(pipeline=0), 4, None)
+    monkeypatch.setenv("LOCKSTEP_LAYOUT_PIPELINE", "2")
+    with pytest.raises(UsageError, match=r"not supported for own models yet\n  --layout.pipeline or LOCKSTEP_LAYOUT_PIPELINE"):
+        choose_replica_layout(Layout(), 4, None)
+
+
+def test_workers_must_be_a_multiple_of_a_replica() -> None:
+    refuse_incomplete_replicas(8, Layout(1, 2, 2))
+    with pytest.raises(UsageError, match=r"6 workers cannot form replicas of 4 workers \(shard 2 x tensor 2\)\n.*\n.*--workers 8"):
+        refuse_incomplete_replicas(6, Layout(1, 2, 2))
 
 
 def test_clipping_equals_that_of_torch_and_sees_changes() -> None:
