@@ -6,7 +6,6 @@ from (seed, name) or comes from a file. `llama.py` builds a Llama.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import TypeVar
@@ -15,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import schema as config
+from lockstep.log import log
 from lockstep.models.kernels import AttentionKernel
 from lockstep.models.translator import Translator, init_param
 
-log = logging.getLogger("lockstep")
 Model = TypeVar("Model", bound=nn.Module)
 
 

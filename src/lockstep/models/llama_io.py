@@ -13,7 +13,6 @@ Adapters are merged into the weights whenever a model is loaded, exported or sta
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,8 +37,6 @@ from lockstep.models.llama import Llama, LlamaConfig
 from lockstep.models.lora import is_adapter, merged_weights
 from lockstep.models.transformers_model import TransformersConfig, TransformersModel
 from lockstep.units import format_bytes, format_count
-
-log = logging.getLogger("lockstep")
 
 MODEL, TOKENIZER, CHECKPOINTS = "model.json", "tokenizer", "checkpoints"
 

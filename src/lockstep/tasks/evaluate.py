@@ -9,7 +9,6 @@ be killed and restarted at any time, or run twice. RUN/best.json is computed fro
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -25,14 +24,13 @@ from lockstep.elastic.collectives import all_gather_json, run_on_rank0
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import CheckpointError, DamagedFileError, LockstepError, UsageError
 from lockstep.files import read_json, write_json
+from lockstep.log import log
 from lockstep.models.load_translator import read_run
 from lockstep.record.metrics import append_json, iter_steps, last_newline
 from lockstep.record.tracker import Tracker
 from lockstep.runtime.signals import StopSignals
 from lockstep.tasks.evaluator import EvalSpec, Split
 from lockstep.tasks.open import Evaluator, open_evaluator
-
-log = logging.getLogger("lockstep")
 
 EVALUATIONS, BEST, FINISHED = "evaluations.jsonl", "best.json", "finished.json"
 POLL_S = 1.0

@@ -3,7 +3,6 @@ rows; supervised fine-tuning packs whole chats into rows, and its loss covers th
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -31,11 +30,10 @@ from lockstep.elastic.collectives import assert_equal_on_all_ranks, run_on_rank0
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import DataError
 from lockstep.files import write_atomic, write_json
+from lockstep.log import log
 from lockstep.models.initial_weights import InitialWeights, write_model_json
 from lockstep.models.llama_io import TOKENIZER, open_weights
 from lockstep.record.step_timer import flops_per_token
-
-log = logging.getLogger("lockstep")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +16,7 @@ from lockstep.config.schema import ResolvedRun, RunConfig
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.files import read_json
 from lockstep.layout import Layout, choose_layout
+from lockstep.log import log
 from lockstep.parallel.activation_checkpoint import checkpoint_activations
 from lockstep.parallel.memory_estimate import explain_out_of_memory, refuse_too_large
 from lockstep.parallel.parallelize import LocalModel, parallelize
@@ -29,8 +29,6 @@ from lockstep.tasks.layout_limits import min_parameters
 from lockstep.tasks.open import Task, open_task
 from lockstep.training.initial_values import deferred
 from lockstep.training.profiler import measure_matmul_flops
-
-log = logging.getLogger("lockstep")
 
 
 @contextmanager

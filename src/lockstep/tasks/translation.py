@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +17,10 @@ from lockstep.data.pairs.loader import PairLoader
 from lockstep.data.pairs.prepare import PreparedPairs, open_prepared, prepare
 from lockstep.elastic.collectives import assert_equal_on_all_ranks, run_on_rank0
 from lockstep.elastic.runtime import ElasticRuntime
+from lockstep.log import log
 from lockstep.models.build import translator_from_config, translator_on_meta
 from lockstep.models.translator import Translator, init_param
 from lockstep.record.step_timer import flops_per_token
-
-log = logging.getLogger("lockstep")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ that the template does not render (tools, names, a role) is an error.
 from __future__ import annotations
 
 import json
-import logging
 import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -30,8 +29,7 @@ from lockstep.data.text.chat_tokenizer import ChatTokenizer, Message
 from lockstep.data.text.documents import Split, choose_split, files_of, records_of, splits_of
 from lockstep.data.text.prepare import Sample
 from lockstep.errors import DataError
-
-log = logging.getLogger("lockstep")
+from lockstep.log import log
 
 SPLIT_TOKEN = "with an answer that starts inside a token"
 RENDER_DATE = datetime(2024, 7, 26)  # date for templates that print one: the default of Llama 3.1

@@ -11,7 +11,6 @@ Rank 0 prepares once, with a few megabytes of memory.
 from __future__ import annotations
 
 import json
-import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -29,9 +28,8 @@ from lockstep.data.text.token_stream import TokenStream, TokenStreamWriter
 from lockstep.data.tokenizer import Tokenizer
 from lockstep.errors import DataError
 from lockstep.files import sha256_file
+from lockstep.log import log
 from lockstep.units import format_bytes, format_count
-
-log = logging.getLogger("lockstep")
 
 TOKENIZER_CHARACTERS = 200_000_000  # of training text; more hardly changes a tokenizer
 ENCODE_CHARACTERS = 4_000_000  # of text per call of the tokenizer
