@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import schema as config
-from lockstep.log import log
 from lockstep.models.kernels import AttentionKernel
 from lockstep.models.translator import Translator, init_param
 
@@ -34,17 +33,11 @@ def choose_attention(device_type: str, length: int) -> tuple[AttentionKernel, st
     return "sdpa", f"the attention scores of {length} tokens would not fit a CPU's cache"
 
 
-def translator_from_config(model: config.ModelOptions, vocab_size: int, attention: AttentionKernel) -> Translator:
-    return Translator(vocab_size=vocab_size, **(asdict(model) | {"attention": attention}))
-
-
 def translator_on_meta(model: config.ModelOptions, vocab_size: int, device_type: str, length: int) -> Translator:
     """Build a run's translator on the meta device, for sentences of up to `length` tokens."""
-    attention, reason = (model.attention, "") if model.attention != "auto" else choose_attention(device_type, length)
-    if reason:
-        log.info("attention %s: %s", attention, reason)
+    attention = choose_attention(device_type, length)[0] if model.attention == "auto" else model.attention
     with torch.device("meta"):
-        return translator_from_config(model, vocab_size, attention)
+        return Translator(vocab_size=vocab_size, **(asdict(model) | {"attention": attention}))
 
 
 def build_translator(model: config.ModelOptions, *, vocab_size: int, device: torch.device, seed: int, length: int = 128) -> Translator:

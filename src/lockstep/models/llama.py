@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep.models.build import materialize
 from lockstep.models.loss import output_cross_entropy
 
 IGNORE_INDEX = -100  # label without a loss, as in torch.nn.functional.cross_entropy
@@ -287,13 +288,7 @@ class Llama(nn.Module):
 
 def build_llama(config: LlamaConfig, *, device: torch.device, seed: int, dtype: torch.dtype = torch.float32) -> Llama:
     """Build a model on `device`, in training mode, without temporary memory."""
-    with torch.device("meta"):
-        model = Llama(config).to(dtype)
-    model.to_empty(device=device)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(init_param(name, parameter.shape, config.n_layers, seed))
-    return model
+    return materialize(config.meta_model().to(dtype), device, lambda name, shape: init_param(name, shape, config.n_layers, seed))
 
 
 def init_param(name: str, shape: torch.Size, n_layers: int, seed: int) -> Tensor:

@@ -16,7 +16,7 @@ from lockstep.config import saved_run
 from lockstep.config.schema import RunConfig
 from lockstep.data.tokenizer import Tokenizer
 from lockstep.errors import CheckpointError, UsageError
-from lockstep.models.build import choose_attention, translator_from_config
+from lockstep.models.build import translator_on_meta
 from lockstep.models.translator import Translator
 
 
@@ -46,7 +46,8 @@ def load_translator(folder: Path, step: int | None = None, average: int = 0, *, 
         raise CheckpointError("there is no checkpoint yet", str(store.folder), hint)
     steps = newest_steps(store.steps(), newest.step, average)
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = empty_translator(run, tokenizer.vocab_size, device)
+    empty = translator_on_meta(run.model, tokenizer.vocab_size, device.type, run.data.max_tokens).to_empty(device=device)
+    model = empty.eval().requires_grad_(False)
     set_state_dict(model, None, average_weights(store, steps, newest))
     return LoadedTranslator(model, tokenizer, run, steps)
 
@@ -75,10 +76,3 @@ def average_weights(store: CheckpointStore, steps: Sequence[int], newest: Checkp
         for name, tensor in (own if step == newest.step else inference_weights(store.load(step).tensors)).items():
             sums[name] = sums[name].add_(tensor.double()) if name in sums else tensor.double()
     return {f"model.{name}": (total / len(steps)).to(own[name].dtype) for name, total in sums.items()}
-
-
-def empty_translator(run: RunConfig, vocab_size: int, device: torch.device) -> Translator:
-    chosen, _ = choose_attention(device.type, run.data.max_tokens)
-    with torch.device("meta"):
-        model = translator_from_config(run.model, vocab_size, chosen if run.model.attention == "auto" else run.model.attention)
-    return model.to_empty(device=device).eval().requires_grad_(False)

@@ -18,7 +18,7 @@ from lockstep.data.pairs.prepare import PreparedPairs, open_prepared, prepare
 from lockstep.elastic.collectives import assert_equal_on_all_ranks, run_on_rank0
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.log import log
-from lockstep.models.build import translator_from_config, translator_on_meta
+from lockstep.models.build import choose_attention, translator_on_meta
 from lockstep.models.translator import Translator, init_param
 from lockstep.record.step_timer import flops_per_token
 
@@ -55,13 +55,15 @@ class TranslationTask:
     def flops_per_token(self) -> float:
         """Floating-point operations per trained token, forward and backward."""
         model = self.run.model
-        with torch.device("meta"):
-            parameters = sum(p.numel() for p in translator_from_config(model, self.corpus.tokenizer.vocab_size, "plain").parameters())
+        parameters = sum(p.numel() for p in translator_on_meta(model, self.corpus.tokenizer.vocab_size, "cpu", self.length).parameters())
         return flops_per_token(parameters, model.encoder_layers + model.decoder_layers, model.dim, self.length)
 
     def meta_model(self) -> Translator:
         """Return a new model on the meta device, in training mode, with `requires_grad` set."""
-        return translator_on_meta(self.run.model, self.corpus.tokenizer.vocab_size, self.loader.device.type, self.length)
+        model, device_type = self.run.model, self.loader.device.type
+        if model.attention == "auto":
+            log.info("attention %s: %s", *choose_attention(device_type, self.length))
+        return translator_on_meta(model, self.corpus.tokenizer.vocab_size, device_type, self.length)
 
     def init_param(self, name: str, shape: torch.Size) -> Tensor:
         """Return the full initial value of the parameter or buffer `name`, on the CPU, from (seed,

@@ -10,7 +10,7 @@ from lockstep.config import schema as config
 from lockstep.config.schema import LoraOptions
 from lockstep.errors import UsageError
 from lockstep.layout import LayoutLimits
-from lockstep.models.build import translator_from_config
+from lockstep.models.build import translator_on_meta
 from lockstep.models.llama import LLAMA_CONFIGS, Llama
 from lockstep.models.lora import add_adapters
 from lockstep.models.translator import Translator
@@ -26,8 +26,7 @@ def llama() -> Llama:
 
 def translator() -> Translator:
     section = config.ModelOptions(dim=16, n_heads=4, encoder_layers=2, decoder_layers=2, ffn_dim=24)
-    with torch.device("meta"):
-        return translator_from_config(section, 30, "plain")
+    return translator_on_meta(section, 30, "cpu", 1)
 
 
 @pytest.mark.parametrize("model", [llama(), translator()], ids=["llama", "translator"])
