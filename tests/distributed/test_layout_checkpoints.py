@@ -16,12 +16,14 @@ from test_layouts import CONFIG, Model, build_local_model, build_replica, model_
 from test_shared_checkpoint import bytes_read
 
 from lockstep.checkpoint import commands
+from lockstep.checkpoint.folder import folder_name
+from lockstep.checkpoint.shards import open_tensors
 from lockstep.config.schema import OptimOptions
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import CheckpointError
 from lockstep.layout import Layout
 from lockstep.models.llama import Llama, init_param
-from lockstep.models.llama_io import checkpoint_tensors
+from lockstep.models.llama_io import model_tensors
 from lockstep.parallel.grad_norm import divide_and_clip
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.optim import adamw
@@ -180,5 +182,5 @@ def test_exports_of_all_layouts_are_equal(tmp_path: Path) -> None:
         run_ranks(train_to, layout.workers, layout, str(tmp_path / name / "checkpoints"), 2)
         assert "step 2" in commands.export(tmp_path / name, None, tmp_path / f"{name}.safetensors")
     assert (tmp_path / "whole.safetensors").read_bytes() == (tmp_path / "sharded.safetensors").read_bytes()
-    whole, sharded = (checkpoint_tensors(tmp_path / name, 2) for name in ("whole", "sharded"))
+    whole, sharded = (model_tensors(open_tensors(tmp_path / name / "checkpoints" / folder_name(2), 2)) for name in ("whole", "sharded"))
     assert set(whole) == set(sharded) and all(torch.equal(whole[name], sharded[name]) for name in whole)

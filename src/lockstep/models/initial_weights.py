@@ -66,17 +66,14 @@ class InitialWeights:
         return self.lora is None or lora.is_adapter(name)
 
     def to_json(self) -> dict[str, Any]:
-        if self.start and isinstance(self.config, TransformersConfig):
-            start = {"start": str(self.start.folder), "start_sha256": self.start.sha256(), "dtype": self.start.dtype}
-            return {"backend": "transformers", "config": self.start.hf_config, "lora": None, **start}
-        assert isinstance(self.config, LlamaConfig)
-        new = config_to_hf(self.config) | {"bos_token_id": BEGIN, "eos_token_id": END}
-        hf_config = self.start.hf_config if self.start else new
-        lora_json = self.lora and {key: getattr(self.lora, key) for key in ("rank", "alpha", "targets", "dropout")}
-        content: dict[str, Any] = {"shape": asdict(self.config), "config": hf_config, "lora": lora_json}
+        content: dict[str, Any] = {"lora": self.lora and {key: getattr(self.lora, key) for key in ("rank", "alpha", "targets", "dropout")}}
         if self.start:
             content |= {"start": str(self.start.folder), "start_sha256": self.start.sha256(), "dtype": self.start.dtype}
-        return content
+            content |= {"config": self.start.hf_config}
+        if isinstance(self.config, TransformersConfig):
+            return {"backend": "transformers", **content}
+        new = config_to_hf(self.config) | {"bos_token_id": BEGIN, "eos_token_id": END}
+        return {"shape": asdict(self.config), "config": new, **content}
 
 
 def write_model_json(initial: InitialWeights, folder: Path) -> str:

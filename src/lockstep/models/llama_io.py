@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint import commands, commit
-from lockstep.checkpoint.folder import committed_steps, folder_name
-from lockstep.checkpoint.shards import inference_weights, open_tensors
+from lockstep.checkpoint.folder import committed_steps
+from lockstep.checkpoint.shards import StoredTensors, inference_weights
 from lockstep.checkpoint.state_dict import tensor_from_bytes
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config.adapter_config import adapter_config
@@ -115,8 +115,8 @@ def export_run(
     torch_dtype: Any = getattr(torch, str(dtype_name), None) if dtype_name else None
     if dtype_name and not isinstance(torch_dtype, torch.dtype):
         raise DataError(f"{MODEL} names the dtype {dtype_name!r}", str(folder / MODEL), "give one with --dtype")
-    with commands.open_verified(folder, step) as (newest_step, _):
-        stored = checkpoint_tensors(folder, newest_step)
+    with commands.open_verified(folder, step) as (newest_step, opened):
+        stored = model_tensors(opened)
         saved = LazyTensors(filter(is_adapter, stored), stored.__getitem__) if adapter else merge_adapters(folder, stored)
         tensors = LazyTensors(saved, lambda name: cast_tensor(name, saved[name], torch_dtype)) if torch_dtype else saved
         companions = sorted((folder / TOKENIZER).iterdir()) if (folder / TOKENIZER).is_dir() and not adapter else []
@@ -153,9 +153,8 @@ def cast_tensor(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return converted
 
 
-def checkpoint_tensors(folder: Path, step: int) -> LazyTensors:
-    """Return the model's tensors in a checkpoint, unverified, each read on access."""
-    stored = open_tensors(commands.checkpoints_folder(folder) / folder_name(step), step)
+def model_tensors(stored: StoredTensors) -> LazyTensors:
+    """Return the model's tensors in an open checkpoint, each read on access."""
     model = inference_weights(stored)
     return LazyTensors(model, lambda name: tensor_from_bytes(model[name].spec, model[name].data()))
 
@@ -186,8 +185,8 @@ def open_weights(folder: Path, step: int | None = None, backend: str = "lockstep
     """
     if is_llama_run(folder):
         config, hf_config = read_model(folder)
-        with commands.open_verified(folder, step) as (verified_step, _):
-            tensors = merge_adapters(folder, checkpoint_tensors(folder, verified_step))
+        with commands.open_verified(folder, step) as (_, opened):
+            tensors = merge_adapters(folder, model_tensors(opened))
         dtype = read_json(folder / MODEL).get("dtype") or dtype_of(tensors)
         return LlamaWeights(folder, config, hf_config, tensors, sorted((folder / TOKENIZER).iterdir()), dtype)
     refuse_no_model(folder)
