@@ -106,7 +106,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     "checkpoints/step-00000010/manifest.json": commands.digest_line,
     "checkpoints/step-00000010/facts.json": commands.digest_line,
     "checkpoints/step-00000010/tensors-00000.safetensors": lambda run: commands.export(run, None, run / "out"),
-    "state/agent.command": lambda run: agent_lock.read_command(run / "state"),
     "state/agent.lock": lambda run: try_lock(run / "state" / "agent.lock"),
     "state/0.board": lambda run: board.read_status(run / "state" / "0.board"),
 }
@@ -394,13 +393,6 @@ def test_damaged_agent_lock_is_ignored(run: Path) -> None:
         for damaged in (content.replace(b"12", b"72"), content[:-3], b"[" * 100_000, b"[1]"):
             (state / "agent.lock").write_bytes(damaged)
             assert agent_lock.read_lock(lock) == {}
-
-
-def test_damaged_command_is_not_treated_as_missing(run: Path) -> None:
-    assert agent_lock.read_command(run / "state") == {}
-    (run / "state" / "agent.command").write_text("{")
-    with pytest.raises(DamagedFileError, match=r"agent.command[\s\S]*is damaged[\s\S]*--stop"):
-        agent_lock.read_command(run / "state")
 
 
 def test_checksum_detects_changes_and_is_not_part_of_the_value() -> None:

@@ -7,9 +7,7 @@ file tells the next agent:
     base_generation  the newest one before the workers were started: an earlier result is not theirs
     lives_on         whether the workers outlive their agent
     folder_id        of the run folder: while workers run, another folder in its place is refused
-
-While there are workers, state/agent.command holds the settings that they were started with: JSON,
-value by name.
+    command          the settings that the workers were started with, by name
 """
 
 import json
@@ -24,13 +22,12 @@ from typing import Any, BinaryIO
 from lockstep.elastic.generation_log import NO_GENERATION, Generation, GenerationLog
 from lockstep.elastic.run_folder import create_run_folder, read_folder_id
 from lockstep.errors import DamagedFileError, UsageError
-from lockstep.files import add_checksum, open_regular, read_json, try_lock, verify_checksum, write_json
+from lockstep.files import add_checksum, open_regular, try_lock, verify_checksum
 from lockstep.log import log
 from lockstep.runtime.processes import kill_group, open_worker_log
 from lockstep.runtime.worker_env import ProcessIdentity, running_workers
 
 KILL_TIMEOUT_S = 5.0
-COMMAND_FILE = "agent.command"
 
 
 @dataclass(frozen=True)
@@ -55,11 +52,10 @@ def agent_lock(folder: Path, state: Path, host: str, command: Mapping[str, str],
             kill_all(running)  # their agent is dead, and the kernel is about to end them
             running = {}
         if running:
-            check_adoptable(running, folder, slots, lives_on, read_command(state), command)
-        else:
-            write_json(state / COMMAND_FILE, add_checksum(command))
+            check_adoptable(running, folder, slots, lives_on, before.get("command", {}), command)
         base = int(before["base_generation"]) if running else newest.number
-        write_lock(lock, {"pid": os.getpid(), "base_generation": base, "lives_on": lives_on, "folder_id": folder_id})
+        value = {"pid": os.getpid(), "base_generation": base, "lives_on": lives_on, "folder_id": folder_id, "command": dict(command)}
+        write_lock(lock, value)
         yield PriorState(newest, base, running, folder_id)
         remove_stale_files(state)
 
@@ -121,18 +117,6 @@ def newest_generation(folder: Path) -> Generation:
         raise UsageError(f"cannot read the generation log: {error}", str(generation_log.folder), hint) from None
 
 
-def read_command(state: Path) -> dict[str, str]:
-    """Return the settings of this host's workers; {} if none. DamagedFileError if damaged."""
-    path = state / COMMAND_FILE
-    try:
-        return verify_checksum(read_json(path))
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        what = f"{COMMAND_FILE}, the command that the workers of this host were started with, is damaged: {error}"
-        raise DamagedFileError(what, str(path), "stop them first (lockstep launch --stop RUN), then remove it") from None
-
-
 def check_adoptable(
     running: Mapping[int, ProcessIdentity], folder: Path, slots: int, lives_on: bool, before: Mapping[str, str], now: Mapping[str, str]
 ) -> None:
@@ -168,6 +152,6 @@ def kill_all(running: Mapping[int, ProcessIdentity]) -> None:
 def remove_stale_files(state: Path) -> None:
     """Delete the files of exited workers, also partly written ones, from the state folder."""
     if not running_workers(state):
-        for pattern in ("[0-9]*.*", ".[0-9]*.*", "file_digests.*", ".file_digests.*", COMMAND_FILE):
+        for pattern in ("[0-9]*.*", ".[0-9]*.*", "file_digests.*", ".file_digests.*"):
             for path in state.glob(pattern):
                 path.unlink()
