@@ -12,13 +12,14 @@
     lockstep.index_dataset   write the samples of a stream once, to find each by its number
     lockstep.UniformOrder    which samples belong to a step; BucketOrder: for sequences by length
 
-Every error derives from lockstep.LockstepError. Names are imported on first use, so
+Every error derives from lockstep.LockstepError. Other names are imported on first use, so
 `import lockstep` does not import torch.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lockstep.errors import *  # noqa: F403
 from lockstep.errors import ERRORS_BY_NAME
 
 if TYPE_CHECKING:
@@ -28,18 +29,6 @@ if TYPE_CHECKING:
     from lockstep.data.order import UniformOrder as UniformOrder
     from lockstep.elastic.runtime import ElasticRuntime as ElasticRuntime
     from lockstep.elastic.world import World as World
-    from lockstep.errors import CheckpointError as CheckpointError
-    from lockstep.errors import ConfigError as ConfigError
-    from lockstep.errors import DamagedFileError as DamagedFileError
-    from lockstep.errors import DataError as DataError
-    from lockstep.errors import DivergedError as DivergedError
-    from lockstep.errors import FencedError as FencedError
-    from lockstep.errors import LockstepError as LockstepError
-    from lockstep.errors import OutOfMemoryError as OutOfMemoryError
-    from lockstep.errors import PeersLostError as PeersLostError
-    from lockstep.errors import RunFolderUnavailableError as RunFolderUnavailableError
-    from lockstep.errors import SaveFailedError as SaveFailedError
-    from lockstep.errors import UsageError as UsageError
     from lockstep.layout import Layout as Layout
     from lockstep.record.tracker import Tracker as Tracker
     from lockstep.session import Session as Session
@@ -68,9 +57,9 @@ __all__ = [name for name in sorted([*_MODULES, *ERRORS_BY_NAME, "__version__"])]
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use (PEP 562)."""
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_MODULES.get(name, "lockstep.errors")), name)
+    value = globals()[name] = getattr(import_module(_MODULES[name]), name)
     return value
 
 
