@@ -33,7 +33,7 @@ from lockstep.models.build import build_translator
 from lockstep.models.load_translator import load_translator, newest_steps
 from lockstep.record.metrics import read_metrics
 from lockstep.tasks.evaluate import append_record, best_of, evaluate, evaluate_at_end, next_action, read_run
-from lockstep.tasks.translation_evaluator import score
+from lockstep.tasks.translation import score
 
 LAST = 3
 ALONE = ElasticRuntime(World(0, 1, 0, 1, "here", torch.device("cpu")))

@@ -42,8 +42,7 @@ from lockstep.models.llama_io import load_llama, open_weights
 from lockstep.models.lora import merged_weights
 from lockstep.record.metrics import read_metrics
 from lockstep.tasks.evaluate import evaluate, evaluate_at_end
-from lockstep.tasks.language_model import prepare_documents
-from lockstep.tasks.text_evaluator import windows
+from lockstep.tasks.language_model import prepare_documents, windows
 from lockstep.train import train
 from lockstep.training.setup import lock_run_folder
 

@@ -1,39 +1,52 @@
-"""Training of a Llama. Pre-training (or continued pre-training) cuts concatenated documents into
-rows; supervised fine-tuning packs whole chats into rows, and its loss covers the answers only."""
+"""Training of a Llama, and the evaluation of its checkpoints.
+
+Pre-training (or continued pre-training) cuts concatenated documents into rows; supervised fine-tuning
+packs whole chats into rows, and its loss covers the answers only. Scores: nats per token, bits per
+byte; for chats, exact match of answers.
+"""
 
 from __future__ import annotations
 
+import math
 import shutil
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from lockstep.checkpoint import state_dict
 from lockstep.config.schema import RunConfig
 from lockstep.data.manifest import MANIFEST, NOT_SHARED, FileDigests, verify_files
 from lockstep.data.order import UniformOrder
 from lockstep.data.text import prepare as data
-from lockstep.data.text.chat_samples import chat_samples, chats
+from lockstep.data.text.chat_samples import chat_samples, chats, last_answer
 from lockstep.data.text.chat_template import renderer
 from lockstep.data.text.chat_tokenizer import ChatTokenizer, optional_json
-from lockstep.data.text.documents import documents, held_inside
-from lockstep.data.text.packing import CutRows, PackedRows, RowLoader, save_packed_rows
-from lockstep.data.text.token_stream import TokenStream
+from lockstep.data.text.documents import documents, held_inside, in_groups
+from lockstep.data.text.packing import IGNORE_INDEX, CutRows, PackedRows, RowLoader, batch_of, pack_rows, save_packed_rows, window
+from lockstep.data.text.prepare import PreparedText
+from lockstep.data.text.token_stream import Ints, TokenStream
 from lockstep.data.tokenizer import CHAT_SPECIALS, CHAT_TEMPLATE
 from lockstep.elastic.collectives import assert_equal_on_all_ranks, run_on_rank0
 from lockstep.elastic.runtime import ElasticRuntime
-from lockstep.errors import DataError
+from lockstep.errors import DataError, UsageError
 from lockstep.files import write_atomic, write_json
+from lockstep.generation.decoder import Decoder
+from lockstep.generation.sampling import CONTEXT_TOKENS, TextStream, sample_tokens, stream_continuations
 from lockstep.log import log
 from lockstep.models.initial_weights import InitialWeights, write_model_json
-from lockstep.models.llama_io import TOKENIZER, open_weights
+from lockstep.models.llama import Llama
+from lockstep.models.llama_io import TOKENIZER, LoadedLlama, load_llama, open_weights
 from lockstep.record.step_timer import flops_per_token
+from lockstep.tasks.evaluator import EvalResult, EvalSpec, Split, batches_of_rank, loss_record, merge_results
+from lockstep.units import format_count
 
 
 @dataclass(frozen=True)
@@ -144,3 +157,147 @@ def with_template(tokenizer: ChatTokenizer, folder: Path) -> ChatTokenizer:
     write_json(folder / "generation_config.json", optional_json(folder / "generation_config.json") | {"eos_token_id": eos_ids})
     write_atomic(folder / "chat_template.jinja", CHAT_TEMPLATE)
     return ChatTokenizer.load(folder, {})
+
+
+BATCH_TOKENS = 4096  # positions scored per batch
+CHATS_PER_BATCH = 32
+Row = tuple[Ints, Ints, Ints]  # tokens, labels, documents
+
+
+@dataclass(frozen=True)
+class LlamaEvaluator:
+    run: RunConfig
+    folder: Path
+    data: PreparedText
+
+    @property
+    def next_command(self) -> str:
+        if self.run.llama.backend == "transformers":
+            return f"lockstep checkpoint export {self.folder} --out HF-FOLDER"
+        how = '"QUESTION" --chat' if self.run.task == "sft" else '"TEXT"'
+        return f"lockstep generate {self.folder} {how}"
+
+    def held_out(self, split: Split) -> int:
+        return len(getattr(self.data, split))
+
+    def load(self, step: int, spec: EvalSpec, device: torch.device) -> LoadedLlama:
+        if spec.average or spec.beams != 1:
+            what = f"a Llama is scored at one step and greedily, not with average={spec.average}, beams={spec.beams}"
+            raise UsageError(what, "command line, evaluate.beams", "remove both")
+        return load_llama(self.folder, step, device=device)
+
+    def evaluate(
+        self, loaded: LoadedLlama, spec: EvalSpec, runtime: ElasticRuntime, stopped: Callable[[], str], *, limit: int = 0
+    ) -> EvalResult | None:
+        start_s = time.monotonic()
+        stream: TokenStream = getattr(self.data, spec.split)
+        device, length = next(loaded.model.parameters()).device, self.run.batch.seq_len
+        rows = held_out_rows(stream, length, packed=self.run.task == "sft")
+        batches = in_groups(rows, max(1, BATCH_TOKENS // length), kind=lambda row: len(row[0]))
+        losses = {number: loss_of(loaded.model, batch, device) for number, batch in batches_of_rank(batches, runtime, stopped)}
+        chats = self.data.records(spec.split) if self.run.task == "sft" else []
+        chosen = chats[:limit] if limit else chats
+        questions = [last_answer(self.data.tokenizer, chat) for chat in chosen]
+        renderer.close()
+        answers = generate_answers(loaded, self.data.tokenizer, questions, runtime, stopped) if chosen else {}
+        results = merge_results(runtime, stopped, losses=losses, answers=answers)
+        if results is None:
+            return None
+        sums = list(results["losses"].values())  # (nats, tokens) of each batch
+        record = loss_record(spec, loaded.steps, (nats for nats, _ in sums), sum(tokens for _, tokens in sums))
+        samples: list[str] = []
+        if self.run.task == "sft":
+            texts = results["answers"]
+            references = [answer_text(self.data.tokenizer, *question) for question in questions]
+            matches = sum(texts[i] == text for i, text in enumerate(references))
+            record |= {"chats": len(chosen), "exact_match": matches / max(1, len(references))}
+            samples = list(format_samples(chosen, texts, references))
+        else:
+            size = self.data.bytes[spec.split]
+            nats = math.fsum(nats for nats, _ in sums)
+            record |= {"bytes": size, "bits_per_byte": nats / math.log(2) / size}
+        record["seconds"] = round(time.monotonic() - start_s, 3)
+        return EvalResult(record, samples, complete=len(chosen) == len(chats))
+
+    def summary(self, record: dict[str, Any]) -> str:
+        head = f"step {record['step']:,}  loss {record['loss']:.4f}  perplexity {record['perplexity']:.2f}"
+        if "exact_match" in record:
+            return f"{head}  exact {record['exact_match']:.1%}  ({record['split']}, {format_count(record['chats'])} chats, greedy)"
+        return f"{head}  {record['bits_per_byte']:.4f} bits a byte  ({record['split']}, {format_count(record['bytes'])} bytes)"
+
+
+def held_out_rows(stream: TokenStream, length: int, *, packed: bool) -> Iterator[Row]:
+    """Yield the rows to score: documents as `windows`, chats packed."""
+    if not packed:
+        return windows(stream, length)
+    rows = PackedRows(stream, length, pack_rows(stream, length, seed=0))
+    return map(rows.row, range(len(rows)))
+
+
+def windows(stream: TokenStream, length: int) -> Iterator[Row]:
+    """Yield rows, each half a row after the previous one, in which each token of a stream is scored
+    once, with at least half a row of context. Tokens scored before have the label IGNORE_INDEX."""
+    stride = length - length // 2
+    scored = 0  # end of the positions that are already scored
+    for start in range(0, max(1, stream.tokens - 1), stride):
+        tokens, labels, documents = window(stream, start, length)
+        if start + len(tokens) <= scored:
+            return
+        labels[: scored - start] = IGNORE_INDEX
+        scored = start + len(tokens)
+        yield tokens, labels, documents
+
+
+@torch.no_grad()
+def loss_of(model: Callable[..., Tensor], rows: list[Row], device: torch.device) -> tuple[float, int]:
+    """Return (sum of -log p over the labels that are not ignored, their number)."""
+    batch = batch_of(rows, device)
+    count = int((batch.labels != IGNORE_INDEX).sum())
+    return (float(model(batch.tokens, batch.labels, batch.documents)) if count else 0.0), count
+
+
+def generate_answers(
+    loaded: LoadedLlama,
+    tokenizer: ChatTokenizer,
+    questions: Sequence[tuple[list[int], list[int]]],
+    runtime: ElasticRuntime,
+    stopped: Callable[[], str],
+) -> dict[int, str]:
+    """Return this rank's greedy answers by number. `questions`: (prompt, reference answer)."""
+    order = sorted(range(len(questions)), key=lambda i: (len(questions[i][0]), i))
+    answers: dict[int, str] = {}
+    decoder = Decoder(loaded.model) if isinstance(loaded.model, Llama) else None
+    for _, batch in batches_of_rank(in_groups(order, CHATS_PER_BATCH if decoder else 1), runtime, stopped):
+        texts = ["" for _ in batch]
+        tokens = max(len(questions[i][1]) for i in batch) + 8  # a longer answer cannot match the reference
+        prompts = [questions[i][0] for i in batch]
+        drawn = sample_tokens(decoder, prompts, tokens=tokens) if decoder else draw_greedily(loaded.model, prompts[0], tokens)
+        for row, text in stream_continuations(tokenizer, prompts, drawn):
+            texts[row] += text
+        answers |= dict(zip(batch, texts, strict=True))
+    return answers
+
+
+@torch.inference_mode()
+def draw_greedily(model: nn.Module, prompt: Sequence[int], tokens: int) -> Iterator[list[int]]:
+    """Yield the next id of one prompt, computed without a cache: for a model without a Decoder."""
+    ids = torch.tensor([prompt], device=next(model.parameters()).device)
+    for _ in range(tokens):
+        ids = torch.cat([ids, model(ids)[:, -1:].argmax(dim=-1)], dim=1)
+        yield [int(ids[0, -1])]
+
+
+def answer_text(tokenizer: ChatTokenizer, prompt: Sequence[int], answer: Sequence[int]) -> str:
+    """Decode an answer as if the model had generated these ids."""
+    text = TextStream(tokenizer, prompt[-CONTEXT_TOKENS:])
+    return "".join([*map(text.add, answer), text.close()])
+
+
+def format_samples(chats: Sequence[dict[str, Any]], texts: dict[int, str], references: Sequence[str], count: int = 6) -> Iterator[str]:
+    """Yield lines with `count` evenly spaced answers, and the reference where it differs."""
+    for i in range(0, len(chats), max(1, -(-len(chats) // count))):
+        yield ""
+        yield f"  {chats[i]['messages'][-2]['content'] if len(chats[i]['messages']) > 1 else ''}"
+        text, reference = texts[i], references[i]
+        show = repr if text.strip() == reference.strip() and text != reference else str.strip  # repr shows spaces that differ
+        yield f"  > {show(text)}" + ("" if text == reference else f"   (reference: {show(reference)})")

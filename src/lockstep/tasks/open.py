@@ -21,10 +21,8 @@ from lockstep.elastic.collectives import run_on_rank0
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.models.llama_io import TOKENIZER, read_model
 from lockstep.runtime.worker_env import state_folder
-from lockstep.tasks.language_model import LanguageModelTask
-from lockstep.tasks.text_evaluator import LlamaEvaluator
-from lockstep.tasks.translation import TranslationTask
-from lockstep.tasks.translation_evaluator import TranslationEvaluator
+from lockstep.tasks.language_model import LanguageModelTask, LlamaEvaluator
+from lockstep.tasks.translation import TranslationEvaluator, TranslationTask
 
 Task = TranslationTask | LanguageModelTask
 Evaluator = TranslationEvaluator | LlamaEvaluator

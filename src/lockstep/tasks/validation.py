@@ -22,9 +22,8 @@ from lockstep.errors import UsageError
 from lockstep.log import log
 from lockstep.record.events import append_event
 from lockstep.tasks.evaluator import EvalSpec, loss_record
-from lockstep.tasks.language_model import LanguageModelTask
+from lockstep.tasks.language_model import LanguageModelTask, Row, held_out_rows, loss_of
 from lockstep.tasks.open import Task
-from lockstep.tasks.text_evaluator import Row, held_out_rows, loss_of
 from lockstep.training.evaluation import Scores, compute_in_shares, in_eval_mode
 from lockstep.training.optim import averaged_weights
 from lockstep.training.replica_group import ReplicaGroup

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.tasks.translation_evaluator import error_rate, score
+from lockstep.tasks.translation import error_rate, score
 
 REFERENCES = ["the cat sits on the mat", "two dogs run in the park today"]
 

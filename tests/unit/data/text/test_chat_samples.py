@@ -30,7 +30,7 @@ from lockstep.data.text.chat_template import renderer
 from lockstep.data.text.chat_tokenizer import ChatTokenizer
 from lockstep.data.tokenizer import CHAT_SPECIALS, Tokenizer
 from lockstep.errors import DataError
-from lockstep.tasks.text_evaluator import answer_text
+from lockstep.tasks.language_model import answer_text
 
 TEXT = ["the cat sat on the mat, two dogs lay on the log. [INST] </s> <|user|>\n<|assistant|>\n", "Ein Hund: süße Äpfel! <<SYS>>"] * 9
 SPECIALS = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", *CHAT_SPECIALS, "<|begin_of_text|>"]
