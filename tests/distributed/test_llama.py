@@ -25,8 +25,15 @@ from lockstep.data.text.chat_tokenizer import ChatTokenizer
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import CheckpointError, DataError, LockstepError, UsageError
 from lockstep.generation.decoder import Decoder, choose_layout
-from lockstep.generation.sampling import SamplingParams, TextStream, sample_next, sample_tokens, stream_continuations
-from lockstep.generation.tensor_parallel import apply_tensor_parallel, refuse_indivisible
+from lockstep.generation.sampling import (
+    SamplingParams,
+    TextStream,
+    apply_tensor_parallel,
+    refuse_indivisible,
+    sample_next,
+    sample_tokens,
+    stream_continuations,
+)
 from lockstep.models import hf_config, hub, llama_io
 from lockstep.models.llama import IGNORE_INDEX, LLAMA_CONFIGS, Llama, LlamaConfig, RopeScaling, build_llama
 

@@ -38,7 +38,7 @@ ALLOWED_IN = {
     ("agent", "slot.worker"): "record of one process, changed by the agent alone",
     ("cli", "run"): "record of a drill",
     ("generation/decoder.py", "cache"): "position of a cache that the decoder owns",
-    ("generation/tensor_parallel.py", "parameter"): "frees the whole weight",
+    ("generation/sampling.py", "parameter"): "frees the whole weight",
     ("models/translator.py", "cache"): "position of a cache that the decoder owns",
     ("generation/decoder.py", "model"): "the decoder's copy of the model",
     ("parallel/sharded_replica.py", "part"): "a partial sum of this replica's tree",

@@ -13,7 +13,7 @@ import pytest
 
 import lockstep
 from lockstep.cli.script import arguments_of, call, folder_of, given_out, imports_lockstep, session_folder, split_at_script
-from lockstep.errors import LockstepError, UsageError
+from lockstep.errors import ERRORS_BY_NAME, LockstepError, UsageError
 
 SOURCE = Path(lockstep.__file__).parent
 
@@ -31,7 +31,7 @@ def test_editors_see_the_lazily_loaded_names() -> None:
     tree = ast.parse((SOURCE / "__init__.py").read_text())
     (typed,) = (node for node in tree.body if isinstance(node, ast.If))
     seen = {alias.asname or alias.name for node in ast.walk(typed) if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert seen | {"__version__"} == set(lockstep.__all__) and (SOURCE / "py.typed").exists()
+    assert seen | {"__version__"} | set(ERRORS_BY_NAME) == set(lockstep.__all__) and (SOURCE / "py.typed").exists()
 
 
 def test_importing_lockstep_imports_neither_torch_nor_numpy() -> None:

@@ -25,8 +25,18 @@ from lockstep.agent.evaluator_process import EvaluatorProcess
 from lockstep.agent.forkserver import WorkerProgram
 from lockstep.agent.lock import PriorState, agent_lock, kill_all
 from lockstep.agent.run_logs import EventLog, GenerationReader
-from lockstep.agent.slots import RunEnd, Slot, Worker, last_status, phase_of, read_exit_report, reap_orphans, signal_due, write_log
-from lockstep.agent.stop_requests import StopRequests
+from lockstep.agent.slots import (
+    RunEnd,
+    Slot,
+    StopRequests,
+    Worker,
+    last_status,
+    phase_of,
+    read_exit_report,
+    reap_orphans,
+    signal_due,
+    write_log,
+)
 from lockstep.agent.worker_pool import RETRY_S, PendingWorker, WorkerPool
 from lockstep.elastic import waiting_room
 from lockstep.elastic.generation_log import Generation

@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lockstep.runtime.processes import PR_SET_NAME, die_with_parent, now_s, prctl
-from lockstep.runtime.user_function import load_function
+from lockstep.runtime.sources import load_function
 
 MODULE = "lockstep.agent.forkserver"
 MAX_MESSAGE_BYTES = (1 << 17) - 1  # the kernel's limit for one argument of execve(2)

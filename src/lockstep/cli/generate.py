@@ -58,8 +58,7 @@ def print_continuations(args: argparse.Namespace, runtime: ElasticRuntime | None
     # These load torch, which starting workers does not need.
     from lockstep.data.pairs.textfiles import read_input_lines
     from lockstep.data.text.chat_tokenizer import ChatTokenizer
-    from lockstep.generation.sampling import SamplingParams, check_sampling, generate
-    from lockstep.generation.tensor_parallel import apply_tensor_parallel
+    from lockstep.generation.sampling import SamplingParams, apply_tensor_parallel, check_sampling, generate
     from lockstep.models.llama import Llama
     from lockstep.models.llama_io import load_llama
 

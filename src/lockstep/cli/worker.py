@@ -20,8 +20,8 @@ from lockstep.errors import RunFolderUnavailableError, UsageError
 from lockstep.runtime.exit_report import worker_main
 from lockstep.runtime.numerics import seed_unseeded_generators
 from lockstep.runtime.signals import STOP_EXIT_CODES, HostDrained, Stopped
+from lockstep.runtime.sources import load_function
 from lockstep.runtime.status_board import read_status
-from lockstep.runtime.user_function import load_function
 from lockstep.runtime.worker_env import WorkerEnv, read_worker_env
 from lockstep.tasks.evaluate import evaluate_at_end
 from lockstep.train import train

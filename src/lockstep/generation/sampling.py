@@ -4,7 +4,8 @@
     for row, text in stream_continuations(tokenizer, prompts, sample_tokens(Decoder(model), prompts, tokens=50)):
         print(text, end="")
 
-The rows of a batch may differ in length. Dimensions in the margin: B rows, V vocabulary.
+The rows of a batch may differ in length. Several processes may share a model: weights are split as
+for training, without its hooks. Dimensions in the margin: B rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.data.text.chat_tokenizer import ChatTokenizer
+from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.generation.decoder import Decoder, KVCache
 from lockstep.log import log
-from lockstep.models.llama import Llama
+from lockstep.models.llama import Llama, LlamaConfig
+from lockstep.parallel.plans import plan_of_llama
+from lockstep.parallel.tensor_parallel import tensor_slices
 from lockstep.runtime.torch_private import inductor_freezing
 
 StepFunction = Callable[[Tensor, KVCache, int], Tensor]
@@ -225,3 +229,25 @@ def check_sampling(tokens: int, sampling: SamplingParams) -> None:
     ):
         if not valid:
             raise UsageError(f"--{name} {value}", "command line", f"give {hint}")
+
+
+def refuse_indivisible(config: LlamaConfig, parts: int, where: str) -> None:
+    """UsageError: the heads or the inner width cannot be split into `parts` equal parts."""
+    sizes = {"heads": config.n_heads, "key-value heads": config.n_kv_heads, "inner width": config.ffn_dim}
+    if uneven := [f"{size} {name}" for name, size in sizes.items() if size % parts]:
+        valid = [n for n in range(1, config.n_kv_heads + 1) if not any(size % n for size in sizes.values())]
+        raise UsageError(f"{' and '.join(uneven)} cannot be split over {parts} processes", where, f"give {' or '.join(map(str, valid))}")
+
+
+def apply_tensor_parallel(model: Llama, runtime: ElasticRuntime, where: str) -> dist.ProcessGroup:
+    """Collective. Split a model that every process has whole; return the group of its all-reduces.
+
+    UsageError, which names the option `where`: the model cannot be split so.
+    """
+    refuse_indivisible(model.config, runtime.world.size, where)
+    slices = tensor_slices(model, plan_of_llama(model), runtime.world.rank, runtime.world.size)
+    for name, parameter in model.named_parameters():
+        if not slices[name].is_whole:
+            parameter.data = slices[name].of(parameter.data).clone(memory_format=torch.contiguous_format)  # frees the whole weight
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD

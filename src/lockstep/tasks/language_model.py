@@ -41,9 +41,8 @@ from lockstep.files import write_atomic, write_json
 from lockstep.generation.decoder import Decoder
 from lockstep.generation.sampling import CONTEXT_TOKENS, TextStream, sample_tokens, stream_continuations
 from lockstep.log import log
-from lockstep.models.initial_weights import InitialWeights, write_model_json
 from lockstep.models.llama import Llama
-from lockstep.models.llama_io import TOKENIZER, LoadedLlama, load_llama, open_weights
+from lockstep.models.llama_io import TOKENIZER, InitialWeights, LoadedLlama, load_llama, open_weights, write_model_json
 from lockstep.record.step_timer import flops_per_token
 from lockstep.tasks.evaluator import EvalResult, EvalSpec, Split, batches_of_rank, loss_record, merge_results
 from lockstep.units import format_count

@@ -18,8 +18,8 @@ from lockstep.data.text.chat_tokenizer import ChatTokenizer
 from lockstep.data.tokenizer import Tokenizer
 from lockstep.errors import CheckpointError, DataError, LockstepError, UsageError
 from lockstep.models import hf_config, hub, llama_io
-from lockstep.models.initial_weights import InitialWeights
 from lockstep.models.llama import Llama, LlamaConfig, RopeScaling, build_llama
+from lockstep.models.llama_io import InitialWeights
 
 CPU = torch.device("cpu")
 CONFIG = LlamaConfig(300, 16, 2, 2, 1, 8, 24, max_seq_len=64, rope_scaling=RopeScaling(4.0, 1.0, 4.0, 32))

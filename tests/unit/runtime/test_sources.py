@@ -12,7 +12,7 @@ import pytest
 
 import lockstep
 from lockstep.runtime import sources
-from lockstep.runtime.user_function import load_function
+from lockstep.runtime.sources import load_function
 
 
 @pytest.fixture(autouse=True)

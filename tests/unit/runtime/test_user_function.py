@@ -11,7 +11,7 @@ import pytest
 from lockstep.cli.main import main
 from lockstep.cli.worker import run_function
 from lockstep.errors import UsageError
-from lockstep.runtime.user_function import load_function
+from lockstep.runtime.sources import load_function
 
 
 @pytest.fixture(autouse=True)
