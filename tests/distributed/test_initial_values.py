@@ -11,7 +11,7 @@ from support.ranks import run_ranks
 from torch import Tensor
 
 from lockstep.checkpoint import commands
-from lockstep.cli.run_request import open_run
+from lockstep.cli.start import open_run
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import DivergedError
 from lockstep.tasks import translation

@@ -23,7 +23,7 @@ from support.ranks import run_ranks
 from lockstep.checkpoint.commands import digest_line
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.cli.main import main
-from lockstep.cli.run_request import open_run
+from lockstep.cli.start import open_run
 from lockstep.config import schema as config
 from lockstep.config.resolve import resolve
 from lockstep.config.schema import LoraOptions, RunConfig

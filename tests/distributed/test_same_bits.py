@@ -19,7 +19,7 @@ import pytest
 from support.ranks import run_ranks
 
 from lockstep.checkpoint.commands import digest_line
-from lockstep.cli.run_request import open_run
+from lockstep.cli.start import open_run
 from lockstep.data.pairs.encoded import EncodedPairs
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.record.metrics import read_metrics

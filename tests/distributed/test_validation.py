@@ -13,7 +13,7 @@ from support.ranks import run_ranks
 from lockstep.checkpoint.commands import best_step, digest_line
 from lockstep.checkpoint.folder import committed_steps
 from lockstep.cli.main import main
-from lockstep.cli.run_request import open_run
+from lockstep.cli.start import open_run
 from lockstep.config.resolve import resolve
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import CheckpointError, ConfigError

@@ -16,7 +16,7 @@ import pytest
 from support.fuzz import ODD_BYTES, ODD_TOML, ODD_WORDS, Tally, attempt
 
 from lockstep.agent.hosts import read_hosts
-from lockstep.cli.run_request import open_run
+from lockstep.cli.start import open_run
 from lockstep.config.resolve import resolve
 from lockstep.config.saved_run import from_json, to_json
 from lockstep.config.schema import DataOptions, Field, StringList, config_fields, flatten

@@ -32,8 +32,7 @@ from typing import Literal
 
 from lockstep.checkpoint.commands import digest_line
 from lockstep.checkpoint.folder import committed_steps, folder_name
-from lockstep.cli.run_request import is_script
-from lockstep.cli.start import refuse_layout, workers_per_replica
+from lockstep.cli.start import is_script, refuse_layout, workers_per_replica
 from lockstep.config.resolve import parse_flags, resolve
 from lockstep.elastic.fault_injection import DRILL_VARIABLE, request_fault
 from lockstep.elastic.generation_log import NO_GENERATION, Generation, GenerationLog, Member

@@ -31,7 +31,7 @@ def score_with_lm_eval(args: argparse.Namespace) -> int:
     if wrong := [option for option, given in others.items() if given]:
         what = f"--lm-eval, --include-path and --chat cannot be combined with {wrong[0]}"
         raise UsageError(what, "command line", "score with lm-eval alone: lockstep evaluate RUN --lm-eval TASKS")
-    from lockstep.tasks.lm_harness import evaluate_with_lm_eval  # loads torch
+    from lockstep.tasks.evaluate import evaluate_with_lm_eval  # loads torch
 
     print(evaluate_with_lm_eval(args.folder, args.step, args.lm_eval, args.include_path, chat=args.chat))
     return 0

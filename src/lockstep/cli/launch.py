@@ -9,8 +9,7 @@ from pathlib import Path
 from lockstep.agent.config import LOOPBACK, AgentConfig
 from lockstep.agent.hosts import Hosts, parse_hosts, read_hosts, run_on_all_hosts, ssh_command
 from lockstep.cli.options import build_parser
-from lockstep.cli.run_request import RunRequest, read_request
-from lockstep.cli.start import choose_worker_count, max_workers, refuse_layout, start_agent, workers_per_replica
+from lockstep.cli.start import RunRequest, choose_worker_count, max_workers, read_request, refuse_layout, start_agent, workers_per_replica
 from lockstep.config.schema import RunConfig
 from lockstep.elastic.control import stop_run
 from lockstep.errors import UsageError

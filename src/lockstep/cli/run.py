@@ -4,9 +4,8 @@ import argparse
 import os
 import sys
 
-from lockstep.cli.run_request import read_script_request
 from lockstep.cli.script import asks_for_help
-from lockstep.cli.start import choose_worker_count, run_as_worker, start_local_agent
+from lockstep.cli.start import choose_worker_count, read_script_request, run_as_worker, start_local_agent
 from lockstep.config.resolve import environment_variable
 from lockstep.errors import UsageError
 

@@ -1,17 +1,32 @@
-"""Start the workers of this machine under an agent: how many, and with which layout."""
+"""The run that the words of `train`, `run` or `launch` describe, and how its workers start here.
 
+The workers of this machine start under an agent: how many, and with which layout.
+"""
+
+from __future__ import annotations
+
+import argparse
 import os
-from dataclasses import replace
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from lockstep.agent.agent import run_agent
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.forkserver import WorkerProgram
 from lockstep.agent.restart_policy import PLAIN_SCRIPT_POLICY
-from lockstep.cli.run_request import RunRequest
+from lockstep.checkpoint.fingerprints import newest_facts
+from lockstep.checkpoint.folder import committed_steps
+from lockstep.checkpoint.policy import choose_resume_step
+from lockstep.cli.script import folder_of, imports_lockstep, read_script
+from lockstep.config import rules
+from lockstep.config.resolve import AS_STEPS, parse_flags, resolve, with_precision
 from lockstep.config.rules import shared_values
-from lockstep.config.schema import RunConfig
-from lockstep.errors import UsageError
+from lockstep.config.saved_run import from_json, has_output, read_run
+from lockstep.config.schema import ResolvedRun, RunConfig, ScheduleOverride
+from lockstep.errors import ConfigError, UsageError
 from lockstep.layout import Layout, choose_layout
 from lockstep.log import log
 from lockstep.runtime.environment import check_worker_count, default_worker_count, read_rank_info
@@ -98,3 +113,140 @@ def refuse_other_worker_count(given: int | None, size: int, description: str) ->
     if given not in (None, size):
         what = f"--workers {given} does not match the launch environment: {description}"
         raise UsageError(what, "command line and environment", f"remove --workers, or start {given} workers")
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    script: str  # the user's FILE.py:FUNCTION, or FILE.py as a whole; "": the built-in loop
+    run_file: Path | None
+    folder: Path
+    resume: str
+    values: list[str]  # words `--section.key VALUE`, flags of the function, or arguments of the script
+    flags: dict[str, str]  # `values`, parsed
+    overrides: tuple[str, ...] = ()  # the KEY=VALUE words of --override
+    profile: str = ""  # steps to profile, as `ProfiledSteps` parses them; "": none
+    restart: str = "one"  # workers to restart when a script loses one: "one" or "all"
+
+    @property
+    def is_whole_script(self) -> bool:
+        return self.script.endswith(".py")
+
+    def open(self, resume: str) -> ResolvedRun:
+        """Return the configuration, with overrides from the checkpoint that `resume` names."""
+        override = ScheduleOverride(self.resume_step(resume), rules.parse_overrides(self.overrides)) if self.overrides else None
+        return open_run(self.folder, self.run_file, self.flags, os.environ, override, rewind=resume.isdecimal())
+
+    def resume_step(self, resume: str) -> int:
+        """Return the step of the checkpoint that `resume` names; 0: from scratch."""
+        return choose_resume_step(resume, committed_steps(self.folder / "checkpoints"))[0] or 0
+
+    def validate(self) -> RunConfig | None:
+        """Check what can be checked alone. Return the configuration; None for a script."""
+        if self.script:
+            return None
+        resolved = self.open(self.resume)
+        rules.refuse_missing_packages(resolved, prepared=(self.folder / "data" / "prepared.json").exists())
+        self.resume_step(self.resume)
+        return resolved.run
+
+    def command_words(self, resume: str) -> tuple[str, ...]:
+        """Return the words with which `lockstep` starts a worker of this run."""
+        if self.is_whole_script:
+            return "run", "--restart", self.restart, "--out", str(self.folder), self.script, "--", *self.values
+        target = [self.script] if self.script else [str(self.run_file)] if self.run_file else []
+        target += ["--profile", self.profile] if self.profile else []
+        target += [f"--override={word}" for word in self.overrides]
+        return "train", *target, "--out", str(self.folder), "--resume", resume, *self.values
+
+
+def read_request(args: argparse.Namespace, rest: list[str]) -> RunRequest:
+    """Return the request of `train` or `launch`. UsageError for options that do not apply to it."""
+    script = args.target if is_script(args.target) else ""
+    if script:
+        refuse_run_options(args, script)
+    if script.endswith(".py"):
+        return read_script_request(args, script, rest)
+    run_file = Path(args.target) if args.target and not script else None
+    folder = args.out or Path("runs") / (run_file.stem if run_file else "default")
+    profile = getattr(args, "profile", "")
+    return RunRequest(script, run_file, folder, args.resume, rest, parse_flags(rest), tuple(args.override), profile)
+
+
+def read_script_request(args: argparse.Namespace, name: str, arguments: list[str]) -> RunRequest:
+    """Return the request of `run` or `launch` with a script. UsageError if it cannot be read."""
+    if args.command not in ("run", "launch"):
+        hint = f"write FILE.py:FUNCTION, such as examples/own_loop.py:main; a whole script: lockstep run {name}"
+        raise UsageError(f"{name!r} names no function", "command line", hint)
+    file = Path(name)
+    script = read_script(file)
+    folder = folder_of(file, script, args.out, arguments)
+    restart = args.restart or ("one" if imports_lockstep(script) else "all")
+    return RunRequest(name, None, folder, "auto", arguments, {"arguments": shlex.join(arguments)}, restart=restart)
+
+
+def is_script(target: str | None) -> bool:
+    """Whether `target` names FILE.py or FILE.py:FUNCTION."""
+    return bool(target) and (":" in str(target) or str(target).endswith(".py"))
+
+
+def refuse_run_options(args: argparse.Namespace, script: str) -> None:
+    """UsageError for an option of a run file that a script does not receive."""
+    options = vars(args)
+    refused = {
+        "--resume": (options["resume"] != "auto", "the script chooses the checkpoint: Checkpointer.resume(...)"),
+        "--override": (bool(options["override"]), "set the learning rate in the script"),
+        "--profile": (bool(options.get("profile")), "use torch.profiler in the loop"),
+        "--show": (bool(options.get("show")), "its values are the arguments of its function"),
+        "--with-evaluator": (bool(options.get("with_evaluator")), "evaluate in the loop: Lockstep does not know its model"),
+    }
+    for option, (given, hint) in refused.items():
+        if given:
+            raise UsageError(f"{option} is for a run file, and {script} is a user script", "command line", hint)
+
+
+def run_of_newest_checkpoint(folder: Path) -> ResolvedRun | None:
+    """Return the run in the newest intact checkpoint, or None: a substitute for a lost run.json."""
+    step, facts = newest_facts(folder / "checkpoints") or (0, {})
+    if "run" not in facts:
+        return None
+    run = from_json(facts["run"], f"the checkpoint of step {step} in {folder}")
+    log.warning("%s is missing: its values are taken from the checkpoint of step %d", folder / "run.json", step)
+    return run
+
+
+def open_run(
+    folder: Path,
+    file: Path | None,
+    flags: Mapping[str, Any],
+    environ: Mapping[str, str],
+    override: ScheduleOverride | None = None,
+    *,
+    rewind: bool = False,
+) -> ResolvedRun:
+    """Return the run in `folder`, updated by the run file, flags and environment; write nothing.
+
+    override, rewind  see `add_override`
+    ConfigError if a value that decides bits differs from a run that has output, or if the learning
+    rate is 0 before the last step. CheckpointError if run.json is damaged or of another format.
+    """
+    saved = read_run(folder) or run_of_newest_checkpoint(folder)
+    started = saved is not None and has_output(folder)
+    decay_follows_steps = not saved or (saved.origin[rules.DECAY_STEPS] == AS_STEPS and not (started and saved.run.steps))
+    resolved = resolve(file, flags, environ, saved, decay_follows_steps=decay_follows_steps)
+    if saved and resolved.run.compute.precision == "auto":
+        resolved = with_precision(resolved, saved.run.compute.precision, saved.origin["compute.precision"])
+    changed = rules.changed_bits(saved.run, resolved.run) if saved and started else []
+    changed = [change for change in changed if not (decay_follows_steps and change[0] == rules.DECAY_STEPS)]
+    if changed:
+        raise ConfigError(
+            f"{folder} holds another run: " + "; ".join(f"{key} was {old!r}, now {new!r}" for key, old, new in changed),
+            ", ".join(f"{key} from {resolved.origin[key]}" for key, _, _ in changed),
+            "give another folder with --out, or remove these values to resume the run with its own"
+            + "".join(f"\nto change the schedule on purpose: --override {key}={new}" for key, _, new in changed if key in rules.SCHEDULE),
+        )
+    if override and override.values:
+        if not started:
+            raise ConfigError(f"{folder} holds no run to override", "--override", f"give --{next(iter(override.values))} for a new run")
+        resolved = rules.add_override(resolved, override, rewind=rewind)
+    rules.refuse_exhausted_schedule(resolved, saved if started else None, flags)
+    return resolved

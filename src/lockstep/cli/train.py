@@ -2,8 +2,7 @@
 
 import argparse
 
-from lockstep.cli.run_request import read_request
-from lockstep.cli.start import choose_worker_count, refuse_layout, run_as_worker, start_local_agent, workers_per_replica
+from lockstep.cli.start import choose_worker_count, read_request, refuse_layout, run_as_worker, start_local_agent, workers_per_replica
 from lockstep.config.saved_run import format_run
 
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from lockstep import log
 from lockstep.cli.restart_all import supervise
-from lockstep.cli.run_request import RunRequest
 from lockstep.cli.script import arguments_of, run_file
-from lockstep.cli.start import workers_per_replica
+from lockstep.cli.start import RunRequest, workers_per_replica
 from lockstep.config.saved_run import from_json, to_json
 from lockstep.elastic.collectives import run_on_rank0
 from lockstep.elastic.membership import RunEnded

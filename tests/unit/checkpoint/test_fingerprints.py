@@ -11,7 +11,7 @@ import torch
 from lockstep.checkpoint.fingerprints import fingerprint_changes, make_run_id, newest_facts, read_run_id, tolerated_changes
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.cli.main import main
-from lockstep.cli.run_request import open_run
+from lockstep.cli.start import open_run
 from lockstep.config.resolve import resolve
 from lockstep.config.rules import bit_deciding_values
 from lockstep.config.saved_run import read_run, to_json, write_run

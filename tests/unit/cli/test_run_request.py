@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli.run_request import open_run
+from lockstep.cli.start import open_run
 from lockstep.config.resolve import resolve
 from lockstep.config.rules import parse_overrides
 from lockstep.config.saved_run import format_run, from_json, to_json, write_run

@@ -12,7 +12,7 @@ from lockstep.cli.main import main
 from lockstep.data.tokenizer import Tokenizer
 from lockstep.errors import UsageError
 from lockstep.models.llama_io import export_run, import_hub
-from lockstep.tasks.lm_harness import evaluate_with_lm_eval
+from lockstep.tasks.evaluate import evaluate_with_lm_eval
 
 lm_eval = pytest.importorskip("lm_eval")
 transformers = pytest.importorskip("transformers")
