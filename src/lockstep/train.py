@@ -13,11 +13,13 @@ from pathlib import Path
 
 import torch
 
-from lockstep.config.schema import ResolvedRun
+from lockstep.config.schema import ResolvedRun, RunConfig
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.log import log
 from lockstep.parallel.grad_norm import divide_and_clip
+from lockstep.parallel.parallelize import LocalModel
 from lockstep.record.progress import ProgressDisplay
+from lockstep.record.step_timer import StepTimer
 from lockstep.record.tracker import BackgroundTracker
 from lockstep.runtime.numerics import make_deterministic
 from lockstep.runtime.signals import StopSignals
@@ -25,11 +27,13 @@ from lockstep.tasks.open import Task
 from lockstep.tasks.setup import best_steps, build_model, make_step_timer, task_that_fits, warm_up
 from lockstep.tasks.validation import Validation
 from lockstep.training import setup as training_setup
+from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.initial_values import draw_initial_values
 from lockstep.training.nonfinite import refuse_nonfinite_norm
 from lockstep.training.optim import learning_rate, make_optimizers, set_learning_rate, update_average
 from lockstep.training.owner_update import apply_owner_rule
 from lockstep.training.profiler import ProfiledSteps, compile_summary, profiling
+from lockstep.training.replica_group import ReplicaGroup
 
 
 def train(
@@ -47,28 +51,51 @@ def train(
         return train_task(task, resolved, folder, runtime, resume=resume, profile=profile)
 
 
-def train_task(  # over 60 lines: the whole loop in one place
-    task: Task, resolved: ResolvedRun, folder: Path, runtime: ElasticRuntime, *, resume: str, profile: ProfiledSteps | None
-) -> str:
-    """Collective. Build the model, the optimizer and the checkpointer, resume, and run the loop."""
-    run = resolved.run
+def build(
+    task: Task, resolved: ResolvedRun, folder: Path, runtime: ElasticRuntime, resume: str
+) -> tuple[LocalModel, list[torch.optim.Optimizer], Checkpointer, int]:
+    """Collective. Build model, optimizers and checkpointer, and resume; return them and the step."""
+    run, saving = resolved.run, resolved.run.checkpoint
     log.info(make_deterministic(runtime.world.device))
     fingerprints = training_setup.run_fingerprints(resolved, task.fingerprints)
     model = build_model(resolved, task, runtime, fingerprints)
     optimizers = make_optimizers(model, run.optim, run.memory)
     for optimizer in optimizers:
         apply_owner_rule(optimizer, model, runtime)
-    checkpointer = training_setup.make_checkpointer(run, folder, runtime, model, optimizers, task.is_saved)
+    path, every_steps, keep = folder / "checkpoints", saving.every_steps, saving.keep
+    checkpointer = Checkpointer(
+        path, runtime, model, optimizers, every_steps=every_steps, keep=keep, on_error=saving.on_error, saved=task.is_saved
+    )
     if runtime.is_joining and model.layout.workers_per_replica == 1:
         warm_up(model.module, task, run, runtime)
     first_step = training_setup.resume_run(checkpointer, resolved, folder, resume, fingerprints, task.fingerprints)
     if not checkpointer.loaded:
         runtime.board.during("preparing")(draw_initial_values)(model, task.init_param, task.is_saved, runtime)
     training_setup.warn_of_other_layout(checkpointer.facts, run, task.meta_model())
+    return model, optimizers, checkpointer, first_step
+
+
+def train_micro_batches(task: Task, run: RunConfig, replicas: ReplicaGroup, timer: StepTimer, step: int) -> None:
+    """Collective. Add the gradients of the step's micro-batches, and vote."""
+    for k in replicas.micro_batches(step):
+        with timer.timing("data"):
+            batch = task.loader.micro_batch(step, k)
+        with torch.autocast(replicas.runtime.world.device.type, torch.bfloat16, enabled=run.compute.precision == "bf16"):
+            loss = task.loss(replicas, batch)
+        replicas.backward(loss)
+    timer.add("communication", replicas.replica.exposed_s())
+
+
+def train_task(
+    task: Task, resolved: ResolvedRun, folder: Path, runtime: ElasticRuntime, *, resume: str, profile: ProfiledSteps | None
+) -> str:
+    """Collective. Build what the loop needs, resume, and run the loop."""
+    run = resolved.run
+    model, optimizers, checkpointer, first_step = build(task, resolved, folder, runtime, resume)
     validation = Validation(run, task, folder, runtime, checkpointer.facts.get("validation"))
     tracker = training_setup.make_tracker(resolved, folder, runtime, first_step)
     progress = ProgressDisplay(run.steps, first_step, runtime.shows_progress, log_every=run.track.log_every)
-    step, stop_signal = first_step, ""
+    step, stop_signal, is_last = first_step, "", first_step >= run.steps or validation.stops
     with (
         StopSignals() as signals,
         tracker,
@@ -79,15 +106,8 @@ def train_task(  # over 60 lines: the whole loop in one place
         profiling(profile, folder, runtime) as profiler,
     ):
         timer = make_step_timer(task, run, runtime)
-        while step < run.steps and not stop_signal and not validation.stops:
-            for k in replicas.micro_batches(step):
-                with timer.timing("data"):
-                    batch = task.loader.micro_batch(step, k)
-                with torch.autocast(runtime.world.device.type, torch.bfloat16, enabled=run.compute.precision == "bf16"):
-                    loss = task.loss(replicas, batch)
-                replicas.backward(loss)
-            timer.add("communication", replicas.replica.exposed_s())
-
+        while not is_last:
+            train_micro_batches(task, run, replicas, timer, step)
             tokens, decision = task.loader.tokens_in_step(step), replicas.decision
             squared = replicas.grad_norm_squared
             norm = float(divide_and_clip(model.parameters(), divisor=tokens, clip_norm=run.optim.clip_norm, grad_norm_squared=squared))
@@ -101,12 +121,8 @@ def train_task(  # over 60 lines: the whole loop in one place
             if run.optim.ema_decay:
                 update_average(optimizers, run.optim.ema_decay, step)
 
-            values = {"loss": decision.loss / tokens, "norm": norm, "epoch": task.loader.order.epoch(step)}
-            values |= {
-                "learning_rate": rate,
-                "workers": runtime.world.size,
-                **timer.step(tokens, runtime.world.size),
-            }
+            values = {"loss": decision.loss / tokens, "norm": norm, "epoch": task.loader.order.epoch(step), "learning_rate": rate}
+            values |= {"workers": runtime.world.size, **timer.step(tokens, runtime.world.size)}
             if validation.due(step):
                 with timer.timing("overhead"):
                     values |= validation.evaluate(replicas, optimizers, step)
@@ -127,6 +143,4 @@ def train_task(  # over 60 lines: the whole loop in one place
                     facts = {"time": runtime.ledger.to_json(time.monotonic(), time.time()), **validation.facts}
                     # The metrics are flushed first, so that no checkpoint is ahead of them.
                     checkpointer.save(step, facts, first=metrics.sync, protect=partial(best_steps, folder, best), waits=is_last or is_best)
-            if decision.save_failed:
-                break
     return stop_signal

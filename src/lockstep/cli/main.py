@@ -68,7 +68,7 @@ def run_command(words: list[str]) -> int:
         refuse_unknown(rest, args.command)
     log.set_up_logging()
     if getattr(args, "step", None) == "best":
-        from lockstep.checkpoint.commands import best_step
+        from lockstep.checkpoint.commands import best_step  # loads numpy
 
         args.step = best_step(args.folder)
     from lockstep.config.resolve import refuse_unknown_variables  # loads pydantic, which --help does not need

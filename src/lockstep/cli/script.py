@@ -17,6 +17,9 @@ from typing import Any, get_type_hints
 
 from lockstep import log
 from lockstep.errors import UsageError
+from lockstep.runtime.environment import read_rank_info
+from lockstep.runtime.exit_report import worker_main
+from lockstep.runtime.worker_env import read_worker_env
 
 # Lockstep's options that may also follow FILE.py; the script's arguments start at the first other word.
 LAYOUT_OPTIONS = ("--layout.shard", "--layout.tensor", "--layout.pipeline")
@@ -36,10 +39,6 @@ def launch(main: Callable[..., object], *, workers: int | None = None) -> None:
     process becomes `lockstep run FILE.py`, which starts the workers, replaces lost ones, and exits
     with the code of the run.
     """
-    from lockstep.runtime.environment import read_rank_info
-    from lockstep.runtime.exit_report import worker_main
-    from lockstep.runtime.worker_env import read_worker_env
-
     if worker_env := read_worker_env(os.environ):
         call(main, sys.argv[1:], Path(worker_env.folder))
         return
@@ -68,8 +67,8 @@ def launch(main: Callable[..., object], *, workers: int | None = None) -> None:
 
 def call(function: Callable[..., object], words: list[str], folder: Path | None = None) -> None:
     """Call a user's function with flags as `arguments_of`; without parameters it reads sys.argv."""
-    from lockstep.config.resolve import parse_flags
-    from lockstep.runtime.numerics import seed_unseeded_generators
+    from lockstep.config.resolve import parse_flags  # loads pydantic
+    from lockstep.runtime.numerics import seed_unseeded_generators  # loads torch, which --help does not need
 
     if asks_for_help(words) and parameters_of(function):
         print_help(function)
@@ -103,7 +102,7 @@ def arguments_of(function: Callable[..., object], spelled: str, flags: Mapping[s
     folder   of the run, for the parameter `out` if no flag sets it
     UsageError for an unknown flag, a missing one, and a value of another type.
     """
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import TypeAdapter, ValidationError  # --help does not need it
 
     parameters = parameters_of(function)
     hint = f"it takes {', '.join('--' + name for name in parameters) or 'nothing'}"
@@ -129,7 +128,7 @@ def arguments_of(function: Callable[..., object], spelled: str, flags: Mapping[s
 
 def run_file(file: Path, arguments: list[str]) -> int:
     """Run the script in this worker as `python FILE.py ARGUMENTS` does; return the exit code."""
-    from lockstep.runtime.numerics import seed_unseeded_generators
+    from lockstep.runtime.numerics import seed_unseeded_generators  # loads torch
 
     seed_unseeded_generators()
     sys.argv = [str(file), *arguments]

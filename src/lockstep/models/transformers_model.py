@@ -97,7 +97,7 @@ class TransformersModel(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM  # seconds to import
 
         make: Any = AutoModelForCausalLM.from_config
         self.inner: Any = make(config, dtype=torch.float32)

@@ -27,7 +27,7 @@ def layout_limits(run: RunConfig) -> LayoutLimits:
 
 def llama_config(run: RunConfig) -> LlamaConfig:
     """Return the size of the run's Llama. The vocabulary of a new one depends on its tokenizer."""
-    from lockstep.models.hub import open_hub
+    from lockstep.models.hub import open_hub  # these load torch, which the agent does not need
     from lockstep.models.llama import LLAMA_CONFIGS
     from lockstep.models.llama_io import is_llama_run, read_model, refuse_other_backend
 

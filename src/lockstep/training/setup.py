@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime
@@ -83,19 +83,6 @@ def run_fingerprints(resolved: ResolvedRun, task_fingerprints: Mapping[str, str]
     fingerprints = dict(task_fingerprints)
     fingerprints |= {f"run {key}": text for key, text in shared_values(resolved.run).items() if key not in DATA_PATHS}
     return fingerprints | {"run overrides": json.dumps([asdict(override) for override in resolved.overrides])}
-
-
-def make_checkpointer(
-    run: RunConfig,
-    folder: Path,
-    runtime: ElasticRuntime,
-    model: LocalModel,
-    optimizers: Sequence[torch.optim.Optimizer],
-    saved: Callable[[str], bool],
-) -> Checkpointer:
-    every_steps, keep, on_error = run.checkpoint.every_steps, run.checkpoint.keep, run.checkpoint.on_error
-    path = folder / "checkpoints"
-    return Checkpointer(path, runtime, model, optimizers, every_steps=every_steps, keep=keep, on_error=on_error, saved=saved)
 
 
 def make_tracker(resolved: ResolvedRun, folder: Path, runtime: ElasticRuntime, first_step: int) -> Tracker:
