@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_EVALUATE_OFFLINE": "1"}  # else lm-eval retries for half a minute
 settings.register_profile("lockstep", deadline=None)  # a shared machine pauses a test for seconds
 settings.load_profile("lockstep")
 

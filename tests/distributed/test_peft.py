@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from distributed.test_llama_training import TEXT, losses, trained
+from support.plain_fine_tuning import plain_losses, write_corpus
 from support.ranks import run_ranks
 from unit.models.test_families import random_model
 
@@ -19,10 +19,6 @@ from lockstep.cli.main import main
 from lockstep.config.adapter_config import ADAPTER_CONFIG, read_adapter_config
 from lockstep.config.resolve import resolve
 from lockstep.config.saved_run import from_json, to_json
-from lockstep.data.order import UniformOrder
-from lockstep.data.text.chat_tokenizer import ChatTokenizer
-from lockstep.data.text.packing import CutRows
-from lockstep.data.text.prepare import open_prepared
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.models.llama_io import load_llama
 
@@ -44,11 +40,7 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("corpus") / "text.jsonl"
-    words = ["the", "cat", "dog", "saw", "42", "ran,", "over\n", "def", "return"]
-    texts = [" ".join(words[(number * k) % 9] for k in range(1, 10 + number % 30)) for number in range(150)]
-    path.write_text("\n".join(json.dumps({"text": text}) for text in texts) + "\n")
-    return path
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")
@@ -143,38 +135,6 @@ def test_merged_weights_equal_those_of_peft(hub: Path, adapted: Path, tmp_path: 
     assert (again / "model.safetensors").read_bytes() == (tmp_path / "merged" / "model.safetensors").read_bytes()
 
 
-def plain_losses(hub: Path, adapter: Path, run: Path) -> list[float]:
-    """Train the adapters in a plain loop of peft: each document of a row alone, torch's AdamW."""
-    options = resolve({}, {**FLAGS, "data.train": "x", "steps": str(STEPS)}).run
-    model = peft.PeftModel.from_pretrained(base_model(hub), adapter, is_trainable=True).eval()  # without dropout
-    rows = CutRows(open_prepared(run / "data", ChatTokenizer.load(run / "tokenizer", {})).train, options.batch.seq_len)
-    k, trained_parameters = options.batch.micro_batches, [p for p in model.parameters() if p.requires_grad]
-    order = UniformOrder(len(rows), k * options.batch.tokens // options.batch.seq_len, k, options.seed)
-    optim = options.optim
-    optimizer = torch.optim.AdamW(
-        trained_parameters, optim.learning_rate, (optim.beta1, optim.beta2), optim.epsilon, weight_decay=optim.weight_decay
-    )
-    curve = []
-    for step in range(STEPS):
-        total, count = 0.0, 0
-        for micro_batch in range(k):
-            for row in order.ids(step, micro_batch):
-                tokens, labels, documents = (torch.from_numpy(column) for column in rows.row(int(row)))
-                for document in documents.unique():
-                    inside = documents == document
-                    logits = model(tokens[inside][None]).logits[0]
-                    loss = F.cross_entropy(logits, labels[inside], reduction="sum", ignore_index=-100)
-                    total, count = total + float(loss.detach()), count + int((labels[inside] != -100).sum())
-                    loss.backward()
-        for parameter in trained_parameters:
-            parameter.grad /= count
-        torch.nn.utils.clip_grad_norm_(trained_parameters, optim.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        curve.append(total / count)
-    return curve
-
-
 def test_losses_of_twenty_steps_equal_those_of_a_plain_loop_of_peft(hub: Path, adapter: Path, corpus: Path, tmp_path: Path) -> None:
     undropped = flags(hub, adapter, corpus, **{"lora.dropout": "0"})
     digests = set()
@@ -182,7 +142,9 @@ def test_losses_of_twenty_steps_equal_those_of_a_plain_loop_of_peft(hub: Path, a
         digests.add(run_ranks(trained, workers, str(tmp_path / str(number)), {**undropped, **layout}, STEPS)[0])
     curve = [loss for loss, _ in losses(tmp_path / "0")]
     assert len(digests) == 1 and curve[-1] < curve[0] - 0.3
-    assert curve == pytest.approx(plain_losses(hub, adapter, tmp_path / "0"), rel=1e-5)
+    model = peft.PeftModel.from_pretrained(base_model(hub), adapter, is_trainable=True).eval()  # without dropout
+    options = resolve({}, {**FLAGS, "data.train": "x", "steps": str(STEPS)}).run
+    assert curve == pytest.approx(plain_losses(model, tmp_path / "0", options), rel=1e-5)
 
 
 def test_dropout_of_adapters_has_the_same_bits_in_replicas_and_shards(hub: Path, adapter: Path, corpus: Path, tmp_path: Path) -> None:

@@ -11,20 +11,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from distributed.test_llama_training import CHATS, TEXT, evaluated, losses, trained
+from support.plain_fine_tuning import plain_losses, write_corpus
 from support.ranks import run_ranks
 from unit.models.test_families import SIZES, random_model
 
 from lockstep.cli.main import main
 from lockstep.config.resolve import resolve
-from lockstep.data.order import UniformOrder
-from lockstep.data.text.chat_tokenizer import ChatTokenizer
-from lockstep.data.text.packing import CutRows, PackedRows
-from lockstep.data.text.prepare import open_prepared
 from lockstep.errors import CheckpointError, ConfigError, UsageError
 from lockstep.models.hub import CONFIG_FILE, open_hub
 from lockstep.models.llama_io import load_llama
@@ -74,11 +70,7 @@ def hub_folder(kind: str, folder: Path, run: Path, **more: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("corpus") / "text.jsonl"
-    words = ["the", "cat", "dog", "saw", "42", "ran,", "over\n", "def", "return"]
-    texts = [" ".join(words[(number * k) % 9] for k in range(1, 10 + number % 30)) for number in range(150)]
-    path.write_text("\n".join(json.dumps({"text": text}) for text in texts) + "\n")
-    return path
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")
@@ -89,41 +81,10 @@ def start(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def plain_losses(hub: Path, run: Path, flags: dict[str, str], steps: int) -> list[float]:
-    """Train in a plain loop: each document of a row alone, gradients added, AdamW of torch."""
+def losses_of_transformers(hub: Path, run: Path, flags: dict[str, str]) -> list[float]:
     transformers = pytest.importorskip("transformers")
-    options = resolve({}, {**flags, "steps": str(steps)}).run
     model = transformers.AutoModelForCausalLM.from_pretrained(hub, dtype=torch.float32, attn_implementation="eager").train()
-    stream, length = open_prepared(run / "data", ChatTokenizer.load(run / "tokenizer", {})).train, options.batch.seq_len
-    rows: CutRows | PackedRows = CutRows(stream, length)
-    if options.task == "sft":
-        rows = PackedRows(stream, length, np.load(next((run / "data").glob("rows-*.npy"))))
-    k = options.batch.micro_batches
-    order = UniformOrder(len(rows), k * options.batch.tokens // length, k, options.seed)
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": options.optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    betas = options.optim.beta1, options.optim.beta2
-    optimizer = torch.optim.AdamW(groups, lr=options.optim.learning_rate, betas=betas, eps=options.optim.epsilon)
-    curve = []
-    for step in range(steps):
-        total, count = 0.0, 0
-        for micro_batch in range(k):
-            for row in order.ids(step, micro_batch):
-                tokens, labels, documents = (torch.from_numpy(column) for column in rows.row(int(row)))
-                for document in documents.unique():
-                    inside = documents == document
-                    logits = model(tokens[inside][None]).logits[0]
-                    loss = F.cross_entropy(logits, labels[inside], reduction="sum", ignore_index=-100)
-                    total, count = total + float(loss.detach()), count + int((labels[inside] != -100).sum())
-                    loss.backward()
-        for parameter in model.parameters():
-            parameter.grad /= count
-        torch.nn.utils.clip_grad_norm_(model.parameters(), options.optim.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        curve.append(total / count)
-    return curve
+    return plain_losses(model, run, resolve({}, {**flags, "steps": "20"}).run)
 
 
 @pytest.mark.parametrize(("kind", "backend", "task", "more"), ORACLES)
@@ -140,7 +101,7 @@ def test_fine_tuning_in_every_layout_has_the_losses_of_a_plain_loop(
         in_layout = {**flags, "layout.shard": str(shards), "layout.replicate": str(workers // shards)}
         digests.add(run_ranks(trained, workers, str(folder), in_layout, 20)[0])
         curve = [loss for loss, _ in losses(folder)]
-        expected = expected if len(expected) > 1 else plain_losses(hub, folder, flags, 20)
+        expected = expected if len(expected) > 1 else losses_of_transformers(hub, folder, flags)
         assert curve == pytest.approx(expected, rel=1e-4), (workers, shards)
     assert len(digests) == 1 and curve[-1] < curve[0] - 0.3
 

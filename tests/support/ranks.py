@@ -29,14 +29,15 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]  # public 
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.elastic.world import World
 
-# Imported by most test processes. lockstep last: its import notes the state of the generators.
+# Imported by most test processes, or slow. lockstep last: its import notes the state of the generators.
 PRELOAD = [
     *("torch", "torch.distributed", "torch._dynamo", "torch.optim.swa_utils", "numpy.ma", "pytest", "hypothesis"),
+    *("transformers.modeling_utils", "transformers.models.auto.modeling_auto", "peft"),
     *("lockstep.train", "lockstep.session", "lockstep.cli.main", "lockstep.cli.worker"),
 ]
 
 
-def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout_s: float = 60.0, kill: tuple[int, ...] = ()) -> list[Any]:
+def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout_s: float = 200.0, kill: tuple[int, ...] = ()) -> list[Any]:
     """Return function(runtime, *args) of `size` processes with a common gloo group, in rank order.
 
     kill  ranks that are expected to die by SIGKILL inside the function; their result is None

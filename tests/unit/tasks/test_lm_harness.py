@@ -18,25 +18,23 @@ lm_eval = pytest.importorskip("lm_eval")
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]  # other libraries warn
 
-CHOICE = """
-task: larger
+DATA = """
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {data}}}}}
 test_split: test
-output_type: multiple_choice
 doc_to_text: "{{{{question}}}}"
+"""
+CHOICE = """
+task: larger
+output_type: multiple_choice
 doc_to_choice: "{{{{choices}}}}"
 doc_to_target: gold
 metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
 """
 GENERATE = """
 task: next_word
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
 output_type: generate_until
 generation_kwargs: {{until: ["."], max_gen_toks: 6}}
-doc_to_text: "{{{{question}}}}"
 doc_to_target: "{{{{choices[0]}}}}"
 metric_list: [{{metric: exact_match}}]
 """
@@ -57,7 +55,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "tasks").mkdir()
     for name, text in (("larger", CHOICE), ("next_word", GENERATE)):
-        (folder / f"tasks/{name}.yaml").write_text(text.format(data=folder / "questions.jsonl"))
+        (folder / f"tasks/{name}.yaml").write_text((DATA + text).format(data=folder / "questions.jsonl"))
     return folder / "run"
 
 
@@ -72,7 +70,7 @@ def test_scores_equal_those_of_lm_eval_on_the_export(run: Path, tmp_path: Path, 
     assert shown.startswith("step 0\n") and "acc_norm" in shown and "exact_match" in shown
     export_run(run, 0, tmp_path / "export")
     model = lm_eval.models.huggingface.HFLM(pretrained=str(tmp_path / "export"), device="cpu")
-    manager = lm_eval.tasks.TaskManager(include_path=str(run.parent / "tasks"))
+    manager = lm_eval.tasks.TaskManager(include_path=str(run.parent / "tasks"), include_defaults=False)
     results = lm_eval.simple_evaluate(model, tasks=["larger", "next_word"], task_manager=manager)["results"]
     [line] = map(json.loads, (run / "evaluations.jsonl").read_text().splitlines())
     scores = {key: value for key, value in line.items() if "/" in key}
