@@ -568,7 +568,7 @@ def test_stale_files_in_the_state_folder_are_ignored(start: Callable[..., AgentR
     agent = start("slot_1_without_handlers")
     pids = agent.ready()
     os.kill(pids[1], signal.SIGKILL)
-    agent.restarted(1, pids[1])  # the old report was ignored
+    assert agent.restarted(1, pids[1]), "the old report was ignored"
     agent.stop()
 
 

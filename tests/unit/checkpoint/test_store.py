@@ -185,9 +185,11 @@ def test_commands_do_not_import_torch(tmp_path: Path) -> None:
     save(tmp_path, 5)
     code = (
         "import sys; from pathlib import Path; from lockstep.checkpoint import commands as c; p = Path(sys.argv[1])\n"
-        "print(c.list_table(p), c.verify(p), c.digest_line(p), c.export(p, 5, p / 'x')); assert 'torch' not in sys.modules"
+        "print(c.list_table(p), c.verify(p), c.digest_line(p), c.export(p, 5, p / 'x')); print('torch' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    shown = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=environ, capture_output=True, text=True).stdout
+    assert "step 5" in shown and shown.endswith("False\n"), shown
 
 
 def test_sweep_removes_only_abandoned_folders(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_waiting_worker_is_in_the_waiting_room_until_it_is_a_member(cluster: Clu
     cluster.membership.request_join({}, is_joining=False)
     cluster.until(registered.exists)
     cluster.log.error = None
-    cluster.membership.next_generation(0)
+    assert cluster.membership.next_generation(0).members == (cluster.me,)
     cluster.until(lambda: not registered.exists())
 
 

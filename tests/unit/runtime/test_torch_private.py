@@ -87,7 +87,7 @@ def test_names_of_other_libraries_and_strings_are_allowed() -> None:
 
 def test_importing_the_file_does_not_import_dynamo() -> None:
     code = "import sys, lockstep.runtime.torch_private; sys.exit('torch._dynamo' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 # -- tensors and modules ----------------------------------------------------------------------------------------------
