@@ -11,20 +11,19 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.fork_loop import LoopResult, run_loop
 from support.hanging_loop import EVALUATE_S, HANG_S, SAVE_EVERY
 from support.hosts import Training, read_steps
 
 from lockstep.checkpoint.commands import digest_line
 
-LOOP = f"{Path(__file__).parents[1] / 'support' / 'hanging_loop.py'}:train"
+LOOP = Path(__file__).parents[1] / "support" / "hanging_loop.py"
 VERDICT_S = 15.0
 STOPPED_S = 8.0  # far longer than elastic.heartbeat_timeout_s and `elastic.hang_timeout_s`
 long = pytest.mark.long
@@ -47,7 +46,7 @@ HANGS = {
 @pytest.fixture
 def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Training]:
     monkeypatch.setenv("LOCKSTEP_TMP", str(tmp_path))
-    started = Training(tmp_path, workers=3, steps=1_000_000, script=LOOP)
+    started = Training(tmp_path, workers=3, steps=1_000_000, script=f"{LOOP}:train")
     yield started
     started.close()
 
@@ -86,8 +85,7 @@ def check_bits(training: Training) -> None:
     training.stop()
     assert set(training.end().values()) == {75}, training.report()
     folder, saved = training.folder / "undisturbed", training.step // SAVE_EVERY * SAVE_EVERY
-    command = [sys.executable, "-m", "lockstep", "train", LOOP, "--workers", "1", "--out", str(folder), "--steps", str(training.step)]
-    subprocess.run(command, check=True, capture_output=True)
+    assert run_loop(LOOP, folder, 1, steps=training.step, pause_s=0.0) == LoopResult(0, "")
     assert read_steps(training.run) == read_steps(folder)
     assert digest_line(training.run, saved) == digest_line(folder, saved)
     training.assert_nothing_left()

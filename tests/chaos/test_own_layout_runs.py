@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.fork_loop import LoopResult, run_loop
 from support.hosts import Host, Training
+from support.launching import one_thread, run_lockstep
 
 from lockstep.checkpoint.commands import digest_line
 from lockstep.record import events, metrics
@@ -23,12 +24,6 @@ def own_state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_TMP", str(tmp_path))
 
 
-def run(folder: Path, workers: int, shards: int, *words: str) -> subprocess.CompletedProcess[str]:
-    options = ["--out", str(folder), "--workers", str(workers), "--layout.shard", str(shards)]
-    command = [sys.executable, "-m", "lockstep", "run", *options, str(SCRIPT), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
-
-
 def lines_of(folder: Path) -> list[tuple[float | None, ...]]:
     names = ("step", "loss", "norm", "error")
     return [tuple(line.get(name) for name in names) for line in metrics.iter_steps(folder / "metrics.jsonl")]
@@ -36,16 +31,15 @@ def lines_of(folder: Path) -> list[tuple[float | None, ...]]:
 
 def test_shards_heal_and_resume_with_the_digest_of_one_worker(tmp_path: Path) -> None:
     alone, healed, resumed = (tmp_path / name for name in ("alone", "healed", "resumed"))
-    for folder, workers, shards, orders in ((alone, 1, 1, {}), (healed, 4, 2, {"kill": 12}), (resumed, 2, 2, {"kill": 13, "stop": 22})):
+    assert run_loop(SCRIPT, alone, 1) == LoopResult(0, "")
+    for folder, workers, orders in ((healed, 4, {"kill": 12}), (resumed, 2, {"kill": 13, "stop": 22})):
         folder.mkdir()
-        if orders:
-            (folder / "disturb").write_text(json.dumps(orders))
-        result = run(folder, workers, shards)
+        (folder / "disturb").write_text(json.dumps(orders))
+        result = run_lockstep("run", "--out", folder, "--workers", workers, "--layout.shard", 2, SCRIPT)
         assert result.returncode == (75 if "stop" in orders else 0), result.stderr
     regrouped = [event for event in events.read_events(healed) if event["event"] == "regrouped"]
     assert any(event.get("joined") for event in regrouped), "the lost replica was replaced in place"
-    result = run(resumed, 1, 1)
-    assert result.returncode == 0, result.stderr
+    assert run_loop(SCRIPT, resumed, 1) == LoopResult(0, "")
     digests = {digest_line(folder) for folder in (alone, healed, resumed)}
     assert len(digests) == 1 and digests.pop().startswith(f"step {STEPS} sha256 ")
     assert lines_of(alone) == lines_of(healed) == lines_of(resumed) and len(lines_of(alone)) == STEPS
@@ -55,9 +49,9 @@ def test_shards_heal_and_resume_with_the_digest_of_one_worker(tmp_path: Path) ->
     ("habit", "message"),
     [
         ("in the loop: backward", "backward() was called twice in micro-batch"),
-        pytest.param("in the loop: clip", "there is no gradient to clip", marks=pytest.mark.long),
+        ("in the loop: clip", "there is no gradient to clip"),
         ("after it: plain clip", "an operation needs whole weights or gradients"),
-        pytest.param("after it: deep copy", "an operation needs whole weights or gradients", marks=pytest.mark.long),
+        ("after it: deep copy", "an operation needs whole weights or gradients"),
         ("after it: state_dict", "state_dict() of a sharded model"),
         ("after it: forward", "a forward pass with gradients outside of the micro-batches"),
         ("after it: a change", "the gradient has changed since the micro-batches"),
@@ -66,20 +60,19 @@ def test_shards_heal_and_resume_with_the_digest_of_one_worker(tmp_path: Path) ->
     ],
 )
 def test_wrong_use_in_shards_is_refused(habit: str, message: str, tmp_path: Path) -> None:
-    result = run(tmp_path / "run", 2, 2, f"--habit={habit}")
-    assert result.returncode == 2 and message in result.stderr, result.stderr
+    result = run_loop(SCRIPT, tmp_path / "run", 2, shard=2, habit=habit)
+    assert result.code == 2 and message in result.text, result
 
 
 @pytest.mark.parametrize("axis", ["tensor", "pipeline"])
 def test_axis_that_own_models_do_not_have_is_refused(axis: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lockstep", "run", str(SCRIPT), f"--layout.{axis}", "2", "--workers", "2", "--steps=3"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path, check=False)
+    result = run_lockstep("run", SCRIPT, f"--layout.{axis}", "2", "--workers", "2", "--steps=3", cwd=tmp_path)
     assert result.returncode == 2 and f"{axis} 2 is not supported for own models yet" in result.stderr, result.stderr
 
 
 def test_incomplete_replicas_are_refused(tmp_path: Path) -> None:
-    result = run(tmp_path / "run", 3, 2)
-    assert result.returncode == 2 and "3 workers cannot form replicas of 2 workers (shard 2)" in result.stderr, result.stderr
+    result = run_loop(SCRIPT, tmp_path / "run", 3, shard=2)
+    assert result.code == 2 and "3 workers cannot form replicas of 2 workers (shard 2)" in result.text, result
 
 
 @pytest.mark.long
@@ -100,9 +93,9 @@ def test_worker_with_another_layout_cannot_join(tmp_path: Path) -> None:
 
 
 def test_torchrun_trains_in_shards(tmp_path: Path) -> None:
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "LOCKSTEP_LAYOUT_SHARD": "2"}
+    environ = one_thread(LOCKSTEP_LAYOUT_SHARD="2")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT), "--steps=3"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environ, cwd=tmp_path, check=False)
     assert result.returncode == 0, result.stderr
-    assert run(tmp_path / "alone", 1, 1, "--steps=3").returncode == 0
+    assert run_loop(SCRIPT, tmp_path / "alone", 1, steps=3) == LoopResult(0, "")
     assert digest_line(tmp_path / "runs" / "own_layout") == digest_line(tmp_path / "alone")

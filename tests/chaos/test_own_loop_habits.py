@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.fork_loop import LoopResult, run_loop
 
 from lockstep.checkpoint.commands import digest_line
 
-LOOP = f"{Path(__file__).parents[1] / 'support' / 'loop_habits.py'}:train"
+LOOP = Path(__file__).parents[1] / "support" / "loop_habits.py"
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +24,7 @@ def separate_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def trained(folder: Path, habit: str, workers: int, steps: int = 6) -> subprocess.CompletedProcess[str]:
     """Run `lockstep train`; return its output and exit code."""
     words = ["--workers", str(workers), "--out", str(folder), "--habit", habit, "--steps", str(steps)]
-    command = [sys.executable, "-m", "lockstep", "train", LOOP, *words]
+    command = [sys.executable, "-m", "lockstep", "train", f"{LOOP}:train", *words]
     return subprocess.run(command, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
 
 
@@ -54,7 +55,6 @@ def test_worker_without_memory_for_a_thread_exits_and_does_not_hang(tmp_path: Pa
 def test_unseeded_data_and_weights_are_equal_on_1_and_2_workers(tmp_path: Path) -> None:
     digests = []
     for workers in (1, 2):
-        ended = trained(tmp_path / str(workers), "none", workers)
-        assert ended.returncode == 0, ended.stderr
+        assert run_loop(LOOP, tmp_path / str(workers), workers, habit="none") == LoopResult(0, "")
         digests.append(digest_line(tmp_path / str(workers)))
     assert digests[0] == digests[1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 
 import pytest
 from support.fork_loop import LoopResult, run_loop
+from support.launching import one_thread
+from support.launching import run_lockstep as lockstep
 
 from lockstep.checkpoint.commands import digest_line
 from lockstep.record import events, metrics
@@ -22,12 +23,6 @@ STEPS = 40
 @pytest.fixture(autouse=True)
 def separate_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_TMP", str(tmp_path))
-
-
-def lockstep(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lockstep", *map(str, words)]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environ, check=False)
 
 
 def train(folder: Path, workers: int, **flags: Any) -> subprocess.CompletedProcess[str]:
@@ -53,8 +48,7 @@ def test_same_sha256_and_metrics_on_1_and_2_workers_through_a_kill_a_stop_and_a_
     assert any(event.get("joined") for event in events.read_events(disturbed) if event["event"] == "regrouped"), (
         "a worker was replaced in place"
     )
-    result = train(disturbed, 2)
-    assert result.returncode == 0, result.stderr
+    assert run_loop(SCRIPT, disturbed, 2) == LoopResult(0, "")
     digests = {digest_line(folder) for folder in (alone, two, disturbed)}
     assert len(digests) == 1 and digests.pop().startswith(f"step {STEPS} sha256 ")
     assert lines_of(alone) == lines_of(two) == lines_of(disturbed) and len(lines_of(alone)) == STEPS
@@ -86,9 +80,8 @@ STARTS = {
 
 @pytest.mark.parametrize("start", STARTS)
 def test_each_way_to_start_a_script_gives_the_same_sha256(start: str, digest: str, tmp_path: Path) -> None:
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *map(str, STARTS[start])]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environ, cwd=tmp_path, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200, env=one_thread(), cwd=tmp_path, check=False)
     assert result.returncode == 0, result.stderr
     assert digest_line(tmp_path / "runs" / "session") == digest
     sizes = [line["workers"] for line in metrics.iter_steps(tmp_path / "runs" / "session" / "metrics.jsonl")]
@@ -131,10 +124,8 @@ def test_second_session_under_an_agent_is_refused(tmp_path: Path) -> None:
 
 
 def test_folder_with_the_rank_is_refused_under_torchrun(tmp_path: Path) -> None:
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(TWO_SESSIONS), "--case", "rank"]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=200, env=environ, cwd=tmp_path, check=False)
-    assert "the Session's folder differs: runs/sessions-0 on rank 0, runs/sessions-1 on rank 1" in result.stderr, result.stderr
+    result = run_loop(TWO_SESSIONS, tmp_path / "run", 2, case="rank")
+    assert f"the Session's folder differs: {tmp_path}/run-0 on rank 0, {tmp_path}/run-1 on rank 1" in result.text, result
 
 
 def test_wrong_loop_that_one_worker_notices_ends_the_run_on_all(tmp_path: Path) -> None:

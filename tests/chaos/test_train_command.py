@@ -11,31 +11,27 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.fork_loop import LoopResult, run_loop
+from support.launching import OWN_LOOP, ROOT, one_thread
+from support.launching import run_lockstep as run
+from support.launching import start_lockstep as start
+from support.processes import children, is_alive
+from support.waiting import wait_until
 
-from lockstep.checkpoint.commands import digest_line
+from lockstep.checkpoint.commands import digest_line as digest
 from lockstep.config.schema import config_fields
 from lockstep.record import metrics
+from lockstep.record.events import read_events
 
-ROOT = Path(__file__).parents[2]
-SMALL = ["--data.pairs", "1500", "--data.held_out", "40", "--batch.tokens", "128", "--batch.buckets", "3", "--evaluate.at_end", "0"]
-ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-
-
-def lockstep(*words: str | Path) -> list[str]:
-    return [sys.executable, "-m", "lockstep", *map(str, words)]
-
-
-def run(*words: str | Path, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(lockstep(*words), capture_output=True, text=True, timeout=200, env=environ or ENVIRON, check=False)
-
-
-def start(*words: str | Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(lockstep(*words), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRON)
+EXAMPLE = ROOT / "examples" / "own_loop.py"
+DATA = ["--data.pairs", "1500", "--data.held_out", "40", "--batch.tokens", "128", "--batch.buckets", "3", "--evaluate.at_end", "0"]
+SMALL = ["--tokenizer.vocab_size", "500", "--model.dim", "32", "--model.ffn_dim", "64", "--model.encoder_layers", "1"]
+SMALL += ["--model.decoder_layers", "1", *DATA]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -44,74 +40,59 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "waited 120 s in vain"
-        time.sleep(0.02)
+    wait_until(condition, timeout_s=120, process=process)
 
 
 def workers_of(process: subprocess.Popen[str]) -> list[int]:
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return [int(pid) for pid in children if Path(f"/proc/{pid}/comm").read_text().strip() == "lockstep-worker"]
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def digest(folder: Path) -> str:
-    return run("checkpoint", "digest", folder).stdout.strip()
+    return [pid for pid in children(process.pid) if Path(f"/proc/{pid}/comm").read_text() == "lockstep-worker\n"]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     result = run(
-        "train", "--out", folder, "--workers", "1", "--steps", "8", "--checkpoint.every_steps", "2", "--track.log_every", "4", *SMALL
+        "train", "--out", folder, "--workers", "1", "--steps", "30", "--checkpoint.every_steps", "10", "--track.log_every", "15", *SMALL
     )
     assert result.returncode == 0, result.stderr
-    assert "step 8  loss" in result.stdout and "next: lockstep translate" in result.stdout
-    assert steps_in(folder) == list(range(1, 9))
+    assert "step 30  loss" in result.stdout and "next: lockstep translate" in result.stdout
+    assert steps_in(folder) == list(range(1, 31))
     assert run("checkpoint", "verify", folder).returncode == 0
+    assert run("checkpoint", "digest", folder).stdout == f"{digest(folder)}\n"
     return folder
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGUSR1, 75)])
-def test_a_signal_saves_and_the_same_command_resumes(undisturbed: Path, tmp_path: Path, number: signal.Signals, code: int) -> None:
-    command = ("train", "--out", tmp_path, "--steps", "8", "--checkpoint.every_steps", "100", *SMALL)
-    process = start(*command)
-    wait_for(lambda: len(steps_in(tmp_path)) >= 2, process)
-    pids = workers_of(process)
-    assert len(pids) == 2
-    process.send_signal(number)
-    output = process.communicate(timeout=120)[0]
-    assert process.returncode == code, output
-    assert not any(map(alive, pids))
-    stopped_at = steps_in(tmp_path)[-1]
-    assert digest(tmp_path).startswith(f"step {stopped_at} ")
+def test_each_signal_saves_and_the_same_command_resumes(undisturbed: Path, tmp_path: Path) -> None:
+    command = ("train", "--out", tmp_path, "--steps", "30", "--checkpoint.every_steps", "100", *SMALL)
+    for number, code in ((signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGUSR1, 75)):
+        first = len(steps_in(tmp_path))
+        process = start(*command)
+        wait_for(lambda first=first: len(steps_in(tmp_path)) >= first + 2, process)  # type: ignore[misc]
+        pids = workers_of(process)
+        assert len(pids) == 2
+        process.send_signal(number)
+        output = process.communicate(timeout=120)[0]
+        assert process.returncode == code, output
+        assert not any(map(is_alive, pids))
+        assert digest(tmp_path).startswith(f"step {steps_in(tmp_path)[-1]} ")
+        assert not list(Path("/tmp").glob(f"lockstep-*{process.pid}*"))
     again = run(*command)
     assert again.returncode == 0, again.stderr
-    assert steps_in(tmp_path) == list(range(1, 9)) and digest(tmp_path) == digest(undisturbed)
-    assert not list(Path("/tmp").glob(f"lockstep-*{process.pid}*"))
+    assert steps_in(tmp_path) == list(range(1, 31)) and digest(tmp_path) == digest(undisturbed)
 
 
 def test_a_killed_worker_is_replaced_and_the_bits_are_the_same(undisturbed: Path, tmp_path: Path) -> None:
-    process = start("train", "--out", tmp_path, "--workers", "3", "--steps", "8", "--checkpoint.every_steps", "2", *SMALL)
+    process = start("train", "--out", tmp_path, "--workers", "3", "--steps", "30", "--checkpoint.every_steps", "10", *SMALL)
     wait_for(lambda: len(steps_in(tmp_path)) >= 3, process)
     pids = workers_of(process)
     os.kill(pids[1], signal.SIGKILL)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
-    assert "killed by SIGKILL; restarting now" in output and not any(map(alive, pids))
-    assert steps_in(tmp_path) == list(range(1, 9)) and digest(tmp_path) == digest(undisturbed)
+    assert "killed by SIGKILL; restarting now" in output and not any(map(is_alive, pids))
+    assert steps_in(tmp_path) == list(range(1, 31)) and digest(tmp_path) == digest(undisturbed)
 
 
 def test_after_a_kill_of_rank_0_its_successor_prints_the_results(undisturbed: Path, tmp_path: Path) -> None:
-    words = ["--workers", "2", "--min", "2", "--steps", "8", "--checkpoint.every_steps", "2", *SMALL[:-1], "20"]
+    words = ["--workers", "2", "--min", "2", "--steps", "30", "--checkpoint.every_steps", "10", *SMALL[:-1], "20"]
     process = start("launch", "--out", tmp_path, *words)
     wait_for(lambda: len(steps_in(tmp_path)) >= 3, process)
     status = json.loads(run("status", tmp_path, "--json").stdout)
@@ -119,7 +100,7 @@ def test_after_a_kill_of_rank_0_its_successor_prints_the_results(undisturbed: Pa
     os.kill(status["members"][0]["pid"], signal.SIGKILL)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
-    assert "joined at step" in output and "\nstep 8  loss" in output  # the other worker is rank 0 now
+    assert "joined at step" in output and "\nstep 30  loss" in output  # the other worker is rank 0 now
     assert "(test, 20 pairs, greedy)" in output and f"next: lockstep translate {tmp_path}" in output
     assert digest(tmp_path) == digest(undisturbed)
 
@@ -130,10 +111,7 @@ def test_workers_exit_within_two_seconds_of_their_agent(tmp_path: Path) -> None:
     pids = workers_of(process)
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 2
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(map(alive, pids))
+    wait_until(lambda: not any(map(is_alive, pids)), timeout_s=2)
     assert process.stdout is not None
     process.stdout.close()
 
@@ -152,7 +130,7 @@ def busy_port() -> Iterator[int]:
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_before_the_update_with_code_4(tmp_path: Path) -> None:
-    words = ("--steps", "9", "--checkpoint.every_steps", "1", "--optim.learning_rate", "1e9", "--optim.clip_norm", "0", *SMALL)
+    words = ("--steps", "9", "--checkpoint.every_steps", "1", "--optim.learning_rate", "1e9", "--optim.clip_norm", "0", *DATA)
     result = run("train", "--out", tmp_path, *words)
     assert result.returncode == 4 and "DivergedError" in result.stderr and three_parts(result.stderr), result.stderr
     assert 1 <= len(steps_in(tmp_path)) < 9 and run("checkpoint", "verify", tmp_path).returncode == 0
@@ -160,7 +138,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_the_update_with_code_4(tm
 
 def test_a_busy_port_is_refused(busy_port: int, tmp_path: Path) -> None:
     environ = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    result = run("train", "--out", tmp_path / "run", *SMALL, environ={**ENVIRON, **environ, "MASTER_PORT": str(busy_port)})
+    result = run("train", "--out", tmp_path / "run", *SMALL, env=one_thread(**environ, MASTER_PORT=str(busy_port)))
     assert result.returncode == 2 and str(busy_port) in result.stderr and three_parts(result.stderr), result.stderr
 
 
@@ -216,19 +194,8 @@ def test_a_full_disk_stops_training_or_not_and_keeps_the_older_checkpoint(on_err
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", tmp_path], capture_output=True, check=False).returncode:
         pytest.skip("mounting a small tmpfs needs root")
     try:
-        words = (
-            "train",
-            "--out",
-            tmp_path / "run",
-            "--steps",
-            "8",
-            "--checkpoint.every_steps",
-            "2",
-            "--checkpoint.on_error",
-            on_error,
-            *SMALL,
-        )
-        result = run(*words)
+        words = ["--steps", "8", "--checkpoint.every_steps", "2", "--checkpoint.on_error", on_error, *DATA]
+        result = run("train", "--out", tmp_path / "run", *words)
         assert result.returncode == 3, result.stderr  # the last checkpoint is missing in both cases
         assert "No space left on device" in result.stderr and three_parts(result.stderr), result.stderr
         steps = steps_in(tmp_path / "run")
@@ -249,9 +216,9 @@ def test_help_lists_every_value() -> None:
 def test_a_resume_from_an_earlier_step_sets_later_checkpoints_aside_and_gives_the_same_bits(undisturbed: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(undisturbed, folder)
-    result = run("train", "--out", folder, "--workers", "2", "--resume", "6", "--steps", "8")
-    assert result.returncode == 0 and "is set aside as step-00000008.abandoned" in result.stderr, result.stderr
-    assert steps_in(folder) == list(range(1, 9)) and digest(folder) == digest(undisturbed)
+    result = run("train", "--out", folder, "--workers", "2", "--resume", "20", "--steps", "30")
+    assert result.returncode == 0 and "is set aside as step-00000030.abandoned" in result.stderr, result.stderr
+    assert steps_in(folder) == list(range(1, 31)) and digest(folder) == digest(undisturbed)
 
 
 def test_an_override_is_recorded_and_a_resume_before_it_gives_the_same_bits(undisturbed: Path, tmp_path: Path) -> None:
@@ -259,21 +226,20 @@ def test_an_override_is_recorded_and_a_resume_before_it_gives_the_same_bits(undi
     shutil.copytree(undisturbed, folder)
     refused = run("train", "--out", folder, "--workers", "1", "--optim.learning_rate", "8e-3")
     assert refused.returncode == 2 and "--override optim.learning_rate=0.008" in refused.stderr
-    result = run("train", "--out", folder, "--workers", "2", "--resume", "6", "--override", "optim.learning_rate=8e-3")
+    result = run("train", "--out", folder, "--workers", "2", "--resume", "20", "--override", "optim.learning_rate=8e-3")
     assert result.returncode == 0, result.stderr
     rates = {line["step"]: line["learning_rate"] for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
-    assert rates[6] == 4e-3 * 6 / 60 and rates[7] == 8e-3 * 7 / 60
+    assert rates[20] == 4e-3 * 20 / 60 and rates[21] == 8e-3 * 21 / 60
     overrides = [event for event in map(json.loads, (folder / "events.jsonl").read_text().splitlines()) if event["event"] == "override"]
-    assert [(event["step"], event["values"]) for event in overrides] == [(6, {"optim.learning_rate": 8e-3})]
-    changed = digest_line(folder)
-    assert run("train", "--out", folder, "--workers", "1", "--resume", "4").returncode == 0
-    assert digest_line(folder) == changed != digest_line(undisturbed)
+    assert [(event["step"], event["values"]) for event in overrides] == [(20, {"optim.learning_rate": 8e-3})]
+    changed = digest(folder)
+    assert run("train", "--out", folder, "--workers", "1", "--resume", "10").returncode == 0
+    assert digest(folder) == changed != digest(undisturbed)
 
 
 def test_torchrun_starts_the_same_training(undisturbed: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "lockstep", "train"]
-    words = ["--out", str(tmp_path), "--steps", "8", "--checkpoint.every_steps", "4", *SMALL]
-    result = subprocess.run([*command, *words], capture_output=True, text=True, timeout=200, env=ENVIRON, check=False)
+    command = [*TORCHRUN, "-m", "lockstep", "train", "--out", str(tmp_path), "--steps", "30", "--checkpoint.every_steps", "10", *SMALL]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200, env=one_thread(), check=False)
     assert result.returncode == 0, result.stderr
     assert digest(tmp_path) == digest(undisturbed)
 
@@ -281,53 +247,38 @@ def test_torchrun_starts_the_same_training(undisturbed: Path, tmp_path: Path) ->
 # A user's loop.
 
 
-def own_loop(folder: Path, workers: int, steps: int = 120) -> list[str]:
-    return ["train", f"{ROOT}/examples/own_loop.py:train", "--out", str(folder), "--workers", str(workers), "--steps", str(steps)]
+def own_loop(folder: Path, workers: int) -> list[str]:
+    return ["train", OWN_LOOP, "--out", str(folder), "--workers", str(workers), "--steps", "120"]
 
 
 def test_own_loop_has_the_same_bits_on_any_number_of_workers_and_through_a_kill_and_a_stop(tmp_path: Path) -> None:
     for workers in (1, 2, 3):
-        result = run(*own_loop(tmp_path / str(workers), workers))
-        assert result.returncode == 0, result.stderr
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", f"{ROOT}/examples/own_loop.py"]
-    (tmp_path / "torchrun").mkdir()
-    result = subprocess.run(torchrun, capture_output=True, text=True, timeout=200, env=ENVIRON, cwd=tmp_path / "torchrun", check=False)
-    assert result.returncode == 0, result.stderr
-
-    killed = tmp_path / "killed"
-    process = start(*own_loop(killed, 2))
-    wait_for(lambda: len(steps_in(killed)) >= 60, process)
+        assert run_loop(EXAMPLE, tmp_path / str(workers), workers, steps=120) == LoopResult(0, "")
+    disturbed = tmp_path / "disturbed"
+    process = start(*own_loop(disturbed, 2))
+    wait_for(lambda: len(steps_in(disturbed)) >= 20, process)
     os.kill(workers_of(process)[0], signal.SIGKILL)
-    output = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, output
-    assert steps_in(killed) == list(range(1, 121))
-    reasons = [json.loads(path.read_text())["reason"] for path in sorted((killed / "generations").glob("*.json"))]
-    assert len(reasons) > 2 and not any("no member of generation" in reason for reason in reasons), reasons  # healed in place
-
-    stopped = tmp_path / "stopped"
-    process = start(*own_loop(stopped, 2))
-    wait_for(lambda: len(steps_in(stopped)) >= 20, process)
+    wait_for(lambda: any(event.get("joined") for event in read_events(disturbed)), process)
     process.send_signal(signal.SIGTERM)
     output = process.communicate(timeout=120)[0]
-    assert process.returncode == 75 and 20 <= steps_in(stopped)[-1] < 120, output
-    assert digest(stopped).startswith(f"step {steps_in(stopped)[-1]} ")
-    assert run(*own_loop(stopped, 3)).returncode == 0
-    assert steps_in(stopped) == list(range(1, 121))
-
-    names = ("1", "2", "3", "killed", "stopped", "torchrun/runs/own")
-    digests = {run("checkpoint", "digest", tmp_path / name, "100").stdout for name in names}
-    assert len(digests) == 1 and digests.pop().startswith("step 100 sha256 ")
-    last = {digest_line(tmp_path / name) for name in names if name != "torchrun/runs/own"}
-    assert len(last) == 1 and last.pop().startswith("step 120 sha256 "), "the last state is saved, regardless of every_steps"
+    assert process.returncode == 75 and 20 <= steps_in(disturbed)[-1] < 120, output
+    reasons = [json.loads(path.read_text())["reason"] for path in sorted((disturbed / "generations").glob("*.json"))]
+    assert len(reasons) > 2 and not any("no member of generation" in reason for reason in reasons), reasons  # healed in place
+    assert digest(disturbed).startswith(f"step {steps_in(disturbed)[-1]} ")
+    assert run(*own_loop(disturbed, 3)).returncode == 0
+    assert steps_in(disturbed) == list(range(1, 121))
+    digests = {digest(tmp_path / name) for name in ("1", "2", "3", "disturbed")}
+    assert len(digests) == 1 and digests.pop().startswith("step 120 sha256 ")
 
 
 def test_a_scheduler_an_ema_and_two_optimizers_survive_a_kill_a_join_and_a_resume(tmp_path: Path) -> None:
+    loop = ROOT / "tests" / "support" / "scheduled_loop.py"
+
     def command(folder: Path, workers: int) -> list[str]:
-        return ["train", f"{ROOT}/tests/support/scheduled_loop.py:train", "--out", str(folder), "--workers", str(workers)]
+        return ["train", f"{loop}:train", "--out", str(folder), "--workers", str(workers)]
 
     alone, disturbed = tmp_path / "alone", tmp_path / "disturbed"
-    result = run(*command(alone, 1))
-    assert result.returncode == 0, result.stderr
+    assert run_loop(loop, alone, 1) == LoopResult(0, "")
     disturbed.mkdir()
     (disturbed / "disturb").write_text(json.dumps({"kill": 25, "stop": 45}))
     stopped = run(*command(disturbed, 3))
@@ -338,16 +289,15 @@ def test_a_scheduler_an_ema_and_two_optimizers_survive_a_kill_a_join_and_a_resum
     assert result.returncode == 0 and "flipped" not in result.stderr, result.stderr
     rates = [[(line["step"], line["rate"]) for line in metrics.iter_steps(folder / "metrics.jsonl")] for folder in (alone, disturbed)]
     assert rates[0] == rates[1] and rates[0][-1] == (60, pytest.approx(0.7**9))
-    assert run("checkpoint", "digest", alone, "60").stdout == run("checkpoint", "digest", disturbed, "60").stdout != ""
+    assert digest(alone, 60) == digest(disturbed, 60)
 
 
 @pytest.mark.parametrize("starter", ["torchrun", "agent"])
 def test_no_thread_of_the_process_group_is_left_after_the_loop(tmp_path: Path, starter: str) -> None:
     loop = f"{ROOT}/tests/support/gloo_threads.py"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", loop]
     agent = [sys.executable, "-m", "lockstep", "train", f"{loop}:train", "--workers", "2", "--out", "run"]
-    words = torchrun if starter == "torchrun" else agent
-    result = subprocess.run(words, capture_output=True, text=True, timeout=200, env=ENVIRON, cwd=tmp_path, check=False)
+    words = [*TORCHRUN, loop] if starter == "torchrun" else agent
+    result = subprocess.run(words, capture_output=True, text=True, timeout=200, env=one_thread(), cwd=tmp_path, check=False)
     assert result.returncode == 0 and "threads of gloo: 0" in result.stdout, result.stdout + result.stderr
 
 
@@ -376,6 +326,5 @@ def test_an_option_for_run_files_is_refused_with_a_user_script(tmp_path: Path, w
 
 
 def test_a_user_loop_accepts_more_workers_than_it_started_with(tmp_path: Path) -> None:
-    own = f"{ROOT / 'examples' / 'own_loop.py'}:train"
-    result = run("launch", own, "--workers", "2", "--max", "4", "--steps", "5", "--out", tmp_path / "run")
+    result = run("launch", OWN_LOOP, "--workers", "2", "--max", "4", "--steps", "5", "--out", tmp_path / "run")
     assert result.returncode == 0, result.stdout + result.stderr

@@ -33,7 +33,7 @@ HANG_S, EVALUATE_S, SAVE_EVERY = 3.0, 9.0, 25
 PAUSE_S = 0.02  # a step of this model takes 2 ms
 
 
-def train(steps: int = 1000, out: Path = Path("run")) -> None:
+def train(steps: int = 1000, out: Path = Path("run"), pause_s: float = PAUSE_S) -> None:
     torch.manual_seed(0)
     model, points = nn.Sequential(nn.Linear(2, 16), nn.GELU(), nn.Linear(16, 1)), torch.rand(600, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -62,7 +62,7 @@ def train(steps: int = 1000, out: Path = Path("run")) -> None:
                         run_fault(fault, points)
                     rows = points[order.ids(step, k)]
                     replicas.backward(nn.functional.mse_loss(replicas(rows)[:, 0], rows.sum(1)) / 6)
-                time.sleep(PAUSE_S)
+                time.sleep(pause_s)
                 optimizer.step()
                 step += 1
                 tracker.step(step, {"loss": replicas.loss, "norm": 0.0})
