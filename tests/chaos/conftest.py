@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.hosts import Network, Training, Truth, undisturbed, why_no_hosts
+from support.hosts import Network, Training, Truth, truth_of, undisturbed, why_no_hosts
 
 
 @pytest.fixture
@@ -38,13 +36,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Truth
     def result(steps: int) -> Truth:
         folder = base / f"undisturbed-{steps}"
         folder.mkdir(exist_ok=True)
-        saved = folder / "result.json"
         with open(folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not saved.exists():
-                saved.write_text(json.dumps(asdict(undisturbed(folder, steps))))
-        values = json.loads(saved.read_text())
-        return Truth(values["digest"], [(step, loss, norm) for step, loss, norm in values["steps"]])
+            return truth_of(folder / "run") if (folder / "run").exists() else undisturbed(folder, steps)
 
     return result
 

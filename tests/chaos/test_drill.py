@@ -113,6 +113,7 @@ def test_faults_are_injected_into_a_user_loop_with_metrics(tmp_path: Path) -> No
     assert result.returncode == 0 and result.stdout.endswith("\nthe same bits\n"), result.stdout + result.stderr
 
 
+@pytest.mark.long  # test_layout_hosts.py has the same faults
 def test_replicas_of_two_shards_recover_as_units(tmp_path: Path) -> None:
     words = ["drill", "--faults", "2", "--seed", "3", "--steps", "40", "--out", str(tmp_path / "drill"), *TINY]
     words += ["--layout.replicate", "2", "--layout.shard", "2"]

@@ -13,7 +13,7 @@ from lockstep.checkpoint.commands import digest_line
 
 # 89 million parameters: 1.4 GB of weights, gradients and moments, 1.1 GB more during a save.
 WIDE = {
-    "steps": 2,
+    "steps": 1,
     "data.pairs": 3000,
     "data.held_out": 50,
     "data.max_tokens": 64,
@@ -60,4 +60,4 @@ def test_out_of_memory_error_names_a_layout_that_trains(tmp_path: Path) -> None:
     assert hint, failed.stdout + failed.stderr
     result = train(tmp_path / "shards", limit, *hint[1].split())
     assert result.returncode == 0, result.stdout + result.stderr
-    assert digest_line(tmp_path / "shards").startswith("step 2 sha256")
+    assert digest_line(tmp_path / "shards").startswith("step 1 sha256")

@@ -8,12 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from support.hosts import living
+from support.launching import lockstep_command, run_lockstep
+from support.waiting import wait_until
 
 from lockstep.runtime.worker_env import running_workers, state_folder
 
@@ -36,12 +37,8 @@ def running_processes(folder: Path) -> list[int]:
     return [pid for pid in living(folder) if pid != os.getpid()]
 
 
-def lockstep(*words: str | Path) -> list[str]:
-    return [sys.executable, "-m", "lockstep", *map(str, words)]
-
-
 def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(lockstep("run", SCRIPT, *words), capture_output=True, text=True, timeout=120, check=False)
+    return run_lockstep("run", SCRIPT, *words)
 
 
 def report() -> list[str]:
@@ -50,10 +47,7 @@ def report() -> list[str]:
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:
-    until_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < until_s, f"{what}: {report()}"
-        time.sleep(0.02)
+    wait_until(condition, what, report=lambda: str(report()))
 
 
 def test_a_script_gets_the_environment_and_the_result_that_torchrun_gives_it() -> None:
@@ -68,7 +62,7 @@ def test_a_script_gets_the_environment_and_the_result_that_torchrun_gives_it() -
     assert report() == ours
 
 
-@pytest.mark.parametrize("fail", ["kill", "error"])
+@pytest.mark.parametrize("fail", ["kill", pytest.param("error", marks=pytest.mark.long)])
 def test_all_restart_together_when_one_fails(fail: str) -> None:
     result = run("--workers", "2", "--fail", fail)
     assert result.returncode == 0, result.stderr
@@ -78,10 +72,10 @@ def test_all_restart_together_when_one_fails(fail: str) -> None:
 
 
 def test_a_repeated_error_ends_the_run_with_its_traceback_and_code() -> None:
-    result = run("--workers", "2", "--fail", "always")
+    result = run_lockstep("run", SCRIPT.with_name("failing_script.py"), "--workers", "2")
     assert result.returncode == 1 and "ValueError: a bad record" in result.stderr, result.stderr
-    assert "plain_ddp.py of rank 1 exited with code 1" in result.stderr and len(report()) == 6
-    assert "plain_ddp.py failed on 3 starts in a row (slot 1, exit code 1)" in result.stderr
+    assert "failing_script.py of rank 1 exited with code 1" in result.stderr and len(report()) == 6
+    assert "failing_script.py failed on 3 starts in a row (slot 1, exit code 1)" in result.stderr
 
 
 def test_help_of_a_script_is_shown_once_and_starts_no_run(tmp_path: Path) -> None:
@@ -93,14 +87,14 @@ def test_help_of_a_script_is_shown_once_and_starts_no_run(tmp_path: Path) -> Non
 def test_help_of_a_main_function_lists_its_flags(tmp_path: Path) -> None:
     file = tmp_path / "loop.py"
     file.write_text("import lockstep\ndef main(lr: float = 0.1, *, name: str):\n    'Train it.'\nlockstep.launch(main, workers=2)\n")
-    for command in ([sys.executable, str(file), "--help"], lockstep("run", file, "--workers", "2", "-h")):
+    for command in ([sys.executable, str(file), "--help"], lockstep_command("run", file, "--workers", "2", "-h")):
         result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert (result.returncode, result.stderr) == (0, "")
         assert result.stdout == "Train it.\n\n  --lr (default: 0.1)\n  --name (required)\n"
 
 
 def test_a_function_of_a_script_is_refused_with_the_command_that_takes_it() -> None:
-    result = subprocess.run(lockstep("run", f"{SCRIPT}:main"), capture_output=True, text=True, timeout=60, check=False)
+    result = run_lockstep("run", f"{SCRIPT}:main")
     assert result.returncode == 2 and f"give {SCRIPT}; lockstep train takes FILE.py:FUNCTION" in result.stderr
 
 
@@ -110,7 +104,7 @@ def test_a_wrong_argument_ends_the_run_at_once() -> None:
 
 
 def test_a_signal_goes_to_the_script_and_ends_the_run(tmp_path: Path) -> None:
-    process = subprocess.Popen(lockstep("run", SCRIPT, "--workers", "2", "--steps", "1000000"), stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(lockstep_command("run", SCRIPT, "--workers", "2", "--steps", "1000000"), stderr=subprocess.PIPE, text=True)
     wait_for(lambda: len(report()) == 2, "the start")
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
@@ -122,9 +116,9 @@ def test_a_host_is_lost_and_comes_back_on_two_hosts(tmp_path: Path) -> None:
     Path("hosts.toml").write_text(HOSTS)
 
     def start(host: str) -> subprocess.Popen[bytes]:
-        words = ("launch", "--hosts", "hosts.toml", "--host", host, "--min", "1", SCRIPT, "--steps", "200", "--pause", "0.05")
+        words = ("launch", "--hosts", "hosts.toml", "--host", host, "--min", "1", SCRIPT, "--steps", "400", "--pause", "0.05")
         with open(f"{host}.log", "ab") as output:
-            return subprocess.Popen(lockstep(*words), stdout=output, stderr=output, start_new_session=True)
+            return subprocess.Popen(lockstep_command(*words), stdout=output, stderr=output, start_new_session=True)
 
     agents = {host: start(host) for host in "ab"}
     wait_for(lambda: Path("saved.pt").exists(), "the first steps")
@@ -136,6 +130,7 @@ def test_a_host_is_lost_and_comes_back_on_two_hosts(tmp_path: Path) -> None:
     wait_for(lambda: any("of 1 local 0 restart 1" in line for line in report()), "a alone")
     agents["b"] = start("b")
     wait_for(lambda: len([line for line in report() if "of 2" in line and "restart 2" in line]) == 2, "both again")
+    Path("hurry").touch()
     for host, agent in agents.items():
         assert agent.wait(90) == 0, Path(f"{host}.log").read_text()
     assert len([line for line in report() if " finished with " in line]) == 2

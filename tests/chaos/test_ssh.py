@@ -19,18 +19,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.hosts import Network, Training, Truth, flags, living, read_steps, undisturbed, why_no_hosts
+from support.fault_matrix import Reference
+from support.hosts import Network, Training, flags, living, read_steps, why_no_hosts
 
 from lockstep.checkpoint.commands import digest_line
 
 STEPS = 60
 SERVER = Path(__file__).parents[1] / "support" / "ssh_server.py"
-
-
-@pytest.fixture(scope="module")
-def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
-    """The result of an undisturbed run on one worker."""
-    return undisturbed(tmp_path_factory.mktemp("undisturbed"), STEPS)
 
 
 @pytest.fixture
@@ -92,7 +87,7 @@ def launch(training: Training, *words: str) -> subprocess.Popen[bytes]:
     return training.agents["ssh"]
 
 
-def test_a_run_started_by_ssh_stops_resumes_recovers_and_has_the_same_bits(training: Training, truth: Truth) -> None:
+def test_a_run_started_by_ssh_stops_resumes_recovers_and_has_the_same_bits(training: Training, reference: Reference) -> None:
     launcher = launch(training)
     training.wait_for_step(8)
     launcher.send_signal(signal.SIGTERM)
@@ -103,14 +98,14 @@ def test_a_run_started_by_ssh_stops_resumes_recovers_and_has_the_same_bits(train
     before = training.newest
     training.kill(training.member(0, training.hosts[1]))
     training.wait_until_whole(before)
-    training.assert_same_bits(truth)
+    training.assert_same_bits(reference(STEPS))
     shown = re.findall(r"^step (\d+)  loss", (training.folder / "ssh.out").read_text(), re.MULTILINE)
     assert len(shown) == len(set(shown)) > STEPS // 10, "the shared terminal shows each step once"
     assert len(training.events("evaluator started")) == 1, training.events("evaluator started")
 
 
 @pytest.mark.long
-def test_the_run_continues_after_its_launcher_is_killed(training: Training, truth: Truth) -> None:
+def test_the_run_continues_after_its_launcher_is_killed(training: Training, reference: Reference) -> None:
     launcher = launch(training)
     training.wait_for_step(8)
     before = training.newest
@@ -120,7 +115,7 @@ def test_the_run_continues_after_its_launcher_is_killed(training: Training, trut
     while living(training.folder):
         assert time.monotonic() < until_s, training.report()
         time.sleep(0.05)
-    end = training.newest
+    end, truth = training.newest, reference(STEPS)
     assert end.number == before.number + 1 and end.end and end.end.code == 0, training.report()
     assert read_steps(training.run) == truth.steps and digest_line(training.run, None) == truth.digest
     training.assert_nothing_left()

@@ -173,8 +173,9 @@ def why_no_hosts() -> str:
 
 @dataclass(frozen=True)
 class Truth:
-    """The result of an undisturbed run: its digest, and (step, loss, norm) of each step."""
+    """The result of an undisturbed run: its folder, its digest, and (step, loss, norm) of each step."""
 
+    run: Path
     digest: str
     steps: list[tuple[int, float, float]]
 
@@ -307,7 +308,7 @@ class Training:
 
     # -- waiting ------------------------------------------------------------------------------------------------------------
 
-    def wait(self, done: Callable[[], bool], timeout_s: float = 60.0, *, what: str = "") -> float:
+    def wait(self, done: Callable[[], bool], timeout_s: float = 120.0, *, what: str = "") -> float:
         """Wait until `done()`; return the seconds."""
         start_s = time.monotonic()
         while not done():
@@ -317,11 +318,11 @@ class Training:
             time.sleep(0.005)
         return time.monotonic() - start_s
 
-    def wait_for_step(self, step: int, timeout_s: float = 60.0) -> float:
+    def wait_for_step(self, step: int, timeout_s: float = 120.0) -> float:
         """Wait until `step` is committed."""
         return self.wait(lambda: self.step >= step, timeout_s, what=f"step {step}")
 
-    def wait_until_back(self, since: Generation, count: int | None = None, timeout_s: float = 60.0) -> float:
+    def wait_until_back(self, since: Generation, count: int | None = None, timeout_s: float = 120.0) -> float:
         """Wait until a generation after `since`, of any size or of `count` workers, has committed a
         step.
         """
@@ -450,4 +451,8 @@ def undisturbed(folder: Path, steps: int, **values: object) -> Truth:
     """
     command = [sys.executable, "-m", "lockstep", "train", "--workers", "1", "--out", "run", *flags(steps, **values)]
     subprocess.run(command, cwd=folder, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    return Truth(digest_line(folder / "run", None), read_steps(folder / "run"))
+    return truth_of(folder / "run")
+
+
+def truth_of(run: Path) -> Truth:
+    return Truth(run, digest_line(run, None), read_steps(run))

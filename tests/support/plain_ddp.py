@@ -1,7 +1,6 @@
 """An ordinary torchrun script, for test_plain_script.py. It does not import Lockstep.
 
-It saves every 5 steps. With --fail kill or error, rank 1 fails once in step 12; with --fail always,
-each time.
+It saves every 5 steps. With --fail kill or error, rank 1 fails once in step 12.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         step += 1
-        time.sleep(args.pause)
+        time.sleep(0 if Path("hurry").exists() else args.pause)
         if rank == 0 and step % 5 == 0:
             torch.save({"model": model.module.state_dict(), "step": step}, "saved.tmp")
             os.replace("saved.tmp", saved)
-        if rank == 1 and step == 12 and args.fail and (args.fail == "always" or not Path("failed").exists()):
+        if rank == 1 and step == 12 and args.fail and not Path("failed").exists():
             Path("failed").touch()
             if args.fail == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)

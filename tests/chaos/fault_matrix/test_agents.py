@@ -225,13 +225,13 @@ def test_row_36_joiner_with_another_number_of_steps_is_refused(start_training: S
 
 def test_row_36_standby_worker_that_computes_other_bits_is_refused(start_training: StartTraining, reference: Reference) -> None:
     hosts = [Host("a"), Host("b"), Host("c", enter=OTHER_KERNELS)]
-    training = start_training(hosts, workers=1, steps=120, words=("--max", "2"))
+    training = start_training(hosts, workers=1, steps=60, words=("--max", "2"))
     training.wait_for_step(5)
     assert [member.host for member in training.newest.members] == ["a", "b"]
     before = training.newest
     wait_for_refusal(training, training.agents.pop("c"), "would compute different bits")
     assert training.newest == before
-    training.assert_same_bits(reference(120))
+    training.assert_same_bits(reference(60))
 
 
 @long

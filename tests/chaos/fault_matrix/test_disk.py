@@ -81,7 +81,7 @@ def test_replacement_waits_for_the_run_folder_and_writes_nothing_elsewhere(
     with empty_folder_over(training.run, writable=writable):
         print_steps(training, 25)  # more than checkpoint.every_steps: a save is due meanwhile
         training.kill(next(member for member in before.members if member.slot == slot))
-        time.sleep(10)  # longer than three attempts to start would take
+        time.sleep(5)  # longer than three attempts to start would take
         assert all(agent.poll() is None for agent in training.agents.values())
         written = {path.name for path in training.run.iterdir()} & {"token", "generations", "waiting", "checkpoints", "logs"}
         assert not written
