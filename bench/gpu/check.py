@@ -136,7 +136,7 @@ def main() -> int:
     """Run all parts; return 1 if one failed or bits differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--only", default="", help="parts whose name contains this")
+    parser.add_argument("--only", default="", help="parts whose name contains one of these words, separated by commas")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds for each part")
     parser.add_argument("--keep", default="", help="keep the result in bench/gpu/DATE-NAME")
     args = parser.parse_args()
@@ -145,7 +145,7 @@ def main() -> int:
     load, done = os.getloadavg(), []
     with tempfile.TemporaryDirectory(prefix="lockstep-gpu-check-") as folder:
         for part in parts(args.device, Path(folder)):
-            if args.only in part.name:
+            if any(word in part.name for word in args.only.split(",")):
                 part.run(args.limit)
                 done.append(part)
                 print(f"{part.name}: exit code {part.exit_code}, {part.seconds:.0f} s", flush=True)

@@ -105,7 +105,7 @@ def test_weights_are_those_of_the_plain_loop_and_one_digest_is(script: str, tmp_
     assert digest_of_killed_and_resumed(script, tmp_path / "resumed") == digest_line(tmp_path / "6")
 
 
-@pytest.mark.parametrize("healed", ["image_classifier", "diffusion"])
+@pytest.mark.parametrize("healed", ["image_classifier", pytest.param("diffusion", marks=pytest.mark.long)])
 def test_one_digest_of_killed_and_healed(healed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_TMP", str(tmp_path))
     assert train(healed, tmp_path / "one", 1) == LoopResult(0, "")

@@ -180,7 +180,7 @@ def cases_of(workers: int) -> Iterator[Case]:
         # recomputing and compiling do not depend on the layout: once per axis is enough
         shown = {
             "plain": True,
-            "recomputed": each == 1,
+            "recomputed": each == 1 and workers == 2,
             "compiled": each == 1 and workers == 2 and (name == "llama" or layout.shard == 2),
         }
         if name in ("adapted", "qwen2", "qwen3"):
@@ -278,7 +278,8 @@ def test_losses_of_twenty_steps_equal_those_of_one_process() -> None:
     names = ["llama", "translator"]
     truth = run_ranks(losses_of_twenty_steps, 1, names, Layout())[0]
     assert all(losses[-1] < losses[0] - 0.5 for losses in truth), "the loss falls"
-    for layout in TABLE:
+    # The other layouts have the bits of one process or of one of these, as the digests below show.
+    for layout in (Layout(1, 2, 2), Layout(1, 2, 1, 2), Layout(1, 1, 2, 2)):
         for losses, expected in zip(run_ranks(losses_of_twenty_steps, layout.workers, names, layout)[0], truth, strict=True):
             assert losses == pytest.approx(expected, rel=2e-5), layout
 
@@ -310,7 +311,10 @@ def test_replicas_and_shards_have_one_digest(name: str) -> None:
     layouts += [(Layout(1, 2), {"prefetch_units": 0}), (Layout(1, 3), {}), (Layout(1, 4), {"prefetch_units": 3})]
     layouts += [(Layout(2, 2), {"reshard_after_forward": False})]
     layouts += [(Layout(1, 3), {"reduce_once_per_step": True}), (Layout(2, 2), {"reduce_once_per_step": True})]
-    layouts += [(Layout(1, 8), {})] if name == "llama" else []
+    if name == "llama":
+        layouts += [(Layout(1, 8), {})]
+    else:  # the same code sums and shards all models
+        layouts = [(Layout(), {}), (Layout(3), {}), (Layout(1, 3), {}), (Layout(2, 2), {"reduce_once_per_step": True})]
     digests = [(layout, options, run_ranks(digest_after, layout.workers, name, layout, options)[0]) for layout, options in layouts]
     assert len({digest for _, _, digest in digests}) == 1, digests
 
