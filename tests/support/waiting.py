@@ -11,7 +11,7 @@ from typing import Any
 def wait_until(
     condition: Callable[[], Any],
     what: str = "the condition",
-    timeout_s: float = 60.0,
+    timeout_s: float = 120.0,
     *,
     process: subprocess.Popen[Any] | None = None,
     report: Callable[[], str] = str,
