@@ -13,13 +13,12 @@ from pathlib import Path
 
 import torch
 
-from lockstep.config.schema import ResolvedRun, RunConfig
+from lockstep.config.schema import ResolvedRun
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.log import log
 from lockstep.parallel.grad_norm import divide_and_clip
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.record.progress import ProgressDisplay
-from lockstep.record.step_timer import StepTimer
 from lockstep.record.tracker import BackgroundTracker
 from lockstep.runtime.numerics import make_deterministic
 from lockstep.runtime.signals import StopSignals
@@ -33,7 +32,6 @@ from lockstep.training.nonfinite import refuse_nonfinite_norm
 from lockstep.training.optim import learning_rate, make_optimizers, set_learning_rate, update_average
 from lockstep.training.owner_update import apply_owner_rule
 from lockstep.training.profiler import ProfiledSteps, compile_summary, profiling
-from lockstep.training.replica_group import ReplicaGroup
 
 
 def train(
@@ -75,18 +73,7 @@ def build(
     return model, optimizers, checkpointer, first_step
 
 
-def train_micro_batches(task: Task, run: RunConfig, replicas: ReplicaGroup, timer: StepTimer, step: int) -> None:
-    """Collective. Add the gradients of the step's micro-batches, and vote."""
-    for k in replicas.micro_batches(step):
-        with timer.timing("data"):
-            batch = task.loader.micro_batch(step, k)
-        with torch.autocast(replicas.runtime.world.device.type, torch.bfloat16, enabled=run.compute.precision == "bf16"):
-            loss = task.loss(replicas, batch)
-        replicas.backward(loss)
-    timer.add("communication", replicas.replica.exposed_s())
-
-
-def train_task(
+def train_task(  # over 60 lines: the whole loop in one place
     task: Task, resolved: ResolvedRun, folder: Path, runtime: ElasticRuntime, *, resume: str, profile: ProfiledSteps | None
 ) -> str:
     """Collective. Build what the loop needs, resume, and run the loop."""
@@ -107,7 +94,14 @@ def train_task(
     ):
         timer = make_step_timer(task, run, runtime)
         while not is_last:
-            train_micro_batches(task, run, replicas, timer, step)
+            for k in replicas.micro_batches(step):
+                with timer.timing("data"):
+                    batch = task.loader.micro_batch(step, k)
+                with torch.autocast(runtime.world.device.type, torch.bfloat16, enabled=run.compute.precision == "bf16"):
+                    loss = task.loss(replicas, batch)
+                replicas.backward(loss)
+            timer.add("communication", replicas.replica.exposed_s())
+
             tokens, decision = task.loader.tokens_in_step(step), replicas.decision
             squared = replicas.grad_norm_squared
             norm = float(divide_and_clip(model.parameters(), divisor=tokens, clip_norm=run.optim.clip_norm, grad_norm_squared=squared))

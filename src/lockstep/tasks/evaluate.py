@@ -296,7 +296,7 @@ def evaluate_with_lm_eval(folder: Path, step: int | None, tasks: str, include_pa
         refuse_no_model(folder)
         raise UsageError(f"{folder} is a Hugging Face model, not a run", str(folder), f"try lm_eval --model_args pretrained={folder}")
     try:
-        from lm_eval import simple_evaluate
+        from lm_eval import simple_evaluate  # the extra [eval]
         from lm_eval.models import huggingface  # noqa: F401  imports transformers and accelerate
         from lm_eval.tasks import TaskManager
         from lm_eval.utils import make_table
