@@ -113,6 +113,36 @@ class Declared(nn.Module):
         return (self.weight * rows).sum()
 
 
+class Marked(nn.Module):
+    """Buffers whose bytes in a row are not aligned, and one that the forward pass replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("marks", torch.zeros(3, dtype=torch.bool))
+        self.register_buffer("table", torch.zeros(2, 3).t())
+        self.norm = nn.BatchNorm1d(3, dtype=torch.float64)
+
+    def forward(self, rows: Tensor) -> Any:
+        self.table = self.table + rows[0, :, None]
+        self.get_buffer("marks").logical_xor_(rows[0] > 0)
+        return self.norm(rows.double())
+
+
+def test_buffers_of_any_dtype_and_layout_are_followed() -> None:
+    for micro_batches in (1, 2):
+        model, expected = Marked(), Marked()
+        statistics = RunningStatistics(model, micro_batches, {"marks": "per_micro_batch", "table": "per_micro_batch"})
+        statistics.start_step()
+        for k in range(micro_batches):
+            model(rows_of(0, k))
+            statistics.end_micro_batch(k)
+        statistics.commit()
+        expected(rows_of(0, micro_batches - 1))
+        assert model.get_buffer("marks").tolist() == expected.get_buffer("marks").tolist()
+        assert model.get_buffer("table").tolist() == expected.get_buffer("table").tolist()
+        assert int(model.norm.get_buffer("num_batches_tracked")) == micro_batches
+
+
 def train_declared(runtime: ElasticRuntime, buffers: Any) -> Any:
     model = Declared()
     try:

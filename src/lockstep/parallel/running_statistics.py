@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from itertools import accumulate, pairwise
 from typing import Literal
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from lockstep.errors import UsageError
 from lockstep.log import log
 from lockstep.runtime.tensor_bytes import as_bytes
+from lockstep.runtime.torch_private import foreach_copy_
 from lockstep.units import join_names
 
 BufferKinds = Mapping[str, Literal["local", "per_micro_batch"]]  # by pattern of names, as in fnmatch
@@ -52,7 +52,7 @@ class RunningStatistics:
         self.norms = {names: module for names, module in self.norms.items() if not self.local.intersection(names)}
         followed = [name for names in self.norms for name in names]
         self.names = [*followed, *(name for name in buffers if kind_of.get(name) == "per_micro_batch" and name not in followed)]
-        self._start: dict[str, Tensor] | None = None  # the buffers before the step in progress
+        self._start: list[Tensor] | None = None  # the buffers before the step in progress
         self._rows: Tensor | None = None  # uint8 (K, bytes): the buffers after each micro-batch, zero for those of other workers
 
     def start_step(self) -> None:
@@ -60,21 +60,22 @@ class RunningStatistics:
         if not self.names:
             return
         if self._start is None:
-            self._start = {name: tensor.clone() for name, tensor in self._buffers().items()}
-        self._restore()
-        size = sum(tensor.nbytes for tensor in self._start.values())
-        self._rows = torch.zeros(self.micro_batches, size, dtype=torch.uint8, device=next(iter(self._start.values())).device)
+            self._start = [tensor.detach().clone() for tensor in self._buffers()]
+        foreach_copy_(self._buffers(), self._start)
+        size = sum(tensor.nbytes for tensor in self._start)
+        self._rows = torch.zeros(self.micro_batches, size, dtype=torch.uint8, device=self._start[0].device)
 
     def end_micro_batch(self, k: int, *, counts: bool = True) -> None:
         """Take the buffers after micro-batch `k`, and restore those of the step's start.
 
         counts  False: another worker takes them
         """
-        if self._rows is None:
+        if self._start is None or self._rows is None:
             return
+        buffers = self._buffers()
         if counts:
-            self._rows[k] = torch.cat([as_bytes(tensor) for tensor in self._buffers().values()])
-        self._restore()
+            torch.cat([as_bytes(tensor) for tensor in buffers], out=self._rows[k])
+        foreach_copy_(buffers, self._start)
 
     def exchange(self, group: dist.ProcessGroup, wait: Callable[[list[dist.Work | None]], None]) -> None:
         """Collective. Receive the buffers after the micro-batches of other workers."""
@@ -85,30 +86,27 @@ class RunningStatistics:
         """Apply the changes of all micro-batches to the buffers."""
         if self._start is None or self._rows is None:
             return
-        after, buffers = [self._from_bytes(row) for row in self._rows], self._buffers()
-        for (mean, variance, count), module in self.norms.items():
-            before = int(self._start[count])
-            moves = [int(row[count]) - before for row in after]
-            for name in (mean, variance):
-                buffers[name].copy_(moved_statistics(self._start[name], [row[name] for row in after], before, moves, module.momentum))
-            buffers[count].fill_(before + sum(moves))
-        for name in self.names[len(STATISTICS) * len(self.norms) :]:
-            buffers[name].copy_(after[-1][name])
+        buffers, parts = self._buffers(), self._rows.split([tensor.nbytes for tensor in self._start], 1)
+        after = [  # of each buffer: (K, elements)
+            part.clone(memory_format=torch.contiguous_format).view(tensor.dtype) for part, tensor in zip(parts, self._start, strict=True)
+        ]
+        alike: dict[tuple[float | None, int, tuple[int, ...]], list[int]] = {}  # statistics by momentum, count and moves
+        for i, module in zip(range(0, 3 * len(self.norms), 3), self.norms.values(), strict=True):
+            before = int(self._start[i + 2])
+            moves = tuple(count - before for count in after[i + 2].flatten().tolist())
+            alike.setdefault((module.momentum, before, moves), []).extend((i, i + 1))
+            buffers[i + 2].fill_(before + sum(moves))
+        for (momentum, before, moves), numbers in alike.items():
+            start, rows = torch.cat([self._start[i] for i in numbers]), torch.cat([after[i] for i in numbers], 1)
+            moved = moved_statistics(start, rows.unbind(), before, moves, momentum)
+            for i, values in zip(numbers, moved.split([self._start[i].numel() for i in numbers]), strict=True):
+                buffers[i].copy_(values)
+        for i in range(3 * len(self.norms), len(self.names)):
+            buffers[i].copy_(after[i][-1].view_as(buffers[i]))
         self._start = self._rows = None
 
-    def _buffers(self) -> dict[str, Tensor]:
-        return {name: self.model.get_buffer(name) for name in self.names}
-
-    def _restore(self) -> None:
-        assert self._start is not None
-        for name, tensor in self._buffers().items():
-            tensor.copy_(self._start[name])
-
-    def _from_bytes(self, row: Tensor) -> dict[str, Tensor]:
-        assert self._start is not None
-        ends = [0, *accumulate(tensor.nbytes for tensor in self._start.values())]
-        parts = [row[start:end].clone() for start, end in pairwise(ends)]
-        return {name: part.view(like.dtype).view(like.shape) for part, (name, like) in zip(parts, self._start.items(), strict=True)}
+    def _buffers(self) -> list[Tensor]:
+        return [self.model.get_buffer(name) for name in self.names]
 
 
 def moved_statistics(start: Tensor, after: Sequence[Tensor], count: int, moves: Sequence[int], momentum: float | None) -> Tensor:
