@@ -176,7 +176,7 @@ def lockstep(cell: Cell, reduce: str, traffic: dict[str, object]) -> Step:
                 loss = cell.loss(replicas, k)
             replicas.backward(loss / cell.leaves)
         update(model, optimizer)
-        if (counted := getattr(replicas.replica, "traffic", None)) is not None:
+        if (counted := replicas.replica.traffic).messages:  # none if gloo's all-reduce does the one addition
             traffic.update(messages=counted.messages, bytes=counted.bytes)
         return loss.detach()
 

@@ -126,6 +126,24 @@ def test_gradient_has_the_same_bits_on_1_to_4_processes_with_dropout() -> None:
     assert ordered[0][0] == ordered[0][1], "the size of a bucket must not change bits"
 
 
+def messages(runtime: ElasticRuntime, dtype: torch.dtype) -> dict[int, int]:
+    """Return how many messages of the exchange a rank sends in a step, by the number of micro-batches."""
+    sent = {}
+    for leaves in (2, 3, 5, 6, 8):
+        with Replica(tiny(dtype), micro_batches=leaves) as replica:
+            for k in replica.micro_batches(0):
+                replica.backward(replica(ragged(k, 0, leaves)).sum())
+            sent[leaves] = replica.traffic.messages
+    return sent
+
+
+def test_two_ranks_with_one_subtree_each_need_no_exchange() -> None:
+    """One addition, in float32 or float64, has the bits of the tree in any all-reduce (compared above)."""
+    for sent in run_ranks(messages, 2, torch.float32):
+        assert {leaves for leaves, count in sent.items() if count} == {5, 6}
+    assert all(all(sent.values()) for sent in run_ranks(messages, 2, torch.bfloat16))
+
+
 def skip_backward(runtime: ElasticRuntime) -> str:
     model = tiny(torch.float32)
     try:

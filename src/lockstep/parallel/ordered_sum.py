@@ -80,6 +80,11 @@ def leaves_of_rank(rank: int, size: int, leaves: int) -> list[int]:
     return [k for subtree in assign_subtrees(size, leaves)[rank] for k in range(subtree.first, subtree.first + subtree.leaves)]
 
 
+def is_one_addition(size: int, leaves: int) -> bool:
+    """Return whether the ranks add one subtree each, once: addition commutes, so any all-reduce does."""
+    return size == 2 and sum(map(len, assign_subtrees(size, leaves))) == 2
+
+
 def refuse_idle_ranks(size: int, leaves: int) -> None:
     """UsageError: some process would have no micro-batch."""
     if size > leaves:

@@ -26,7 +26,7 @@ from lockstep.parallel.buckets import Bucket, GradientBuckets
 from lockstep.parallel.digest import digest_of
 from lockstep.parallel.exchange import Traffic, tree_all_reduce
 from lockstep.parallel.gradient_watch import GradientWatch, hash_of, refuse_different_parameters, refuse_unsupported
-from lockstep.parallel.ordered_sum import Subtree, SumTree, leaves_of_rank
+from lockstep.parallel.ordered_sum import Subtree, SumTree, is_one_addition, leaves_of_rank
 from lockstep.parallel.reducer import Reducer
 from lockstep.parallel.running_statistics import RunningStatistics
 from lockstep.runtime.numerics import seed_generators
@@ -58,7 +58,8 @@ class Replica:
     init_sync      Collective: broadcast rank 0's weights. False: they are equal, or received later
     board             where the current phase is recorded
     generation_error  returns why the generation is over; "" while it is intact
-    traffic           messages and bytes that this rank has sent in the current step, if "ordered"
+    traffic           messages and bytes that this rank has sent in the current step, in the exchange of
+                      exchange.py
     UsageError: more processes than micro-batches, or no backward pass ran.
     """
 
@@ -264,13 +265,19 @@ class Replica:
                 "by model.to(...) or an assignment to .data in the micro-batch loop",
                 "do it between the steps",
             )
-        if self.ordered:
-            partials = self._partial_sums(bucket)
+        partials = self._partial_sums(bucket) if self.ordered else []
+        if self.ordered and not self._is_one_addition(bucket.buffer):
             own = tree_all_reduce(partials, self.leaves, self._group, bucket.buffer, self.waits, self.traffic)
         else:
             self.waits.wait([dist.all_reduce(bucket.buffer, group=self._group, async_op=True)], self._group)
             own = bucket.buffer.tensor_split(self._group.size())[self._group.rank()]
         self._slice_sums.append(own.sum(dtype=torch.float64 if own.dtype == torch.float64 else torch.float32).double())
+
+    def _is_one_addition(self, buffer: torch.Tensor) -> bool:
+        """Return whether gloo's all-reduce has the same bits; it takes less time and memory."""
+        assert self._group is not None
+        is_exact = not buffer.is_cuda and buffer.dtype in (torch.float32, torch.float64)
+        return is_exact and is_one_addition(self._group.size(), self.leaves)
 
     def _partial_sums(self, bucket: Bucket) -> list[tuple[Subtree, torch.Tensor]]:
         """Return this rank's partial sums of a bucket; the last one is in the bucket."""
