@@ -511,5 +511,22 @@ def count_in_a_buffer(runtime: ElasticRuntime) -> int:
     return int(model[1].num_batches_tracked)  # type: ignore[arg-type]
 
 
+def is_rehearsed_in_buckets(runtime: ElasticRuntime) -> bool:
+    model = nn.Linear(4, 4)
+    with Replica(model, micro_batches=1) as replica:
+        rehearsal = replica.rehearsal(0)
+        next(rehearsal)
+        replica.backward(replica(torch.ones(2, 4)).sum())
+        assert replica.buckets
+        views = {view.data_ptr() for bucket in replica.buckets.buckets for view in bucket.views}
+        used = {p.grad.data_ptr() for p in model.parameters() if p.grad is not None}
+        assert list(rehearsal) == []
+        return used == views and all(p.grad is None for p in model.parameters())
+
+
+def test_rehearsal_needs_no_memory_for_gradients_of_its_own() -> None:
+    assert run_ranks(is_rehearsed_in_buckets, 1) == [True]
+
+
 def test_rehearsal_leaves_buffers_unchanged() -> None:
     assert run_ranks(count_in_a_buffer, 1) == [2]

@@ -208,8 +208,9 @@ class Replica:
         """Yield micro-batch 0 of `step` on every replica; then restore buffers, drop gradients."""
         buckets = self._prepare()
         saved = [(m, name, b, b.clone()) for m in self.model.modules() for name, b in own_buffers(m).items() if b is not None]
-        for p in self.parameters:
-            p.grad = torch.ones_like(p)  # so that a zero_grad before the backward pass shows
+        for bucket in buckets.buckets:
+            for p, view in zip(bucket.parameters, bucket.views, strict=True):
+                p.grad = view.fill_(1)  # so that a zero_grad before the backward pass shows
         self._losses = []
         seed_generators(splitmix64(self.seed, step, 0) >> 1, self.device)
         self._watch.start(step, 0, thorough=True)
