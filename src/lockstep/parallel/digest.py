@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ def words_of(parameter: Tensor) -> np.ndarray[Any, Any] | None:
     if parameter.is_cuda or not parameter.is_contiguous():
         return None
     raw = parameter.detach().view(-1).view(torch.uint8).numpy()
-    return raw.view(next(kind for kind in (np.uint64, np.uint32, np.uint16, np.uint8) if raw.nbytes % np.dtype(kind).itemsize == 0))
+    return raw.view(f"u{gcd(raw.nbytes, 8)}")
 
 
 def digest_of(tensors: Iterable[Tensor]) -> int:

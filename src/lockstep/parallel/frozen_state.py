@@ -105,5 +105,7 @@ def group_into_slices(sizes: Sequence[int]) -> list[list[tuple[int, int, int]]]:
 
 def bytes_between(tensor: Tensor, start: int, stop: int) -> Tensor:
     """Return bytes of a tensor, as int64 where possible: a device hashes those faster."""
+    if stop - start == tensor.nbytes and tensor.is_contiguous() and not tensor.is_cuda:
+        return tensor
     raw = as_bytes(tensor)[start:stop]
     return raw if len(raw) % 8 or raw.storage_offset() % 8 else raw.view(torch.int64)
