@@ -38,6 +38,7 @@ from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.parallel.plans import Patterns
+from lockstep.parallel.tensor_plan import TensorPlan
 from lockstep.record.tracker import BackgroundTracker, Tracker
 from lockstep.runtime.numerics import make_deterministic, seed_generators
 from lockstep.runtime.signals import Stopped, StopSignals
@@ -107,7 +108,7 @@ class Session:
         self.layout = Layout(1, shard, tensor, pipeline)  # of a replica
         self.step, self.in_micro_batches = 0, False
         self.model: PreparedModel | None = None
-        self.units: Patterns = None
+        self._splits: dict[str, Any] = {}  # units and tensor_plan of `prepare`
         self._state: dict[str, Stateful] = {}
         self._loaders: list[tuple[Loader, str]] = []  # and what a resumed run must have in common with it
         self._logged: dict[str, Any] = {}
@@ -159,14 +160,17 @@ class Session:
 
     # Before the loop.
 
-    def prepare(self, model: nn.Module, *optimizers: torch.optim.Optimizer, units: Patterns = None) -> Any:
+    def prepare(self, model: nn.Module, *optimizers: torch.optim.Optimizer, units: Patterns = None, tensor_plan: TensorPlan = None) -> Any:
         """Return (the model to call in the loop, *optimizers); without optimizers only the model.
 
         Moves the model to world.device. Checkpoints hold the model and the optimizers. The returned
         model behaves like DistributedDataParallel: `model.module` is the model that was passed.
 
-        units  in shards: names of the modules to gather one by one, "layers.*"; () for none. None:
-               repeated blocks (parallel/own_model.py). `steps` shards the model
+        units        in shards: names of the modules to gather one by one, "layers.*"; () for none.
+                     None: repeated blocks (parallel/own_model.py). `steps` shards the model
+        tensor_plan  with tensor: styles of layers by patterns of names (parallel/tensor_plan.py),
+                     {"layers.*.up": "colwise", "layers.*.down": "rowwise"}; "auto" for the plan of a
+                     Hugging Face model
         """
         self._refuse_after_start("prepare")
         if self.model is not None:
@@ -174,7 +178,7 @@ class Session:
         session_checks.refuse_unprepared(model, optimizers)
         is_whole = self.layout.workers_per_replica == 1
         self.model = PreparedModel(model.to(self.world.device) if is_whole else model, self._replicas_in_loop)
-        self.optimizers, self.units = optimizers, units
+        self.optimizers, self._splits = optimizers, {"units": units, "tensor_plan": tensor_plan}
         return (self.model, *optimizers) if optimizers else self.model
 
     def state(self, **objects: Stateful) -> None:
@@ -351,15 +355,18 @@ class Session:
         facts = {"micro_batches": str(self.micro_batches_per_step), "seed": str(self.seed)}
         facts |= {f"loader {i}": fact for i, (_, fact) in enumerate(self._loaders)}
         axes = {f"--layout.{axis}": getattr(self.layout, axis) for axis in sharding.SESSION_AXES}
-        values = {"steps": total, "save_every": self.save_every, **axes, "units": self.units, **self.options}
+        values = {"steps": total, "save_every": self.save_every, **axes, **self._splits, **self.options}
         options = {name: str(value) for name, value in values.items()}
         model: nn.Module | LocalModel = module
         if self.layout.workers_per_replica > 1:
-            model = sharding.shard_session(runtime, module, self.optimizers, self.layout, self.units, facts | options, self._state)
+            how = self._splits | {"verify": self.options.get("rehearse", True)}
+            model = sharding.shard_session(runtime, module, self.optimizers, self.layout, facts | options, self._state, **how)
         checkpointer = Checkpointer(
             self.out / "checkpoints", runtime, model, self.optimizers, state=self._state, every_steps=self.save_every, keep=self.keep
         )
-        self.step = checkpointer.resume(self.resume, facts, options=options)
+        saved = {"tensor": self.layout.tensor} if self.layout.tensor > 1 else {}
+        self.step = checkpointer.resume(self.resume, facts, saved, options=options)
+        session_checks.warn_of_other_bits(checkpointer.facts, self.layout)
         signals = enter(StopSignals())
         tracker = enter(Tracker(self.out, leader=runtime.is_leader, from_step=self.step))
         self._record = enter(BackgroundTracker(tracker))

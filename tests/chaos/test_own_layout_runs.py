@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from lockstep.checkpoint.commands import digest_line
 from lockstep.record import events, metrics
 
 SCRIPT = Path(__file__).parents[1] / "support" / "loops" / "own_layout.py"
+SPLIT = SCRIPT.with_name("tensor_plan.py")
 STEPS = 30
 
 
@@ -64,10 +66,39 @@ def test_wrong_use_in_shards_is_refused(habit: str, message: str, tmp_path: Path
     assert result.code == 2 and message in result.text, result
 
 
-@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
-def test_axis_that_own_models_do_not_have_is_refused(axis: str, tmp_path: Path) -> None:
-    result = run_lockstep("run", SCRIPT, f"--layout.{axis}", "2", "--workers", "2", "--steps=3", cwd=tmp_path)
-    assert result.returncode == 2 and f"{axis} 2 is not supported for own models yet" in result.stderr, result.stderr
+def run_split(folder: Path, workers: int, tensor: int, shards: int = 1, script: Path = SPLIT) -> subprocess.CompletedProcess[str]:
+    layout = ("--layout.tensor", tensor, "--layout.shard", shards)
+    return run_lockstep("run", "--out", folder, "--workers", workers, *layout, script)
+
+
+def test_split_layers_heal_and_resume_with_one_digest(tmp_path: Path) -> None:
+    """And a resume without the tensor axis, with a warning."""
+    undisturbed, healed, resumed, other = (tmp_path / name for name in ("undisturbed", "healed", "resumed", "other"))
+    layouts = [(undisturbed, 2, 1, {}), (healed, 4, 1, {"kill": 9}), (resumed, 4, 2, {"kill": 10, "stop": 18})]
+    for folder, workers, shards, orders in layouts:
+        folder.mkdir()
+        if orders:
+            (folder / "disturb").write_text(json.dumps(orders))
+        result = run_split(folder, workers, 2, shards)
+        assert result.returncode == (75 if "stop" in orders else 0), result.stderr
+    assert any(event.get("joined") for event in events.read_events(healed) if event["event"] == "regrouped")
+    shutil.copytree(resumed, other)
+    assert run_split(resumed, 2, 2).returncode == 0
+    assert len({digest_line(folder) for folder in (undisturbed, healed, resumed)}) == 1
+    assert lines_of(undisturbed) == lines_of(healed) == lines_of(resumed)
+    result = run_split(other, 1, 1)
+    assert result.returncode == 0 and "tensor is 1, it was 2: from here on other bits" in result.stderr, result.stderr
+    losses = [[line[1] for line in lines_of(folder)] for folder in (resumed, other)]
+    assert losses[0][:18] == losses[1][:18] and losses[0] != losses[1], "dropout has other masks"
+
+
+def test_wrong_splits_are_refused(tmp_path: Path) -> None:
+    result = run_split(tmp_path / "none", 2, 2, script=SCRIPT)
+    assert result.returncode == 2 and "there is no plan of the layers of Sequential" in result.stderr, result.stderr
+    result = run_split(tmp_path / "uneven", 4, 4)
+    assert result.returncode == 2 and "tensor 4 does not divide the 14 output features of 0.inner" in result.stderr, result.stderr
+    result = run_lockstep("run", SCRIPT, "--layout.pipeline", "2", "--workers", "2", "--steps=3", cwd=tmp_path)
+    assert result.returncode == 2 and "pipeline 2 is not supported for own models yet" in result.stderr, result.stderr
 
 
 def test_incomplete_replicas_are_refused(tmp_path: Path) -> None:

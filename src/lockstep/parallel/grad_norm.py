@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lockstep.errors import UsageError
+from lockstep.parallel.groups import ProcessGroups
+from lockstep.parallel.parallelize import LocalModel
 from lockstep.runtime.numerics import generator_states
 from lockstep.runtime.torch_private import foreach_mul_, version_of
 
@@ -25,6 +28,37 @@ def row_norms(gradient: torch.Tensor) -> torch.Tensor:
 def sum_of_squares(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of squares, 0-dim float64: summed per row, per gradient, then over all."""
     return torch.stack([row_norms(gradient).double().square().sum() for gradient in gradients]).sum()
+
+
+def norm_squared_of_slices(local: LocalModel, groups: ProcessGroups, *, is_scaled: bool) -> torch.Tensor:
+    """Collective in the replica. Return the sum of squares of the whole gradient, float64.
+
+    is_scaled  by a GradScaler: a gradient that is not finite on some shard becomes NaN on all of
+               them, so that each skips the update
+    """
+    layout, shard = local.layout, groups.current_layout().coordinates(dist.get_rank()).shard
+    own = {name: p.grad for name, p in local.local_params.items() if p.requires_grad and not local.is_tied_copy(name)}
+    slices = [local.tensor_slices[name] for name in own]  # of all shards together
+    lengths = [part.local_shape[0] for part in slices]
+    rows = torch.zeros(sum(lengths) + len(own), dtype=torch.float64, device=next(local.parameters()).device)
+    *rows_by_parameter, nonfinite = rows.split([*lengths, len(own)])
+    for i, (gradient, parameter_rows) in enumerate(zip(own.values(), rows_by_parameter, strict=True)):
+        assert gradient is not None
+        nonfinite[i] = not gradient.isfinite().all() if is_scaled else 0
+        norms, first = row_norms(gradient), shard * -(-len(parameter_rows) // layout.shard)
+        parameter_rows[first : first + len(norms)] = norms
+    groups.all_reduce(rows, groups.gather_group)  # each row comes from one shard, so the sum is exact
+    for gradient, is_nonfinite in zip(own.values(), nonfinite.tolist(), strict=True) if is_scaled else ():
+        if gradient is not None and is_nonfinite:
+            gradient.fill_(torch.nan)
+    sums = torch.stack([parameter_rows.square().sum() for parameter_rows in rows_by_parameter])
+    is_split = torch.tensor([not part.is_whole for part in slices], device=rows.device)
+    parts = groups.all_reduce(torch.where(is_split, sums, 0.0), groups.tensor_group)
+    grad_norm_squared = torch.where(is_split, parts, sums).sum()
+    if layout.pipeline > 1:
+        groups.all_reduce(grad_norm_squared, groups.pipeline_group)
+    groups.raise_failure()
+    return grad_norm_squared
 
 
 def divide_and_clip(

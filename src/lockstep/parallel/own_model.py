@@ -17,6 +17,8 @@ from lockstep.layout import Coordinates, Layout
 from lockstep.parallel.gradient_watch import refuse_unsupported
 from lockstep.parallel.parallelize import LocalModel, marks_of, parallelize, set_prefetch, shard_units
 from lockstep.parallel.plans import ParallelPlan, Patterns, find_units
+from lockstep.parallel.tensor_parallel import apply_tensor_parallel
+from lockstep.parallel.tensor_plan import TensorPlan, styles_of
 from lockstep.runtime.torch_private import has_gradient_hooks, init_fsdp
 from lockstep.tensor_slice import TensorSlice
 from lockstep.units import join_names
@@ -48,13 +50,23 @@ def refuse_unshardable(model: nn.Module, units: Sequence[str]) -> None:
         raise UsageError(f"trained parameters that are gathered together have several dtypes: {listed}", where, hint)
 
 
-def shard_module(model: nn.Module, layout: Layout, position: Coordinates, device: torch.device, units: Patterns = None) -> LocalModel:
+def shard_module(
+    model: nn.Module,
+    layout: Layout,
+    position: Coordinates,
+    device: torch.device,
+    *,
+    units: Patterns = None,
+    tensor_plan: TensorPlan = None,
+    verify: bool = True,
+) -> LocalModel:
     """Return this worker's slices of `model`, which becomes FSDP's. units: see `find_units`."""
     names = find_units(model, units)
     refuse_unshardable(model, names)
     originals = {name: (ref(p), marks_of(p)) for name, p in model.named_parameters()}
-    plan = ParallelPlan(tuple(names), regions=(), column_parallel=(), row_parallel=r"$^")
-    local = parallelize(model, layout, position, None, device, plan=plan)
+    styles = styles_of(model, tensor_plan) if layout.tensor > 1 else {}
+    plan = ParallelPlan(tuple(names), regions=(), column_parallel=(), row_parallel=r"$^", styles=styles)
+    local = parallelize(model, layout, position, None, device, plan=plan, verify=verify)
     buffers = {name: tensor for name, tensor in named_tensors(model).items() if name not in local.local_params}
     slices = local.slices | {name: TensorSlice.whole(buffer.shape) for name, buffer in buffers.items()}
     model.register_state_dict_pre_hook(refuse_state_dict)
@@ -82,20 +94,25 @@ def find_copy(value: Any, model: nn.Module) -> nn.Module | None:
     return None if found is None or {*found.parameters()} & {*model.parameters()} else found
 
 
-def shard_average(prefix: str, average: nn.Module, copy: nn.Module, local: LocalModel, position: int, units: Patterns) -> None:
+def shard_average(prefix: str, average: nn.Module, copy: nn.Module, local: LocalModel, position: Coordinates) -> None:
     """Shard `copy`, the module in `average` with the parameters of the model, as `local` is sharded.
 
     prefix  of the names of `average` in checkpoints
     """
     mesh = cast(DTensor, next(local.module.parameters())).device_mesh
-    fsdp_units = shard_units(copy, find_units(copy, units), mesh, reshard_after_forward=True)
+    assert local.plan and local.groups
+    apply_tensor_parallel(copy, local.plan, local.groups, position.tensor, local.layout.tensor)
+    fsdp_units = shard_units(copy, local.plan.units, mesh, reshard_after_forward=True)
     set_prefetch(fsdp_units, 1)
     init_fsdp(copy)
     local.averages.append(fsdp_units)
+    path = next(name for name, module in average.named_modules() if module is copy)
     for name, tensor in average.state_dict().items():
-        whole = local.tensor_slices[prefix + name] = TensorSlice.whole(tensor.shape)
+        parameter = name.removeprefix(f"{path}.") if path else name
         is_sharded = isinstance(tensor, DTensor)
-        local.slices[prefix + name] = whole.split_rows(position, local.layout.shard) if is_sharded else whole
+        whole = local.tensor_slices[parameter] if is_sharded else TensorSlice.whole(tensor.shape)
+        local.tensor_slices[prefix + name] = whole
+        local.slices[prefix + name] = whole.split_rows(position.shard, local.layout.shard) if is_sharded else whole
     copy.register_state_dict_post_hook(save_slices)
     copy.register_load_state_dict_pre_hook(load_slices)
 

@@ -14,7 +14,6 @@ Plain replicas need only 3, 4, 6 and 7.
 from __future__ import annotations
 
 import itertools
-import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -31,8 +30,8 @@ from lockstep.layout import Coordinates, Layout
 from lockstep.models.build import materialize
 from lockstep.parallel.groups import ProcessGroups
 from lockstep.parallel.pipeline import PipelineStage, build_stage
+from lockstep.parallel.plan_check import PlanCheck, split_layers
 from lockstep.parallel.plans import ParallelPlan, plan_of
-from lockstep.parallel.tensor_parallel import apply_tensor_parallel
 from lockstep.runtime.torch_private import init_fsdp, mesh_without_backend, version_of
 from lockstep.tensor_slice import TensorSlice
 from lockstep.units import join_names
@@ -55,6 +54,8 @@ class LocalModel:
     tensor_slices: dict[str, TensorSlice] = field(default_factory=dict)  # name -> the slice left by the tensor axis, before sharding
     stage: PipelineStage | None = None
     partial_grads: tuple[str, ...] = ()  # names of parameters whose gradient is the sum over the tensor axis
+    plan: ParallelPlan | None = None
+    plan_check: PlanCheck | None = None  # for the first step of a start
     buffers: dict[str, Tensor] = field(default_factory=dict)  # that checkpoints hold, whole on each worker
     averages: list[list[FSDPModule]] = field(default_factory=list)  # the units of each average of the model, its root last
     # name -> whole parameter that its slices replaced, alive where the user has kept it, and its marks then
@@ -89,7 +90,7 @@ def unwrap_local_model(model: nn.Module | LocalModel) -> tuple[nn.Module, LocalM
     return model, None
 
 
-def parallelize(  # 10 parameters: a model, its place in the layout, and three options of FSDP
+def parallelize(  # 11 parameters: a model, its place in the layout, and three options of FSDP
     model: nn.Module,
     layout: Layout,
     coordinates: Coordinates,
@@ -101,6 +102,7 @@ def parallelize(  # 10 parameters: a model, its place in the layout, and three o
     prefetch_units: int = 1,
     reshard_after_forward: bool = True,
     chunks_per_stage: int = 1,
+    verify: bool = True,
 ) -> LocalModel:
     """Return this worker's part of `model`.
 
@@ -111,6 +113,7 @@ def parallelize(  # 10 parameters: a model, its place in the layout, and three o
     prefetch_units         units gathered ahead of the one that computes
     reshard_after_forward  False: keep units gathered until the backward pass (ZeRO-2)
     chunks_per_stage       interleaved pipeline: model chunks of each stage
+    verify                 compare layers with styles with whole ones in the first step
     """
     if layout.workers_per_replica == 1 and init_param:
         whole = materialize(model, device, init_param)
@@ -120,7 +123,7 @@ def parallelize(  # 10 parameters: a model, its place in the layout, and three o
     plan, groups = plan or plan_of(model), ProcessGroups(layout, in_thread=device.type == "cpu")
     stage = build_stage(model, coordinates.stage, layout.pipeline, chunks_per_stage) if layout.pipeline > 1 else None
     plan = plan.within(model)
-    tensor_slices = apply_tensor_parallel(model, plan, groups, coordinates.tensor, layout.tensor)
+    tensor_slices, plan_check = split_layers(model, plan, groups, coordinates.tensor, verify=verify)
     if prepare_blocks:
         prepare_blocks([model.get_submodule(name) for name in plan.units])
     # The mesh only defines the ranks; its group cannot send.
@@ -128,10 +131,8 @@ def parallelize(  # 10 parameters: a model, its place in the layout, and three o
     units = shard_units(model, plan.units, mesh, reshard_after_forward)
     set_prefetch(units, prefetch_units)
     slices = {name: part.split_rows(coordinates.shard, layout.shard) for name, part in tensor_slices.items()}
-    partial_grads = tuple(name for name in slices if re.search(plan.partial_grads, name)) if layout.tensor > 1 else ()
-    local = LocalModel(
-        model, layout, groups, slices=slices, fsdp_units=units, tensor_slices=tensor_slices, stage=stage, partial_grads=partial_grads
-    )
+    partial_grads = tuple(name for name in slices if plan.is_partial(name)) if layout.tensor > 1 else ()
+    local = LocalModel(model, layout, groups, {}, slices, units, tensor_slices, stage, partial_grads, plan, plan_check)
     if init_param:
         model.to_empty(device=device)
         for name, buffer in model.named_buffers():

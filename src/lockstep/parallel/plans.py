@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -14,6 +14,7 @@ from lockstep.layout import LayoutLimits
 from lockstep.models.llama import Llama
 from lockstep.models.transformers_model import INNER, TransformersModel
 from lockstep.models.translator import Translator
+from lockstep.parallel.tensor_plan import PARTIAL, LayerStyle, styles_of
 from lockstep.units import join_names
 
 Patterns = str | Sequence[str] | None
@@ -31,10 +32,29 @@ class ParallelPlan:
     per_rank_counts: tuple[tuple[str, str], ...] = ()  # attributes to divide by the tensor axis: (pattern of modules, attribute)
     widths: tuple[int, ...] = ()  # numbers that the tensor axis must divide
     layers: int = 0  # that can be split into stages
+    styles: Mapping[str, LayerStyle] = field(default_factory=dict)  # of layers by name, instead of regions and patterns
 
     def packed(self, name: str) -> int:
         """Return the number of matrices packed in a column-parallel weight; 0 for other weights."""
+        style, packed = self.style_of(name)
+        if style.startswith("colwise"):
+            return packed
         return next((count for pattern, count in self.column_parallel if re.search(pattern, name)), 0)
+
+    def splits_columns(self, name: str) -> bool:
+        """Return whether this is a row-parallel weight."""
+        return bool(re.search(self.row_parallel, name)) or (self.style_of(name).name.startswith("rowwise") and name.endswith(".weight"))
+
+    def is_partial(self, name: str) -> bool:
+        """Return whether this is a whole weight whose gradient is summed over the tensor axis."""
+        return bool(re.search(self.partial_grads, name)) or self.style_of(name).name == PARTIAL
+
+    def split_styles(self) -> dict[str, LayerStyle]:
+        """Return the styles of layers whose weights are split."""
+        return {name: style for name, style in self.styles.items() if style.name != PARTIAL}
+
+    def style_of(self, parameter: str) -> LayerStyle:
+        return self.styles.get(parameter.rpartition(".")[0], LayerStyle("", 0))
 
     def within(self, model: nn.Module) -> ParallelPlan:
         """Return the plan of a pipeline stage, which has only some of the layers."""
@@ -53,13 +73,24 @@ def plan_of(model: nn.Module) -> ParallelPlan:
     if isinstance(model, Translator):
         return plan_of_translator(model)
     if isinstance(model, TransformersModel):
-        units = tuple(INNER + name for name in find_units(model.inner))
-        return ParallelPlan(units, regions=(), column_parallel=(), row_parallel=r"$^")
+        return plan_of_transformers(model)
     raise UsageError(
         f"{type(model).__name__} cannot be sharded or split",
         "layout",
         "leave layout.shard, layout.tensor and layout.pipeline at 1: replicas support any model",
     )
+
+
+def plan_of_transformers(model: TransformersModel) -> ParallelPlan:
+    """Return the units, and the styles and widths of a model whose configuration has a supported plan."""
+    units, config = tuple(INNER + name for name in find_units(model.inner)), model.inner.config
+    plan = ParallelPlan(units, regions=(), column_parallel=(), row_parallel=r"$^")
+    try:
+        styles = styles_of(model, "auto")
+    except UsageError:
+        return plan
+    heads = config.num_attention_heads
+    return replace(plan, styles=styles, widths=(heads, getattr(config, "num_key_value_heads", heads), config.intermediate_size))
 
 
 def plan_of_llama(model: Llama) -> ParallelPlan:

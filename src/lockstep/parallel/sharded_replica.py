@@ -33,7 +33,7 @@ from lockstep.models.llama import Llama
 from lockstep.parallel.digest import digest_of
 from lockstep.parallel.exchange import Traffic, tree_all_reduce
 from lockstep.parallel.fsdp_comm import CapturedReduceScatter, GroupAllGather
-from lockstep.parallel.grad_norm import row_norms
+from lockstep.parallel.grad_norm import norm_squared_of_slices
 from lockstep.parallel.gradient_watch import hash_of, refuse_different_parameters
 from lockstep.parallel.groups import all_to_all_rows
 from lockstep.parallel.ordered_sum import PartialSum, Subtree, SumTree, leaves_of_rank
@@ -109,13 +109,20 @@ class ShardedReplica:
     def release_groups(self) -> None:
         """Release the groups of a generation that is over; the next step forms new ones."""
         self.groups.clear()
+        if self.local.plan_check:
+            self.local.plan_check.stop()
         self._reducer.drain()
         self._trees, self._is_compared = [], False
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Run the forward pass; in a pipeline, only store the inputs."""
         if self.local.stage is None:
-            return self.local.module(*inputs, **named)
+            try:
+                return self.local.module(*inputs, **named)
+            except (RuntimeError, ValueError, TypeError, IndexError):
+                if self.local.plan_check:
+                    self.local.plan_check.compare(complete=False)  # names the layers that do not run when they are split
+                raise
         kind = self.parameters[0].device.type
         autocast_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         self._pending.append(PendingMicroBatch(self._pass.k, inputs, named, autocast_dtype))
@@ -189,6 +196,7 @@ class ShardedReplica:
                 break
             if self.local.stage is None:
                 self._refuse_missing(f"micro-batch {self._pass.k} of step {step}")
+                self._compare_with_whole()
             self.statistics.end_micro_batch(self._pass.k, counts=self._pass.counts and coordinates.tensor == 0)
         if self.local.stage is not None and not self._failure():
             self._run_pipeline(self.local.stage, step, passes)
@@ -203,6 +211,8 @@ class ShardedReplica:
         self.local.refuse_changes(self._names)
         for local, sharded in zip(self.parameters, self._sharded, strict=True):
             local.grad = sharded.grad.to_local()
+        if self.local.plan_check and self.local.plan_check.is_due:
+            self.local.plan_check.refuse_unequal({name: cast(Tensor, p.grad) for name, p in zip(self._names, self.parameters, strict=True)})
         self._sum_shared_gradients()
 
     def _start_pass(self, step: int, shard_pass: ShardPass) -> int:
@@ -232,6 +242,7 @@ class ShardedReplica:
         if failure := self._failure():
             raise failure
         self._refuse_missing(f"micro-batch 0 of step {step}")
+        self._compare_with_whole()
 
     def _failure(self) -> Exception | None:
         return self.groups.failure or self._reducer.failure
@@ -266,6 +277,10 @@ class ShardedReplica:
                 "backward(loss)" if self._backwards or self.local.stage else "backward() was not called",
                 "call the replicas and their backward(loss) once for every micro-batch; every trained parameter must take part",
             )
+
+    def _compare_with_whole(self) -> None:
+        if self.local.plan_check and self.local.plan_check.is_due:
+            self.local.plan_check.compare()
 
     def _run_pipeline(self, stage: PipelineStage, step: int, passes: list[ShardPass]) -> None:
         module, kind = self.local.module, self.parameters[0].device.type
@@ -303,34 +318,7 @@ class ShardedReplica:
         self.groups.raise_failure()
 
     def grad_norm_squared(self) -> Tensor:
-        """Collective in the replica. Return the sum of squares of the whole gradient, float64.
-
-        With a GradScaler, a gradient that is not finite on some shard becomes NaN on all of them:
-        each then skips the update.
-        """
-        layout, shard = self.local.layout, self.groups.current_layout().coordinates(dist.get_rank()).shard
-        own = {name: p.grad for name, p in self.local.local_params.items() if p.requires_grad and not self.local.is_tied_copy(name)}
-        slices = [self.local.tensor_slices[name] for name in own]  # of all shards together
-        lengths = [part.local_shape[0] for part in slices]
-        rows = torch.zeros(sum(lengths) + len(own), dtype=torch.float64, device=self.parameters[0].device)
-        *rows_by_parameter, nonfinite = rows.split([*lengths, len(own)])
-        for i, (gradient, parameter_rows) in enumerate(zip(own.values(), rows_by_parameter, strict=True)):
-            assert gradient is not None
-            nonfinite[i] = not gradient.isfinite().all() if self._scaled else 0
-            norms, first = row_norms(gradient), shard * -(-len(parameter_rows) // layout.shard)
-            parameter_rows[first : first + len(norms)] = norms
-        self.groups.all_reduce(rows, self.groups.gather_group)  # each row comes from one shard, so the sum is exact
-        for gradient, is_nonfinite in zip(own.values(), nonfinite.tolist(), strict=True) if self._scaled else ():
-            if gradient is not None and is_nonfinite:
-                gradient.fill_(torch.nan)
-        sums = torch.stack([parameter_rows.square().sum() for parameter_rows in rows_by_parameter])
-        is_split = torch.tensor([not part.is_whole for part in slices], device=rows.device)
-        parts = self.groups.all_reduce(torch.where(is_split, sums, 0.0), self.groups.tensor_group)
-        grad_norm_squared = torch.where(is_split, parts, sums).sum()
-        if layout.pipeline > 1:
-            self.groups.all_reduce(grad_norm_squared, self.groups.pipeline_group)
-        self.groups.raise_failure()
-        return grad_norm_squared
+        return norm_squared_of_slices(self.local, self.groups, is_scaled=self._scaled)
 
     def is_gradient_finite(self) -> bool:
         """Return True: grad_norm_squared shows infinities and NaN."""

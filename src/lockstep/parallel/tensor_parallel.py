@@ -4,6 +4,9 @@ In each region (attention, feed-forward) the first matrices are column-parallel,
 row-parallel. The output and the gradient of the input are all-reduced: two all-reduces of whole
 activations per layer and pass, so this axis belongs inside a host.
 
+Layers of models that are not built in have styles (tensor_plan.py): each sums its own outputs, and
+adjacent column-parallel layers with the same input share one all-reduce of its gradient.
+
 Not DTensor, because the process groups change during the life of the model (groups.py).
 """
 
@@ -11,14 +14,16 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.models.lora import LoRALinear
 from lockstep.parallel.groups import ProcessGroups
 from lockstep.parallel.plans import ParallelPlan
+from lockstep.runtime.torch_private import version_of
 from lockstep.tensor_slice import TensorSlice
 
 
@@ -47,6 +52,54 @@ class ReduceFromTensorParallel(torch.autograd.Function):
         return grad, None
 
 
+class RowParallelLinear(nn.Linear):
+    """A linear layer whose bias is added after the sum over the tensor axis."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight)
+
+
+class LayerHooks:
+    """The collectives of layers with styles, on tensor rank `part`."""
+
+    def __init__(self, groups: ProcessGroups, part: int) -> None:
+        self.groups, self.part, self.parts = groups, part, groups.layout.tensor
+        self._shared: tuple[Tensor, int, Tensor] | None = None  # the newest input of a colwise layer, its version, its copy
+
+    def install(self, linear: nn.Linear, style: str) -> None:
+        before = {"rowwise": None, "rowwise_split_input": self.split_input}.get(style, self.copy_input)
+        after = {"colwise": None, "colwise_gather_output": self.gather_output}.get(style, self.add_outputs)
+        if before:
+            linear.register_forward_pre_hook(torch.compiler.disable(before))
+        if after:
+            linear.register_forward_hook(torch.compiler.disable(after))
+        if style.startswith("rowwise"):
+            object.__setattr__(linear, "__class__", RowParallelLinear)  # keeps its parameters and hooks
+
+    def copy_input(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        states, *rest = inputs
+        if not states.requires_grad:
+            return inputs
+        if self._shared is None or self._shared[0] is not states or self._shared[1] != version_of(states):
+            self._shared = states, version_of(states), copy_inputs(self.groups, _, (states,))[0]
+        return self._shared[2], *rest
+
+    def split_input(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        states, *rest = self.copy_input(_, inputs)
+        width = states.shape[-1] // self.parts
+        return states.narrow(-1, self.part * width, width), *rest
+
+    def gather_output(self, _: nn.Module, inputs: tuple[Tensor, ...], own: Tensor) -> Tensor:
+        width, self._shared = own.shape[-1], None
+        padded = F.pad(own, (self.part * width, (self.parts - 1 - self.part) * width))
+        return reduce_output(self.groups, _, inputs, padded)  # exact: each feature comes from one rank
+
+    def add_outputs(self, linear: nn.Linear, inputs: tuple[Tensor, ...], summand: Tensor) -> Tensor:
+        self._shared = None
+        total = reduce_output(self.groups, linear, inputs, summand)
+        return total if linear.bias is None else total + linear.bias.to(total.dtype)
+
+
 def apply_tensor_parallel(model: nn.Module, plan: ParallelPlan, groups: ProcessGroups, part: int, parts: int) -> dict[str, TensorSlice]:
     """Split a model in place; return {parameter: its slice}."""
     slices = tensor_slices(model, plan, part, parts)
@@ -67,6 +120,9 @@ def apply_tensor_parallel(model: nn.Module, plan: ParallelPlan, groups: ProcessG
         for pattern, attribute in plan.per_rank_counts:
             if re.search(pattern, name):
                 setattr(module, attribute, getattr(module, attribute) // parts)
+    hooks = LayerHooks(groups, part)
+    for name, style in plan.split_styles().items():
+        hooks.install(cast(nn.Linear, model.get_submodule(name)), style.name)
     for name in plan.regions:
         region = model.get_submodule(name)
         region.register_forward_pre_hook(torch.compiler.disable(partial(copy_inputs, groups)))
@@ -80,7 +136,7 @@ def tensor_slices(model: nn.Module, plan: ParallelPlan, part: int, parts: int) -
     for name in slices if parts > 1 else ():
         if packed := plan.packed(name):
             slices[name] = slices[name].split_rows(part, parts, packed)
-        elif re.search(plan.row_parallel, name):
+        elif plan.splits_columns(name):
             slices[name] = slices[name].split_columns(part, parts)
     return slices
 

@@ -144,11 +144,11 @@ class ReplicaGroup:
         scaler  scales the gradient, not the recorded loss
         samples  number of samples that `loss` is the mean over. UsageError, on all ranks, if it differs
                 between the micro-batches of a step
-        With a LocalModel in shards only.
         """
         count = None if count is None else parse_count(count)
-        if (scaler or count is not None) and self.local_model and self.replica.workers_per_replica > self.local_model.layout.shard:
-            what = f"{'scaler' if scaler else 'count'} is not supported with the layout {self.local_model.layout}"
+        layout = self.local_model.layout if self.local_model else None
+        if layout and ((scaler and layout.tensor > 1) or ((scaler or count is not None) and layout.pipeline > 1)):
+            what = f"{'scaler' if scaler else 'count'} is not supported with the layout {layout}"
             raise UsageError(what, "backward(loss, ...)", "train with whole replicas, or scale and divide the gradient yourself")
         if self._counts and (count is None) != (self._counts[0] is None):
             what = "some micro-batches of a step have a count and others have none"

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lockstep.errors import UsageError
+from lockstep.layout import Layout
 from lockstep.parallel.running_statistics import BufferKinds
 from lockstep.runtime.torch_private import collectives_of
 from lockstep.runtime.worker_env import WorkerEnv
@@ -101,6 +102,12 @@ def warn_of_collectives(before: int | None, step: int, workers: int) -> bool:
     what = "a collective of torch.distributed ran after the micro-batch loop of step %d: gradients and losses are those of all %d"
     log.warning(what + " workers already, and a sum over workers would multiply them", step, workers)
     return True
+
+
+def warn_of_other_bits(facts: Mapping[str, Any], layout: Layout) -> None:
+    """Warn when the checkpoint with these facts was saved with another size of the tensor axis."""
+    if facts and (before := facts.get("tensor", 1)) != layout.tensor:
+        log.warning("tensor is %d, it was %d: from here on other bits, equal to rounding", layout.tensor, before)
 
 
 def number_of(name: str, value: Any) -> float:

@@ -21,6 +21,7 @@ from lockstep.layout import Layout
 from lockstep.parallel.own_model import find_copy, shard_average, shard_module
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.parallel.plans import Patterns
+from lockstep.parallel.tensor_plan import TensorPlan
 from lockstep.runtime.worker_env import WorkerEnv
 from lockstep.training.owner_update import apply_owner_rule
 
@@ -45,8 +46,8 @@ def choose_replica_layout(given: Layout, micro_batches: int, worker_env: WorkerE
             raise UsageError(what, f"{where}, Session(micro_batches=...)", f"give 1 to {micro_batches} shards, or more micro-batches")
         if getattr(layout, axis) < 1:
             raise UsageError(f"{axis}={getattr(layout, axis)} is not a number of workers", where, "give 1 or more")
-        if axis != "shard" and getattr(layout, axis) > 1:
-            raise UsageError(f"{axis} {getattr(layout, axis)} is not supported for own models yet", where, "give shard instead")
+        if axis == "pipeline" and layout.pipeline > 1:
+            raise UsageError(f"pipeline {layout.pipeline} is not supported for own models yet", where, "give shard or tensor instead")
     if worker_env:
         refuse_incomplete_replicas(worker_env.expected_workers, layout)
     return layout
@@ -58,14 +59,17 @@ def refuse_incomplete_replicas(workers: int, layout: Layout) -> None:
         raise UsageError(what, "--workers; --layout or Session(...)", f"give a multiple: --workers {-(-workers // size) * size}")
 
 
-def shard_session(
+def shard_session(  # 9 parameters: what Session and Session.prepare were given
     runtime: ElasticRuntime,
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     layout: Layout,
-    units: Patterns,
     facts: Mapping[str, str],
     state: Mapping[str, Any],
+    *,
+    units: Patterns = None,
+    tensor_plan: TensorPlan = None,
+    verify: bool = True,
 ) -> LocalModel:
     """Collective. Shard `model` and the averages of it in `state`; give this worker's slices to the
     optimizers.
@@ -84,9 +88,10 @@ def shard_session(
                 dist.broadcast(value, 0)
                 tensor.copy_(value)
     names, position = {id(parameter): name for name, parameter in model.named_parameters()}, layout.coordinates(runtime.world.rank)
-    local = shard_module(model, layout, position, runtime.world.device, units)
+    verify = verify and runtime.first_generation  # ranks that are training would not take part
+    local = shard_module(model, layout, position, runtime.world.device, units=units, tensor_plan=tensor_plan, verify=verify)
     for prefix, (average, copy) in averages.items():
-        shard_average(prefix, average, copy, local, position.shard, units)
+        shard_average(prefix, average, copy, local, position)
     shards, is_scaled = layout.shard, any(isinstance(value, torch.amp.GradScaler) for value in state.values())
     for optimizer in optimizers:
         wholes = [local.tensor_slices[names[id(p)]] for group in optimizer.param_groups for p in group["params"]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -17,6 +19,7 @@ from lockstep.models.translator import Translator
 from lockstep.parallel.pipeline import build_stage
 from lockstep.parallel.plans import plan_of
 from lockstep.parallel.tensor_parallel import tensor_slices
+from lockstep.parallel.tensor_plan import styles_of
 
 
 def llama() -> Llama:
@@ -43,6 +46,25 @@ def test_slices_of_all_parts_cover_each_split_weight_once(model: nn.Module) -> N
 def test_limits_of_a_plan_name_what_an_axis_must_divide() -> None:
     assert plan_of(llama()).layout_limits(8) == LayoutLimits(8, (4, 2, 384), 4)
     assert plan_of(translator()).layout_limits(8) == LayoutLimits(8, (4, 24), 4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "message"),
+    [
+        ("gpt2", {}, "no plan of the layers of GPT2LMHeadModel"),
+        (
+            "qwen3_moe",
+            {"num_experts": 4},
+            "not supported: packed_colwise of model.layers.*.mlp.experts.gate_up_proj",
+        ),
+    ],
+)
+def test_models_of_transformers_without_a_supported_plan_are_refused(kind: str, more: dict[str, int], message: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **more))
+    with pytest.raises(UsageError, match=re.escape(message)):
+        styles_of(model, "auto")
 
 
 def test_adapters_are_split_with_their_weights() -> None:
