@@ -106,6 +106,42 @@ def test_fine_tuning_in_every_layout_has_the_losses_of_a_plain_loop(
     assert len(digests) == 1 and curve[-1] < curve[0] - 0.3
 
 
+@pytest.mark.parametrize(
+    "kind",
+    ["qwen3", "phi3", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("llama", "qwen2", "mistral", "gemma2", "gemma3_text"))],
+)
+def test_split_families_have_the_losses_of_a_plain_loop(kind: str, corpus: Path, start: Path, tmp_path: Path) -> None:
+    hub = hub_folder(kind, tmp_path / "hub", start)
+    flags = {**SFT, "llama.init_from": str(hub), "batch.micro_batches": "4", "layout.tensor": "2"}
+    flags["memory.activation_checkpoint"] = "full" if kind == "qwen3" else "none"
+    expected, digests = [0.0], set()
+    for workers, shards in [(2, 1), (4, 1), (4, 2)]:
+        folder = tmp_path / f"{workers}-{shards}"
+        in_layout = {**flags, "layout.shard": str(shards), "layout.replicate": str(workers // shards // 2)}
+        digests.add(run_ranks(trained, workers, str(folder), in_layout, 20)[0])
+        curve = [loss for loss, _ in losses(folder)]
+        expected = expected if len(expected) > 1 else losses_of_transformers(hub, folder, flags)
+        assert curve == pytest.approx(expected, rel=1e-4), (workers, shards)
+    assert len(digests) == 1 and curve[-1] < curve[0] - 0.3
+
+
+def test_a_split_run_of_the_backend_resumes_on_one_worker(corpus: Path, start: Path, tmp_path: Path) -> None:
+    hub = hub_folder("qwen3", tmp_path / "hub", start)
+    flags = {**BACKEND, "data.train": str(corpus), "llama.init_from": str(hub)}
+    run_ranks(trained, 1, str(tmp_path / "alone"), flags, 5)
+    run_ranks(trained, 2, str(tmp_path / "resumed"), {**flags, "layout.tensor": "2"}, 2)
+    run_ranks(trained, 1, str(tmp_path / "resumed"), {**flags, "layout.tensor": "1"}, 5)
+    alone, resumed = ([loss for loss, _ in losses(tmp_path / name)] for name in ("alone", "resumed"))
+    assert resumed == pytest.approx(alone, rel=1e-4)
+
+
+def test_a_model_without_a_plan_is_not_split(corpus: Path, start: Path, tmp_path: Path) -> None:
+    hub = hub_folder("gpt2", tmp_path / "hub", start, n_embd=32, n_layer=2, n_head=4)
+    flags = {**BACKEND, "data.train": str(corpus), "llama.init_from": str(hub), "layout.tensor": "2"}
+    with pytest.raises(AssertionError, match="this model does not support tensor parallelism"):
+        run_ranks(trained, 2, str(tmp_path / "run"), flags, 1)
+
+
 def test_a_sharded_run_of_the_backend_resumes_in_whole_replicas(corpus: Path, start: Path, tmp_path: Path) -> None:
     hub = hub_folder("gemma2", tmp_path / "hub", start)
     flags = {**BACKEND, "data.train": str(corpus), "llama.init_from": str(hub)}
@@ -218,7 +254,7 @@ def test_models_that_mix_the_documents_of_a_row_are_refused(kind: str, more: dic
 
 
 def test_values_that_the_backend_does_not_support_are_refused(tmp_path: Path) -> None:
-    unsupported = {"lora.rank": "4", "llama.max_seq_len": "64", "memory.weights": "bf16", "layout.tensor": "2", "layout.pipeline": "2"}
+    unsupported = {"lora.rank": "4", "llama.max_seq_len": "64", "memory.weights": "bf16", "layout.pipeline": "2"}
     for key, value in unsupported.items():
         with pytest.raises(ConfigError, match=f"llama.backend=transformers does not support {key}\n") as caught:
             resolve({}, {**BACKEND, "data.train": "x", "llama.init_from": "HF", key: value})

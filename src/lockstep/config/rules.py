@@ -114,9 +114,8 @@ def llama_conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
         what = "lora.targets is empty, and adapters need matrices to adapt"
         yield what, "lora.rank lora.targets", "remove lora.targets to adapt all of them"
     if run.llama.backend == "transformers":
-        layout, bf16 = run.layout, run.memory.weights != "fp32"
-        unsupported = {"lora.rank": run.lora.rank, "llama.max_seq_len": max_seq_len, "memory.weights": bf16}
-        unsupported |= {"layout.tensor": layout.tensor > 1, "layout.pipeline": layout.pipeline > 1}
+        unsupported = {"lora.rank": run.lora.rank, "llama.max_seq_len": max_seq_len, "memory.weights": run.memory.weights != "fp32"}
+        unsupported |= {"layout.pipeline": run.layout.pipeline > 1}
         if changed := [key for key, given in unsupported.items() if given]:
             what = f"llama.backend=transformers does not support {', '.join(changed)}"
             hint = "remove these values, or llama.backend; adapters of peft train in a loop of your own, with lockstep.Session"

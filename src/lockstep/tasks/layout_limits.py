@@ -22,6 +22,10 @@ def layout_limits(run: RunConfig) -> LayoutLimits:
     if run.layout.tensor == run.layout.pipeline == 1:
         return LayoutLimits(run.batch.micro_batches)
     config = llama_config(run)
+    if run.llama.backend == "transformers":
+        from lockstep.parallel.plans import plan_of
+
+        return plan_of(config.meta_model()).layout_limits(run.batch.micro_batches)
     return LayoutLimits(run.batch.micro_batches, (config.n_heads, config.n_kv_heads, config.ffn_dim), config.n_layers)
 
 
@@ -34,7 +38,7 @@ def llama_config(run: RunConfig) -> LlamaConfig:
     if not run.llama.init_from:
         return LLAMA_CONFIGS[run.llama.size]
     start = Path(run.llama.init_from)
-    config = read_model(start)[0] if is_llama_run(start) else open_hub(start).config
+    config = read_model(start)[0] if is_llama_run(start) else open_hub(start, run.llama.backend).config
     refuse_other_backend(config, run.llama.backend, run.llama.init_from)
     return cast("LlamaConfig", config)
 

@@ -79,6 +79,7 @@ def build_model(resolved: ResolvedRun, task: Task, runtime: ElasticRuntime, fing
         prefetch_units=run.fsdp.prefetch_units,
         reshard_after_forward=run.fsdp.reshard_after_forward,
         chunks_per_stage=axes.pipeline_chunks,
+        verify=runtime.first_generation,
     )
     if run.compute.compile and not per_block:
         _compile_in_place([local_model.module], run)
