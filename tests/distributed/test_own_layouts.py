@@ -143,7 +143,7 @@ def train_kind(runtime: ElasticRuntime, kind: str, shards: int, folder: str, ste
     model, optimizers, state = make(kind)
     is_gpt, scaler = isinstance(model, SmallGPT), state.get("scaler")
     averages = [value for value in state.values() if isinstance(value, swa_utils.AveragedModel)]
-    local = shard_session(runtime, model, optimizers, Layout(1, shards), None, {}, state) if shards > 1 else model
+    local = shard_session(runtime, model, optimizers, Layout(1, shards), {}, state) if shards > 1 else model
     results: list[Any] = []
     with Checkpointer(Path(folder), runtime, local, optimizers, state=state) as checkpointer:
         first = checkpointer.resume()
@@ -251,7 +251,7 @@ def refusals_in_shards(runtime: ElasticRuntime, folder: str) -> list[str]:
     def sharded(kind: str, rank_dependent: str = "", **state: Any) -> tuple[Parts, LocalModel]:
         model, optimizers, more = make(kind)
         facts = {"--layout.shard": rank_dependent or "2"}
-        return (model, optimizers, more), shard_session(runtime, model, optimizers, Layout(1, 2), None, facts, more | state)
+        return (model, optimizers, more), shard_session(runtime, model, optimizers, Layout(1, 2), facts, more | state)
 
     with attempt():
         sharded("mlp", rank_dependent=str(2 - runtime.world.rank))
@@ -262,11 +262,11 @@ def refusals_in_shards(runtime: ElasticRuntime, folder: str) -> list[str]:
     with attempt():
         model = nn.Sequential(nn.Linear(7, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        shard_session(runtime, model, [optimizer], Layout(1, 2), None, {}, {"scaler": torch.amp.GradScaler("cpu")})
+        shard_session(runtime, model, [optimizer], Layout(1, 2), {}, {"scaler": torch.amp.GradScaler("cpu")})
     for habit in ("a kept parameter", "a kept weight", "a group", "an average"):
         model, optimizers, state = make("gpt")
         kept = next(model.blocks[2].parameters())  # type: ignore[index, union-attr]
-        local = shard_session(runtime, model, optimizers, Layout(1, 2), None, {}, state)
+        local = shard_session(runtime, model, optimizers, Layout(1, 2), {}, state)
         with attempt(), ReplicaGroup(runtime, local, micro_batches=2) as replicas:
             if habit == "a kept parameter":
                 kept.requires_grad_(False)
