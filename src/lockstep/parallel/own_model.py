@@ -110,7 +110,9 @@ def shard_average(prefix: str, average: nn.Module, copy: nn.Module, local: Local
     for name, tensor in average.state_dict().items():
         parameter = name.removeprefix(f"{path}.") if path else name
         is_sharded = isinstance(tensor, DTensor)
-        whole = local.tensor_slices[parameter] if is_sharded else TensorSlice.whole(tensor.shape)
+        whole = TensorSlice.whole(tensor.shape)
+        if is_sharded:  # a second name of a tied parameter has no slice, and the tensor axis does not split it
+            whole = local.tensor_slices.get(parameter, whole)
         local.tensor_slices[prefix + name] = whole
         local.slices[prefix + name] = whole.split_rows(position.shard, local.layout.shard) if is_sharded else whole
     copy.register_state_dict_post_hook(save_slices)
