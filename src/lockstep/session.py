@@ -19,6 +19,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Unpack
@@ -38,6 +39,7 @@ from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.parallel.plans import Patterns
+from lockstep.parallel.sequential import evaluate_in_stages
 from lockstep.parallel.tensor_plan import TensorPlan
 from lockstep.record.tracker import BackgroundTracker, Tracker
 from lockstep.runtime.numerics import make_deterministic, seed_generators
@@ -51,11 +53,10 @@ from lockstep.training.loader import Collate, Loader
 from lockstep.training.prepared_model import PreparedModel
 from lockstep.training.replica_group import ReplicaGroup
 from lockstep.training.sample_order import make_order
-from lockstep.training.session_checks import ReplicaOptions, number_of
+from lockstep.training.session_checks import ReplicaOptions
 from lockstep.training.session_words import in_session_words
 
 log = logging.getLogger("lockstep")
-RECORDED = ("step", "seconds", "workers")  # names in metrics.jsonl that session.log cannot set
 
 
 class Session:
@@ -160,17 +161,25 @@ class Session:
 
     # Before the loop.
 
-    def prepare(self, model: nn.Module, *optimizers: torch.optim.Optimizer, units: Patterns = None, tensor_plan: TensorPlan = None) -> Any:
+    def prepare(  # what decides how the model is split, by keyword
+        self,
+        model: nn.Module,
+        *optimizers: torch.optim.Optimizer,
+        units: Patterns = None,
+        tensor_plan: TensorPlan = None,
+        split_points: Sequence[str] = (),
+    ) -> Any:
         """Return (the model to call in the loop, *optimizers); without optimizers only the model.
 
         Moves the model to world.device. Checkpoints hold the model and the optimizers. The returned
         model behaves like DistributedDataParallel: `model.module` is the model that was passed.
 
-        units        in shards: names of the modules to gather one by one, "layers.*"; () for none.
-                     None: repeated blocks (parallel/own_model.py). `steps` shards the model
-        tensor_plan  with tensor: styles of layers by patterns of names (parallel/tensor_plan.py),
-                     {"layers.*.up": "colwise", "layers.*.down": "rowwise"}; "auto" for the plan of a
-                     Hugging Face model
+        units         in shards: names of the modules to gather one by one, "layers.*"; () for none.
+                      None: repeated blocks (parallel/own_model.py). `steps` shards the model
+        tensor_plan   with tensor: styles of layers by patterns of names (parallel/tensor_plan.py),
+                      {"layers.*.up": "colwise", "layers.*.down": "rowwise"}; "auto" for the plan of a
+                      Hugging Face model
+        split_points  in a pipeline: names of the first blocks of its later stages; (): similar bytes
         """
         self._refuse_after_start("prepare")
         if self.model is not None:
@@ -178,7 +187,7 @@ class Session:
         session_checks.refuse_unprepared(model, optimizers)
         is_whole = self.layout.workers_per_replica == 1
         self.model = PreparedModel(model.to(self.world.device) if is_whole else model, self._replicas_in_loop)
-        self.optimizers, self._splits = optimizers, {"units": units, "tensor_plan": tensor_plan}
+        self.optimizers, self._splits = optimizers, {"units": units, "tensor_plan": tensor_plan, "split_points": split_points}
         return (self.model, *optimizers) if optimizers else self.model
 
     def state(self, **objects: Stateful) -> None:
@@ -210,7 +219,7 @@ class Session:
         content of the same length is not detected.
         """
         order, fact = make_order(dataset, batch_size, tokens, lengths, self.micro_batches_per_step, self.seed)
-        loader = Loader(dataset, order, self.runtime, self.micro_batches, collate_fn, num_workers)
+        loader = Loader(dataset, order, self.runtime, self.micro_batches, lambda: self.replicas.replica.own_leaves, collate_fn, num_workers)
         self._exit.callback(loader.close)
         self._loaders.append((loader, fact))
         return loader
@@ -238,7 +247,7 @@ class Session:
             self._warned = self._warned or session_checks.warn_of_collectives(self._collectives, step, self.world.size)
             self.step += 1
             if self._initial_digest is not None and rate and self._learning_rate():
-                self._warn_if_unchanged(step, self._initial_digest)
+                session_checks.warn_if_unchanged(step, self.replicas, self._initial_digest)
             self._initial_digest = None
             values = {"loss": self.loss, **self._logged, "seconds": time.monotonic() - start_s, "workers": self.world.size}
             self._record.step(self.step, values)
@@ -288,13 +297,29 @@ class Session:
         """
         if "replicas" not in self.__dict__:
             raise UsageError("session.backward outside of the loop", "session.backward(loss)", "call it in `for batch in loader(step)`")
+        if self.layout.pipeline > 1:
+            hint = "call session.forward_backward(x, y, loss_fn) for each micro-batch"
+            raise UsageError("in a pipeline only the last stage has a loss", f"session.backward, layout {self.layout}", hint)
+        self._backward(self._share(loss, count), count, scaler)
+
+    def forward_backward(self, inputs: Any, target: Any, loss: Callable[[Any, Any], torch.Tensor], *, count: int | None = None) -> None:
+        """Run the passes of a micro-batch: `backward(loss(model(inputs), target), count=count)`. A
+        pipeline needs this form, and runs the micro-batches together after the loop."""
+        if self.layout.pipeline > 1:
+            result = self.replicas(inputs, target, lambda output, target: self._share(loss(output, target), count))
+        else:
+            result = self._share(loss(self.replicas(inputs), target), count)
+        with torch.autocast(self.world.device.type, enabled=False):
+            self._backward(result, count)
+
+    def _share(self, loss: torch.Tensor, count: int | None) -> torch.Tensor:
+        return loss / self.micro_batches_per_step if count is None else loss
+
+    def _backward(self, loss: torch.Tensor, count: int | None, scaler: torch.amp.GradScaler | None = None) -> None:
         if self.layout.workers_per_replica > 1:
             session_checks.refuse_uneven_skips(scaler, self.options.get("on_nonfinite", ""), self._state)
-        if count is not None:
-            self.replicas.backward(loss, count, scaler=scaler)
-            return
-        samples = next((number for loader, _ in self._loaders if (number := loader.samples_of_mean()) is not None), None)
-        self.replicas.backward(loss / self.micro_batches_per_step, scaler=scaler, samples=samples)
+        samples = (loader.samples_of_mean() for loader, _ in self._loaders if count is None)
+        self.replicas.backward(loss, count, scaler=scaler, samples=next((number for number in samples if number is not None), None))
 
     @property
     def loss(self) -> float:
@@ -304,10 +329,8 @@ class Session:
         return self.replicas.loss
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale the step's gradient to a norm of at most `max_norm`; return the norm before.
-
-        Call it between the micro-batches and optimizer.step().
-        """
+        """Scale the step's gradient to a norm of at most `max_norm`; return the norm before. Call it
+        between the micro-batches and optimizer.step()."""
         return self.replicas.gradient.clip_(max_norm)
 
     def log(self, step: int, /, **values: Any) -> None:
@@ -317,12 +340,7 @@ class Session:
         """
         if step != self.step:
             raise UsageError(f"session.log of step {step}", f"the loop is at step {self.step}", "call it in the body of that step")
-        numbers = {name: number_of(name, value) for name, value in values.items()}
-        reserved = [name for name in numbers if name in RECORDED or (name == "loss" and str(numbers[name]) != str(self.loss))]
-        if reserved:
-            where = f"session.log({reserved[0]}={values[reserved[0]]!r})"
-            raise UsageError(f"{reserved[0]} is recorded already, with another value", where, "give it another name")
-        self._logged |= numbers
+        self._logged |= session_checks.numbers_to_log(values, lambda: self.loss)
 
     def evaluate(
         self,
@@ -376,16 +394,13 @@ class Session:
         self.checkpointer, self.tracker = checkpointer, tracker
         self._initial_digest = self.replicas.replica.digest()
 
-    def _replicas_in_loop(self) -> ReplicaGroup | None:
+    def _replicas_in_loop(self) -> Callable[..., Any] | None:
+        if self.layout.pipeline > 1 and "replicas" in self.__dict__:
+            return partial(evaluate_in_stages, self.replicas.local_model, in_loop=self.in_micro_batches)
         return self.replicas if self.in_micro_batches and torch.is_grad_enabled() else None
 
     def _learning_rate(self) -> float:
         return max((float(group.get("lr", 1.0)) for optimizer in self.optimizers for group in optimizer.param_groups), default=1.0)
-
-    def _warn_if_unchanged(self, step: int, digest: int) -> None:
-        """Warn when the first step of a start has changed no trained weight."""
-        if digest == self.replicas.replica.digest() and self.replicas.on_nonfinite == "raise":
-            log.warning("step %d changed no trained weight: is optimizer.step() missing after the micro-batch loop?", step)
 
     def _save_if_due(self, *, last: bool) -> None:
         """Collective. Save the state and the loss after the last step, or when a save is due."""

@@ -11,6 +11,7 @@ from torch import nn
 from lockstep.errors import UsageError
 from lockstep.parallel.groups import ProcessGroups
 from lockstep.parallel.parallelize import LocalModel
+from lockstep.parallel.sequential import sum_over_stages
 from lockstep.runtime.numerics import generator_states
 from lockstep.runtime.torch_private import foreach_mul_, version_of
 
@@ -54,9 +55,7 @@ def norm_squared_of_slices(local: LocalModel, groups: ProcessGroups, *, is_scale
     sums = torch.stack([parameter_rows.square().sum() for parameter_rows in rows_by_parameter])
     is_split = torch.tensor([not part.is_whole for part in slices], device=rows.device)
     parts = groups.all_reduce(torch.where(is_split, sums, 0.0), groups.tensor_group)
-    grad_norm_squared = torch.where(is_split, parts, sums).sum()
-    if layout.pipeline > 1:
-        groups.all_reduce(grad_norm_squared, groups.pipeline_group)
+    grad_norm_squared = sum_over_stages(local, list(own), torch.where(is_split, parts, sums))
     groups.raise_failure()
     return grad_norm_squared
 

@@ -17,6 +17,7 @@ from lockstep.layout import Coordinates, Layout
 from lockstep.parallel.gradient_watch import refuse_unsupported
 from lockstep.parallel.parallelize import LocalModel, marks_of, parallelize, set_prefetch, shard_units
 from lockstep.parallel.plans import ParallelPlan, Patterns, find_units
+from lockstep.parallel.sequential import build_sequential_stage
 from lockstep.parallel.tensor_parallel import apply_tensor_parallel
 from lockstep.parallel.tensor_plan import TensorPlan, styles_of
 from lockstep.runtime.torch_private import has_gradient_hooks, init_fsdp
@@ -58,20 +59,35 @@ def shard_module(
     *,
     units: Patterns = None,
     tensor_plan: TensorPlan = None,
+    split_points: Sequence[str] = (),
     verify: bool = True,
 ) -> LocalModel:
-    """Return this worker's slices of `model`, which becomes FSDP's. units: see `find_units`."""
+    """Return this worker's slices of `model`, which becomes FSDP's.
+
+    units         see `find_units`
+    split_points  see `first_blocks`
+    """
     names = find_units(model, units)
     refuse_unshardable(model, names)
-    originals = {name: (ref(p), marks_of(p)) for name, p in model.named_parameters()}
+    wholes = dict(model.named_parameters())
+    originals, first_names = {name: (ref(p), marks_of(p)) for name, p in wholes.items()}, {id(p): name for name, p in wholes.items()}
     styles = styles_of(model, tensor_plan) if layout.tensor > 1 else {}
+    stage = build_sequential_stage(model, position.stage, layout.pipeline, split_points) if layout.pipeline > 1 else None
+    names_here = [first_names[id(p)] for p in model.parameters()]
+    elsewhere = {name: p for name, p in wholes.items() if name not in names_here}
+    placeholders = {name: nn.Parameter(p.new_empty(0, *p.shape[1:]), requires_grad=p.requires_grad) for name, p in elsewhere.items()}
+    del wholes, elsewhere
     plan = ParallelPlan(tuple(names), regions=(), column_parallel=(), row_parallel=r"$^", styles=styles)
-    local = parallelize(model, layout, position, None, device, plan=plan, verify=verify)
+    local = parallelize(model, layout, position, None, device, plan=plan, stage=stage, verify=verify)
     buffers = {name: tensor for name, tensor in named_tensors(model).items() if name not in local.local_params}
-    slices = local.slices | {name: TensorSlice.whole(buffer.shape) for name, buffer in buffers.items()}
+    first_name = dict(zip(local.local_params, names_here, strict=True))  # of a tied parameter that the first stage saves
+    parts: list[dict[str, Any]] = [local.local_params, local.slices, local.tensor_slices]
+    params, slices, tensor_slices = ({first_name[name]: value for name, value in part.items()} for part in parts)
+    slices |= {name: TensorSlice.whole(buffer.shape) for name, buffer in buffers.items()}
     model.register_state_dict_pre_hook(refuse_state_dict)
     model.register_load_state_dict_pre_hook(refuse_state_dict)
-    return replace(local, slices=slices, buffers=buffers, originals=originals)
+    local = replace(local, local_params=params, slices=slices, tensor_slices=tensor_slices, buffers=buffers)
+    return replace(local, originals=originals, placeholders=placeholders)
 
 
 def refuse_state_dict(module: nn.Module, *_: Any) -> None:

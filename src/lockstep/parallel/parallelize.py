@@ -58,8 +58,9 @@ class LocalModel:
     plan_check: PlanCheck | None = None  # for the first step of a start
     buffers: dict[str, Tensor] = field(default_factory=dict)  # that checkpoints hold, whole on each worker
     averages: list[list[FSDPModule]] = field(default_factory=list)  # the units of each average of the model, its root last
-    # name -> whole parameter that its slices replaced, alive where the user has kept it, and its marks then
+    # name -> whole parameter of a user's model, of any stage, alive where the user has kept it, and its marks before the cut
     originals: dict[str, tuple[ReferenceType[nn.Parameter], Marks]] = field(default_factory=dict)
+    placeholders: dict[str, nn.Parameter] = field(default_factory=dict)  # empty, of other stages: optimizers list all parameters
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return iter(self.local_params.values())
@@ -98,6 +99,7 @@ def parallelize(  # 11 parameters: a model, its place in the layout, and three o
     device: torch.device,
     *,
     plan: ParallelPlan | None = None,
+    stage: PipelineStage | None = None,
     prepare_blocks: Callable[[list[nn.Module]], None] | None = None,
     prefetch_units: int = 1,
     reshard_after_forward: bool = True,
@@ -109,6 +111,7 @@ def parallelize(  # 11 parameters: a model, its place in the layout, and three o
     init_param             returns an initial value; `model` is on the meta device. None: it has its
                            values, and a replica is several workers
     plan                   None: that of the built-in models
+    stage                  to which `model` has been cut already
     prepare_blocks         called with the blocks before sharding (checkpointing, compile)
     prefetch_units         units gathered ahead of the one that computes
     reshard_after_forward  False: keep units gathered until the backward pass (ZeRO-2)
@@ -121,7 +124,8 @@ def parallelize(  # 11 parameters: a model, its place in the layout, and three o
             prepare_blocks([whole.get_submodule(name) for name in plan_of(whole).units])
         return LocalModel(whole, layout, local_params=dict(whole.named_parameters()))
     plan, groups = plan or plan_of(model), ProcessGroups(layout, in_thread=device.type == "cpu")
-    stage = build_stage(model, coordinates.stage, layout.pipeline, chunks_per_stage) if layout.pipeline > 1 else None
+    if stage is None and layout.pipeline > 1:
+        stage = build_stage(model, coordinates.stage, layout.pipeline, chunks_per_stage)
     plan = plan.within(model)
     tensor_slices, plan_check = split_layers(model, plan, groups, coordinates.tensor, verify=verify)
     if prepare_blocks:

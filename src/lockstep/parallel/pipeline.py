@@ -8,26 +8,36 @@ With several chunks per stage, each stage holds chunks of the model that are `st
 idle time at both ends, more messages.
 
 Every stage knows each micro-batch, because the data order is arithmetic, so only activations are
-sent. Gradients are added per micro-batch in the tree, so the schedule decides no bits. Not
-torch.distributed.pipelining, which needs equal shapes and one permanent group, and adds gradients
-in order of arrival.
+sent, after an envelope with their shapes. Gradients are added per micro-batch in the tree, so the
+schedule decides no bits. Not torch.distributed.pipelining, which needs equal shapes and one
+permanent group, and adds gradients in order of arrival.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.data.order import splitmix64
+from lockstep.errors import UsageError
 from lockstep.models.llama import IGNORE_INDEX, Llama, RotaryEmbedding, positions_and_mask
 from lockstep.models.loss import output_cross_entropy
 from lockstep.models.translator import EncodedSource, Translator, causal_bias, source_bias
+from lockstep.parallel.digest import digest_of
 from lockstep.parallel.groups import ProcessGroups
 from lockstep.parallel.shard_passes import adjacent_blocks
+from lockstep.runtime.numerics import generator_states, pack_generators, restore_generators, seed_generators
+from lockstep.runtime.tensor_bytes import DTYPES, TORCH_DTYPES, bytes_of, tensors_of
+
+ENVELOPE_BYTES = 4096
+MAX_TENSORS = 31  # between two chunks
 
 
 class PipelineOp(NamedTuple):
@@ -47,7 +57,7 @@ class P2PMessage(NamedTuple):
 
     def tag(self, number: int) -> int:
         """Return the tag of tensor `number`; unique among the messages of two workers."""
-        return ((self.micro * 1024 + self.edge) * 2 + (self.kind == "grads")) * 8 + number
+        return ((self.micro * 1024 + self.edge) * 2 + (self.kind == "grads")) * (MAX_TENSORS + 1) + number
 
 
 def pipeline_schedule(stage: int, stages: int, micro_batches: int, chunks: int = 1) -> list[PipelineOp]:
@@ -81,12 +91,43 @@ class Chunk(NamedTuple):
 
 
 class PendingMicroBatch(NamedTuple):
-    """Inputs of a micro-batch for the pipeline, and autocast's dtype; None: disabled."""
+    """Inputs of a micro-batch for the pipeline, and what the loop had set when it gave them.
+
+    autocast_dtype  None: autocast is disabled
+    generators      states of torch's generators (numerics.pack_generators), for the first chunk;
+                    empty where each chunk has its own seed
+    data            digest of the inputs, equal on all stages
+    """
 
     k: int
     inputs: tuple[Any, ...]
     named: dict[str, Any]
     autocast_dtype: torch.dtype | None
+    generators: Tensor
+    data: int
+
+
+class Activations(NamedTuple):
+    """What a chunk passes to the next one: its output, a tensor or a tuple of tensors, the states
+    of the generators after it, and the digest of the micro-batch."""
+
+    output: Any
+    generators: Tensor
+    data: int
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.output if isinstance(self.output, tuple) else (self.output,)
+
+    def pack(self) -> Tensor:
+        """Return all but the elements of the tensors as bytes: (ENVELOPE_BYTES + generators,)."""
+        strides = [torch.empty_like(tensor, device="meta").stride() for tensor in self.tensors]
+        described = [[DTYPES[t.dtype], t.shape, stride, t.requires_grad] for t, stride in zip(self.tensors, strides, strict=True)]
+        text = json.dumps([isinstance(self.output, tuple), self.data, described]).encode().ljust(ENVELOPE_BYTES)
+        if len(text) > ENVELOPE_BYTES or len(described) > MAX_TENSORS:
+            hint = f"pass at most {MAX_TENSORS}, of few dimensions"
+            raise UsageError(f"a stage of a pipeline passes {len(described)} tensors to the next one", "the output of a block", hint)
+        return torch.cat([torch.frombuffer(bytearray(text), dtype=torch.uint8), self.generators])
 
 
 @dataclass(frozen=True)
@@ -96,12 +137,22 @@ class PipelineStage:
     number: int
     stages: int
     chunks: tuple[Chunk, ...]
-    modules: tuple[tuple[str, ...], ...]  # names of the modules of each chunk
+    modules: tuple[tuple[str, ...], ...]  # names of the modules of each chunk; empty: all belong to one chunk
     borrowed: tuple[str, ...] = ()  # copies of parameters of the first stage, which saves them
     lent: tuple[str, ...] = ()  # parameters of the first stage that the last stage has too
+    passes_generators: bool = False  # random draws continue where the former stage ended: the bits of one stage
 
     def holds(self, chunk: int, name: str) -> bool:
-        return any(name.startswith(f"{module}.") for module in self.modules[chunk])
+        return not self.modules or any(name.startswith(f"{module}.") for module in self.modules[chunk])
+
+    def pend(self, k: int, inputs: tuple[Any, ...], named: dict[str, Any], device: torch.device) -> PendingMicroBatch:
+        """Return micro-batch `k` with the state of autocast and the generators."""
+        autocast_dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        if not self.passes_generators:
+            return PendingMicroBatch(k, inputs, named, autocast_dtype, torch.empty(0, dtype=torch.uint8), 0)
+        tensors = list(tensors_of(inputs))
+        data = digest_of([*tensors, torch.tensor([size for tensor in tensors for size in tensor.shape])])
+        return PendingMicroBatch(k, inputs, named, autocast_dtype, pack_generators(device), data)
 
 
 def build_stage(model: nn.Module, stage: int, stages: int, chunks_per_stage: int) -> PipelineStage:
@@ -126,7 +177,7 @@ def build_stage(model: nn.Module, stage: int, stages: int, chunks_per_stage: int
     for name in [name for name in names if name not in kept] + [name for name, used in uses.items() if not used]:
         remove_module(model, name)
     run: Callable[..., tuple[Tensor, ...]] = forward_llama_chunk if isinstance(model, Llama) else forward_translator_chunk
-    model.forward = lambda received, chunk, inputs, named: run(model, chunks[chunk], received, *inputs, **named)
+    model.forward = lambda received, chunk, inputs, named: run(model, chunks[chunk], received(), *inputs, **named)
     shared = ("embedding.weight",) if tied and stages > 1 else ()
     return PipelineStage(stage, stages, chunks, tuple(modules), shared if last and not first else (), shared if first and not last else ())
 
@@ -179,64 +230,138 @@ def forward_translator_chunk(
     return (output_cross_entropy(normed, model.embedding.weight, labels, smoothing=smoothing, ignore_index=model.pad),)
 
 
-def empty_activations(model: nn.Module, dtype: torch.dtype, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return empty tensors to receive the activations of a micro-batch."""
-    assert isinstance(model, Llama | Translator)
-    dim, streams = (model.config.dim, 1) if isinstance(model, Llama) else (model.dim, 2)
-    return [torch.empty(*tokens.shape, dim, dtype=dtype, device=tokens.device) for tokens in inputs[:streams]]
+@dataclass(frozen=True)
+class ChunkForward:
+    """The forward pass of a stage: (activations received, chunk, number of `pending`) -> its own.
+
+    after  called with the micro-batch after each pass
+    """
+
+    module: nn.Module
+    stage: PipelineStage
+    pending: Sequence[PendingMicroBatch]
+    seed: Sequence[int]  # of the step
+    device: torch.device
+    after: Callable[[int], None] = lambda k: None
+
+    def __call__(self, received: Activations | None, chunk: int, micro: int) -> Activations:
+        k, inputs, named, autocast_dtype, generators, data = self.pending[micro]
+        where = f"micro-batch {k}, stage {self.stage.number} of a pipeline"
+        if received and received.data != data:
+            what, hint = "the inputs and targets are not those of the stage before", "let the data follow from the step and the micro-batch"
+            raise UsageError(what, where, hint + " alone: no DataLoader consumed in the loop, no rank in a seed (docs/loop.md)")
+        if self.stage.passes_generators:
+            restore_generators(received.generators if received else generators, self.device)
+        else:
+            # the masks of a Llama's adapters follow from the layer (lora.py): the same in every layout
+            position = () if isinstance(self.module, Llama) else (chunk * self.stage.stages + self.stage.number,)
+            seed_generators(splitmix64(*self.seed, k, *position) >> 1, self.device)
+        others = generator_states(self.device)[2:]
+        with torch.autocast(self.device.type, autocast_dtype, enabled=autocast_dtype is not None):
+            # hidden in a function: FSDP's hook would give a gradient of zeros to tensors that get none
+            output = self.module((lambda: received.output) if received else tuple, chunk, inputs, named)
+        own = Activations(output, pack_generators(self.device) if self.stage.passes_generators else generators, data)
+        if wrong := [type(tensor).__name__ for tensor in own.tensors if not isinstance(tensor, Tensor)]:
+            hint = "return a tensor or a tuple of tensors from the blocks, and a tensor from the loss"
+            raise UsageError(f"a {wrong[0]} cannot be passed to another stage", where, hint)
+        if self.stage.passes_generators and generator_states(self.device)[2:] != others:
+            hint = "use torch's generators in the model, torch.rand(())"
+            raise UsageError("a forward pass drew numbers from NumPy's or Python's generator", where, hint)
+        self.after(k)
+        return own
 
 
 @dataclass
 class PipelineRunner:
-    """Run one step of one stage."""
+    """Run one step, or an evaluation, of one stage.
 
-    stage: PipelineStage
+    forward   the last chunk returns the loss
+    backward  called with (outputs, their gradients, micro-batch, chunk) for each backward pass
+    """
+
+    forward: ChunkForward
     groups: ProcessGroups
-    forward: Callable[[list[Tensor], int, int], tuple[Tensor, ...]]  # (received, chunk, micro-batch) -> activations, or the loss
-    before_backward: Callable[[int, int], None]  # called with (micro-batch, chunk) before each backward pass
-    empty: Callable[[int], list[Tensor]]  # micro-batch -> tensors to receive into
+    backward: Callable[[list[Tensor], Sequence[Tensor] | None, int, int], None] = lambda *_: None
+    sends: list[dist.Work] = field(default_factory=list)
 
     def step(self, micro_batches: int) -> list[Tensor]:
-        """Return the losses, on the last stage; else []. A lost peer sets `groups.failure`."""
-        self.sends: list[dist.Work] = []
-        in_flight: dict[tuple[int, int], tuple[list[Tensor], tuple[Tensor, ...]]] = {}
+        """Return the losses, on the last stage; else []. Raises the error of a lost peer."""
+        in_flight: dict[tuple[int, int], tuple[list[Tensor | None], list[Tensor]]] = {}
         losses: dict[int, Tensor] = {}
-        stage, stages = self.stage.number, self.stage.stages
+        stage, stages, chunks = self.forward.stage.number, self.forward.stage.stages, self.forward.stage.chunks
         previous, following = (stage - 1) % stages, (stage + 1) % stages
-        for kind, chunk, micro in pipeline_schedule(stage, stages, micro_batches, len(self.stage.chunks)):
-            _, first, last = self.stage.chunks[chunk]
+        for kind, chunk, micro in pipeline_schedule(stage, stages, micro_batches, len(chunks)):
+            _, first, last = chunks[chunk]
             edge = chunk * stages + stage  # from this chunk to the next one
             if kind == "forward":
-                received = [] if first else self._receive(self.empty(micro), previous, P2PMessage(micro, edge - 1, "states"))
-                received = [states.requires_grad_() for states in received]
-                in_flight[chunk, micro] = received, self.forward(received, chunk, micro)
-                outputs = [output.detach() for output in in_flight[chunk, micro][1]]
+                received = None if first else self._receive(previous, P2PMessage(micro, edge - 1, "states"))
+                followed = follow_gradients([tensor for tensor in received.tensors if tensor.requires_grad] if received else [])
+                own = self.forward(received, chunk, micro)
+                in_flight[chunk, micro] = followed, [out for out in own.tensors if out.requires_grad]
                 if last:
-                    losses[micro] = outputs[0]
+                    losses[micro] = own.tensors[0].detach()
                 else:
-                    self._send(outputs, following, P2PMessage(micro, edge, "states"))
+                    self._send(own, following, P2PMessage(micro, edge, "states"))
                 continue
-            received, outs = in_flight.pop((chunk, micro))
-            grads = None if last else self._receive([torch.empty_like(out) for out in outs], following, P2PMessage(micro, edge, "grads"))
-            self.before_backward(micro, chunk)
-            torch.autograd.backward(outs, grads)
-            if not first:
-                input_grads = [torch.zeros_like(states) if states.grad is None else states.grad for states in received]
-                self._send(input_grads, previous, P2PMessage(micro, edge - 1, "grads"))
+            followed, outs = in_flight.pop((chunk, micro))
+            grads = None if last or not outs else self._receive(following, P2PMessage(micro, edge, "grads")).tensors
+            self.backward(outs, grads, micro, chunk)
+            gradients = tuple(gradient for gradient in followed if gradient is not None)
+            if len(gradients) < len(followed):
+                what = "a stage computes no gradient for some of the tensors that it receives, and the stages before it need them"
+                raise UsageError(what, "the forward passes of a pipeline", "return only tensors that later blocks use; detach() the others")
+            if gradients:
+                self._send(own._replace(output=gradients), previous, P2PMessage(micro, edge - 1, "grads"))
         self.groups.wait(self.sends)
         return [losses[micro] for micro in sorted(losses)]
 
-    def _send(self, tensors: list[Tensor], peer: int, message: P2PMessage) -> None:
-        group, flat = self.groups.pipeline_group, [tensor.contiguous() for tensor in tensors]
-        self.groups.board.enter_collective(sum(tensor.nbytes for tensor in flat))
+    def evaluate(self) -> Activations:
+        """Collective in the stages. Return the activations of the last stage, on all of them."""
+        stage, last = self.forward.stage.number, self.forward.stage.stages - 1
+        own = self.forward(self._receive(stage - 1, P2PMessage(0, stage - 1, "states")) if stage else None, 0, 0)
+        for peer in range(last) if stage == last else [stage + 1]:
+            self._send(own, peer, P2PMessage(0, stage, "states"))
+        if stage < last:
+            own = self._receive(last, P2PMessage(0, last, "states"))
+        self.groups.wait(self.sends)
+        self.groups.raise_failure()
+        return own
+
+    def _send(self, activations: Activations, peer: int, message: P2PMessage) -> None:
+        group, parts = self.groups.pipeline_group, [activations.pack(), *(tensor.detach().contiguous() for tensor in activations.tensors)]
+        self.groups.board.enter_collective(sum(part.nbytes for part in parts))
         self.sends += self.groups.start_works(
-            lambda: [dist.isend(tensor, group=group, group_dst=peer, tag=message.tag(number)) for number, tensor in enumerate(flat)]
+            lambda: [dist.isend(part, group=group, group_dst=peer, tag=message.tag(number)) for number, part in enumerate(parts)]
         )
 
-    def _receive(self, into: list[Tensor], peer: int, message: P2PMessage) -> list[Tensor]:
-        group, into = self.groups.pipeline_group, [tensor.detach() for tensor in into]
+    def _receive(self, peer: int, message: P2PMessage) -> Activations:
+        """Return what the peer has sent, with its strides: they may decide which kernels run."""
+        envelope = torch.empty(ENVELOPE_BYTES + self.forward.pending[0].generators.numel(), dtype=torch.uint8)
+        self._wait_for([envelope], 0, peer, message)
+        is_tuple, data, described = json.loads(bytes(bytes_of(envelope[:ENVELOPE_BYTES])))
+        parts = [torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=self.forward.device) for dtype, shape, _, _ in described]
+        self._wait_for(parts, 1, peer, message)
+        for number, (_, shape, strides, trained) in enumerate(described):
+            if strides != list(parts[number].stride()):
+                parts[number] = torch.empty_strided(shape, strides, dtype=parts[number].dtype, device=self.forward.device).copy_(
+                    parts[number]
+                )
+            parts[number].requires_grad_(trained)
+        return Activations(tuple(parts) if is_tuple else parts[0], envelope[ENVELOPE_BYTES:], data)
+
+    def _wait_for(self, parts: list[Tensor], first_number: int, peer: int, message: P2PMessage) -> None:
+        group, numbered = self.groups.pipeline_group, list(enumerate(parts, first_number))
         works = self.groups.start_works(
-            lambda: [dist.irecv(tensor, group=group, group_src=peer, tag=message.tag(number)) for number, tensor in enumerate(into)]
+            lambda: [dist.irecv(part, group=group, group_src=peer, tag=message.tag(number)) for number, part in numbered]
         )
         self.groups.wait(works)
-        return into
+        self.groups.raise_failure()
+
+
+def follow_gradients(inputs: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return a list that receives the gradients of `inputs` as the backward pass computes them: `grad`
+    would have other strides."""
+    gradients: list[Tensor | None] = [None for _ in inputs]
+    for number, tensor in enumerate(inputs):
+        tensor.register_hook(partial(gradients.__setitem__, number))
+    return gradients

@@ -16,7 +16,7 @@ keeps partial sums of whole gradients; the tree is the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import compress
@@ -29,7 +29,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from lockstep.data.order import splitmix64
 from lockstep.errors import PeersLostError, UsageError
-from lockstep.models.llama import Llama
 from lockstep.parallel.digest import digest_of
 from lockstep.parallel.exchange import Traffic, tree_all_reduce
 from lockstep.parallel.fsdp_comm import CapturedReduceScatter, GroupAllGather
@@ -38,7 +37,7 @@ from lockstep.parallel.gradient_watch import hash_of, refuse_different_parameter
 from lockstep.parallel.groups import all_to_all_rows
 from lockstep.parallel.ordered_sum import PartialSum, Subtree, SumTree, leaves_of_rank
 from lockstep.parallel.parallelize import LocalModel
-from lockstep.parallel.pipeline import PendingMicroBatch, PipelineRunner, PipelineStage, empty_activations
+from lockstep.parallel.pipeline import ChunkForward, PendingMicroBatch, PipelineRunner, PipelineStage
 from lockstep.parallel.reducer import Reducer
 from lockstep.parallel.running_statistics import RunningStatistics
 from lockstep.parallel.shard_passes import ShardPass, UnitGradients, exchange_rows, plan_passes, refuse_idle_shards, reports_losses
@@ -79,9 +78,6 @@ class ShardedReplica:
         self.groups, self.workers_per_replica = local.groups, local.layout.workers_per_replica
         self.reduce_once_per_step = reduce_once_per_step and local.layout.shard > 1
         self.statistics = statistics or RunningStatistics(nn.Module(), micro_batches, {})
-        if self.statistics.names and local.layout.pipeline > 1:
-            what = f"running statistics in a pipeline: {join_names(self.statistics.names)}"
-            raise UsageError(what, f"layout {local.layout}", "set layout.pipeline to 1, or use LayerNorm or GroupNorm")
         self._trees: list[SumTree[PartialSum]] = []
         self._pass = ShardPass(0, True, (), True)
         self._losses: list[Tensor] = []
@@ -123,9 +119,11 @@ class ShardedReplica:
                 if self.local.plan_check:
                     self.local.plan_check.compare(complete=False)  # names the layers that do not run when they are split
                 raise
-        kind = self.parameters[0].device.type
-        autocast_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        self._pending.append(PendingMicroBatch(self._pass.k, inputs, named, autocast_dtype))
+        if self._backwards:
+            what = f"forward_backward() was called twice in micro-batch {self._pass.k}"
+            raise UsageError(what, f"layout {self.local.layout}", "add its losses and call it once")
+        self._backwards += 1
+        self._pending.append(self.local.stage.pend(self._pass.k, inputs, named, self.parameters[0].device))
         return torch.zeros(())
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
@@ -194,10 +192,10 @@ class ShardedReplica:
             self._in_step = False
             if self._failure():
                 break
+            self._refuse_missing(f"micro-batch {self._pass.k} of step {step}", () if self.local.stage else self._names)
             if self.local.stage is None:
-                self._refuse_missing(f"micro-batch {self._pass.k} of step {step}")
                 self._compare_with_whole()
-            self.statistics.end_micro_batch(self._pass.k, counts=self._pass.counts and coordinates.tensor == 0)
+                self.statistics.end_micro_batch(self._pass.k, counts=self._pass.counts and coordinates.tensor == 0)
         if self.local.stage is not None and not self._failure():
             self._run_pipeline(self.local.stage, step, passes)
         meanwhile()
@@ -205,9 +203,10 @@ class ShardedReplica:
         self._trees = []
         if failure := self._failure():
             raise failure
-        assert dist.group.WORLD is not None
-        self.statistics.exchange(dist.group.WORLD, self.groups.waits.wait)
-        self._refuse_missing(f"step {step}")
+        for group in (self.groups.tensor_group, self.groups.gather_group, self.groups.replica_group):
+            if group is not None:  # not of other stages, which have other buffers
+                self.statistics.exchange(group, self.groups.waits.wait)
+        self._refuse_missing(f"step {step}", self._names)
         self.local.refuse_changes(self._names)
         for local, sharded in zip(self.parameters, self._sharded, strict=True):
             local.grad = sharded.grad.to_local()
@@ -237,11 +236,17 @@ class ShardedReplica:
         self._follow_requires_grad()
         self.statistics.start_step()
         self._rehearsing = True
-        yield self._start_pass(step, ShardPass(0, True, (), False))
-        self._in_step = self._rehearsing = False
+        self._pending, shard_pass = [], ShardPass(0, True, (), False)
+        yield self._start_pass(step, shard_pass)
+        self._in_step = False
+        if self.local.stage is not None and not self._failure():
+            self._refuse_missing(f"micro-batch 0 of step {step}", ())
+            self._run_pipeline(self.local.stage, step, [shard_pass])
+            self.rehearsed = next(iter(self.losses()), None)
+        self._rehearsing = False
         if failure := self._failure():
             raise failure
-        self._refuse_missing(f"micro-batch 0 of step {step}")
+        self._refuse_missing(f"micro-batch 0 of step {step}", self._names)
         self._compare_with_whole()
 
     def _failure(self) -> Exception | None:
@@ -269,12 +274,13 @@ class ShardedReplica:
                 p.requires_grad_(q.requires_grad)
             self._collect_parameters()
 
-    def _refuse_missing(self, where: str) -> None:
-        missing = [name for name, p in zip(self._names, self._sharded, strict=True) if p.grad is None]
-        if missing or not (self._backwards or self.local.stage):
+    def _refuse_missing(self, where: str, names: Container[str]) -> None:
+        """UsageError when a parameter of `names` has no gradient."""
+        missing = [name for name, p in zip(self._names, self._sharded, strict=True) if name in names and p.grad is None]
+        if missing or not self._backwards:
             raise UsageError(
                 f"no gradient arrived for {len(missing)} of {len(self._names)} parameters in {where}: {join_names(missing)}",
-                "backward(loss)" if self._backwards or self.local.stage else "backward() was not called",
+                "backward(loss)" if self._backwards else "backward() was not called",
                 "call the replicas and their backward(loss) once for every micro-batch; every trained parameter must take part",
             )
 
@@ -283,27 +289,22 @@ class ShardedReplica:
             self.local.plan_check.compare()
 
     def _run_pipeline(self, stage: PipelineStage, step: int, passes: list[ShardPass]) -> None:
-        module, kind = self.local.module, self.parameters[0].device.type
-
-        def forward(received: list[Tensor], chunk: int, micro: int) -> tuple[Tensor, ...]:
-            k, inputs, named, autocast_dtype = self._pending[micro]
-            # the masks of a Llama's adapters follow from the layer (lora.py): the same in every layout
-            position = () if isinstance(module, Llama) else (chunk * stage.stages + stage.number,)
-            seed_generators(splitmix64(self.seed, step, k, *position) >> 1, self.parameters[0].device)
-            with torch.autocast(kind, autocast_dtype, enabled=autocast_dtype is not None):
-                out: tuple[Tensor, ...] = module(received, chunk, inputs, named)
-            return out
-
-        def before_backward(micro: int, chunk: int) -> None:
+        def backward(outputs: list[Tensor], gradients: Sequence[Tensor] | None, micro: int, chunk: int) -> None:
             self._pass = passes[micro]
+            self._reduced_units.clear()
+            names = {name for name in self._names if stage.holds(chunk, name)}
             for name, p in zip(self._names, self._sharded, strict=True):
-                if stage.holds(chunk, name):
-                    p.grad = None
+                p.grad = None if name in names else p.grad
+            if outputs:
+                torch.autograd.backward(outputs, gradients)
+            self._refuse_missing(f"micro-batch {self._pass.k} of step {step}", names)
 
-        def empty(micro: int) -> list[Tensor]:
-            return empty_activations(module, next(self.local.parameters()).dtype, self._pending[micro].inputs)
+        def after_forward(k: int) -> None:
+            tensor_group = self.groups.tensor_group
+            self.statistics.end_micro_batch(k, counts=k in self.own_leaves and (tensor_group is None or tensor_group.rank() == 0))
 
-        losses = PipelineRunner(stage, self.groups, forward, before_backward, empty).step(len(passes))
+        forward = ChunkForward(self.local.module, stage, self._pending, (self.seed, step), self.parameters[0].device, after_forward)
+        losses = PipelineRunner(forward, self.groups, backward).step(len(passes))
         self._losses = [loss for loss, shard_pass in zip(losses, passes, strict=False) if shard_pass.counts]
 
     def _sum_shared_gradients(self) -> None:
@@ -343,7 +344,7 @@ class ShardedReplica:
     def _on_gradients(self, unit: int, out: Tensor) -> None:
         """FSDP's hook after a unit's backward pass: queue its gradients."""
         sent = self._captured.pop() if self._captured else out
-        if unit in self._reduced_units and self.local.stage is None:
+        if unit in self._reduced_units:
             names = {id(module): name for name, module in self.local.module.named_modules()}
             what = f"{names[id(self.local.fsdp_units[unit])] or 'the model'} ran more than once in micro-batch {self._pass.k}"
             hint = "leave it out of the units that are gathered one by one: session.prepare(..., units=...), () for none"

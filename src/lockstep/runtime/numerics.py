@@ -43,6 +43,20 @@ def generator_states(device: torch.device) -> tuple[object, ...]:
     return torch.default_generator.get_state().numpy().tobytes(), on_device, *states
 
 
+def pack_generators(device: torch.device) -> Tensor:
+    """Return the states of torch's generators, on the CPU and `device`, as bytes."""
+    on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return torch.cat([torch.default_generator.get_state(), *on_device])
+
+
+def restore_generators(packed: Tensor, device: torch.device) -> None:
+    """Set the states that `pack_generators` has returned."""
+    size = torch.default_generator.get_state().numel()
+    torch.default_generator.set_state(packed[:size].clone())
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(packed[size:].clone(), device)
+
+
 def global_generators() -> tuple[int, bytes, int]:
     """Return the seed of torch's generator and the states of NumPy's and Python's."""
     return torch.initial_seed(), np.random.get_state(legacy=False)["state"]["key"].tobytes(), hash(random.getstate())

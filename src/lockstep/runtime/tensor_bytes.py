@@ -1,5 +1,8 @@
 """Tensors as bytes, and the dtype names of the safetensors format."""
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,3 +23,12 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the tensor's bytes in row-major order: a view if it is contiguous and on the CPU."""
     return as_bytes(tensor.cpu()).numpy().data
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested mappings, lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_of(item)

@@ -38,6 +38,12 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Return whether functions are registered that run with the module; no public way to ask."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(map(bool, hooks))
+
+
 # -- operators --------------------------------------------------------------------------------------------------------
 
 aten = torch.ops.aten

@@ -86,7 +86,9 @@ class Checkpointer:
         module, self.local_model = unwrap_local_model(model)
         self.model: nn.Module | Mapping[str, torch.Tensor] = module
         if self.local_model:
-            self.model = {**self.local_model.local_params, **self.local_model.buffers}
+            self.model = {**self.local_model.local_params, **self.local_model.buffers, **self.local_model.placeholders}
+            elsewhere = self.local_model.placeholders
+            self.saved = lambda name: name not in elsewhere and saved(name)
         self._refuse_unsupported(state or {})
         self.saver: AsyncSaver | None = None  # on processes that write
         self.loaded = False  # a checkpoint, or the state of other workers
@@ -166,7 +168,8 @@ class Checkpointer:
             if local_model.is_tied_copy(parameter_of(name)):
                 return False
             if name not in shaped_slices or shaped_slices[name].is_whole:  # the same on all shards, or on one
-                return coordinates.shard == coordinates.tensor == 0
+                on_all_stages = parameter_of(name) not in local_model.slices
+                return coordinates.shard == coordinates.tensor == on_all_stages * coordinates.stage == 0
             tensor_parallel = not local_model.tensor_slices[parameter_of(name)].is_whole
             return tensors[name].numel() > 0 and (coordinates.tensor == 0 or tensor_parallel)
 

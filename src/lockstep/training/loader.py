@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from lockstep.data.order import BucketOrder, MixtureOrder, UniformOrder, splitmix64
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
-from lockstep.parallel.ordered_sum import leaves_of_rank
 from lockstep.runtime.numerics import seed_generators
 from lockstep.runtime.sockets import open_sockets
+from lockstep.runtime.tensor_bytes import tensors_of
 
 log = logging.getLogger("lockstep")
 
@@ -51,6 +51,7 @@ class Loader:
                    its content: a resumed Session detects another length, not other content
     order          which samples belong to which micro-batch
     micro_batches  yields the numbers of this worker's micro-batches (Session.micro_batches)
+    own_leaves     returns these numbers, in a step
     collate_fn     makes a micro-batch of a list of samples; None: torch's default_collate
     num_workers    processes that prefetch; 0: samples are loaded in the training process
     """
@@ -61,10 +62,12 @@ class Loader:
         order: Order,
         runtime: ElasticRuntime,
         micro_batches: Callable[[int], Iterator[int]],
+        own_leaves: Callable[[], Sequence[int]],
         collate_fn: Collate | None = None,
         num_workers: int = 0,
     ) -> None:
-        self.order, self.runtime, self.num_workers, self._micro_batches = order, runtime, num_workers, micro_batches
+        self.order, self.runtime, self.num_workers = order, runtime, num_workers
+        self._micro_batches, self._own_leaves = micro_batches, own_leaves
         self.batches = KeyedBatches(dataset, order, collate_fn)
         self._stream: Iterator[Any] | None = None  # yields the micro-batches of `_keys` in order
         self._keys: Iterator[Key] = iter(())
@@ -116,7 +119,7 @@ class Loader:
     def _fetch(self, key: Key) -> Any:
         world = self.runtime.world
         members = (world.generation, world.rank, world.size)
-        own = leaves_of_rank(world.rank, world.size, self.order.micro_batches)
+        own = self._own_leaves()
         repeated = key[1] not in own or (members == self._members and (key == self._last or key[0] == self._next[0] != -1))
         if not self.num_workers or (repeated and key != self._next):
             return self.batches[key]  # the rehearsal of the first step asks out of turn
@@ -203,14 +206,6 @@ class Sizes:
     def __str__(self) -> str:
         shapes = ", ".join(" x ".join(map(str, shape)) or "1" for shape in self.shapes)
         return shapes + f" ({self.ignored} labels of {IGNORED})" * bool(self.ignored)
-
-
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_of(item)
 
 
 def to_device(value: Any, device: torch.device) -> Any:

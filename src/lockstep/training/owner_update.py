@@ -21,6 +21,7 @@ from torch import Tensor, nn, optim
 
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import FencedError, UsageError
+from lockstep.layout import Layout
 from lockstep.parallel.exchange import start_exchange
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.runtime.exit_report import error_summary
@@ -56,7 +57,12 @@ def apply_owner_rule(optimizer: optim.Optimizer, local: LocalModel, runtime: Ela
     if isinstance(optimizer, optim.LBFGS) and local.layout.workers_per_replica > 1:
         what, hint = "LBFGS evaluates the loss several times per update and couples all parameters", "use another optimizer, or replicas"
         raise UsageError(f"{what}: not supported with shards", f"layout {local.layout}", hint)
-    if local.layout.shard == local.layout.tensor == 1 or not couples_elements(optimizer):
+    if local.layout.workers_per_replica == 1 or not couples_elements(optimizer):
+        return
+    numbers: list[list[dict[str, float]]] = []
+    optimizer.register_step_pre_hook(lambda *_: numbers.append(numbers_of_groups(optimizer)))
+    optimizer.register_step_post_hook(lambda *_: refuse_changed_numbers(optimizer, numbers.pop(), local.layout))
+    if local.layout.shard == local.layout.tensor == 1:
         return
     if local.layout.tensor > 1:
         hint = "set layout.tensor to 1; an optimizer that updates each element by itself declares elementwise = True"
@@ -136,14 +142,11 @@ class OwnerUpdate:
         self._exchange(sends, receives)
         for group, parameters in zip(optimizer.param_groups, self.parameters, strict=True):
             group["params"] = [owned[id(p)] for p in parameters if id(p) in owned]
-        self.owned, self.numbers = owned, numbers_of_groups(optimizer)
+        self.owned = owned
 
     @torch.no_grad()
     def scatter(self, optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Collective. Return the rows of weights and state to their shards."""
-        if numbers_of_groups(optimizer) != self.numbers:
-            what = f"{type(optimizer).__name__} changes the values of its parameter groups in step: it couples parameters with each other"
-            raise UsageError(what, f"layout {self.local.layout}", "use another optimizer, or replicas: layout.shard 1")
         owned = {whole.name: self.owned[id(whole.local)] for whole in self.wholes if whole.owner == self.own}
         states = {name: optimizer.state.pop(parameter, {}) for name, parameter in owned.items()}
         rows_of = {whole.name: whole.rows for whole in self.wholes}
@@ -213,6 +216,12 @@ class OwnerUpdate:
 def numbers_of_groups(optimizer: optim.Optimizer) -> list[dict[str, float]]:
     """Return the numbers in each parameter group, such as its learning rate."""
     return [{key: float(value) for key, value in group.items() if isinstance(value, int | float)} for group in optimizer.param_groups]
+
+
+def refuse_changed_numbers(optimizer: optim.Optimizer, before: list[dict[str, float]], layout: Layout) -> None:
+    if numbers_of_groups(optimizer) != before:
+        what = f"{type(optimizer).__name__} changes the values of its parameter groups in step: it couples parameters with each other"
+        raise UsageError(what, f"layout {layout}", "use another optimizer, or whole replicas")
 
 
 def describe(name: str, state: dict[str, Any], rows: list[TensorSlice], optimizer: optim.Optimizer) -> list[Any]:

@@ -22,7 +22,7 @@ class Rehearsal:
     def __init__(self, runtime: ElasticRuntime, replica: Replica | ShardedReplica) -> None:
         self.runtime, self.replica = runtime, replica
         self._due = True
-        self._loss: float | None = None
+        self._loss: str | None = None
 
     def run(self, step: int) -> Iterator[int]:
         """Collective. Yield micro-batch 0. UsageError when its loss differs between ranks."""
@@ -42,10 +42,12 @@ class Rehearsal:
                 )
         self.runtime.board.enter("voting")
         self.runtime.board.enter_collective()
-        self._loss = self.replica.rehearsed
-        losses = all_gather_json(self.runtime, str(self._loss))
-        if len(set(losses)) > 1:
-            listed = ", ".join(f"{loss} on rank {rank}" for rank, loss in enumerate(losses))
+        rehearsed = self.replica.rehearsed  # None: a stage without the loss
+        gathered = all_gather_json(self.runtime, None if rehearsed is None else str(rehearsed))
+        losses = {rank: loss for rank, loss in enumerate(gathered) if loss}
+        self._loss = next(iter(losses.values()))
+        if len(set(losses.values())) > 1:
+            listed = ", ".join(f"{loss} on rank {rank}" for rank, loss in losses.items())
             raise _nondeterministic(f"the loss of micro-batch 0 of step {step} is not the same on all workers: {listed}")
 
     def compare(self, step: int) -> None:
@@ -55,8 +57,7 @@ class Rehearsal:
         if before is None:
             return
         losses = self.replica.losses() if self.replica.own_leaves[0] == 0 else []  # of tensor ranks only the first reports them
-        own = str(losses[0] if losses else before)
-        if changed := [loss for loss in all_gather_json(self.runtime, own) if loss != str(before)]:
+        if changed := [loss for loss in all_gather_json(self.runtime, str(losses[0]) if losses else before) if loss != before]:
             raise _nondeterministic(f"the loss of micro-batch 0 of step {step} is {before} the first time and {changed[0]} the second time")
 
 

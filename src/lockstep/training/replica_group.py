@@ -99,7 +99,7 @@ class ReplicaGroup:
         self.statistics = RunningStatistics(self.module, micro_batches, buffers or {})
         self.replica = build_replica(runtime, model, micro_batches, seed, self.statistics, reduce, bucket_bytes, reduce_once_per_step)
         self.rehearsal: Rehearsal | None = None  # none in a joiner: the other ranks would not take part
-        if rehearse and runtime.first_generation and not (self.local_model and self.local_model.stage):
+        if rehearse and runtime.first_generation:
             self.rehearsal = Rehearsal(runtime, self.replica)
         self._trained, self.frozen_state = self.replica.parameters, self._make_frozen_state()
         self.loop_changes = LoopChanges(self.module if isinstance(self.replica, Replica) else nn.Module(), checkpointer)
@@ -141,15 +141,14 @@ class ReplicaGroup:
 
         count   number of samples or tokens that `loss` sums over: the step's gradient and loss are
                 divided by the total count of the step. For all micro-batches of a step, or for none
-        scaler  scales the gradient, not the recorded loss
+        scaler  scales the gradient, not the recorded loss; only in replicas and shards
         samples  number of samples that `loss` is the mean over. UsageError, on all ranks, if it differs
                 between the micro-batches of a step
         """
         count = None if count is None else parse_count(count)
-        layout = self.local_model.layout if self.local_model else None
-        if layout and ((scaler and layout.tensor > 1) or ((scaler or count is not None) and layout.pipeline > 1)):
-            what = f"{'scaler' if scaler else 'count'} is not supported with the layout {layout}"
-            raise UsageError(what, "backward(loss, ...)", "train with whole replicas, or scale and divide the gradient yourself")
+        if scaler and self.local_model and self.local_model.layout.tensor * self.local_model.layout.pipeline > 1:
+            what = f"scaler is not supported with the layout {self.local_model.layout}"
+            raise UsageError(what, "backward(loss, ...)", "train with whole replicas or shards, or scale the gradient yourself")
         if self._counts and (count is None) != (self._counts[0] is None):
             what = "some micro-batches of a step have a count and others have none"
             raise UsageError(what, f"backward(loss, count=...), step {self.unfinished}", "give a count to all of them, or to none")

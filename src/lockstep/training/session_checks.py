@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -19,9 +19,11 @@ from lockstep.layout import Layout
 from lockstep.parallel.running_statistics import BufferKinds
 from lockstep.runtime.torch_private import collectives_of
 from lockstep.runtime.worker_env import WorkerEnv
+from lockstep.training.replica_group import ReplicaGroup
 from lockstep.training.trained_parameters import refuse_misplaced_parameters
 
 log = logging.getLogger("lockstep")
+RECORDED = ("step", "seconds", "workers")  # names in metrics.jsonl that session.log cannot set
 
 
 class ReplicaOptions(TypedDict, total=False):
@@ -108,6 +110,22 @@ def warn_of_other_bits(facts: Mapping[str, Any], layout: Layout) -> None:
     """Warn when the checkpoint with these facts was saved with another size of the tensor axis."""
     if facts and (before := facts.get("tensor", 1)) != layout.tensor:
         log.warning("tensor is %d, it was %d: from here on other bits, equal to rounding", layout.tensor, before)
+
+
+def warn_if_unchanged(step: int, replicas: ReplicaGroup, digest: int) -> None:
+    """Warn when the first step of a start has changed no trained weight. digest: of those before it."""
+    if replicas.on_nonfinite == "raise" and digest == replicas.replica.digest():
+        log.warning("step %d changed no trained weight: is optimizer.step() missing after the micro-batch loop?", step)
+
+
+def numbers_to_log(values: Mapping[str, Any], get_loss: Callable[[], float]) -> dict[str, float]:
+    """Return the values of session.log. UsageError for names that the line has anyway."""
+    numbers = {name: number_of(name, value) for name, value in values.items()}
+    reserved = [name for name in numbers if name in RECORDED or (name == "loss" and str(numbers[name]) != str(get_loss()))]
+    if reserved:
+        where = f"session.log({reserved[0]}={values[reserved[0]]!r})"
+        raise UsageError(f"{reserved[0]} is recorded already, with another value", where, "give it another name")
+    return numbers
 
 
 def number_of(name: str, value: Any) -> float:

@@ -46,8 +46,10 @@ def choose_replica_layout(given: Layout, micro_batches: int, worker_env: WorkerE
             raise UsageError(what, f"{where}, Session(micro_batches=...)", f"give 1 to {micro_batches} shards, or more micro-batches")
         if getattr(layout, axis) < 1:
             raise UsageError(f"{axis}={getattr(layout, axis)} is not a number of workers", where, "give 1 or more")
-        if axis == "pipeline" and layout.pipeline > 1:
-            raise UsageError(f"pipeline {layout.pipeline} is not supported for own models yet", where, "give shard or tensor instead")
+    if layout.tensor > 1 and layout.pipeline > 1:
+        raise UsageError(
+            f"tensor {layout.tensor} with pipeline {layout.pipeline} is not supported for own models", "layout", "give one of them"
+        )
     if worker_env:
         refuse_incomplete_replicas(worker_env.expected_workers, layout)
     return layout
@@ -59,7 +61,7 @@ def refuse_incomplete_replicas(workers: int, layout: Layout) -> None:
         raise UsageError(what, "--workers; --layout or Session(...)", f"give a multiple: --workers {-(-workers // size) * size}")
 
 
-def shard_session(  # 9 parameters: what Session and Session.prepare were given
+def shard_session(  # 10 parameters: what Session and Session.prepare were given
     runtime: ElasticRuntime,
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
@@ -69,6 +71,7 @@ def shard_session(  # 9 parameters: what Session and Session.prepare were given
     *,
     units: Patterns = None,
     tensor_plan: TensorPlan = None,
+    split_points: Sequence[str] = (),
     verify: bool = True,
 ) -> LocalModel:
     """Collective. Shard `model` and the averages of it in `state`; give this worker's slices to the
@@ -87,16 +90,21 @@ def shard_session(  # 9 parameters: what Session and Session.prepare were given
                 value = tensor.detach().to(runtime.world.device)
                 dist.broadcast(value, 0)
                 tensor.copy_(value)
+    is_scaled = any(isinstance(value, torch.amp.GradScaler) for value in state.values())
+    if layout.pipeline > 1 and (averages or is_scaled or "buffers" in facts):
+        what = "averages of the model, GradScalers and declared buffers are not supported in a pipeline"
+        raise UsageError(what, f"session.state(...) and Session(buffers=...), layout {layout}", "use layout.shard; bf16 instead of fp16")
     names, position = {id(parameter): name for name, parameter in model.named_parameters()}, layout.coordinates(runtime.world.rank)
     verify = verify and runtime.first_generation  # ranks that are training would not take part
-    local = shard_module(model, layout, position, runtime.world.device, units=units, tensor_plan=tensor_plan, verify=verify)
+    how: dict[str, Any] = {"units": units, "tensor_plan": tensor_plan, "split_points": split_points, "verify": verify}
+    local = shard_module(model, layout, position, runtime.world.device, **how)
     for prefix, (average, copy) in averages.items():
         shard_average(prefix, average, copy, local, position)
-    shards, is_scaled = layout.shard, any(isinstance(value, torch.amp.GradScaler) for value in state.values())
     for optimizer in optimizers:
-        wholes = [local.tensor_slices[names[id(p)]] for group in optimizer.param_groups for p in group["params"]]
-        if is_scaled and not any(whole.split_rows(shards - 1, shards).rows for whole in wholes):
-            what = f"the last of {shards} shards has no rows of the parameters of {type(optimizer).__name__}, and a GradScaler needs some"
+        wholes = [local.tensor_slices[names[id(p)]] for group in optimizer.param_groups for p in group["params"]] if is_scaled else []
+        if is_scaled and not any(whole.split_rows(layout.shard - 1, layout.shard).rows for whole in wholes):
+            name = type(optimizer).__name__
+            what = f"the last of {layout.shard} shards has no rows of the parameters of {name}, and a GradScaler needs some"
             raise UsageError(what, "session.state(scaler=...), in shards", "use fewer shards, or one optimizer for all parameters")
         give_slices(optimizer, local, names)
         apply_owner_rule(optimizer, local, runtime)
@@ -108,8 +116,10 @@ def give_slices(optimizer: torch.optim.Optimizer, local: LocalModel, names: Mapp
     for group in optimizer.param_groups:
         for i, parameter in enumerate(group["params"]):
             name = names[id(parameter)]
-            group["params"][i] = own = local.local_params[name]
+            group["params"][i] = own = (local.local_params | local.placeholders)[name]
             state = optimizer.state.pop(parameter, {})
+            if name in local.placeholders:
+                continue
             for key, value in state.items():
                 if isinstance(value, Tensor):
                     part = slice_of(f"optim.{name}.{key}", tuple(value.shape), local.slices)

@@ -23,7 +23,7 @@ SRC = Path(__file__).parents[3] / "src"
 PRIVATE_ATTRIBUTES = {  # of torch's objects; a name that starts at a torch module needs no entry
     "_version", "_buffers", "_parameters", "_non_persistent_buffers_set", "_get_backend", "_timeout",
     "_get_fsdp_state", "_lazy_init", "_pg_registry", "_dim_group_names", "_get_sequence_number_for_group",
-    "_backward_hooks", "_post_accumulate_grad_hooks",
+    "_backward_hooks", "_post_accumulate_grad_hooks", "_forward_hooks", "_forward_pre_hooks", "_backward_pre_hooks",
 }  # fmt: skip
 
 
@@ -260,3 +260,12 @@ def test_gradient_hooks_of_a_parameter_are_seen() -> None:
     hooked.register_hook(lambda gradient: gradient)
     accumulated.register_post_accumulate_grad_hook(lambda parameter: None)
     assert [private.has_gradient_hooks(p) for p in (plain, hooked, accumulated)] == [False, True, True]
+
+
+def test_forward_hooks_of_modules_are_found() -> None:
+    registrations = ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "register_full_backward_pre_hook")
+    for registration in registrations:
+        module = nn.Sequential(nn.Linear(1, 1))
+        assert not private.has_forward_hooks(module)
+        getattr(module, registration)(lambda *_: None)
+        assert private.has_forward_hooks(module), registration

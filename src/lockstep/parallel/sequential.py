@@ -1,0 +1,152 @@
+"""Split an nn.Sequential of the user's into the stages of a pipeline, and run one of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from lockstep.errors import UsageError
+from lockstep.parallel.parallelize import LocalModel
+from lockstep.parallel.pipeline import Chunk, ChunkForward, PipelineRunner, PipelineStage, remove_module
+from lockstep.runtime.numerics import restore_generators
+from lockstep.runtime.tensor_bytes import tensors_of
+from lockstep.runtime.torch_private import has_forward_hooks
+from lockstep.units import join_names
+
+
+def block_names(model: nn.Module) -> list[str]:
+    """Return the names of the blocks of an nn.Sequential, in order; nested ones are flattened."""
+    modules = list(model.named_modules(remove_duplicate=False))
+    uses = Counter(id(module) for _, module in modules)
+
+    def is_flat(module: nn.Module) -> bool:
+        is_sequential = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+        return is_sequential and uses[id(module)] == 1 and not has_forward_hooks(module)
+
+    if not is_flat(model):
+        what = f"a pipeline splits an nn.Sequential without forward hooks, and the model is a {type(model).__name__}"
+        hint = "give nn.Sequential(block, ...), where each block takes the output of the one before; or use layout.shard"
+        raise UsageError(what, "session.prepare(model), layout.pipeline", hint)
+    flat = {name for name, module in modules if is_flat(module)}
+    return [name for name, _ in modules if name not in flat and name.rpartition(".")[0] in flat]
+
+
+def first_blocks(model: nn.Module, names: Sequence[str], stages: int, split_points: Sequence[str]) -> list[int]:
+    """Return the number of the first block of each stage: of equal bytes of parameters if possible.
+
+    split_points  names of the first blocks of stages 1, 2, ...; (): chosen here
+    """
+    where = f"session.prepare(split_points={list(split_points)}), layout.pipeline {stages}"
+    if len(names) < stages:
+        raise UsageError(f"{stages} stages need as many blocks, the model has {len(names)}", where, "give fewer stages")
+    if split_points:
+        starts = [0, *(names.index(name) for name in split_points if name in names[1:])]
+        if len(starts) < stages or len(split_points) >= stages or starts != sorted(set(starts)):
+            hint = f"give {stages - 1} names, in order, of the blocks {join_names(list(names[1:]))}"
+            raise UsageError(f"{len(split_points)} split points do not give {stages} stages", where, hint)
+        return starts
+    passed = [0, *accumulate(sum(p.nbytes for p in model.get_submodule(name).parameters()) for name in names)]
+    starts = [0]
+    for stage in range(1, stages):
+        possible = range(starts[-1] + 1, len(names) - (stages - stage) + 1)
+        starts.append(min(possible, key=lambda n: abs(passed[n] - passed[-1] * stage / stages)))
+    return starts
+
+
+def build_sequential_stage(model: nn.Module, stage: int, stages: int, split_points: Sequence[str] = ()) -> PipelineStage:
+    """Remove the blocks of other stages from a model, in place; its forward pass becomes that of a
+    stage. UsageError for modules that cannot be split so."""
+    names = block_names(model)
+    ranges = [range(*pair) for pair in pairwise([*first_blocks(model, names, stages, split_points), len(names)])]
+    canonical, holders = {id(p): name for name, p in model.named_parameters()}, dict[int, set[int]]()
+    for number, block in ((number, model.get_submodule(names[n])) for number, own in enumerate(ranges) for n in own):
+        for tensor in (*block.parameters(), *block.buffers()):
+            holders.setdefault(id(tensor), set()).add(number)
+    shared = {canonical.get(tensor, "a buffer") for tensor, numbers in holders.items() if len(numbers) > 1}
+    tied = {canonical[tensor] for tensor, numbers in holders.items() if numbers == {0, stages - 1} and tensor in canonical}
+    where = f"layout.pipeline {stages}; the stages begin with the blocks {join_names([names[own[0]] for own in ranges])}"
+    if shared - tied:
+        hint = "give other split_points: only the first and the last stage may share parameters"
+        raise UsageError(f"stages share {join_names(sorted(shared - tied))}", where, hint)
+    for number, own in enumerate(ranges):
+        if not any(p.requires_grad for n in own for p in model.get_submodule(names[n]).parameters()):
+            raise UsageError(f"stage {number} has no parameter to train", where, "give other split_points, or fewer stages")
+    chunk = Chunk(ranges[stage], stage == 0, stage == stages - 1)
+    blocks = [model.get_submodule(names[n]) for n in chunk.layers]
+    for name in [name for n, name in enumerate(names) if n not in chunk.layers]:
+        remove_module(model, name)
+    model.forward = partial(forward_blocks, blocks, chunk)
+    lent, borrowed = (tuple(sorted(tied)) if end else () for end in (chunk.first, chunk.last))
+    return PipelineStage(stage, stages, (chunk,), (), borrowed, lent, passes_generators=True)
+
+
+def forward_blocks(blocks: Sequence[nn.Module], chunk: Chunk, received: Callable[[], Any], _: int, inputs: tuple[Any, ...], __: Any) -> Any:
+    """Run the blocks of a stage on what it has received, the first one on inputs[0].
+
+    inputs  (of the model,), to evaluate; or (of the model, target, loss): the last stage returns
+            loss(output, target)
+    """
+    states = inputs[0] if chunk.first else received()
+    if not chunk.first:  # copies, which a block may change in place
+        states = tuple(tensor.clone() for tensor in states) if isinstance(states, tuple) else states.clone()
+    for block in blocks:
+        states = block(states)
+    if chunk.last and len(inputs) > 1:
+        _, target, loss = inputs
+        result = loss(states, target)
+        refuse_other_leaves(result, states)
+        return result
+    return states
+
+
+def refuse_other_leaves(loss: Any, output: Any) -> None:
+    """UsageError when the loss depends on parameters other than through the output."""
+    passed = {tensor.grad_fn for tensor in tensors_of(output)}
+    nodes = [loss.grad_fn] if isinstance(loss, Tensor) else []
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in passed:
+            continue
+        if hasattr(node, "variable"):  # of a leaf: the other stages' parameters are not here
+            what, hint = "the loss depends on parameters other than through the model's output", "use weight_decay, or layout.shard"
+            raise UsageError(what, "the loss function of session.forward_backward, in a pipeline", hint)
+        passed.add(node)
+        nodes += [following for following, _ in node.next_functions]
+
+
+def evaluate_in_stages(local: LocalModel | None, inputs: Any, *, in_loop: bool) -> Any:
+    """Collective in the replica. Return the output of the model, on all stages. in_loop: called from
+    the micro-batch loop."""
+    assert local and local.stage and local.groups
+    if torch.is_grad_enabled() or in_loop:
+        what, where = "the model was called with gradients, or in the micro-batch loop", f"layout {local.layout}"
+        hint = "call session.forward_backward(x, y, loss_fn) for each micro-batch; evaluate with session.evaluate"
+        raise UsageError(what, where, hint)
+    if not local.groups.formed:
+        local.groups.form()
+    device = next(local.parameters()).device
+    forward = ChunkForward(local.module, local.stage, [local.stage.pend(0, (inputs,), {}, device)], (), device)
+    activations = PipelineRunner(forward, local.groups).evaluate()
+    restore_generators(activations.generators, device)
+    cast(FSDPModule, local.module).reshard()  # a later pass must gather new weights
+    return activations.output
+
+
+def sum_over_stages(local: LocalModel, own: Sequence[str], sums: Tensor) -> Tensor:
+    """Collective in the stages. Return the sum of `sums`, one for each parameter of `own`, over all
+    stages; of a user's model in the order of one worker."""
+    assert local.groups is not None
+    if not local.placeholders:
+        total = sums.sum()
+        return local.groups.all_reduce(total, local.groups.pipeline_group)
+    trained = [name for name, (_, marks) in local.originals.items() if marks[1]]
+    of_all_stages = sums.new_zeros(len(trained))
+    of_all_stages[[trained.index(name) for name in own]] = sums
+    return local.groups.all_reduce(of_all_stages, local.groups.pipeline_group).sum()
