@@ -97,8 +97,8 @@ def test_wrong_splits_are_refused(tmp_path: Path) -> None:
     assert result.returncode == 2 and "there is no plan of the layers of Sequential" in result.stderr, result.stderr
     result = run_split(tmp_path / "uneven", 4, 4)
     assert result.returncode == 2 and "tensor 4 does not divide the 14 output features of 0.inner" in result.stderr, result.stderr
-    result = run_lockstep("run", SCRIPT, "--layout.pipeline", "2", "--workers", "2", "--steps=3", cwd=tmp_path)
-    assert result.returncode == 2 and "pipeline 2 is not supported for own models yet" in result.stderr, result.stderr
+    result = run_lockstep("run", SPLIT, "--layout.pipeline", "2", "--layout.tensor", "2", "--workers", "4", cwd=tmp_path)
+    assert result.returncode == 2 and "tensor 2 with pipeline 2 is not supported for own models" in result.stderr, result.stderr
 
 
 def test_incomplete_replicas_are_refused(tmp_path: Path) -> None:

@@ -75,7 +75,8 @@ class RunningStatistics:
         buffers = self._buffers()
         if counts:
             torch.cat([as_bytes(tensor) for tensor in buffers], out=self._rows[k])
-        foreach_copy_(buffers, self._start)
+        # `data`: in a pipeline the backward pass, which does not read them, follows and refuses a new version
+        foreach_copy_([tensor.data for tensor in buffers], self._start)
 
     def exchange(self, group: dist.ProcessGroup, wait: Callable[[list[dist.Work | None]], None]) -> None:
         """Collective. Receive the buffers after the micro-batches of other workers."""

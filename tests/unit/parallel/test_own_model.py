@@ -102,7 +102,9 @@ def test_layout_of_a_replica_comes_from_the_command_line_or_the_session(monkeypa
     with pytest.raises(UsageError, match="pipeline=0 is not a number of workers"):
         choose_replica_layout(Layout(pipeline=0), 4, None)
     monkeypatch.setenv("LOCKSTEP_LAYOUT_PIPELINE", "2")
-    with pytest.raises(UsageError, match=r"not supported for own models yet\n  --layout.pipeline or LOCKSTEP_LAYOUT_PIPELINE"):
+    assert choose_replica_layout(Layout(), 4, None) == Layout(pipeline=2)
+    monkeypatch.setenv("LOCKSTEP_LAYOUT_TENSOR", "2")
+    with pytest.raises(UsageError, match=r"not supported for own models yet\n  --layout.tensor or LOCKSTEP_LAYOUT_TENSOR"):
         choose_replica_layout(Layout(), 4, None)
 
 
