@@ -102,7 +102,7 @@ def train(runtime: ElasticRuntime, kind: str, layout: Layout, folder: str, steps
             optimizer.step()
             optimizer.zero_grad()
     state: dict[str, Any] = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizers[0], 2, 0.5)}
-    local = shard_session(runtime, model, optimizers, layout, None, {}, state) if layout.workers > 1 else model
+    local = shard_session(runtime, model, optimizers, layout, {}, state) if layout.workers > 1 else model
     results = []
     with Checkpointer(Path(folder) / "checkpoints", runtime, local, optimizers, state=state) as checkpointer:
         first = checkpointer.resume()
