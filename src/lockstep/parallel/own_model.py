@@ -32,12 +32,6 @@ def refuse_unshardable(model: nn.Module, units: Sequence[str]) -> None:
     refuse_unsupported(model)
     if isinstance(model, nn.ModuleList | nn.ModuleDict):
         raise UsageError(f"a {type(model).__name__} has no forward()", where, "wrap it in a module whose forward() calls its parts")
-    if scalars := [name for name, p in parameters.items() if not p.dim()]:
-        raise UsageError(f"scalar parameters cannot be sharded: {join_names(scalars)}", where, "give them the shape (1,)")
-    if strided := [name for name, p in parameters.items() if not p.is_contiguous()]:
-        raise UsageError(
-            f"parameters that are not contiguous cannot be sharded: {join_names(strided)}", where, "call .contiguous() on them"
-        )
     if hooked := [name for name, p in parameters.items() if has_gradient_hooks(p)]:
         what = f"gradient hooks of parameters would not run in shards: {join_names(hooked)}"
         raise UsageError(what, where, "remove the hooks, or train with whole replicas")

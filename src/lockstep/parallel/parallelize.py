@@ -153,6 +153,14 @@ def parallelize(  # 11 parameters: a model, its place in the layout, and three o
 
 
 def shard_units(model: nn.Module, names: Sequence[str], mesh: DeviceMesh, reshard_after_forward: bool) -> list[FSDPModule]:
+    """Wrap the units and the model. UsageError, with names, for parameters that FSDP cannot slice."""
+    where, parameters = f"{type(model).__name__}, in shards", dict(model.named_parameters())
+    if scalars := [name for name, p in parameters.items() if not p.dim()]:
+        hint = "give them the shape (1,), or train with whole replicas"
+        raise UsageError(f"scalar parameters cannot be sharded: {join_names(scalars)}", where, hint)
+    if strided := [name for name, p in parameters.items() if not p.is_contiguous()]:
+        what = f"parameters that are not contiguous cannot be sharded: {join_names(strided)}"
+        raise UsageError(what, where, "call .contiguous() on them")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FSDP's, about CPUs
         units = [fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=reshard_after_forward) for name in names]

@@ -11,8 +11,10 @@ from torch import nn
 
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
+from lockstep.models.transformers_model import TransformersConfig
 from lockstep.parallel.grad_norm import StepGradient, commit_gradient
-from lockstep.parallel.own_model import refuse_unshardable
+from lockstep.parallel.own_model import shard_module
+from lockstep.parallel.parallelize import parallelize
 from lockstep.parallel.plans import Patterns, find_units
 from lockstep.training.sharding import choose_replica_layout, refuse_incomplete_replicas
 
@@ -86,7 +88,16 @@ def with_hook() -> nn.Module:
 )
 def test_parameters_that_cannot_be_sharded_are_refused(make: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(UsageError, match=message.replace("(", r"\(")):
-        refuse_unshardable(make(), [])
+        shard_module(make(), Layout(1, 2), Layout(1, 2).coordinates(0), torch.device("cpu"))
+
+
+def test_scalar_parameters_of_a_transformers_model_cannot_be_sharded() -> None:
+    pytest.importorskip("transformers")
+    sizes = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 4}
+    model = TransformersConfig({"model_type": "qwen3", "num_key_value_heads": 2, **sizes}).meta_model()
+    model.inner.temperature = nn.Parameter(torch.ones((), device="meta"))
+    with pytest.raises(UsageError, match=r"scalar parameters cannot be sharded: inner\.temperature\n  TransformersModel, in shards"):
+        parallelize(model, Layout(1, 2), Layout(1, 2).coordinates(0), lambda name, shape: torch.zeros(shape), torch.device("cpu"))
 
 
 def test_layout_of_a_replica_comes_from_the_command_line_or_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
