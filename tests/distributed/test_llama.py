@@ -356,7 +356,7 @@ def damage(folder: Path, to: Path, how: str) -> Path:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("GemmaForCausalLM", "the architecture is GemmaForCausalLM"),
+        ("GemmaForCausalLM", "others train with --llama.backend transformers --llama.init_from FOLDER"),
         ("quantization_config", "quantization_config is"),
         ("hidden_size", "of another shape: model.embed_tokens.weight is (300, 64), config.json makes it (300, 128)"),
         ("num_hidden_layers", "unexpected: model.layers.2"),

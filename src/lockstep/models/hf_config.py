@@ -149,7 +149,8 @@ def family_of(hf_config: Mapping[str, Any], where: str) -> str:
     kind = hf_config.get("model_type")
     unknown_kind = [] if named or kind in (None, *ARCHITECTURES.values()) else [kind]
     if other := [name for name in named if name not in list(ARCHITECTURES)] or unknown_kind:
-        raise CheckpointError(f"the architecture is {other[0]}", where, f"supported: {', '.join(ARCHITECTURES)}")
+        hint = f"supported: {', '.join(ARCHITECTURES)}; others train with --llama.backend transformers --llama.init_from FOLDER"
+        raise CheckpointError(f"the architecture is {other[0]}", where, hint)
     families = {ARCHITECTURES[name] for name in named} or {kind or "llama"}
     if len(families) > 1 or kind not in (None, *families):
         what = f"model_type is {as_json(kind)} under the architecture {', '.join(named)}"
