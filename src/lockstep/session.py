@@ -289,7 +289,7 @@ class Session:
         """Run the backward pass of a micro-batch.
 
         loss    mean over the micro-batch; the step's gradient is the mean over its micro-batches.
-                UsageError when the loader gave them different numbers of samples
+                UsageError when these have different numbers of samples
         count   number of samples or tokens of the micro-batch, an integer. `loss` is then their sum,
                 and the step's gradient is the sum of all losses divided by the sum of all counts.
                 Give it for every micro-batch of a step, or for none
@@ -305,10 +305,11 @@ class Session:
     def forward_backward(self, inputs: Any, target: Any, loss: Callable[[Any, Any], torch.Tensor], *, count: int | None = None) -> None:
         """Run the passes of a micro-batch: `backward(loss(model(inputs), target), count=count)`. A
         pipeline needs this form, and runs the micro-batches together after the loop."""
+        model: Any = self.model
         if self.layout.pipeline > 1:
             result = self.replicas(inputs, target, lambda output, target: self._share(loss(output, target), count))
         else:
-            result = self._share(loss(self.replicas(inputs), target), count)
+            result = self._share(loss(model(inputs), target), count)
         with torch.autocast(self.world.device.type, enabled=False):
             self._backward(result, count)
 
@@ -318,7 +319,8 @@ class Session:
     def _backward(self, loss: torch.Tensor, count: int | None, scaler: torch.amp.GradScaler | None = None) -> None:
         if self.layout.workers_per_replica > 1:
             session_checks.refuse_uneven_skips(scaler, self.options.get("on_nonfinite", ""), self._state)
-        samples = (loader.samples_of_mean() for loader, _ in self._loaders if count is None)
+        sources: Any = (*(loader for loader, _ in self._loaders), self.model)
+        samples = (source.samples_of_mean() for source in sources if count is None)
         self.replicas.backward(loss, count, scaler=scaler, samples=next((number for number in samples if number is not None), None))
 
     @property
@@ -354,8 +356,7 @@ class Session:
         numbers, each the mean over the batch's samples.
 
         Each worker computes its share, without gradients, with the model and the modules in
-        `session.state` (an EMA) in eval mode. The result has the same bits on any number of
-        workers.
+        `session.state` (an EMA) in eval mode. The same bits come out on any number of workers.
         """
         sharing = {"seed": self.seed, "replica_size": self.replicas.replica.workers_per_replica if "replicas" in self.__dict__ else 1}
         with in_eval_mode(self.model, *self._state.values()):

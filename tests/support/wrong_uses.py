@@ -714,9 +714,41 @@ class Iterable(Loop):
 
 @use("a mean over ragged micro-batches")
 class RaggedMean(Loop):
+    refused = r"the micro-batches of a step have 1 to 6 samples, and their losses are means"
+
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         for k in self.session.micro_batches(self.step):
             yield INPUTS[: k + 1], TARGETS[: k + 1]
+
+
+@use("a mean over one micro-batch of another size on each rank")
+class RaggedRanks(Loop):
+    refused, workers = r"the micro-batches of a step have 3 to 4 samples, and their losses are means", 2
+
+    def __init__(self, out: Path, steps: int) -> None:
+        super().__init__(out, steps)
+        self.options["micro_batches"] = 2
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for k in self.session.micro_batches(self.step):
+            yield INPUTS[: 3 + k], TARGETS[: 3 + k]
+
+
+@use("a mean over rows of different lengths")
+class RaggedRows(Loop):
+    warned = r"micro-batches differ: 2 x 1 x 4, then 2 x 2 x 4\. session\.backward\(loss\) gives each the same weight"
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for k in self.session.micro_batches(self.step):
+            yield INPUTS[: 2 * (k + 1)].view(2, k + 1, 4), TARGETS[: 2 * (k + 1)]
+
+
+@use("ragged micro-batches whose losses weigh the same")
+class RaggedCountOfOne(RaggedMean):
+    refused = ""
+
+    def micro_batch(self, x: Tensor, y: Tensor) -> None:
+        self.session.backward(self.loss(x, y), count=1)
 
 
 @use("some micro-batches with a count")

@@ -90,7 +90,7 @@ def row_to_decision(row: Sequence[int], replica_size: int, gather_digests: Calla
             f"the micro-batches of a step have {~not_least} to {most} samples, and their losses are means",
             "backward(loss), without count",
             "samples of small micro-batches would weigh more: give the sum, and the number of samples or tokens that it is over: "
-            "backward(loss_sum, count=n)",
+            "backward(loss_sum, count=n); or backward(loss, count=1), if all losses should weigh the same",
         )
     differ = any(highest != ~inverse for highest, inverse in zip(digests[::2], digests[1::2], strict=True))
     by_rank = tuple(gather_digests()) if differ else ()

@@ -75,8 +75,7 @@ class Loader:
         self._last: Key = (-1, -1)
         self._members = (-1, -1, -1)  # the (generation, rank, size) for which the stream was made
         self._batch: Any = None  # the micro-batch that the loop has, before its copy to the device
-        self._first_sizes: Sizes | None = None  # of the first micro-batch whose loss was a mean
-        self._warned = False
+        self._sizes = MeanSizes()
 
     def __call__(self, step: int) -> Iterator[Any]:
         """Collective. Yield this worker's micro-batches; after a failure, its new share."""
@@ -100,14 +99,7 @@ class Loader:
         if isinstance(self.order, BucketOrder):
             what, where = "micro-batches under a token budget have different numbers of samples", "backward(loss), without count"
             raise UsageError(what, where, "give the sum and the number of tokens or samples it is over: backward(loss_sum, count=n)")
-        sizes, rows = Sizes.of(self._batch), self.order.batch_size // self.order.micro_batches
-        first = self._first_sizes = self._first_sizes or sizes
-        samples = sizes.samples(rows)
-        if sizes != first and samples == first.samples(rows) and not self._warned:
-            self._warned = True
-            what = "micro-batches differ: %s, then %s. session.backward(loss) gives each the same weight: right for a mean over samples, "
-            log.warning(what + "wrong for a mean over tokens, which needs session.backward(loss_sum, count=n)", first, sizes)
-        return samples
+        return self._sizes.samples(Sizes.of(self._batch), self.order.batch_size // self.order.micro_batches)
 
     def __iter__(self) -> Iterator[Any]:
         raise UsageError("the loader was iterated without a step", "for ... in loader", "write `for batch in loader(step)`")
@@ -197,15 +189,33 @@ class Sizes:
         integers = [tensor for tensor in tensors if tensor.dtype == torch.int64]
         return cls(tuple(tuple(tensor.shape) for tensor in tensors), sum(int((tensor == IGNORED).sum()) for tensor in integers))
 
-    def samples(self, rows: int) -> int:
-        """Return the common number of rows if it is less than `rows`: some collate functions leave
-        samples out. Tensors with other numbers of rows may be anything, such as nodes of graphs."""
+    def samples(self, rows: int | None) -> int | None:
+        """Return the common number of rows, at most `rows`: some collate functions leave samples
+        out. Tensors with other numbers of rows may be anything, such as nodes of graphs: `rows`."""
         numbers = {shape[0] for shape in self.shapes if shape}
-        return min(*numbers, rows) if len(numbers) == 1 else rows
+        return min(*numbers, *numbers if rows is None else [rows]) if len(numbers) == 1 else rows
 
     def __str__(self) -> str:
         shapes = ", ".join(" x ".join(map(str, shape)) or "1" for shape in self.shapes)
         return shapes + f" ({self.ignored} labels of {IGNORED})" * bool(self.ignored)
+
+
+class MeanSizes:
+    """The sizes of micro-batches whose loss is a mean."""
+
+    def __init__(self) -> None:
+        self.first: Sizes | None = None
+        self.warned = False
+
+    def samples(self, sizes: Sizes, rows: int | None = None) -> int | None:
+        """Return `sizes.samples(rows)`. Warns once when micro-batches of as many samples differ."""
+        self.first = self.first or sizes
+        samples = sizes.samples(rows)
+        if sizes != self.first and samples == self.first.samples(rows) and not self.warned:
+            self.warned = True
+            what = "micro-batches differ: %s, then %s. session.backward(loss) gives each the same weight: right for a mean over samples, "
+            log.warning(what + "wrong for a mean over tokens, which needs session.backward(loss_sum, count=n)", self.first, sizes)
+        return samples
 
 
 def to_device(value: Any, device: torch.device) -> Any:

@@ -8,6 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from lockstep.runtime.tensor_bytes import tensors_of
+from lockstep.training.loader import MeanSizes, Sizes
+
 
 class PreparedModel(nn.Module):
     """A model whose forward pass runs through the ReplicaGroup inside micro-batches. Elsewhere
@@ -22,9 +25,17 @@ class PreparedModel(nn.Module):
     def __init__(self, module: nn.Module, replicas_in_loop: Callable[[], Callable[..., Any] | None]) -> None:
         super().__init__()
         self.module, self._replicas_in_loop = module, replicas_in_loop
+        self._sizes, self._inputs = MeanSizes(), Sizes((), 0)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        return (self._replicas_in_loop() or self.module)(*inputs, **named)
+        if replicas := self._replicas_in_loop():
+            self._inputs = Sizes(tuple(tuple(tensor.shape) for tensor in tensors_of((inputs, named))), 0)
+        return (replicas or self.module)(*inputs, **named)
+
+    def samples_of_mean(self) -> int | None:
+        """Return the number of samples in the newest inputs, if all tensors have as many rows."""
+        inputs, self._inputs = self._inputs, Sizes((), 0)
+        return self._sizes.samples(inputs) if inputs.shapes else None
 
     def __getattr__(self, name: str) -> Any:
         try:
