@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.fork_loop import LoopResult, run_loop
@@ -45,6 +46,30 @@ def test_shards_heal_and_resume_with_the_digest_of_one_worker(tmp_path: Path) ->
     digests = {digest_line(folder) for folder in (alone, healed, resumed)}
     assert len(digests) == 1 and digests.pop().startswith(f"step {STEPS} sha256 ")
     assert lines_of(alone) == lines_of(healed) == lines_of(resumed) and len(lines_of(alone)) == STEPS
+
+
+@pytest.mark.parametrize(
+    ("words", "workers", "shards", "orders"),
+    [
+        (["--habit=evaluate first"], 4, 2, {"disturb": {"kill": 12}}),
+        (["--habit=evaluate first"], 2, 1, {"disturb": {"kill": 12}}),
+        ([], 4, 2, {"disturb_evaluation": {"kill": 19}}),
+    ],
+    ids=["a shard joins before an evaluation", "a replica joins before an evaluation", "a shard is lost in an evaluation"],
+)
+def test_evaluations_of_joiners_and_around_a_loss_keep_the_digest(
+    words: list[str], workers: int, shards: int, orders: dict[str, Any], tmp_path: Path
+) -> None:
+    alone, healed = tmp_path / "alone", tmp_path / "healed"
+    healed.mkdir()
+    for name, order in orders.items():
+        (healed / name).write_text(json.dumps(order))
+    for folder, size, parts in ((alone, 1, 1), (healed, workers, shards)):
+        result = run_lockstep("run", "--out", folder, "--workers", size, "--layout.shard", parts, SCRIPT, *words)
+        assert result.returncode == 0, result.stderr
+    joined = any(event.get("joined") for event in events.read_events(healed) if event["event"] == "regrouped")
+    assert (healed / "killed").exists() and (joined or "disturb" not in orders)
+    assert digest_line(healed) == digest_line(alone) and lines_of(healed) == lines_of(alone)
 
 
 @pytest.mark.parametrize(

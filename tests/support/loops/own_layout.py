@@ -37,6 +37,8 @@ def train(out: str = "runs/own_layout", steps: int = 30, habit: str = "") -> Non
         session.state(scheduler=scheduler, ema=ema)
         loader = session.loader(points, batch_size=24)
         for step in session.steps(steps):
+            if habit == "evaluate first":
+                session.log(step, error=session.evaluate(lambda rows: model(rows).abs().mean(), points, batch_size=50))
             for rows in loader(step):
                 disturb(Path(out) / "disturb", session.runtime, step)
                 calls += habit == "hidden state"
@@ -51,7 +53,12 @@ def train(out: str = "runs/own_layout", steps: int = 30, habit: str = "") -> Non
             ema.update_parameters(model)
             session.log(step, norm=norm)
             if step % 10 == 9:
-                session.log(step, error=session.evaluate(lambda rows: (ema(rows) - model(rows)).abs().mean(), points, batch_size=50))
+
+                def error(rows: Tensor, step: int = step) -> Tensor:
+                    disturb(Path(out) / "disturb_evaluation", session.runtime, step)
+                    return (ema(rows) - model(rows)).abs().mean()
+
+                session.log(step, error=session.evaluate(error, points, batch_size=50))
 
 
 def misbehave(habit: str, where: str, session: lockstep.Session, model: nn.Module, rows: Tensor) -> None:
