@@ -8,6 +8,7 @@
     lockstep.Checkpointer    save, verify and resume
     lockstep.Tracker         metrics.jsonl, TensorBoard, Weights & Biases
     lockstep.Layout          how many workers hold one copy of the model, and how
+    lockstep.deferred_init   build a model whose weights take no memory before it is sharded
     lockstep.Mixture         data sets whose samples are taken in exact proportions, by stages
     lockstep.index_dataset   write the samples of a stream once, to find each by its number
     lockstep.UniformOrder    which samples belong to a step; BucketOrder: for sequences by length
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from lockstep.elastic.runtime import ElasticRuntime as ElasticRuntime
     from lockstep.elastic.world import World as World
     from lockstep.layout import Layout as Layout
+    from lockstep.models.deferred_init import deferred_init as deferred_init
     from lockstep.record.tracker import Tracker as Tracker
     from lockstep.session import Session as Session
     from lockstep.training.checkpointer import Checkpointer as Checkpointer
@@ -49,6 +51,7 @@ _MODULES = {
     "Tracker": "lockstep.record.tracker",
     "UniformOrder": "lockstep.data.order",
     "World": "lockstep.elastic.world",
+    "deferred_init": "lockstep.models.deferred_init",
     "index_dataset": "lockstep.data.indexed",
     "launch": "lockstep.cli.script",
 }

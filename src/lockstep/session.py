@@ -37,6 +37,7 @@ from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.elastic.world import World
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
+from lockstep.models.deferred_init import move_to
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.parallel.plans import Patterns
 from lockstep.parallel.sequential import evaluate_in_stages
@@ -186,7 +187,7 @@ class Session:
             raise UsageError("a second session.prepare", "one Session trains one model", "put all trained modules into one nn.ModuleDict")
         session_checks.refuse_unprepared(model, optimizers)
         is_whole = self.layout.workers_per_replica == 1
-        self.model = PreparedModel(model.to(self.world.device) if is_whole else model, self._replicas_in_loop)
+        self.model = PreparedModel(move_to(model, self.world.device) if is_whole else model, self._replicas_in_loop)
         self.optimizers, self._splits = optimizers, {"units": units, "tensor_plan": tensor_plan, "split_points": split_points}
         return (self.model, *optimizers) if optimizers else self.model
 

@@ -19,6 +19,7 @@ from lockstep.checkpoint.commands import digest_line
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
+from lockstep.models.deferred_init import deferred_init
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.evaluation import mean_over
@@ -82,14 +83,15 @@ class TwoOutputs(nn.Module):
 
 
 Parts = tuple[nn.Module, list[torch.optim.Optimizer], dict[str, Any]]
-KINDS = ["gpt", "mlp", "muon", "adafactor", "shampoo", "fused", "unfrozen", "scaler"]
+KINDS = ["gpt", "mlp", "muon", "adafactor", "shampoo", "fused", "unfrozen", "scaler", "deferred"]
 LAYOUTS = [(1, 1), (2, 1), (2, 2), (3, 3), (4, 2)]
 
 
-def make(kind: str) -> Parts:
+def make(kind: str, shards: int = 1) -> Parts:
     """Return a model, its optimizers, and what else changes in training."""
     torch.manual_seed(1)
-    model: nn.Module = {"mlp": SmallMLP, "adafactor": SmallMLP, "scaler": TwoOutputs}.get(kind, SmallGPT)()
+    build: type[nn.Module] = {"mlp": SmallMLP, "adafactor": SmallMLP, "scaler": TwoOutputs}.get(kind, SmallGPT)
+    model: nn.Module = deferred_init(build) if kind == "deferred" and shards > 1 else build()
     if kind == "unfrozen":
         model.blocks[1].requires_grad_(False)  # type: ignore[index, union-attr, operator]
     optimizers = make_optimizers(kind, model)
@@ -99,7 +101,7 @@ def make(kind: str) -> Parts:
         optimizers[0].zero_grad()
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) for optimizer in optimizers]
     state: dict[str, Any] = {f"scheduler{i}": scheduler for i, scheduler in enumerate(schedulers)}
-    if kind == "gpt":
+    if kind in ("gpt", "deferred"):
         state["ema"] = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.7))
     if kind == "mlp":
         state["mean"] = swa_utils.AveragedModel(model, avg_fn=lambda average, weight, _: average + 0.3 * (weight - average))
@@ -140,7 +142,9 @@ def train(runtime: ElasticRuntime, kinds: list[str], shards: int, folder: str, s
 
 
 def train_kind(runtime: ElasticRuntime, kind: str, shards: int, folder: str, steps: int) -> list[Any]:
-    model, optimizers, state = make(kind)
+    model, optimizers, state = make(kind, shards)
+    if kind == "deferred" and shards > 1:
+        torch.manual_seed(runtime.world.rank)  # the values do not follow from the generator's later state
     is_gpt, scaler = isinstance(model, SmallGPT), state.get("scaler")
     averages = [value for value in state.values() if isinstance(value, swa_utils.AveragedModel)]
     local = shard_session(runtime, model, optimizers, Layout(1, shards), {}, state) if shards > 1 else model

@@ -6,7 +6,7 @@ import copy
 import inspect
 import logging
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +42,16 @@ class Noisy(Dataset[Tensor]):
         return INPUTS[i] + 0.1 * torch.randn(4)
 
 
-def train(out: Path, steps: int, *, num_workers: int = 0, dataset: Any = None, **options: Any) -> Session:
+def small_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+
+def train(
+    out: Path, steps: int, *, num_workers: int = 0, dataset: Any = None, make_model: Callable[[], nn.Module] = small_model, **options: Any
+) -> Session:
     """Train a small model with dropout; return the closed session."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with Session(out, **({"micro_batches": 4, "save_every": 2} | options)) as session:
         prepared, _ = session.prepare(model, optimizer)
@@ -68,6 +74,21 @@ def test_resumed_run_ends_with_the_bits_and_metrics_of_an_uninterrupted_run(tmp_
         for name in ("whole", "resumed")
     )
     assert first_lines == second_lines and [step for step, _, _ in first_lines] == [1, 2, 3, 4, 5, 6]
+
+
+def test_deferred_weights_train_with_the_bits_of_a_model_built_at_once(tmp_path: Path) -> None:
+    train(tmp_path / "at once", 3)
+    train(tmp_path / "deferred", 3, make_model=lambda: lockstep.deferred_init(small_model))
+    assert digest_line(tmp_path / "at once") == digest_line(tmp_path / "deferred")
+
+
+def test_average_of_weights_without_values_is_refused(tmp_path: Path) -> None:
+    model = lockstep.deferred_init(small_model)
+    with Session(tmp_path, micro_batches=2) as session:
+        session.state(ema=torch.optim.swa_utils.AveragedModel(model))
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with refused(r"state\.ema\.module\.0\.weight is on the meta device, without values"):
+            next(session.steps(1))
 
 
 def test_loader_processes_give_the_same_bits_and_only_the_rehearsal_loads_here(tmp_path: Path) -> None:

@@ -53,6 +53,9 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if value is None or kind in (bool, int, float, str):
         return value
     if isinstance(value, Tensor):
+        if value.is_meta:
+            hint = "make it when the model has its weights, after session.prepare"
+            raise UsageError(f"{path} is on the meta device, without values", "Checkpointer(state=...)", hint)
         name = path
         while name in tensors or name.endswith(JSON_SUFFIX):
             name += "'"

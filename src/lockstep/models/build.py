@@ -52,7 +52,10 @@ def materialize(model: Model, device: torch.device, init_param: Callable[[str, t
     init_param  returns the initial value of the parameter or buffer of this name and shape, on the
                 CPU; called for one tensor at a time
     """
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)  # keeps ties, and the parameters of optimizers
     model.to_empty(device=device)
+    torch.__future__.set_swap_module_params_on_conversion(swaps)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         tensor.copy_(init_param(name, tensor.shape))
     return model

@@ -6,17 +6,17 @@ states times a matrix, the loss is computed in chunks, as for a Llama.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import CheckpointError, UsageError
+from lockstep.models.deferred_init import LikeOnCpu, Recording
 from lockstep.models.llama import IGNORE_INDEX, document_positions
 from lockstep.models.loss import output_cross_entropy
 
@@ -71,25 +71,16 @@ class TransformersConfig:
 
     @cached_property
     def buffers(self) -> dict[str, Tensor]:
-        """The model's buffers (rotary frequencies), which no file holds, on the CPU.
+        """The model's buffers (rotary frequencies), which no file holds, on the CPU."""
+        from transformers.initialization import no_init_weights
 
-        `_init_weights` is what each model of transformers overrides to set them.
-        """
-        model, buffers = self.meta_model(), dict[str, Tensor]()
-        for path, module in model.named_modules():
-            if own := dict(module.named_buffers(recurse=False)):
-                if unknown := [name for name in own if name in module.state_dict() or not own[name].is_floating_point()]:
-                    what = f"the model has buffers that are not supported: {path}.{unknown[0]}"
-                    raise CheckpointError(what, "config.json", "choose another model")
-                with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                    real = copy.deepcopy(module).to_empty(device="cpu", recurse=False)
-                    for buffer in real.buffers(recurse=False):
-                        buffer.fill_(torch.nan)
-                    model.inner._init_weights(real)
-                buffers |= {f"{path}.{name}": buffer for name, buffer in real.named_buffers(recurse=False)}
-        if unset := [name for name, buffer in buffers.items() if buffer.isnan().any()]:
-            raise CheckpointError(f"transformers does not initialize the buffer {unset[0]}", "config.json", "choose another model")
-        return buffers
+        with no_init_weights(), LikeOnCpu(), Recording() as recording:
+            model = TransformersModel(self.parsed)
+        saved = model.state_dict()
+        if unknown := [name for name, buffer in model.named_buffers() if name in saved or not buffer.is_floating_point()]:
+            raise CheckpointError(f"the model has buffers that are not supported: {unknown[0]}", "config.json", "choose another model")
+        recording.finish(dict(model.named_buffers()))
+        return {name: recording.value(name) for name, _ in model.named_buffers()}
 
 
 class TransformersModel(nn.Module):
@@ -102,12 +93,6 @@ class TransformersModel(nn.Module):
         make: Any = AutoModelForCausalLM.from_config
         self.inner: Any = make(config, dtype=torch.float32)
         self.chunked: bool | None = None  # None: not probed yet
-
-    def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Self:
-        """Allocate the parameters; tied ones stay one, unlike in torch."""
-        super().to_empty(device=device, recurse=recurse)
-        self.inner.tie_weights()
-        return self
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Return the logits; with labels the sum of their cross-entropy (see `Llama.forward`)."""

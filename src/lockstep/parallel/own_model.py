@@ -1,4 +1,4 @@
-"""Shard a user's module, which has its initial values: each worker keeps its slices of them."""
+"""Shard a user's module: each worker keeps its slices of the initial values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.checkpoint.state_dict import named_tensors
 from lockstep.errors import UsageError
 from lockstep.layout import Coordinates, Layout
 from lockstep.parallel.gradient_watch import refuse_unsupported
-from lockstep.parallel.parallelize import LocalModel, marks_of, parallelize, set_prefetch, shard_units
+from lockstep.parallel.parallelize import InitParam, LocalModel, marks_of, parallelize, set_prefetch, shard_units
 from lockstep.parallel.plans import ParallelPlan, Patterns, find_units
 from lockstep.parallel.sequential import build_sequential_stage
 from lockstep.parallel.tensor_parallel import apply_tensor_parallel
@@ -54,12 +54,14 @@ def shard_module(
     units: Patterns = None,
     tensor_plan: TensorPlan = None,
     split_points: Sequence[str] = (),
+    init_param: InitParam | None = None,
     verify: bool = True,
 ) -> LocalModel:
     """Return this worker's slices of `model`, which becomes FSDP's.
 
     units         see `find_units`
     split_points  see `first_blocks`
+    init_param    see `parallelize`
     """
     names = find_units(model, units)
     refuse_unshardable(model, names)
@@ -72,7 +74,7 @@ def shard_module(
     placeholders = {name: nn.Parameter(p.new_empty(0, *p.shape[1:]), requires_grad=p.requires_grad) for name, p in elsewhere.items()}
     del wholes, elsewhere
     plan = ParallelPlan(tuple(names), regions=(), column_parallel=(), row_parallel=r"$^", styles=styles)
-    local = parallelize(model, layout, position, None, device, plan=plan, stage=stage, verify=verify)
+    local = parallelize(model, layout, position, init_param, device, plan=plan, stage=stage, verify=verify)
     buffers = {name: tensor for name, tensor in named_tensors(model).items() if name not in local.local_params}
     first_name = dict(zip(local.local_params, names_here, strict=True))  # of a tied parameter that the first stage saves
     parts: list[dict[str, Any]] = [local.local_params, local.slices, local.tensor_slices]
@@ -104,17 +106,27 @@ def find_copy(value: Any, model: nn.Module) -> nn.Module | None:
     return None if found is None or {*found.parameters()} & {*model.parameters()} else found
 
 
-def shard_average(prefix: str, average: nn.Module, copy: nn.Module, local: LocalModel, position: Coordinates) -> None:
+@torch.no_grad()
+def shard_average(
+    prefix: str, average: nn.Module, copy: nn.Module, local: LocalModel, position: Coordinates, init_param: InitParam | None = None
+) -> None:
     """Shard `copy`, the module in `average` with the parameters of the model, as `local` is sharded.
 
-    prefix  of the names of `average` in checkpoints
+    prefix      of the names of `average` in checkpoints
+    init_param  see `parallelize`
     """
     mesh = cast(DTensor, next(local.module.parameters())).device_mesh
     assert local.plan and local.groups
     apply_tensor_parallel(copy, local.plan, local.groups, position.tensor, local.layout.tensor)
     fsdp_units = shard_units(copy, local.plan.units, mesh, reshard_after_forward=True)
     set_prefetch(fsdp_units, 1)
+    if init_param:
+        copy.to_empty(device=mesh.device_type)
     init_fsdp(copy)
+    for name, tensor in (*copy.named_parameters(), *copy.named_buffers()):
+        if init_param:
+            value, target = init_param(name, tensor.shape), tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            target.copy_(local.slices[name].of(value) if name in local.slices else value)
     local.averages.append(fsdp_units)
     path = next(name for name, module in average.named_modules() if module is copy)
     for name, tensor in average.state_dict().items():

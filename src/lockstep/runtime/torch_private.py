@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import _register_process_group, _unregister_all_process_groups
 from torch._C._profiler import _ExperimentalConfig
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees all operations; no public form
+from torch.utils._pytree import tree_iter as tree_iter
+from torch.utils._pytree import tree_map as tree_map
 
 # -- tensors and modules ----------------------------------------------------------------------------------------------
 
@@ -47,6 +50,9 @@ def has_forward_hooks(module: nn.Module) -> bool:
 # -- operators --------------------------------------------------------------------------------------------------------
 
 aten = torch.ops.aten
+
+# Name, arguments and is_mutable of an operator.
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
 
 # The kernels of F.scaled_dot_product_attention; a checkpoint policy sees these, not the function.
 ATTENTION_OPS = (

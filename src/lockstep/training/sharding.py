@@ -18,6 +18,7 @@ from lockstep.elastic.collectives import assert_equal_on_all_ranks
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
+from lockstep.models.deferred_init import recording_of
 from lockstep.parallel.own_model import find_copy, shard_average, shard_module
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.parallel.plans import Patterns
@@ -84,22 +85,31 @@ def shard_session(  # 10 parameters: what Session and Session.prepare were given
     else:
         assert_equal_on_all_ranks(runtime, runtime.fingerprint(facts))
     averages = {f"state.{name}.": (value, copy) for name, value in state.items() if (copy := find_copy(value, model))}
-    if runtime.first_generation and runtime.world.size > 1:
-        with torch.no_grad():
-            for tensor in (t for module in (model, *(a for a, _ in averages.values())) for t in (*module.parameters(), *module.buffers())):
-                value = tensor.detach().to(runtime.world.device)
-                dist.broadcast(value, 0)
-                tensor.copy_(value)
+    recording, sends = recording_of(model), runtime.first_generation and runtime.world.size > 1
     is_scaled = any(isinstance(value, torch.amp.GradScaler) for value in state.values())
     if layout.pipeline > 1 and (averages or is_scaled or "buffers" in facts):
         what = "averages of the model, GradScalers and declared buffers are not supported in a pipeline"
         raise UsageError(what, f"session.state(...) and Session(buffers=...), layout {layout}", "use layout.shard; bf16 instead of fp16")
+    if recording and layout.workers_per_replica > layout.shard:
+        what = "a model of deferred_init is not supported in a pipeline or with tensor"
+        raise UsageError(what, f"layout {layout}", "construct the model itself, or give layout.shard only")
+
+    def of_rank_0(value: Tensor) -> Tensor:
+        value = value.detach().to(runtime.world.device, copy=True)
+        if sends:
+            dist.broadcast(value, 0)
+        return value
+
+    init_param = (lambda name, _: of_rank_0(recording.value(name))) if recording else None
+    modules = (*(average for average, _ in averages.values()), *(() if recording else (model,)))
+    for tensor in (t for module in modules for t in (*module.parameters(), *module.buffers()) if sends and not t.is_meta):
+        tensor.data.copy_(of_rank_0(tensor))
     names, position = {id(parameter): name for name, parameter in model.named_parameters()}, layout.coordinates(runtime.world.rank)
     verify = verify and runtime.first_generation  # ranks that are training would not take part
     how: dict[str, Any] = {"units": units, "tensor_plan": tensor_plan, "split_points": split_points, "verify": verify}
-    local = shard_module(model, layout, position, runtime.world.device, **how)
+    local = shard_module(model, layout, position, runtime.world.device, **how, init_param=init_param)
     for prefix, (average, copy) in averages.items():
-        shard_average(prefix, average, copy, local, position)
+        shard_average(prefix, average, copy, local, position, init_param)
     for optimizer in optimizers:
         wholes = [local.tensor_slices[names[id(p)]] for group in optimizer.param_groups for p in group["params"]] if is_scaled else []
         if is_scaled and not any(whole.split_rows(layout.shard - 1, layout.shard).rows for whole in wholes):

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.runtime import torch_private as private
+from lockstep.runtime.torch_private import TorchDispatchMode
 
 SRC = Path(__file__).parents[3] / "src"
 PRIVATE_ATTRIBUTES = {  # of torch's objects; a name that starts at a torch module needs no entry
@@ -121,6 +121,17 @@ def test_own_parameters_and_buffers_are_live_and_without_children() -> None:
 
 
 # -- operators --------------------------------------------------------------------------------------------------------
+
+
+def test_a_schema_names_an_operator_and_its_writes() -> None:
+    fill, empty = (private.schema_of(op) for op in (private.aten.fill_.Scalar, private.aten.empty.memory_format))
+    assert (fill.name, fill.is_mutable, empty.is_mutable) == ("aten::fill_", True, False)
+    assert "device" in [argument.name for argument in empty.arguments]
+
+
+def test_trees_are_mapped_and_iterated() -> None:
+    tree = (1, {"a": [2, 3]})
+    assert list(private.tree_iter(tree)) == [1, 2, 3] and private.tree_map(lambda leaf: -leaf, tree) == (-1, {"a": [-2, -3]})
 
 
 def test_attention_on_a_cpu_calls_one_of_the_attention_ops() -> None:
