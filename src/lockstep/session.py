@@ -14,7 +14,6 @@ without it (docs/loop.md).
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +36,7 @@ from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.elastic.world import World
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
+from lockstep.log import log
 from lockstep.models.deferred_init import move_to
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.parallel.plans import Patterns
@@ -56,8 +56,6 @@ from lockstep.training.replica_group import ReplicaGroup
 from lockstep.training.sample_order import make_order
 from lockstep.training.session_checks import ReplicaOptions
 from lockstep.training.session_words import in_session_words
-
-log = logging.getLogger("lockstep")
 
 
 class Session:
@@ -148,11 +146,7 @@ class Session:
             raise reworded.with_traceback(trace) from None
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("runtime", "replicas", "checkpointer", "tracker"):
-            names, when = f"session.{name} does", "after session.steps(...) has started"
-            if name == "runtime":
-                names, when = "session.world and session.runtime do", "inside `with Session(...) as session`"
-            raise UsageError(f"{names} not exist yet", f"set {when}", "move the line there")
+        session_checks.refuse_early_use(name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
@@ -240,14 +234,14 @@ class Session:
             log.info("the run is finished: step %d of %d", self.step, total)
         while self.step < total:
             self._logged, start_s = {}, time.monotonic()
-            rate, step = self._learning_rate(), self.step
+            rate, step = session_checks.highest_rate(self.optimizers), self.step
             yield step
             if self.replicas.last_step != step:
                 what, hint = f"the body of step {step} ran no micro-batches", "take all of them, `for batch in loader(step)`, in every step"
                 raise UsageError(what, "for step in session.steps(...)", hint)
             self._warned = self._warned or session_checks.warn_of_collectives(self._collectives, step, self.world.size)
             self.step += 1
-            if self._initial_digest is not None and rate and self._learning_rate():
+            if self._initial_digest is not None and rate and session_checks.highest_rate(self.optimizers):
                 session_checks.warn_if_unchanged(step, self.replicas, self._initial_digest)
             self._initial_digest = None
             values = {"loss": self.loss, **self._logged, "seconds": time.monotonic() - start_s, "workers": self.world.size}
@@ -400,9 +394,6 @@ class Session:
         if self.layout.pipeline > 1 and "replicas" in self.__dict__:
             return partial(evaluate_in_stages, self.replicas.local_model, in_loop=self.in_micro_batches)
         return self.replicas if self.in_micro_batches and torch.is_grad_enabled() else None
-
-    def _learning_rate(self) -> float:
-        return max((float(group.get("lr", 1.0)) for optimizer in self.optimizers for group in optimizer.param_groups), default=1.0)
 
     def _save_if_due(self, *, last: bool) -> None:
         """Collective. Save the state and the loss after the last step, or when a save is due."""

@@ -8,9 +8,9 @@ With several chunks per stage, each stage holds chunks of the model that are `st
 idle time at both ends, more messages.
 
 Every stage knows each micro-batch, because the data order is arithmetic, so only activations are
-sent, after an envelope with their shapes. Gradients are added per micro-batch in the tree, so the
-schedule decides no bits. Not torch.distributed.pipelining, which needs equal shapes and one
-permanent group, and adds gradients in order of arrival.
+sent; those of a user's model after an envelope with their shapes. Gradients are added per
+micro-batch in the tree, so the schedule decides no bits. Not torch.distributed.pipelining, which
+needs equal shapes and one permanent group, and adds gradients in order of arrival.
 """
 
 from __future__ import annotations
@@ -244,6 +244,14 @@ class ChunkForward:
     device: torch.device
     after: Callable[[int], None] = lambda k: None
 
+    def expected(self, micro: int) -> list[Tensor]:
+        """Return empty tensors for the activations of a micro-batch; of a user's model none: unknown."""
+        if not isinstance(self.module, Llama | Translator):
+            return []
+        dim, streams = (self.module.config.dim, 1) if isinstance(self.module, Llama) else (self.module.dim, 2)
+        dtype, inputs = next(self.module.parameters()).dtype, self.pending[micro].inputs[:streams]
+        return [torch.empty(*tokens.shape, dim, dtype=dtype, device=self.device) for tokens in inputs]
+
     def __call__(self, received: Activations | None, chunk: int, micro: int) -> Activations:
         k, inputs, named, autocast_dtype, generators, data = self.pending[micro]
         where = f"micro-batch {k}, stage {self.stage.number} of a pipeline"
@@ -256,7 +264,7 @@ class ChunkForward:
             # the masks of a Llama's adapters follow from the layer (lora.py): the same in every layout
             position = () if isinstance(self.module, Llama) else (chunk * self.stage.stages + self.stage.number,)
             seed_generators(splitmix64(*self.seed, k, *position) >> 1, self.device)
-        others = generator_states(self.device)[2:]
+        others = generator_states(self.device)[2:] if self.stage.passes_generators else ()
         with torch.autocast(self.device.type, autocast_dtype, enabled=autocast_dtype is not None):
             # hidden in a function: FSDP's hook would give a gradient of zeros to tensors that get none
             output = self.module((lambda: received.output) if received else tuple, chunk, inputs, named)
@@ -294,7 +302,7 @@ class PipelineRunner:
             _, first, last = chunks[chunk]
             edge = chunk * stages + stage  # from this chunk to the next one
             if kind == "forward":
-                received = None if first else self._receive(previous, P2PMessage(micro, edge - 1, "states"))
+                received = None if first else self._receive(previous, P2PMessage(micro, edge - 1, "states"), self.forward.expected(micro))
                 followed = follow_gradients([tensor for tensor in received.tensors if tensor.requires_grad] if received else [])
                 own = self.forward(received, chunk, micro)
                 in_flight[chunk, micro] = followed, [out for out in own.tensors if out.requires_grad]
@@ -304,7 +312,8 @@ class PipelineRunner:
                     self._send(own, following, P2PMessage(micro, edge, "states"))
                 continue
             followed, outs = in_flight.pop((chunk, micro))
-            grads = None if last or not outs else self._receive(following, P2PMessage(micro, edge, "grads")).tensors
+            expected = [] if self.forward.stage.passes_generators else [torch.empty_like(out) for out in outs]
+            grads = None if last or not outs else self._receive(following, P2PMessage(micro, edge, "grads"), expected).tensors
             self.backward(outs, grads, micro, chunk)
             gradients = tuple(gradient for gradient in followed if gradient is not None)
             if len(gradients) < len(followed):
@@ -328,14 +337,23 @@ class PipelineRunner:
         return own
 
     def _send(self, activations: Activations, peer: int, message: P2PMessage) -> None:
-        group, parts = self.groups.pipeline_group, [activations.pack(), *(tensor.detach().contiguous() for tensor in activations.tensors)]
-        self.groups.board.enter_collective(sum(part.nbytes for part in parts))
+        group, parts = self.groups.pipeline_group, {n: tensor.detach().contiguous() for n, tensor in enumerate(activations.tensors, 1)}
+        if self.forward.stage.passes_generators:
+            parts[0] = activations.pack()
+        self.groups.board.enter_collective(sum(part.nbytes for part in parts.values()))
         self.sends += self.groups.start_works(
-            lambda: [dist.isend(part, group=group, group_dst=peer, tag=message.tag(number)) for number, part in enumerate(parts)]
+            lambda: [dist.isend(parts[n], group=group, group_dst=peer, tag=message.tag(n)) for n in sorted(parts)]
         )
 
-    def _receive(self, peer: int, message: P2PMessage) -> Activations:
-        """Return what the peer has sent, with its strides: they may decide which kernels run."""
+    def _receive(self, peer: int, message: P2PMessage, expected: Sequence[Tensor] = ()) -> Activations:
+        """Return what the peer has sent, with its strides: they may decide which kernels run.
+
+        expected  tensors to receive into, where the model is a built-in one, which sends no envelope
+        """
+        if expected:
+            self._wait_for([tensor.detach() for tensor in expected], 1, peer, message)
+            output = tuple(tensor.requires_grad_(message.kind == "states") for tensor in expected)
+            return Activations(output, self.forward.pending[0].generators, 0)
         envelope = torch.empty(ENVELOPE_BYTES + self.forward.pending[0].generators.numel(), dtype=torch.uint8)
         self._wait_for([envelope], 0, peer, message)
         is_tuple, data, described = json.loads(bytes(bytes_of(envelope[:ENVELOPE_BYTES])))

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 from rapidfuzz.distance import Levenshtein
-from sacrebleu.metrics.bleu import BLEU
-from sacrebleu.metrics.chrf import CHRF
 from torch import Tensor
 
 from lockstep.config.schema import RunConfig
@@ -193,6 +191,9 @@ def score(translations: Sequence[str], references: Sequence[str], *, language: s
     exact_match  share of translations that equal their reference, 0 to 1
     ValueError if the lists differ in length or are empty.
     """
+    from sacrebleu.metrics.bleu import BLEU  # 8 MiB that training does not need
+    from sacrebleu.metrics.chrf import CHRF
+
     if len(translations) != len(references) or not translations:
         raise ValueError(f"{len(translations)} translations for {len(references)} references")
     bleu = BLEU(lowercase=lowercase, tokenize=UNSPACED.get(language.split("_")[0].split("-")[0], "13a"))

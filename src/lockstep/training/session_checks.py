@@ -137,3 +137,16 @@ def number_of(name: str, value: Any) -> float:
     if not isinstance(number, int | float):
         raise UsageError(f"{name} is a {type(value).__name__}, not a number", f"session.log({name}=...)", "give a number or one element")
     return number
+
+
+def refuse_early_use(name: str) -> None:
+    """UsageError: the attribute exists only later."""
+    if name in ("runtime", "replicas", "checkpointer", "tracker"):
+        names, when = f"session.{name} does", "after session.steps(...) has started"
+        if name == "runtime":
+            names, when = "session.world and session.runtime do", "inside `with Session(...) as session`"
+        raise UsageError(f"{names} not exist yet", f"set {when}", "move the line there")
+
+
+def highest_rate(optimizers: Sequence[Optimizer]) -> float:
+    return max((float(group.get("lr", 1.0)) for optimizer in optimizers for group in optimizer.param_groups), default=1.0)

@@ -180,7 +180,7 @@ before = peak()
 if sys.argv[1] == "deferred":
     model = deferred_init(make)
     recording = recording_of(model)
-    local = shard_module(model, layout, layout.coordinates(1), torch.device("cpu"), None, lambda name, _: recording.value(name))
+    local = shard_module(model, layout, layout.coordinates(1), torch.device("cpu"), init_param=lambda name, _: recording.value(name))
 else:
     local = shard_module(make(), layout, layout.coordinates(1), torch.device("cpu"))
 print(peak() - before)
