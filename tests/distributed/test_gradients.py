@@ -327,9 +327,9 @@ def bytes_during_a_step(runtime: ElasticRuntime) -> list[int]:
     with Replica(model, micro_batches=7) as replica:
         idle, sizes = float_bytes(), []
         for k in replica.micro_batches(0):
-            replica.backward(replica(torch.ones(1, 1000)).sum())
-            if k == 6:
+            if k == 6:  # before its backward pass, after which the reducer works beside this thread
                 sizes.append((float_bytes() - idle) // 400_000)
+            replica.backward(replica(torch.ones(1, 1000)).sum())
         sizes.append((float_bytes() - idle) // 400_000)
         replica.release_groups()
         sizes.append((float_bytes() - idle) // 400_000)
