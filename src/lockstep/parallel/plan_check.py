@@ -11,7 +11,7 @@ Weights outside of regions must have the same gradient on all tensor ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from lockstep.parallel.groups import ProcessGroups
 from lockstep.parallel.plans import ParallelPlan
 from lockstep.parallel.tensor_parallel import apply_tensor_parallel
 from lockstep.parallel.tensor_plan import PARTIAL, WHERE, refuse_unsplittable
+from lockstep.runtime.tensor_bytes import tensors_of
 from lockstep.tensor_slice import TensorSlice
 from lockstep.units import join_names
 
@@ -49,7 +50,7 @@ class RegionCall(NamedTuple):
         """Call a form of the region; return its outputs and inputs that have gradients."""
         inputs, named = deepcopy((self.inputs, self.named))
         outputs = functional_call(module.eval(), {**self.buffers, **weights}, inputs, named)
-        return [x for x in tensors_in(outputs) if x.requires_grad], [x for x in tensors_in([inputs, named]) if x.requires_grad]
+        return [x for x in tensors_of(outputs) if x.requires_grad], [x for x in tensors_of([inputs, named]) if x.requires_grad]
 
 
 class DetachedCopies(TorchFunctionMode):
@@ -207,14 +208,6 @@ def key_of(model: nn.Module, region: str, plan: ParallelPlan) -> str:
 def without_values(module: nn.Module) -> nn.Module:
     """Return a copy with its parameters on the meta device."""
     return deepcopy(module, {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()})
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(item)
 
 
 def random_weights(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
