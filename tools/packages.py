@@ -19,6 +19,7 @@ from statistics import median
 # Lowest first. A package may import from its own layer and from those listed before it.
 LAYERS = (
     ("errors", "units", "files", "log", "layout", "tensor_slice"),
+    ("network",),
     ("config",),
     ("record",),
     ("data",),

@@ -16,7 +16,7 @@ from bench.step.task import Stopwatch, Task, read_task
 from lockstep.data.pairs.loader import PairLoader
 from lockstep.data.pairs.prepare import open_prepared
 from lockstep.models.build import build_translator
-from lockstep.parallel.ordered_sum import leaves_of_rank
+from lockstep.network.subtrees import leaves_of_rank
 from lockstep.tasks.translation import make_order
 from lockstep.training.optim import adamw, learning_rate, set_learning_rate
 

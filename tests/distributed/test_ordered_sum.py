@@ -14,10 +14,11 @@ from torch import nn
 
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
+from lockstep.network.subtrees import Subtree, leaves_of_rank
 from lockstep.parallel import digest as digest_module
 from lockstep.parallel.digest import digest_of
 from lockstep.parallel.exchange import tree_all_reduce
-from lockstep.parallel.ordered_sum import Subtree, SumTree, leaves_of_rank
+from lockstep.parallel.ordered_sum import SumTree
 from lockstep.parallel.replica import Replica
 from lockstep.runtime.work import WorkWaiter
 

@@ -26,8 +26,8 @@ from lockstep.elastic.protocol.decisions import LeaveReport
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.elastic.world import World
 from lockstep.errors import FencedError, PeersLostError
+from lockstep.network.subtrees import leaves_of_rank
 from lockstep.parallel.digest import digest_of
-from lockstep.parallel.ordered_sum import leaves_of_rank
 from lockstep.runtime.process_group import reduce_rounds
 
 log = logging.getLogger("lockstep")

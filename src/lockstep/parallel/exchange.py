@@ -1,68 +1,16 @@
-"""All-reduce in the order of the tree in ordered_sum.py: recursive halving, then doubling.
-
-The sum of a node lies in equal slices on the ranks that computed its leaves. At a node, the slices
-of the left and of the right half are cut to equal slices for the ranks of both, and each rank
-receives what it lacks and adds. Where every rank has one subtree of the same size, a rank exchanges
-half of its slice with one neighbor at distance 1, 2, 4, ...: log2(N) messages, the bytes of a ring,
-the largest ones between nearest neighbors. The complete slices then return the same way.
-
-Positions in a buffer are fractions of its length, in units of 1 / WHOLE.
-"""
+"""Play the rounds of network/tree_exchange.py on tensors: an all-reduce in the order of the tree."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.parallel.ordered_sum import Subtree, assign_subtrees
+from lockstep.network.subtrees import Subtree
+from lockstep.network.tree_exchange import WHOLE, Message, Round, rounds_of_rank
 from lockstep.runtime.work import WorkWaiter, start_p2p
-
-WHOLE = 1 << 48
-
-
-class Slice(NamedTuple):
-    """A range of a buffer, on one rank."""
-
-    rank: int
-    start: int
-    stop: int
-
-
-class Sum(NamedTuple):
-    """The sum of the leaves of `node`: equal slices on the ranks that computed them."""
-
-    node: Subtree
-    slices: list[Slice]
-
-
-class Merge(NamedTuple):
-    """An addition of the tree, each slice of it on one rank."""
-
-    left: Sum
-    right: Sum
-    total: Sum
-
-
-class Message(NamedTuple):
-    """A slice of the sum of `node`, to or from another rank."""
-
-    node: Subtree
-    peer: int
-    start: int
-    stop: int
-
-
-class Round(NamedTuple):
-    """Messages of one rank that travel together; when reducing, also the addition that follows."""
-
-    sends: list[Message]
-    receives: list[Message]
-    merge: Merge | None = None
 
 
 @dataclass
@@ -75,66 +23,6 @@ class Traffic:
     def add(self, tensors: Sequence[Tensor]) -> None:
         self.messages += len(tensors)
         self.bytes += sum(tensor.nbytes for tensor in tensors)
-
-
-@lru_cache(maxsize=64)
-def rounds_of_rank(rank: int, size: int, leaves: int) -> tuple[list[Round], list[Round]]:
-    """Return the rounds (that add, that return the complete sum) of one rank."""
-    assigned = assign_subtrees(size, leaves)
-    merges = merges_of({subtree: owner for owner, subtrees in enumerate(assigned) for subtree in subtrees})
-    reduce = [
-        round_of(rank, [(merge.left, merge.total), (merge.right, merge.total)], merge)
-        for merge in merges
-        if any(part.rank == rank for part in merge.total.slices)
-    ]
-    # The sum returns through the tree of the main subtrees alone: each rank needs it once.
-    mains = merges_of({subtrees[0]: owner for owner, subtrees in enumerate(assigned)})
-    steps = [(merges[-1].total, mains[-1].total)] if mains else []
-    gather = [round_of(rank, steps), *(round_of(rank, [(m.total, m.left), (m.total, m.right)]) for m in reversed(mains))]
-    return reduce, [turn for turn in gather if turn.sends or turn.receives]
-
-
-def merges_of(owners: dict[Subtree, int]) -> list[Merge]:
-    """Return the additions of the tree over subtrees that ranks own, children first."""
-    merges: list[Merge] = []
-    end = max(subtree.first + subtree.leaves for subtree in owners)
-
-    def visit(node: Subtree) -> Sum | None:
-        if node in owners:
-            return Sum(node, [Slice(owners[node], 0, WHOLE)])
-        if node.leaves == 1 or node.first >= end:
-            return None
-        left, right = map(visit, node.halves())
-        if left and right:
-            merges.append(Merge(left, right, Sum(node, merged_slices(left, right))))
-            return merges[-1].total
-        return left or right
-
-    visit(Subtree(0, 1 << (end - 1).bit_length()))
-    return merges
-
-
-def merged_slices(left: Sum, right: Sum) -> list[Slice]:
-    """Return equal slices for the ranks of both halves, each close to what its rank has."""
-    centers = {part.rank: part.start + part.stop for part in (*right.slices, *left.slices)}
-    ranks = sorted(centers, key=lambda rank: centers[rank])
-    return [Slice(rank, i * WHOLE // len(ranks), (i + 1) * WHOLE // len(ranks)) for i, rank in enumerate(ranks)]
-
-
-def round_of(rank: int, steps: Iterable[tuple[Sum, Sum]], merge: Merge | None = None) -> Round:
-    """Return the messages of `rank` that bring each first sum into the slices of the second."""
-    sends = [message for before, after in steps for message in overlaps(rank, before.node, before, after)]
-    receives = [message for before, after in steps for message in overlaps(rank, before.node, after, before)]
-    return Round(sends, receives, merge)
-
-
-def overlaps(rank: int, node: Subtree, own: Sum, others: Sum) -> Iterator[Message]:
-    """Yield the parts of this rank's slice of `own` that other ranks have in `others`."""
-    for mine in [part for part in own.slices if part.rank == rank]:
-        for other in others.slices:
-            start, stop = max(mine.start, other.start), min(mine.stop, other.stop)
-            if other.rank != rank and start < stop:
-                yield Message(node, other.rank, start, stop)
 
 
 def tree_all_reduce(

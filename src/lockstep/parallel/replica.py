@@ -22,11 +22,12 @@ from torch import nn
 
 from lockstep.data.order import splitmix64
 from lockstep.errors import PeersLostError, UsageError
+from lockstep.network.subtrees import Subtree, is_one_addition, leaves_of_rank
 from lockstep.parallel.buckets import Bucket, GradientBuckets
 from lockstep.parallel.digest import digest_of
 from lockstep.parallel.exchange import Traffic, tree_all_reduce
 from lockstep.parallel.gradient_watch import GradientWatch, hash_of, refuse_different_parameters, refuse_unsupported
-from lockstep.parallel.ordered_sum import Subtree, SumTree, is_one_addition, leaves_of_rank
+from lockstep.parallel.ordered_sum import SumTree
 from lockstep.parallel.reducer import Reducer
 from lockstep.parallel.running_statistics import RunningStatistics
 from lockstep.runtime.numerics import seed_generators

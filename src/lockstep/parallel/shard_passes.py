@@ -12,9 +12,10 @@ from torch import Tensor
 
 from lockstep.errors import UsageError
 from lockstep.layout import Coordinates, Layout
+from lockstep.network.subtrees import leaves_of_rank
 from lockstep.parallel.exchange import Traffic, start_exchange
 from lockstep.parallel.groups import ProcessGroups
-from lockstep.parallel.ordered_sum import PartialSum, SumTree, leaves_of_rank, merged_subtrees
+from lockstep.parallel.ordered_sum import PartialSum, SumTree, merged_subtrees
 
 
 @dataclass(frozen=True)

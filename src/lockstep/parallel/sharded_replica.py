@@ -29,13 +29,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from lockstep.data.order import splitmix64
 from lockstep.errors import PeersLostError, UsageError
+from lockstep.network.subtrees import Subtree, leaves_of_rank
 from lockstep.parallel.digest import digest_of
 from lockstep.parallel.exchange import Traffic, tree_all_reduce
 from lockstep.parallel.fsdp_comm import CapturedReduceScatter, GroupAllGather
 from lockstep.parallel.grad_norm import norm_squared_of_slices
 from lockstep.parallel.gradient_watch import hash_of, refuse_different_parameters
 from lockstep.parallel.groups import all_to_all_rows
-from lockstep.parallel.ordered_sum import PartialSum, Subtree, SumTree, leaves_of_rank
+from lockstep.parallel.ordered_sum import PartialSum, SumTree
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.parallel.pipeline import ChunkForward, PendingMicroBatch, PipelineRunner, PipelineStage
 from lockstep.parallel.reducer import Reducer

@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from lockstep.network.subtrees import Subtree, leaves_of_rank
+from lockstep.network.tree_exchange import WHOLE, rounds_of_rank
 from lockstep.parallel import exchange
-from lockstep.parallel.exchange import WHOLE, Traffic, rounds_of_rank, tree_all_reduce
-from lockstep.parallel.ordered_sum import Subtree, SumTree, leaves_of_rank
+from lockstep.parallel.exchange import Traffic, tree_all_reduce
+from lockstep.parallel.ordered_sum import SumTree
 
 Transfers = Iterable[tuple[int, Tensor]]
 

@@ -5,15 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.parallel.ordered_sum import (
-    Subtree,
-    SumTree,
-    assign_subtrees,
-    leaves_of_rank,
-    merged_subtrees,
-    refuse_idle_ranks,
-    whole_subtrees,
-)
+from lockstep.network.subtrees import Subtree, assign_subtrees, leaves_of_rank, refuse_idle_ranks, whole_subtrees
+from lockstep.parallel.ordered_sum import SumTree, merged_subtrees
 from lockstep.parallel.shard_passes import ShardPass, plan_passes
 
 
