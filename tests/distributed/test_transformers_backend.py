@@ -125,6 +125,16 @@ def test_split_families_have_the_losses_of_a_plain_loop(kind: str, corpus: Path,
     assert len(digests) == 1 and curve[-1] < curve[0] - 0.3
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_compiled_model_of_the_backend_has_the_losses_of_a_plain_loop(shards: int, corpus: Path, start: Path, tmp_path: Path) -> None:
+    hub = hub_folder("qwen3", tmp_path / "hub", start)
+    flags = {**SFT, "llama.init_from": str(hub), "batch.micro_batches": "4", "compute.compile": "true", "layout.shard": str(shards)}
+    run_ranks(trained, 2, str(tmp_path / "run"), {**flags, "layout.replicate": str(2 // shards)}, 20)
+    expected = losses_of_transformers(hub, tmp_path / "run", flags)
+    assert [loss for loss, _ in losses(tmp_path / "run")] == pytest.approx(expected, rel=1e-4)
+
+
 def test_a_split_run_of_the_backend_resumes_on_one_worker(corpus: Path, start: Path, tmp_path: Path) -> None:
     hub = hub_folder("qwen3", tmp_path / "hub", start)
     flags = {**BACKEND, "data.train": str(corpus), "llama.init_from": str(hub)}
