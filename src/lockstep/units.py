@@ -1,6 +1,7 @@
-"""Parse and format quantities: "25 MB", "90 s", "41.2 k".
+"""Parse and format quantities: "25 MB", "90 s", "100 Mbit/s", "41.2 k".
 
-MB is decimal and MiB binary (SI, IEC). A bare number is in the base unit (bytes, seconds).
+MB is decimal and MiB binary (SI, IEC). A bare number is in the base unit (bytes, seconds, bytes
+per second).
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from collections.abc import Sequence
 
 BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-SECONDS = {"MS": 1e-3, "S": 1.0, "MIN": 60.0, "H": 3600.0, "D": 86400.0}
+SECONDS = {"US": 1e-6, "MS": 1e-3, "S": 1.0, "MIN": 60.0, "H": 3600.0, "D": 86400.0}
+RATES = {f"{unit}/S": float(size) for unit, size in BYTES.items()}
+RATES |= {"BIT/S": 1 / 8, "KBIT/S": 1e3 / 8, "MBIT/S": 1e6 / 8, "GBIT/S": 1e9 / 8, "TBIT/S": 1e12 / 8}
 
 MAX_NAMES = 5
 
@@ -20,7 +23,7 @@ def parse_quantity(text: object, units: dict[str, float], example: str) -> float
     """Return `text` in the base unit. ValueError when it is not a quantity."""
     if isinstance(text, (int, float)) and not isinstance(text, bool):
         return finite(text)
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*(?:/[A-Za-z]+)?)\s*", str(text))
     if not match:
         raise ValueError(f"{str(text)[:40]!r} is not a quantity such as {example!r}")
     number, unit = match.groups()
@@ -49,6 +52,16 @@ def parse_bytes(text: object) -> int:
 
 def parse_seconds(text: object) -> float:
     return parse_quantity(text, SECONDS, "90 s")
+
+
+def parse_rate(text: object) -> float:
+    """Return the bytes per second in "1 MB/s", "100 Mbit/s" or 1e6; above zero."""
+    if re.search(r"b/s\s*$", str(text)):
+        raise ValueError(f"{str(text)[:40]!r} may mean bits or bytes: write bit/s or B/s, for example '100 Mbit/s'")
+    rate = parse_quantity(text, RATES, "100 Mbit/s")
+    if rate <= 0:
+        raise ValueError(f"{str(text)[:40]!r} is not a rate above zero, for example '100 Mbit/s'")
+    return rate
 
 
 def format_bytes(count: float) -> str:
