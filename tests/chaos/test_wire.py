@@ -19,7 +19,7 @@ from lockstep.elastic.link import (
     LENGTH_PREFIX,
     MAX_FRAME_BYTES,
     AuthenticationError,
-    Link,
+    PeerLink,
     Signer,
     encode_frame,
     make_token,
@@ -231,8 +231,8 @@ class ManInTheMiddle:
     def __init__(self) -> None:
         self.sockets = [*connection(), *connection()]
         client, self.at_client, server, self.at_server = self.sockets
-        self.client = Link(client, TOKEN, "a/0/x", True, 0.0)
-        self.server = Link(server, TOKEN, "b/0/y", False, 0.0)
+        self.client = PeerLink(client, TOKEN, "a/0/x", True, 0.0)
+        self.server = PeerLink(server, TOKEN, "b/0/y", False, 0.0)
 
     def __enter__(self) -> ManInTheMiddle:
         return self
@@ -241,7 +241,7 @@ class ManInTheMiddle:
         for end in self.sockets:
             end.close()
 
-    def take_frame(self, link: Link) -> bytes:
+    def take_frame(self, link: PeerLink) -> bytes:
         """Return the next frame that the link sends."""
         link.flush()
         source = self.at_client if link is self.client else self.at_server
@@ -249,7 +249,7 @@ class ManInTheMiddle:
         head = source.recv(LENGTH_PREFIX.size, socket.MSG_WAITALL)
         return head + source.recv(LENGTH_PREFIX.unpack(head)[0], socket.MSG_WAITALL)
 
-    def deliver(self, link: Link, *frames: bytes) -> list[dict[str, object]]:
+    def deliver(self, link: PeerLink, *frames: bytes) -> list[dict[str, object]]:
         """Pass frames to the link; return the messages it accepts."""
         (self.at_client if link is self.client else self.at_server).sendall(b"".join(frames))
         select.select([link.socket], [], [], 5)
@@ -266,7 +266,7 @@ class ManInTheMiddle:
         for sender, receiver in ((self.server, self.client), (self.client, self.server)):
             assert self.deliver(receiver, self.take_frame(sender)) == []
 
-    def frames_of(self, link: Link, *kinds: str) -> list[bytes]:
+    def frames_of(self, link: PeerLink, *kinds: str) -> list[bytes]:
         """Return the frames of messages of these kinds."""
         frames = []
         for kind in kinds:

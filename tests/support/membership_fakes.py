@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.elastic.generation_log import Generation, GenerationLog, Member
-from lockstep.elastic.link import Link
+from lockstep.elastic.link import PeerLink
 
 HEARTBEAT_S = 0.05
 
@@ -70,7 +70,7 @@ class FakePeer:
         self.listener.setblocking(False)
         address = f"127.0.0.1:{self.listener.getsockname()[1]}"
         self.me = Member(f"there/{slot}/peer", "there", slot, 1, address)
-        self.links: list[Link] = []
+        self.links: list[PeerLink] = []
         self.received: list[dict[str, Any]] = []
         self._last_beat_s = 0.0
 
@@ -120,7 +120,7 @@ class FakePeer:
         self.disconnect()
 
     def _add(self, connection: socket.socket, *, is_client: bool, expected: Member | None = None) -> None:
-        self.links.append(Link(connection, self.token, self.me.id, is_client, time.monotonic(), expected))
+        self.links.append(PeerLink(connection, self.token, self.me.id, is_client, time.monotonic(), expected))
 
 
 def serve_until(condition: Callable[[], object], *peers: FakePeer, timeout_s: float = 5.0) -> None:

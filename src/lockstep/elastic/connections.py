@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.elastic.generation_log import Member
-from lockstep.elastic.link import AuthenticationError, Link
+from lockstep.elastic.link import AuthenticationError, PeerLink
 from lockstep.elastic.protocol.effects import Effect
 from lockstep.elastic.protocol.transitions import Protocol
 from lockstep.log import log
@@ -40,12 +40,12 @@ class Connections:
         token: bytes,
         protocol: Protocol,
         apply: Callable[[Sequence[Effect]], None],
-        on_message: Callable[[Link, dict[str, Any]], None],
+        on_message: Callable[[PeerLink, dict[str, Any]], None],
     ) -> None:
         self._listener, self._token, self._protocol, self._apply, self._on_message = listener, token, protocol, apply, on_message
-        self._links: dict[int, Link] = {}  # by file descriptor
-        self._pending: dict[int, Link] = {}  # those without authentication, oldest first
-        self._by_id: dict[str, list[Link]] = {}  # authenticated links to each worker, without control commands
+        self._links: dict[int, PeerLink] = {}  # by file descriptor
+        self._pending: dict[int, PeerLink] = {}  # those without authentication, oldest first
+        self._by_id: dict[str, list[PeerLink]] = {}  # authenticated links to each worker, without control commands
         self._encoded: tuple[dict[str, Any], bytes] = ({}, b"{}")  # the newest message and its text: most go to many links
         self._exiting: list[Member] = []  # peers to connect to again in the next `retry`
         self._exiting_since_s: dict[str, float] = {}
@@ -155,11 +155,11 @@ class Connections:
         self._apply(self._protocol.on_connect_failed(id, refused, time.monotonic()))
 
     def _add(self, connection: socket.socket, expected: Member | None) -> None:
-        link = Link(connection, self._token, self._protocol.me.id, expected is not None, time.monotonic(), expected)
+        link = PeerLink(connection, self._token, self._protocol.me.id, expected is not None, time.monotonic(), expected)
         self._links[connection.fileno()] = self._pending[connection.fileno()] = link
         self._selector.register(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, link)
 
-    def _serve_link(self, link: Link, events: int) -> None:
+    def _serve_link(self, link: PeerLink, events: int) -> None:
         was_authenticated = bool(link.id)
         try:
             error = link.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -178,7 +178,7 @@ class Connections:
         except (AuthenticationError, KeyError, TypeError, ValueError) as error:
             self._refuse(link, str(error))
 
-    def _refuse(self, link: Link, why: str) -> None:
+    def _refuse(self, link: PeerLink, why: str) -> None:
         try:
             peer = str(link.socket.getpeername()[0])
         except OSError:
@@ -187,7 +187,7 @@ class Connections:
             log.warning("refused a connection from %s%s: %s", peer, f", {times} times" if times > 1 else "", why)
         self._fail(link, refused=False)
 
-    def _on_authenticated(self, link: Link) -> None:
+    def _on_authenticated(self, link: PeerLink) -> None:
         self._exiting_since_s.pop(link.id, None)
         del self._pending[link.socket.fileno()]
         if link.expected and link.id != link.expected.id:  # another worker has its port now
@@ -198,7 +198,7 @@ class Connections:
             if len(links) == 1:
                 self._apply(self._protocol.on_link_up(link.id, time.monotonic()))
 
-    def _flush(self, link: Link) -> None:
+    def _flush(self, link: PeerLink) -> None:
         try:
             link.flush()
             wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.has_outgoing else 0)
@@ -208,7 +208,7 @@ class Connections:
         except OSError:
             self._fail(link, refused=False)
 
-    def _drop(self, link: Link) -> None:
+    def _drop(self, link: PeerLink) -> None:
         if self._links.pop(link.socket.fileno(), None) is not None:
             self._selector.unregister(link.socket)
             self._pending.pop(link.socket.fileno(), None)
@@ -216,7 +216,7 @@ class Connections:
                 self._by_id[link.id] = others
         link.socket.close()
 
-    def _fail(self, link: Link, *, refused: bool, exiting: bool = False) -> None:
+    def _fail(self, link: PeerLink, *, refused: bool, exiting: bool = False) -> None:
         """Drop a link that broke or was never established.
 
         exiting  the peer accepted the connection and closed it before the handshake: the kernel is

@@ -90,7 +90,7 @@ def encode_frame(message: dict[str, Any] | bytes, signer: Signer | None = None) 
 
 
 @dataclass
-class Link:
+class PeerLink:
     """A non-blocking connection with its partly read and partly written frames."""
 
     socket: socket.socket
@@ -202,7 +202,7 @@ def send_control_message(address: str, token: bytes, message: dict[str, Any], ti
     me = f"control/{os.getpid()}/{secrets.token_hex(4)}"
     deadline_s, sent = time.monotonic() + timeout_s, False
     with socket.create_connection((host, int(port)), timeout=timeout_s) as connection:
-        link = Link(connection, token, me, is_client=True, opened_s=0.0)
+        link = PeerLink(connection, token, me, is_client=True, opened_s=0.0)
         while (left_s := deadline_s - time.monotonic()) > 0:
             select.select([connection], [connection] if link.has_outgoing else [], [], left_s)
             for answer in link.receive():

@@ -27,7 +27,7 @@ from lockstep.elastic.connections import Connections
 from lockstep.elastic.disk_thread import DiskThread
 from lockstep.elastic.generation_log import NO_GENERATION, Generation, GenerationLog, Member, RunResult, new_token
 from lockstep.elastic.hang import stack_of
-from lockstep.elastic.link import Link
+from lockstep.elastic.link import PeerLink
 from lockstep.elastic.protocol.decisions import ElasticLimits, LeaveReport
 from lockstep.elastic.protocol.effects import AbortGroup, Connect, Effect, Exit, FormGroup, GetReady, LogMessage, Propose, ReadLog, Send
 from lockstep.elastic.protocol.transitions import Protocol
@@ -308,7 +308,7 @@ class Membership:
         since_s = self._unreachable_since_s.setdefault(member.id, now_s)
         self._apply(self.protocol.on_connect_failed(member.id, now_s - since_s > LIVENESS_S, now_s))
 
-    def _on_message(self, link: Link, message: dict[str, Any]) -> None:
+    def _on_message(self, link: PeerLink, message: dict[str, Any]) -> None:
         if link.is_control:
             link.send(self._answer(message))
         elif message["kind"] == "get_stack":
