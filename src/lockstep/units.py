@@ -82,6 +82,14 @@ def format_duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
+def format_seconds(seconds: float) -> str:
+    """Return `seconds` with four digits in a readable unit: 35 s, 8.75 ms, 50 us."""
+    unit, size = next((pair for pair in (("s", 1.0), ("ms", 1e-3)) if seconds >= 0.99995 * pair[1]), ("us", 1e-6))
+    value = seconds / size
+    text = f"{value:.{max(0, 4 - len(f'{value:.0f}'))}f}"
+    return f"{text.rstrip('0').rstrip('.') if '.' in text else text} {unit}"
+
+
 def format_count(count: float) -> str:
     """Return `count` with a decimal prefix: 41.2 k, 2.6 M."""
     for size, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from lockstep.errors import UsageError
+from lockstep.network.collectives import ALGORITHMS, COLLECTIVES
+from lockstep.units import parse_bytes, parse_rate, parse_seconds
 
 EXIT_CODES = """exit codes: 0 success; 1 training failed; 2 usage or configuration; 3 damaged data or checkpoint; 4 diverged;
 75 saved and to be restarted (SIGTERM, SIGUSR1); 76 peers lost; 128+n killed by signal n (130: saved after SIGINT)"""
@@ -38,6 +40,20 @@ def integer(minimum: int, maximum: int) -> Callable[[str], int]:
 
 
 STEP, SEED, LIMIT = integer(0, 10**9), integer(0, 2**63 - 1), integer(0, 1 << 16)
+
+
+def quantity(parse: Callable[[str], float]) -> Callable[[str], float]:
+    """Return an argparse type: a quantity above zero, which `parse` reads."""
+
+    def positive(text: str) -> float:
+        try:
+            if (value := parse(text)) > 0:
+                return value
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not above zero")
+
+    return positive
 
 
 def step_or_best(text: str) -> int | str:
@@ -76,6 +92,7 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     add_training_commands(commands)
     add_checkpoint_commands(commands)
+    add_network_commands(commands)
     return parser
 
 
@@ -178,3 +195,27 @@ def add_checkpoint_commands(commands: Commands) -> None:
     add("--shard-bytes", metavar="SIZE", help="export of a Llama: maximum size of a file (default: 5 GB)")
     add("--dtype", choices=["float32", "bfloat16", "float16"], help="export of a Llama: data type (default: as in the initial model)")
     add("--adapter", action="store_true", help="export of a Llama with LoRA: the adapters alone, for PEFT (default: merged weights)")
+
+
+def add_network_commands(commands: Commands) -> None:
+    """Add the commands about the network."""
+    rate: dict[str, Any] = {"type": quantity(parse_rate), "metavar": "RATE"}
+    add = add_command(commands, "lab", "simulate a collective on a network that you describe, draw it, or run its messages")
+    add("collective", choices=COLLECTIVES)
+    add("--ranks", type=integer(2, 1 << 16), required=True, metavar="N", help="number of ranks")
+    add("--bytes", type=quantity(parse_bytes), required=True, metavar="SIZE", help="size of the buffer, such as '5 MB'")
+    add("--rate", **rate, required=True, help="rate of a host's port, such as '100 Mbit/s' or '1 MB/s'")
+    add("--latency", type=quantity(parse_seconds), default=0.0, metavar="TIME", help="latency of a message, such as '50 us' (default: 0)")
+    add("--algorithm", choices=ALGORITHMS, help="algorithm to show (default: compare all)")
+    add(
+        "--ranks-per-host",
+        type=integer(1, 128),
+        default=1,
+        metavar="R",
+        help="ranks on a host, which share its port (default: 1)",
+    )
+    add("--host-rate", **rate, help="rate between two ranks of a host (default: 10 times --rate)")
+    add("--host-latency", type=quantity(parse_seconds), metavar="TIME", help="latency inside a host (default: a tenth of --latency)")
+    add("--run", action="store_true", help="also send the messages, between N processes of this machine, and compare with torch")
+    add("--picture", type=Path, metavar="FILE.svg", help="draw rounds and ranks; needs --algorithm")
+    add("--json", action="store_true", help="print one line of JSON")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Link:
-    """What connects two ranks of a class of pairs (same host, other host).
+    """The cost of a message between two ranks: of the same host, or of different hosts.
 
     latency_s    seconds from the start of a send to its first byte on the other side
     bytes_per_s  rate of one direction; above zero

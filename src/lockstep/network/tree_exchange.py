@@ -43,6 +43,9 @@ class Merge(NamedTuple):
     total: Sum
 
 
+Step = tuple[Sum, Sum]  # a sum goes from the slices of the first into those of the second
+
+
 class Message(NamedTuple):
     """A slice of the sum of `node`, to or from another rank."""
 
@@ -63,18 +66,25 @@ class Round(NamedTuple):
 @lru_cache(maxsize=64)
 def rounds_of_rank(rank: int, size: int, leaves: int) -> tuple[list[Round], list[Round]]:
     """Return the rounds (that add, that return the complete sum) of one rank."""
-    assigned = assign_subtrees(size, leaves)
-    merges = merges_of({subtree: owner for owner, subtrees in enumerate(assigned) for subtree in subtrees})
+    merges, returns = exchange_steps(size, leaves)
     reduce = [
         round_of(rank, [(merge.left, merge.total), (merge.right, merge.total)], merge)
         for merge in merges
         if any(part.rank == rank for part in merge.total.slices)
     ]
+    gather = [round_of(rank, steps) for steps in returns]
+    return reduce, [turn for turn in gather if turn.sends or turn.receives]
+
+
+@lru_cache(maxsize=64)
+def exchange_steps(size: int, leaves: int) -> tuple[list[Merge], list[list[Step]]]:
+    """Return the additions of all ranks, children first, then the steps that return the sum."""
+    assigned = assign_subtrees(size, leaves)
+    merges = merges_of({subtree: owner for owner, subtrees in enumerate(assigned) for subtree in subtrees})
     # The sum returns through the tree of the main subtrees alone: each rank needs it once.
     mains = merges_of({subtrees[0]: owner for owner, subtrees in enumerate(assigned)})
-    steps = [(merges[-1].total, mains[-1].total)] if mains else []
-    gather = [round_of(rank, steps), *(round_of(rank, [(m.total, m.left), (m.total, m.right)]) for m in reversed(mains))]
-    return reduce, [turn for turn in gather if turn.sends or turn.receives]
+    first = [(merges[-1].total, mains[-1].total)] if mains else []
+    return merges, [first, *([(merge.total, merge.left), (merge.total, merge.right)] for merge in reversed(mains))]
 
 
 def merges_of(owners: dict[Subtree, int]) -> list[Merge]:
@@ -104,17 +114,29 @@ def merged_slices(left: Sum, right: Sum) -> list[Slice]:
     return [Slice(rank, i * WHOLE // len(ranks), (i + 1) * WHOLE // len(ranks)) for i, rank in enumerate(ranks)]
 
 
-def round_of(rank: int, steps: Iterable[tuple[Sum, Sum]], merge: Merge | None = None) -> Round:
-    """Return the messages of `rank` that bring each first sum into the slices of the second."""
-    sends = [message for before, after in steps for message in overlaps(rank, before.node, before, after)]
-    receives = [message for before, after in steps for message in overlaps(rank, before.node, after, before)]
+def round_of(rank: int, steps: Iterable[Step], merge: Merge | None = None) -> Round:
+    """Return the messages of `rank` in these steps."""
+    sends, receives = [], []
+    for before, after in steps:
+        for sender, receiver, start, stop in transfers(before, after):
+            if sender == rank:
+                sends.append(Message(before.node, receiver, start, stop))
+            elif receiver == rank:
+                receives.append(Message(before.node, sender, start, stop))
     return Round(sends, receives, merge)
 
 
-def overlaps(rank: int, node: Subtree, own: Sum, others: Sum) -> Iterator[Message]:
-    """Yield the parts of this rank's slice of `own` that other ranks have in `others`."""
-    for mine in [part for part in own.slices if part.rank == rank]:
-        for other in others.slices:
-            start, stop = max(mine.start, other.start), min(mine.stop, other.stop)
-            if other.rank != rank and start < stop:
-                yield Message(node, other.rank, start, stop)
+def transfers(before: Sum, after: Sum) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (sender, receiver, start, stop) of what brings a sum into the slices of another one."""
+    sources, targets = iter(before.slices), iter(after.slices)
+    source, target = next(sources), next(targets)
+    while True:
+        start, stop = max(source.start, target.start), min(source.stop, target.stop)
+        if source.rank != target.rank and start < stop:
+            yield source.rank, target.rank, start, stop
+        if stop == WHOLE:
+            return
+        if source.stop == stop:
+            source = next(sources)
+        if target.stop == stop:
+            target = next(targets)
