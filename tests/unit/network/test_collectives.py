@@ -9,7 +9,7 @@ import pytest
 from lockstep.errors import UsageError
 from lockstep.network.collectives import ALGORITHMS, COLLECTIVES, algorithms_for, cut, schedule_of
 from lockstep.network.moves import Move, Schedule, rounds
-from lockstep.network.tree_exchange import WHOLE, rounds_of_rank
+from lockstep.network.tree_exchange import rounds_of_rank
 
 
 def cases() -> Iterator[tuple[str, str, int, int]]:
@@ -35,7 +35,7 @@ def play(schedule: Schedule, buffers: list[list[int]]) -> None:
 def test_every_algorithm_gives_the_result_of_the_collective(collective: str, length: int) -> None:
     for _, algorithm, ranks, per_host in (case for case in cases() if case[0] == collective):
         buffers = [[1000**rank % 9973 + i for i in range(length)] for rank in range(ranks)]
-        parts = [slice(start * length // WHOLE, stop * length // WHOLE) for start, stop in cut(ranks)]
+        parts = [Move(0, 0, *part, False).slice_of(length) for part in cut(ranks)]
         total = [sum(column) for column in zip(*buffers, strict=True)]
         gathered = [value for rank, part in enumerate(parts) for value in buffers[rank][part]]
         expected = {
@@ -48,6 +48,12 @@ def test_every_algorithm_gives_the_result_of_the_collective(collective: str, len
         play(schedule_of(collective, algorithm, ranks, per_host), buffers)
         for rank, (part, values) in enumerate(expected):
             assert buffers[rank][part] == values, (algorithm, ranks, per_host, rank)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 7, 10, 17])
+def test_equal_parts_are_equal(ranks: int) -> None:
+    slices = [Move(0, 0, *part, False).slice_of(1000 * ranks) for part in cut(ranks)]
+    assert slices == [slice(1000 * rank, 1000 * rank + 1000) for rank in range(ranks)]
 
 
 def test_no_rank_writes_what_it_sends_in_the_same_round() -> None:
