@@ -55,7 +55,7 @@ def fit_link(network: Network, size: int) -> tuple[float, float]:
 
     def seconds(count: int) -> float:
         words = ["--bytes", str(count), "--rate", "1 MB/s", "--algorithm", "tree"]
-        return float(measure(network, "broadcast", 2, words)["algorithms"]["tree"]["measured"]["seconds"])
+        return float(measure(network, "broadcast", 2, words)["algorithms"]["tree"]["measured_s"])
 
     latency_s = seconds(4)
     return latency_s, size / (seconds(size) - latency_s)
@@ -80,11 +80,7 @@ def main() -> None:
         for ranks in args.ranks:
             for collective in COLLECTIVES:
                 for algorithm, result in measure(network, collective, ranks, words)["algorithms"].items():
-                    times = {
-                        "simulated_s": result["seconds"],
-                        "measured_s": result["measured"]["seconds"],
-                        "torch_s": result["measured"]["torch_seconds"],
-                    }
+                    times = {"simulated_s": result["seconds"], "measured_s": result["measured_s"], "torch_s": result["torch_s"]}
                     raw.append({"ranks": ranks, "collective": collective, "algorithm": algorithm, **times})
                     print(json.dumps(raw[-1]), flush=True)
     table = f"Fitted: latency {latency_s * 1e6:.0f} us, {rate / 1e6:.3f} MB/s of {args.tbf}; {args.size:,} bytes.\n\n{format_table(raw)}"
@@ -104,9 +100,8 @@ def format_table(raw: list[dict[str, Any]]) -> str:
             lines.append(f"| {collective} {algorithm} | {' | '.join(cells)} |")
     values = list(ratios.values())
     within = sum(abs(value - 1) <= 0.1 for value in values)
-    lines.append(
-        f"\nMedian {statistics.median(values):.3f}, from {min(values):.2f} to {max(values):.2f}; {within} of {len(values)} within 10%."
-    )
+    spread = f"from {min(values):.2f} to {max(values):.2f}; {within} of {len(values)} within 10%"
+    lines.append(f"\nMedian {statistics.median(values):.3f}, {spread}.")
     return "\n".join(lines)
 
 

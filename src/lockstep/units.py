@@ -55,12 +55,12 @@ def parse_seconds(text: object) -> float:
 
 
 def parse_rate(text: object) -> float:
-    """Return the bytes per second in "1 MB/s", "100 Mbit/s" or 1e6; above zero."""
+    """Return the bytes per second in "1 MB/s", "100 Mbit/s" or 1e6: from 1 B/s to 1,000 TB/s."""
     if re.search(r"b/s\s*$", str(text)):
         raise ValueError(f"{str(text)[:40]!r} may mean bits or bytes: write bit/s or B/s, for example '100 Mbit/s'")
     rate = parse_quantity(text, RATES, "100 Mbit/s")
-    if rate <= 0:
-        raise ValueError(f"{str(text)[:40]!r} is not a rate above zero, for example '100 Mbit/s'")
+    if not 1 <= rate <= 1e15:
+        raise ValueError(f"{str(text)[:40]!r} is no rate from 1 B/s to 1000 TB/s, for example '100 Mbit/s'")
     return rate
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.units import format_bytes, format_count, format_duration, parse_bytes, parse_rate, parse_seconds
+from lockstep.units import format_bytes, format_count, format_duration, format_seconds, parse_bytes, parse_rate, parse_seconds
 
 
 def test_quantities_are_parsed_and_formatted() -> None:
@@ -25,9 +25,11 @@ def test_rates_are_bytes_per_second() -> None:
         ("100 Mb/s", "may mean bits or bytes"),
         ("100 MB", "unknown unit 'MB'"),
         ("5 parsecs/s", "unknown unit 'parsecs/s'"),
-        ("0 MB/s", "above zero"),
+        ("0 MB/s", "no rate from 1 B/s"),
+        ("1e-300 B/s", "no rate from 1 B/s"),
+        ("2000 TB/s", "no rate from 1 B/s"),
         ("-1 MB/s", "not a quantity such as '100 Mbit/s'"),
-        (-1.0, "above zero"),
+        (-1.0, "no rate from 1 B/s"),
         ("fast", "not a quantity"),
         (True, "not a quantity"),
         (float("inf"), "finite"),
@@ -36,3 +38,8 @@ def test_rates_are_bytes_per_second() -> None:
 def test_what_is_not_a_rate_is_refused(text: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_rate(text)
+
+
+def test_short_times_have_four_digits() -> None:
+    times = [35, 0, 5e-5, 0.00875, 1.23456, 10_000, 0.99999, 1e-9]
+    assert [format_seconds(time) for time in times] == ["35 s", "0 us", "50 us", "8.75 ms", "1.235 s", "10000 s", "1 s", "0.001 us"]

@@ -6,8 +6,8 @@ import argparse
 import json
 import os
 import sys
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import TYPE_CHECKING
 
 from lockstep import log
 from lockstep.agent.agent import run_static_group
@@ -32,17 +32,17 @@ class Experiment:
     """A collective by one or more algorithms, on the network that the options describe."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.collective, self.ranks, self.size, per_host = args.collective, args.ranks, int(args.bytes), args.ranks_per_host
+        ranks, per_host, self.size = args.ranks, args.ranks_per_host, int(args.bytes)
         inside = Link(args.host_latency or args.latency / 10, args.host_rate or 10 * args.rate)
-        self.network = Network(Link(args.latency, args.rate), inside, per_host)
-        names = [args.algorithm] if args.algorithm else algorithms_for(self.ranks, per_host)
-        self.schedules = {name: schedule_of(self.collective, name, self.ranks, per_host) for name in names}
-        self.simulate = lru_cache(maxsize=None)(lambda name, size: Simulation(self.schedules[name], self.ranks, size, self.network))
+        network = Network(Link(args.latency, args.rate), inside, per_host)
+        names = [args.algorithm] if args.algorithm else algorithms_for(ranks, per_host)
+        self.schedules = {name: schedule_of(args.collective, name, ranks, per_host) for name in names}
+        self.simulate = cache(lambda name, size: Simulation(self.schedules[name], ranks, size, network))
         self.simulations = {name: self.simulate(name, self.size) for name in names}
         self.fastest = min(names, key=lambda name: self.simulations[name].seconds)
         hosts = f" on hosts of {per_host}" if per_host > 1 else ""
         link = f"{format_count(args.rate)}B/s, latency {format_seconds(args.latency)}"
-        self.title = f"{self.collective} of {format_count(self.size)}B, {self.ranks:,} ranks{hosts}, {link}"
+        self.title = f"{args.collective} of {format_count(self.size)}B, {ranks:,} ranks{hosts}, {link}"
 
     def best_by_size(self) -> list[tuple[float, str]]:
         return best_by_size(lambda name, size: self.simulate(name, size).seconds, list(self.schedules), self.size)
@@ -54,6 +54,7 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
         return report(args, Experiment(args), {})
     rank_info, description = read_rank_info(os.environ)
     if rank_info is None:
+        Experiment(args)  # refuses before any process is started
         return run_static_group(WorkerProgram(("lab", *sys.argv[2:]), preload=(*STATIC_PRELOAD, "lockstep.parallel.run_moves")), args.ranks)
     refuse_other_worker_count(args.ranks, rank_info.size, description)
     return worker_main(lambda: run_worker(args))
@@ -62,6 +63,9 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
 def refuse_options(args: argparse.Namespace) -> None:
     if args.picture and not args.algorithm:
         raise UsageError("--picture without --algorithm", "command line", "give the algorithm to draw: --algorithm tree")
+    if args.ranks_per_host == 1 and (args.host_rate or args.host_latency):
+        what = "--host-rate and --host-latency describe a host of several ranks; here each has one"
+        raise UsageError(what, "command line", "give --ranks-per-host 2 or more")
     if args.run and args.ranks > MAX_RUN_RANKS:
         what = f"--run with {args.ranks:,} ranks: each is a process of this machine"
         raise UsageError(what, "command line", f"give at most {MAX_RUN_RANKS} ranks, or simulate them without --run")
@@ -85,11 +89,14 @@ def run_worker(args: argparse.Namespace) -> int:
 
 def report(args: argparse.Namespace, experiment: Experiment, measured: dict[str, Measured]) -> int:
     """Print the result, whose last line has the total time in seconds, and write the picture."""
+    seconds = experiment.simulations[experiment.fastest].seconds
     if args.picture:
         schedule, simulation = experiment.schedules[args.algorithm], experiment.simulations[args.algorithm]
         args.picture.write_text(draw_svg(schedule, simulation, f"{args.algorithm} {experiment.title}"), encoding="utf-8")
     if args.json:
-        print(json.dumps(as_json(args, experiment, measured)))
+        values = {name: facts(simulation, measured.get(name)) for name, simulation in experiment.simulations.items()}
+        ranges = experiment.best_by_size()
+        print(json.dumps({"algorithms": values, "fastest_from_bytes": ranges, "fastest": experiment.fastest, "seconds": seconds}))
         return 0
     print(f"{experiment.title}\n\n{table(experiment, measured)}\n")
     if args.algorithm:
@@ -97,41 +104,21 @@ def report(args: argparse.Namespace, experiment: Experiment, measured: dict[str,
     else:
         ranges = experiment.best_by_size()
         print("fastest: " + "; ".join(f"{name} from {format_count(round(size))}B" if size else name for size, name in ranges))
-    print(f"\ntotal time of {experiment.fastest}: {experiment.simulations[experiment.fastest].seconds:.6f} s")
+    print(f"\ntotal time of {experiment.fastest}: {seconds:.6f} s")
     return 0
 
 
+def facts(simulation: Simulation, measured: Measured | None) -> dict[str, float]:
+    """Return what is shown of an algorithm; messages and bytes are of the busiest sender."""
+    counts = {"rounds": len(simulation.round_ends_s), "messages": max(simulation.messages), "bytes": max(simulation.bytes)}
+    return {"seconds": simulation.seconds, **counts, **(measured._asdict() if measured else {})}
+
+
 def table(experiment: Experiment, measured: dict[str, Measured]) -> str:
-    """Return a line for each algorithm, the fastest first; messages and bytes are of the busiest sender."""
-    head = ["algorithm", "time", "rounds", "messages", "bytes", *(["measured", "torch", "difference"] if measured else [])]
-    rows = [head]
+    """Return a line for each algorithm, the fastest first."""
+    rows = [["algorithm", "time", "rounds", "messages", "bytes", *(["measured", "torch", "difference"] if measured else [])]]
     for name, simulation in sorted(experiment.simulations.items(), key=lambda pair: pair[1].seconds):
-        counts = [f"{len(simulation.round_ends_s):,}", f"{max(simulation.messages):,}", f"{format_count(max(simulation.bytes))}B"]
-        row = [name, format_seconds(simulation.seconds), *counts]
-        if result := measured.get(name):
-            row += [format_seconds(result.seconds), format_seconds(result.torch_seconds), f"{result.difference:.1g}"]
-        rows.append(row)
+        seconds, rounds, messages, size, *others = facts(simulation, measured.get(name)).values()
+        cells = [format_seconds(seconds), f"{rounds:,}", f"{messages:,}", f"{format_count(size)}B"]
+        rows.append([name, *cells, *map(format_seconds, others[:2]), *(f"{value:.1g}" for value in others[2:])])
     return align(rows)
-
-
-def as_json(args: argparse.Namespace, experiment: Experiment, measured: dict[str, Measured]) -> dict[str, Any]:
-    """Return the result, times in seconds."""
-    algorithms = {
-        name: {
-            "seconds": simulation.seconds,
-            "rounds": len(simulation.round_ends_s),
-            "messages": max(simulation.messages),
-            "bytes": max(simulation.bytes),
-            **({"measured": measured[name]._asdict()} if name in measured else {}),
-        }
-        for name, simulation in experiment.simulations.items()
-    }
-    return {
-        "collective": experiment.collective,
-        "ranks": experiment.ranks,
-        "bytes": experiment.size,
-        "algorithms": algorithms,
-        "fastest_from_bytes": experiment.best_by_size() if len(algorithms) > 1 else [],
-        "fastest": experiment.fastest,
-        "seconds": experiment.simulations[experiment.fastest].seconds,
-    }

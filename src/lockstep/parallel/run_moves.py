@@ -23,8 +23,8 @@ TOLERANCE = 1e-5  # of sums, relative to the largest one: fp32 in another order
 class Measured(NamedTuple):
     """Seconds of the slowest rank, median of REPEATS; `difference` from torch, relative to the largest value."""
 
-    seconds: float
-    torch_seconds: float
+    measured_s: float
+    torch_s: float
     difference: float
 
 
