@@ -1,6 +1,6 @@
 """Simulated against measured times of `lockstep lab --run`, between network namespaces with a rate limiter.
 
-Each rank is a process in a namespace of its own. `tc tbf` limits its interface in both directions. The link of the simulation is
+Each rank is a process in its network namespace. `tc tbf` limits the interface in both directions. The link of the simulation is
 fitted first, from messages between two ranks: latency from one of 4 bytes, rate from one of the full size. Every other time is then
 predicted. The sockets get small buffers: with those of megabytes a message would leave its rank long before it arrives. Needs root.
 
