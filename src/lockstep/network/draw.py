@@ -55,7 +55,7 @@ def left_out(simulation: Simulation) -> list[str]:
 def draw_svg(schedule: Schedule, simulation: Simulation, title: str) -> str:
     """Return an SVG: an arrow for each move, from the top to the bottom of its round."""
     ranks, drawn = min(len(simulation.messages), MAX_RANKS), list(islice(rounds(schedule), MAX_ROUNDS))
-    width, bottom = LEFT + ranks * COLUMN + 48, TOP + len(drawn) * ROW
+    width, bottom = max(500, LEFT + ranks * COLUMN + 48), TOP + len(drawn) * ROW
     notes = [*left_out(simulation), "solid: copies; dashed: the receiver adds"]
     parts = [f'<text x="12" y="20">{title}</text>']
     for rank in range(ranks):

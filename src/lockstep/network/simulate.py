@@ -91,7 +91,7 @@ def best_by_size(seconds: Callable[[str, float], float], names: Sequence[str], s
     """Return [(bytes, the fastest algorithm from that size on)], smallest size first.
 
     Each algorithm takes about its latency plus a slope times the bytes: straight lines cross once.
-    seconds  of an algorithm and a number of bytes; not quite a line where messages wait for ports
+    seconds  of an algorithm and a number of bytes; not quite straight where messages wait for ports
     size     at which the slopes are measured; near a crossing they are measured again
     """
     latency = {name: seconds(name, 0) for name in names}

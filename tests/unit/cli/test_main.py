@@ -12,7 +12,7 @@ import pytest
 from lockstep.cli import options
 from lockstep.cli.main import command_parser, main, split_script, split_values
 
-COMMANDS = ("train", "run", "launch", "status", "drill", "evaluate", "translate", "generate", "checkpoint")
+COMMANDS = ("train", "run", "launch", "status", "drill", "evaluate", "translate", "generate", "checkpoint", "lab")
 PROGRAM = Path(__file__).parents[2] / "support" / "command_without_torch.py"
 
 
@@ -28,6 +28,7 @@ PROGRAM = Path(__file__).parents[2] / "support" / "command_without_torch.py"
         (["status", "absent", "--bogus"], 2),
         (["checkpoint", "digest", "absent"], 3),
         (["train", "--show"], 0),
+        (["lab", "reduce", "--ranks", "8", "--bytes", "5 MB", "--rate", "1 MB/s"], 0),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -38,7 +39,17 @@ def test_help_and_refusals_do_not_import_torch(words: list[str], code: int) -> N
 
 def test_light_modules_do_not_import_torch() -> None:
     modules = ["config.schema", "runtime.environment", "data.order", "agent.agent"]
-    modules += ["cli.train", "cli.run", "cli.launch", "cli.status", "cli.drill", "cli.evaluate", "cli.generate", "cli.checkpoint"]
+    modules += [
+        "cli.train",
+        "cli.run",
+        "cli.launch",
+        "cli.status",
+        "cli.drill",
+        "cli.evaluate",
+        "cli.generate",
+        "cli.checkpoint",
+        "cli.lab",
+    ]
     code = f"import sys, {', '.join('lockstep.' + name for name in modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
