@@ -18,7 +18,7 @@ from bench.step.task import Task
 from lockstep.data.pairs.loader import PairLoader
 from lockstep.data.pairs.prepare import open_prepared
 from lockstep.models.build import build_translator
-from lockstep.network.subtrees import leaves_of_rank
+from lockstep.network.subtrees import equal_shares, leaves_of_rank
 from lockstep.tasks.translation import make_order
 from lockstep.training.optim import adamw
 
@@ -37,7 +37,7 @@ class Trained:
             run.model, vocab_size=corpus.tokenizer.vocab_size, device=torch.device("cpu"), seed=run.seed, length=order.shapes[-1].length
         )
         self.optimizer = adamw(self.model, run.optim)
-        self.mine = leaves_of_rank(task.rank, task.size, run.batch.micro_batches)
+        self.mine = leaves_of_rank(task.rank, equal_shares(task.size, run.batch.micro_batches))
 
     def backward(self, model: torch.nn.Module, step: int) -> None:
         """Compute the gradients of a step; a `model` that reduces them does so in the last micro-batch."""

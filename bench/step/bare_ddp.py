@@ -16,7 +16,7 @@ from bench.step.task import Stopwatch, Task, read_task
 from lockstep.data.pairs.loader import PairLoader
 from lockstep.data.pairs.prepare import open_prepared
 from lockstep.models.build import build_translator
-from lockstep.network.subtrees import leaves_of_rank
+from lockstep.network.subtrees import equal_shares, leaves_of_rank
 from lockstep.tasks.translation import make_order
 from lockstep.training.optim import adamw, learning_rate, set_learning_rate
 
@@ -32,7 +32,7 @@ def train(task: Task) -> Stopwatch:
     )
     optimizer = adamw(model, run.optim)
     ddp = DistributedDataParallel(model, bucket_cap_mb=run.parallel.bucket_bytes / 2**20, gradient_as_bucket_view=True)
-    mine = leaves_of_rank(task.rank, task.size, run.batch.micro_batches)
+    mine = leaves_of_rank(task.rank, equal_shares(task.size, run.batch.micro_batches))
     watch = Stopwatch()
     for step in range(run.steps):
         tokens = loader.tokens_in_step(step)

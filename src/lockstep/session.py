@@ -74,7 +74,7 @@ class Session:
                    one copy of the model together. `lockstep run --layout.shard` and the variable
                    LOCKSTEP_LAYOUT_SHARD replace `shard`, and so for the other axes
     options        keyword arguments for ReplicaGroup: reduce, bucket_bytes, verify_every, rehearse,
-                   on_nonfinite, buffers
+                   on_nonfinite, buffers, balance
 
     Attributes: `runtime` and `world` exist inside the `with` block; `replicas`, `checkpointer` and
     `tracker` exist once `steps` has yielded. `step` is the number of committed steps.

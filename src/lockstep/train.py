@@ -124,7 +124,7 @@ def train_task(  # over 60 lines: the whole loop in one place
             training_setup.account_step(runtime.ledger, values)
             values |= {"generation": runtime.world.generation, **runtime.ledger.metrics(time.monotonic())}
             metrics.step(step, values)
-            progress.step(step, values)
+            progress.step(step, values | {"shares": replicas.balance.shares()})
             profiler.step(step)
             if run.compute.compile and step == first_step + 1:
                 log.info(compile_summary())

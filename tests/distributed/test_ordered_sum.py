@@ -14,7 +14,7 @@ from torch import nn
 
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
-from lockstep.network.subtrees import Subtree, leaves_of_rank
+from lockstep.network.subtrees import Subtree, equal_shares, leaves_of_rank
 from lockstep.parallel import digest as digest_module
 from lockstep.parallel.digest import digest_of
 from lockstep.parallel.exchange import tree_all_reduce
@@ -36,7 +36,7 @@ def test_order_of_additions_does_not_depend_on_the_ranks_of_the_leaves(leaves: i
         sums: list[tuple[Subtree, Text]] = []
         for rank in range(size):
             own: SumTree[Text] = SumTree()
-            for k in leaves_of_rank(rank, size, leaves):
+            for k in leaves_of_rank(rank, equal_shares(size, leaves)):
                 own.add(Subtree(k, 1), Text(k))
             sums += own.stack
         whole: SumTree[Text] = SumTree()
@@ -54,12 +54,13 @@ def digest(tensor: torch.Tensor) -> str:
 def reduced(runtime: ElasticRuntime, leaves: int, length: int) -> str:
     values = torch.randn(leaves, length, generator=torch.Generator().manual_seed(leaves))
     tree: SumTree[torch.Tensor] = SumTree()
-    for k in leaves_of_rank(runtime.world.rank, runtime.world.size, leaves):
+    shares = equal_shares(runtime.world.size, leaves)
+    for k in leaves_of_rank(runtime.world.rank, shares):
         tree.add(Subtree(k, 1), values[k])
     out = torch.empty(length)
     assert dist.group.WORLD is not None
     right = values.sum(0)  # the partial sums are overwritten
-    tree_all_reduce(tree.stack, leaves, dist.group.WORLD, out, WorkWaiter())
+    tree_all_reduce(tree.stack, shares, dist.group.WORLD, out, WorkWaiter())
     torch.testing.assert_close(out, right, atol=1e-4, rtol=1e-4)
     return digest(out)
 

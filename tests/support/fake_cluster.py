@@ -26,7 +26,7 @@ from lockstep.elastic.protocol.decisions import LeaveReport
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.elastic.world import World
 from lockstep.errors import FencedError, PeersLostError
-from lockstep.network.subtrees import leaves_of_rank
+from lockstep.network.subtrees import equal_shares, leaves_of_rank
 from lockstep.parallel.digest import digest_of
 from lockstep.runtime.process_group import reduce_rounds
 
@@ -267,9 +267,9 @@ class FakeReplica:
     def __call__(self, *inputs: Any) -> Any:
         return self.model(*inputs)
 
-    def micro_batches(self, step: int, meanwhile: Callable[[], None]) -> Iterator[int]:
+    def micro_batches(self, step: int, meanwhile: Callable[[], None], shares: tuple[int, ...]) -> Iterator[int]:
         world = self.runtime.world
-        self.own_leaves = leaves_of_rank(world.rank, world.size, self.leaves)
+        self.own_leaves = leaves_of_rank(world.rank, shares or equal_shares(world.size, self.leaves))
         self._losses: list[float] = []
         gradients = []
         for k in self.own_leaves:
@@ -289,6 +289,8 @@ class FakeReplica:
 
     def losses(self) -> list[float]:
         return self._losses
+
+    def measured_s(self) -> None: ...
 
     def digest(self) -> int:
         return digest_of(self.parameters)

@@ -211,6 +211,7 @@ class LayoutOptions:
     tensor: int = option(1, "tensor-parallel size; changing it changes the bits", ge=1, le=MAX_WORKERS)
     pipeline: int = option(1, "pipeline stages; with dropout, changing it changes the bits", ge=1, le=MAX_LAYERS)
     pipeline_chunks: int = option(1, "chunks per stage (interleaved 1F1B); with dropout, changing it changes the bits", ge=1, le=MAX_LAYERS)
+    balance: Literal["auto", "off"] = option("auto", "auto: fast replicas compute more micro-batches than slow ones; off: equal numbers")
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,9 @@ def vote_on_step(runtime: ElasticRuntime, vote: Vote, *, replica_size: int = 1) 
     A worker that is lost after its vote interrupts neither the vote nor an exchange of updates.
     """
     runtime.hold_abort(VOTE_HOLD_S)
-    row = torch.tensor(vote_to_row(vote, runtime.world.rank % replica_size, replica_size))
-    runtime.group.all_reduce(row, runtime.world.rank, runtime.world.size, combine_rows)
+    rank, size = runtime.world.rank, runtime.world.size
+    row = torch.tensor(vote_to_row(vote, rank, replica_size, size // replica_size))
+    runtime.group.all_reduce(row, rank, size, combine_rows)
     decision = row_to_decision(row.tolist(), replica_size, lambda: all_gather_json(runtime, vote.digest))
     runtime.hold_abort(UPDATE_HOLD_S)
     return decision

@@ -32,6 +32,8 @@ class Vote:
     leaving: bool = False  # this process leaves, and the others continue
     digest: int = 0  # 64 bits over the weights that it computed with; 0: not computed
     gradient_finite: bool = True  # no sum over its part of the gradient is infinite or NaN
+    micro_batch_us: int | None = None  # microseconds that it computes a micro-batch for; None: unknown
+    exchange_us: int = 0  # microseconds that it waited for communication
 
 
 @dataclass(frozen=True)
@@ -47,16 +49,19 @@ class StepDecision:
     regroup: bool = False  # the members change before the next step
     divergent_ranks: tuple[int, ...] = ()  # whose weights differ from the majority's; all ranks if there is no majority
     digests: tuple[int, ...] = ()  # of all ranks, if some diverge
+    micro_batch_us: tuple[int, ...] = ()  # by replica, the least of its workers; () if some are unknown
+    exchange_us: int = 0  # the least of all ranks, so that it includes no waiting for a slow replica
 
 
-def vote_to_row(vote: Vote, position: int, replica_size: int) -> list[int]:
+def vote_to_row(vote: Vote, rank: int, replica_size: int, replicas: int = 1) -> list[int]:
     """Return a vote as integers of 64 bits, whose combination over all votes gives the decision.
 
     The first SUMS are added: the count, and the loss in units of 2**-1074, of which every float is
     a multiple, in limbs of 32 bits. So the sum is exact in any order. Of the others, each is the
     maximum over all votes. Digests are there as d and ~d, at the vote's position in its replica, and
-    the numbers of samples as n and ~n.
+    the numbers of samples as n and ~n. Times are negative.
     """
+    replica, position = divmod(rank, replica_size)
     finite, digests = all(map(math.isfinite, vote.losses)), [-(2**63)] * 2 * replica_size
     ratios = [loss.as_integer_ratio() for loss in vote.losses if finite]
     loss = sum(numerator * (2**1074 // denominator) for numerator, denominator in ratios)
@@ -67,7 +72,10 @@ def vote_to_row(vote: Vote, position: int, replica_size: int) -> list[int]:
     flags = [vote.save_failed, vote.joiners_waiting or vote.leaving, not vote.leaving, not finite, not vote.gradient_finite]
     counts = [has_losses and has_count, has_losses and not has_count]
     samples = [max(vote.samples), ~min(vote.samples)] if vote.samples else [-(2**63)] * 2
-    return [(vote.count or 0) * has_losses, *limbs, SIGNALS.index(vote.stop_signal), *map(int, flags + counts), *samples, *digests]
+    times = [-(2**63)] * replicas
+    times[replica] = -(2**63) if vote.micro_batch_us is None else -vote.micro_batch_us
+    facts = [SIGNALS.index(vote.stop_signal), *map(int, flags + counts), *samples, *digests, -vote.exchange_us, *times]
+    return [(vote.count or 0) * has_losses, *limbs, *facts]
 
 
 def row_to_decision(row: Sequence[int], replica_size: int, gather_digests: Callable[[], Sequence[int]]) -> StepDecision:
@@ -78,7 +86,8 @@ def row_to_decision(row: Sequence[int], replica_size: int, gather_digests: Calla
     if losses are means over different numbers of samples.
     """
     count, limbs = row[0], row[1:SUMS]
-    stop, save_failed, regroup, some_stay, not_finite, gradient_not_finite, some_count, some_without, most, not_least, *digests = row[SUMS:]
+    stop, save_failed, regroup, some_stay, not_finite, gradient_not_finite, some_count, some_without, most, not_least, *rest = row[SUMS:]
+    digests, (exchange, *times) = rest[: 2 * replica_size], rest[2 * replica_size :]
     if some_count and (some_without or count < 1):
         raise UsageError(
             "some workers gave counts and others none" if some_without else f"the counts of a step add up to {count}",
@@ -104,6 +113,8 @@ def row_to_decision(row: Sequence[int], replica_size: int, gather_digests: Calla
         regroup=bool(regroup),
         divergent_ranks=find_divergent_ranks(by_rank, replica_size),
         digests=by_rank,
+        micro_batch_us=tuple(-time for time in times) if min(times) > -(2**63) else (),
+        exchange_us=-exchange,
     )
 
 

@@ -19,6 +19,8 @@ from lockstep.elastic.link import AuthenticationError, read_token, send_control_
 from lockstep.elastic.protocol.decisions import member_names
 from lockstep.errors import DamagedFileError, PeersLostError, UsageError
 from lockstep.files import read_json
+from lockstep.network.shares import format_shares
+from lockstep.record.events import iter_events
 from lockstep.runtime.worker_env import ProcessIdentity
 
 REPLY_TIMEOUT_S = 3.0
@@ -102,7 +104,13 @@ def run_status(run: Path) -> dict[str, Any]:
     else:
         facts = {"generation": 0, "began_at_step": 0, "reason": "its workers wait to start"}
     workers = {"members": member_rows, "waiting": waiting_rows, "evaluators": running_evaluators(run)}
-    return {"run": str(run), **facts, **workers, "ended": ended}
+    return {"run": str(run), **facts, "shares": newest_shares(run, record.number), **workers, "ended": ended}
+
+
+def newest_shares(run: Path, generation: int) -> list[int]:
+    """Return the numbers of micro-batches of a step, by replica; [] if they have not been changed."""
+    events = [event for event in iter_events(run) if event["event"] == "shares" and event.get("generation") == generation]
+    return list(events[-1].get("shares", [])) if events else []
 
 
 def status_row(rank: int | None, member: Member, reply: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,4 +142,5 @@ def format_status(status: dict[str, Any]) -> str:
         rows.append((*(str(worker.get(key) if worker.get(key) is not None else "") for key in rows[0][:-1]), phase))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([f"{title}: {status['reason']}", *lines])
+    shares = f"; shares {format_shares(status['shares'])}" if len(set(status["shares"])) > 1 else ""
+    return "\n".join([f"{title}: {status['reason']}{shares}", *lines])

@@ -29,7 +29,7 @@ class Progress:
         if (decision := values["decision"]) is None:
             return cls(**values)
         _refuse_other_fields(StepDecision, decision)
-        tuples = {name: tuple(decision[name]) for name in ("divergent_ranks", "digests")}
+        tuples = {name: tuple(decision[name]) for name in ("divergent_ranks", "digests", "micro_batch_us")}
         return cls(**{**values, "decision": StepDecision(**{**decision, **tuples})})
 
 
@@ -42,6 +42,13 @@ def _refuse_other_fields(kind: type, values: Mapping[str, Any]) -> None:
             "exchanged when a generation forms",
             "start all workers with the same version of Lockstep",
         )
+
+
+def decision_before(members: Sequence[Progress], facts: Mapping[str, Any]) -> StepDecision:
+    """Return the loss of the last step before this start: from other workers, or of a checkpoint."""
+    if decisions := [member.decision for member in members if member.decision and member.step >= 0]:
+        return StepDecision(decisions[0].loss, decisions[0].count)
+    return StepDecision(float(facts.get("loss", 0.0)))
 
 
 def transfer_roles(progress: Sequence[Progress]) -> tuple[int, list[int], list[int]]:

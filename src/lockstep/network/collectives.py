@@ -118,7 +118,7 @@ def ring(ranks: Ranks, parts: Sequence[Range], offset: int, *, adds: bool) -> Ph
 def halving(size: int, *, renamed: bool) -> tuple[Schedule, Schedule]:
     """Return the engine's exchange with one micro-batch per rank: (reduce-scatter, all-gather).
     renamed: the rank that sums slice r is called r."""
-    merges, returns = exchange_steps(size, size)
+    merges, returns = exchange_steps((1,) * size)
     names = {part.rank: i if renamed else part.rank for i, part in enumerate(merges[-1].total.slices)}
     scatter: defaultdict[int, list[Move]] = defaultdict(list)
     gather: defaultdict[int, list[Move]] = defaultdict(list)

@@ -1,11 +1,13 @@
 """The binary tree over the K micro-batches of a step, and which rank computes which of its leaves.
 
 The leaves are the micro-batches; a subtree covers an aligned power-of-two range of them. Each rank
-gets few whole subtrees and equal numbers of leaves. Pure, and without torch.
+gets few whole subtrees: equal numbers of leaves, or by its speed (shares.py). The tree, and so the
+bits, are the same. Pure, and without torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -27,53 +29,60 @@ class Subtree(NamedTuple):
         return Subtree(self.first, half), Subtree(self.first + half, half)
 
 
-def whole_subtrees(block: range) -> list[Subtree]:
-    """Split a block into the largest aligned power-of-two ranges of leaves, left to right."""
-    parts, first = [], block.start
-    while first < block.stop:
-        leaves = first & -first or 1 << (block.stop - first).bit_length()
-        while first + leaves > block.stop:
-            leaves >>= 1
-        parts.append(Subtree(first, leaves))
-        first += leaves
-    return parts
-
-
 @lru_cache(maxsize=64)
-def assign_subtrees(size: int, leaves: int) -> tuple[tuple[Subtree, ...], ...]:
-    """Assign the leaves to `size` ranks: of each rank its main subtree, then small extra ones.
-
-    No rank has more than ceil(K / N) leaves. Every subtree beyond the first costs a transfer, so
-    each rank gets one aligned block, and only the leaves that are left over are cut up.
+def assign_subtrees(shares: tuple[int, ...]) -> tuple[tuple[Subtree, ...], ...]:
+    """Assign the leaves to ranks, of which rank r computes `shares[r]`: of each its largest subtree
+    first. Blocks of powers of two, the largest first, lie side by side without gaps.
     """
-    refuse_idle_ranks(size, leaves)
-    most = -(-leaves // size)
-    block = 1 << most.bit_length() - 1
-    aligned = leaves // block * block
-    blocks = [*(Subtree(first, block) for first in range(0, aligned, block)), *whole_subtrees(range(aligned, leaves))]
-    while len(blocks) < size:
-        widest = max(range(len(blocks)), key=lambda i: (blocks[i].leaves, i))
-        blocks[widest : widest + 1] = blocks[widest].halves()
-    assigned = [[main] for main in blocks[:size]]
-    extras = blocks[size:]
-    while extras:
-        extra = extras.pop(0)
-        rank = next((r for r, own in enumerate(assigned) if sum(subtree.leaves for subtree in own) + extra.leaves <= most), None)
-        if rank is None:
-            extras = [*extra.halves(), *extras]
-        else:
-            assigned[rank].append(extra)
+    assigned: list[list[Subtree]] = [[] for _ in shares]
+    first = 0
+    for leaves in powers_of_two_down_from(max(shares)):
+        for own in (own for share, own in zip(shares, assigned, strict=True) if share & leaves):
+            own.append(Subtree(first, leaves))
+            first += leaves
     return tuple(map(tuple, assigned))
 
 
-def leaves_of_rank(rank: int, size: int, leaves: int) -> list[int]:
+@lru_cache(maxsize=64)
+def equal_shares(size: int, leaves: int) -> tuple[int, ...]:
+    """Return the numbers of leaves of `size` equal ranks: at most ceil(K / N), in few subtrees."""
+    refuse_idle_ranks(size, leaves)
+    most = -(-leaves // size)
+    block = 1 << most.bit_length() - 1
+    halved = max(0, size - leaves // block - (leaves % block).bit_count())  # blocks, so that each rank has one
+    whole = leaves // block - halved if halved else size
+    return fit_shares((most,) * whole + (block // 2,) * (size - whole), leaves)
+
+
+def fit_shares(limits: Sequence[int], leaves: int) -> tuple[int, ...]:
+    """Return numbers of leaves of at least 1 and at most `limits`, whose sum is `leaves`.
+
+    Every subtree beyond a rank's first costs a transfer, so large blocks are dealt out first.
+    """
+    shares, rest, idle = [0] * len(limits), leaves, len(limits)
+    for block in powers_of_two_down_from(max(limits)):
+        for rank in sorted(range(len(limits)), key=lambda rank: shares[rank] > 0):
+            if shares[rank] + block <= limits[rank] and rest - block >= idle - (shares[rank] == 0):
+                idle -= shares[rank] == 0
+                shares[rank] += block
+                rest -= block
+    assert rest == 0, f"{leaves} leaves do not fit {limits}"
+    return tuple(shares)
+
+
+def powers_of_two_down_from(number: int) -> list[int]:
+    """Return the powers of two up to `number`, the largest first."""
+    return [1 << bit for bit in reversed(range(number.bit_length()))]
+
+
+def leaves_of_rank(rank: int, shares: tuple[int, ...]) -> list[int]:
     """Return the leaves of `rank`, ascending."""
-    return [k for subtree in assign_subtrees(size, leaves)[rank] for k in range(subtree.first, subtree.first + subtree.leaves)]
+    return [k for subtree in assign_subtrees(shares)[rank] for k in range(subtree.first, subtree.first + subtree.leaves)]
 
 
-def is_one_addition(size: int, leaves: int) -> bool:
+def is_one_addition(shares: tuple[int, ...]) -> bool:
     """Return whether the ranks add one subtree each, once: addition commutes, so any all-reduce does."""
-    return size == 2 and sum(map(len, assign_subtrees(size, leaves))) == 2
+    return len(shares) == 2 and sum(map(len, assign_subtrees(shares))) == 2
 
 
 def refuse_idle_ranks(size: int, leaves: int) -> None:

@@ -64,9 +64,9 @@ class Round(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def rounds_of_rank(rank: int, size: int, leaves: int) -> tuple[list[Round], list[Round]]:
-    """Return the rounds (that add, that return the complete sum) of one rank."""
-    merges, returns = exchange_steps(size, leaves)
+def rounds_of_rank(rank: int, shares: tuple[int, ...]) -> tuple[list[Round], list[Round]]:
+    """Return the rounds (that add, that return the complete sum) of one rank. shares: leaves by rank."""
+    merges, returns = exchange_steps(shares)
     reduce = [
         round_of(rank, [(merge.left, merge.total), (merge.right, merge.total)], merge)
         for merge in merges
@@ -77,9 +77,9 @@ def rounds_of_rank(rank: int, size: int, leaves: int) -> tuple[list[Round], list
 
 
 @lru_cache(maxsize=64)
-def exchange_steps(size: int, leaves: int) -> tuple[list[Merge], list[list[Step]]]:
+def exchange_steps(shares: tuple[int, ...]) -> tuple[list[Merge], list[list[Step]]]:
     """Return the additions of all ranks, children first, then the steps that return the sum."""
-    assigned = assign_subtrees(size, leaves)
+    assigned = assign_subtrees(shares)
     merges = merges_of({subtree: owner for owner, subtrees in enumerate(assigned) for subtree in subtrees})
     # The sum returns through the tree of the main subtrees alone: each rank needs it once.
     mains = merges_of({subtrees[0]: owner for owner, subtrees in enumerate(assigned)})

@@ -27,7 +27,7 @@ class Traffic:
 
 def tree_all_reduce(
     partials: Sequence[tuple[Subtree, Tensor]],
-    leaves: int,
+    shares: tuple[int, ...],
     group: dist.ProcessGroup,
     out: Tensor,
     waits: WorkWaiter,
@@ -39,11 +39,12 @@ def tree_all_reduce(
     Return the slice of `out` whose sum this rank has computed.
 
     partials  [(subtree, its sum (length,))] of this rank's leaves, as assigned; overwritten
+    shares    numbers of leaves, by rank of the group
     out       (length,); may be one of the partial sums
     tag       see `start_exchange`
     """
     rank, length, sums = group.rank(), out.numel(), dict(partials)
-    reduce, gather = rounds_of_rank(rank, group.size(), leaves)
+    reduce, gather = rounds_of_rank(rank, shares)
     own = slice(0, length)
 
     def between(start: int, stop: int) -> slice:

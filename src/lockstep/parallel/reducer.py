@@ -56,15 +56,16 @@ class Reducer:
         return left_behind
 
     def _reset(self) -> None:
-        self._failure, self._submitted = None, 0
+        self._failure, self._submitted, self.blocked_s = None, 0, 0.0  # `submit` waited so long
         self._submitted_at: Any = None
         self._done_at: Any = None
 
     def submit(self, job: Callable[[], None]) -> None:
         self._submitted += 1
-        self._submitted_at = self._now()
+        self._submitted_at = time_mark(self.device)
         if self._thread:
             self._thread.submit(partial(self._run, job))
+            self.blocked_s += time.perf_counter() - self._submitted_at
         elif not self._failure:
             assert self._stream
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -76,7 +77,7 @@ class Reducer:
 
     def _run(self, job: Callable[[], None]) -> None:
         job()
-        self._done_at = self._now()
+        self._done_at = time_mark(self.device)
 
     def drain(self) -> None:
         """Wait until all jobs are done, or the generation is over; on CUDA only the current stream waits."""
@@ -87,21 +88,26 @@ class Reducer:
 
     def exposed_s(self) -> float:
         """Return the seconds of communication after the last job of the step was submitted."""
-        if self._submitted_at is None or self._done_at is None:
-            return 0.0
-        if self._stream:
-            self._done_at.synchronize()
-            return max(0.0, float(self._submitted_at.elapsed_time(self._done_at)) / 1000)
-        return max(0.0, float(self._done_at - self._submitted_at))
+        return 0.0 if self._submitted_at is None or self._done_at is None else seconds_between(self._submitted_at, self._done_at)
 
     def close(self) -> None:
         """End the thread; give a job that is blocked by a dead peer five seconds."""
         if self._thread:
             self._thread.close(timeout_s=5)
 
-    def _now(self) -> Any:
-        if not self._stream:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+
+def time_mark(device: torch.device) -> Any:
+    """Return the time now; on CUDA an event in the current stream."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(start: Any, end: Any) -> float:
+    """Return the seconds between two marks; on CUDA wait for the second."""
+    if isinstance(start, float):
+        return max(0.0, float(end - start))
+    end.synchronize()
+    return max(0.0, float(start.elapsed_time(end)) / 1000)

@@ -22,13 +22,13 @@ from torch import nn
 
 from lockstep.data.order import splitmix64
 from lockstep.errors import PeersLostError, UsageError
-from lockstep.network.subtrees import Subtree, is_one_addition, leaves_of_rank
+from lockstep.network.subtrees import Subtree, equal_shares, is_one_addition, leaves_of_rank
 from lockstep.parallel.buckets import Bucket, GradientBuckets
 from lockstep.parallel.digest import digest_of
 from lockstep.parallel.exchange import Traffic, tree_all_reduce
 from lockstep.parallel.gradient_watch import GradientWatch, hash_of, refuse_different_parameters, refuse_unsupported
 from lockstep.parallel.ordered_sum import SumTree
-from lockstep.parallel.reducer import Reducer
+from lockstep.parallel.reducer import Reducer, seconds_between, time_mark
 from lockstep.parallel.running_statistics import RunningStatistics
 from lockstep.runtime.numerics import seed_generators
 from lockstep.runtime.process_group import gather_json
@@ -91,6 +91,7 @@ class Replica:
         self._tree: SumTree[Gradients] = SumTree()
         self._current: Subtree | None = None  # the micro-batches whose sum is in .grad
         self._losses: list[torch.Tensor] = []
+        self._computed: tuple[Any, Any] | None = None  # marks before and after the micro-batches of the step
         self._slice_sums: list[torch.Tensor] = []  # of the slices that this rank has summed
         self.rehearsed: float | None = None  # loss of micro-batch 0 in `rehearsal`
         self._group: dist.ProcessGroup | None = None  # all replicas, once they agree on the buckets
@@ -129,7 +130,8 @@ class Replica:
         """Collective. Take the current group, refuse other parameters, agree on the buckets."""
         group, buckets = dist.group.WORLD, self.buckets
         assert group is not None and buckets is not None, "ElasticRuntime.join comes first"
-        self.own_leaves, names = leaves_of_rank(group.rank(), group.size(), self.leaves), self._watch.names
+        self._deal(equal_shares(group.size(), self.leaves), group)
+        names = self._watch.names
         known = buckets.known_order()
         facts = gather_json(group.size(), [hash_of(names), hash_of(known)], self.waits.wait)
         refuse_different_parameters([trained for trained, _ in facts], names, self.waits.wait)
@@ -141,6 +143,10 @@ class Replica:
             if order.tolist() != buckets.order:
                 self._collect_parameters(order.tolist())
         self._group = group
+
+    def _deal(self, shares: tuple[int, ...], group: dist.ProcessGroup) -> None:
+        """Set the numbers of micro-batches by rank, and those of this rank."""
+        self.shares, self.own_leaves = shares, leaves_of_rank(group.rank(), shares)
 
     def release_groups(self) -> None:
         """Release the group of a generation that is over, and the partial sums of its step."""
@@ -164,22 +170,27 @@ class Replica:
     def losses(self) -> list[float]:
         return [float(loss) for loss in torch.stack(self._losses).tolist()] if self._losses else []
 
-    def micro_batches(self, step: int, meanwhile: Callable[[], None] = lambda: None) -> Iterator[int]:
+    def micro_batches(self, step: int, meanwhile: Callable[[], None] = lambda: None, shares: tuple[int, ...] = ()) -> Iterator[int]:
         """Collective. Yield this replica's micro-batches of `step`, each for forward and backward.
 
         After the loop .grad is the sum over all K micro-batches of all replicas.
 
         meanwhile  called after the last micro-batch, while gradients are still being sent
+        shares     number of micro-batches by rank, the same on all ranks; (): equal shares
         """
         if self._reducer.start_step() and self.buckets:
             self._collect_parameters(self.buckets.order)
-        buckets, own = self._prepare(), self.own_leaves
+        buckets = self._prepare()
+        assert self._group is not None
+        self._deal(shares or equal_shares(self._group.size(), self.leaves), self._group)
+        own = self.own_leaves
         self._tree, self._current, self._losses, self.traffic = SumTree(), None, [], Traffic()
         self._slice_sums = []
         self.statistics.start_step()
         # Only the last subtree is in the buckets; autograd adds its second leaf to the first.
         ends_in_pair = len(own) > 1 and Subtree(own[-2], 1).sibling_of(Subtree(own[-1], 1))
         first_filled = own[-2 if ends_in_pair else -1] if self.ordered else own[0]
+        start = time_mark(self.device)
         for k in own:
             if reason := self.waits.generation_error():
                 raise PeersLostError(reason, "Replica.micro_batches")
@@ -193,12 +204,12 @@ class Replica:
             yield k
             self._watch.end()
             self.statistics.end_micro_batch(k)
+        self._computed = start, time_mark(self.device)
         meanwhile()
         self._reducer.drain()
         self._tree = SumTree()
         if self._reducer.failure:
             raise self._reducer.failure
-        assert self._group is not None
         self.statistics.exchange(self._group, self.waits.wait)
 
     def is_gradient_finite(self) -> bool:
@@ -229,6 +240,11 @@ class Replica:
 
     def digest(self) -> int:
         return digest_of(self.parameters)
+
+    def measured_s(self) -> tuple[float, float] | None:
+        """Return the mean seconds of the step's own micro-batches, without waiting for other ranks,
+        and of the exchange after them."""
+        return (seconds_between(*self._computed) / len(self.own_leaves), self.exposed_s()) if self._computed else None
 
     def exposed_s(self) -> float:
         """Return the seconds of communication after the last gradient of this step was computed."""
@@ -269,7 +285,7 @@ class Replica:
             )
         partials = self._partial_sums(bucket) if self.ordered else []
         if self.ordered and not self._is_one_addition(bucket.buffer):
-            own = tree_all_reduce(partials, self.leaves, self._group, bucket.buffer, self.waits, self.traffic)
+            own = tree_all_reduce(partials, self.shares, self._group, bucket.buffer, self.waits, self.traffic)
         else:
             self.waits.wait([dist.all_reduce(bucket.buffer, group=self._group, async_op=True)], self._group)
             own = bucket.buffer.tensor_split(self._group.size())[self._group.rank()]
@@ -277,9 +293,8 @@ class Replica:
 
     def _is_one_addition(self, buffer: torch.Tensor) -> bool:
         """Return whether gloo's all-reduce has the same bits; it takes less time and memory."""
-        assert self._group is not None
         is_exact = not buffer.is_cuda and buffer.dtype in (torch.float32, torch.float64)
-        return is_exact and is_one_addition(self._group.size(), self.leaves)
+        return is_exact and is_one_addition(self.shares)
 
     def _partial_sums(self, bucket: Bucket) -> list[tuple[Subtree, torch.Tensor]]:
         """Return this rank's partial sums of a bucket; the last one is in the bucket."""

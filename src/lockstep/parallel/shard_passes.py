@@ -66,13 +66,15 @@ def adjacent_blocks(items: Sequence[int], count: int) -> list[Sequence[int]]:
     return [items[start:stop] for start, stop in pairwise(starts)]
 
 
-def exchange_rows(own: SumTree[PartialSum], groups: ProcessGroups, micro_batches: int, traffic: Traffic, unit: int) -> SumTree[PartialSum]:
+def exchange_rows(
+    own: SumTree[PartialSum], groups: ProcessGroups, traffic: Traffic, unit: int, shares: tuple[int, ...]
+) -> SumTree[PartialSum]:
     """Collective. Exchange the trees of the shards (`own`: of whole gradients); return the sums of
-    this shard's rows over all leaves of the replica."""
+    this shard's rows over all leaves of the replica. shares: micro-batches by replica."""
     layout, group = groups.current_layout(), groups.scatter_group
     assert group is not None
     own_shard, others = group.rank(), [shard for shard in range(layout.shard) if shard != group.rank()]
-    leaves = leaves_of_rank(layout.coordinates(dist.get_rank()).replica, layout.replicate, micro_batches)
+    leaves = leaves_of_rank(layout.coordinates(dist.get_rank()).replica, shares)
     sums = [(subtree, part.tensor.view(layout.shard, -1)) for subtree, part in own.stack]
     rows = {
         (shard, subtree): torch.empty_like(sums[0][1][0])

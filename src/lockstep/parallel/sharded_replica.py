@@ -16,6 +16,7 @@ keeps partial sums of whole gradients; the tree is the same.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -29,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lockstep.data.order import splitmix64
 from lockstep.errors import PeersLostError, UsageError
-from lockstep.network.subtrees import Subtree, leaves_of_rank
+from lockstep.network.subtrees import Subtree, equal_shares, leaves_of_rank
 from lockstep.parallel.digest import digest_of
 from lockstep.parallel.exchange import Traffic, tree_all_reduce
 from lockstep.parallel.fsdp_comm import CapturedReduceScatter, GroupAllGather
@@ -98,7 +99,8 @@ class ShardedReplica:
             module.register_forward_hook(self._after_forward)
         self._in_step = self._rehearsing = False
         self._reduced_units: set[int] = set()  # in this pass
-        self.own_leaves: list[int] = []  # micro-batches of this worker
+        self.own_leaves, self.shares = list[int](), tuple[int, ...]()  # micro-batches of this worker; their numbers by replica
+        self._micro_batch_s: float | None = None
         self.rehearsed: float | None = None  # loss of micro-batch 0 in `rehearsal`
         self._backwards, self._scaled = 0, False  # in this pass; by a GradScaler, in this step
         self._is_compared = False  # the trained parameters are those of the other ranks of this generation
@@ -166,18 +168,20 @@ class ShardedReplica:
         reports = reports_losses(self.local.layout.coordinates(dist.get_rank()), self.local.layout)
         return [float(loss) for loss in torch.stack(self._losses).tolist()] if self._losses and reports else []
 
-    def micro_batches(self, step: int, meanwhile: Callable[[], None] = lambda: None) -> Iterator[int]:
+    def micro_batches(self, step: int, meanwhile: Callable[[], None] = lambda: None, shares: tuple[int, ...] = ()) -> Iterator[int]:
         """Collective. Yield this worker's micro-batches of `step`, each for a forward and backward.
 
         After the loop .grad is this worker's rows of the sum over all K micro-batches.
 
         meanwhile  called after the last micro-batch, while gradients are still being sent
+        shares     number of micro-batches by replica, the same on all ranks; (): equal shares
         """
         if not self.groups.formed:
             self.groups.form()
         layout = self.groups.current_layout()
         coordinates = layout.coordinates(dist.get_rank())
-        own = leaves_of_rank(coordinates.replica, layout.replicate, self.leaves)
+        self.shares = shares or equal_shares(layout.replicate, self.leaves)
+        own = leaves_of_rank(coordinates.replica, self.shares)
         refuse_idle_shards(layout.data_parallel_size, self.leaves, len(own), layout.shard)
         self._trees = [SumTree() for _ in self.local.fsdp_units]
         self._losses, self.groups.waited_s, self._pending, self.traffic = [], 0.0, [], Traffic()
@@ -188,6 +192,7 @@ class ShardedReplica:
         self._follow_requires_grad()
         passes = plan_passes(own, coordinates.shard, layout.shard, reduce_once_per_step=self.reduce_once_per_step)
         self.own_leaves = [shard_pass.k for shard_pass in passes if shard_pass.counts]
+        start = time.perf_counter()
         for shard_pass in passes:
             yield self._start_pass(step, shard_pass)
             self._in_step = False
@@ -199,6 +204,8 @@ class ShardedReplica:
                 self.statistics.end_micro_batch(self._pass.k, counts=self._pass.counts and coordinates.tensor == 0)
         if self.local.stage is not None and not self._failure():
             self._run_pipeline(self.local.stage, step, passes)
+        elif layout.tensor == 1 and self._reducer.device.type == "cpu":  # on a GPU a pass includes waiting for other replicas
+            self._micro_batch_s = (time.perf_counter() - start - self._reducer.blocked_s) / (len(passes) * layout.shard)
         meanwhile()
         self._reducer.drain()
         self._trees = []
@@ -329,6 +336,10 @@ class ShardedReplica:
     def digest(self) -> int:
         return digest_of(self.parameters)
 
+    def measured_s(self) -> tuple[float, float] | None:
+        """See Replica; None in pipelines, with tensor parallelism, and on a GPU: not measured."""
+        return None if self._micro_batch_s is None else (self._micro_batch_s, self._reducer.exposed_s())
+
     def exposed_s(self) -> float:
         """Return the seconds this step waited for parameters, and after its last gradient."""
         return self.groups.waited_s + self._reducer.exposed_s()
@@ -370,13 +381,13 @@ class ShardedReplica:
         if not gradients.shard_pass.last:
             return
         if self.reduce_once_per_step:
-            tree = exchange_rows(tree, self.groups, self.leaves, self.traffic, gradients.unit)
+            tree = exchange_rows(tree, self.groups, self.traffic, gradients.unit, self.shares)
         if self.groups.replica_group is None:
             gradients.out.copy_(tree.total().tensor)
         else:
             partials = [(subtree, part.tensor) for subtree, part in tree.stack]
             group, waits = self.groups.replica_group, self.groups.waits
-            tree_all_reduce(partials, self.leaves, group, gradients.out, waits, self.traffic, gradients.unit)
+            tree_all_reduce(partials, self.shares, group, gradients.out, waits, self.traffic, gradients.unit)
 
     def _add_rows(self, gradients: UnitGradients, tree: SumTree[PartialSum]) -> None:
         """Collective. Receive this shard's rows of the gradients of all leaves of the pass."""

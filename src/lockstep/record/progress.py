@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -37,7 +37,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
             self.task = self.bar.add_task("step", total=total, completed=start)
             self.bar.start()
 
-    def step(self, step: int, values: Mapping[str, float]) -> None:
+    def step(self, step: int, values: Mapping[str, Any]) -> None:
         """Update the bar; print a line if it is due. values: see `format_step_line`."""
         if self.closed or not self.shows():
             return

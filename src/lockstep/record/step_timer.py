@@ -11,7 +11,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
+from lockstep.network.shares import format_shares
 from lockstep.units import format_bytes, format_count
 
 CATEGORIES = (
@@ -132,10 +134,10 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     return None
 
 
-def format_step_line(step: int, values: Mapping[str, float]) -> str:
-    """Return "step 1,200  loss 2.314  norm 0.81  tok/s 41.2 k  mfu 38%  mem 61.0 GiB".
-    Missing values are omitted, and data wait below 1%."""
-    formats: dict[str, Callable[[float], str]] = {
+def format_step_line(step: int, values: Mapping[str, Any]) -> str:
+    """Return "step 1,200  loss 2.314  norm 0.81  tok/s 41.2 k  mfu 38%  mem 61.0 GiB  shares 6+2".
+    Missing values are omitted, data wait below 1%, and equal shares, which are ()."""
+    formats: dict[str, Callable[[Any], str]] = {
         "loss": lambda value: f"loss {value:.3f}",
         "norm": lambda value: f"norm {value:.2f}",
         "tokens_per_second": lambda value: f"tok/s {format_count(round(value, 1) if value < 1000 else value)}",
@@ -143,6 +145,7 @@ def format_step_line(step: int, values: Mapping[str, float]) -> str:
         "exposed_communication": lambda value: f"exposed comm {value:.0%}",
         "data_wait": lambda value: f"data wait {value:.0%}" if value >= 0.01 else "",
         "memory_bytes": lambda value: f"mem {format_bytes(value)}",
+        "shares": lambda value: f"shares {format_shares(value)}" if value else "",
     }
     fields = [f"step {step:,}"] + [text(values[key]) for key, text in formats.items() if key in values]
     return "  ".join(field for field in fields if field)

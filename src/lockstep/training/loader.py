@@ -73,7 +73,7 @@ class Loader:
         self._keys: Iterator[Key] = iter(())
         self._next: Key = (-1, -1)
         self._last: Key = (-1, -1)
-        self._members = (-1, -1, -1)  # the (generation, rank, size) for which the stream was made
+        self._members: tuple[int, ...] = ()  # the generation and micro-batches for which the stream was made
         self._batch: Any = None  # the micro-batch that the loop has, before its copy to the device
         self._sizes = MeanSizes()
 
@@ -109,9 +109,8 @@ class Loader:
         self._stream = None
 
     def _fetch(self, key: Key) -> Any:
-        world = self.runtime.world
-        members = (world.generation, world.rank, world.size)
         own = self._own_leaves()
+        members = (self.runtime.world.generation, *own)
         repeated = key[1] not in own or (members == self._members and (key == self._last or key[0] == self._next[0] != -1))
         if not self.num_workers or (repeated and key != self._next):
             return self.batches[key]  # the rehearsal of the first step asks out of turn

@@ -27,7 +27,7 @@ from lockstep.data.order import splitmix64
 from lockstep.elastic.collectives import vote_on_step
 from lockstep.elastic.consensus import STOP_REQUEST, StepDecision, Vote, find_divergent_ranks, parse_count
 from lockstep.elastic.fault_injection import FaultInjectingBoard, flip_bit
-from lockstep.elastic.progress import Progress, transfer_roles
+from lockstep.elastic.progress import Progress, decision_before, transfer_roles
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import FencedError, PeersLostError, UsageError
 from lockstep.parallel.digest import DIGEST_FACTOR
@@ -46,6 +46,7 @@ from lockstep.training.divergence import ALL_WEIGHTS, STATE, WEIGHTS, ReplicaCom
 from lockstep.training.loop_changes import LoopChanges
 from lockstep.training.nonfinite import refuse_nonfinite_gradient
 from lockstep.training.rehearsal import Rehearsal
+from lockstep.training.share_balance import ShareBalance
 from lockstep.training.state_transfer import StateMismatchError, transfer_state
 from lockstep.units import format_duration
 
@@ -70,6 +71,7 @@ class ReplicaGroup:
     on_nonfinite   for a loss or gradient that is not finite: "raise" a DivergedError before the
                    update; "ignore" it, as a GradScaler needs
     buffers        what forward passes may change besides BatchNorm's statistics: RunningStatistics
+    balance        "auto": fast replicas compute more micro-batches than slow ones (ShareBalance)
     """
 
     def __init__(  # many independent options, all by keyword and with defaults
@@ -89,6 +91,7 @@ class ReplicaGroup:
         rehearse: bool = True,
         on_nonfinite: Literal["raise", "ignore"] = "raise",
         buffers: BufferKinds | None = None,
+        balance: Literal["auto", "off"] = "auto",
     ) -> None:
         if checkpointer:
             refuse_other_checkpointer(checkpointer, runtime, model)
@@ -101,6 +104,8 @@ class ReplicaGroup:
         self.rehearsal: Rehearsal | None = None  # none in a joiner: the other ranks would not take part
         if rehearse and runtime.first_generation:
             self.rehearsal = Rehearsal(runtime, self.replica)
+        unit, even = self.local_model.layout.shard if self.local_model else 1, balance == "off" or reduce == "fast"
+        self.balance = ShareBalance(runtime, self.replica, unit, enabled=not even)
         self._trained, self.frozen_state = self.replica.parameters, self._make_frozen_state()
         self.loop_changes = LoopChanges(self.module if isinstance(self.replica, Replica) else nn.Module(), checkpointer)
         self.compare_all = True  # the frozen weights of a new member have not been compared yet
@@ -110,7 +115,7 @@ class ReplicaGroup:
         self._hooks = [one.register_step_pre_hook(lambda *_: self.gradient.refuse_noise()) for one in optimizers]
         self.stops = signals is None and runtime.membership is not None
         self.signals = StopSignals().__enter__() if self.stops else signals  # until the process exits
-        self.decision = self._last_decision()
+        self.decision = decision_before(runtime.member_progress, checkpointer.facts if checkpointer else {})
         self.last_step, self._stop_requested, self.leaving = -1, False, False  # the newest step that this group has committed
         self.unfinished: int | None = None  # the step whose micro-batch loop has not ended
         self._counts: list[int | None] = []  # of this step's micro-batches
@@ -225,7 +230,8 @@ class ReplicaGroup:
             yield from self.rehearsal.run(step)
         compared, due = ALL_WEIGHTS if self.compare_all else WEIGHTS, self.comparison.is_due(step)
         self._counts, self._samples, digests = [], [], [0]
-        for k in self.replica.micro_batches(step, lambda: digests.append(self._digest(compared, step) if due else 0)):
+        shares = self.balance.shares()
+        for k in self.replica.micro_batches(step, lambda: digests.append(self._digest(compared, step) if due else 0), shares):
             self._update_trained_parameters()
             if not self._counts:
                 self.loop_changes.start(self.frozen_state)
@@ -249,6 +255,7 @@ class ReplicaGroup:
             self.comparison.record_equal(step)
         self.comparison.name_culprits(step)
         self._commit(step, decision)
+        self.balance.decide(decision, step)
         return True
 
     def _update_trained_parameters(self) -> None:
@@ -264,12 +271,6 @@ class ReplicaGroup:
     def _make_frozen_state(self) -> FrozenState:
         frozen = [p for p in (self.local_model or self.module).parameters() if not p.requires_grad]
         return FrozenState(self.module, frozen, followed=self.statistics.names, local=self.statistics.local)
-
-    def _last_decision(self) -> StepDecision:
-        """Return the loss of the last step before this start: from other workers, or saved."""
-        if decisions := [member.decision for member in self.runtime.member_progress if member.decision and member.step >= 0]:
-            return StepDecision(decisions[0].loss, decisions[0].count)
-        return StepDecision(float(self.checkpointer.facts.get("loss", 0.0)) if self.checkpointer else 0.0)
 
     def _stop(self, step: int) -> None:
         """Save and end a loop that does not handle stop signals itself."""
@@ -322,6 +323,7 @@ class ReplicaGroup:
             leaving=self.leaving,
             digest=digest,
             gradient_finite=self.replica.is_gradient_finite(),
+            **self.balance.measured_us(),
         )
 
     def replicas_identical(self, step: int) -> bool:

@@ -35,6 +35,7 @@ class ReplicaOptions(TypedDict, total=False):
     rehearse: bool
     on_nonfinite: Literal["raise", "ignore"]
     buffers: BufferKinds
+    balance: Literal["auto", "off"]
 
 
 OWN_OPTIONS = ("micro_batches", "save_every", "keep", "seed", "resume", "threads", "shard", "tensor", "pipeline")  # of Session itself

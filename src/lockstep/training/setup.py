@@ -108,6 +108,7 @@ def make_replica_group(
         micro_batches=run.batch.micro_batches,
         seed=run.seed,
         reduce=run.parallel.reduce,
+        balance=run.layout.balance,
         bucket_bytes=run.parallel.bucket_bytes or default_bucket_bytes(runtime.world.device),
         signals=signals,
         tracker=tracker,

@@ -54,7 +54,14 @@ def count_all_votes(votes: Sequence[Vote], replica_size: int) -> StepDecision | 
         regroup=any(vote.joiners_waiting or vote.leaving for vote in votes),
         divergent_ranks=find_divergent_ranks(digests, replica_size) if differ else (),
         digests=digests if differ else (),
+        micro_batch_us=least_times([vote.micro_batch_us for vote in votes], replica_size),
+        exchange_us=min(vote.exchange_us for vote in votes),
     )
+
+
+def least_times(times: list[int | None], replica_size: int) -> tuple[int, ...]:
+    replicas = [[time for time in times[first : first + replica_size] if time is not None] for first in range(0, len(times), replica_size)]
+    return tuple(map(min, replicas)) if all(replicas) else ()
 
 
 def random_votes(size: int, replica_size: int, seed: int) -> list[Vote]:
@@ -82,6 +89,8 @@ def random_votes(size: int, replica_size: int, seed: int) -> list[Vote]:
             leaving=flag[3] or leaving,
             digest=digests[rank % replica_size] ^ (flag[4] and chance.random() < 0.5) << chance.randrange(64),
             gradient_finite=random.Random(1000 * seed + rank).random() >= unusual,
+            micro_batch_us=None if flag[4] else 1000 + (37 * rank + seed) % 91,
+            exchange_us=(53 * rank + seed) % 97,
         )
 
     return [vote(rank) for rank in range(size)]
@@ -115,7 +124,8 @@ def exchange_rounds(rounds_of_rank: list[Iterator[Round]]) -> tuple[list[int], l
 
 
 def combined_rows(votes: list[Vote], replica_size: int) -> tuple[list[torch.Tensor], list[int], list[int]]:
-    rows = [torch.tensor(vote_to_row(vote, rank % replica_size, replica_size)) for rank, vote in enumerate(votes)]
+    replicas = len(votes) // replica_size
+    rows = [torch.tensor(vote_to_row(vote, rank, replica_size, replicas)) for rank, vote in enumerate(votes)]
     counts = exchange_rounds([reduce_rounds(row, rank, len(rows), combine_rows) for rank, row in enumerate(rows)])
     return rows, *counts
 
@@ -138,7 +148,7 @@ def test_a_vote_takes_at_most_2_rounds_more_than_log2_and_decides_as_all_votes_d
         whole_rounds = size.bit_length() - 1
         assert max(rounds) == whole_rounds + 2 * (size != 1 << whole_rounds)
         assert max(messages) <= whole_rounds + 1
-        assert all(torch.equal(row, rows[0]) for row in rows) and len(rows[0]) == 78 + 2 * replica_size
+        assert all(torch.equal(row, rows[0]) for row in rows) and len(rows[0]) == 79 + 2 * replica_size + size // replica_size
         decision = decide(rows[0], votes, replica_size)
         assert repr(decision) == repr(expected)  # NaN is not equal to itself
         seen.add(decision if isinstance(decision, str) else "divergent" if decision.divergent_ranks else decision.finite)
@@ -227,7 +237,7 @@ def test_real_ranks_vote_and_gather_with_few_messages(size: int) -> None:
         assert {gathered for _, _, gathered in of_ranks} == {2 * (size - 1).bit_length()}
         for decision, sent, _ in of_ranks:
             rows = [number for number in sent if number > 600]
-            assert len(rows) <= size.bit_length() and set(rows) <= {8 * 80, 8 * 82}
+            assert len(rows) <= size.bit_length() and set(rows) <= {8 * (81 + size), 8 * (83 + size // 2)}
             assert ("divergent_ranks=()" in decision or "StepDecision" not in decision) == (rows == sent) or size == 1
 
 

@@ -6,13 +6,15 @@ import queue
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from itertools import pairwise, product
 from math import log2
+from random import Random
 
 import pytest
 import torch
 from torch import Tensor
 
-from lockstep.network.subtrees import Subtree, leaves_of_rank
+from lockstep.network.subtrees import Subtree, equal_shares, leaves_of_rank
 from lockstep.network.tree_exchange import WHOLE, rounds_of_rank
 from lockstep.parallel import exchange
 from lockstep.parallel.exchange import Traffic, tree_all_reduce
@@ -47,8 +49,9 @@ def start_exchange(sends: Transfers, receives: Transfers, group: QueueGroup, tra
     return [lambda tensor=tensor, source=source: tensor.copy_(source.get(timeout=20)) for tensor, source in pairs]  # type: ignore[misc]
 
 
-def reduce_in_threads(values: Tensor, size: int) -> tuple[list[Tensor], list[Traffic]]:
+def reduce_in_threads(values: Tensor, shares: tuple[int, ...]) -> tuple[list[Tensor], list[Traffic]]:
     """Return (result, traffic) of each rank; values are those of the leaves, (K, length)."""
+    size = len(shares)
     queues: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = defaultdict(queue.SimpleQueue)
     for pair in ((sender, receiver) for sender in range(size) for receiver in range(size)):
         queues[pair] = queue.SimpleQueue()
@@ -56,10 +59,10 @@ def reduce_in_threads(values: Tensor, size: int) -> tuple[list[Tensor], list[Tra
 
     def run(rank: int) -> None:
         tree: SumTree[Tensor] = SumTree()
-        for k in leaves_of_rank(rank, size, len(values)):
+        for k in leaves_of_rank(rank, shares):
             tree.add(Subtree(k, 1), values[k].clone())
         group = QueueGroup(rank, size, queues)
-        tree_all_reduce(tree.stack, len(values), group, results[rank], group, traffic[rank])  # type: ignore[arg-type]
+        tree_all_reduce(tree.stack, shares, group, results[rank], group, traffic[rank])  # type: ignore[arg-type]
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -90,19 +93,19 @@ def test_sum_has_the_bits_of_the_tree_on_1_to_64_ranks(size: int) -> None:
         generator = torch.Generator().manual_seed(100 * size + leaves)
         values = torch.randn(leaves, length, generator=generator) * 2.0 ** torch.randint(-20, 20, (leaves, 1), generator=generator)
         expected = total_of(values)
-        results, _ = reduce_in_threads(values, size)
+        results, _ = reduce_in_threads(values, equal_shares(size, leaves))
         assert all(torch.equal(result, expected) for result in results), (size, leaves, length)
 
 
 @pytest.mark.parametrize("size", [2, 4, 8, 16, 32, 64])
 def test_equal_shares_send_log_n_messages_and_the_bytes_of_a_ring(size: int) -> None:
     length = 64 * size
-    _, traffic = reduce_in_threads(torch.ones(2 * size, length), size)
+    _, traffic = reduce_in_threads(torch.ones(2 * size, length), (2,) * size)
     assert {(sent.messages, sent.bytes) for sent in traffic} == {(2 * int(log2(size)), 2 * (size - 1) * length * 4 // size)}
 
 
 def test_largest_messages_go_to_the_nearest_neighbors() -> None:
-    reduce, gather = rounds_of_rank(5, 8, 16)
+    reduce, gather = rounds_of_rank(5, (2,) * 8)
     assert [(turn.sends[0].peer, turn.sends[0].stop - turn.sends[0].start) for turn in reduce] == [
         (4, WHOLE // 2),
         (7, WHOLE // 4),
@@ -113,11 +116,29 @@ def test_largest_messages_go_to_the_nearest_neighbors() -> None:
 
 def test_after_the_loss_of_one_of_eight_workers_the_bytes_are_at_most_1_3_of_a_ring() -> None:
     length = 64 * 7 * 30
-    _, traffic = reduce_in_threads(torch.ones(64, length), 7)
+    _, traffic = reduce_in_threads(torch.ones(64, length), equal_shares(7, 64))
     assert sum(sent.bytes for sent in traffic) <= 1.3 * 7 * (2 * 6 / 7 * length * 4)
 
 
 def test_plan_for_4096_ranks_sends_24_messages_per_rank() -> None:
     for rank in (0, 1, 4095):
-        reduce, gather = rounds_of_rank(rank, 4096, 8192)
+        reduce, gather = rounds_of_rank(rank, (2,) * 4096)
         assert sum(len(turn.sends) for turn in (*reduce, *gather)) == 24
+
+
+def some_shares() -> list[tuple[int, ...]]:
+    """Return all shares of up to 5 micro-batches, and 150 of up to 16 for 8 ranks."""
+    draw = Random(1)
+    cuts = [[0, *sorted(draw.sample(range(1, leaves), draw.randint(1, 7))), leaves] for leaves in (9, 13, 16) for _ in range(50)]
+    drawn = [tuple(stop - start for start, stop in pairwise(cut)) for cut in cuts]
+    return [shares for size in range(1, 6) for shares in product(range(1, 6), repeat=size) if sum(shares) <= 5] + drawn
+
+
+def test_uneven_shares_have_the_bits_of_the_tree_and_at_most_three_times_the_bytes_of_a_ring() -> None:
+    generator = torch.Generator().manual_seed(1)
+    for shares in some_shares():
+        size, leaves, length = len(shares), sum(shares), 840
+        values = torch.randn(leaves, length, generator=generator) * 2.0 ** torch.randint(-20, 20, (leaves, 1), generator=generator)
+        results, traffic = reduce_in_threads(values, shares)
+        assert all(torch.equal(result, total_of(values)) for result in results), shares
+        assert max(sent.bytes for sent in traffic) <= 3 * 2 * (size - 1) / size * length * 4, shares

@@ -1,0 +1,95 @@
+"""Measure how long the replicas compute their micro-batches; name slow ones, and give them fewer."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from statistics import median_low
+
+from lockstep.elastic.consensus import StepDecision
+from lockstep.elastic.runtime import ElasticRuntime
+from lockstep.network.shares import choose_shares, find_slow
+from lockstep.network.subtrees import equal_shares
+from lockstep.parallel.replica import Replica
+from lockstep.parallel.sharded_replica import ShardedReplica
+from lockstep.record.events import append_event
+from lockstep.units import join_names
+
+log = logging.getLogger("lockstep")
+
+WINDOW_STEPS = 5  # of the median; a worker that slows down is noticed after three steps
+REPLICAS_PER_DECISION = 16  # more replicas decide less often: a decision takes about 0.2 ms for each
+
+
+class ShareBalance:
+    """The numbers of micro-batches of the replicas. Every rank decides from the same committed votes.
+
+    A generation starts with equal shares, so that a failure cannot leave ranks with different ones.
+    unit     micro-batches that a replica computes at the same time
+    enabled  False: shares stay equal, and slow replicas are only named
+    """
+
+    def __init__(self, runtime: ElasticRuntime, replica: Replica | ShardedReplica, unit: int, *, enabled: bool) -> None:
+        self.runtime, self.replica, self.unit, self.enabled = runtime, replica, unit, enabled
+        self._measured: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS)
+        self._generation, self._shares = -1, tuple[int, ...]()
+        self._slow: tuple[str, ...] = ()  # already named
+
+    def shares(self) -> tuple[int, ...]:
+        """Return the shares of the next step, by replica; (): equal ones."""
+        if self.runtime.world.generation != self._generation:
+            self._generation, self._shares = self.runtime.world.generation, ()
+            self._measured.clear()
+        return self._shares
+
+    def measured_us(self) -> dict[str, int]:
+        """Return this worker's part of the vote, {} before three measured steps: medians of the newest
+        steps in microseconds."""
+        if measured := self.replica.measured_s():
+            self._measured.append(measured)
+        if 2 * len(self._measured) <= WINDOW_STEPS:
+            return {}
+        compute_us, exchange_us = (1 + int(1e6 * median_low(times)) for times in zip(*self._measured, strict=True))
+        return {"micro_batch_us": compute_us, "exchange_us": exchange_us}
+
+    def decide(self, decision: StepDecision, step: int) -> None:
+        """Set the shares after `step` has been committed."""
+        times = decision.micro_batch_us
+        if len(times) < 2 or step % -(-len(times) // REPLICAS_PER_DECISION):
+            return
+        self._name_slow(times)
+        current = self._shares or equal_shares(len(times), self.replica.leaves)
+        shares, reason = choose_shares(current, times, decision.exchange_us, self.unit)
+        if not self.enabled or shares == current:
+            return
+        self._shares = () if shares == equal_shares(len(times), self.replica.leaves) else shares
+        self._measured.clear()
+        if self.runtime.world.leader:
+            log.info("from step %d on: %s", step + 2, reason)
+            self._append_event("shares", shares=shares, step=step + 1, why=reason)
+
+    def _name_slow(self, times: tuple[int, ...]) -> None:
+        """Log which workers are slow, when these have changed."""
+        size = self.replica.workers_per_replica
+        names = [self._name(range(i * size, (i + 1) * size)) for i in range(len(times))]
+        slow = find_slow(times, [i for i, name in enumerate(names) if name in self._slow])
+        median_s, before, self._slow = median_low(times) / 1e6, self._slow, tuple(names[i] for i in slow)
+        if not self.runtime.world.leader:
+            return
+        for i in (i for i in slow if names[i] not in before):
+            log.warning("%s: %.3g s per micro-batch, the median is %.3g s", names[i], times[i] / 1e6, median_s)
+            self._append_event("slow", worker=names[i], seconds=times[i] / 1e6, median=median_s)
+        if recovered := [name for name in before if name in names and name not in self._slow]:
+            log.info("%s: no longer slow", join_names(recovered))
+
+    def _name(self, ranks: range) -> str:
+        """Return "worker 1 on host b" for the ranks of a replica."""
+        members = self.runtime.world.members
+        if not members:
+            return f"rank {'-'.join(str(rank) for rank in sorted({ranks[0], ranks[-1]}))}"
+        places = [members[rank].rsplit("/", 2) for rank in ranks]
+        return join_names([f"worker {slot} on host {host}" for host, slot, _ in places])
+
+    def _append_event(self, event: str, **facts: object) -> None:
+        if membership := self.runtime.membership:
+            append_event(membership.folder, event, generation=self.runtime.world.generation, **facts)
