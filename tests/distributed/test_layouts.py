@@ -155,8 +155,10 @@ def assemble(local: LocalModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]
     return assembled
 
 
-def one_step(local: LocalModel, replica: Replica | ShardedReplica, model: Model, step: int, *, narrow: bool = False) -> list[float]:
-    for k in replica.micro_batches(step):
+def one_step(
+    local: LocalModel, replica: Replica | ShardedReplica, model: Model, step: int, *, narrow: bool = False, shares: tuple[int, ...] = ()
+) -> list[float]:
+    for k in replica.micro_batches(step, shares=shares):
         inputs, named = model.inputs(step, k)
         with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
             loss = replica(*inputs, **named)
@@ -289,8 +291,9 @@ def test_losses_of_twenty_steps_equal_those_of_one_process() -> None:
 
 def digest_after(runtime: ElasticRuntime, name: str, layout: Layout, options: dict[str, Any]) -> str:
     """Train four steps with dropout, bf16 products and clipping; return the digest of the weights."""
-    model, reduce_once_per_step, memory = (
+    model, shares, reduce_once_per_step, memory = (
         model_named(name, dropout=0.1),
+        options.pop("shares", ()),
         options.pop("reduce_once_per_step", False),
         options.pop("memory", MemoryOptions()),
     )
@@ -298,7 +301,7 @@ def digest_after(runtime: ElasticRuntime, name: str, layout: Layout, options: di
     optimizer = adamw(local, OptimOptions(learning_rate=1e-2), memory)
     with build_replica(local, 8, reduce_once_per_step) as replica:
         for step in range(4):
-            one_step(local, replica, model, step, narrow=True)
+            one_step(local, replica, model, step, narrow=True, shares=shares)
             divide_and_clip(local.parameters(), divisor=144, clip_norm=0.5, grad_norm_squared=replica.grad_norm_squared())
             optimizer.step()
     state = assemble(local, {key: p.detach() for key, p in local.local_params.items()})
@@ -312,7 +315,11 @@ def test_replicas_and_shards_have_one_digest(name: str) -> None:
     layouts += [(Layout(2, 2), {"reshard_after_forward": False})]
     layouts += [(Layout(1, 3), {"reduce_once_per_step": True}), (Layout(2, 2), {"reduce_once_per_step": True})]
     if name == "llama":
-        layouts += [(Layout(1, 8), {})]
+        layouts += [
+            (Layout(1, 8), {}),
+            (Layout(2, 2), {"shares": (6, 2)}),
+            (Layout(2, 2), {"shares": (3, 5), "reduce_once_per_step": True}),
+        ]
     else:  # the same code sums and shards all models
         layouts = [(Layout(), {}), (Layout(3), {}), (Layout(1, 3), {}), (Layout(2, 2), {"reduce_once_per_step": True})]
     digests = [(layout, options, run_ranks(digest_after, layout.workers, name, layout, options)[0]) for layout, options in layouts]

@@ -7,6 +7,7 @@ makes each step three times as long; with shares 6+2 of 8 micro-batches the step
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import fsum
 from statistics import median_low
 
 from lockstep.network.subtrees import equal_shares, fit_shares, powers_of_two_down_from
@@ -32,7 +33,7 @@ def choose_shares(current: tuple[int, ...], micro_batch_us: Sequence[int], excha
         return compute_us + exchange_us * exchange_cost(shares) / exchange_cost(current)
 
     now_us = step_us(current)
-    least_us = leaves / sum(1 / us for us in micro_batch_us)
+    least_us = leaves / fsum(1 / us for us in micro_batch_us)  # fsum: the same bits in every version of Python
     candidates = [current]
     if least_us < (1 - MIN_GAIN) * now_us:
         candidates += [equal_shares(len(current), leaves), *proportional_shares(leaves, micro_batch_us, unit)]
@@ -82,6 +83,6 @@ def format_shares(shares: Sequence[int]) -> str:
 
 
 def find_slow(micro_batch_us: Sequence[int], known: Sequence[int]) -> tuple[int, ...]:
-    """Return the replicas that are much slower than the median. `known`: those that were before."""
+    """Return the replicas that are much slower than the median. known: replicas found before."""
     median_us = median_low(micro_batch_us)
     return tuple(i for i, us in enumerate(micro_batch_us) if us > median_us * (RECOVERED if i in known else SLOW))
