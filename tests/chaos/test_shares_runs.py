@@ -16,6 +16,7 @@ from lockstep.record import events
 SCRIPT = ROOT / "tests" / "support" / "loops" / "uneven.py"
 
 
+@pytest.mark.long
 def test_slow_worker_is_relieved_before_and_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_TMP", str(tmp_path))
     assert run_loop(SCRIPT, tmp_path / "alone", 1, steps=60, pause_s=0.0) == LoopResult(0, "")

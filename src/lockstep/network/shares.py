@@ -16,7 +16,7 @@ from lockstep.units import format_duration
 MIN_GAIN = 0.07  # of a step; smaller differences are noise
 MOST_SUBTREES = 3  # of a replica: each is a message more, and for a while a copy of the gradient
 UNEVEN_EXCHANGE = 2.0  # bytes that the busiest rank exchanges, when a rank has several subtrees, over those when none has
-SLOW, RECOVERED = 1.5, 1.25  # times the median
+SLOW, RECOVERED = 1.5, 1.1  # times the median
 
 
 def choose_shares(current: tuple[int, ...], micro_batch_us: Sequence[int], exchange_us: int, unit: int = 1) -> tuple[tuple[int, ...], str]:

@@ -66,7 +66,7 @@ def test_random_speeds_are_within_a_fifth_of_the_ideal_split_when_leaves_are_man
 
 def test_slow_replicas_are_found_and_forgotten_with_a_margin() -> None:
     assert find_slow((100, 310), ()) == (1,)
-    assert find_slow((100, 140), ()) == () and find_slow((100, 140), (1,)) == (1,) and find_slow((100, 120), (1,)) == ()
+    assert find_slow((100, 140), ()) == () and find_slow((100, 140), (1,)) == (1,) and find_slow((100, 109), (1,)) == ()
     assert find_slow((100, 100, 100, 900), ()) == (3,)
 
 
