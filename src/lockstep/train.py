@@ -27,6 +27,7 @@ from lockstep.tasks.setup import best_steps, build_model, make_step_timer, task_
 from lockstep.tasks.validation import Validation
 from lockstep.training import setup as training_setup
 from lockstep.training.checkpointer import Checkpointer
+from lockstep.training.diloco import Learners, outer_optimizer
 from lockstep.training.initial_values import draw_initial_values
 from lockstep.training.nonfinite import refuse_nonfinite_norm
 from lockstep.training.optim import learning_rate, make_optimizers, set_learning_rate, update_average
@@ -57,7 +58,7 @@ def build(
     log.info(make_deterministic(runtime.world.device))
     fingerprints = training_setup.run_fingerprints(resolved, task.fingerprints)
     model = build_model(resolved, task, runtime, fingerprints)
-    optimizers = make_optimizers(model, run.optim, run.memory)
+    optimizers = [outer_optimizer(model, run.diloco)] if run.diloco.learners else make_optimizers(model, run.optim, run.memory)
     for optimizer in optimizers:
         apply_owner_rule(optimizer, model, runtime)
     path, every_steps, keep = folder / "checkpoints", saving.every_steps, saving.keep
@@ -93,8 +94,12 @@ def train_task(  # over 60 lines: the whole loop in one place
         profiling(profile, folder, runtime) as profiler,
     ):
         timer = make_step_timer(task, run, runtime)
+        learners = Learners(resolved, model, runtime, task.loader, task.loss, timer) if run.diloco.learners else None
         while not is_last:
             for k in replicas.micro_batches(step):
+                if learners:
+                    replicas.backward(learners.train(step, k))
+                    continue
                 with timer.timing("data"):
                     batch = task.loader.micro_batch(step, k)
                 with torch.autocast(runtime.world.device.type, torch.bfloat16, enabled=run.compute.precision == "bf16"):
@@ -102,31 +107,36 @@ def train_task(  # over 60 lines: the whole loop in one place
                 replicas.backward(loss)
             timer.add("communication", replicas.replica.exposed_s())
 
-            tokens, decision = task.loader.tokens_in_step(step), replicas.decision
+            steps, decision = range(step + 1, step + 1 + replicas.commit_steps), replicas.decision
+            tokens = sum(task.loader.tokens_in_step(number - 1) for number in steps)
+            divisor, clip_norm = (run.diloco.learners, 0.0) if learners else (tokens, run.optim.clip_norm)
             squared = replicas.grad_norm_squared
-            norm = float(divide_and_clip(model.parameters(), divisor=tokens, clip_norm=run.optim.clip_norm, grad_norm_squared=squared))
+            norm = float(divide_and_clip(model.parameters(), divisor=divisor, clip_norm=clip_norm, grad_norm_squared=squared))
+            if learners:
+                learners.refuse_nonfinite(decision)
             refuse_nonfinite_norm(decision, step, norm)
 
-            rate = learning_rate(step + 1, resolved.optim_after(step))
+            rate = learning_rate(steps[-1], resolved.optim_after(steps[-1] - 1))
             for optimizer in optimizers:
-                set_learning_rate(optimizer, rate)
+                set_learning_rate(optimizer, run.diloco.outer_learning_rate if learners else rate)
                 optimizer.step()
-            step += 1  # committed
+            step = steps[-1]  # committed
             if run.optim.ema_decay:
-                update_average(optimizers, run.optim.ema_decay, step)
+                update_average(optimizers, run.optim.ema_decay ** len(steps), step)
 
             values = {"loss": decision.loss / tokens, "norm": norm, "epoch": task.loader.order.epoch(step), "learning_rate": rate}
-            values |= {"workers": runtime.world.size, **timer.step(tokens, runtime.world.size)}
+            values |= {"workers": runtime.world.size, **timer.step(tokens, runtime.world.size, steps=len(steps))}
             if validation.due(step):
                 with timer.timing("overhead"):
                     values |= validation.evaluate(replicas, optimizers, step)
                 progress.print_line(validation.describe(step, values))
             training_setup.account_step(runtime.ledger, values)
             values |= {"generation": runtime.world.generation, **runtime.ledger.metrics(time.monotonic())}
-            metrics.step(step, values)
-            progress.step(step, values | {"shares": replicas.balance.shares()})
+            for number in steps:
+                metrics.step(number, values)
+            progress.step(step, values | {"shares": replicas.balance.shares()}, steps=len(steps))
             profiler.step(step)
-            if run.compute.compile and step == first_step + 1:
+            if run.compute.compile and steps[0] == first_step + 1:
                 log.info(compile_summary())
 
             stop_signal = decision.stop

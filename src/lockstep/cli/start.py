@@ -90,7 +90,7 @@ def workers_per_replica(run: RunConfig | None) -> int:
 
 def max_workers(run: RunConfig | None, workers: int) -> int:
     """Return the number of workers that a step has micro-batches for; `workers` for a user's loop."""
-    return run.batch.micro_batches // run.layout.shard * workers_per_replica(run) if run else workers
+    return run.leaves // run.layout.shard * workers_per_replica(run) if run else workers
 
 
 def asked_layout(run: RunConfig) -> Layout:
@@ -101,10 +101,11 @@ def refuse_layout(run: RunConfig | None, workers: int, where: str) -> None:
     """UsageError, with the nearest valid layouts, if the layout does not suit `workers` processes."""
     if run is None:
         return
-    layout, most = asked_layout(run), run.batch.micro_batches
+    layout, most = asked_layout(run), run.leaves
     if layout.workers_per_replica == 1 and not 1 <= workers <= most:
-        what = f"{workers} workers for a step of {most} micro-batches"
-        raise UsageError(what, f"{where}; batch.micro_batches", f"give 1 to {most} workers, or more micro-batches")
+        key, leaves = ("diloco.learners", "learners") if run.diloco.learners else ("batch.micro_batches", "micro-batches")
+        what = f"{workers} workers for a step of {most} {leaves}"
+        raise UsageError(what, f"{where}; {key}", f"give 1 to {most} workers, or more {leaves}")
     choose_layout(layout, workers, layout_limits(run), f"{where}; [layout] of the run")
 
 

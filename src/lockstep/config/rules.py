@@ -48,6 +48,7 @@ def conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
         what = "parallel.reduce=fast is not supported when a replica spans several workers: their gradients are always added in order"
         yield what, "parallel.reduce", "try parallel.reduce=ordered"
     yield from optimizer_conflicts(run)
+    yield from diloco_conflicts(run)
     if run.evaluate.every_steps and (run.task == "translate" or layout.pipeline > 1):
         what = "evaluate.every_steps is for Llama tasks, without layout.pipeline"
         yield what, "evaluate.every_steps task layout.pipeline", "remove it; lockstep launch --with-evaluator scores each checkpoint"
@@ -84,6 +85,34 @@ def optimizer_conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
             parse_group(text)
         except ValueError as error:
             yield f"optim.groups has {text!r}: {error}", "optim.groups", "write PATTERN:RATE:DECAY, such as *embedding*:0.5:0"
+
+
+def diloco_conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
+    learners, every, micro_batches = run.diloco.learners, run.diloco.every, run.batch.micro_batches
+    if not learners:
+        if unused := [key for key, _, _ in changed_bits(RunConfig(), run) if key.startswith("diloco.")]:
+            yield f"{', '.join(unused)} without learners", " ".join(unused), "set diloco.learners to the number of models that train apart"
+        return
+    if micro_batches % learners:
+        best = min((n for n in range(1, micro_batches + 1) if micro_batches % n == 0), key=lambda n: abs(n - learners))
+        what = f"batch.micro_batches={micro_batches} is not a multiple of diloco.learners={learners}"
+        hint = f"try diloco.learners={best} or batch.micro_batches={-(-micro_batches // learners) * learners}"
+        yield what, "diloco.learners batch.micro_batches", hint
+    counts = {"steps": run.steps, "checkpoint.every_steps": run.checkpoint.every_steps, "evaluate.every_steps": run.evaluate.every_steps}
+    for key, steps in counts.items():
+        if steps % every:
+            near = max(1, round(steps / every)) * every
+            what = f"{key}={steps} is not a multiple of diloco.every={every}, and a state exists after outer steps only"
+            yield what, f"{key} diloco.every", f"try {key}={near} or diloco.every={math.gcd(*counts.values())}"
+    axes = {f"layout.{axis}": getattr(run.layout, axis) for axis in ("shard", "tensor", "pipeline")}
+    if split := [key for key, size in axes.items() if size > 1]:
+        yield f"diloco.learners is not supported with {', '.join(split)}", " ".join(["diloco.learners", *split]), "train whole replicas"
+    if run.memory.weights != "fp32":
+        what = "diloco.learners is not supported with memory.weights=bf16: a learner's small change would be rounded away"
+        yield what, "diloco.learners memory.weights", "remove memory.weights; memory.optimizer_state=bf16 is supported"
+    if run.elastic.verify_every > 1:
+        what = f"elastic.verify_every={run.elastic.verify_every} with diloco.learners, which compare the weights at every outer step"
+        yield what, "elastic.verify_every diloco.learners", "remove elastic.verify_every, or set 0 for no comparison"
 
 
 def parse_group(text: str) -> tuple[str, float, float]:

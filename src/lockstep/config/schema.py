@@ -280,6 +280,16 @@ class EvaluateOptions:
 
 
 @dataclass(frozen=True)
+class DilocoOptions:
+    learners: int = option(
+        0, "M: models that train apart between outer steps; divides batch.micro_batches; 0: off", bits=BITS, ge=0, le=MAX_WORKERS
+    )
+    every: int = option(50, "H: steps of a learner between two outer steps", bits=BITS, ge=1)
+    outer_learning_rate: float = option(0.7, "learning rate of the outer step, Nesterov SGD", bits=BITS, ge=0, le=1e30)
+    outer_momentum: float = option(0.9, "momentum of the outer step", bits=BITS, ge=0, lt=1)
+
+
+@dataclass(frozen=True)
 class RunConfig:
     task: Literal["translate", "pretrain", "sft"] = option("translate", "train a translator, or a Llama on text or on chats", bits=BITS)
     seed: int = option(1, "seed of the weights, the data order and the dropout", bits=BITS, ge=0, le=2**63 - 1)
@@ -300,6 +310,17 @@ class RunConfig:
     checkpoint: CheckpointOptions = CheckpointOptions()
     track: TrackOptions = TrackOptions()
     evaluate: EvaluateOptions = EvaluateOptions()
+    diloco: DilocoOptions = DilocoOptions()
+
+    @property
+    def leaves(self) -> int:
+        """Operands of the sum over all workers: the micro-batches of a step, or DiLoCo's learners."""
+        return self.diloco.learners or self.batch.micro_batches
+
+    @property
+    def commit_steps(self) -> int:
+        """Steps that a commit completes."""
+        return self.diloco.every if self.diloco.learners else 1
 
 
 @dataclass(frozen=True)

@@ -160,6 +160,8 @@ class Replica:
     def backward(self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None = None) -> None:
         """Run the backward pass of a micro-batch, scaled, and keep its unscaled loss."""
         assert self.buckets is not None
+        if self.waits.generation_error():
+            return  # `micro_batches` raises; the gradient may be incomplete
         self.board.enter("backward")
         self._watch.before_backward()
         (scaler.scale(loss) if scaler else loss).backward()
@@ -192,8 +194,6 @@ class Replica:
         first_filled = own[-2 if ends_in_pair else -1] if self.ordered else own[0]
         start = time_mark(self.device)
         for k in own:
-            if reason := self.waits.generation_error():
-                raise PeersLostError(reason, "Replica.micro_batches")
             leaf = Subtree(k, 1)
             if self._current and self.ordered and not self._current.sibling_of(leaf):
                 self._store_subtree()
@@ -202,6 +202,8 @@ class Replica:
             self._watch.start(step, k)
             buckets.start_pass(fill=k >= first_filled, send=k == own[-1])
             yield k
+            if reason := self.waits.generation_error():
+                raise PeersLostError(reason, "Replica.micro_batches")
             self._watch.end()
             self.statistics.end_micro_batch(k)
         self._computed = start, time_mark(self.device)

@@ -37,13 +37,15 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
             self.task = self.bar.add_task("step", total=total, completed=start)
             self.bar.start()
 
-    def step(self, step: int, values: Mapping[str, Any]) -> None:
-        """Update the bar; print a line if it is due. values: see `format_step_line`."""
+    def step(self, step: int, values: Mapping[str, Any], *, steps: int = 1) -> None:
+        """Update the bar; print a line if one is due in these newest `steps`. values: see
+        `format_step_line`."""
         if self.closed or not self.shows():
             return
         if self.bar is not None:
             self.bar.update(self.task, completed=step)
-        if step % self.log_every == 0 or step in (self.start + 1, self.total):
+        before = step - steps
+        if step // self.log_every > before // self.log_every or before == self.start or step == self.total:
             self.print_line(format_step_line(step, values))
 
     def print_line(self, line: str) -> None:

@@ -72,6 +72,7 @@ class ReplicaGroup:
                    update; "ignore" it, as a GradScaler needs
     buffers        what forward passes may change besides BatchNorm's statistics: RunningStatistics
     balance        "auto": fast replicas compute more micro-batches than slow ones (ShareBalance)
+    commit_steps   H: a leaf of the sum is a learner of H steps (diloco.py); 0: it is a micro-batch
     """
 
     def __init__(  # many independent options, all by keyword and with defaults
@@ -92,12 +93,13 @@ class ReplicaGroup:
         on_nonfinite: Literal["raise", "ignore"] = "raise",
         buffers: BufferKinds | None = None,
         balance: Literal["auto", "off"] = "auto",
+        commit_steps: int = 0,
     ) -> None:
         if checkpointer:
             refuse_other_checkpointer(checkpointer, runtime, model)
         runtime.register(self)
         self.runtime, self.board, self.checkpointer, self.tracker = runtime, runtime.board, checkpointer, tracker
-        self.on_nonfinite, (self.module, self.local_model) = on_nonfinite, unwrap_local_model(model)
+        self.on_nonfinite, self.commit_steps, (self.module, self.local_model) = on_nonfinite, commit_steps or 1, unwrap_local_model(model)
         replace_sync_batchnorm(self.module)
         self.statistics = RunningStatistics(self.module, micro_batches, buffers or {})
         self.replica = build_replica(runtime, model, micro_batches, seed, self.statistics, reduce, bucket_bytes, reduce_once_per_step)
@@ -107,13 +109,13 @@ class ReplicaGroup:
         unit, even = self.local_model.layout.shard if self.local_model else 1, balance == "off" or reduce == "fast"
         self.balance = ShareBalance(runtime, self.replica, unit, enabled=not even)
         self._trained, self.frozen_state = self.replica.parameters, self._make_frozen_state()
-        self.loop_changes = LoopChanges(self.module if isinstance(self.replica, Replica) else nn.Module(), checkpointer)
+        self.loop_changes = LoopChanges(nn.Module() if commit_steps or self.local_model else self.module, checkpointer)
         self.compare_all = True  # the frozen weights of a new member have not been compared yet
         self.grad_norm_squared: torch.Tensor | None = None
         self.gradient = StepGradient((), None, 1, in_slices=False)  # of the last step
         optimizers = checkpointer.optimizers if checkpointer and self.local_model else ()
         self._hooks = [one.register_step_pre_hook(lambda *_: self.gradient.refuse_noise()) for one in optimizers]
-        self.stops = signals is None and runtime.membership is not None
+        self.stops = signals is None and bool(runtime.membership)
         self.signals = StopSignals().__enter__() if self.stops else signals  # until the process exits
         self.decision = decision_before(runtime.member_progress, checkpointer.facts if checkpointer else {})
         self.last_step, self._stop_requested, self.leaving = -1, False, False  # the newest step that this group has committed
@@ -293,7 +295,7 @@ class ReplicaGroup:
         self.decision = decision
         if self.checkpointer:
             self.checkpointer.drop_save_request()
-        self.runtime.set_progress(self._progress(step + 1))
+        self.runtime.set_progress(self._progress(step + self.commit_steps))
         # All replicas draw the same numbers later, although they computed different micro-batches.
         seed_generators(splitmix64(self.replica.seed, step, self.replica.leaves) >> 1, self.runtime.world.device)
         self.gradient = commit_gradient(self.replica.parameters, self.grad_norm_squared, decision.count)
@@ -338,7 +340,7 @@ class ReplicaGroup:
 
     def _digest(self, what: str, step: int = 0) -> int:
         """Return 64 bits over WEIGHTS (of `step`), ALL_WEIGHTS or STATE of this replica."""
-        slice_number = step // max(1, self.comparison.verify_every) if what == WEIGHTS else None
+        slice_number = step // self.commit_steps // max(1, self.comparison.verify_every) if what == WEIGHTS else None
         weights = (self.replica.digest() + DIGEST_FACTOR * self.frozen_state.digest(slice_number)) % 2**64
         modes = 0 if what == STATE else self.frozen_state.mode_digest()  # between steps, one rank may evaluate
         return weights ^ modes ^ (self.checkpointer.optimizer_digest() if self.checkpointer and what == STATE else 0)
@@ -370,7 +372,7 @@ class ReplicaGroup:
                 self.checkpointer.retry_save(step)
             return False
         decision = members[sources[0]].decision
-        if newest != step + 1 or not voted or decision is None:
+        if newest != step + self.commit_steps or not voted or decision is None:
             raise PeersLostError(f"this worker is at step {step}, the others at {newest}", world.members[world.rank])
         self._commit(step, replace(decision, regroup=False))
         self.compare_all = compare_all

@@ -105,7 +105,7 @@ def make_replica_group(
         runtime,
         model,
         checkpointer,
-        micro_batches=run.batch.micro_batches,
+        micro_batches=run.leaves,
         seed=run.seed,
         reduce=run.parallel.reduce,
         balance=run.layout.balance,
@@ -114,6 +114,7 @@ def make_replica_group(
         tracker=tracker,
         verify_every=run.elastic.verify_every,
         reduce_once_per_step=run.fsdp.reduce == "per_step",
+        commit_steps=run.diloco.every if run.diloco.learners else 0,
         rehearse=False,  # the data of a task follow from the step
         on_nonfinite="ignore",  # refuse_nonfinite_norm uses the norm, which the loop computes in any case
     )

@@ -51,3 +51,26 @@ def test_only_the_schedule_can_be_overridden(word: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_overrides([word])
     assert caught.value.where == "--override" and caught.value.hint
+
+
+DILOCO = {"diloco.learners": "4", "diloco.every": "50"}
+
+
+@pytest.mark.parametrize(
+    ("values", "what", "hint"),
+    [
+        ({"diloco.learners": "3"}, "batch.micro_batches=8 is not a multiple of diloco.learners=3", "try diloco.learners=2 or"),
+        ({"diloco.every": "40"}, "steps=300 is not a multiple of diloco.every=40", "try steps=320 or diloco.every=100"),
+        ({"checkpoint.every_steps": "30"}, "checkpoint.every_steps=30 is not a multiple of diloco.every=50", "=50 or diloco.every=30"),
+        ({"layout.shard": "2"}, "diloco.learners is not supported with layout.shard", "train whole replicas"),
+        ({"memory.weights": "bf16"}, "diloco.learners is not supported with memory.weights=bf16", "remove memory.weights"),
+        ({"elastic.verify_every": "2"}, "elastic.verify_every=2 with diloco.learners", "remove elastic.verify_every"),
+        ({"diloco.learners": "0"}, "diloco.every without learners", "set diloco.learners"),
+    ],
+)
+def test_learners_that_cannot_train_are_refused(values: dict[str, str], what: str, hint: str) -> None:
+    given = DILOCO | {"diloco.every": "20" if values.get("diloco.learners") == "0" else "50"} | values
+    with pytest.raises(ConfigError) as caught:
+        resolve(None, given)
+    assert what in str(caught.value) and hint in caught.value.hint
+    resolve(None, DILOCO | {"checkpoint.every_steps": "0", "steps": "0"})

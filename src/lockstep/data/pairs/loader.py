@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from lockstep.data.order import BucketOrder
@@ -26,9 +28,11 @@ class PairLoader:
     def __init__(self, pairs: EncodedPairs, order: BucketOrder, device: torch.device, *, fixed_shapes: bool = False) -> None:
         self.pairs, self.order, self.device, self.fixed_shapes = pairs, order, device, fixed_shapes
 
-    def tokens_in_step(self, step: int) -> int:
-        """Return the number of target tokens of the step, END included."""
-        return int(self.pairs.lengths[self.order.step_ids(step), 1].sum())
+    def tokens_in_step(self, step: int, micro_batches: Iterable[int] | None = None) -> int:
+        """Return the number of target tokens of the step, END included; of these micro-batches only
+        if given."""
+        ids = self.order.step_ids(step) if micro_batches is None else np.concatenate([self.order.ids(step, k) for k in micro_batches])
+        return int(self.pairs.lengths[ids, 1].sum())
 
     def micro_batch(self, step: int, k: int) -> PairBatch:
         shape, ids = self.order.shape(step, k), self.order.ids(step, k)

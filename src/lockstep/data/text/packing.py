@@ -10,6 +10,7 @@ import hashlib
 import io
 import itertools
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -173,8 +174,11 @@ class RowLoader:
     order: UniformOrder
     device: torch.device
 
-    def tokens_in_step(self, step: int) -> int:
-        return int(self.rows.label_counts(self.order.step_ids(step)).sum())
+    def tokens_in_step(self, step: int, micro_batches: Iterable[int] | None = None) -> int:
+        """Return the number of labels of the step that are not ignored; of these micro-batches only
+        if given."""
+        ids = self.order.step_ids(step) if micro_batches is None else np.concatenate([self.order.ids(step, k) for k in micro_batches])
+        return int(self.rows.label_counts(ids).sum())
 
     def micro_batch(self, step: int, k: int) -> TextBatch:
         return batch_of([self.rows.row(int(i)) for i in self.order.ids(step, k)], self.device)

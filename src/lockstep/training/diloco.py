@@ -1,0 +1,166 @@
+"""DiLoCo (Douillard et al., 2023) as a step of the ordered sum: its leaves are the learners.
+
+Learner m starts at the common weights and takes H steps of the inner optimizer on its own
+micro-batches: m*K/M to (m+1)*K/M - 1 of each step. Its leaf is the difference, start minus end. The
+mean over the M leaves, added in the tree of the ordered sum, is the gradient of the outer step.
+
+Between two outer steps all workers hold the same state: weights and outer momentum. The inner
+optimizer starts without state in each outer step, so a learner is a pure function of weights, step
+and m. Any worker can compute it, and a lost one takes nothing with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.config.schema import DilocoOptions, ResolvedRun
+from lockstep.data.order import splitmix64
+from lockstep.data.pairs.loader import PairLoader
+from lockstep.data.text.packing import RowLoader
+from lockstep.elastic.collectives import all_gather_json
+from lockstep.elastic.consensus import StepDecision
+from lockstep.elastic.runtime import ElasticRuntime
+from lockstep.errors import DivergedError
+from lockstep.network.subtrees import Subtree
+from lockstep.parallel.grad_norm import divide_and_clip
+from lockstep.parallel.ordered_sum import SumTree
+from lockstep.parallel.parallelize import LocalModel
+from lockstep.parallel.replica import Gradients
+from lockstep.record.step_timer import StepTimer
+from lockstep.runtime.numerics import seed_generators
+from lockstep.training.optim import learning_rate, make_optimizers, set_learning_rate, trained_parameters
+from lockstep.units import join_names
+
+
+def outer_optimizer(model: LocalModel, values: DilocoOptions) -> torch.optim.Optimizer:
+    parameters, momentum = [p for _, p in trained_parameters(model)], values.outer_momentum
+    return torch.optim.SGD(parameters, lr=values.outer_learning_rate, momentum=momentum, nesterov=momentum > 0, foreach=False)
+
+
+class PseudoGradient(torch.autograd.Function):
+    """The value of a loss, with given gradients of the parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: Sequence[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return None, None, *ctx.gradients
+
+
+@dataclass
+class Learner:
+    """A learner after `steps` steps; `states`, of its optimizers, are empty once it is complete."""
+
+    steps: int
+    loss: Tensor  # summed over its steps
+    weights: list[Tensor]
+    states: list[dict[Any, Any]]
+
+
+def copy_of(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    return [p.detach().clone() for p in parameters]
+
+
+def fill(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
+    for p, value in zip(parameters, values, strict=True):
+        p.detach().copy_(value)
+
+
+class Learners:
+    """The learners of a run, computed one after the other in the memory of `model`.
+
+    Memory beside the model: the common weights, the inner optimizer's state and one gradient; and
+    the weights of each learner that this worker has computed in the outer step.
+    loss  returns the sum of the losses of a micro-batch: loss(module, batch)
+    """
+
+    def __init__(
+        self,
+        resolved: ResolvedRun,
+        model: LocalModel,
+        runtime: ElasticRuntime,
+        loader: PairLoader | RowLoader,
+        loss: Callable[[nn.Module, Any], Tensor],
+        timer: StepTimer,
+    ) -> None:
+        self.resolved, self.module, self.runtime, self.loader, self.loss, self.timer = resolved, model.module, runtime, loader, loss, timer
+        self.parameters = [p for _, p in trained_parameters(model)]
+        self.optimizers = make_optimizers(model, resolved.run.optim, resolved.run.memory)
+        self._learners: dict[tuple[int, int], Learner] = {}  # of the newest outer step, by its first step and m
+        self.nonfinite: list[tuple[int, int]] = []  # (learner, step) of losses that are not finite
+        self.micro_batches = resolved.run.batch.micro_batches // resolved.run.diloco.learners  # of a learner's step
+
+    def train(self, step: int, m: int) -> Tensor:
+        """Return the losses of learner `m` in the outer step that starts at `step`, summed; the
+        gradients of this sum are the common weights minus the learner's.
+
+        Stop early when the generation is over or a loss is not finite: there is no commit then. The
+        next generation repeats the outer step, and continues a learner where this worker left it.
+        """
+        every, start, sums = self.resolved.run.diloco.every, copy_of(self.parameters), [p.grad for p in self.parameters]
+        self._learners = {key: learner for key, learner in self._learners.items() if key[0] == step}
+        learner = self._learners.setdefault(
+            (step, m), Learner(0, torch.zeros((), device=start[0].device), start, [{} for _ in self.optimizers])
+        )
+        try:
+            fill(self.parameters, learner.weights)
+            for optimizer, state in zip(self.optimizers, learner.states, strict=True):
+                optimizer.state.update(state)
+            while learner.steps < every and math.isfinite(learner.loss) and not self.runtime.generation_error():
+                learner.loss += self._step(step + learner.steps, m)
+                learner.steps += 1
+            if not math.isfinite(learner.loss):
+                self.nonfinite.append((m, step + learner.steps))
+            learner.weights = copy_of(self.parameters)
+            learner.states = [dict(optimizer.state) if learner.steps < every else {} for optimizer in self.optimizers]
+        finally:
+            fill(self.parameters, start)
+            for p, gradient in zip(self.parameters, sums, strict=True):
+                p.grad = gradient
+            for optimizer in self.optimizers:
+                optimizer.state.clear()
+        change = [before - after for before, after in zip(start, learner.weights, strict=True)]
+        return PseudoGradient.apply(learner.loss, change, *self.parameters)  # type: ignore[no-any-return, no-untyped-call]
+
+    def refuse_nonfinite(self, decision: StepDecision) -> None:
+        """Collective if the loss is not finite. DivergedError, which names learner and step."""
+        if not decision.finite:
+            found = sorted({(m, step) for rows in all_gather_json(self.runtime, self.nonfinite) for m, step in rows})
+            raise DivergedError(
+                f"loss not finite: {join_names([f'learner {m} at step {step}' for m, step in found])}",
+                "agreed by all processes before the outer step, which was not made",
+                "lower optim.learning_rate, lengthen optim.warmup_steps, or set optim.clip_norm; the checkpoints before are whole",
+            )
+
+    def _step(self, step: int, m: int) -> Tensor:
+        """Take one step of learner `m`; return the sum of its losses."""
+        run, device = self.resolved.run, self.runtime.world.device
+        leaves = range(m * self.micro_batches, (m + 1) * self.micro_batches)
+        tree, total = SumTree[Gradients](), torch.zeros((), device=device)
+        for i, k in enumerate(leaves):
+            self.runtime.board.enter("forward", step + 1)
+            with self.timer.timing("data"):
+                batch = self.loader.micro_batch(step, k)
+            seed_generators(splitmix64(run.seed, step, k) >> 1, device)
+            with torch.autocast(device.type, torch.bfloat16, enabled=run.compute.precision == "bf16"):
+                loss = self.loss(self.module, batch)
+            self.runtime.board.enter("backward")
+            tree.add(Subtree(i, 1), Gradients(list(torch.autograd.grad(loss, self.parameters))))
+            total += loss.detach()
+        for p, gradient in zip(self.parameters, tree.total().tensors, strict=True):
+            p.grad = gradient
+        divide_and_clip(self.parameters, divisor=self.loader.tokens_in_step(step, leaves), clip_norm=run.optim.clip_norm)
+        rate = learning_rate(step + 1, self.resolved.optim_after(step))
+        for optimizer in self.optimizers:
+            set_learning_rate(optimizer, rate)
+            optimizer.step()
+        return total
