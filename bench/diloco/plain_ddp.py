@@ -26,7 +26,7 @@ from lockstep.data.order import splitmix64
 from lockstep.data.pairs.loader import PairLoader
 from lockstep.data.pairs.prepare import open_prepared
 from lockstep.models.build import build_translator
-from lockstep.network.subtrees import leaves_of_rank
+from lockstep.network.subtrees import equal_shares, leaves_of_rank
 from lockstep.runtime.numerics import seed_generators
 from lockstep.tasks.translation import make_order
 from lockstep.training.optim import adamw, learning_rate, set_learning_rate
@@ -41,7 +41,7 @@ def main(data: str, folder: str, every: str, hook: str, *words: str) -> None:
     optimizer, ddp = adamw(model, run.optim), DistributedDataParallel(model, gradient_as_bucket_view=True)
     if hook == "bf16":
         ddp.register_comm_hook(None, bf16_compress_hook)
-    own = leaves_of_rank(rank, size, run.batch.micro_batches)
+    own = leaves_of_rank(rank, equal_shares(size, run.batch.micro_batches))
     with open(Path(folder) / "steps.jsonl" if rank == 0 else os.devnull, "w") as log:
         for step in range(run.steps):
             start_s, tokens = time.perf_counter(), loader.tokens_in_step(step)

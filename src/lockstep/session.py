@@ -73,8 +73,8 @@ class Session:
     shard, tensor, pipeline  sizes of the axes of the layout (docs/parallelism.md): workers that hold
                    one copy of the model together. `lockstep run --layout.shard` and the variable
                    LOCKSTEP_LAYOUT_SHARD replace `shard`, and so for the other axes
-    options        keyword arguments for ReplicaGroup: reduce, bucket_bytes, verify_every, rehearse,
-                   on_nonfinite, buffers, balance
+    options        keyword arguments for ReplicaGroup: reduce, wire, bucket_bytes, verify_every,
+                   rehearse, on_nonfinite, buffers, balance
 
     Attributes: `runtime` and `world` exist inside the `with` block; `replicas`, `checkpointer` and
     `tracker` exist once `steps` has yielded. `step` is the number of committed steps.
@@ -366,7 +366,7 @@ class Session:
         if self.model is None:
             raise UsageError("session.steps without a model", "session.steps(...)", "call session.prepare(model, optimizer) before")
         module, runtime, enter = self.model.module, self.runtime, self._exit.enter_context
-        facts = {"micro_batches": str(self.micro_batches_per_step), "seed": str(self.seed)}
+        facts = {"micro_batches": str(self.micro_batches_per_step), "seed": str(self.seed), "wire": self.options.get("wire", "fp32")}
         facts |= {f"loader {i}": fact for i, (_, fact) in enumerate(self._loaders)}
         axes = {f"--layout.{axis}": getattr(self.layout, axis) for axis in sharding.SESSION_AXES}
         values = {"steps": total, "save_every": self.save_every, **axes, **self._splits, **self.options}

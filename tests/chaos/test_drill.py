@@ -42,6 +42,16 @@ def test_a_drill_reports_the_same_bits(tmp_path: Path) -> None:
     assert newest is not None and newest.end is not None and newest.end.code == 0 and newest.number > 2
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("words", [("3", "bf16", "1"), ("3", "int8", "1"), ("4", "int8", "2")], ids=" ".join)
+def test_a_drill_reports_the_same_bits_with_each_wire_format(tmp_path: Path, words: tuple[str, str, str]) -> None:
+    workers, wire, shard = words
+    flags = ["--workers", workers, "--faults", "3", "--steps", "60", "--parallel.wire", wire, "--layout.shard", shard]
+    command = [sys.executable, "-m", "lockstep", "drill", "--out", str(tmp_path / "drill"), *flags, *TINY]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+    assert result.returncode == 0 and "the same bits" in result.stdout, result.stdout + result.stderr
+
+
 def test_a_terminated_drill_leaves_no_worker(tmp_path: Path) -> None:
     words = ["drill", "--workers", "2", "--steps", "100000", "--out", str(tmp_path / "drill"), *TINY]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}

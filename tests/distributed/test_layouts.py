@@ -26,6 +26,7 @@ from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.models import llama, lora, translator
+from lockstep.network.wire_format import Wire
 from lockstep.parallel.grad_norm import divide_and_clip
 from lockstep.parallel.parallelize import LocalModel, parallelize
 from lockstep.parallel.replica import Replica
@@ -134,10 +135,12 @@ def build_local_model(
     return parallelize(made, layout, layout.coordinates(runtime.world.rank), value, CPU, prepare_blocks=INSIDE[inside], **options)
 
 
-def build_replica(local: LocalModel, micro_batches: int, reduce_once_per_step: bool = False) -> Replica | ShardedReplica:
+def build_replica(
+    local: LocalModel, micro_batches: int, reduce_once_per_step: bool = False, wire: Wire = "fp32"
+) -> Replica | ShardedReplica:
     if local.layout.workers_per_replica > 1:
-        return ShardedReplica(local, micro_batches=micro_batches, seed=3, reduce_once_per_step=reduce_once_per_step)
-    return Replica(local.module, micro_batches=micro_batches, seed=3)
+        return ShardedReplica(local, micro_batches=micro_batches, seed=3, wire=wire, reduce_once_per_step=reduce_once_per_step)
+    return Replica(local.module, micro_batches=micro_batches, seed=3, wire=wire, bucket_bytes=20_000)
 
 
 def assemble(local: LocalModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -291,15 +294,16 @@ def test_losses_of_twenty_steps_equal_those_of_one_process() -> None:
 
 def digest_after(runtime: ElasticRuntime, name: str, layout: Layout, options: dict[str, Any]) -> str:
     """Train four steps with dropout, bf16 products and clipping; return the digest of the weights."""
-    model, shares, reduce_once_per_step, memory = (
+    model, shares, reduce_once_per_step, wire, memory = (
         model_named(name, dropout=0.1),
         options.pop("shares", ()),
         options.pop("reduce_once_per_step", False),
+        options.pop("wire", "fp32"),
         options.pop("memory", MemoryOptions()),
     )
     local = build_local_model(runtime, model, layout, torch.bfloat16 if memory.weights == "bf16" else torch.float32, **options)
     optimizer = adamw(local, OptimOptions(learning_rate=1e-2), memory)
-    with build_replica(local, 8, reduce_once_per_step) as replica:
+    with build_replica(local, 8, reduce_once_per_step, wire) as replica:
         for step in range(4):
             one_step(local, replica, model, step, narrow=True, shares=shares)
             divide_and_clip(local.parameters(), divisor=144, clip_norm=0.5, grad_norm_squared=replica.grad_norm_squared())
@@ -324,6 +328,18 @@ def test_replicas_and_shards_have_one_digest(name: str) -> None:
         layouts = [(Layout(), {}), (Layout(3), {}), (Layout(1, 3), {}), (Layout(2, 2), {"reduce_once_per_step": True})]
     digests = [(layout, options, run_ranks(digest_after, layout.workers, name, layout, options)[0]) for layout, options in layouts]
     assert len({digest for _, _, digest in digests}) == 1, digests
+
+
+def digests_of_wire_formats(runtime: ElasticRuntime, name: str, layout: Layout) -> list[str]:
+    return [digest_after(runtime, name, layout, {"wire": wire}) for wire in ("fp32", "bf16", "int8")]
+
+
+@pytest.mark.parametrize("name", ["llama", "adapted"])
+def test_each_wire_format_has_one_digest_for_replicas_and_shards(name: str) -> None:
+    layouts = [Layout(), Layout(2), Layout(3), Layout(1, 2), Layout(2, 2)] if name == "llama" else [Layout(2), Layout(1, 2)]
+    digests = {layout: run_ranks(digests_of_wire_formats, layout.workers, name, layout)[0] for layout in layouts}
+    assert len({str(of_formats) for of_formats in digests.values()}) == 1, digests
+    assert len(set(digests[Layout(2)])) == 3
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 
 from lockstep.config.schema import LORA_TARGETS, ResolvedRun, RunConfig, ScheduleOverride, config_fields, flatten
 from lockstep.errors import ConfigError
+from lockstep.network.wire_format import wire_conflict
 
 # Files may move: their content is compared (data/manifest.py, Task.fingerprints).
 DATA_PATHS = ("data.train", "data.validation", "data.test", "data.dataset", "llama.init_from", "lora.init_from")
@@ -47,6 +48,8 @@ def conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
     if layout.shard * layout.tensor * layout.pipeline > 1 and run.parallel.reduce == "fast":
         what = "parallel.reduce=fast is not supported when a replica spans several workers: their gradients are always added in order"
         yield what, "parallel.reduce", "try parallel.reduce=ordered"
+    if conflict := wire_conflict(run.parallel.wire, run.parallel.reduce, layout.tensor, layout.pipeline, run.fsdp.reduce):
+        yield conflict
     yield from optimizer_conflicts(run)
     yield from diloco_conflicts(run)
     if run.evaluate.every_steps and (run.task == "translate" or layout.pipeline > 1):

@@ -198,6 +198,7 @@ class OptimOptions:
 @dataclass(frozen=True)
 class ParallelOptions:
     reduce: Literal["ordered", "fast"] = option("ordered", "ordered: same bits on any number of replicas; fast: all-reduce", bits=BITS)
+    wire: Literal["fp32", "bf16", "int8"] = option("fp32", "format in which gradients travel between workers", bits=BITS)
     bucket_bytes: Bytes = option(
         0, "size of a bucket of gradients, reduced while the backward pass runs; 0: 100 MB on a GPU, 25 MB on a CPU", ge=0, le=10**12
     )

@@ -87,6 +87,32 @@ def exchange_steps(shares: tuple[int, ...]) -> tuple[list[Merge], list[list[Step
     return merges, [first, *([(merge.total, merge.left), (merge.total, merge.right)] for merge in reversed(mains))]
 
 
+class OwnerPlan(NamedTuple):
+    """One rank's messages when the owner of each slice of the sum receives all its summands."""
+
+    own: Slice
+    exchange: Round
+    gather: list[Round]
+
+
+@lru_cache(maxsize=64)
+def owner_rounds(rank: int, shares: tuple[int, ...]) -> OwnerPlan:
+    """Return the messages of one rank when each subtree is sent to the owners of the slices at once.
+
+    No sum of several ranks is sent but the complete one. If partial sums take more bytes than
+    leaves (wire_format.py), this takes the fewest, in N - 1 messages per subtree instead of log2(N).
+    """
+    assigned = assign_subtrees(shares)
+    mains = merges_of({subtrees[0]: owner for owner, subtrees in enumerate(assigned)})
+    slices = mains[-1].total.slices if mains else [Slice(rank, 0, WHOLE)]
+    own = next(part for part in slices if part.rank == rank)
+    others = [part for part in slices if part.rank != rank]
+    sends = [Message(node, part.rank, part.start, part.stop) for part in others for node in assigned[rank]]
+    receives = [Message(node, part.rank, own.start, own.stop) for part in others for node in assigned[part.rank]]
+    gather = [round_of(rank, [(merge.total, merge.left), (merge.total, merge.right)]) for merge in reversed(mains)]
+    return OwnerPlan(own, Round(sends, receives), [turn for turn in gather if turn.sends or turn.receives])
+
+
 def merges_of(owners: dict[Subtree, int]) -> list[Merge]:
     """Return the additions of the tree over subtrees that ranks own, children first."""
     merges: list[Merge] = []

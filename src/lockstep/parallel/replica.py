@@ -23,6 +23,7 @@ from torch import nn
 from lockstep.data.order import splitmix64
 from lockstep.errors import PeersLostError, UsageError
 from lockstep.network.subtrees import Subtree, equal_shares, is_one_addition, leaves_of_rank
+from lockstep.network.wire_format import Wire
 from lockstep.parallel.buckets import Bucket, GradientBuckets
 from lockstep.parallel.digest import digest_of
 from lockstep.parallel.exchange import Traffic, tree_all_reduce
@@ -30,6 +31,7 @@ from lockstep.parallel.gradient_watch import GradientWatch, hash_of, refuse_diff
 from lockstep.parallel.ordered_sum import SumTree
 from lockstep.parallel.reducer import Reducer, seconds_between, time_mark
 from lockstep.parallel.running_statistics import RunningStatistics
+from lockstep.parallel.wire_sum import WireSum, row_lengths
 from lockstep.runtime.numerics import seed_generators
 from lockstep.runtime.process_group import gather_json
 from lockstep.runtime.status_board import StatusBoard
@@ -54,6 +56,7 @@ class Replica:
     micro_batches  K of a step, over all replicas; at least the number of processes
     seed           of the randomness within the model, keyed by (seed, step, micro-batch)
     reduce         "ordered": the fixed tree; "fast": the backend's all-reduce, other bits
+    wire           how gradients travel (network/wire_format.py)
     bucket_bytes   gradients reduced together
     statistics     of BatchNorm layers; None: the model has none
     init_sync      Collective: broadcast rank 0's weights. False: they are equal, or received later
@@ -66,13 +69,14 @@ class Replica:
 
     counts = True  # see ShardedReplica
 
-    def __init__(  # 10 parameters: independent values of the run, most with a default
+    def __init__(  # 11 parameters: independent values of the run, most with a default
         self,
         model: nn.Module,
         *,
         micro_batches: int,
         seed: int = 0,
         reduce: Literal["ordered", "fast"] = "ordered",
+        wire: Wire = "fp32",
         bucket_bytes: int = 25_000_000,
         statistics: RunningStatistics | None = None,
         init_sync: bool = True,
@@ -80,6 +84,7 @@ class Replica:
         generation_error: Callable[[], str] = static_group,
     ) -> None:
         self.leaves, self.seed, self.ordered, self.bucket_bytes = micro_batches, seed, reduce == "ordered", bucket_bytes
+        self.wire, self._wire_sums = wire, dict[Bucket, WireSum]()
         self.model, self.statistics = model, statistics or RunningStatistics(nn.Module(), micro_batches, {})
         self.workers_per_replica = 1
         self.buckets: GradientBuckets | None = None
@@ -188,19 +193,21 @@ class Replica:
         own = self.own_leaves
         self._tree, self._current, self._losses, self.traffic = SumTree(), None, [], Traffic()
         self._slice_sums = []
+        encoded = buckets.buckets if self.wire != "fp32" else ()
+        self._wire_sums = {b: WireSum(self.wire, row_lengths(b.parameters), (self.seed, step), self.shares) for b in encoded}
         self.statistics.start_step()
         # Only the last subtree is in the buckets; autograd adds its second leaf to the first.
         ends_in_pair = len(own) > 1 and Subtree(own[-2], 1).sibling_of(Subtree(own[-1], 1))
-        first_filled = own[-2 if ends_in_pair else -1] if self.ordered else own[0]
+        first_filled = own[-2 if ends_in_pair else -1] if self.ordered and not self._wire_sums else own[0]
         start = time_mark(self.device)
         for k in own:
             leaf = Subtree(k, 1)
-            if self._current and self.ordered and not self._current.sibling_of(leaf):
+            if self._current and self.ordered and (self._wire_sums or not self._current.sibling_of(leaf)):
                 self._store_subtree()
             seed_generators(splitmix64(self.seed, step, k) >> 1, self.device)
             self._current = Subtree(self._current.first, self._current.leaves + 1) if self._current else leaf
             self._watch.start(step, k)
-            buckets.start_pass(fill=k >= first_filled, send=k == own[-1])
+            buckets.start_pass(fill=k >= first_filled, send=k == own[-1] or bool(self._wire_sums))
             yield k
             if reason := self.waits.generation_error():
                 raise PeersLostError(reason, "Replica.micro_batches")
@@ -264,7 +271,10 @@ class Replica:
     def _store_subtree(self) -> None:
         """Move the sum in .grad to the tree, so that the next leaf starts without gradients."""
         assert self._current is not None
-        self._tree.add(self._current, Gradients([p.grad for p in self.parameters if p.grad is not None]))
+        if self._wire_sums:
+            self._reducer.drain()  # the leaf is encoded, and its buckets can be filled again
+        else:
+            self._tree.add(self._current, Gradients([p.grad for p in self.parameters if p.grad is not None]))
         for p in self.parameters:
             p.grad = None
         self._current = None
@@ -273,10 +283,12 @@ class Replica:
         assert self.buckets is not None
         if bucket is self.buckets.buckets[-1]:
             self.board.enter("reducing")
-        self._reducer.submit(partial(self._reduce, bucket))
+        assert self._current is not None
+        self._reducer.submit(partial(self._reduce, bucket, self._current.first))
 
-    def _reduce(self, bucket: Bucket) -> None:
-        """Collective. Sum a bucket over all replicas, in place."""
+    def _reduce(self, bucket: Bucket, k: int) -> None:
+        """Collective. Sum a bucket over all replicas, in place; before leaf `k` is the last one, only
+        encode it."""
         assert self._group is not None
         self.board.enter_collective(bucket.buffer.nbytes)
         if not bucket.is_current():
@@ -285,13 +297,24 @@ class Replica:
                 "by model.to(...) or an assignment to .data in the micro-batch loop",
                 "do it between the steps",
             )
+        if wire_sum := self._wire_sums.get(bucket):
+            gradients = bucket.views_of(bucket.buffer)
+            wire_sum.add(k, wire_sum.encode(k, gradients))
+            if k != self.own_leaves[-1]:
+                return
+            own = wire_sum.all_reduce(gradients, self._group, self.waits, self.traffic)
+        else:
+            own = self._all_reduce(bucket)
+        self._slice_sums.append(own.sum(dtype=torch.float64 if own.dtype == torch.float64 else torch.float32).double())
+
+    def _all_reduce(self, bucket: Bucket) -> torch.Tensor:
+        """Collective. Sum a bucket, in place; return the slice that this rank has summed."""
+        assert self._group is not None
         partials = self._partial_sums(bucket) if self.ordered else []
         if self.ordered and not self._is_one_addition(bucket.buffer):
-            own = tree_all_reduce(partials, self.shares, self._group, bucket.buffer, self.waits, self.traffic)
-        else:
-            self.waits.wait([dist.all_reduce(bucket.buffer, group=self._group, async_op=True)], self._group)
-            own = bucket.buffer.tensor_split(self._group.size())[self._group.rank()]
-        self._slice_sums.append(own.sum(dtype=torch.float64 if own.dtype == torch.float64 else torch.float32).double())
+            return tree_all_reduce(partials, self.shares, self._group, bucket.buffer, self.waits, self.traffic)
+        self.waits.wait([dist.all_reduce(bucket.buffer, group=self._group, async_op=True)], self._group)
+        return bucket.buffer.tensor_split(self._group.size())[self._group.rank()]
 
     def _is_one_addition(self, buffer: torch.Tensor) -> bool:
         """Return whether gloo's all-reduce has the same bits; it takes less time and memory."""

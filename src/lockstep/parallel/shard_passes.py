@@ -12,10 +12,11 @@ from torch import Tensor
 
 from lockstep.errors import UsageError
 from lockstep.layout import Coordinates, Layout
-from lockstep.network.subtrees import leaves_of_rank
+from lockstep.network.subtrees import Subtree, leaves_of_rank
 from lockstep.parallel.exchange import Traffic, start_exchange
-from lockstep.parallel.groups import ProcessGroups
+from lockstep.parallel.groups import ProcessGroups, all_to_all_rows
 from lockstep.parallel.ordered_sum import PartialSum, SumTree, merged_subtrees
+from lockstep.parallel.wire_sum import WireSum
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,30 @@ def exchange_rows(
     for (_, subtree), row in rows.items():
         tree.add(subtree, PartialSum(row))
     return tree
+
+
+def add_rows(gradients: UnitGradients, tree: SumTree[PartialSum], groups: ProcessGroups) -> None:
+    """Collective. Receive this shard's rows of the gradients of all leaves of the pass."""
+    parts = list(gradients.sent.view(groups.layout.shard, -1))
+    rows = all_to_all_rows(parts, groups.scatter_group, groups.waits, gradients.unit)
+    for k, row in zip(gradients.shard_pass.leaves, rows, strict=False):
+        tree.add(Subtree(k, 1), PartialSum(row))
+    for _, part in tree.stack if len(parts) > 1 and not gradients.shard_pass.last else ():
+        if part.tensor.untyped_storage().nbytes() > part.tensor.nbytes:  # a view would keep the rows of all shards alive
+            part.tensor = part.tensor.clone()
+
+
+def reduce_encoded(gradients: UnitGradients, wire_sum: WireSum, groups: ProcessGroups, traffic: Traffic) -> None:
+    """Collective. Add a pass to the sum; after the last one write it to `out`.
+
+    Each leaf is encoded before its rows are sent to their shards.
+    """
+    shard_pass, unit = gradients.shard_pass, gradients.unit
+    parts = [wire_sum.encode(shard_pass.k, wire_sum.split(row)) for row in gradients.sent.view(groups.layout.shard, -1)]
+    for k, row in zip(shard_pass.leaves, all_to_all_rows(parts, groups.scatter_group, groups.waits, unit), strict=False):
+        wire_sum.add(k, row)
+    if shard_pass.last:
+        wire_sum.all_reduce(wire_sum.split(gradients.out), groups.replica_group, groups.waits, traffic, unit)
 
 
 def refuse_idle_shards(data_parallel_size: int, leaves: int, block: int, shards: int) -> None:

@@ -31,21 +31,32 @@ from torch.distributed.fsdp import FSDPModule
 from lockstep.data.order import splitmix64
 from lockstep.errors import PeersLostError, UsageError
 from lockstep.network.subtrees import Subtree, equal_shares, leaves_of_rank
+from lockstep.network.wire_format import Wire
 from lockstep.parallel.digest import digest_of
 from lockstep.parallel.exchange import Traffic, tree_all_reduce
 from lockstep.parallel.fsdp_comm import CapturedReduceScatter, GroupAllGather
 from lockstep.parallel.grad_norm import norm_squared_of_slices
 from lockstep.parallel.gradient_watch import hash_of, refuse_different_parameters
-from lockstep.parallel.groups import all_to_all_rows
 from lockstep.parallel.ordered_sum import PartialSum, SumTree
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.parallel.pipeline import ChunkForward, PendingMicroBatch, PipelineRunner, PipelineStage
 from lockstep.parallel.reducer import Reducer
 from lockstep.parallel.running_statistics import RunningStatistics
-from lockstep.parallel.shard_passes import ShardPass, UnitGradients, exchange_rows, plan_passes, refuse_idle_shards, reports_losses
+from lockstep.parallel.shard_passes import (
+    ShardPass,
+    UnitGradients,
+    add_rows,
+    exchange_rows,
+    plan_passes,
+    reduce_encoded,
+    refuse_idle_shards,
+    reports_losses,
+)
+from lockstep.parallel.wire_sum import WireSum
 from lockstep.runtime.numerics import seed_generators
 from lockstep.runtime.process_group import gather_json
 from lockstep.runtime.status_board import StatusBoard
+from lockstep.runtime.torch_private import fsdp_shard_rows
 from lockstep.runtime.work import static_group
 from lockstep.units import join_names
 
@@ -56,17 +67,19 @@ class ShardedReplica:
     """A replica whose model is split over several workers; the interface of `Replica`.
 
     local                 this worker's part of the model (parallelize.py)
+    wire                  how gradients travel (network/wire_format.py)
     reduce_once_per_step  after the last micro-batch: less traffic, more memory
     statistics            of BatchNorm layers; None: the model has none
     board, generation_error, form_context  see `ProcessGroups.connect`
     """
 
-    def __init__(  # 9 parameters: independent values of the run, most with a default
+    def __init__(  # 10 parameters: independent values of the run, most with a default
         self,
         local: LocalModel,
         *,
         micro_batches: int,
         seed: int = 0,
+        wire: Wire = "fp32",
         reduce_once_per_step: bool = False,
         statistics: RunningStatistics | None = None,
         board: StatusBoard | None = None,
@@ -81,6 +94,7 @@ class ShardedReplica:
         self.reduce_once_per_step = reduce_once_per_step and local.layout.shard > 1
         self.statistics = statistics or RunningStatistics(nn.Module(), micro_batches, {})
         self._trees: list[SumTree[PartialSum]] = []
+        self.wire, self._wire_sums = wire, list[WireSum]()
         self._pass = ShardPass(0, True, (), True)
         self._losses: list[Tensor] = []
         self._pending: list[PendingMicroBatch] = []
@@ -184,6 +198,8 @@ class ShardedReplica:
         own = leaves_of_rank(coordinates.replica, self.shares)
         refuse_idle_shards(layout.data_parallel_size, self.leaves, len(own), layout.shard)
         self._trees = [SumTree() for _ in self.local.fsdp_units]
+        units = self.local.fsdp_units if self.wire != "fp32" else ()
+        self._wire_sums = [WireSum(self.wire, fsdp_shard_rows(u, layout.shard), (self.seed, step), self.shares) for u in units]
         self._losses, self.groups.waited_s, self._pending, self.traffic = [], 0.0, [], Traffic()
         self._reducer.start_step()
         self.statistics.start_step()
@@ -373,9 +389,11 @@ class ShardedReplica:
         if self.groups.failure is not None or not self.groups.formed:
             return
         self.groups.board.enter_collective(gradients.sent.nbytes)
+        if self._wire_sums:
+            return reduce_encoded(gradients, self._wire_sums[gradients.unit], self.groups, self.traffic)
         tree = self._trees[gradients.unit]
         if not self.reduce_once_per_step:
-            self._add_rows(gradients, tree)
+            add_rows(gradients, tree, self.groups)
         elif gradients.shard_pass.counts:
             tree.add(Subtree(gradients.shard_pass.k, 1), PartialSum(gradients.sent))
         if not gradients.shard_pass.last:
@@ -388,13 +406,3 @@ class ShardedReplica:
             partials = [(subtree, part.tensor) for subtree, part in tree.stack]
             group, waits = self.groups.replica_group, self.groups.waits
             tree_all_reduce(partials, self.shares, group, gradients.out, waits, self.traffic, gradients.unit)
-
-    def _add_rows(self, gradients: UnitGradients, tree: SumTree[PartialSum]) -> None:
-        """Collective. Receive this shard's rows of the gradients of all leaves of the pass."""
-        parts = list(gradients.sent.view(self.local.layout.shard, -1))
-        rows = all_to_all_rows(parts, self.groups.scatter_group, self.groups.waits, gradients.unit)
-        for k, row in zip(gradients.shard_pass.leaves, rows, strict=False):
-            tree.add(Subtree(k, 1), PartialSum(row))
-        for _, part in tree.stack if len(parts) > 1 and not gradients.shard_pass.last else ():
-            if part.tensor.untyped_storage().nbytes() > part.tensor.nbytes:  # a view would keep the rows of all shards alive
-                part.tensor = part.tensor.clone()

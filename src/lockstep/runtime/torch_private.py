@@ -4,6 +4,7 @@ Each entry gives the reason why no public name serves, as of torch 2.13; test_to
 checks each on any torch. torch._dynamo takes a second to import: functions import it when called.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -140,6 +141,15 @@ def mesh_without_backend(device_type: str, rank: int, size: int, name: str) -> D
 def init_fsdp(model: nn.Module) -> None:
     """Do FSDP's lazy initialization now; publicly it runs with the first forward pass."""
     cast(Any, model)._get_fsdp_state()._lazy_init()
+
+
+def fsdp_shard_rows(unit: object, shards: int) -> list[tuple[int, int]]:
+    """Return (elements, elements of a row) of each trained parameter in a shard's part of what FSDP
+    reduces for a unit, with the rows that fill it up; its order and shapes are not public."""
+    group = cast(Any, unit)._get_fsdp_state()._fsdp_param_group
+    shapes = [p._orig_size for p in (group.fsdp_params if group else ()) if p.sharded_param.requires_grad]
+    rows = [(-(-shape[0] // shards), math.prod(shape[1:])) for shape in shapes]
+    return [(count * row, row) for count, row in rows]
 
 
 def collectives_of(group: Any) -> int:

@@ -9,6 +9,8 @@ from torch import nn
 from lockstep.checkpoint.state_dict import model_name, unwrap_model
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
+from lockstep.layout import Layout
+from lockstep.network.wire_format import Wire, wire_conflict
 from lockstep.parallel.parallelize import LocalModel, unwrap_local_model
 from lockstep.parallel.replica import Replica
 from lockstep.parallel.running_statistics import RunningStatistics
@@ -17,13 +19,14 @@ from lockstep.runtime.work import static_group
 from lockstep.training.checkpointer import Checkpointer
 
 
-def build_replica(  # 8 parameters: those of both kinds of replica
+def build_replica(  # 9 parameters: those of both kinds of replica
     runtime: ElasticRuntime,
     model: nn.Module | LocalModel,
     micro_batches: int,
     seed: int,
     statistics: RunningStatistics,
     reduce: Literal["ordered", "fast"],
+    wire: Wire,
     bucket_bytes: int,
     reduce_once_per_step: bool,
 ) -> Replica | ShardedReplica:
@@ -32,8 +35,11 @@ def build_replica(  # 8 parameters: those of both kinds of replica
     In a new run a whole replica gets rank 0's weights.
     """
     module, local_model = unwrap_local_model(model)
+    layout = local_model.layout if local_model else Layout(1)
+    if conflict := wire_conflict(wire, reduce, layout.tensor, layout.pipeline, "per_step" if reduce_once_per_step else ""):
+        raise UsageError(*conflict)
     generation_error = runtime.generation_error if runtime.membership else static_group
-    shared: dict[str, Any] = {"micro_batches": micro_batches, "seed": seed, "statistics": statistics}
+    shared: dict[str, Any] = {"micro_batches": micro_batches, "seed": seed, "wire": wire, "statistics": statistics}
     shared |= {"board": runtime.board, "generation_error": generation_error}
     if local_model:
         form_context = runtime.group.track_subgroups

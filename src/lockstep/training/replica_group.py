@@ -30,6 +30,7 @@ from lockstep.elastic.fault_injection import FaultInjectingBoard, flip_bit
 from lockstep.elastic.progress import Progress, decision_before, transfer_roles
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import FencedError, PeersLostError, UsageError
+from lockstep.network.wire_format import Wire
 from lockstep.parallel.digest import DIGEST_FACTOR
 from lockstep.parallel.frozen_state import FrozenState
 from lockstep.parallel.grad_norm import StepGradient, commit_gradient
@@ -61,7 +62,7 @@ class ReplicaGroup:
     model          a module, of which each worker has a whole replica; or the part of it that this
                    worker holds (parallel/parallelize.py)
     checkpointer   provides the state for a worker that joins; None: no worker can join
-    micro_batches, seed, reduce, bucket_bytes   see Replica; reduce_once_per_step: ShardedReplica
+    micro_batches, seed, reduce, wire, bucket_bytes  see Replica; reduce_once_per_step: ShardedReplica
     signals        stop signals for the loop to act on. None: the group saves and ends the loop
     tracker        writes the metrics that a lost rank 0 did not write
     verify_every   steps between two comparisons of all replicas' weights; 0: never. At 1 a gradient
@@ -84,6 +85,7 @@ class ReplicaGroup:
         micro_batches: int,
         seed: int = 0,
         reduce: Literal["ordered", "fast"] = "ordered",
+        wire: Wire = "fp32",
         bucket_bytes: int = 25_000_000,
         signals: StopSignals | None = None,
         tracker: Tracker | BackgroundTracker | None = None,
@@ -102,7 +104,7 @@ class ReplicaGroup:
         self.on_nonfinite, self.commit_steps, (self.module, self.local_model) = on_nonfinite, commit_steps or 1, unwrap_local_model(model)
         replace_sync_batchnorm(self.module)
         self.statistics = RunningStatistics(self.module, micro_batches, buffers or {})
-        self.replica = build_replica(runtime, model, micro_batches, seed, self.statistics, reduce, bucket_bytes, reduce_once_per_step)
+        self.replica = build_replica(runtime, model, micro_batches, seed, self.statistics, reduce, wire, bucket_bytes, reduce_once_per_step)
         self.rehearsal: Rehearsal | None = None  # none in a joiner: the other ranks would not take part
         if rehearse and runtime.first_generation:
             self.rehearsal = Rehearsal(runtime, self.replica)

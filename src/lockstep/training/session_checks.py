@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
+from lockstep.network.wire_format import Wire
 from lockstep.parallel.running_statistics import BufferKinds
 from lockstep.runtime.torch_private import collectives_of
 from lockstep.runtime.worker_env import WorkerEnv
@@ -30,6 +31,7 @@ class ReplicaOptions(TypedDict, total=False):
     """Further arguments of Session; ReplicaGroup explains them."""
 
     reduce: Literal["ordered", "fast"]
+    wire: Wire
     bucket_bytes: int
     verify_every: int
     rehearse: bool

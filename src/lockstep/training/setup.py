@@ -109,6 +109,7 @@ def make_replica_group(
         seed=run.seed,
         reduce=run.parallel.reduce,
         balance=run.layout.balance,
+        wire=run.parallel.wire,
         bucket_bytes=run.parallel.bucket_bytes or default_bucket_bytes(runtime.world.device),
         signals=signals,
         tracker=tracker,

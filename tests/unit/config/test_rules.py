@@ -21,6 +21,15 @@ def test_a_value_that_the_task_does_not_read_is_refused(task: str, key: str, tex
     assert f"{key} from command line" in caught.value.where
 
 
+@pytest.mark.parametrize(
+    ("key", "text"), [("parallel.reduce", "fast"), ("layout.tensor", "2"), ("layout.pipeline", "2"), ("fsdp.reduce", "per_step")]
+)
+def test_values_that_exclude_a_wire_format_are_refused(key: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.wire=int8 is not supported with") as caught:
+        resolve(None, {"parallel.wire": "int8", key: text})
+    assert f"{key} from command line" in caught.value.where and "wire=fp32" in caught.value.hint
+
+
 def test_a_missing_package_is_refused_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "find_spec", lambda name: None)
     refuse_missing_packages(resolve(None, {}), prepared=False)

@@ -71,7 +71,7 @@ def overlap(left: Move, right: Move) -> bool:
 def test_halving_is_what_the_engine_sends(ranks: int) -> None:
     schedule = list(rounds(schedule_of("all-reduce", "halving", ranks)))
     for rank in range(ranks):
-        reduce, gather = rounds_of_rank(rank, ranks, ranks)
+        reduce, gather = rounds_of_rank(rank, (1,) * ranks)
         turns = [([m[1:] for m in turn.sends], [m[1:] for m in turn.receives]) for turn in (*reduce, *gather)]
         own = [
             ([m[1:4] for m in moves if m.sender == rank], [(m.sender, m.start, m.stop) for m in moves if m.receiver == rank])

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterable
 from itertools import pairwise, product
 from math import log2
 from random import Random
 
 import pytest
 import torch
+from support.queue_group import QueueGroup, run_in_threads, start_exchange
 from torch import Tensor
 
 from lockstep.network.subtrees import Subtree, equal_shares, leaves_of_rank
@@ -20,55 +17,19 @@ from lockstep.parallel import exchange
 from lockstep.parallel.exchange import Traffic, tree_all_reduce
 from lockstep.parallel.ordered_sum import SumTree
 
-Transfers = Iterable[tuple[int, Tensor]]
-
-
-class QueueGroup:
-    """One rank of a process group whose connections are queues; also waits for its receives."""
-
-    def __init__(self, rank: int, size: int, queues: dict[tuple[int, int], queue.SimpleQueue[Tensor]]) -> None:
-        self._rank, self._size, self.queues = rank, size, queues
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
-
-    def wait(self, works: list[Callable[[], object]], group: object = None) -> None:
-        for work in works:
-            work()
-
-
-def start_exchange(sends: Transfers, receives: Transfers, group: QueueGroup, traffic: Traffic, tag: int) -> list[Callable[[], object]]:
-    for peer, tensor in sends:
-        if tensor.numel():
-            traffic.add([tensor])
-            group.queues[group.rank(), peer].put(tensor.clone())
-    pairs = [(tensor, group.queues[peer, group.rank()]) for peer, tensor in receives if tensor.numel()]
-    return [lambda tensor=tensor, source=source: tensor.copy_(source.get(timeout=20)) for tensor, source in pairs]  # type: ignore[misc]
-
 
 def reduce_in_threads(values: Tensor, shares: tuple[int, ...]) -> tuple[list[Tensor], list[Traffic]]:
     """Return (result, traffic) of each rank; values are those of the leaves, (K, length)."""
     size = len(shares)
-    queues: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = defaultdict(queue.SimpleQueue)
-    for pair in ((sender, receiver) for sender in range(size) for receiver in range(size)):
-        queues[pair] = queue.SimpleQueue()
     results, traffic = [torch.empty(values.shape[1]) for _ in range(size)], [Traffic() for _ in range(size)]
 
-    def run(rank: int) -> None:
-        tree: SumTree[Tensor] = SumTree()
+    def run(group: QueueGroup) -> None:
+        tree, rank = SumTree[Tensor](), group.rank()
         for k in leaves_of_rank(rank, shares):
             tree.add(Subtree(k, 1), values[k].clone())
-        group = QueueGroup(rank, size, queues)
         tree_all_reduce(tree.stack, shares, group, results[rank], group, traffic[rank])  # type: ignore[arg-type]
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    run_in_threads(size, run)
     return results, traffic
 
 

@@ -219,6 +219,9 @@ def test_fsdp_shards_over_a_mesh_without_backend(group: dist.ProcessGroup) -> No
     model.to_empty(device="cpu")
     private.init_fsdp(model)
     assert model.weight.to_local().shape == (2, 3)
+    assert private.fsdp_shard_rows(model, 2) == [(6, 3)]
+    model.requires_grad_(False)
+    assert private.fsdp_shard_rows(model, 2) == []
 
 
 # -- compilation and profiling ----------------------------------------------------------------------------------------

@@ -1,0 +1,79 @@
+"""Loss of the default recipe with each wire format, and with int8 rounded to nearest, without random numbers.
+
+    python -m bench.wire.loss --seeds 1              one seed, 20 minutes on one core
+    python -m bench.wire.loss --seeds 1,2,3 --keep NAME
+
+One process trains: the bits do not depend on the number of workers. All formats see the same samples in each step, so the losses are
+compared step by step. A row has the mean loss of the last fifth of the steps, and its difference from fp32 in percent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from bench.results import TOP, keep, machine
+from lockstep.cli.start import open_run
+from lockstep.elastic.runtime import ElasticRuntime
+from lockstep.parallel import wire_codec
+from lockstep.record.metrics import read_metrics
+from lockstep.train import train
+from lockstep.training.setup import lock_run_folder
+
+sys.path.insert(0, str(TOP / "tests"))
+from support.ranks import run_ranks
+
+NEAREST = "int8 to nearest"
+FORMATS = ("fp32", "bf16", "int8", NEAREST)
+
+
+def losses(runtime: ElasticRuntime, folder: str, name: str, seed: int, steps: int) -> list[float]:
+    """Train the default recipe; return the loss of each step."""
+    path = Path(folder)
+    if name == NEAREST:
+        wire_codec.NOISE = 0.0
+    values = {"steps": steps, "seed": seed, "parallel.wire": name.split()[0], "evaluate.at_end": 0, "checkpoint.every_steps": 0}
+    resolved = open_run(path, None, {key: str(value) for key, value in values.items()}, {})
+    with lock_run_folder(path, resolved):
+        pass
+    train(resolved, path, runtime)
+    return [line["loss"] for line in read_metrics(path / "metrics.jsonl")]
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    rows = ["| seed | format | loss at the end | against fp32 |", "| ---: | --- | ---: | ---: |"]
+    plain: dict[int, float] = {}
+    for line in lines:
+        at_end = mean(line["losses"][-max(1, len(line["losses"]) // 5) :])
+        plain.setdefault(line["seed"], at_end)
+        rows.append(f"| {line['seed']} | {line['format']} | {at_end:.4f} | {100 * (at_end / plain[line['seed']] - 1):+.2f}% |")
+    return "\n".join(rows) + "\n"
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", default="1,2,3")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--keep", metavar="NAME", default="")
+    args = parser.parse_args()
+    load_before, lines = os.getloadavg(), list[dict[str, Any]]()
+    for seed in map(int, args.seeds.split(",")):
+        for name in FORMATS:
+            with tempfile.TemporaryDirectory(prefix="lockstep-wire-") as folder:
+                (of_steps,) = run_ranks(losses, 1, folder, name, seed, args.steps, timeout_s=3600)
+            lines.append({"seed": seed, "format": name, "losses": [round(loss, 6) for loss in of_steps]})
+            print(json.dumps(lines[-1]), flush=True)
+    print(table(lines))
+    if args.keep:
+        keep(args.keep, lines, table(lines), machine("as chosen by compute.precision=auto", load_before))
+
+
+if __name__ == "__main__":
+    main()
