@@ -6,8 +6,6 @@ Every EVERY steps rank 0 writes the weights to FOLDER/STEP.safetensors; FOLDER/s
 writing. HOOK is "none", or "bf16" for torch's communication hook.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -32,6 +30,10 @@ from lockstep.tasks.translation import make_order
 from lockstep.training.optim import adamw, learning_rate, set_learning_rate
 
 
+def send_bf16(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return bf16_compress_hook(None, bucket)
+
+
 def main(data: str, folder: str, every: str, hook: str, *words: str) -> None:
     run, device, rank, size = resolve(None, parse_flags(list(words))).run, torch.device("cpu"), dist.get_rank(), dist.get_world_size()
     corpus = open_prepared(Path(data))
@@ -40,7 +42,8 @@ def main(data: str, folder: str, every: str, hook: str, *words: str) -> None:
     model = build_translator(run.model, vocab_size=corpus.tokenizer.vocab_size, device=device, seed=run.seed, length=length)
     optimizer, ddp = adamw(model, run.optim), DistributedDataParallel(model, gradient_as_bucket_view=True)
     if hook == "bf16":
-        ddp.register_comm_hook(None, bf16_compress_hook)
+        # DDP refuses torch's hook on gloo, by its name, although gloo adds bf16; and annotations that are text.
+        ddp.register_comm_hook(None, send_bf16)
     own = leaves_of_rank(rank, equal_shares(size, run.batch.micro_batches))
     with open(Path(folder) / "steps.jsonl" if rank == 0 else os.devnull, "w") as log:
         for step in range(run.steps):

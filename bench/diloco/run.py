@@ -10,9 +10,9 @@ ddp, ddp-bf16     bench/diloco/plain_ddp.py under torchrun; with torch's bf16 ho
 fp32, bf16, int8  `lockstep launch` with --parallel.wire; every step is exchanged
 diloco-H          `lockstep launch` with --diloco.learners M --diloco.every H, M from --learners; diloco-H-int8 adds the wire format
 
-A contestant trains all steps of the recipe. Its loss is that of the validation pairs, computed afterwards from the weights that it
-saved every --every steps, so that nothing in the measured time serves the comparison. The target is 1.005 times the last loss of
-`ddp`. Bytes are those that host a has sent, by its interface's counter, TCP and membership included.
+A contestant trains all steps of the recipe. Its loss is that of the validation pairs, computed afterwards from the weights of
+every --every steps: nothing in the measured time serves the comparison. The target is 1.005 times the last loss of
+`ddp`. Bytes: sent by host a, by its interface's counter, TCP and membership included.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ def main() -> None:
     options.add_argument("--steps", type=int, default=300)
     options.add_argument("--every", type=int, default=50, help="steps between saved weights")
     options.add_argument("--learners", type=int, default=2)
+    options.add_argument("--outer", nargs=2, default=(), metavar=("RATE", "MOMENTUM"), help="of the outer step; default: the recipe's")
     options.add_argument("--keep", metavar="NAME")
     args, words = options.parse_known_args()
     load, rows = os.getloadavg(), []
@@ -119,6 +120,8 @@ def flags_of(name: str, args: argparse.Namespace) -> list[str]:
     """Return the flags of a contestant of Lockstep. `--parallel.wire fp32` is the default."""
     kind, *rest = name.split("-")
     flags = ["--diloco.learners", str(args.learners), "--diloco.every", rest.pop(0)] if kind == "diloco" else []
+    if flags and args.outer:
+        flags += ["--diloco.outer_learning_rate", args.outer[0], "--diloco.outer_momentum", args.outer[1]]
     wire = rest[0] if kind == "diloco" and rest else kind
     return flags + (["--parallel.wire", wire] if wire in ("bf16", "int8") else [])
 

@@ -2,6 +2,7 @@
 
     python -m bench.wire.link                        2 and 4 hosts, 100 Mbit/s, three minutes on two cores
     python -m bench.wire.link --rate 1gbit --keep NAME
+    python -m bench.wire.link --codec                only the cost of encoding and decoding
 
 One worker on each host trains a Llama of 3.7 M parameters. Each process trains a step in each format in turn, in an order that
 rotates, each after a barrier; a ratio is taken within a round, and its median counts. MB sent: by the rank that sends most.
@@ -16,7 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import timeit
 from datetime import timedelta
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -27,8 +30,9 @@ import torch.distributed as dist
 
 from bench.results import TOP, keep, machine
 from lockstep.models.llama import Llama, LlamaConfig, init_param
-from lockstep.network.wire_format import MOST_LEAVES
+from lockstep.network.wire_format import MOST_LEAVES, Section
 from lockstep.parallel.replica import Replica
+from lockstep.parallel.wire_codec import decode, encode
 
 sys.path.insert(0, str(TOP / "tests"))
 from support.hosts import Network
@@ -91,6 +95,17 @@ def measure(size: int, each: int, rate: str, rounds: int) -> list[dict[str, Any]
     return [line | {"hosts": size, "micro_batches": each * size, "bytes": number} for line, number in zip(ranks[0], most, strict=True)]
 
 
+def codec_cost() -> str:
+    """Return the CPU nanoseconds per element of encoding and decoding 4 M elements, the least of ten times."""
+    flat, texts = torch.randn(2**22), []
+    for wire, block in (("bf16", 1), ("int8", 256)):
+        sections = (Section(block, len(flat)),)
+        calls = partial(encode, flat, sections, 1), partial(decode, encode(flat, sections, 1), sections)
+        encode_ns, decode_ns = (min(timeit.repeat(call, timer=time.process_time, number=1, repeat=10)) / len(flat) * 1e9 for call in calls)
+        texts.append(f"{wire}: encode {encode_ns:.2f} ns, decode {decode_ns:.2f} ns per element")
+    return "\n".join(texts)
+
+
 def table(lines: list[dict[str, Any]], rate: str) -> str:
     rows = ["| hosts | micro-batches | format | MB sent | step | step / fp32 |", "| ---: | ---: | --- | ---: | ---: | ---: |"]
     for hosts, leaves in sorted({(line["hosts"], line["micro_batches"]) for line in lines}):
@@ -111,10 +126,15 @@ def main() -> None:
     parser.add_argument("--hosts", default="2,4")
     parser.add_argument("--rate", default="100mbit")
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--codec", action="store_true")
     parser.add_argument("--keep", metavar="NAME", default="")
     for name, kind in (("worker", Path), ("rank", int), ("size", int), ("each", int)):
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.codec:
+        torch.set_num_threads(1)
+        print(codec_cost())
+        return
     if args.worker:
         work(args.rank, args.size, args.each, args.rounds, args.worker)
         return

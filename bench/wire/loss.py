@@ -1,7 +1,7 @@
 """Loss of the default recipe with each wire format, and with int8 rounded to nearest, without random numbers.
 
-    python -m bench.wire.loss --seeds 1              one seed, 20 minutes on one core
-    python -m bench.wire.loss --seeds 1,2,3 --keep NAME
+    python -m bench.wire.loss --small             a small model, three seeds, a few minutes on one core
+    python -m bench.wire.loss --keep NAME         the default recipe, three seeds, an hour on one core
 
 One process trains: the bits do not depend on the number of workers. All formats see the same samples in each step, so the losses are
 compared step by step. A row has the mean loss of the last fifth of the steps, and its difference from fp32 in percent.
@@ -30,15 +30,18 @@ sys.path.insert(0, str(TOP / "tests"))
 from support.ranks import run_ranks
 
 NEAREST = "int8 to nearest"
+SMALL = {"model.dim": 64, "model.ffn_dim": 128, "model.encoder_layers": 1, "model.decoder_layers": 1}
+SMALL |= {"data.pairs": 3000, "data.held_out": 50, "tokenizer.vocab_size": 500, "batch.tokens": 128}
 FORMATS = ("fp32", "bf16", "int8", NEAREST)
 
 
-def losses(runtime: ElasticRuntime, folder: str, name: str, seed: int, steps: int) -> list[float]:
+def losses(runtime: ElasticRuntime, folder: str, name: str, seed: int, steps: int, small: bool) -> list[float]:
     """Train the default recipe; return the loss of each step."""
     path = Path(folder)
     if name == NEAREST:
         wire_codec.NOISE = 0.0
     values = {"steps": steps, "seed": seed, "parallel.wire": name.split()[0], "evaluate.at_end": 0, "checkpoint.every_steps": 0}
+    values |= SMALL if small else {}
     resolved = open_run(path, None, {key: str(value) for key, value in values.items()}, {})
     with lock_run_folder(path, resolved):
         pass
@@ -61,13 +64,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--small", action="store_true")
     parser.add_argument("--keep", metavar="NAME", default="")
     args = parser.parse_args()
     load_before, lines = os.getloadavg(), list[dict[str, Any]]()
     for seed in map(int, args.seeds.split(",")):
         for name in FORMATS:
             with tempfile.TemporaryDirectory(prefix="lockstep-wire-") as folder:
-                (of_steps,) = run_ranks(losses, 1, folder, name, seed, args.steps, timeout_s=3600)
+                (of_steps,) = run_ranks(losses, 1, folder, name, seed, args.steps, args.small, timeout_s=3600)
             lines.append({"seed": seed, "format": name, "losses": [round(loss, 6) for loss in of_steps]})
             print(json.dumps(lines[-1]), flush=True)
     print(table(lines))

@@ -125,16 +125,16 @@ def train_task(  # over 60 lines: the whole loop in one place
                 update_average(optimizers, run.optim.ema_decay ** len(steps), step)
 
             values = {"loss": decision.loss / tokens, "norm": norm, "epoch": task.loader.order.epoch(step), "learning_rate": rate}
-            values |= {"workers": runtime.world.size, **timer.step(tokens, runtime.world.size, steps=len(steps))}
+            values |= {"workers": runtime.world.size, **timer.step(tokens, runtime.world.size)}
             if validation.due(step):
                 with timer.timing("overhead"):
                     values |= validation.evaluate(replicas, optimizers, step)
                 progress.print_line(validation.describe(step, values))
             training_setup.account_step(runtime.ledger, values)
             values |= {"generation": runtime.world.generation, **runtime.ledger.metrics(time.monotonic())}
-            for number in steps:
-                metrics.step(number, values)
-            progress.step(step, values | {"shares": replicas.balance.shares()}, steps=len(steps))
+            for number, shares in training_setup.metrics_of_steps(steps, values):
+                metrics.step(number, shares)
+            progress.step(step, values | {"shares": replicas.balance.shares}, steps=len(steps))
             profiler.step(step)
             if run.compute.compile and steps[0] == first_step + 1:
                 log.info(compile_summary())

@@ -287,6 +287,8 @@ def test_wrong_arguments_are_refused_at_once(tmp_path: Path) -> None:
     optimizer, second = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
     with refused("Session takes no verify_evry\n.*\n.*did you mean verify_every"):
         Session(tmp_path, micro_batches=2, verify_evry=2)  # type: ignore[call-arg]
+    with refused('balance=\'uneven\'\n.*\n.*"auto", or "off"'):
+        Session(tmp_path, micro_batches=2, balance="uneven")  # type: ignore[arg-type]
     with refused("micro_batches=0"):
         Session(tmp_path, micro_batches=0)
     with Session(tmp_path, micro_batches=2) as session:

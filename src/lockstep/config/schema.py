@@ -286,8 +286,8 @@ class DilocoOptions:
         0, "M: models that train apart between outer steps; divides batch.micro_batches; 0: off", bits=BITS, ge=0, le=MAX_WORKERS
     )
     every: int = option(50, "H: steps of a learner between two outer steps", bits=BITS, ge=1)
-    outer_learning_rate: float = option(0.7, "learning rate of the outer step, Nesterov SGD", bits=BITS, ge=0, le=1e30)
-    outer_momentum: float = option(0.9, "momentum of the outer step", bits=BITS, ge=0, lt=1)
+    outer_learning_rate: float = option(1.0, "learning rate of the outer step, Nesterov SGD", bits=BITS, ge=0, le=1e30)
+    outer_momentum: float = option(0.5, "momentum of the outer step", bits=BITS, ge=0, lt=1)
 
 
 @dataclass(frozen=True)

@@ -68,9 +68,8 @@ class StepTimer:
     def add(self, category: str, seconds: float) -> None:
         self.seconds[category] += seconds
 
-    def step(self, tokens: int, devices: int = 1, *, steps: int = 1) -> dict[str, float]:
-        """End the step, in which `devices` trained `tokens` target tokens; return its metrics. If it
-        was several steps, committed at once, each has an equal share of seconds and tokens.
+    def step(self, tokens: int, devices: int = 1) -> dict[str, float]:
+        """End the step, in which `devices` trained `tokens` target tokens; return its metrics.
 
         Of this step: seconds, tokens, data_, communication_, saving_ and overhead_seconds.
         Averages: tokens_per_second(_per_device), data_wait and exposed_communication (shares of 1),
@@ -87,7 +86,7 @@ class StepTimer:
         sums = {name: sum(step[name] for step in self.window) for name in exact}
         seconds = max(sums["seconds"], 1e-9)
         rate = sums["tokens"] / seconds
-        values = (exact if steps == 1 else {name: value / steps for name, value in exact.items()}) | {
+        values = exact | {
             "tokens_per_second": rate,
             "tokens_per_second_per_device": rate / devices,
             "data_wait": sums["data_seconds"] / seconds,

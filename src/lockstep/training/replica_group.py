@@ -69,8 +69,7 @@ class ReplicaGroup:
                    of a replica whose weights differ is never used; above that all replicas return
                    to a checkpoint when one differs. The state is always compared before a save
     rehearse       run micro-batch 0 of the first step twice; UsageError when the losses differ
-    on_nonfinite   for a loss or gradient that is not finite: "raise" a DivergedError before the
-                   update; "ignore" it, as a GradScaler needs
+    on_nonfinite   loss or gradient not finite: "raise" before the update; "ignore", for a GradScaler
     buffers        what forward passes may change besides BatchNorm's statistics: RunningStatistics
     balance        "auto": fast replicas compute more micro-batches than slow ones (ShareBalance)
     commit_steps   H: a leaf of the sum is a learner of H steps (diloco.py); 0: it is a micro-batch
@@ -117,7 +116,7 @@ class ReplicaGroup:
         self.gradient = StepGradient((), None, 1, in_slices=False)  # of the last step
         optimizers = checkpointer.optimizers if checkpointer and self.local_model else ()
         self._hooks = [one.register_step_pre_hook(lambda *_: self.gradient.refuse_noise()) for one in optimizers]
-        self.stops = signals is None and bool(runtime.membership)
+        self.stops = signals is None and runtime.membership is not None
         self.signals = StopSignals().__enter__() if self.stops else signals  # until the process exits
         self.decision = decision_before(runtime.member_progress, checkpointer.facts if checkpointer else {})
         self.last_step, self._stop_requested, self.leaving = -1, False, False  # the newest step that this group has committed
@@ -234,8 +233,7 @@ class ReplicaGroup:
             yield from self.rehearsal.run(step)
         compared, due = ALL_WEIGHTS if self.compare_all else WEIGHTS, self.comparison.is_due(step)
         self._counts, self._samples, digests = [], [], [0]
-        shares = self.balance.shares()
-        for k in self.replica.micro_batches(step, lambda: digests.append(self._digest(compared, step) if due else 0), shares):
+        for k in self.replica.micro_batches(step, lambda: digests.append(self._digest(compared, step) if due else 0), self.balance.shares):
             self._update_trained_parameters()
             if not self._counts:
                 self.loop_changes.start(self.frozen_state)
@@ -294,7 +292,7 @@ class ReplicaGroup:
         self.statistics.commit()
         self.compare_all = self.compare_all and not self.comparison.is_due(step)
         self.board.enter("updating")
-        self.decision = decision
+        self.decision = replace(decision, micro_batch_us=())  # all members exchange it when a generation forms
         if self.checkpointer:
             self.checkpointer.drop_save_request()
         self.runtime.set_progress(self._progress(step + self.commit_steps))

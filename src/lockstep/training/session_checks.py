@@ -48,6 +48,8 @@ def refuse_wrong_options(micro_batches: int, options: Mapping[str, Any]) -> None
     if unknown := sorted(options.keys() - ReplicaOptions.__annotations__.keys()):
         hint = f"did you mean {' or '.join(get_close_matches(unknown[0], known) or known)}?"
         raise UsageError(f"Session takes no {unknown[0]}", "Session(out, ...)", hint)
+    if (balance := options.get("balance", "auto")) not in ("auto", "off"):
+        raise UsageError(f"balance={balance!r}", "Session(balance=...)", 'give "auto", or "off" for equal shares')
     if micro_batches < 1:
         raise UsageError(f"micro_batches={micro_batches}", "Session(micro_batches=...)", "give at least one for each worker")
 

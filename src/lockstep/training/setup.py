@@ -190,6 +190,18 @@ def _empty_ledger(folder: Path) -> dict[str, Any] | None:
     return {"wall_clock_s": datetime.fromisoformat(first["time"]).timestamp(), "seconds": {}} if first else None
 
 
+def metrics_of_steps(steps: range, values: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (step, its metrics) of the steps that were committed together: an equal share of tokens and
+    seconds; those of a validation only with the last one."""
+    for step in steps[:-1]:
+        yield step, {name: value for name, value in share_of(values, len(steps)).items() if not name.startswith("validation_")}
+    yield steps[-1], share_of(values, len(steps))
+
+
+def share_of(values: dict[str, Any], steps: int) -> dict[str, Any]:
+    return {name: value / steps if steps > 1 and name.endswith(("tokens", "seconds")) else value for name, value in values.items()}
+
+
 def account_step(ledger: Ledger, values: Mapping[str, Any]) -> None:
     """Move the step's waiting for communication and data from training to their own accounts."""
     ledger.move("training", "communication", values.get("communication_seconds", 0.0), time.monotonic())

@@ -35,8 +35,9 @@ class ShareBalance:
         self._generation, self._shares = -1, tuple[int, ...]()
         self._slow: tuple[str, ...] = ()  # already named
 
+    @property
     def shares(self) -> tuple[int, ...]:
-        """Return the shares of the next step, by replica; (): equal ones."""
+        """The numbers of micro-batches of the next step, by replica; (): equal ones."""
         if self.runtime.world.generation != self._generation:
             self._generation, self._shares = self.runtime.world.generation, ()
             self._measured.clear()

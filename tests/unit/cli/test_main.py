@@ -38,7 +38,7 @@ def test_help_and_refusals_do_not_import_torch(words: list[str], code: int) -> N
 
 
 def test_light_modules_do_not_import_torch() -> None:
-    modules = ["config.schema", "runtime.environment", "data.order", "agent.agent"]
+    modules = ["config.schema", "runtime.environment", "data.order", "agent.agent", "cli.lab"]
     modules += [
         "cli.train",
         "cli.run",

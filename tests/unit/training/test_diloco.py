@@ -85,7 +85,7 @@ def test_an_interrupted_learner_continues_in_the_next_generation() -> None:
     for got, wanted in zip(gradients(loss, own), gradients(expected, module), strict=True):
         assert torch.equal(got, wanted) and wanted.abs().sum() > 0
     learners.train(12 + H, 1)
-    assert len(own_passes) == 4 * H, "the next outer step starts anew"
+    assert len(own_passes) == 4 * H, "the next outer step trains all of its steps"
 
 
 def test_weights_and_gradients_are_as_before() -> None:

@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 from lockstep.config.schema import LayoutOptions, ModelOptions, RunConfig
-from lockstep.training.setup import _empty_ledger, warn_of_other_layout
+from lockstep.training.setup import _empty_ledger, metrics_of_steps, warn_of_other_layout
 
 TRANSLATOR, LLAMA = nn.Module(), nn.Module()
 LLAMA.output = nn.Linear(2, 2)  # a translator and a tied Llama have none
@@ -51,3 +51,10 @@ def test_time_account_of_a_long_run_reads_only_the_first_event(tmp_path: Path) -
     ledger = _empty_ledger(tmp_path)
     assert bytes_read() - before < 100_000
     assert ledger == {"wall_clock_s": 1795392000.0, "seconds": {}}
+
+
+def test_steps_that_are_committed_together_share_tokens_and_seconds() -> None:
+    values = {"loss": 2.0, "tokens": 30, "seconds": 6.0, "data_seconds": 3.0, "tokens_per_second": 5.0, "validation_loss": 1.5}
+    assert list(metrics_of_steps(range(7, 8), values)) == [(7, values)]
+    shares = {"loss": 2.0, "tokens": 10.0, "seconds": 2.0, "data_seconds": 1.0, "tokens_per_second": 5.0}
+    assert list(metrics_of_steps(range(4, 7), values)) == [(4, shares), (5, shares), (6, shares | {"validation_loss": 1.5})]

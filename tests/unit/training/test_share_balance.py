@@ -32,13 +32,13 @@ def test_vote_has_the_median_of_the_newest_five_steps_once_there_are_three() -> 
 
 def test_slow_worker_is_relieved_named_once_and_equal_again_in_the_next_generation(caplog: pytest.LogCaptureFixture) -> None:
     balance, slow = make_balance([(0.1, 0.0)] * 9), StepDecision(1.0, micro_batch_us=(100_000, 310_000))
-    assert balance.shares() == ()
+    assert balance.shares == ()
     with caplog.at_level(logging.INFO, "lockstep"):
         balance.decide(StepDecision(1.0), 0)  # some are unknown
-        assert balance.shares() == ()
+        assert balance.shares == ()
         balance.decide(slow, 1)
         balance.decide(slow, 2)
-    assert balance.shares() == (6, 2)
+    assert balance.shares == (6, 2)
     assert [record.getMessage() for record in caplog.records] == [
         "worker 1 on host b: 0.31 s per micro-batch, the median is 0.1 s",
         "from step 3 on: shares 6+2 instead of 4+4: a step is expected to take 0.62 s, not 1.24 s",
@@ -46,13 +46,13 @@ def test_slow_worker_is_relieved_named_once_and_equal_again_in_the_next_generati
     caplog.clear()
     with caplog.at_level(logging.INFO, "lockstep"):
         balance.decide(StepDecision(1.0, micro_batch_us=(100_000, 100_000)), 3)
-    assert balance.shares() == () and "worker 1 on host b: no longer slow" in caplog.text
+    assert balance.shares == () and "worker 1 on host b: no longer slow" in caplog.text
     balance.decide(slow, 4)
     balance.runtime.world = replace(balance.runtime.world, generation=2)  # type: ignore[misc]
-    assert balance.shares() == ()
+    assert balance.shares == ()
 
 
 def test_slow_worker_is_named_but_keeps_its_share_when_balance_is_off(caplog: pytest.LogCaptureFixture) -> None:
     balance = make_balance([], enabled=False)
     balance.decide(StepDecision(1.0, micro_batch_us=(100_000, 310_000)), 1)
-    assert balance.shares() == () and "worker 1 on host b" in caplog.text
+    assert balance.shares == () and "worker 1 on host b" in caplog.text

@@ -16,6 +16,7 @@ def in_middle(training: Training, host: Host) -> bool:
     return status.phase in ("forward", "backward") and status.step > 20 and status.step % 10 in (4, 5, 6, 7)
 
 
+@pytest.mark.long
 def test_worker_killed_within_an_outer_step(start_training: Callable[..., Training]) -> None:
     training = start_training(workers=3, steps=60, values=VALUES)
     training.wait_for_step(20)
