@@ -32,7 +32,7 @@ LAYERS = (
     ("generation",),
     ("training",),
     ("tasks",),
-    ("train", "session", "evaluate"),
+    ("train", "session", "evaluate", "doctor"),
     ("cli", "__main__"),
 )
 LEVEL = {package: level for level, layer in enumerate(LAYERS) for package in layer}

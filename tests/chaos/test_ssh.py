@@ -119,3 +119,18 @@ def test_the_run_continues_after_its_launcher_is_killed(training: Training, refe
     assert end.number == before.number + 1 and end.end and end.end.code == 0, training.report()
     assert read_steps(training.run) == truth.steps and digest_line(training.run, None) == truth.digest
     training.assert_nothing_left()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["doctor", "--out", "run", "--wait", "20"], "a run can start on these hosts"),
+        (["bench", "comm", "--out", "comm.json", "--sizes", "1 KiB, 1 MiB"], "other host: latency"),
+    ],
+    ids=["doctor", "bench comm"],
+)
+def test_one_command_examines_all_hosts_and_prints_one_report(training: Training, words: list[str], expected: str) -> None:
+    command = [*training.hosts[0].enter, sys.executable, "-m", "lockstep", *words, "--hosts", "hosts.toml"]
+    done = subprocess.run(command, cwd=training.folder, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0 and done.stdout.count(expected) == 1, done.stdout + done.stderr

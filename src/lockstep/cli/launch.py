@@ -21,9 +21,6 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
         refuse_other_options(args, rest)
         print(stop_run(args.stop))
         return 0
-    if args.ssh and args.host:
-        hint = "remove one of them: --ssh starts all hosts, --host names the one to start"
-        raise UsageError(f"--ssh cannot be combined with --host {args.host}", "command line", hint)
     request = read_request(args, rest)
     if args.restart and not request.is_whole_script:
         raise UsageError(f"--restart {args.restart} applies to a script only", "command line", "write lockstep launch FILE.py")
@@ -61,6 +58,9 @@ def refuse_other_options(args: argparse.Namespace, rest: list[str]) -> None:
 
 def find_hosts(args: argparse.Namespace, run: RunConfig | None, name: str, source: str) -> Hosts:
     """Return the hosts of --hosts, or this host alone. UsageError for contradicting options."""
+    if args.ssh and args.host:
+        hint = "remove one of them: --ssh starts all hosts, --host names the one to start"
+        raise UsageError(f"--ssh cannot be combined with --host {args.host}", "command line", hint)
     if args.hosts is None:
         if args.ssh:
             raise UsageError("--ssh needs a list of hosts", "command line", "give --hosts HOSTS.toml")

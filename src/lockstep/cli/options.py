@@ -63,6 +63,7 @@ def step_or_best(text: str) -> int | str:
 
 STEP_OPTION: dict[str, Any] = {"type": step_or_best, "metavar": "STEP|best", "help": "checkpoint to use (default: the newest)"}
 WORKERS: dict[str, Any] = {"type": integer(1, 1 << 16), "metavar": "N"}
+COMM_SIZES = "1 KiB, 4 KiB, 16 KiB, 64 KiB, 256 KiB, 1 MiB, 4 MiB, 16 MiB, 64 MiB"
 BEAMS: dict[str, Any] = {"type": integer(1, 256), "default": 1, "help": "width of the beam search (default: 1, greedy)"}
 AVERAGE: dict[str, Any] = {"type": integer(0, 10_000), "default": 0, "metavar": "N"}
 RUN_FOLDER: dict[str, Any] = {"type": Path, "metavar": "RUN", "help": "run folder"}
@@ -107,6 +108,12 @@ def add_command(commands: Commands, name: str, help: str, *, takes_target: bool 
     return command.add_argument
 
 
+def add_host_options(add: Callable[..., Any]) -> None:
+    add("--hosts", type=Path, metavar="HOSTS.toml", help="list of all hosts; start the same command on each of them")
+    add("--host", metavar="NAME", help="name of this host in the list (default: its hostname)")
+    add("--ssh", action="store_true", help="start the command on all hosts by ssh")
+
+
 def add_training_commands(commands: Commands) -> None:
     """Add the commands that start, stop, show and test training."""
     add = add_command(commands, "train", "train a run file or a function on all devices of this machine", takes_target=True)
@@ -128,9 +135,7 @@ def add_training_commands(commands: Commands) -> None:
     add = add_command(commands, "launch", "train on one or more hosts, and recover from lost workers and hosts", takes_target=True)
     add("--out", type=Path, help="run folder, on a disk that all hosts share (default: as for train)")
     add("--workers", **WORKERS, help="worker processes on this host, without --hosts (default: as for train)")
-    add("--hosts", type=Path, metavar="HOSTS.toml", help="list of all hosts; start the same command on each of them")
-    add("--host", metavar="NAME", help="name of this host in the list (default: its hostname)")
-    add("--ssh", action="store_true", help="start the command on all hosts by ssh")
+    add_host_options(add)
     add("--min", type=LIMIT, help="minimum number of workers to train with (default: 1; scripts with --restart all: all)")
     add("--max", type=LIMIT, help="maximum number of workers that train, others wait on standby (default: batch.micro_batches)")
     add("--resume", **RESUME)
@@ -138,6 +143,22 @@ def add_training_commands(commands: Commands) -> None:
     add("--restart", **RESTART)
     add("--with-evaluator", action="store_true", help="score every checkpoint in a separate process; with --ssh on the first host")
     add("--stop", type=Path, metavar="RUN", help="ask the run in this folder to save and stop, from any host, and exit")
+
+    add = add_command(commands, "bench", "measure the network between the hosts of a run: lockstep bench comm")
+    add("what", nargs="?", choices=["comm"], help="comm: time, bandwidth and latency of collectives and messages, slow links")
+    help = "file for the results, on a disk that all hosts share; the run folder is FILE (default: runs/comm.json)"
+    add("--out", type=Path, default=Path("runs/comm.json"), metavar="FILE.json", help=help)
+    add("--sizes", default=COMM_SIZES, help=f"bytes of the buffers, separated by commas (default: {COMM_SIZES})")
+    add("--workers", **WORKERS, help="worker processes on this machine, without --hosts (default: as for train)")
+    add_host_options(add)
+
+    add = add_command(
+        commands, "doctor", "examine the hosts before a run: versions, network, run folder, limits; exit code 0: a run can start"
+    )
+    add("--out", type=Path, default=Path("runs/default"), metavar="RUN", help="run folder to examine (default: runs/default)")
+    add("--wait", type=integer(1, 3600), default=60, metavar="SECONDS", help="how long to wait for other hosts (default: 60)")
+    add("--workers", **WORKERS, help="worker processes on this machine, without --hosts (default: as for train)")
+    add_host_options(add)
 
     add = add_command(commands, "status", "list the members of a run: hosts, process ids, roles and steps")
     add("folder", **RUN_FOLDER)

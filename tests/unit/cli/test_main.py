@@ -12,7 +12,7 @@ import pytest
 from lockstep.cli import options
 from lockstep.cli.main import command_parser, main, split_script, split_values
 
-COMMANDS = ("train", "run", "launch", "status", "drill", "evaluate", "translate", "generate", "checkpoint", "lab")
+COMMANDS = ("train", "run", "launch", "status", "drill", "evaluate", "translate", "generate", "checkpoint", "bench", "doctor", "lab")
 PROGRAM = Path(__file__).parents[2] / "support" / "command_without_torch.py"
 
 
@@ -29,6 +29,10 @@ PROGRAM = Path(__file__).parents[2] / "support" / "command_without_torch.py"
         (["checkpoint", "digest", "absent"], 3),
         (["train", "--show"], 0),
         (["lab", "reduce", "--ranks", "8", "--bytes", "5 MB", "--rate", "1 MB/s"], 0),
+        (["bench"], 2),
+        (["bench", "comm", "--workers", "1"], 2),
+        (["bench", "comm", "--hosts", "absent.toml"], 2),
+        (["doctor", "--hosts", "absent.toml"], 2),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -38,18 +42,9 @@ def test_help_and_refusals_do_not_import_torch(words: list[str], code: int) -> N
 
 
 def test_light_modules_do_not_import_torch() -> None:
-    modules = ["config.schema", "runtime.environment", "data.order", "agent.agent", "cli.lab"]
-    modules += [
-        "cli.train",
-        "cli.run",
-        "cli.launch",
-        "cli.status",
-        "cli.drill",
-        "cli.evaluate",
-        "cli.generate",
-        "cli.checkpoint",
-        "cli.lab",
-    ]
+    modules = ["config.schema", "runtime.environment", "data.order", "agent.agent"]
+    modules += ["cli.train", "cli.run", "cli.launch", "cli.status", "cli.drill", "cli.evaluate", "cli.generate", "cli.checkpoint"]
+    modules += ["cli.bench", "cli.doctor", "cli.lab", "doctor.peers", "network.measurements"]
     code = f"import sys, {', '.join('lockstep.' + name for name in modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -1,0 +1,141 @@
+"""Gather the facts of this host. Loads torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import resource
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lockstep.agent.hosts import Host
+from lockstep.doctor.findings import HostFacts
+from lockstep.errors import LockstepError
+from lockstep.files import write_atomic
+from lockstep.runtime.sockets import interface_with_address
+
+PORTS, PORTS_PER_WORKER = 8, 4  # that are bound at once
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+PROBE_BYTES = 1 << 20
+QUERY = ("--query-gpu=name,driver_version,memory.used", "--format=csv,noheader")
+
+
+def gather(host: Host, address: str, folder: Path) -> HostFacts:
+    """Return the facts of this host, without those about its peers."""
+    facts = HostFacts(host.name, host.workers, address=address, folder=str(folder.resolve()))
+    facts = replace(facts, variables={name: os.environ[name] for name in INTERFACES if os.environ.get(name)})
+    for check, gather_check in {"interface": interface, "ports": ports, "folder": probe_folder, "versions": versions}.items():
+        try:
+            facts = replace(facts, **gather_check(facts))
+        except LockstepError as error:
+            facts = with_error(facts, check, error.what)
+        except Exception as error:  # torch that cannot be imported raises any error
+            facts = with_error(facts, check, f"{type(error).__name__}: {getattr(error, 'strerror', None) or error}")
+    return replace(facts, **limits())
+
+
+def with_error(facts: HostFacts, check: str, error: str) -> HostFacts:
+    return replace(facts, errors={**facts.errors, check: error})
+
+
+def interface(facts: HostFacts) -> dict[str, Any]:
+    return {"interface": interface_with_address(facts.address)}
+
+
+def ports(facts: HostFacts) -> dict[str, Any]:
+    """Bind as many ports as the workers of this host need; return one that is free."""
+    family = socket.AF_INET6 if ":" in facts.address else socket.AF_INET
+    with ExitStack() as stack:
+        for _ in range(PORTS + PORTS_PER_WORKER * facts.workers):
+            server = stack.enter_context(socket.create_server((facts.address, 0), family=family))
+        return {"master_port": server.getsockname()[1]}
+
+
+def probe_folder(facts: HostFacts) -> dict[str, Any]:
+    """Write a file that the other hosts look for, and measure the time."""
+    folder, name = Path(facts.folder) / "doctor", f"{facts.host}-{secrets.token_hex(4)}"
+    folder.mkdir(parents=True, exist_ok=True)
+    start_s = time.perf_counter()
+    write_atomic(folder / name, bytes(PROBE_BYTES))
+    return {"file": name, "fsync_s": time.perf_counter() - start_s, "free_bytes": shutil.disk_usage(folder).free}
+
+
+def versions(facts: HostFacts) -> dict[str, Any]:
+    import torch  # so that a torch that cannot be imported is a finding
+
+    from lockstep.runtime import numerics, sources
+    from lockstep.runtime.device import select_device
+
+    torch.set_num_threads(1)  # compute.num_threads
+    driver_gpus = nvidia_smi()
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    errors = dict(facts.errors)
+    if driver_gpus and not gpus:
+        errors["gpu"] = f"the driver has {len(driver_gpus)} GPUs, torch {torch.__version__} (CUDA {torch.version.cuda}) sees none"
+    device, _ = select_device(None)
+    nccl = {"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if gpus else {}
+    return {
+        "fingerprint": {**numerics.fingerprint(device), **sources.fingerprint()},
+        "versions": {"python": platform.python_version(), "numpy": importlib.metadata.version("numpy"), **nccl},
+        "gpus": gpus if device.type == "cuda" else [],
+        "driver_gpus": driver_gpus,
+        "errors": errors if os.environ.get("LOCKSTEP_DEVICE") != "cpu" else facts.errors,
+    }
+
+
+def nvidia_smi() -> list[str]:
+    """Return "NAME, driver VERSION, N MiB used" of each GPU; [] without the tool."""
+    tool = shutil.which("nvidia-smi")
+    lines = subprocess.run([tool, *QUERY], capture_output=True, text=True, check=False, timeout=20).stdout.splitlines() if tool else []
+    return [f"{name}, driver {driver}, {used} used" for name, driver, used in (line.split(", ") for line in lines if line.count(", ") == 2)]
+
+
+def limits() -> dict[str, Any]:
+    memory = [(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"), *cgroup_limits()]
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    memory += [(soft, "RLIMIT_AS (ulimit -v)")] if soft != resource.RLIM_INFINITY else []
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return dict(zip(("memory_bytes", "memory_source"), min(memory), strict=True)) | {"open_files": files if files >= 0 else 1 << 20}
+
+
+def cgroup_limits(own: Path = Path("/proc/self/cgroup"), top: Path = Path("/sys/fs/cgroup")) -> list[tuple[int, str]]:
+    """Return (bytes, file) of the memory limits of this process's control group and its parents."""
+    found = []
+    for line in own.read_text().splitlines() if own.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        base, name = (top / "memory", "memory.limit_in_bytes") if controllers else (top, "memory.max")
+        group = base / path.lstrip("/")
+        for file in (folder / name for folder in (group, *group.parents) if folder.is_relative_to(base)):
+            if file.exists() and (text := file.read_text().strip()).isdecimal():
+                found.append((int(text), str(file)))
+    return found
+
+
+def form_group(rank: int, size: int, address: str, master: str, port: int) -> str:
+    """Collective. Form a process group of one process per host and all-reduce; return what it took."""
+    import torch
+    import torch.distributed as dist
+
+    from lockstep.runtime.device import select_device
+    from lockstep.runtime.environment import RankInfo
+    from lockstep.runtime.rendezvous import init_static_group, rendezvous
+
+    info, start_s = RankInfo(rank, size, 0, 1, master, port, "lockstep doctor"), time.perf_counter()
+    os.environ["GLOO_SOCKET_IFNAME"] = interface_with_address(address)  # as lockstep launch does
+    device, _ = select_device(None)
+    init_static_group(info, rendezvous(info, 30.0, "lockstep doctor"), device, 30.0)
+    dist.all_reduce(torch.ones(1, device=device))
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.destroy_process_group()
+    return f"{'NCCL' if device.type == 'cuda' else 'gloo'} over {size} hosts in {time.perf_counter() - start_s:.2f} s"

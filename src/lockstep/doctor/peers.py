@@ -1,0 +1,185 @@
+"""The doctors of all hosts meet over TCP, at a port that follows from the hosts file.
+
+The run folder could not carry this: whether it is shared is one of the questions. A doctor answers
+any host of the network while it runs; its stage and facts are no secret.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from socketserver import StreamRequestHandler, ThreadingTCPServer
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from lockstep.agent.hosts import Host
+from lockstep.doctor.findings import HostFacts, PeerFacts
+from lockstep.doctor.gather import form_group, gather, with_error
+from lockstep.errors import LockstepError, UsageError
+from lockstep.runtime.sockets import source_address
+
+FIRST_PORT, PORTS = 20_000, 10_000  # below the ports that Linux gives to outgoing connections
+CONNECT_S, POLL_S = 3.0, 0.2
+FILE_S = 10.0  # until a file of another host must appear: NFS caches folders for some seconds
+LINK_S, CHUNK = 1.0, 1 << 18  # of a measurement of bandwidth
+STAGE_S = 60.0  # between two stages of a host that has answered
+GATHERED, MEASURED, GROUPED, READ = 1, 2, 3, 4  # stages of a doctor
+ASK, SINK = b"ask\n", b"sink\n"
+
+
+class Handler(StreamRequestHandler):
+    """Answers one request: the stage and facts of this host, or how many bytes arrived."""
+
+    server: Meeting
+
+    def handle(self) -> None:
+        answer: dict[str, Any] = {"time": time.time(), "stage": self.server.stage, "facts": asdict(self.server.facts)}
+        if self.rfile.readline(16) == SINK:
+            answer = {"received": sum(map(len, iter(lambda: self.rfile.read1(CHUNK), b"")))}
+        self.wfile.write(json.dumps(answer).encode())
+
+
+class Meeting(ThreadingTCPServer):
+    """The stages and facts of this host and its peers.
+
+    errors  by name, of the peers that did not answer
+    known   by name, the facts of the others
+    """
+
+    allow_reuse_address, daemon_threads, request_queue_size = True, True, 128
+
+    def __init__(self, me: Host, address: str, peers: Sequence[Host]) -> None:
+        self.peers, self.stage, self.facts = peers, 0, HostFacts(me.name)
+        self.errors: dict[str, str] = {}
+        self.known: dict[str, HostFacts] = {}
+        self.stages = dict.fromkeys((peer.name for peer in peers), 0)
+        self.port = FIRST_PORT + zlib.crc32(" ".join(sorted(host.reached_at for host in (me, *peers))).encode()) % PORTS
+        self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            super().__init__((address, self.port), Handler)
+        except OSError as error:
+            hint = f"is another doctor running, or the address another host's? ss -ltnp 'sport = :{self.port}'; ip -br addr"
+            raise UsageError(
+                f"cannot listen at {address}:{self.port}: {error.strerror}", f"host {me.name} of the hosts file", hint
+            ) from None
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+    def enter_stage(self, stage: int, facts: HostFacts, timeout_s: float = STAGE_S) -> None:
+        """Publish the facts of this host, and wait until all peers are at `stage` or beyond."""
+        self.facts, self.stage = facts, stage  # in this order: a thread reads them
+        until_s = time.monotonic() + timeout_s
+        while behind := [peer for peer in self.peers if peer.name not in self.errors and self.stages[peer.name] < stage]:
+            for peer in behind:
+                error, has_left = f"no progress for {timeout_s:g} s", False
+                try:
+                    answer = self.ask(peer, ASK)
+                    self.known[peer.name] = TypeAdapter(HostFacts).validate_python(answer["facts"])
+                    self.stages[peer.name] = answer["stage"]
+                except (OSError, ValueError, LookupError) as failure:
+                    error = (
+                        "timed out" if isinstance(failure, TimeoutError) else (getattr(failure, "strerror", None) or str(failure)).lower()
+                    )
+                    has_left = isinstance(failure, ConnectionError) and self.stages[peer.name] > 0
+                if has_left and self.stages[peer.name] >= GROUPED:
+                    self.stages[peer.name] = READ  # its facts are complete
+                elif has_left or time.monotonic() > until_s:
+                    self.errors[peer.name] = error
+            time.sleep(POLL_S)
+
+    def ask(self, peer: Host, request: bytes, seconds: float = 0.0) -> dict[str, Any]:
+        """Return a peer's answer, after sending bytes for so long. OSError, ValueError."""
+        with socket.create_connection((peer.reached_at, self.port), timeout=CONNECT_S) as connection:
+            connection.sendall(request)
+            until_s = time.monotonic() + seconds
+            connection.settimeout(CONNECT_S + 10 * seconds)
+            while time.monotonic() < until_s:
+                connection.sendall(bytes(CHUNK))
+            connection.shutdown(socket.SHUT_WR)
+            answer: dict[str, Any] = json.loads(b"".join(iter(lambda: connection.recv(1 << 16), b"")))
+            return answer
+
+    def measure(self, peer: Host, *, rate: bool) -> PeerFacts:
+        """Return the facts about a peer. rate: with the bandwidth to it."""
+        at, asked = f"{peer.reached_at}:{self.port}", []
+        if peer.name in self.errors:
+            return PeerFacts(self.errors[peer.name], at)
+        try:
+            for _ in range(5):
+                start_s = time.time()
+                remote_s, end_s = self.ask(peer, ASK)["time"], time.time()
+                asked.append((end_s - start_s, remote_s - (start_s + end_s) / 2))
+            start_s = time.monotonic()
+            received = self.ask(peer, SINK, LINK_S)["received"] if rate else 0
+            bytes_per_s = received / (time.monotonic() - start_s)
+            return PeerFacts("", at, source_address(peer.reached_at, self.port), clock_s=min(asked)[1], bytes_per_s=bytes_per_s)
+        except (OSError, ValueError) as error:
+            return PeerFacts(f"broke off: {error}", at)
+
+
+def examine(me: Host, hosts: Sequence[Host], folder: Path, wait_s: float) -> list[HostFacts]:
+    """Collective. Return the facts of this host and of the hosts it reaches, in the order of `hosts`.
+    wait_s: for hosts that do not answer."""
+    address, after = me.resolve(), hosts[(hosts.index(me) + 1) % len(hosts)]
+    with Meeting(me, address, [host for host in hosts if host is not me]) as meeting:
+        facts = gather(me, address, folder)
+        meeting.enter_stage(GATHERED, facts, wait_s)
+        files = {name: known.file for name, known in meeting.known.items() if known.file and name not in meeting.errors}
+        peers = {peer.name: meeting.measure(peer, rate=peer is after) for peer in meeting.peers}
+        seen = wait_for_files(folder / "doctor", set(files.values())) if facts.file else set()
+        peers = {name: replace(peer, sees_file=files.get(name) in {None, *seen} or not facts.file) for name, peer in peers.items()}
+        claim = folder / "doctor" / f"claim-{min([facts.file, *files.values()])}"
+        meeting.enter_stage(MEASURED, replace(facts, peers=peers, is_claimed=bool(facts.file) and claim_name(claim, facts.file)))
+        meeting.enter_stage(GROUPED, try_group(meeting, hosts, hosts.index(me)))
+        lost = {name: replace(peer, error=peer.error or meeting.errors.get(name, "")) for name, peer in peers.items()}
+        meeting.enter_stage(READ, replace(meeting.facts, peers=lost), CONNECT_S)
+        for remove in (claim.unlink, (folder / "doctor" / facts.file).unlink, (folder / "doctor").rmdir):
+            with suppress(OSError):  # another host has removed it, or still has a file there
+                remove()
+    known = {**meeting.known, me.name: meeting.facts}
+    return [known[host.name] for host in hosts if host.name in known]
+
+
+def wait_for_files(folder: Path, names: set[str]) -> set[str]:
+    """Return the files that have appeared: all of them, or as many as after FILE_S."""
+    until_s = time.monotonic() + FILE_S
+    while (seen := names & set(os.listdir(folder))) < names and time.monotonic() < until_s:
+        time.sleep(POLL_S)
+    return seen
+
+
+def claim_name(claim: Path, file: str) -> bool:
+    """Return whether this host is the one that creates `claim`, as it would a generation of a run."""
+    try:
+        os.link(claim.with_name(file), claim)
+    except OSError:
+        return False
+    return True
+
+
+def try_group(meeting: Meeting, hosts: Sequence[Host], rank: int) -> HostFacts:
+    """Collective. Form a process group if all hosts reach each other; return the facts with the result."""
+    facts = meeting.facts
+    everyone = [*meeting.known.values(), facts]
+    broken = meeting.errors or any({"interface", "ports", "versions"} & set(host.errors) for host in everyone)
+    if broken or any(peer.error for host in everyone for peer in host.peers.values()) or len(hosts) == 1:
+        return facts
+    port = {host.host: host.master_port for host in everyone}[hosts[0].name]
+    try:
+        return replace(facts, group=form_group(rank, len(hosts), facts.address, hosts[0].reached_at, port))
+    except LockstepError as error:
+        return with_error(facts, "group", error.what)
+    except RuntimeError as error:
+        return with_error(facts, "group", str(error).partition("\n")[0])

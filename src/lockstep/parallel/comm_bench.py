@@ -1,0 +1,160 @@
+"""Time collectives and messages between the workers of a run: `lockstep bench comm`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.elastic.collectives import all_gather_json
+from lockstep.elastic.runtime import ElasticRuntime
+from lockstep.files import write_json
+from lockstep.network.measurements import PairTimes, Row, class_links, describe, pairing_rounds, slow_links
+from lockstep.network.subtrees import Subtree
+from lockstep.parallel.exchange import start_exchange, tree_all_reduce
+from lockstep.runtime.work import WorkWaiter
+
+BUDGET_S, MAX_REPEATS = 0.2, 50  # per size
+TOO_LONG_S = 2.0  # a longer one is not repeated, and larger sizes are skipped
+TIMEOUT_S = 600.0
+Play = Callable[[], object]
+
+
+def main(sizes: str, file: Path) -> None:
+    """Collective. Measure, print the results on each terminal, and write them to `file` on rank 0.
+
+    sizes  bytes, separated by commas
+    """
+    with ElasticRuntime.join(timeout_s=TIMEOUT_S) as runtime:
+        runtime.board.enter("preparing")  # as long as the measurements take
+        hosts, bench, lengths = (
+            all_gather_json(runtime, runtime.world.host),
+            CommBench(runtime),
+            sorted({int(size) for size in sizes.split(",")}),
+        )
+        pairs = bench.measure_pairs(hosts, lengths)
+        slow, rows = slow_links(pairs), [row for name in bench.plays(0) for row in bench.measure(name, lengths)]
+        if runtime.shows_progress():
+            print(describe(rows, class_links(pairs, slow), slow), flush=True)
+        if runtime.world.leader:
+            write_json(file, results(bench, hosts, pairs, rows))
+            print(f"\nwrote {file}", flush=True)
+
+
+def results(bench: CommBench, hosts: list[str], pairs: list[PairTimes], rows: list[Row]) -> dict[str, Any]:
+    """Return what the JSON file holds: docs/network.md."""
+    slow = slow_links(pairs)
+    return {
+        "links": {kind: vars(link) for kind, link in class_links(pairs, slow).items()},
+        "slow": [link._asdict() for link in slow],
+        "pairs": [{**pair._asdict(), "class": pair.kind} for pair in pairs],
+        "table": [{**row._asdict(), "algbw": row.algbw, "busbw": row.busbw} for row in rows],
+        "backend": "nccl" if bench.device.type == "cuda" else "gloo",
+        "hosts": hosts,
+    }
+
+
+class CommBench:
+    """The default group of a run, and how to time it. All methods are collective."""
+
+    def __init__(self, runtime: ElasticRuntime) -> None:
+        assert dist.group.WORLD is not None
+        self.runtime, self.group, self.device = runtime, dist.group.WORLD, runtime.world.device
+        self.rank, self.size = runtime.world.rank, runtime.world.size
+        self.waits = WorkWaiter(in_thread=self.device.type == "cpu")
+
+    def plays(self, length: int) -> dict[str, Play]:
+        """Return the collectives over float32 buffers of `length`, a multiple of the number of ranks."""
+        whole, other = torch.zeros(length, device=self.device), torch.zeros(length, device=self.device)
+        part, leaf, after, before = other[: length // self.size], Subtree(self.rank, 1), (self.rank + 1) % self.size, self.rank - 1
+        # The names since torch 2.13, else the earlier ones.
+        all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+        reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+        return {
+            "all_reduce": lambda: dist.all_reduce(whole),
+            "engine": lambda: tree_all_reduce([(leaf, whole)], self.size, self.group, whole, self.waits),
+            "broadcast": lambda: dist.broadcast(whole, src=0),
+            "all_gather": lambda: all_gather(whole, part),
+            "reduce_scatter": lambda: reduce_scatter(part, whole),
+            "send_recv": lambda: self.exchange([(after, whole)], [(before % self.size, other)]),
+        }
+
+    def measure(self, name: str, sizes: Sequence[int]) -> list[Row]:
+        """Return one row for each size; the slowest rank counts."""
+        rows = []
+        self.plays(self.size)[name]()  # NCCL connects at first use
+        for size in sizes:
+            length = -(-size // (4 * self.size)) * self.size
+            play = self.plays(length)[name]
+            once_s = self.slowest(self.timed(play))
+            count = repeats(once_s)
+            rows.append(Row(name, self.size, 4 * length, self.slowest(self.timed(play, count)) if count else once_s))
+            if not count:
+                break
+        return rows
+
+    def measure_pairs(self, hosts: list[str], sizes: Sequence[int]) -> list[PairTimes]:
+        """Time messages between the first ranks of each pair of hosts, and between the first two of each
+        host. Disjoint pairs of hosts are measured at once: they share no interface."""
+        ranks_of = {host: [rank for rank, other in enumerate(hosts) if other == host] for host in hosts}
+        firsts = [ranks[0] for ranks in ranks_of.values()]
+        turns = [[(ranks[0], ranks[1]) for ranks in ranks_of.values() if len(ranks) > 1]]
+        turns += [[(firsts[a], firsts[b]) for a, b in turn] for turn in pairing_rounds(len(firsts))]
+        pairs = []
+        for turn in turns:
+            pair = next((pair for pair in turn if self.rank in pair), None)
+            times = all_gather_json(self.runtime, list(self.ping_pong(*pair, sizes).items()) if pair else [])
+            pairs += [PairTimes((a, b), (hosts[a], hosts[b]), {size: took for size, took in times[a]}) for a, b in turn]
+        return pairs
+
+    def ping_pong(self, first: int, second: int, sizes: Sequence[int]) -> dict[int, float]:
+        """Return the seconds of one message by its size: half of the shortest round trip, because
+        longer ones include the load of the hosts. `first` decides how often."""
+        starts, peer, result = self.rank == first, first + second - self.rank, {}
+        count = torch.ones(1, dtype=torch.int64, device=self.device)
+
+        def message(tensor: Tensor, *, sends: bool) -> None:
+            self.exchange([(peer, tensor)] * sends, [(peer, tensor)] * (not sends))
+
+        message(count, sends=starts)  # NCCL connects at first use
+        for size in sizes:
+            buffer = torch.zeros(size, dtype=torch.uint8, device=self.device)
+
+            def round_trip(buffer: Tensor = buffer) -> None:
+                message(buffer, sends=starts)
+                message(buffer, sends=not starts)
+
+            once_s = self.timed(round_trip)
+            count.fill_(repeats(once_s))
+            message(count, sends=starts)
+            result[size] = min([once_s, *(self.timed(round_trip) for _ in range(int(count)))]) / 2
+            if not count:
+                break
+        return result
+
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+        self.waits.wait(start_exchange(sends, receives, self.group), self.group)
+
+    def timed(self, play: Play, count: int = 1) -> float:
+        """Return the seconds of one `play`, the mean over `count` of them."""
+        start_s = time.perf_counter()
+        for _ in range(count):
+            play()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return (time.perf_counter() - start_s) / count
+
+    def slowest(self, seconds: float) -> float:
+        value = torch.tensor([seconds], dtype=torch.float64)
+        dist.all_reduce(value, dist.ReduceOp.MAX)
+        return float(value)
+
+
+def repeats(seconds: float) -> int:
+    """Return how often to repeat what takes so long; 0: never, and skip larger sizes."""
+    return 0 if seconds > TOO_LONG_S else max(1, min(MAX_REPEATS, int(BUDGET_S / seconds)))
