@@ -28,6 +28,7 @@ LAYERS = (
     ("agent",),
     ("checkpoint",),
     ("models",),
+    ("planner",),
     ("parallel",),
     ("generation",),
     ("training",),

@@ -21,7 +21,8 @@ import torch
 from bench.results import keep, machine
 from lockstep.config.schema import MemoryOptions, OptimOptions
 from lockstep.layout import Coordinates, Layout
-from lockstep.models.llama import LLAMA_CONFIGS, Llama, init_param
+from lockstep.models.llama import Llama, init_param
+from lockstep.models.llama_config import LLAMA_CONFIGS
 from lockstep.parallel.grad_norm import divide_and_clip
 from lockstep.parallel.parallelize import parallelize
 from lockstep.record.step_timer import flops_per_token, peak_flops, peak_resident_bytes

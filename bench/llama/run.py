@@ -52,7 +52,8 @@ def data(step: int, k: int, vocabulary: int) -> tuple[Tensor, Tensor]:
 
 
 def built(shape_name: str) -> nn.Module:
-    from lockstep.models.llama import LLAMA_CONFIGS, build_llama
+    from lockstep.models.llama import build_llama
+    from lockstep.models.llama_config import LLAMA_CONFIGS
 
     return build_llama(LLAMA_CONFIGS[shape_name], device=torch.device("cpu"), seed=1)
 
@@ -85,7 +86,8 @@ def ours(shape: str, steps: int, each: int, shard: int = 1, together: bool = Fal
     from lockstep.config.schema import MemoryOptions, OptimOptions
     from lockstep.elastic.runtime import ElasticRuntime
     from lockstep.layout import Layout
-    from lockstep.models.llama import LLAMA_CONFIGS, Llama, init_param
+    from lockstep.models.llama import Llama, init_param
+    from lockstep.models.llama_config import LLAMA_CONFIGS
     from lockstep.parallel.grad_norm import divide_and_clip
     from lockstep.parallel.parallelize import parallelize
     from lockstep.training.optim import adamw

@@ -22,7 +22,8 @@ import torch
 from bench.results import TOP, keep, machine
 from lockstep.checkpoint.state_dict import get_state_dict
 from lockstep.config.schema import MemoryOptions, OptimOptions
-from lockstep.models.llama import LLAMA_CONFIGS, build_llama
+from lockstep.models.llama import build_llama
+from lockstep.models.llama_config import LLAMA_CONFIGS
 from lockstep.parallel.activation_checkpoint import checkpoint_activations
 from lockstep.training.optim import adamw
 

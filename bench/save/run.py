@@ -46,7 +46,8 @@ def train(shape: str, saves: int, out: Path) -> None:
     """One worker: train, save, and note the seconds of each step."""
     from lockstep.checkpoint.async_save import AsyncSaver
     from lockstep.elastic.runtime import ElasticRuntime
-    from lockstep.models.llama import LLAMA_CONFIGS, build_llama
+    from lockstep.models.llama import build_llama
+    from lockstep.models.llama_config import LLAMA_CONFIGS
     from lockstep.training.checkpointer import Checkpointer
     from lockstep.training.replica_group import ReplicaGroup
 

@@ -23,7 +23,8 @@ from support.waiting import wait_until
 
 from lockstep.data.tokenizer import Tokenizer
 from lockstep.models import hub
-from lockstep.models.llama import LlamaConfig, build_llama
+from lockstep.models.llama import build_llama
+from lockstep.models.llama_config import LlamaConfig
 
 PROGRAM = SUPPORT / "static_group_program.py"
 

@@ -35,7 +35,8 @@ from lockstep.generation.sampling import (
     stream_continuations,
 )
 from lockstep.models import hf_config, hub, llama_io
-from lockstep.models.llama import IGNORE_INDEX, LLAMA_CONFIGS, Llama, LlamaConfig, RopeScaling, build_llama
+from lockstep.models.llama import IGNORE_INDEX, Llama, build_llama
+from lockstep.models.llama_config import LLAMA_CONFIGS, LlamaConfig, RopeScaling
 
 V = 300
 SMALL = LlamaConfig(V, 48, 3, 6, 2, 8, 80, max_seq_len=256, rope_theta=10_000.0)

@@ -36,7 +36,8 @@ from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import CheckpointError, DataError, UsageError
 from lockstep.models import lora
 from lockstep.models.build import materialize
-from lockstep.models.llama import LLAMA_CONFIGS, Llama
+from lockstep.models.llama import Llama
+from lockstep.models.llama_config import LLAMA_CONFIGS
 from lockstep.models.llama_io import InitialWeights, load_llama, open_weights
 from lockstep.models.lora import merged_weights
 from lockstep.record.metrics import read_metrics

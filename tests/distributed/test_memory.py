@@ -22,7 +22,8 @@ from lockstep.config.schema import MemoryOptions, OptimOptions
 from lockstep.errors import ConfigError
 from lockstep.layout import Layout
 from lockstep.models.build import build_translator
-from lockstep.models.llama import LLAMA_CONFIGS, Llama, LlamaConfig, build_llama
+from lockstep.models.llama import Llama, build_llama
+from lockstep.models.llama_config import LLAMA_CONFIGS, LlamaConfig
 from lockstep.models.translator import Translator
 from lockstep.parallel.activation_checkpoint import Mode, checkpoint_activations
 from lockstep.parallel.memory_estimate import memory_limit, refuse_too_large

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from lockstep.errors import UsageError
 from lockstep.layout import AXES, Layout, LayoutLimits, choose_layout, nearest_layouts
-from lockstep.parallel.pipeline import P2PMessage, pipeline_schedule
-from lockstep.parallel.shard_passes import adjacent_blocks
+from lockstep.network.pipeline_schedule import adjacent_blocks, pipeline_schedule
+from lockstep.parallel.pipeline import P2PMessage
 from lockstep.tensor_slice import TensorSlice
 
 SIZES = st.integers(1, 4)

@@ -20,7 +20,7 @@ from lockstep.errors import LockstepError, OutOfMemoryError, UsageError
 from lockstep.runtime.environment import RESERVED_VARIABLES
 from lockstep.runtime.exit_report import error_summary, is_out_of_memory
 
-RUN_COMMANDS = ("train", "launch", "drill")  # accept every key of a run as an option
+RUN_COMMANDS = ("train", "launch", "drill", "plan")  # accept every key of a run as an option
 STRICT_COMMANDS = ("bench", "doctor", "status", "evaluate", "translate", "checkpoint", "lab")  # accept only the words that argparse knows
 
 

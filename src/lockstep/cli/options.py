@@ -123,6 +123,18 @@ def add_training_commands(commands: Commands) -> None:
     add("--override", **OVERRIDE)
     add("--profile", default="", metavar="steps=A..B", help="write a trace and a time breakdown of these steps")
     add("--show", action="store_true", help="print every value with its origin, and exit")
+    add("--layout", choices=["auto"], help="auto: choose layout.* by lockstep plan for the devices of this machine")
+
+    add = add_command(commands, "plan", "rank the layouts of a run on given devices by memory and time", takes_target=True)
+    add("--devices", required=True, metavar="HxD:KIND-MEMORY", help="hosts x devices of each, as 4x8:H100-80GB or 2x1:cpu-4GiB")
+    add("--link", default="", metavar="RATE[,LATENCY]", help="of a host, shared by its workers, such as 100Gbit/s or 1Gbit/s,200us")
+    add("--host_link", default="", metavar="RATE[,LATENCY]", help="between two devices of a host (default: an assumption)")
+    add("--profile", type=Path, metavar="FILE.json", help="links as lockstep bench comm measured them, instead of --link")
+    add("--measure", action="store_true", help="time the blocks of the model on this machine, instead of assuming FLOP/s")
+    add("--out", type=Path, metavar="RUN", help="--measure: run folder whose data is used, prepared if missing (default: as for train)")
+    add("--mtbf", default="", metavar="TIME", help="mean time between failures of a host in the run, such as 4h: adds the goodput")
+    add("--price", type=float, metavar="P", help="dollars per device and hour: adds the price of a million tokens")
+    add("--json", action="store_true", help="print JSON")
 
     add = add_command(commands, "run", "run a script on all devices of this machine; its arguments follow FILE.py")
     add("file", metavar="FILE.py", help="script that every worker runs as python FILE.py ARGUMENTS")

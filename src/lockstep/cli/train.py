@@ -2,6 +2,7 @@
 
 import argparse
 
+from lockstep.cli.plan import with_planned_layout
 from lockstep.cli.start import choose_worker_count, read_request, refuse_layout, run_as_worker, start_local_agent, workers_per_replica
 from lockstep.config.saved_run import format_run
 
@@ -11,6 +12,8 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     if args.show and not request.script:
         print(format_run(request.open(request.resume)))
         return 0
+    if args.layout == "auto":
+        request = with_planned_layout(request, args.workers)
     code = run_as_worker(request, args.workers)
     if code is not None:
         return code

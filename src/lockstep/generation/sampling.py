@@ -23,7 +23,8 @@ from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.generation.decoder import Decoder, KVCache
 from lockstep.log import log
-from lockstep.models.llama import Llama, LlamaConfig
+from lockstep.models.llama import Llama
+from lockstep.models.llama_config import LlamaConfig
 from lockstep.parallel.plans import plan_of_llama
 from lockstep.parallel.tensor_parallel import tensor_slices
 from lockstep.runtime.torch_private import inductor_freezing

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from lockstep.errors import CheckpointError
-from lockstep.models.llama import Llama, LlamaConfig, RopeScaling
+from lockstep.models.llama import Llama
+from lockstep.models.llama_config import LlamaConfig, RopeScaling
 from lockstep.models.transformers_model import INNER
 
 ARCHITECTURES = {  # -> model_type

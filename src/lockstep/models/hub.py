@@ -30,7 +30,7 @@ from lockstep.config.adapter_config import ADAPTER_CONFIG
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.files import fsync_folder, read_json, write_atomic, write_json
 from lockstep.models.hf_config import HARMLESS_KEYS, config_from_hf, config_to_hf, family_of, hf_name, parameter_shapes
-from lockstep.models.llama import LlamaConfig
+from lockstep.models.llama_config import LlamaConfig
 from lockstep.models.transformers_model import TransformersConfig
 from lockstep.runtime.tensor_bytes import DTYPES, TORCH_DTYPES, bytes_of
 from lockstep.units import join_names

@@ -36,7 +36,8 @@ from lockstep.models import llama, lora
 from lockstep.models.build import materialize
 from lockstep.models.hf_config import config_from_json, config_to_hf
 from lockstep.models.hub import CONFIG_FILE, SHARD_BYTES, LazyTensors, LlamaWeights, dtype_of, is_hub, open_hub, write_hub
-from lockstep.models.llama import LLAMA_CONFIGS, Llama, LlamaConfig
+from lockstep.models.llama import Llama
+from lockstep.models.llama_config import LLAMA_CONFIGS, LlamaConfig
 from lockstep.models.lora import is_adapter, merged_weights
 from lockstep.models.transformers_model import TransformersConfig, TransformersModel
 from lockstep.units import format_bytes, format_count

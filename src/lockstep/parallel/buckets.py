@@ -8,9 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from lockstep.network.bucket_sizes import group_by_size
 from lockstep.runtime.torch_private import foreach_copy_
-
-LAST_BYTES = 2**20  # of the last bucket, whose exchange no backward pass hides
 
 
 class Bucket:
@@ -63,7 +62,8 @@ class GradientBuckets:
     ) -> None:
         self.order, self._on_ready = order, on_ready
         self.ready_order: list[int] = []  # of the first backward pass
-        groups = group_parameters(parameters, bucket_bytes, order or list(reversed(range(len(parameters)))))
+        sizes = [(p.dtype, p.nbytes) for p in parameters]
+        groups = group_by_size(sizes, bucket_bytes, order or list(reversed(range(len(parameters)))))
         self.buckets = [Bucket(indices, [parameters[i] for i in indices]) for indices in groups]
         self._arrived = [False] * len(parameters)
         self.repeated: list[int] = []  # gradients that arrived twice in one backward pass
@@ -123,27 +123,6 @@ class GradientBuckets:
         while self._send and self._launched < len(self.buckets) and not self.buckets[self._launched].missing:
             self._launched += 1
             self._on_ready(self.buckets[self._launched - 1])
-
-
-def group_parameters(parameters: Sequence[nn.Parameter], bucket_bytes: int, order: Sequence[int]) -> list[list[int]]:
-    """Group parameters, by number, into buckets of one dtype, in the order of completion.
-
-    Made from the end, so that the last bucket is small. Parameters without elements are in no
-    bucket: autograd may leave them out.
-    """
-    groups: list[list[int]] = []
-    open_groups: dict[torch.dtype, list[int]] = {}
-    for i in reversed(order):
-        p = parameters[i]
-        if not p.numel():
-            continue
-        if p.dtype not in open_groups:
-            groups.append(open_groups.setdefault(p.dtype, []))
-        group = open_groups[p.dtype]
-        group.append(i)
-        if sum(parameters[j].nbytes for j in group) >= (bucket_bytes if len(groups) > 1 else min(bucket_bytes, LAST_BYTES)):
-            del open_groups[p.dtype]
-    return [group[::-1] for group in reversed(groups)]
 
 
 def dense_strides(parameter: Tensor) -> tuple[int, ...]:

@@ -77,7 +77,7 @@ class CommBench:
         reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
         return {
             "all_reduce": lambda: dist.all_reduce(whole),
-            "engine": lambda: tree_all_reduce([(leaf, whole)], self.size, self.group, whole, self.waits),
+            "engine": lambda: tree_all_reduce([(leaf, whole)], (1,) * self.size, self.group, whole, self.waits),
             "broadcast": lambda: dist.broadcast(whole, src=0),
             "all_gather": lambda: all_gather(whole, part),
             "reduce_scatter": lambda: reduce_scatter(part, whole),

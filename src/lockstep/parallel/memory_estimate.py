@@ -21,6 +21,7 @@ from lockstep.config.schema import MemoryOptions, OptimOptions
 from lockstep.errors import ConfigError, OutOfMemoryError
 from lockstep.layout import Layout, LayoutLimits, layout_flags
 from lockstep.parallel.plans import plan_of
+from lockstep.planner.memory_cost import bytes_per_parameter
 from lockstep.runtime.exit_report import is_out_of_memory
 from lockstep.units import format_bytes, format_count
 
@@ -71,10 +72,8 @@ def refuse_too_large(
     parameters  lower bound of the model's parameters
     frozen      True: only adapters are trained
     """
-    weight, moment = (2 if dtype == "bf16" else 4 for dtype in (memory.weights, memory.optimizer_state))
-    moments = {"adamw": 2, "adafactor": 0}.get(optim.kind, 1)
-    state = moments * moment + (4 if weight == 2 else 0) + (4 if optim.ema_decay else 0)  # moments, master and averaged weights
-    each = weight if frozen else 2 * weight + (0 if memory.offload == "optimizer" and device.type == "cuda" else state)
+    weight, state = bytes_per_parameter(memory, optim, device.type)
+    each = weight if frozen else 2 * weight + state
     need, (limit, source) = each * parameters // layout.workers_per_replica, memory_limit(device)
     if need > limit:
         raise ConfigError(

@@ -30,22 +30,14 @@ from lockstep.errors import UsageError
 from lockstep.models.llama import IGNORE_INDEX, Llama, RotaryEmbedding, positions_and_mask
 from lockstep.models.loss import output_cross_entropy
 from lockstep.models.translator import EncodedSource, Translator, causal_bias, source_bias
+from lockstep.network.pipeline_schedule import adjacent_blocks, pipeline_schedule
 from lockstep.parallel.digest import digest_of
 from lockstep.parallel.groups import ProcessGroups
-from lockstep.parallel.shard_passes import adjacent_blocks
 from lockstep.runtime.numerics import generator_states, pack_generators, restore_generators, seed_generators
 from lockstep.runtime.tensor_bytes import DTYPES, TORCH_DTYPES, bytes_of, tensors_of
 
 ENVELOPE_BYTES = 4096
 MAX_TENSORS = 31  # between two chunks
-
-
-class PipelineOp(NamedTuple):
-    """A pass of micro-batch `micro` (its index on this worker) through a chunk of the stage."""
-
-    kind: Literal["forward", "backward"]
-    chunk: int
-    micro: int
 
 
 class P2PMessage(NamedTuple):
@@ -58,28 +50,6 @@ class P2PMessage(NamedTuple):
     def tag(self, number: int) -> int:
         """Return the tag of tensor `number`; unique among the messages of two workers."""
         return ((self.micro * 1024 + self.edge) * 2 + (self.kind == "grads")) * (MAX_TENSORS + 1) + number
-
-
-def pipeline_schedule(stage: int, stages: int, micro_batches: int, chunks: int = 1) -> list[PipelineOp]:
-    """Return the operations of a stage in a step, in order.
-
-    With several chunks, micro-batches go in rounds of `stages`; if their number is no multiple of
-    that, all forward passes come before all backward passes.
-    """
-    total = micro_batches * chunks
-    if chunks > 1 and micro_batches % stages:
-        forward = [PipelineOp("forward", chunk, micro) for chunk in range(chunks) for micro in range(micro_batches)]
-        return forward + [PipelineOp("backward", chunk, micro) for chunk in reversed(range(chunks)) for micro in range(micro_batches)]
-
-    def unit(number: int) -> tuple[int, int]:
-        cycle, within = divmod(number, stages * chunks)
-        return within // stages, cycle * stages + within % stages
-
-    warmup = min(total, stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages)
-    forward = [PipelineOp("forward", *unit(i)) for i in range(total)]
-    backward = [PipelineOp("backward", chunks - 1 - chunk, micro) for chunk, micro in map(unit, range(total))]
-    steady = [op for pair in zip(forward[warmup:], backward, strict=False) for op in pair]
-    return forward[:warmup] + steady + backward[total - warmup :]
 
 
 class Chunk(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from lockstep.errors import UsageError
 from lockstep.layout import Coordinates, Layout
+from lockstep.network.pipeline_schedule import adjacent_blocks
 from lockstep.network.subtrees import Subtree, leaves_of_rank
 from lockstep.parallel.exchange import Traffic, start_exchange
 from lockstep.parallel.groups import ProcessGroups, all_to_all_rows
@@ -58,13 +58,6 @@ def plan_passes(own: Sequence[int], shard: int, shards: int, *, reduce_once_per_
         leaves = tuple(own[first : first + shards])
         passes.append(ShardPass(leaves[min(shard, len(leaves) - 1)], shard < len(leaves), leaves, first + shards >= len(own)))
     return passes
-
-
-def adjacent_blocks(items: Sequence[int], count: int) -> list[Sequence[int]]:
-    """Cut items into blocks of equal size; the first ones may be one larger."""
-    each, rest = divmod(len(items), count)
-    starts = [block * each + min(block, rest) for block in range(count + 1)]
-    return [items[start:stop] for start, stop in pairwise(starts)]
 
 
 def exchange_rows(

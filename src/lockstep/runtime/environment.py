@@ -20,6 +20,7 @@ from pathlib import Path
 from lockstep.errors import UsageError
 from lockstep.runtime.worker_env import EXIT_REPORT, SHARED_TERMINAL, STATE_FOLDER, WORKER_ENV
 
+BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")  # x86 AMX tiles, x86 AVX-512, Arm
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # LOCKSTEP_* variables that are not configuration values: for users, for our own workers, for our tests.
 RESERVED_VARIABLES = (
@@ -103,6 +104,12 @@ def default_worker_count(environ: Mapping[str, str] = os.environ, driver: Path =
         count, unit = (valid, "one for each GPU") if valid else (2, "two on the CPU")
         return count, f"{unit} (CUDA_VISIBLE_DEVICES={visible})"
     return (gpus, "one for each GPU") if gpus else (2, "two on the CPU, no GPU found")
+
+
+def bf16_flag() -> str:
+    """Return the flag of this processor's bf16 units, or ""."""
+    flags = Path("/proc/cpuinfo").read_text().split()
+    return next((flag for flag in BF16_FLAGS if flag in flags), "")
 
 
 def check_worker_count(workers: int, host: str, cores: int | None = None) -> None:

@@ -6,7 +6,6 @@ import math
 import os
 import random
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -15,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.grad import conv2d_weight
 
+from lockstep.runtime.environment import bf16_flag
 from lockstep.runtime.tensor_bytes import bytes_of
 
-BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")  # x86 AMX tiles, x86 AVX-512, Arm
 # Variables that make oneDNN, MKL, ATen and cuBLAS choose other kernels.
 KERNEL_SETTINGS = (
     "ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS",
@@ -79,10 +78,8 @@ def choose_precision(device: torch.device) -> tuple[Literal["bf16", "fp32"], str
     if device.type == "cuda":
         supported = torch.cuda.is_bf16_supported(including_emulation=False)
         return ("bf16", "this GPU has bf16 units") if supported else ("fp32", "this GPU has no bf16 units")
-    flags = Path("/proc/cpuinfo").read_text().split()
-    bf16_flag = next((flag for flag in BF16_FLAGS if flag in flags), None)
-    if bf16_flag:
-        return "bf16", f"this processor has bf16 units ({bf16_flag})"
+    if flag := bf16_flag():
+        return "bf16", f"this processor has bf16 units ({flag})"
     return "fp32", "this processor has no bf16 units: bf16 products are slower than fp32 products"
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from lockstep.config.schema import RunConfig
 from lockstep.layout import LayoutLimits
-
-if TYPE_CHECKING:
-    from lockstep.models.llama import LlamaConfig
+from lockstep.models.llama_config import LLAMA_CONFIGS, LlamaConfig
 
 
 def layout_limits(run: RunConfig) -> LayoutLimits:
-    """Return what the axes of a layout must divide. Looks up the size of a Llama, which imports
+    """Return what the axes of a layout must divide. Reads a Llama's folder, which imports
     torch, only if the layout splits layers."""
     if run.task == "translate":
         model = run.model
@@ -31,12 +29,11 @@ def layout_limits(run: RunConfig) -> LayoutLimits:
 
 def llama_config(run: RunConfig) -> LlamaConfig:
     """Return the size of the run's Llama. The vocabulary of a new one depends on its tokenizer."""
-    from lockstep.models.hub import open_hub  # these load torch, which the agent does not need
-    from lockstep.models.llama import LLAMA_CONFIGS
-    from lockstep.models.llama_io import is_llama_run, read_model, refuse_other_backend
-
     if not run.llama.init_from:
         return LLAMA_CONFIGS[run.llama.size]
+    from lockstep.models.hub import open_hub  # these load torch, which the agent does not need
+    from lockstep.models.llama_io import is_llama_run, read_model, refuse_other_backend
+
     start = Path(run.llama.init_from)
     config = read_model(start)[0] if is_llama_run(start) else open_hub(start, run.llama.backend).config
     refuse_other_backend(config, run.llama.backend, run.llama.init_from)

@@ -12,7 +12,21 @@ import pytest
 from lockstep.cli import options
 from lockstep.cli.main import command_parser, main, split_script, split_values
 
-COMMANDS = ("train", "run", "launch", "status", "drill", "evaluate", "translate", "generate", "checkpoint", "bench", "doctor", "lab")
+COMMANDS = (
+    "train",
+    "run",
+    "launch",
+    "status",
+    "drill",
+    "evaluate",
+    "translate",
+    "generate",
+    "checkpoint",
+    "bench",
+    "doctor",
+    "lab",
+    "plan",
+)
 PROGRAM = Path(__file__).parents[2] / "support" / "command_without_torch.py"
 
 
@@ -33,6 +47,9 @@ PROGRAM = Path(__file__).parents[2] / "support" / "command_without_torch.py"
         (["bench", "comm", "--workers", "1"], 2),
         (["bench", "comm", "--hosts", "absent.toml"], 2),
         (["doctor", "--hosts", "absent.toml"], 2),
+        (["plan", "--devices", "2x2:cpu-4GiB", "--link", "1Gbit/s"], 0),
+        (["plan", "--devices", "4x8:H100-80GB", "--link", "100Gbit/s", "--task", "pretrain", "--data.kind", "stdlib"], 0),
+        (["plan", "--devices", "2x2:cpu-4MiB", "--link", "1Gbit/s"], 2),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -44,7 +61,7 @@ def test_help_and_refusals_do_not_import_torch(words: list[str], code: int) -> N
 def test_light_modules_do_not_import_torch() -> None:
     modules = ["config.schema", "runtime.environment", "data.order", "agent.agent"]
     modules += ["cli.train", "cli.run", "cli.launch", "cli.status", "cli.drill", "cli.evaluate", "cli.generate", "cli.checkpoint"]
-    modules += ["cli.bench", "cli.doctor", "cli.lab", "doctor.peers", "network.measurements"]
+    modules += ["cli.bench", "cli.doctor", "cli.lab", "cli.plan", "doctor.peers", "network.measurements"]
     code = f"import sys, {', '.join('lockstep.' + name for name in modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -18,7 +18,8 @@ from lockstep.data.text.chat_tokenizer import ChatTokenizer
 from lockstep.data.tokenizer import Tokenizer
 from lockstep.errors import CheckpointError, DataError, LockstepError, UsageError
 from lockstep.models import hf_config, hub, llama_io
-from lockstep.models.llama import Llama, LlamaConfig, RopeScaling, build_llama
+from lockstep.models.llama import Llama, build_llama
+from lockstep.models.llama_config import LlamaConfig, RopeScaling
 from lockstep.models.llama_io import InitialWeights
 
 CPU = torch.device("cpu")

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.models import llama
-from lockstep.models.llama import DocumentEnds, LlamaConfig, attend, build_llama, positions_and_mask
+from lockstep.models.llama import DocumentEnds, attend, build_llama, positions_and_mask
+from lockstep.models.llama_config import LlamaConfig
 
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1, 1, 1]])
 

@@ -6,23 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.parallel.buckets import LAST_BYTES, Bucket, GradientBuckets, dense_strides, group_parameters
+from lockstep.parallel.buckets import Bucket, GradientBuckets, dense_strides
 from lockstep.runtime.torch_private import version_of
 
 
 def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     return [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
-
-
-def test_buckets_follow_the_order_and_the_last_one_is_small() -> None:
-    quarter = LAST_BYTES // 4  # elements of four bytes
-    assert group_parameters(parameters(*[quarter] * 6), 2 * LAST_BYTES, [5, 4, 3, 2, 1, 0]) == [[5], [4, 3], [2, 1], [0]]
-
-
-def test_bucket_has_one_dtype_and_no_empty_parameter() -> None:
-    mixed = [*parameters(4, 0, 4), *parameters(4, 4, dtype=torch.bfloat16)]
-    assert group_parameters(mixed, 10**6, [0, 1, 3, 2, 4]) == [[0, 2], [3, 4]]
-    assert group_parameters(mixed, 1, [0, 3, 2, 4]) == [[0], [3], [2], [4]]
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,14 @@ import torch
 from support.queue_group import QueueGroup, run_in_threads, start_exchange
 from torch import Tensor
 
+from lockstep.network.links import Link
 from lockstep.network.subtrees import Subtree, equal_shares, leaves_of_rank
 from lockstep.network.tree_exchange import WHOLE, rounds_of_rank
 from lockstep.parallel import exchange
 from lockstep.parallel.exchange import Traffic, tree_all_reduce
 from lockstep.parallel.ordered_sum import SumTree
+from lockstep.planner.devices import Cluster
+from lockstep.planner.exchange_cost import tree_all_reduce_cost
 
 
 def reduce_in_threads(values: Tensor, shares: tuple[int, ...]) -> tuple[list[Tensor], list[Traffic]]:
@@ -63,6 +66,14 @@ def test_equal_shares_send_log_n_messages_and_the_bytes_of_a_ring(size: int) -> 
     length = 64 * size
     _, traffic = reduce_in_threads(torch.ones(2 * size, length), (2,) * size)
     assert {(sent.messages, sent.bytes) for sent in traffic} == {(2 * int(log2(size)), 2 * (size - 1) * length * 4 // size)}
+
+
+@pytest.mark.parametrize(("size", "leaves"), [(2, 4), (3, 8), (4, 4), (5, 11), (7, 64), (16, 16)])
+def test_a_plan_counts_the_bytes_of_the_engine(size: int, leaves: int) -> None:
+    length, link = 64 * 3 * 5 * 7 * 11, Link(1e-4, 1e6)
+    _, traffic = reduce_in_threads(torch.ones(leaves, length), size)
+    _, sent = tree_all_reduce_cost(tuple(range(size)), leaves, 4.0 * length, Cluster(size, 1, "cpu", 0, link, link))
+    assert sent == pytest.approx(max(rank.bytes for rank in traffic), abs=64)  # slices are rounded to elements
 
 
 def test_largest_messages_go_to_the_nearest_neighbors() -> None:

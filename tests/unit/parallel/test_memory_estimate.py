@@ -8,7 +8,8 @@ from torch import nn
 
 from lockstep.errors import OutOfMemoryError
 from lockstep.layout import Layout, LayoutLimits
-from lockstep.models.llama import LLAMA_CONFIGS, Llama
+from lockstep.models.llama import Llama
+from lockstep.models.llama_config import LLAMA_CONFIGS
 from lockstep.parallel import memory_estimate
 from lockstep.parallel.memory_estimate import ModelSize, explain_out_of_memory, smallest_fitting_layout
 

@@ -13,7 +13,8 @@ from lockstep.config.schema import LoraOptions
 from lockstep.errors import UsageError
 from lockstep.layout import LayoutLimits
 from lockstep.models.build import translator_on_meta
-from lockstep.models.llama import LLAMA_CONFIGS, Llama
+from lockstep.models.llama import Llama
+from lockstep.models.llama_config import LLAMA_CONFIGS
 from lockstep.models.lora import add_adapters
 from lockstep.models.translator import Translator
 from lockstep.parallel.pipeline import build_stage

@@ -7,7 +7,7 @@ import sys
 
 from lockstep.config.resolve import resolve
 from lockstep.layout import LayoutLimits
-from lockstep.models.llama import LLAMA_CONFIGS
+from lockstep.models.llama_config import LLAMA_CONFIGS
 from lockstep.tasks.layout_limits import layout_limits, min_parameters
 
 LLAMA = {"task": "pretrain", "data.kind": "stdlib", "llama.size": "5M"}

@@ -1,0 +1,171 @@
+"""`lockstep plan`: bytes per device and seconds per step for every layout, and what to change."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import subprocess
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from lockstep.cli.start import RunRequest, is_script
+from lockstep.config.resolve import parse_flags, resolve
+from lockstep.config.schema import RunConfig
+from lockstep.errors import UsageError
+from lockstep.layout import Layout, layout_flags
+from lockstep.log import log
+from lockstep.planner.devices import GPUS, Cluster, parse_cluster, parsed
+from lockstep.planner.goodput import expected_goodput
+from lockstep.planner.model_cost import MicroBatch, ModelCost, llama_cost, translator_cost
+from lockstep.planner.plan import Plan, PlannedLayout, advice, make_plan
+from lockstep.planner.step_cost import Timing, timing_from_flops
+from lockstep.runtime.environment import default_worker_count, read_rank_info
+from lockstep.tasks.layout_limits import llama_config
+from lockstep.units import format_bytes, format_count, format_duration, parse_seconds
+
+PAIR_TOKENS = 24  # of a sentence, where the data is not known
+
+
+def main(args: argparse.Namespace, rest: list[str]) -> int:
+    if is_script(args.target):
+        hint = "plan a run file of a similar built-in model, or measure the loop: lockstep drill FILE.py:FUNCTION"
+        raise UsageError(f"{args.target} is a user's loop, whose model is not known", "command line", hint)
+    cluster = parse_cluster(args.devices, args.link, args.host_link, args.profile)
+    run = resolve(Path(args.target) if args.target else None, parse_flags(rest), os.environ).run
+    run = with_precision(run, cluster)
+    model, timing = model_of(run), None
+    if args.measure:
+        from lockstep.tasks.calibration import calibrate  # loads torch
+
+        folder = args.out or Path("runs") / (Path(args.target).stem if args.target else "default")
+        model, timing = calibrate(run, folder, cluster.kind, [size for size in (2, 4, 8) if possible(model, size, cluster)])
+    timing = timing or timing_from_flops(model, *cluster.flops(run.compute.precision))
+    plan = make_plan(model, run, cluster, timing)
+    answer = to_json(plan, model, run, cluster, timing) | {"goodput": goodput_of(args, plan.fitting[0], model, run, cluster)}
+    print(json.dumps(answer, indent=1) if args.json else as_text(answer))
+    return 0
+
+
+def goodput_of(args: argparse.Namespace, best: PlannedLayout, model: ModelCost, run: RunConfig, cluster: Cluster) -> dict[str, Any] | None:
+    """Return what --mtbf and --price ask for, of the best layout. UsageError."""
+    if not args.mtbf and args.price is None:
+        return None
+    mtbf_s = parsed(parse_seconds, args.mtbf, "--mtbf") if args.mtbf else math.inf
+    if mtbf_s <= 0 or (args.price is not None and not 0 <= args.price < math.inf):
+        hint = "give a time above zero, such as 4h, and a price such as 2.5"
+        raise UsageError(f"--mtbf {args.mtbf or 'not set'} --price {args.price}", "command line", hint)
+    state_bytes = best.memory.weights + best.memory.optimizer
+    tokens, save_steps = model.tokens * run.batch.micro_batches, run.checkpoint.every_steps or run.steps
+    return asdict(expected_goodput(best.layout, best.step, cluster, tokens, mtbf_s, args.price, state_bytes, save_steps))
+
+
+def possible(model: ModelCost, tensor: int, cluster: Cluster) -> bool:
+    return cluster.devices % tensor == 0 and all(size % tensor == 0 for size in model.heads)
+
+
+def with_planned_layout(request: RunRequest, workers: int | None) -> RunRequest:
+    """Return the request of a run of this machine with layout.* chosen by its plan, and log why.
+
+    Layouts that keep the bits come first: the tensor axis changes them, and with dropout pipelines.
+    """
+    run = request.validate()
+    if run is None:
+        hint = "a script chooses its own: Session(shard=..., tensor=..., pipeline=...)"
+        raise UsageError("--layout auto is for a run file", "command line", hint)
+    if given := [key for key in request.flags if key.startswith("layout.")]:
+        raise UsageError(f"--layout auto cannot be combined with --{given[0]}", "command line", "remove one of them")
+    if read_rank_info(os.environ)[0] is not None:
+        hint = "start lockstep train alone, or set layout.* to what lockstep plan prints"
+        raise UsageError("--layout auto needs lockstep to start the workers, and another launcher has", "environment", hint)
+    count = workers or default_worker_count()[0]
+    kind, memory = this_device()
+    cluster = parse_cluster(f"1x{count}:{kind}" + (f"-{memory}" if memory else ""), "", "", None)
+    run = with_precision(run, cluster)
+    model = model_of(run)
+    plan = make_plan(model, run, cluster, timing_from_flops(model, *cluster.flops(run.compute.precision)))
+    best = min(plan.fitting, key=lambda planned: planned.layout.tensor * planned.layout.pipeline > 1)
+    log.info(
+        "--layout auto: %s; %s", best.layout, f"{format_duration(best.step.seconds)} a step, {format_bytes(best.memory.total)} per worker"
+    )
+    flags = {f"layout.{axis}": str(getattr(best.layout, axis)) for axis in ("shard", "tensor", "pipeline")}
+    words = [word for key, value in flags.items() for word in (f"--{key}", value)]
+    return replace(request, flags=request.flags | flags, values=[*request.values, *words])
+
+
+def this_device() -> tuple[str, str]:
+    """Return the kind and the memory of a device of this machine, without torch; a CPU's is ""."""
+    if not shutil.which("nvidia-smi"):
+        return "cpu", ""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    lines = subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
+    name, _, mebibytes = lines[0].partition(",") if lines else ("cpu", "", "")
+    known = next((kind for kind in GPUS if kind in name), "cpu")
+    return known, f"{mebibytes.strip()}MiB" if known != "cpu" else ""
+
+
+def with_precision(run: RunConfig, cluster: Cluster) -> RunConfig:
+    auto = run.compute.precision == "auto"
+    return replace(run, compute=replace(run.compute, precision=cluster.precision())) if auto else run
+
+
+def model_of(run: RunConfig) -> ModelCost:
+    """Return the cost of the run's model. UsageError for one that the planner does not know."""
+    tokens = run.batch.tokens
+    if run.task == "translate":
+        length = min(PAIR_TOKENS, run.data.max_tokens)
+        return translator_cost(
+            run.model, run.tokenizer.vocab_size, MicroBatch(max(1, tokens // length), length, length), run.compute.precision
+        )
+    if run.lora.rank or run.llama.backend == "transformers":
+        what = "a plan covers the built-in models, with all parameters trained"
+        raise UsageError(what, "lora.rank, llama.backend", "plan without them: an upper bound of the memory")
+    config = llama_config(run)
+    if not run.llama.init_from:
+        config = replace(config, vocab_size=run.tokenizer.vocab_size)
+    return llama_cost(config, MicroBatch(tokens // run.batch.seq_len, run.batch.seq_len), run.compute.precision)
+
+
+def to_json(plan: Plan, model: ModelCost, run: RunConfig, cluster: Cluster, timing: Timing) -> dict[str, Any]:
+    def entry(planned: PlannedLayout) -> dict[str, Any]:
+        values = {"layout": asdict(planned.layout), "seconds": planned.step.seconds, **asdict(planned.step)}
+        return values | {"memory": asdict(planned.memory), "bytes": planned.memory.total, "reason": planned.reason}
+
+    found = advice(model, run, cluster, timing, plan.fitting[0])
+    return {
+        "model": model.name,
+        "parameters": model.parameters,
+        "tokens": model.tokens * run.batch.micro_batches,  # of a step
+        "precision": run.compute.precision,
+        "devices": f"{cluster.hosts} hosts x {cluster.per_host} {cluster.kind}, {format_bytes(cluster.memory)} each",
+        "timing": timing.source,
+        "layouts": [entry(planned) for planned in plan.fitting],
+        "refused": [{"layout": asdict(layout), "why": why} for layout, why in plan.refused],
+        "advice": {key: {"value": value, "reason": reason} for key, (value, reason) in found.items()},
+    }
+
+
+def as_text(answer: dict[str, Any]) -> str:
+    tokens, layouts = answer["tokens"], answer["layouts"]
+    lines = [
+        f"{answer['model']}: {format_count(answer['parameters'])} parameters; {format_count(tokens)} tokens a step, {answer['precision']}",
+        f"{answer['devices']}; {answer['timing']}",
+        f"{'layout':45} {'step':>8} {'compute':>8} {'exposed':>8} {'bubble':>8} {'tok/s':>8} {'memory':>10} {'sent':>10}  mostly",
+    ]
+    for entry in layouts:
+        seconds = " ".join(f"{format_duration(entry[key]):>8}" for key in ("seconds", "compute_s", "exposed_s", "bubble_s"))
+        sizes = f"{format_count(tokens / entry['seconds']):>8} {format_bytes(entry['bytes']):>10} {format_bytes(entry['sent_bytes']):>10}"
+        lines.append(f"{Layout(**entry['layout'])!s:45} {seconds} {sizes}  {entry['reason']}")
+    lines += [f"not possible: {Layout(**entry['layout'])}: {entry['why']}" for entry in answer["refused"]]
+    lines += ["", f"use {layout_flags(Layout(**layouts[0]['layout']))}"]
+    lines += [f"    --{key} {found['value']}  ({found['reason']})" for key, found in answer["advice"].items()]
+    if goodput := answer["goodput"]:
+        lines.append(
+            f"goodput {goodput['share']:.2%}: {goodput['lost_s']:.1f} s lost per failure, survivors wait {goodput['outage_s']:.1f} s"
+        )
+        dollars = goodput["dollars_per_million_tokens"]
+        lines += [] if dollars is None else [f"{dollars:.4g} dollars per million tokens"]
+    return "\n".join(lines)

@@ -1,0 +1,44 @@
+"""The order of passes in a pipeline: 1F1B, and interleaved 1F1B with several chunks per stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+
+class PipelineOp(NamedTuple):
+    """A pass of micro-batch `micro` (its index on this worker) through a chunk of the stage."""
+
+    kind: Literal["forward", "backward"]
+    chunk: int
+    micro: int
+
+
+def pipeline_schedule(stage: int, stages: int, micro_batches: int, chunks: int = 1) -> list[PipelineOp]:
+    """Return the operations of a stage in a step, in order.
+
+    With several chunks, micro-batches go in rounds of `stages`; if their number is no multiple of
+    that, all forward passes come before all backward passes.
+    """
+    total = micro_batches * chunks
+    if chunks > 1 and micro_batches % stages:
+        forward = [PipelineOp("forward", chunk, micro) for chunk in range(chunks) for micro in range(micro_batches)]
+        return forward + [PipelineOp("backward", chunk, micro) for chunk in reversed(range(chunks)) for micro in range(micro_batches)]
+
+    def unit(number: int) -> tuple[int, int]:
+        cycle, within = divmod(number, stages * chunks)
+        return within // stages, cycle * stages + within % stages
+
+    warmup = min(total, stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages)
+    forward = [PipelineOp("forward", *unit(i)) for i in range(total)]
+    backward = [PipelineOp("backward", chunks - 1 - chunk, micro) for chunk, micro in map(unit, range(total))]
+    steady = [op for pair in zip(forward[warmup:], backward, strict=False) for op in pair]
+    return forward[:warmup] + steady + backward[total - warmup :]
+
+
+def adjacent_blocks(items: Sequence[int], count: int) -> list[Sequence[int]]:
+    """Cut items into blocks of equal size; the first ones may be one larger."""
+    each, rest = divmod(len(items), count)
+    starts = [block * each + min(block, rest) for block in range(count + 1)]
+    return [items[start:stop] for start, stop in pairwise(starts)]

@@ -1,0 +1,119 @@
+"""What trains: hosts, devices and links, from the words of a command."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lockstep.errors import UsageError
+from lockstep.network.links import Link
+from lockstep.record.step_timer import peak_flops
+from lockstep.runtime.environment import bf16_flag
+from lockstep.units import parse_bytes, parse_rate, parse_seconds
+
+EFFICIENCY = 0.4  # of a GPU's peak that training reaches: assumed; `--measure` replaces it
+CPU_FLOPS = {"fp32": 20e9, "bf16": 60e9}  # of one core: assumed
+SAME_HOST = {"gpu": Link(20e-6, 100e9), "cpu": Link(100e-6, 1e9)}  # assumed: NVLink; gloo over the loopback device
+LATENCY_S = 100e-6  # between hosts, if none is given: assumed
+GPUS = ("A100", "H100", "H200", "L4", "T4", "RTX 4090", "RTX 3090")
+MAX_DEVICES = 1 << 14
+DEVICES_HINT = "write HOSTSxDEVICES:KIND-MEMORY, such as 4x8:H100-80GB or 2x1:cpu-4GiB"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts with equal devices, ranks host by host.
+
+    kind         "cpu", or a GPU of record/step_timer.py
+    memory       bytes of a device; of a CPU, of one worker
+    other_host   of a host, shared by its workers
+    """
+
+    hosts: int
+    per_host: int
+    kind: str
+    memory: int
+    same_host: Link
+    other_host: Link
+
+    @property
+    def devices(self) -> int:
+        return self.hosts * self.per_host
+
+    @property
+    def device_type(self) -> str:
+        return "cpu" if self.kind == "cpu" else "cuda"
+
+    def precision(self) -> Literal["bf16", "fp32"]:
+        """Return what compute.precision = auto means there; a CPU is this machine's."""
+        return "bf16" if (bf16_flag() if self.kind == "cpu" else peak_flops(self.kind, "bf16")) else "fp32"
+
+    def flops(self, precision: str) -> tuple[float, str]:
+        """Return the assumed FLOP/s of a device in training, and the assumption."""
+        if self.kind == "cpu":
+            return CPU_FLOPS[precision], f"{CPU_FLOPS[precision] / 1e9:g} GFLOP/s per worker, assumed"
+        peak = peak_flops(self.kind, precision)
+        assert peak is not None
+        return peak * EFFICIENCY, f"{EFFICIENCY:.0%} of the peak of {peak / 1e12:g} TFLOP/s, assumed"
+
+    def link(self, rank: int, peer: int, sharing: int = 0) -> Link:
+        """Return the link of two ranks when `sharing` workers of a host send at once; 0: all."""
+        if rank // self.per_host == peer // self.per_host:
+            return self.same_host
+        return Link(self.other_host.latency_s, self.other_host.bytes_per_s / (sharing or self.per_host))
+
+
+def parse_cluster(devices: str, link: str, host_link: str, profile: Path | None) -> Cluster:
+    """Return the cluster of --devices, --link, --host_link and --profile. UsageError."""
+    match = re.fullmatch(r"(\d{1,6})x(\d{1,6}):([A-Za-z][\w ]*?)(?:-(\d[\w.]*))?", devices)
+    if not match:
+        raise UsageError(f"{devices!r} names no devices", "--devices", DEVICES_HINT)
+    hosts, per_host, kind = int(match[1]), int(match[2]), match[3]
+    if not (hosts and per_host and hosts * per_host <= MAX_DEVICES):
+        raise UsageError(f"{hosts * per_host:,} devices", f"--devices {devices}", f"give 1 to {MAX_DEVICES:,}")
+    is_cpu = kind.lower() == "cpu"
+    if not is_cpu and (peak_flops(kind, "fp32") is None or not match[4]):
+        what = f"the device {kind!r} is not known" if match[4] else f"the memory of {kind} is not given"
+        raise UsageError(what, f"--devices {devices}", f"{DEVICES_HINT}; known GPUs: {', '.join(GPUS)}")
+    own = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // per_host
+    memory = parsed(parse_bytes, match[4], f"--devices {devices}") if match[4] else own
+    links = read_profile(profile) if profile else {}
+    if link:
+        links["other_host"] = parse_link(link, "--link")
+    if host_link:
+        links["same_host"] = parse_link(host_link, "--host_link")
+    if hosts > 1 and "other_host" not in links:
+        hint = "give --link RATE, such as 100Gbit/s or 1Gbit/s,200us, or --profile FILE.json of lockstep bench comm"
+        raise UsageError(f"{hosts} hosts, and the link between them is not known", "command line", hint)
+    same = links.get("same_host", SAME_HOST["cpu" if is_cpu else "gpu"])
+    return Cluster(hosts, per_host, "cpu" if is_cpu else kind, memory, same, links.get("other_host", same))
+
+
+def parse_link(text: str, where: str) -> Link:
+    """Return the link in RATE or RATE,LATENCY. UsageError."""
+    rate, _, latency = text.partition(",")
+    return Link(parsed(parse_seconds, latency, where) if latency else LATENCY_S, parsed(parse_rate, rate, where))
+
+
+def parsed(parse: Any, text: str, where: str) -> Any:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise UsageError(str(error), where, "give a quantity with a unit, such as 80GB, 100Gbit/s or 50us") from None
+
+
+def read_profile(path: Path) -> dict[str, Link]:
+    """Return the links in the JSON of `lockstep bench comm`. UsageError."""
+    try:
+        links = json.loads(path.read_text(encoding="utf-8"))["links"]
+        read = {name: Link(float(link["latency_s"]), float(link["bytes_per_s"])) for name, link in links.items() if link is not None}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        hint = "write it with lockstep bench comm --out FILE.json"
+        raise UsageError(f"{path} is not a profile of links: {type(error).__name__}: {error}", "--profile", hint) from None
+    if wrong := [name for name, link in read.items() if not (link.bytes_per_s > 0 and link.latency_s >= 0)]:
+        raise UsageError(f"{path}: the link {wrong[0]} has no rate above zero or a negative latency", "--profile", "measure it again")
+    return read

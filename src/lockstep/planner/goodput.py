@@ -1,0 +1,152 @@
+"""What failures cost: the membership protocol itself is played, with a failure, in virtual time."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import count, product
+
+from lockstep.elastic.generation_log import Generation, Member
+from lockstep.elastic.protocol.decisions import ElasticLimits, LeaveReport
+from lockstep.elastic.protocol.effects import AbortGroup, Connect, Effect, FormGroup, Propose, ReadLog, Send
+from lockstep.elastic.protocol.transitions import Protocol
+from lockstep.layout import Layout
+from lockstep.planner.devices import Cluster
+from lockstep.planner.step_cost import StepCost
+
+MAX_HOSTS, MAX_PER_HOST = 16, 4  # that are played; a larger cluster takes a little longer
+DISK_S, LEAVE_S, FORM_S = 0.02, 0.05, 0.1  # of the run folder, to leave a group, to form one: assumed
+RESTART_S = 30.0  # until a replacement asks to join, or a lost run has loaded its checkpoint: assumed
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """The share of time in steps that count. outage_s: of survivors, until they train again."""
+
+    share: float
+    outage_s: float
+    lost_s: float  # per failure, with repeated work and missing capacity
+    dollars_per_million_tokens: float | None
+
+
+def expected_goodput(
+    layout: Layout, step: StepCost, cluster: Cluster, tokens: int, mtbf_s: float, price: float | None, state_bytes: float, save_steps: int
+) -> Goodput:
+    """Return the goodput when some host of the run fails every `mtbf_s` on average.
+
+    tokens       of a step
+    price        dollars per device and hour; None: unknown
+    state_bytes  of a worker's weights and optimizer, which a replacement receives
+    save_steps   steps between checkpoints
+    """
+    survives = cluster.hosts > 1 and layout.workers_per_replica * (layout.replicate - 1) >= cluster.per_host
+    if survives:
+        outage_s = played_outage(min(cluster.hosts, MAX_HOSTS), min(cluster.per_host, MAX_PER_HOST), cluster.other_host.latency_s)
+        missing = max(cluster.per_host, layout.workers_per_replica) / layout.workers
+        transfer_s = cluster.other_host.seconds(state_bytes * cluster.per_host)
+        lost_s = outage_s + step.seconds / 2 + missing * RESTART_S + FORM_S + transfer_s
+    else:
+        outage_s, lost_s = RESTART_S, RESTART_S + save_steps / 2 * step.seconds
+    share = 1 / (1 + lost_s / mtbf_s)
+    dollars = None if price is None else price * layout.workers / 3600 * step.seconds / tokens / share * 1e6
+    return Goodput(share, outage_s, lost_s, dollars)
+
+
+@lru_cache(maxsize=16)
+def played_outage(hosts: int, per_host: int, latency_s: float) -> float:
+    """Return the seconds from the loss of a host, with rank 0, until the others train again."""
+    play = Play(hosts, per_host, latency_s)
+    play.run_until_formed(play.workers)
+    play.run(play.now_s + 5)
+    lost, survivors, failed_s = play.workers[:per_host], play.workers[per_host:], play.now_s
+    for worker in lost:
+        worker.lose_power()
+    return play.run_until_formed(survivors) - failed_s
+
+
+class PlayedWorker:
+    """A process: the protocol, and the generation whose group it has formed."""
+
+    def __init__(self, protocol: Protocol) -> None:
+        self.protocol, self.alive, self.formed = protocol, True, 0
+
+    def lose_power(self) -> None:
+        self.alive = False
+
+
+class Play:
+    """Workers with equal clocks, a folder for the log, and links with a latency. No event fails."""
+
+    def __init__(self, hosts: int, per_host: int, latency_s: float) -> None:
+        self.now_s, self.latency_s, self.numbers = 0.0, max(latency_s, 1e-5), count()
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.log: list[Generation] = []
+        limits, places = ElasticLimits(expected_workers=hosts * per_host), product(range(hosts), range(per_host))
+        members = [Member(f"h{host:03d}/{slot}/", f"h{host:03d}", slot, 1, f"10.0.0.1:{slot + 1}") for host, slot in places]
+        self.workers = [PlayedWorker(Protocol(member, limits, lambda: str(next(self.numbers)), 0.0)) for member in members]
+        for worker in self.workers:
+            self.tick(worker)
+            self.act(worker, worker.protocol.request_join(0.0, {}))
+
+    def tick(self, worker: PlayedWorker) -> None:
+        self.act(worker, worker.protocol.tick(self.now_s))
+        self.after(0.2, worker, lambda: self.tick(worker))
+
+    def after(self, delay_s: float, worker: PlayedWorker, event: Callable[[], None]) -> None:
+        heapq.heappush(self.events, (self.now_s + delay_s, next(self.numbers), lambda: event() if worker.alive else None))
+
+    def run(self, until_s: float) -> None:
+        while self.events and self.events[0][0] <= until_s:
+            self.now_s, _, event = heapq.heappop(self.events)
+            event()
+        self.now_s = until_s
+
+    def run_until_formed(self, workers: Sequence[PlayedWorker]) -> float:
+        """Run until the newest generation has these workers alone, each with its group formed."""
+        while len({worker.formed for worker in workers} | {len(self.log)}) > 1 or not self.log or len(self.log[-1].members) != len(workers):
+            self.run(self.events[0][0])
+        return self.now_s
+
+    def leave(self, worker: PlayedWorker, why: str) -> None:
+        report = LeaveReport(worker.protocol.number, 10 + worker.protocol.number, why=why)
+        self.act(worker, worker.protocol.on_group_left(report, self.now_s))
+
+    def act(self, worker: PlayedWorker, effects: Iterable[Effect]) -> None:
+        """Carry out the effects of a turn of a worker."""
+        protocol = worker.protocol
+        for effect in (*effects, *protocol.advance(self.now_s)):
+            if isinstance(effect, Send | Connect):
+                self.reach(worker, effect)
+            elif isinstance(effect, ReadLog):
+                self.after(DISK_S, worker, partial(self.read_log, worker))
+            elif isinstance(effect, Propose):
+                self.after(DISK_S, worker, partial(self.propose, worker, effect.generation))
+            elif isinstance(effect, AbortGroup):
+                self.after(LEAVE_S, worker, partial(self.leave, worker, effect.why))
+            elif isinstance(effect, FormGroup):
+                self.after(FORM_S, worker, partial(setattr, worker, "formed", effect.generation.number))
+
+    def reach(self, worker: PlayedWorker, effect: Send | Connect) -> None:
+        """Deliver a message, or connect. A host without power answers nothing."""
+        me, id = worker.protocol.me.id, effect.id if isinstance(effect, Send) else effect.member.id
+        peer = next(other for other in self.workers if other.protocol.me.id == id)
+        if isinstance(effect, Send):
+            self.after(self.latency_s, peer, lambda: self.act(peer, peer.protocol.on_message(me, effect.message, self.now_s)))
+        elif peer.alive:
+            self.after(self.latency_s, peer, lambda: self.act(peer, peer.protocol.on_link_up(me, self.now_s)))
+            self.after(self.latency_s, worker, lambda: self.act(worker, worker.protocol.on_link_up(id, self.now_s)))
+        else:
+            self.after(1.0, worker, lambda: self.act(worker, worker.protocol.on_connect_failed(id, False, self.now_s)))
+
+    def read_log(self, worker: PlayedWorker) -> None:
+        newest = self.log[-1] if len(self.log) > worker.protocol.number else None
+        members = self.log[-1].ranks if self.log else {}
+        waiting = [other.protocol.me for other in self.workers if other.alive and other.protocol.me.id not in members]
+        self.act(worker, worker.protocol.on_log_read(newest, waiting, self.now_s))
+
+    def propose(self, worker: PlayedWorker, generation: Generation) -> None:
+        if generation.number == len(self.log) + 1:
+            self.log.append(generation)
+        self.act(worker, worker.protocol.on_proposed(self.log[generation.number - 1], self.now_s))

@@ -1,0 +1,131 @@
+"""The peak memory of the busiest worker in a layout: an upper bound.
+
+On a CPU it is the resident memory of the process, as `mem` in the line of a step shows it; on a GPU
+what torch has allocated there. Rank 0 counts, which copies the state while it saves.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import astuple, dataclass
+
+from lockstep.config.schema import MemoryOptions, OptimOptions, RunConfig
+from lockstep.layout import Layout
+from lockstep.planner.model_cost import CHECKPOINT_MODES, ModelCost, Unit
+from lockstep.planner.step_cost import units_of_stage
+
+# Of a CPU process: fitted to the measured peaks in docs/planning.md.
+RUNTIME_BYTES = 355_000_000  # Python, torch and its kernels
+GROUP_BYTES = 3_300_000  # of each process group of gloo
+# The allocator returns nothing to the system, and leaves more holes where micro-batches have many shapes.
+ALLOCATED = {"translate": 1.77, "pretrain": 1.39, "sft": 1.39}  # bytes for each byte of activations
+TENSOR_COPIES = 1.24  # more, for the sums over the tensor axis
+STORED_BYTES, STORED_SHARD_BYTES = 2.4, 1.92  # for each byte of a partial sum that waits in the tree
+# oneDNN keeps 1,024 compiled products, and bf16 ones are large: rows of pairs have hundreds of shapes.
+KERNEL_BYTES = 900_000_000
+ALLOCATED_ON_GPU = 1.05  # not measured
+LOSS_ROWS = {"cpu": 256, "cuda": 8192}  # as in models/loss.py
+
+
+@dataclass(frozen=True)
+class MemoryCost:
+    """Bytes of one worker."""
+
+    runtime: float
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    gathered: float
+    saving: float
+
+    @property
+    def total(self) -> int:
+        parts: tuple[float, ...] = astuple(self)
+        return math.ceil(sum(parts))
+
+
+def memory_cost(model: ModelCost, run: RunConfig, layout: Layout, device_type: str) -> MemoryCost:
+    """Return the bytes of the worker that needs most."""
+    costs = [stage_memory(model, run, layout, device_type, number) for number in range(layout.pipeline)]
+    return max(costs, key=lambda cost: cost.total)
+
+
+def stage_memory(model: ModelCost, run: RunConfig, layout: Layout, device_type: str, number: int) -> MemoryCost:
+    tensor, stages, shards = layout.tensor, layout.pipeline, layout.shard
+    blocks = units_of_stage(model, stages, run.layout.pipeline_chunks, number)
+    is_first, is_last = number == 0, number == stages - 1
+    embedding = model.embedding.elements(tensor) if is_first or (is_last and model.tied) else 0
+    root = embedding + (model.output.elements(tensor) if is_last else 0)
+    elements = sum(unit.elements(tensor) for unit in blocks) + root
+    own = elements / shards
+    weight, state = bytes_per_parameter(run.memory, run.optim, device_type)
+    return MemoryCost(
+        runtime=runtime_bytes(run, layout) if device_type == "cpu" else 0,
+        weights=weight * own,
+        gradients=weight * own * (1 + stored_sums(run, layout)),
+        optimizer=state * own,
+        activations=activation_bytes(model, run, layout, device_type, blocks, number),
+        gathered=gathered_bytes(run, layout, [unit.elements(tensor) for unit in blocks], root),
+        saving=(weight + state) * own if device_type == "cpu" else 0,
+    )
+
+
+def bytes_per_parameter(memory: MemoryOptions, optim: OptimOptions, device_type: str) -> tuple[int, int]:
+    """Return the bytes of a weight, and of the optimizer's state, on the device."""
+    weight, moment = (2 if dtype == "bf16" else 4 for dtype in (memory.weights, memory.optimizer_state))
+    moments = {"adamw": 2, "adafactor": 0}.get(optim.kind, 1)
+    state = moments * moment + (4 if weight == 2 else 0) + (4 if optim.ema_decay else 0)  # moments, master and averaged weights
+    return weight, 0 if memory.offload == "optimizer" and device_type == "cuda" else state
+
+
+def runtime_bytes(run: RunConfig, layout: Layout) -> int:
+    kernels = KERNEL_BYTES if run.task == "translate" and run.compute.precision == "bf16" else 0
+    return RUNTIME_BYTES + GROUP_BYTES * groups_of(layout) + kernels
+
+
+def groups_of(layout: Layout) -> int:
+    """Return how many process groups a worker has besides that of all workers."""
+    return 2 * (layout.shard > 1) + (layout.tensor > 1) + 2 * (layout.pipeline > 1) + (layout.workers_per_replica > 1 < layout.replicate)
+
+
+def stored_sums(run: RunConfig, layout: Layout) -> float:
+    """Return the gradients that partial sums take which wait for their sibling in the tree of a step."""
+    depth = math.ceil(math.log2(-(-run.batch.micro_batches // layout.replicate // layout.shard)))
+    if layout.workers_per_replica == 1:
+        return STORED_BYTES * max(0, depth - 1)
+    return 0.0 if run.fsdp.reduce == "per_step" and layout.shard > 1 else STORED_SHARD_BYTES * depth
+
+
+def gathered_bytes(run: RunConfig, layout: Layout, units: list[int], root: int) -> float:
+    """Return the bytes of whole units: parameters that are gathered, and gradients on their way."""
+    if layout.workers_per_replica == 1:
+        return 4 * min(sum(units) + root, (run.parallel.bucket_bytes or 25_000_000) / 4)
+    kept = len(units) if not run.fsdp.reshard_after_forward else 1 + run.fsdp.prefetch_units
+    if run.fsdp.reduce == "per_step" and layout.shard > 1:
+        depth = math.ceil(math.log2(-(-run.batch.micro_batches // layout.data_parallel_size)))
+        return 4 * (kept * max([*units, 1]) + root + max(1, depth) * (sum(units) + root))
+    return 4 * ((kept + 3) * max([*units, 1]) + 2 * root)
+
+
+def activation_bytes(model: ModelCost, run: RunConfig, layout: Layout, device_type: str, blocks: tuple[Unit, ...], number: int) -> float:
+    """Return the bytes of the saved activations of all micro-batches in flight, and of their use."""
+    mode, tensor, precision = run.memory.activation_checkpoint, layout.tensor, run.compute.precision
+    assert mode in CHECKPOINT_MODES
+    is_last = number == layout.pipeline - 1
+    saved = sum(unit.saved[mode].bytes(tensor, precision) for unit in blocks)
+    saved += model.embedding.saved[mode].bytes(tensor, precision) if number == 0 else 0
+    chunks, later = run.layout.pipeline_chunks, layout.pipeline - number - 1
+    in_flight = 1 + later if chunks == 1 or layout.pipeline == 1 else (2 * later + (chunks - 1) * layout.pipeline + 2) / chunks
+    largest = max(unit.saved["none"].bytes(tensor, precision) for unit in blocks)
+    vocabulary = model.embedding.elements(1)
+    loss = model.output.saved[mode].bytes(tensor, precision) if is_last else 0
+    if is_last:  # logits, scores and gradients of some rows; the narrow matrix
+        rows = min(LOSS_ROWS[device_type], model.tokens)
+        loss += 3 * 4 * rows * vocabulary / model.dim + (2 * vocabulary if precision == "bf16" else 0)
+    if number == 0:
+        loss += 4 * vocabulary  # gradient of the embedding
+    most = max(1, run.batch.micro_batches // layout.data_parallel_size)
+    on_cpu = ALLOCATED[run.task] + (TENSOR_COPIES if tensor > 1 else 0)
+    factor = on_cpu if device_type == "cpu" else ALLOCATED_ON_GPU
+    return factor * (saved * min(in_flight, most) + loss + largest)

@@ -1,0 +1,298 @@
+"""Seconds of a step in a layout: computation, what it waits for, and the update.
+
+A small simulation plays what the engine does: micro-batches one after the other; parameters of a
+unit gathered ahead; gradients sent by one thread, in order, beside the backward pass; the passes of
+a pipeline in the order of network/pipeline_schedule.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lockstep.config.schema import RunConfig
+from lockstep.layout import Layout
+from lockstep.network.bucket_sizes import group_by_size
+from lockstep.network.links import Link
+from lockstep.network.pipeline_schedule import adjacent_blocks, pipeline_schedule
+from lockstep.planner.devices import Cluster
+from lockstep.planner.exchange_cost import all_to_all_seconds, halving_seconds, tree_all_reduce_cost
+from lockstep.planner.model_cost import ModelCost, Unit
+
+UNITS_IN_FLIGHT = 2  # as in parallel/sharded_replica.py
+COPY_BYTES_PER_S = {"cuda": 1e12, "cpu": 2e9}  # of whole units, into and out of a collective's buffer: assumed
+DEFAULT_BUCKET_BYTES = {"cuda": 100_000_000, "cpu": 25_000_000}  # as in runtime/device.py
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of a model's parts on one device.
+
+    passes    {(kind of unit, tensor size): (forward, backward)} over a micro-batch
+    update_s  of norm, clipping and optimizer, per parameter
+    source    where the seconds come from
+    """
+
+    passes: Mapping[tuple[str, int], tuple[float, float]]
+    update_s: float
+    source: str
+
+    def of(self, unit: Unit, tensor: int) -> tuple[float, float]:
+        if (unit.kind, tensor) in self.passes:
+            return self.passes[unit.kind, tensor]
+        forward_s, backward_s = self.passes[unit.kind, 1]
+        return (forward_s / tensor, backward_s / tensor) if unit.macs.split else (forward_s, backward_s)
+
+
+def timing_from_flops(model: ModelCost, flops: float, source: str) -> Timing:
+    """Return the seconds at `flops` FLOP/s; a backward pass takes two forward passes."""
+    seconds = {(unit.kind, 1): 2 * unit.macs.on(1) / flops for unit in (model.embedding, *model.blocks, model.output)}
+    return Timing({key: (forward_s, 2 * forward_s) for key, forward_s in seconds.items()}, 100 / flops, source)
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """A step of the slowest rank. exposed_s: communication that no computation hides."""
+
+    compute_s: float
+    exposed_s: float
+    bubble_s: float
+    update_s: float
+    sent_bytes: float  # by a rank, of all axes
+
+    @property
+    def seconds(self) -> float:
+        return self.compute_s + self.exposed_s + self.bubble_s + self.update_s
+
+
+@dataclass(frozen=True)
+class Part:
+    """A unit in a layout: seconds of its passes, of the gathering of its parameters, and of sending
+    its gradients: after each pass, and once more after the last one."""
+
+    forward_s: float
+    backward_s: float
+    gather_s: float = 0.0
+    reduce_s: float = 0.0
+    last_s: float = 0.0
+
+
+@dataclass
+class Timeline:
+    """One rank: the time of its computation, and until when its sends are queued."""
+
+    now_s: float = 0.0
+    port_s: float = 0.0
+
+    def compute(self, seconds: float, ready_s: float = 0.0) -> None:
+        """Compute, once the computation before is done and at `ready_s`."""
+        self.now_s = max(self.now_s, ready_s) + seconds
+
+    def send(self, seconds: float) -> float:
+        """Queue a transfer; return when it is done."""
+        self.port_s = max(self.port_s, self.now_s) + seconds if seconds else self.port_s
+        return max(self.port_s, self.now_s) if seconds else self.now_s
+
+
+def play_pass(
+    timeline: Timeline, parts: Sequence[Part], root: Part, run: RunConfig, buckets: Mapping[int, Sequence[float]] | None
+) -> float:
+    """Play a forward and a backward pass; return when the forward pass was done.
+
+    buckets  {index of a part: seconds of the buckets that are complete after it}, instead of
+             sending each unit; len(parts) is the root. None: units, and not the last pass
+    """
+    ahead, jobs = run.fsdp.prefetch_units, [timeline.now_s] * UNITS_IN_FLIGHT
+
+    def through(indices: Sequence[int], gathers: bool, backward: bool) -> None:
+        ready = {i: timeline.send(parts[i].gather_s if gathers else 0) for i in indices[:ahead]}
+        for number, i in enumerate(indices):
+            for j in indices[number : number + 1 + ahead]:
+                if j not in ready:
+                    ready[j] = timeline.send(parts[j].gather_s if gathers else 0)
+            timeline.compute(parts[i].backward_s if backward else parts[i].forward_s, ready[i])
+            if backward:
+                finish(i, parts[i])
+
+    def finish(i: int, part: Part) -> None:
+        if buckets is None and part.reduce_s:
+            timeline.compute(0.0, jobs.pop(0))
+            jobs.append(timeline.send(part.reduce_s))
+        for seconds in buckets.get(i, ()) if buckets else ():
+            timeline.send(seconds)
+
+    timeline.compute(0.0, timeline.send(root.gather_s))
+    through(range(len(parts)), True, False)
+    timeline.compute(root.forward_s)
+    forward_end_s = timeline.now_s
+    timeline.compute(root.backward_s)
+    through(range(len(parts))[::-1], run.fsdp.reshard_after_forward, True)
+    finish(len(parts), root)
+    return forward_end_s
+
+
+def step_cost(model: ModelCost, run: RunConfig, layout: Layout, cluster: Cluster, timing: Timing, wire: float = 1.0) -> StepCost:
+    """Return the cost of a step. wire: bytes of a gradient on its way, as a share of float32's."""
+    shards, leaves = layout.shard, -(-run.batch.micro_batches // layout.replicate)
+    passes, once = -(-leaves // shards), run.fsdp.reduce == "per_step"
+    stages = [Stage(model, run, layout, cluster, timing, wire, number) for number in range(layout.pipeline)]
+    compute_s = max(stage.compute_s for stage in stages) * passes
+    sent = max(stage.sent_bytes(passes, once) for stage in stages)
+    update_s = max(stage.elements for stage in stages) / shards * timing.update_s + 4 * cluster.other_host.latency_s
+    if layout.pipeline == 1:
+        (stage,) = stages
+        timeline = Timeline()
+        for number in range(passes):
+            play_pass(timeline, stage.parts, stage.root, run, stage.last_sends() if number == passes - 1 else stage.sends(once))
+        return StepCost(compute_s, max(timeline.now_s, timeline.port_s) - compute_s, 0.0, update_s, sent)
+    chunks, width = run.layout.pipeline_chunks, shards * layout.tensor
+    edge = cluster.link(0, width, min(width, cluster.per_host))
+    times = [stage.pass_seconds(run, once) for stage in stages]
+    ends = play_pipeline([(f / chunks, b / chunks) for f, b, _ in times], passes, chunks, 4 * model.passed, edge)
+    total_s = max(end + last_s for end, (_, _, last_s) in zip(ends, times, strict=True))
+    if model.tied:
+        total_s += halving_seconds((0, (layout.pipeline - 1) * width), 4 * model.embedding.elements(1) / shards, cluster)
+    computing = [(stage.compute_s / 3 / chunks, stage.compute_s / 1.5 / chunks) for stage in stages]
+    bubble_s = max(play_pipeline(computing, passes, chunks, 0, Link(0.0, 1.0))) - compute_s
+    return StepCost(compute_s, max(0.0, total_s - compute_s - bubble_s), bubble_s, update_s, sent)
+
+
+class Stage:
+    """The units of a pipeline stage, or of the whole model, as one rank runs them."""
+
+    def __init__(
+        self, model: ModelCost, run: RunConfig, layout: Layout, cluster: Cluster, timing: Timing, wire: float, number: int
+    ) -> None:
+        self.run, self.layout, self.cluster, self.timing, self.wire = run, layout, cluster, timing, wire
+        self.units = units_of_stage(model, layout.pipeline, run.layout.pipeline_chunks, number)
+        is_first, is_last = number == 0, number == layout.pipeline - 1
+        self.outer = [*([model.embedding] if is_first or (is_last and model.tied) else []), *([model.output] if is_last else [])]
+        rank = number * layout.shard * layout.tensor
+        self.ranks = {axis: tuple(layout.ranks_along(rank, axis)) for axis in ("replicate", "shard", "tensor")}
+        self.passed_bytes = 4 * model.passed if layout.pipeline > 1 else 0
+        self.parts = [self.part(unit) for unit in self.units]
+        outer = [self.part(unit) for unit in self.outer]
+        exchanged = self.exchanged(sum(unit.elements(layout.tensor) for unit in self.outer))
+        self.root = Part(sum(part.forward_s for part in outer), sum(part.backward_s for part in outer), *exchanged)
+        self.compute_s = sum(sum(timing.of(unit, layout.tensor)) + self.recomputed_s(unit) for unit in self.units)
+        self.compute_s += self.root.forward_s + self.root.backward_s
+
+    @property
+    def elements(self) -> int:
+        return sum(unit.elements(self.layout.tensor) for unit in (*self.units, *self.outer))
+
+    def recomputed_s(self, unit: Unit) -> float:
+        share = {"none": 0.0, "selective": 0.1, "full": 1.0}[self.run.memory.activation_checkpoint]
+        return share * self.timing.of(unit, self.layout.tensor)[0]
+
+    def sums(self, unit: Unit) -> tuple[float, float]:
+        """Return the seconds of the sums over the tensor axis in a forward and a backward pass."""
+        if self.layout.tensor == 1:
+            return 0.0, 0.0
+        narrow = 2 if self.run.compute.precision == "bf16" else 4
+        forward_s, backward_s = (
+            sum(halving_seconds(self.ranks["tensor"], size * elements, self.cluster) for elements in sums)
+            for size, sums in zip((narrow, 4), unit.sums, strict=True)
+        )
+        return forward_s, backward_s
+
+    def part(self, unit: Unit) -> Part:
+        forward_s, backward_s = self.timing.of(unit, self.layout.tensor)
+        sums = self.sums(unit)
+        elements = unit.elements(self.layout.tensor)
+        copy_s = 4 * elements / COPY_BYTES_PER_S[self.cluster.device_type] if self.layout.shard > 1 else 0
+        backward_s += sums[1] + self.recomputed_s(unit) + 2 * copy_s
+        return Part(forward_s + sums[0] + copy_s, backward_s, *self.exchanged(elements))
+
+    def exchanged(self, elements: float) -> tuple[float, float, float]:
+        """Return the seconds to gather a unit, to send the gradients of a pass, and the last sum."""
+        if self.layout.workers_per_replica == 1 or not elements:
+            return 0.0, 0.0, 0.0
+        row = 4 * elements / self.layout.shard
+        gather_s = all_to_all_seconds(self.ranks["shard"], row, self.cluster) if self.layout.shard > 1 else 0.0
+        reduce_s = all_to_all_seconds(self.ranks["shard"], row * self.wire, self.cluster) if self.layout.shard > 1 else 0.0
+        return gather_s, reduce_s, self.tree(row)[0]
+
+    def tree(self, nbytes: float) -> tuple[float, float]:
+        leaves = max(self.run.batch.micro_batches, self.layout.replicate)
+        return tree_all_reduce_cost(self.ranks["replicate"], leaves, nbytes * self.wire, self.cluster)
+
+    def sends(self, once: bool) -> dict[int, list[float]] | None:
+        """Return what is sent after each unit of a pass that is not the last one; None: each unit."""
+        return {} if once or self.layout.shard == 1 else None
+
+    def last_sends(self) -> dict[int, list[float]]:
+        """Return the seconds that are sent after each unit of the last backward pass."""
+        if self.layout.workers_per_replica > 1:
+            return {i: [part.reduce_s + part.last_s] for i, part in enumerate((*self.parts, self.root))}
+        parameters = [(i, 4 * int(p.on(1))) for i, unit in self.in_model_order() for p in unit.parameters]
+        size = self.run.parallel.bucket_bytes or DEFAULT_BUCKET_BYTES[self.cluster.device_type]
+        sends: dict[int, list[float]] = {}
+        # The root is complete last: its first parameter, the embedding, gets the last gradient.
+        first = parameters[0][0]
+        for bucket in group_by_size([("fp32", nbytes) for _, nbytes in parameters], size, range(len(parameters))[::-1]):
+            numbers = [parameters[j][0] for j in bucket]
+            ready = first if 0 in bucket else min((i for i in numbers if i < first), default=first - 1)
+            sends.setdefault(ready, []).append(self.tree(sum(parameters[j][1] for j in bucket))[0])
+        return sends
+
+    def in_model_order(self) -> list[tuple[int, Unit]]:
+        root = len(self.units)
+        return [(root, self.outer[0]), *enumerate(self.units), *((root, unit) for unit in self.outer[1:])]
+
+    def pass_seconds(self, run: RunConfig, once: bool) -> tuple[float, float, float]:
+        """Return the seconds of a forward pass, of a backward pass, and what the last one waits for more."""
+        usual, last = Timeline(), Timeline()
+        forward_s = play_pass(usual, self.parts, self.root, run, self.sends(once))
+        play_pass(last, self.parts, self.root, run, self.last_sends())
+        return forward_s, usual.now_s - forward_s, max(0.0, last.port_s - usual.now_s)
+
+    def sent_bytes(self, passes: int, once: bool) -> float:
+        """Return the bytes that a rank of this stage sends in a step."""
+        rows, others = 4 * self.elements / self.layout.shard, self.layout.shard - 1
+        gathers = passes * (2 if self.run.fsdp.reshard_after_forward else 1) * rows * others
+        reduces = (1 if once else passes) * rows * others * self.wire
+        narrow = 2 if self.run.compute.precision == "bf16" else 4
+        ring = 2 * (self.layout.tensor - 1) / self.layout.tensor
+        sums = passes * ring * sum(narrow * sum(unit.sums[0]) + 4 * sum(unit.sums[1]) for unit in self.units)
+        return gathers + reduces + sums + self.tree(rows)[1] + 2 * passes * self.passed_bytes
+
+
+def units_of_stage(model: ModelCost, stages: int, chunks: int, number: int) -> tuple[Unit, ...]:
+    """Return the blocks of a stage, of all its chunks; a norm belongs to the layer before it."""
+    layers: list[list[Unit]] = []
+    for unit in model.blocks:
+        if unit.kind == "encoder_norm" and layers:
+            layers[-1].append(unit)
+        else:
+            layers.append([unit])
+    ranges = adjacent_blocks(range(len(layers)), stages * chunks if stages > 1 else 1)
+    own = [ranges[chunk] for chunk in (range(number, len(ranges), stages) if stages > 1 else [0])]
+    return tuple(unit for chunk in own for layer in chunk for unit in layers[layer])
+
+
+def play_pipeline(passes_s: Sequence[tuple[float, float]], micro_batches: int, chunks: int, nbytes: float, link: Link) -> list[float]:
+    """Play the schedule of all stages; return when each has done its last pass.
+
+    passes_s  (forward, backward) of a chunk, by stage
+    nbytes    activations between two chunks; a stage sends them one after the other
+    """
+    stages, last_edge = len(passes_s), len(passes_s) * chunks - 1
+    schedules = [pipeline_schedule(stage, stages, micro_batches, chunks) for stage in range(stages)]
+    clocks, ports, numbers = [0.0] * stages, [0.0] * stages, [0] * stages
+    arrivals: dict[tuple[str, int, int], float] = {}
+    while any(number < len(schedule) for number, schedule in zip(numbers, schedules, strict=True)):
+        for stage, schedule in enumerate(schedules):
+            while numbers[stage] < len(schedule):
+                kind, chunk, micro = schedule[numbers[stage]]
+                edge, forward = chunk * stages + stage, kind == "forward"
+                awaited = (kind, edge - 1 if forward else edge, micro)
+                needs = edge > 0 if forward else edge < last_edge
+                if needs and awaited not in arrivals:
+                    break
+                clocks[stage] = max(clocks[stage], arrivals.get(awaited, 0.0)) + passes_s[stage][not forward]
+                if edge < last_edge if forward else edge > 0:
+                    ports[stage] = max(ports[stage], clocks[stage]) + nbytes / link.bytes_per_s
+                    arrivals[kind, edge if forward else edge - 1, micro] = ports[stage] + link.latency_s
+                numbers[stage] += 1
+    return clocks

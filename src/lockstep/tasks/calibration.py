@@ -1,0 +1,139 @@
+"""Time the blocks of a run's model on this machine, with the run's own micro-batches."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.config.schema import RunConfig
+from lockstep.elastic.runtime import ElasticRuntime
+from lockstep.errors import UsageError
+from lockstep.layout import Layout
+from lockstep.models.build import materialize
+from lockstep.models.llama_config import LlamaConfig
+from lockstep.parallel.digest import digest_of
+from lockstep.parallel.grad_norm import divide_and_clip
+from lockstep.parallel.groups import ProcessGroups
+from lockstep.parallel.plans import plan_of
+from lockstep.parallel.tensor_parallel import apply_tensor_parallel
+from lockstep.planner.model_cost import MicroBatch, ModelCost, llama_cost, translator_cost
+from lockstep.planner.step_cost import Timing
+from lockstep.tasks.open import Task, open_task
+from lockstep.training.optim import make_optimizers
+
+STEPS = 4  # whose micro-batches are timed, after those of one more
+MEASURED_PARAMETERS = 1_000_000_000  # a larger model is timed with two layers of each kind
+
+
+def calibrate(run: RunConfig, folder: Path, kind: str, tensor_sizes: Iterable[int]) -> tuple[ModelCost, Timing]:
+    """Return the cost of the run's model over its real micro-batches, and the seconds on this device.
+
+    Prepares the data in `folder` if that is missing, as training does.
+    kind  of the devices that are planned for. UsageError: this machine has another
+    """
+    with ElasticRuntime.join(threads=run.compute.num_threads) as runtime:
+        device = runtime.world.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        if kind not in name:
+            hint = f"remove --measure, or run it on a {kind}"
+            raise UsageError(f"--measure times this machine's {name}, and the plan is for {kind}", "--devices, --measure", hint)
+        task = open_task(run, folder, runtime)
+        batches = [task.loader.micro_batch(step, k) for step in range(STEPS + 1) for k in range(run.batch.micro_batches)]
+        passes: dict[tuple[str, int], tuple[float, float]] = {}
+        for tensor in sorted({1, *tensor_sizes}, reverse=True):
+            model = rank_model(task, tensor, device)
+            measured = time_passes(model, task, run, batches)
+            passes |= {(kind, tensor): seconds for kind, seconds in measured.items()}
+        update_s = time_update(model, run) / sum(p.numel() for p in model.parameters())
+        source = f"blocks timed on this {name}"
+        return cost_of(task, run, batches), Timing(passes, update_s, source)
+
+
+def cost_of(task: Task, run: RunConfig, batches: Sequence[Any]) -> ModelCost:
+    """Return the cost over the largest of the micro-batches."""
+    batch = max(batches, key=lambda batch: (batch.target if hasattr(batch, "target") else batch.tokens).numel())
+    config = getattr(task, "config", None)
+    if isinstance(config, LlamaConfig):
+        return llama_cost(config, MicroBatch(len(batch.tokens), batch.tokens.shape[1]), run.compute.precision)
+    shape = MicroBatch(len(batch.target), batch.target.shape[1], batch.source.shape[1])
+    vocabulary = len(task.meta_model().get_parameter("embedding.weight"))
+    return translator_cost(run.model, vocabulary, shape, run.compute.precision)
+
+
+def rank_model(task: Task, tensor: int, device: torch.device) -> nn.Module:
+    """Return what one rank of `tensor` computes, with random weights, without activation checkpointing."""
+    model = task.meta_model()
+    if sum(p.numel() for p in model.parameters()) > MEASURED_PARAMETERS:
+        for layers in [module for module in model.children() if isinstance(module, nn.ModuleList)]:
+            del layers[2:]
+    plan = plan_of(model)
+    if tensor > 1:
+        apply_tensor_parallel(model, plan.within(model), ProcessGroups(Layout(tensor=tensor)), 0, tensor)
+    return materialize(model, device, lambda _, shape: torch.randn(shape) * 0.02).train()
+
+
+def time_passes(model: nn.Module, task: Task, run: RunConfig, batches: Sequence[Any]) -> dict[str, tuple[float, float]]:
+    """Return {kind of unit: mean (forward, backward) seconds over a micro-batch}."""
+    units = [(name, model.get_submodule(name)) for name in plan_of(model).within(model).units]
+    device = next(model.parameters()).device
+    samples: dict[tuple[str, bool], list[float]] = defaultdict(list)
+    stamps: dict[tuple[str, str], float] = {}
+
+    def stamp(name: str, event: str, *_: object) -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        stamps[name, event] = time.perf_counter()
+
+    def before(name: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        stamp(name, "starts")
+        inputs[0].register_hook(partial(stamp, name, "returned"))
+
+    def after(name: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        stamp(name, "ends")
+        output.register_hook(partial(stamp, name, "returns"))
+
+    for name, unit in units:
+        unit.register_forward_pre_hook(partial(before, name))
+        unit.register_forward_hook(partial(after, name))
+    warm_up, (first, last) = run.batch.micro_batches, (units[0][0], units[-1][0])
+    for number, batch in enumerate(batches):
+        stamp("", "starts")
+        with torch.autocast(device.type, torch.bfloat16, enabled=run.compute.precision == "bf16"):
+            loss = task.loss(model, batch)
+        stamp("", "ends")
+        loss.backward()
+        stamp("", "returned")
+        if number < warm_up:
+            continue
+        for name, _ in units:
+            kind = name.split(".")[0].removesuffix("s")
+            samples[kind, False].append(stamps[name, "ends"] - stamps[name, "starts"])
+            samples[kind, True].append(stamps[name, "returned"] - stamps[name, "returns"])
+        samples["embedding", False].append(stamps[first, "starts"] - stamps["", "starts"])
+        samples["embedding", True].append(stamps["", "returned"] - stamps[first, "returned"])
+        samples["output", False].append(stamps["", "ends"] - stamps[last, "ends"])
+        samples["output", True].append(stamps[last, "returns"] - stamps["", "ends"])
+    kinds = {kind for kind, _ in samples}
+    means = {key: sum(values) / len(values) for key, values in samples.items()}
+    return {kind: (means[kind, False], means[kind, True]) for kind in kinds}
+
+
+def time_update(model: nn.Module, run: RunConfig) -> float:
+    """Return the seconds after the sum of the gradients: digest, norm, clipping, optimizers."""
+    optimizers, seconds = make_optimizers(model, run.optim, run.memory), []
+    for _ in range(5):
+        start_s = time.perf_counter()
+        digest_of(list(model.parameters()))
+        float(divide_and_clip(model.parameters(), divisor=1.0, clip_norm=run.optim.clip_norm))
+        for optimizer in optimizers:
+            optimizer.step()
+        seconds.append(time.perf_counter() - start_s)
+    return median(seconds[1:])

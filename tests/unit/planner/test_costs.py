@@ -1,0 +1,99 @@
+"""Seconds and bytes of a step in a layout, against numbers that can be computed by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lockstep.config.schema import RunConfig
+from lockstep.layout import Layout
+from lockstep.models.llama_config import LLAMA_CONFIGS
+from lockstep.network.links import Link
+from lockstep.planner.devices import Cluster
+from lockstep.planner.exchange_cost import all_to_all_seconds, halving_seconds, tree_all_reduce_cost
+from lockstep.planner.memory_cost import memory_cost
+from lockstep.planner.model_cost import CHECKPOINT_MODES, MicroBatch, llama_cost
+from lockstep.planner.step_cost import StepCost, Timing, play_pipeline, step_cost
+
+MODEL = llama_cost(LLAMA_CONFIGS["5M"], MicroBatch(2, 256), "fp32")
+RUN = replace(RunConfig(), compute=replace(RunConfig().compute, precision="fp32"))  # 8 micro-batches
+TIMING = Timing({("layer", 1): (0.01, 0.02), ("embedding", 1): (0.001, 0.002), ("output", 1): (0.003, 0.004)}, 0.0, "by hand")
+MICRO_S = 6 * 0.03 + 0.01
+FAST = Link(0.0, 1e15)
+
+
+def cluster(link: Link, hosts: int = 2, per_host: int = 1) -> Cluster:
+    return Cluster(hosts, per_host, "cpu", 1 << 40, FAST, link)
+
+
+def cost(layout: Layout, link: Link = FAST, run: RunConfig = RUN, wire: float = 1.0) -> StepCost:
+    return step_cost(MODEL, run, layout, cluster(link, layout.workers), TIMING, wire)
+
+
+def test_two_ranks_send_the_bytes_once_and_wait_for_two_latencies() -> None:
+    assert tree_all_reduce_cost((0, 1), 4, 1e6, cluster(Link(0.25, 1e6))) == (pytest.approx(1.5), 1e6)
+    assert halving_seconds((0, 1), 1e6, cluster(Link(0.25, 1e6))) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 16, 32, 64])
+def test_the_formula_for_many_ranks_equals_the_messages_of_equal_shares(size: int) -> None:
+    link = cluster(Link(1e-3, 1e6), size)
+    played, _ = tree_all_reduce_cost(tuple(range(size)), 2 * size, 1e6, link)
+    assert played == pytest.approx(halving_seconds(range(size), 1e6, link), rel=0.01)
+
+
+def test_workers_of_a_host_share_its_link() -> None:
+    alone, shared = cluster(Link(0.0, 1e6), 2, 1), cluster(Link(0.0, 1e6), 2, 4)
+    assert all_to_all_seconds((0, 1), 1e6, alone) == pytest.approx(1.0)
+    assert all_to_all_seconds((0, 4), 1e6, shared) == pytest.approx(4.0)
+    assert all_to_all_seconds((0, 1), 1e6, shared) == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("layout", [Layout(2), Layout(4), Layout(1, 2), Layout(2, 2)], ids=str)
+def test_without_communication_a_step_is_its_passes_and_the_copies_of_shards(layout: Layout) -> None:
+    step, passes = cost(layout), 8 / layout.data_parallel_size
+    copies_s = 3 * 4 * MODEL.parameters / 2e9 * passes if layout.shard > 1 else 0
+    assert step.seconds == pytest.approx(passes * MICRO_S + copies_s, rel=1e-3)
+    assert step.bubble_s == 0
+
+
+def test_a_slow_link_is_exposed_except_beside_the_last_backward_pass() -> None:
+    step, nbytes = cost(Layout(2), Link(0.0, 1e6)), 4 * MODEL.parameters
+    assert step.seconds >= 4 * MICRO_S + nbytes / 1e6 - 0.13
+    assert step.exposed_s <= nbytes / 1e6
+    assert cost(Layout(2), Link(0.0, 1e6), wire=0.5).exposed_s == pytest.approx(step.exposed_s - nbytes / 2e6, rel=0.02)
+    assert step.sent_bytes == pytest.approx(nbytes)
+
+
+def test_shards_gather_twice_and_send_gradients_of_each_pass() -> None:
+    rows = 4 * MODEL.parameters / 2
+    assert cost(Layout(1, 2)).sent_bytes == pytest.approx(4 * 3 * rows)
+    once = replace(RUN, fsdp=replace(RUN.fsdp, reduce="per_step"))
+    assert cost(Layout(1, 2), run=once).sent_bytes == pytest.approx((4 * 2 + 1) * rows)
+    assert cost(Layout(1, 2), Link(0.0, 1e6), once).seconds < cost(Layout(1, 2), Link(0.0, 1e6)).seconds
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), (4, 4), (4, 16)])
+def test_a_pipeline_is_idle_for_all_stages_but_one(stages: int, micro_batches: int) -> None:
+    assert max(play_pipeline([(1.0, 2.0)] * stages, micro_batches, 1, 0, FAST)) == pytest.approx(3.0 * (micro_batches + stages - 1))
+
+
+def test_chunks_shorten_the_idle_time_of_a_pipeline() -> None:
+    one, two = (max(play_pipeline([(1.0 / n, 2.0 / n)] * 4, 8, n, 0, FAST)) for n in (1, 2))
+    assert two == pytest.approx(3 * 8 + (one - 3 * 8) / 2)
+
+
+def test_activations_of_a_pipeline_wait_for_the_link() -> None:
+    slow = max(play_pipeline([(1.0, 2.0)] * 2, 1, 1, 1e6, Link(0.5, 1e6)))
+    assert slow == pytest.approx(2 * 3.0 + 2 * 1.5)
+
+
+def test_shards_take_less_memory_than_replicas_and_checkpoints_less_than_none() -> None:
+    totals = [memory_cost(MODEL, RUN, Layout(2 // shard, shard), "cuda").total for shard in (1, 2)]
+    assert totals[1] < totals[0]
+    modes = [replace(RUN, memory=replace(RUN.memory, activation_checkpoint=mode)) for mode in CHECKPOINT_MODES]
+    activations = [memory_cost(MODEL, run, Layout(1), "cuda").activations for run in modes]
+    assert activations == sorted(activations, reverse=True)
+    whole = memory_cost(MODEL, RUN, Layout(1), "cuda")
+    assert (whole.weights, whole.optimizer) == (4 * MODEL.parameters, 8 * MODEL.parameters)

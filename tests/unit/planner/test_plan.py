@@ -1,0 +1,135 @@
+"""Words of the command, the ranking, the advice, and what failures cost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.cli.main import main
+from lockstep.cli.options import build_parser
+from lockstep.cli.plan import with_planned_layout
+from lockstep.cli.start import read_request
+from lockstep.errors import UsageError
+from lockstep.layout import Layout
+from lockstep.network.links import Link
+from lockstep.planner.devices import parse_cluster, read_profile
+from lockstep.planner.goodput import expected_goodput, played_outage
+from lockstep.planner.plan import layouts
+from lockstep.planner.step_cost import StepCost
+
+ENDLESS = '{"links": {"other_host": {"latency_s": 1, "bytes_per_s": 0}}}'
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["plan", "--json", *words]) == 0
+    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return answer
+
+
+def test_devices_and_links_are_read() -> None:
+    cluster = parse_cluster("4x8:RTX 4090-24GB", "100Gbit/s,5us", "", None)
+    assert (cluster.devices, cluster.memory, cluster.other_host) == (32, 24 * 10**9, Link(pytest.approx(5e-6), 12.5e9))
+    assert (cluster.link(0, 7), cluster.link(0, 8, 2).bytes_per_s) == (cluster.same_host, 6.25e9)
+    assert parse_cluster("1x2:cpu", "", "", None).device_type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("devices", "link", "what"),
+    [
+        ("8:H100-80GB", "", "names no devices"),
+        ("0x8:H100-80GB", "", "0 devices"),
+        ("99999x99999:cpu", "", "devices"),
+        ("1x8:H900-80GB", "", "'H900' is not known"),
+        ("1x8:H100", "", "memory of H100 is not given"),
+        ("1x8:H100-80parsecs", "", "unknown unit 'parsecs'"),
+        ("2x8:H100-80GB", "", "link between them is not known"),
+        ("2x8:H100-80GB", "100Gb/s", "may mean bits or bytes"),
+        ("2x8:H100-80GB", "100Gbit/s,fast", "is not a quantity"),
+    ],
+)
+def test_wrong_words_are_refused(devices: str, link: str, what: str) -> None:
+    with pytest.raises(UsageError, match=what) as caught:
+        parse_cluster(devices, link, "", None)
+    assert caught.value.where and caught.value.hint
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"links": {"other_host": {}}}', ENDLESS])
+def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "profile.json").write_text(text)
+    with pytest.raises(UsageError, match="profile"):
+        read_profile(tmp_path / "profile.json")
+
+
+def test_every_layout_is_ranked_or_refused_with_a_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    links = {"same_host": {"latency_s": 1e-5, "bytes_per_s": 1e9}, "other_host": {"latency_s": 1e-4, "bytes_per_s": 1e8}}
+    (tmp_path / "profile.json").write_text(json.dumps({"links": links}))
+    words = ["--devices", "2x4:cpu-500MB", "--profile", str(tmp_path / "profile.json"), "--compute.precision", "fp32", "--mtbf", "4h"]
+    answer = plan(capsys, *words, "--price", "2")
+    assert len(answer["layouts"]) + len(answer["refused"]) == len(list(layouts(8))) == 20
+    seconds = [entry["seconds"] for entry in answer["layouts"]]
+    assert seconds == sorted(seconds) and all(entry["bytes"] <= 500e6 for entry in answer["layouts"])
+    assert all(entry["why"] for entry in answer["refused"])
+    assert "tensor 8 does not divide 4" in next(entry["why"] for entry in answer["refused"] if entry["layout"]["tensor"] == 8)
+    assert 0.9 < answer["goodput"]["share"] < 1 and answer["goodput"]["dollars_per_million_tokens"] > 0
+
+
+def test_a_slow_link_asks_for_fewer_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    replicas_only = ["--model.n_heads", "1", "--layout.pipeline_chunks", "64", "--fsdp.prefetch_units", "0"]
+    fast, slow = (plan(capsys, "--devices", "2x1:cpu", "--link", link, *replicas_only)["advice"] for link in ("1TB/s", "1Mbit/s"))
+    assert (fast["parallel.wire"]["value"], fast["diloco.every"]["value"]) == ("fp32", 1)
+    assert slow["parallel.wire"]["value"] == "int8" and slow["diloco.every"]["value"] > 100
+    assert slow["batch.micro_batches"]["value"] > 8
+
+
+def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--devices", "1x8:H100-80GB", "--task", "pretrain", "--data.kind", "stdlib", "--llama.size", "405B"]
+    assert main(words) == 2
+    message = capsys.readouterr().err
+    assert "no layout of 8 devices works; the nearest is" in message and "per device, which has 74.5 GiB" in message
+
+
+def test_what_is_not_supported_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--devices", "1x1:cpu", "--task", "sft", "--data.kind", "drills", "--lora.rank", "4", "--llama.init_from", "absent"]
+    assert main(words) == 2
+    assert "with all parameters trained" in capsys.readouterr().err
+
+
+def test_a_users_loop_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "own.py:make_model", "--devices", "1x1:cpu"]) == 2
+    assert "whose model is not known" in capsys.readouterr().err
+
+
+def test_the_layout_of_a_run_is_planned(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    args, rest = build_parser().parse_known_args(["train", "--workers", "4", "--layout", "auto", "--out", str(tmp_path)])
+    with caplog.at_level("INFO", logger="lockstep"):
+        request = with_planned_layout(read_request(args, rest), args.workers)
+    assert request.flags == {"layout.shard": "1", "layout.tensor": "1", "layout.pipeline": "1"}  # keeps the bits
+    assert request.values[:2] == ["--layout.shard", "1"] and "--layout auto: replicate 4;" in caplog.text
+    args, rest = build_parser().parse_known_args(["train", "--layout", "auto", "--layout.shard=2", "--out", str(tmp_path)])
+    with pytest.raises(UsageError, match=r"cannot be combined with --layout\.shard"):
+        with_planned_layout(read_request(args, rest), None)
+
+
+def test_a_layout_is_not_planned_under_another_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    torchrun = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    for name, value in torchrun.items():
+        monkeypatch.setenv(name, value)
+    args, rest = build_parser().parse_known_args(["train", "--layout", "auto", "--out", str(tmp_path)])
+    with pytest.raises(UsageError, match="another launcher has"):
+        with_planned_layout(read_request(args, rest), None)
+
+
+def test_the_played_protocol_notices_a_lost_host() -> None:
+    assert 2.5 < played_outage(4, 2, 1e-4) < 15  # a heartbeat timeout at least
+
+
+def test_failures_cost_more_where_no_replica_survives() -> None:
+    cluster, step = parse_cluster("4x1:cpu", "1Gbit/s", "", None), StepCost(1.0, 0.0, 0.0, 0.0, 0.0)
+    replicas, shards = (expected_goodput(layout, step, cluster, 1000, 3600.0, 3.6, 1e6, 100) for layout in (Layout(4), Layout(1, 4)))
+    assert replicas.share > shards.share and shards.lost_s == pytest.approx(30 + 50)
+    assert shards.dollars_per_million_tokens == pytest.approx(4 * 0.001 * 1000 / shards.share)
+    never = expected_goodput(Layout(4), step, cluster, 1000, float("inf"), None, 1e6, 100)
+    assert (never.share, never.dollars_per_million_tokens) == (1.0, None)
