@@ -54,6 +54,11 @@ class PartialSum:
         self.tensor.add_(right.tensor)
         return self
 
+    def compact(self) -> None:
+        """Copy a slice out of a larger storage, which can then be freed."""
+        if self.tensor.untyped_storage().nbytes() > self.tensor.nbytes:
+            self.tensor = self.tensor.clone()
+
 
 def merged_subtrees(leaves: Iterable[int]) -> list[Subtree]:
     """Return the subtrees that remain when these leaves, ascending, are added to a SumTree."""

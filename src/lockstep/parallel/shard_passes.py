@@ -92,8 +92,7 @@ def add_rows(gradients: UnitGradients, tree: SumTree[PartialSum], groups: Proces
     for k, row in zip(gradients.shard_pass.leaves, rows, strict=False):
         tree.add(Subtree(k, 1), PartialSum(row))
     for _, part in tree.stack if len(parts) > 1 and not gradients.shard_pass.last else ():
-        if part.tensor.untyped_storage().nbytes() > part.tensor.nbytes:  # a view would keep the rows of all shards alive
-            part.tensor = part.tensor.clone()
+        part.compact()  # a view would keep the rows of all shards alive
 
 
 def reduce_encoded(gradients: UnitGradients, wire_sum: WireSum, groups: ProcessGroups, traffic: Traffic) -> None:

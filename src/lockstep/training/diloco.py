@@ -28,6 +28,7 @@ from lockstep.elastic.consensus import StepDecision
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import DivergedError
 from lockstep.network.subtrees import Subtree
+from lockstep.parallel.digest import digest_of
 from lockstep.parallel.grad_norm import divide_and_clip
 from lockstep.parallel.ordered_sum import SumTree
 from lockstep.parallel.parallelize import LocalModel
@@ -65,6 +66,12 @@ class Learner:
     weights: list[Tensor]
     states: list[dict[Any, Any]]
 
+    def take(self, loss: Tensor) -> None:
+        self.steps, self.loss = self.steps + 1, self.loss + loss
+
+    def keep(self, weights: list[Tensor], states: list[dict[Any, Any]]) -> None:
+        self.weights, self.states = weights, states
+
 
 def copy_of(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     return [p.detach().clone() for p in parameters]
@@ -95,7 +102,7 @@ class Learners:
         self.resolved, self.module, self.runtime, self.loader, self.loss, self.timer = resolved, model.module, runtime, loader, loss, timer
         self.parameters = [p for _, p in trained_parameters(model)]
         self.optimizers = make_optimizers(model, resolved.run.optim, resolved.run.memory)
-        self._learners: dict[tuple[int, int], Learner] = {}  # of the newest outer step, by its first step and m
+        self._learners: dict[tuple[int, int, int], Learner] = {}  # of the newest outer step: its first step and digest, and m
         self.nonfinite: list[tuple[int, int]] = []  # (learner, step) of losses that are not finite
         self.micro_batches = resolved.run.batch.micro_batches // resolved.run.diloco.learners  # of a learner's step
 
@@ -104,24 +111,24 @@ class Learners:
         gradients of this sum are the common weights minus the learner's.
 
         Stop early when the generation is over or a loss is not finite: there is no commit then. The
-        next generation repeats the outer step, and continues a learner where this worker left it.
+        next generation repeats the outer step, and continues a learner where this worker left it if
+        the common weights are the same.
         """
         every, start, sums = self.resolved.run.diloco.every, copy_of(self.parameters), [p.grad for p in self.parameters]
-        self._learners = {key: learner for key, learner in self._learners.items() if key[0] == step}
-        learner = self._learners.setdefault(
-            (step, m), Learner(0, torch.zeros((), device=start[0].device), start, [{} for _ in self.optimizers])
-        )
+        outer_step = (step, digest_of(start))
+        self._learners = {key: learner for key, learner in self._learners.items() if key[:2] == outer_step}
+        new = Learner(0, torch.zeros((), device=start[0].device), start, [{} for _ in self.optimizers])
+        learner = self._learners.setdefault((*outer_step, m), new)
         try:
             fill(self.parameters, learner.weights)
             for optimizer, state in zip(self.optimizers, learner.states, strict=True):
                 optimizer.state.update(state)
             while learner.steps < every and math.isfinite(learner.loss) and not self.runtime.generation_error():
-                learner.loss += self._step(step + learner.steps, m)
-                learner.steps += 1
+                learner.take(self._step(step + learner.steps, m))
             if not math.isfinite(learner.loss):
                 self.nonfinite.append((m, step + learner.steps))
-            learner.weights = copy_of(self.parameters)
-            learner.states = [dict(optimizer.state) if learner.steps < every else {} for optimizer in self.optimizers]
+            unfinished = learner.steps < every
+            learner.keep(copy_of(self.parameters), [dict(optimizer.state) if unfinished else {} for optimizer in self.optimizers])
         finally:
             fill(self.parameters, start)
             for p, gradient in zip(self.parameters, sums, strict=True):

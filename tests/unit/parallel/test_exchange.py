@@ -71,7 +71,7 @@ def test_equal_shares_send_log_n_messages_and_the_bytes_of_a_ring(size: int) -> 
 @pytest.mark.parametrize(("size", "leaves"), [(2, 4), (3, 8), (4, 4), (5, 11), (7, 64), (16, 16)])
 def test_a_plan_counts_the_bytes_of_the_engine(size: int, leaves: int) -> None:
     length, link = 64 * 3 * 5 * 7 * 11, Link(1e-4, 1e6)
-    _, traffic = reduce_in_threads(torch.ones(leaves, length), size)
+    _, traffic = reduce_in_threads(torch.ones(leaves, length), equal_shares(size, leaves))
     _, sent = tree_all_reduce_cost(tuple(range(size)), leaves, 4.0 * length, Cluster(size, 1, "cpu", 0, link, link))
     assert sent == pytest.approx(max(rank.bytes for rank in traffic), abs=64)  # slices are rounded to elements
 
