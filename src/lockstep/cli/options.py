@@ -128,7 +128,7 @@ def add_training_commands(commands: Commands) -> None:
     add = add_command(commands, "plan", "rank the layouts of a run on given devices by memory and time", takes_target=True)
     add("--devices", required=True, metavar="HxD:KIND-MEMORY", help="hosts x devices of each, as 4x8:H100-80GB or 2x1:cpu-4GiB")
     add("--link", default="", metavar="RATE[,LATENCY]", help="of a host, shared by its workers, such as 100Gbit/s or 1Gbit/s,200us")
-    add("--host_link", default="", metavar="RATE[,LATENCY]", help="between two devices of a host (default: an assumption)")
+    add("--host-link", default="", metavar="RATE[,LATENCY]", help="between two devices of a host (default: an assumption)")
     add("--profile", type=Path, metavar="FILE.json", help="links as lockstep bench comm measured them, instead of --link")
     add("--measure", action="store_true", help="time the blocks of the model on this machine, instead of assuming FLOP/s")
     add("--out", type=Path, metavar="RUN", help="--measure: run folder whose data is used, prepared if missing (default: as for train)")

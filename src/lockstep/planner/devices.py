@@ -68,7 +68,7 @@ class Cluster:
 
 
 def parse_cluster(devices: str, link: str, host_link: str, profile: Path | None) -> Cluster:
-    """Return the cluster of --devices, --link, --host_link and --profile. UsageError."""
+    """Return the cluster of --devices, --link, --host-link and --profile. UsageError."""
     match = re.fullmatch(r"(\d{1,6})x(\d{1,6}):([A-Za-z][\w ]*?)(?:-(\d[\w.]*))?", devices)
     if not match:
         raise UsageError(f"{devices!r} names no devices", "--devices", DEVICES_HINT)
@@ -85,7 +85,7 @@ def parse_cluster(devices: str, link: str, host_link: str, profile: Path | None)
     if link:
         links["other_host"] = parse_link(link, "--link")
     if host_link:
-        links["same_host"] = parse_link(host_link, "--host_link")
+        links["same_host"] = parse_link(host_link, "--host-link")
     if hosts > 1 and "other_host" not in links:
         hint = "give --link RATE, such as 100Gbit/s or 1Gbit/s,200us, or --profile FILE.json of lockstep bench comm"
         raise UsageError(f"{hosts} hosts, and the link between them is not known", "command line", hint)
