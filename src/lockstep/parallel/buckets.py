@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -11,24 +12,30 @@ from torch import Tensor, nn
 from lockstep.network.bucket_sizes import group_by_size
 from lockstep.runtime.torch_private import foreach_copy_
 
+ALIGN_BYTES = 64  # of the first element of a gradient, as of memory that torch allocates
+
 
 class Bucket:
     """A flat buffer with a view for the gradient of each of its parameters.
 
-    A view has the memory format of its parameter. `missing` counts the gradients that have not
-    arrived in this backward pass.
+    A view has the memory format of its parameter, and starts at a multiple of ALIGN_BYTES: on some
+    processors the bits of a matrix product depend on where its operands start. The gaps hold zeros.
+    `missing` counts the gradients that have not arrived in this backward pass.
     """
 
     def __init__(self, indices: Sequence[int], parameters: Sequence[nn.Parameter]) -> None:
         self.indices, self.parameters, self.missing = indices, parameters, 0
-        self.buffer = torch.empty(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device)
+        unit = ALIGN_BYTES // parameters[0].element_size()
+        self._starts = list(accumulate((-(-p.numel() // unit) * unit for p in parameters), initial=0))
+        self.buffer = torch.zeros(self._starts.pop(), dtype=parameters[0].dtype, device=parameters[0].device)
         self.views = self.views_of(self.buffer)
         self._layout = self._current_layout()
 
     def views_of(self, buffer: Tensor) -> list[Tensor]:
         """Return views of the gradients, in memory order, which count in-place changes separately."""
-        rows = zip(buffer.split([p.numel() for p in self.parameters]), self.parameters, strict=True)
-        return [row.data.as_strided(p.size(), dense_strides(p), row.storage_offset()) for row, p in rows]
+        first = buffer.storage_offset()
+        rows = zip(self._starts, self.parameters, strict=True)
+        return [buffer.data.as_strided(p.size(), dense_strides(p), first + start) for start, p in rows]
 
     def start_pass(self) -> None:
         self.missing = len(self.indices)
@@ -45,7 +52,7 @@ class Bucket:
 
     def flatten(self, gradients: list[Tensor]) -> Tensor:
         """Copy gradients of these parameters into a new flat buffer."""
-        flat = torch.empty_like(self.buffer)
+        flat = torch.zeros_like(self.buffer)
         foreach_copy_(self.views_of(flat), gradients)
         return flat
 
