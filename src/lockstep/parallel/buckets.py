@@ -27,14 +27,21 @@ class Bucket:
         self.indices, self.parameters, self.missing = indices, parameters, 0
         unit = ALIGN_BYTES // parameters[0].element_size()
         self._starts = list(accumulate((-(-p.numel() // unit) * unit for p in parameters), initial=0))
-        self.buffer = torch.zeros(self._starts.pop(), dtype=parameters[0].dtype, device=parameters[0].device)
+        self.buffer = self._new_buffer()
         self.views = self.views_of(self.buffer)
         self._layout = self._current_layout()
+
+    def _new_buffer(self) -> Tensor:
+        """Return a buffer in which only the gaps are written: its other pages take no memory yet."""
+        buffer = torch.empty(self._starts[-1], dtype=self.parameters[0].dtype, device=self.parameters[0].device)
+        for p, start, stop in zip(self.parameters, self._starts[:-1], self._starts[1:], strict=True):
+            buffer[start + p.numel() : stop].zero_()
+        return buffer
 
     def views_of(self, buffer: Tensor) -> list[Tensor]:
         """Return views of the gradients, in memory order, which count in-place changes separately."""
         first = buffer.storage_offset()
-        rows = zip(self._starts, self.parameters, strict=True)
+        rows = zip(self._starts[:-1], self.parameters, strict=True)
         return [buffer.data.as_strided(p.size(), dense_strides(p), first + start) for start, p in rows]
 
     def start_pass(self) -> None:
@@ -52,7 +59,7 @@ class Bucket:
 
     def flatten(self, gradients: list[Tensor]) -> Tensor:
         """Copy gradients of these parameters into a new flat buffer."""
-        flat = torch.zeros_like(self.buffer)
+        flat = self._new_buffer()
         foreach_copy_(self.views_of(flat), gradients)
         return flat
 
