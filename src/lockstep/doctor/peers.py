@@ -126,7 +126,7 @@ class Meeting(ThreadingTCPServer):
             bytes_per_s = received / (time.monotonic() - start_s)
             return PeerFacts("", at, source_address(peer.reached_at, self.port), clock_s=min(asked)[1], bytes_per_s=bytes_per_s)
         except (OSError, ValueError) as error:
-            return PeerFacts(f"broke off: {error}", at)
+            return PeerFacts(f"connection failed: {error}", at)
 
 
 def examine(me: Host, hosts: Sequence[Host], folder: Path, wait_s: float) -> list[HostFacts]:
