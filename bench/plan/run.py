@@ -5,9 +5,10 @@
     python -m bench.plan.run --keep NAME                       kept under bench/plan/DATE-NAME/
 
 Two hosts with one worker each are network namespaces on one switch, whose links `tc tbf` limits.
-Needs root. The data is prepared once. The blocks are timed before and after the runs of a model,
-and the mean counts. A step is the median of steps 4 and later; memory is the peak resident memory
-(VmHWM) of the larger worker until the run ends, with the checkpoint of the last step.
+Needs root. The data is prepared once. Both hosts share this machine, so two processes time the
+blocks at once, before and after the runs of a model, and the mean counts. A step is the median of
+steps 4 and later; memory is the peak resident memory (VmHWM) of the larger worker until the run
+ends, with the checkpoint of the last step.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from lockstep.network.links import Link  # noqa: E402
 from lockstep.planner.devices import SAME_HOST, Cluster  # noqa: E402
 from lockstep.planner.memory_cost import memory_cost  # noqa: E402
 from lockstep.planner.model_cost import ModelCost  # noqa: E402
-from lockstep.planner.step_cost import Timing, step_cost  # noqa: E402
-from lockstep.tasks.calibration import calibrate  # noqa: E402
+from lockstep.planner.step_cost import Timing, mean_timing, step_cost  # noqa: E402
+from lockstep.tasks.calibration import calibrate_together  # noqa: E402
 
 COMMON = "--compute.precision fp32 --batch.micro_batches 4 --evaluate.at_end 0 --checkpoint.every_steps 0 --track.log_every 1000"
 MODELS = {
@@ -131,18 +132,10 @@ def with_precision(run: RunConfig) -> RunConfig:
     return replace(run, compute=replace(run.compute, precision=precision)) if auto else run
 
 
-def mean_timing(timings: list[Timing]) -> Timing:
-    passes = {
-        key: (sum(t.passes[key][0] for t in timings) / len(timings), sum(t.passes[key][1] for t in timings) / len(timings))
-        for key in timings[0].passes
-    }
-    return Timing(passes, sum(t.update_s for t in timings) / len(timings), timings[0].source)
-
-
 def measure(name: str, flags: str, args: argparse.Namespace, folder: Path, network: Network) -> list[dict[str, Any]]:
     data, words, rows = folder / name, flags.split(), list[dict[str, Any]]()
     run = with_precision(resolve(flags=parse_flags(words)).run)
-    model, timing = calibrate(run, data, "cpu", [2])
+    model, timing = calibrate_together(run, data, "cpu", [2], 2)
     timings = [timing]
     for link_name in args.links:
         for host in network.hosts:
@@ -157,7 +150,7 @@ def measure(name: str, flags: str, args: argparse.Namespace, folder: Path, netwo
             row = {"model": name, "link": link_name, "link_bytes_per_s": link.bytes_per_s, "link_latency_s": link.latency_s}
             rows.append(row | {"layout": layout, "seconds": seconds, "bytes": peak, "steps": steps, "words": [*words, *layout_words]})
             print(f"{name:11} {link_name:9} {layout:24} {seconds:7.3f} s {peak / 1e6:7.1f} MB", file=sys.stderr, flush=True)
-    timings.append(calibrate(run, data, "cpu", [2])[1])
+    timings.append(calibrate_together(run, data, "cpu", [2], 2)[1])
     for row in rows:
         link = Link(row["link_latency_s"], row["link_bytes_per_s"])
         row["predicted_s"], row["predicted_bytes"] = predict(model, mean_timing(timings), row.pop("words"), link)

@@ -31,18 +31,27 @@ PAIR_TOKENS = 24  # of a sentence, where the data is not known
 
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:
-    if is_script(args.target):
-        hint = "plan a run file of a similar built-in model, or measure the loop: lockstep drill FILE.py:FUNCTION"
-        raise UsageError(f"{args.target} is a user's loop, whose model is not known", "command line", hint)
     cluster = parse_cluster(args.devices, args.link, args.host_link, args.profile)
-    run = resolve(Path(args.target) if args.target else None, parse_flags(rest), os.environ).run
+    function = args.target if is_script(args.target) else ""
+    if function and ":" not in function:
+        hint = f"name a function that returns the model and a micro-batch: {function}:make_model (docs/planning.md)"
+        raise UsageError(f"{function} names no function", "command line", hint)
+    run = resolve(Path(args.target) if args.target and not function else None, parse_flags(rest), os.environ).run
     run = with_precision(run, cluster)
-    model, timing = model_of(run), None
-    if args.measure:
-        from lockstep.tasks.calibration import calibrate  # loads torch
+    timing = None
+    if function:
+        from lockstep.tasks.module_cost import own_model_cost, own_timing  # loads torch
+
+        model = own_model_cost(function)
+        timing = own_timing(function, run) if args.measure else None
+    else:
+        model = model_of(run)
+    if args.measure and not function:
+        from lockstep.tasks.calibration import calibrate_together  # loads torch
 
         folder = args.out or Path("runs") / (Path(args.target).stem if args.target else "default")
-        model, timing = calibrate(run, folder, cluster.kind, [size for size in (2, 4, 8) if possible(model, size, cluster)])
+        sizes = [size for size in (2, 4, 8) if possible(model, size, cluster)]
+        model, timing = calibrate_together(run, folder, cluster.kind, sizes, cluster.per_host)
     timing = timing or timing_from_flops(model, *cluster.flops(run.compute.precision))
     plan = make_plan(model, run, cluster, timing)
     answer = to_json(plan, model, run, cluster, timing) | {"goodput": goodput_of(args, plan.fitting[0], model, run, cluster)}
@@ -64,7 +73,7 @@ def goodput_of(args: argparse.Namespace, best: PlannedLayout, model: ModelCost, 
 
 
 def possible(model: ModelCost, tensor: int, cluster: Cluster) -> bool:
-    return cluster.devices % tensor == 0 and all(size % tensor == 0 for size in model.heads)
+    return bool(model.heads) and cluster.devices % tensor == 0 and all(size % tensor == 0 for size in model.heads)
 
 
 def with_planned_layout(request: RunRequest, workers: int | None) -> RunRequest:
@@ -122,7 +131,8 @@ def model_of(run: RunConfig) -> ModelCost:
         )
     if run.lora.rank or run.llama.backend == "transformers":
         what = "a plan covers the built-in models, with all parameters trained"
-        raise UsageError(what, "lora.rank, llama.backend", "plan without them: an upper bound of the memory")
+        hint = "plan a function that makes the model, FILE.py:FUNCTION (docs/planning.md), or plan without them: an upper bound"
+        raise UsageError(what, "lora.rank, llama.backend", hint)
     config = llama_config(run)
     if not run.llama.init_from:
         config = replace(config, vocab_size=run.tokenizer.vocab_size)
@@ -135,10 +145,12 @@ def to_json(plan: Plan, model: ModelCost, run: RunConfig, cluster: Cluster, timi
         return values | {"memory": asdict(planned.memory), "bytes": planned.memory.total, "reason": planned.reason}
 
     found = advice(model, run, cluster, timing, plan.fitting[0])
+    if not model.layers:  # a user's own: its loop decides the rest
+        found = {key.split(".")[1]: value for key, value in found.items() if key.startswith(("batch.", "parallel."))}
     return {
         "model": model.name,
         "parameters": model.parameters,
-        "tokens": model.tokens * run.batch.micro_batches,  # of a step
+        "tokens": model.tokens * run.batch.micro_batches,  # of a step; rows of an own model
         "precision": run.compute.precision,
         "devices": f"{cluster.hosts} hosts x {cluster.per_host} {cluster.kind}, {format_bytes(cluster.memory)} each",
         "timing": timing.source,
@@ -161,7 +173,9 @@ def as_text(answer: dict[str, Any]) -> str:
         lines.append(f"{Layout(**entry['layout'])!s:45} {seconds} {sizes}  {entry['reason']}")
     lines += [f"not possible: {Layout(**entry['layout'])}: {entry['why']}" for entry in answer["refused"]]
     lines += ["", f"use {layout_flags(Layout(**layouts[0]['layout']))}"]
-    lines += [f"    --{key} {found['value']}  ({found['reason']})" for key, found in answer["advice"].items()]
+    for key, found in answer["advice"].items():
+        spelled = f"--{key} {found['value']}" if "." in key else f"Session({key}={found['value']!r})"
+        lines.append(f"    {spelled}  ({found['reason']})")
     if goodput := answer["goodput"]:
         lines.append(
             f"goodput {goodput['share']:.2%}: {goodput['lost_s']:.1f} s lost per failure, survivors wait {goodput['outage_s']:.1f} s"

@@ -18,7 +18,7 @@ from lockstep.planner.step_cost import units_of_stage
 RUNTIME_BYTES = 355_000_000  # Python, torch and its kernels
 GROUP_BYTES = 3_300_000  # of each process group of gloo
 # The allocator returns nothing to the system, and leaves more holes where micro-batches have many shapes.
-ALLOCATED = {"translate": 1.77, "pretrain": 1.39, "sft": 1.39}  # bytes for each byte of activations
+ALLOCATED, ALLOCATED_RAGGED = 1.39, 1.77  # bytes for each byte of activations
 TENSOR_COPIES = 1.24  # more, for the sums over the tensor axis
 STORED_BYTES, STORED_SHARD_BYTES = 2.4, 1.92  # for each byte of a partial sum that waits in the tree
 # oneDNN keeps 1,024 compiled products, and bf16 ones are large: rows of pairs have hundreds of shapes.
@@ -61,8 +61,8 @@ def stage_memory(model: ModelCost, run: RunConfig, layout: Layout, device_type: 
     own = elements / shards
     weight, state = bytes_per_parameter(run.memory, run.optim, device_type)
     return MemoryCost(
-        runtime=runtime_bytes(run, layout) if device_type == "cpu" else 0,
-        weights=weight * own,
+        runtime=runtime_bytes(model, run, layout) if device_type == "cpu" else 0,
+        weights=(weight + learner_bytes(run, layout)) * own,
         gradients=weight * own * (1 + stored_sums(run, layout)),
         optimizer=state * own,
         activations=activation_bytes(model, run, layout, device_type, blocks, number),
@@ -79,9 +79,14 @@ def bytes_per_parameter(memory: MemoryOptions, optim: OptimOptions, device_type:
     return weight, 0 if memory.offload == "optimizer" and device_type == "cuda" else state
 
 
-def runtime_bytes(run: RunConfig, layout: Layout) -> int:
-    kernels = KERNEL_BYTES if run.task == "translate" and run.compute.precision == "bf16" else 0
+def runtime_bytes(model: ModelCost, run: RunConfig, layout: Layout) -> int:
+    kernels = KERNEL_BYTES if model.ragged and run.compute.precision == "bf16" else 0
     return RUNTIME_BYTES + GROUP_BYTES * groups_of(layout) + kernels
+
+
+def learner_bytes(run: RunConfig, layout: Layout) -> int:
+    """Return the bytes per parameter that DiLoCo adds: common weights, outer momentum, finished learners."""
+    return 8 + 4 * -(-run.diloco.learners // layout.replicate) if run.diloco.learners else 0
 
 
 def groups_of(layout: Layout) -> int:
@@ -91,7 +96,8 @@ def groups_of(layout: Layout) -> int:
 
 def stored_sums(run: RunConfig, layout: Layout) -> float:
     """Return the gradients that partial sums take which wait for their sibling in the tree of a step."""
-    depth = math.ceil(math.log2(-(-run.batch.micro_batches // layout.replicate // layout.shard)))
+    leaves = run.diloco.learners or run.batch.micro_batches
+    depth = math.ceil(math.log2(-(-leaves // layout.replicate // layout.shard)))
     if layout.workers_per_replica == 1:
         return STORED_BYTES * max(0, depth - 1)
     return 0.0 if run.fsdp.reduce == "per_step" and layout.shard > 1 else STORED_SHARD_BYTES * depth
@@ -117,15 +123,15 @@ def activation_bytes(model: ModelCost, run: RunConfig, layout: Layout, device_ty
     saved += model.embedding.saved[mode].bytes(tensor, precision) if number == 0 else 0
     chunks, later = run.layout.pipeline_chunks, layout.pipeline - number - 1
     in_flight = 1 + later if chunks == 1 or layout.pipeline == 1 else (2 * later + (chunks - 1) * layout.pipeline + 2) / chunks
-    largest = max(unit.saved["none"].bytes(tensor, precision) for unit in blocks)
-    vocabulary = model.embedding.elements(1)
+    largest = max((unit.saved["none"].bytes(tensor, precision) for unit in blocks), default=0.0)
+    vocabulary = model.embedding.elements(1) if model.dim else 0
     loss = model.output.saved[mode].bytes(tensor, precision) if is_last else 0
     if is_last:  # logits, scores and gradients of some rows; the narrow matrix
         rows = min(LOSS_ROWS[device_type], model.tokens)
-        loss += 3 * 4 * rows * vocabulary / model.dim + (2 * vocabulary if precision == "bf16" else 0)
+        loss += 3 * 4 * rows * vocabulary / max(1, model.dim) + (2 * vocabulary if precision == "bf16" else 0)
     if number == 0:
         loss += 4 * vocabulary  # gradient of the embedding
     most = max(1, run.batch.micro_batches // layout.data_parallel_size)
-    on_cpu = ALLOCATED[run.task] + (TENSOR_COPIES if tensor > 1 else 0)
+    on_cpu = (ALLOCATED_RAGGED if model.ragged else ALLOCATED) + (TENSOR_COPIES if tensor > 1 else 0)
     factor = on_cpu if device_type == "cpu" else ALLOCATED_ON_GPU
     return factor * (saved * min(in_flight, most) + loss + largest)

@@ -65,7 +65,10 @@ class ModelCost:
 
     passed  elements of a micro-batch that a pipeline stage passes on
     tied    the output matrix is the embedding
-    heads   numbers that the tensor axis must divide
+    dim     of the embedding; 0: the loss is no sum over a vocabulary
+    heads   numbers that the tensor axis must divide; empty: it has no plan for the tensor axis
+    layers  that a pipeline can split; 0: none
+    ragged  micro-batches have many shapes
     """
 
     name: str
@@ -78,6 +81,7 @@ class ModelCost:
     tied: bool
     heads: tuple[int, ...]
     layers: int
+    ragged: bool = False
 
     @property
     def parameters(self) -> int:
@@ -190,7 +194,7 @@ def translator_cost(model: ModelOptions, vocab_size: int, batch: MicroBatch, pre
     blocks = (*(encoder,) * model.encoder_layers, encoder_norm, *(decoder,) * model.decoder_layers)
     layers = model.encoder_layers + model.decoder_layers
     name = f"translator, {model.encoder_layers} + {model.decoder_layers} layers of {d}"
-    return ModelCost(name, embedding, blocks, output, target, d, (source + target) * d, True, (h, f), layers)
+    return ModelCost(name, embedding, blocks, output, target, d, (source + target) * d, True, (h, f), layers, ragged=True)
 
 
 def added(a: Amount, b: Amount) -> Amount:

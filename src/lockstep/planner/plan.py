@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from lockstep.config.schema import RunConfig
+from lockstep.config.schema import DilocoOptions, RunConfig
 from lockstep.errors import UsageError
 from lockstep.layout import Layout, LayoutLimits
 from lockstep.planner.devices import Cluster
 from lockstep.planner.memory_cost import MemoryCost, memory_cost
 from lockstep.planner.model_cost import CHECKPOINT_MODES, Mode, ModelCost
-from lockstep.planner.step_cost import StepCost, Timing, step_cost
+from lockstep.planner.step_cost import WIRES, StepCost, Timing, step_cost
 from lockstep.units import format_bytes, format_duration
 
 BUCKET_BYTES = (1_000_000, 5_000_000, 10_000_000, 25_000_000, 50_000_000, 100_000_000)
-WIRES = {"fp32": 1.0, "bf16": 0.5, "int8": 0.26}  # bytes of a gradient, as a share of float32's
 HIDDEN = 0.05  # share of a step that communication may take
 
 
@@ -75,6 +74,10 @@ def problem_with(run: RunConfig, layout: Layout, limits: LayoutLimits) -> str:
     """Return why the run does not work in the layout, or ""."""
     if layout.workers_per_replica > 1 and run.parallel.reduce == "fast":
         return "parallel.reduce=fast is for replicas of one worker"
+    if run.diloco.learners and layout.workers_per_replica > 1:
+        return "diloco.learners is for replicas of one worker"
+    if 0 < run.diloco.learners < layout.replicate:
+        return f"{run.diloco.learners} learners keep {run.diloco.learners} of {layout.replicate} workers busy"
     chunks = run.layout.pipeline_chunks if layout.pipeline > 1 else 1
     return limits.problem_with(replace(layout, pipeline=layout.pipeline * chunks))
 
@@ -90,8 +93,8 @@ def advice(model: ModelCost, run: RunConfig, cluster: Cluster, timing: Timing, b
     """Return {key: (value, the reason with its number)} for the best layout."""
     layout, given = best.layout, best.step
 
-    def seconds(changed: RunConfig, wire: float = 1.0) -> float:
-        return step_cost(model, changed, layout, cluster, timing, wire).seconds
+    def seconds(changed: RunConfig) -> float:
+        return step_cost(model, changed, layout, cluster, timing).seconds
 
     found: dict[str, tuple[object, str]] = {}
     if layout.workers_per_replica == 1 < layout.replicate:
@@ -106,15 +109,17 @@ def advice(model: ModelCost, run: RunConfig, cluster: Cluster, timing: Timing, b
     mode = min(by_mode, key=lambda mode: by_mode[mode][0])
     found["memory.activation_checkpoint"] = mode, "; ".join(f"{name}: {text}" for name, (_, text) in by_mode.items())
     if layout.data_parallel_size > 1:
-        by_wire = {name: seconds(run, share) for name, share in WIRES.items()}
+        by_wire = {name: seconds(replace(run, parallel=replace(run.parallel, wire=name))) for name in WIRES}
         computed_s = given.compute_s + given.bubble_s + given.update_s
         enough_s = max(computed_s / (1 - HIDDEN), 1.02 * by_wire["int8"])
         wire = next(name for name in WIRES if by_wire[name] <= enough_s)
         found["parallel.wire"] = wire, ", ".join(f"{name} {format_duration(value)}" for name, value in by_wire.items()) + " a step"
     if layout.workers_per_replica == 1 < layout.replicate:
-        every = max(1, -int(-given.exposed_s // (HIDDEN / (1 - HIDDEN) * (given.seconds - given.exposed_s))))
-        share = given.exposed_s / every / (given.seconds - given.exposed_s + given.exposed_s / every)
-        found["diloco.every"] = every, f"communication {share:.1%} of the time, {given.exposed_s / given.seconds:.0%} without"
+        plain = step_cost(model, replace(run, diloco=DilocoOptions()), layout, cluster, timing)
+        computed_s = plain.seconds - plain.exposed_s
+        every = max(1, -int(-plain.exposed_s // (HIDDEN / (1 - HIDDEN) * computed_s)))
+        share = plain.exposed_s / every / (computed_s + plain.exposed_s / every)
+        found["diloco.every"] = every, f"communication {share:.1%} of the time, {plain.exposed_s / plain.seconds:.0%} without"
     return found
 
 

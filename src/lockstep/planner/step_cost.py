@@ -7,7 +7,7 @@ a pipeline in the order of network/pipeline_schedule.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lockstep.config.schema import RunConfig
@@ -15,10 +15,12 @@ from lockstep.layout import Layout
 from lockstep.network.bucket_sizes import group_by_size
 from lockstep.network.links import Link
 from lockstep.network.pipeline_schedule import adjacent_blocks, pipeline_schedule
+from lockstep.network.wire_format import Wire
 from lockstep.planner.devices import Cluster
 from lockstep.planner.exchange_cost import all_to_all_seconds, halving_seconds, tree_all_reduce_cost
 from lockstep.planner.model_cost import ModelCost, Unit
 
+WIRES: dict[Wire, float] = {"fp32": 1.0, "bf16": 0.5, "int8": 0.26}  # bytes of a gradient on its way, as a share of float32's
 UNITS_IN_FLIGHT = 2  # as in parallel/sharded_replica.py
 COPY_BYTES_PER_S = {"cuda": 1e12, "cpu": 2e9}  # of whole units, into and out of a collective's buffer: assumed
 DEFAULT_BUCKET_BYTES = {"cuda": 100_000_000, "cpu": 25_000_000}  # as in runtime/device.py
@@ -48,6 +50,16 @@ def timing_from_flops(model: ModelCost, flops: float, source: str) -> Timing:
     """Return the seconds at `flops` FLOP/s; a backward pass takes two forward passes."""
     seconds = {(unit.kind, 1): 2 * unit.macs.on(1) / flops for unit in (model.embedding, *model.blocks, model.output)}
     return Timing({key: (forward_s, 2 * forward_s) for key, forward_s in seconds.items()}, 100 / flops, source)
+
+
+def mean_timing(timings: Sequence[Timing]) -> Timing:
+    """Return the mean of timings of the same parts."""
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(values) / len(timings)
+
+    passes = {key: (mean(t.passes[key][0] for t in timings), mean(t.passes[key][1] for t in timings)) for key in timings[0].passes}
+    return Timing(passes, mean(t.update_s for t in timings), timings[0].source)
 
 
 @dataclass(frozen=True)
@@ -131,8 +143,9 @@ def play_pass(
     return forward_end_s
 
 
-def step_cost(model: ModelCost, run: RunConfig, layout: Layout, cluster: Cluster, timing: Timing, wire: float = 1.0) -> StepCost:
-    """Return the cost of a step. wire: bytes of a gradient on its way, as a share of float32's."""
+def step_cost(model: ModelCost, run: RunConfig, layout: Layout, cluster: Cluster, timing: Timing) -> StepCost:
+    """Return the cost of a step; with DiLoCo of an inner step, with its share of the outer one."""
+    wire = WIRES[run.parallel.wire]
     shards, leaves = layout.shard, -(-run.batch.micro_batches // layout.replicate)
     passes, once = -(-leaves // shards), run.fsdp.reduce == "per_step"
     stages = [Stage(model, run, layout, cluster, timing, wire, number) for number in range(layout.pipeline)]
@@ -141,6 +154,10 @@ def step_cost(model: ModelCost, run: RunConfig, layout: Layout, cluster: Cluster
     update_s = max(stage.elements for stage in stages) / shards * timing.update_s + 4 * cluster.other_host.latency_s
     if layout.pipeline == 1:
         (stage,) = stages
+        if run.diloco.learners:
+            sent_s = sum(seconds for sends in (stage.last_sends() or {}).values() for seconds in sends)
+            updates = -(-run.diloco.learners // layout.replicate) + 1 / run.diloco.every
+            return StepCost(compute_s, sent_s / run.diloco.every, 0.0, updates * update_s, sent / run.diloco.every)
         timeline = Timeline()
         for number in range(passes):
             play_pass(timeline, stage.parts, stage.root, run, stage.last_sends() if number == passes - 1 else stage.sends(once))

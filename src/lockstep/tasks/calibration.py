@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,7 +27,7 @@ from lockstep.parallel.groups import ProcessGroups
 from lockstep.parallel.plans import plan_of
 from lockstep.parallel.tensor_parallel import apply_tensor_parallel
 from lockstep.planner.model_cost import MicroBatch, ModelCost, llama_cost, translator_cost
-from lockstep.planner.step_cost import Timing
+from lockstep.planner.step_cost import Timing, mean_timing
 from lockstep.tasks.open import Task, open_task
 from lockstep.training.optim import make_optimizers
 
@@ -50,11 +52,24 @@ def calibrate(run: RunConfig, folder: Path, kind: str, tensor_sizes: Iterable[in
         passes: dict[tuple[str, int], tuple[float, float]] = {}
         for tensor in sorted({1, *tensor_sizes}, reverse=True):
             model = rank_model(task, tensor, device)
-            measured = time_passes(model, task, run, batches)
+            kinds = {name: name.split(".")[0].removesuffix("s") for name in plan_of(model).within(model).units}
+            measured = time_passes(model, kinds, partial(task.loss, model), run, batches)
             passes |= {(kind, tensor): seconds for kind, seconds in measured.items()}
         update_s = time_update(model, run) / sum(p.numel() for p in model.parameters())
         source = f"blocks timed on this {name}"
         return cost_of(task, run, batches), Timing(passes, update_s, source)
+
+
+def calibrate_together(run: RunConfig, folder: Path, kind: str, tensor_sizes: Sequence[int], processes: int) -> tuple[ModelCost, Timing]:
+    """Return what `calibrate` returns, timed by `processes` processes at once, as the workers of a
+    host share its memory and caches. On a GPU one process counts."""
+    model, timing = calibrate(run, folder, kind, tensor_sizes)  # alone: it may prepare the data
+    if processes == 1 or kind != "cpu":
+        return model, timing
+    with get_context("spawn").Pool(processes) as pool:
+        found = pool.starmap(calibrate, [(run, folder, kind, tensor_sizes)] * processes, chunksize=1)
+    timing = mean_timing([timing for _, timing in found])
+    return model, replace(timing, source=f"{timing.source}, {processes} workers at once")
 
 
 def cost_of(task: Task, run: RunConfig, batches: Sequence[Any]) -> ModelCost:
@@ -80,9 +95,14 @@ def rank_model(task: Task, tensor: int, device: torch.device) -> nn.Module:
     return materialize(model, device, lambda _, shape: torch.randn(shape) * 0.02).train()
 
 
-def time_passes(model: nn.Module, task: Task, run: RunConfig, batches: Sequence[Any]) -> dict[str, tuple[float, float]]:
-    """Return {kind of unit: mean (forward, backward) seconds over a micro-batch}."""
-    units = [(name, model.get_submodule(name)) for name in plan_of(model).within(model).units]
+def time_passes(
+    model: nn.Module, kinds: Mapping[str, str], loss: Callable[[Any], Tensor], run: RunConfig, batches: Sequence[Any]
+) -> dict[str, tuple[float, float]]:
+    """Return {kind of unit: mean (forward, backward) seconds over a micro-batch}.
+
+    kinds  {name of a unit: its kind}, in forward order
+    """
+    units = [(name, model.get_submodule(name)) for name in kinds]
     device = next(model.parameters()).device
     samples: dict[tuple[str, bool], list[float]] = defaultdict(list)
     stamps: dict[tuple[str, str], float] = {}
@@ -92,38 +112,48 @@ def time_passes(model: nn.Module, task: Task, run: RunConfig, batches: Sequence[
             torch.cuda.synchronize(device)
         stamps[name, event] = time.perf_counter()
 
-    def before(name: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        stamp(name, "starts")
-        inputs[0].register_hook(partial(stamp, name, "returned"))
+    def watch(name: str, event: str, values: Any) -> None:
+        """Stamp when the backward pass reaches the first of `values`."""
+        first = values[0] if isinstance(values, tuple) and values else values
+        if isinstance(first, Tensor) and first.requires_grad:
+            first.register_hook(partial(stamp, name, event))
 
-    def after(name: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def before(name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        stamp(name, "starts")
+        watch(name, "returned", inputs)
+
+    def after(name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         stamp(name, "ends")
-        output.register_hook(partial(stamp, name, "returns"))
+        watch(name, "returns", output)
 
     for name, unit in units:
         unit.register_forward_pre_hook(partial(before, name))
         unit.register_forward_hook(partial(after, name))
-    warm_up, (first, last) = run.batch.micro_batches, (units[0][0], units[-1][0])
+    warm_up, (first, last) = run.batch.micro_batches, (units[0][0], units[-1][0]) if units else ("none", "none")
     for number, batch in enumerate(batches):
+        stamps.clear()
         stamp("", "starts")
+        stamps["none", "starts"] = stamps["none", "ends"] = stamps["", "starts"]  # without units all is the output
         with torch.autocast(device.type, torch.bfloat16, enabled=run.compute.precision == "bf16"):
-            loss = task.loss(model, batch)
+            value = loss(batch)
         stamp("", "ends")
-        loss.backward()
+        value.backward()
         stamp("", "returned")
+        stamps["none", "returns"] = stamps["", "returned"]
         if number < warm_up:
             continue
-        for name, _ in units:
-            kind = name.split(".")[0].removesuffix("s")
+        # The first unit may read data, which has no gradient: its backward pass is the last.
+        for name in (*kinds, first):
+            stamps.setdefault((name, "returned"), stamps["", "returned"])
+        for name, kind in kinds.items():
             samples[kind, False].append(stamps[name, "ends"] - stamps[name, "starts"])
             samples[kind, True].append(stamps[name, "returned"] - stamps[name, "returns"])
         samples["embedding", False].append(stamps[first, "starts"] - stamps["", "starts"])
         samples["embedding", True].append(stamps["", "returned"] - stamps[first, "returned"])
         samples["output", False].append(stamps["", "ends"] - stamps[last, "ends"])
         samples["output", True].append(stamps[last, "returns"] - stamps["", "ends"])
-    kinds = {kind for kind, _ in samples}
     means = {key: sum(values) / len(values) for key, values in samples.items()}
-    return {kind: (means[kind, False], means[kind, True]) for kind in kinds}
+    return {kind: (means[kind, False], means[kind, True]) for kind, _ in samples}
 
 
 def time_update(model: nn.Module, run: RunConfig) -> float:

@@ -18,6 +18,7 @@ from lockstep.planner.step_cost import StepCost, Timing, play_pipeline, step_cos
 
 MODEL = llama_cost(LLAMA_CONFIGS["5M"], MicroBatch(2, 256), "fp32")
 RUN = replace(RunConfig(), compute=replace(RunConfig().compute, precision="fp32"))  # 8 micro-batches
+BF16 = replace(RUN, parallel=replace(RUN.parallel, wire="bf16"))
 TIMING = Timing({("layer", 1): (0.01, 0.02), ("embedding", 1): (0.001, 0.002), ("output", 1): (0.003, 0.004)}, 0.0, "by hand")
 MICRO_S = 6 * 0.03 + 0.01
 FAST = Link(0.0, 1e15)
@@ -27,8 +28,8 @@ def cluster(link: Link, hosts: int = 2, per_host: int = 1) -> Cluster:
     return Cluster(hosts, per_host, "cpu", 1 << 40, FAST, link)
 
 
-def cost(layout: Layout, link: Link = FAST, run: RunConfig = RUN, wire: float = 1.0) -> StepCost:
-    return step_cost(MODEL, run, layout, cluster(link, layout.workers), TIMING, wire)
+def cost(layout: Layout, link: Link = FAST, run: RunConfig = RUN) -> StepCost:
+    return step_cost(MODEL, run, layout, cluster(link, layout.workers), TIMING)
 
 
 def test_two_ranks_send_the_bytes_once_and_wait_for_two_latencies() -> None:
@@ -62,8 +63,17 @@ def test_a_slow_link_is_exposed_except_beside_the_last_backward_pass() -> None:
     step, nbytes = cost(Layout(2), Link(0.0, 1e6)), 4 * MODEL.parameters
     assert step.seconds >= 4 * MICRO_S + nbytes / 1e6 - 0.13
     assert step.exposed_s <= nbytes / 1e6
-    assert cost(Layout(2), Link(0.0, 1e6), wire=0.5).exposed_s == pytest.approx(step.exposed_s - nbytes / 2e6, rel=0.02)
+    assert cost(Layout(2), Link(0.0, 1e6), BF16).exposed_s == pytest.approx(step.exposed_s - nbytes / 2e6, rel=0.02)
     assert step.sent_bytes == pytest.approx(nbytes)
+
+
+def test_learners_exchange_once_in_their_steps() -> None:
+    run, link, nbytes = replace(RUN, diloco=replace(RUN.diloco, learners=4, every=50)), Link(0.0, 1e6), 4 * MODEL.parameters
+    step = cost(Layout(2), link, run)
+    assert step.compute_s == pytest.approx(4 * MICRO_S) and step.exposed_s == pytest.approx(nbytes / 1e6 / 50)
+    assert step.sent_bytes == pytest.approx(nbytes / 50)
+    plain, learning = (memory_cost(MODEL, values, Layout(2), "cpu") for values in (RUN, run))
+    assert learning.weights - plain.weights == (8 + 4 * 2) * MODEL.parameters
 
 
 def test_shards_gather_twice_and_send_gradients_of_each_pass() -> None:

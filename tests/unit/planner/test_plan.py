@@ -97,9 +97,14 @@ def test_what_is_not_supported_is_refused(capsys: pytest.CaptureFixture[str]) ->
     assert "with all parameters trained" in capsys.readouterr().err
 
 
-def test_a_users_loop_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "own.py:make_model", "--devices", "1x1:cpu"]) == 2
-    assert "whose model is not known" in capsys.readouterr().err
+def test_learners_are_planned_as_replicas(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--devices", "4x1:cpu", "--link", "1Mbit/s", "--diloco.learners", "2", "--steps", "100", "--checkpoint.every_steps", "50"]
+    assert main(["plan", *words]) == 2
+    assert "2 learners keep 2 of 4 workers busy" in capsys.readouterr().err
+    two = plan(capsys, "--devices", "2x1:cpu", *words[2:])
+    assert [entry["layout"]["replicate"] for entry in two["layouts"]] == [2]
+    assert {entry["why"] for entry in two["refused"]} == {"diloco.learners is for replicas of one worker"}
+    assert two["advice"]["diloco.every"]["value"] > 50
 
 
 def test_the_layout_of_a_run_is_planned(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

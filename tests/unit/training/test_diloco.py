@@ -88,6 +88,23 @@ def test_an_interrupted_learner_continues_in_the_next_generation() -> None:
     assert len(own_passes) == 4 * H, "the next outer step trains all of its steps"
 
 
+def test_a_learner_is_not_continued_from_weights_that_were_rolled_back() -> None:
+    """The same step starts again at other common weights: the run returned to a checkpoint."""
+    learners, module, passes = make_learners([3])
+    learners.train(12, 1)
+    with torch.no_grad():
+        module.weight += 1
+    loss = learners.train(12, 1)
+    assert len(passes) == 2 * (3 + H), "all steps are computed again"
+    fresh, other, _ = make_learners([])
+    with torch.no_grad():
+        other.weight += 1
+    expected = fresh.train(12, 1)
+    assert loss.item() == expected.item()
+    for got, wanted in zip(gradients(loss, module), gradients(expected, other), strict=True):
+        assert torch.equal(got, wanted)
+
+
 def test_weights_and_gradients_are_as_before() -> None:
     learners, module, _ = make_learners([])
     weights, sums = [p.detach().clone() for p in module.parameters()], [torch.ones_like(p) for p in module.parameters()]
