@@ -59,23 +59,25 @@ LAYOUTS = {
     "pipeline 2": "--layout.pipeline 2",
     "pipeline 2, 2 chunks": "--layout.pipeline 2 --layout.pipeline_chunks 2",
 }
-STEPS, SKIPPED = 10, 3
-# Times 20 messages of a byte there and back, then 4 MB one way and a byte back: (latency, rate).
+STEPS, SKIPPED = 30, 3
+# Times 20 messages of a byte there and back, then 8 MB in both directions at once: (latency, rate).
 PROBE = """
-import socket, sys, time
-def receive(s, n):
+import socket, sys, threading, time
+SIZE = 8_000_000
+def receive(n):
     while n: n -= len(s.recv(min(n, 1 << 20)))
+def both(n):
+    thread = threading.Thread(target=s.sendall, args=(bytes(n),)); thread.start(); receive(n); thread.join()
 if sys.argv[1] == "serve":
     server = socket.create_server(("", 29999)); print("ready", flush=True); s, _ = server.accept()
-    s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for _ in range(20): receive(s, 1); s.sendall(b"x")
-    receive(s, 4_000_000); s.sendall(b"x")
 else:
-    s = socket.create_connection((sys.argv[1], 29999)); s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    t = time.perf_counter()
-    for _ in range(20): s.sendall(b"x"); receive(s, 1)
-    latency = (time.perf_counter() - t) / 40; t = time.perf_counter()
-    s.sendall(bytes(4_000_000)); receive(s, 1); print(latency, 4_000_000 / (time.perf_counter() - t - 2 * latency))
+    s = socket.create_connection((sys.argv[1], 29999))
+s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+t = time.perf_counter()
+for _ in range(20): both(1)
+latency = (time.perf_counter() - t) / 20; t = time.perf_counter()
+for _ in range(3): both(SIZE)
+print(latency, 3 * SIZE / (time.perf_counter() - t - 3 * latency))
 """
 
 

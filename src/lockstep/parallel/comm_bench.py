@@ -108,31 +108,31 @@ class CommBench:
         pairs = []
         for turn in turns:
             pair = next((pair for pair in turn if self.rank in pair), None)
-            times = all_gather_json(self.runtime, list(self.ping_pong(*pair, sizes).items()) if pair else [])
+            times = all_gather_json(self.runtime, list(self.exchanges(*pair, sizes).items()) if pair else [])
             pairs += [PairTimes((a, b), (hosts[a], hosts[b]), {size: took for size, took in times[a]}) for a, b in turn]
         return pairs
 
-    def ping_pong(self, first: int, second: int, sizes: Sequence[int]) -> dict[int, float]:
-        """Return the seconds of one message by its size: half of the shortest round trip, because
+    def exchanges(self, first: int, second: int, sizes: Sequence[int]) -> dict[int, float]:
+        """Return the seconds in which two ranks send each other a message, by its size: both at once,
+        as in a sum, where confirmations share the link with the data. The shortest counts, because
         longer ones include the load of the hosts. `first` decides how often."""
         starts, peer, result = self.rank == first, first + second - self.rank, {}
         count = torch.ones(1, dtype=torch.int64, device=self.device)
 
-        def message(tensor: Tensor, *, sends: bool) -> None:
-            self.exchange([(peer, tensor)] * sends, [(peer, tensor)] * (not sends))
+        def agree_on_count() -> None:
+            self.exchange([(peer, count)] * starts, [(peer, count)] * (not starts))
 
-        message(count, sends=starts)  # NCCL connects at first use
+        agree_on_count()  # NCCL connects at first use
         for size in sizes:
-            buffer = torch.zeros(size, dtype=torch.uint8, device=self.device)
+            buffers = torch.zeros(2, size, dtype=torch.uint8, device=self.device)
 
-            def round_trip(buffer: Tensor = buffer) -> None:
-                message(buffer, sends=starts)
-                message(buffer, sends=not starts)
+            def both(buffers: Tensor = buffers) -> None:
+                self.exchange([(peer, buffers[0])], [(peer, buffers[1])])
 
-            once_s = self.timed(round_trip)
+            once_s = self.timed(both)
             count.fill_(repeats(once_s))
-            message(count, sends=starts)
-            result[size] = min([once_s, *(self.timed(round_trip) for _ in range(int(count)))]) / 2
+            agree_on_count()
+            result[size] = min([once_s, *(self.timed(both) for _ in range(int(count)))])
             if not count:
                 break
         return result

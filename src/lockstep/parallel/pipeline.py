@@ -16,7 +16,7 @@ needs equal shapes and one permanent group, and adds gradients in order of arriv
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -30,13 +30,14 @@ from lockstep.errors import UsageError
 from lockstep.models.llama import IGNORE_INDEX, Llama, RotaryEmbedding, positions_and_mask
 from lockstep.models.loss import output_cross_entropy
 from lockstep.models.translator import EncodedSource, Translator, causal_bias, source_bias
-from lockstep.network.pipeline_schedule import adjacent_blocks, pipeline_schedule
+from lockstep.network.pipeline_schedule import PipelineOp, adjacent_blocks, pipeline_schedule
 from lockstep.parallel.digest import digest_of
 from lockstep.parallel.groups import ProcessGroups
 from lockstep.runtime.numerics import generator_states, pack_generators, restore_generators, seed_generators
 from lockstep.runtime.tensor_bytes import DTYPES, TORCH_DTYPES, bytes_of, tensors_of
 
 ENVELOPE_BYTES = 4096
+RECEIVES_AHEAD = 2  # of a stage, each the activations of a micro-batch
 MAX_TENSORS = 31  # between two chunks
 
 
@@ -261,6 +262,7 @@ class PipelineRunner:
     groups: ProcessGroups
     backward: Callable[[list[Tensor], Sequence[Tensor] | None, int, int], None] = lambda *_: None
     sends: list[dist.Work] = field(default_factory=list)
+    receives: dict[P2PMessage, tuple[Sequence[Tensor], list[dist.Work]]] = field(default_factory=dict)  # that have started
 
     def step(self, micro_batches: int) -> list[Tensor]:
         """Return the losses, on the last stage; else []. Raises the error of a lost peer."""
@@ -268,11 +270,13 @@ class PipelineRunner:
         losses: dict[int, Tensor] = {}
         stage, stages, chunks = self.forward.stage.number, self.forward.stage.stages, self.forward.stage.chunks
         previous, following = (stage - 1) % stages, (stage + 1) % stages
-        for kind, chunk, micro in pipeline_schedule(stage, stages, micro_batches, len(chunks)):
+        schedule = pipeline_schedule(stage, stages, micro_batches, len(chunks))
+        for number, (kind, chunk, micro) in enumerate(schedule):
             _, first, last = chunks[chunk]
             edge = chunk * stages + stage  # from this chunk to the next one
             if kind == "forward":
                 received = None if first else self._receive(previous, P2PMessage(micro, edge - 1, "states"), self.forward.expected(micro))
+                self._receive_ahead(schedule[number + 1 :], in_flight)
                 followed = follow_gradients([tensor for tensor in received.tensors if tensor.requires_grad] if received else [])
                 own = self.forward(received, chunk, micro)
                 in_flight[chunk, micro] = followed, [out for out in own.tensors if out.requires_grad]
@@ -284,6 +288,7 @@ class PipelineRunner:
             followed, outs = in_flight.pop((chunk, micro))
             expected = [] if self.forward.stage.passes_generators else [torch.empty_like(out) for out in outs]
             grads = None if last or not outs else self._receive(following, P2PMessage(micro, edge, "grads"), expected).tensors
+            self._receive_ahead(schedule[number + 1 :], in_flight)
             self.backward(outs, grads, micro, chunk)
             gradients = tuple(gradient for gradient in followed if gradient is not None)
             if len(gradients) < len(followed):
@@ -293,6 +298,29 @@ class PipelineRunner:
                 self._send(own._replace(output=gradients), previous, P2PMessage(micro, edge - 1, "grads"))
         self.groups.wait(self.sends)
         return [losses[micro] for micro in sorted(losses)]
+
+    def _receive_ahead(self, upcoming: Sequence[PipelineOp], in_flight: Mapping[tuple[int, int], tuple[Any, Sequence[Tensor]]]) -> None:
+        """Start to receive what the next two passes need that receive anything, beside the pass before them.
+
+        gloo sends nothing before the receiver asks for it. On NCCL a receive would hold up the sends
+        that follow, and the tensors of a user's model have unknown shapes.
+        """
+        stage, stages = self.forward.stage.number, self.forward.stage.stages
+        if self.forward.device.type != "cpu" or self.forward.stage.passes_generators:
+            return
+        ahead = 0
+        for kind, chunk, micro in upcoming:
+            if ahead == RECEIVES_AHEAD:
+                return
+            _, first, last = self.forward.stage.chunks[chunk]
+            edge = chunk * stages + stage
+            if kind == "forward" and not first:
+                self._start_receive((stage - 1) % stages, P2PMessage(micro, edge - 1, "states"), self.forward.expected(micro))
+                ahead += 1
+            elif kind == "backward" and not last:
+                _, outs = in_flight.get((chunk, micro), ((), ()))
+                self._start_receive((stage + 1) % stages, P2PMessage(micro, edge, "grads"), [torch.empty_like(out) for out in outs])
+                ahead += 1
 
     def evaluate(self) -> Activations:
         """Collective in the stages. Return the activations of the last stage, on all of them."""
@@ -321,14 +349,16 @@ class PipelineRunner:
         expected  tensors to receive into, where the model is a built-in one, which sends no envelope
         """
         if expected:
-            self._wait_for([tensor.detach() for tensor in expected], 1, peer, message)
+            self._start_receive(peer, message, expected)
+            expected, works = self.receives.pop(message)
+            self._wait_for(works)
             output = tuple(tensor.requires_grad_(message.kind == "states") for tensor in expected)
             return Activations(output, self.forward.pending[0].generators, 0)
         envelope = torch.empty(ENVELOPE_BYTES + self.forward.pending[0].generators.numel(), dtype=torch.uint8)
-        self._wait_for([envelope], 0, peer, message)
+        self._wait_for(self._start([envelope], 0, peer, message))
         is_tuple, data, described = json.loads(bytes(bytes_of(envelope[:ENVELOPE_BYTES])))
         parts = [torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=self.forward.device) for dtype, shape, _, _ in described]
-        self._wait_for(parts, 1, peer, message)
+        self._wait_for(self._start(parts, 1, peer, message))
         for number, (_, shape, strides, trained) in enumerate(described):
             if strides != list(parts[number].stride()):
                 parts[number] = torch.empty_strided(shape, strides, dtype=parts[number].dtype, device=self.forward.device).copy_(
@@ -337,11 +367,17 @@ class PipelineRunner:
             parts[number].requires_grad_(trained)
         return Activations(tuple(parts) if is_tuple else parts[0], envelope[ENVELOPE_BYTES:], data)
 
-    def _wait_for(self, parts: list[Tensor], first_number: int, peer: int, message: P2PMessage) -> None:
+    def _start_receive(self, peer: int, message: P2PMessage, expected: Sequence[Tensor]) -> None:
+        if expected and message not in self.receives:
+            self.receives[message] = expected, self._start([tensor.detach() for tensor in expected], 1, peer, message)
+
+    def _start(self, parts: list[Tensor], first_number: int, peer: int, message: P2PMessage) -> list[dist.Work]:
         group, numbered = self.groups.pipeline_group, list(enumerate(parts, first_number))
-        works = self.groups.start_works(
+        return self.groups.start_works(
             lambda: [dist.irecv(part, group=group, group_src=peer, tag=message.tag(number)) for number, part in numbered]
         )
+
+    def _wait_for(self, works: list[dist.Work]) -> None:
         self.groups.wait(works)
         self.groups.raise_failure()
 

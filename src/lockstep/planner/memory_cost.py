@@ -19,7 +19,7 @@ RUNTIME_BYTES = 355_000_000  # Python, torch and its kernels
 GROUP_BYTES = 3_300_000  # of each process group of gloo
 # The allocator returns nothing to the system, and leaves more holes where micro-batches have many shapes.
 ALLOCATED, ALLOCATED_RAGGED = 1.39, 1.77  # bytes for each byte of activations
-TENSOR_COPIES = 1.24  # more, for the sums over the tensor axis
+TENSOR_COPIES, TENSOR_COPIES_RAGGED = 1.24, 2.2  # more, for the sums over the tensor axis
 STORED_BYTES, STORED_SHARD_BYTES = 2.4, 1.92  # for each byte of a partial sum that waits in the tree
 # oneDNN keeps 1,024 compiled products, and bf16 ones are large: rows of pairs have hundreds of shapes.
 KERNEL_BYTES = 900_000_000
@@ -132,6 +132,7 @@ def activation_bytes(model: ModelCost, run: RunConfig, layout: Layout, device_ty
     if number == 0:
         loss += 4 * vocabulary  # gradient of the embedding
     most = max(1, run.batch.micro_batches // layout.data_parallel_size)
-    on_cpu = (ALLOCATED_RAGGED if model.ragged else ALLOCATED) + (TENSOR_COPIES if tensor > 1 else 0)
+    on_cpu, copies = (ALLOCATED_RAGGED, TENSOR_COPIES_RAGGED) if model.ragged else (ALLOCATED, TENSOR_COPIES)
+    on_cpu += copies if tensor > 1 else 0
     factor = on_cpu if device_type == "cpu" else ALLOCATED_ON_GPU
     return factor * (saved * min(in_flight, most) + loss + largest)

@@ -23,6 +23,7 @@ from lockstep.planner.model_cost import ModelCost, Unit
 WIRES: dict[Wire, float] = {"fp32": 1.0, "bf16": 0.5, "int8": 0.26}  # bytes of a gradient on its way, as a share of float32's
 UNITS_IN_FLIGHT = 2  # as in parallel/sharded_replica.py
 COPY_BYTES_PER_S = {"cuda": 1e12, "cpu": 2e9}  # of whole units, into and out of a collective's buffer: assumed
+MESSAGE_S_PER_BYTE = {"cuda": 0.0, "cpu": 4e-9}  # of a worker's core, which sends and receives; measured by bench/plan
 DEFAULT_BUCKET_BYTES = {"cuda": 100_000_000, "cpu": 25_000_000}  # as in runtime/device.py
 
 
@@ -30,14 +31,16 @@ DEFAULT_BUCKET_BYTES = {"cuda": 100_000_000, "cpu": 25_000_000}  # as in runtime
 class Timing:
     """Seconds of a model's parts on one device.
 
-    passes    {(kind of unit, tensor size): (forward, backward)} over a micro-batch
-    update_s  of norm, clipping and optimizer, per parameter
-    source    where the seconds come from
+    passes        {(kind of unit, tensor size): (forward, backward)} over a micro-batch
+    update_s      of norm, clipping and optimizer, per parameter
+    source        where the seconds come from
+    accumulate_s  of the gradients of a micro-batch, beside its passes: views, hooks, the tree
     """
 
     passes: Mapping[tuple[str, int], tuple[float, float]]
     update_s: float
     source: str
+    accumulate_s: float = 0.0
 
     def of(self, unit: Unit, tensor: int) -> tuple[float, float]:
         if (unit.kind, tensor) in self.passes:
@@ -59,7 +62,7 @@ def mean_timing(timings: Sequence[Timing]) -> Timing:
         return sum(values) / len(timings)
 
     passes = {key: (mean(t.passes[key][0] for t in timings), mean(t.passes[key][1] for t in timings)) for key in timings[0].passes}
-    return Timing(passes, mean(t.update_s for t in timings), timings[0].source)
+    return Timing(passes, mean(t.update_s for t in timings), timings[0].source, mean(t.accumulate_s for t in timings))
 
 
 @dataclass(frozen=True)
@@ -151,17 +154,18 @@ def step_cost(model: ModelCost, run: RunConfig, layout: Layout, cluster: Cluster
     stages = [Stage(model, run, layout, cluster, timing, wire, number) for number in range(layout.pipeline)]
     compute_s = max(stage.compute_s for stage in stages) * passes
     sent = max(stage.sent_bytes(passes, once) for stage in stages)
+    messages_s = MESSAGE_S_PER_BYTE[cluster.device_type] * sent
     update_s = max(stage.elements for stage in stages) / shards * timing.update_s + 4 * cluster.other_host.latency_s
     if layout.pipeline == 1:
         (stage,) = stages
         if run.diloco.learners:
             sent_s = sum(seconds for sends in (stage.last_sends() or {}).values() for seconds in sends)
             updates = -(-run.diloco.learners // layout.replicate) + 1 / run.diloco.every
-            return StepCost(compute_s, sent_s / run.diloco.every, 0.0, updates * update_s, sent / run.diloco.every)
+            return StepCost(compute_s, (sent_s + messages_s) / run.diloco.every, 0.0, updates * update_s, sent / run.diloco.every)
         timeline = Timeline()
         for number in range(passes):
             play_pass(timeline, stage.parts, stage.root, run, stage.last_sends() if number == passes - 1 else stage.sends(once))
-        return StepCost(compute_s, max(timeline.now_s, timeline.port_s) - compute_s, 0.0, update_s, sent)
+        return StepCost(compute_s, max(timeline.now_s, timeline.port_s) - compute_s + messages_s, 0.0, update_s, sent)
     chunks, width = run.layout.pipeline_chunks, shards * layout.tensor
     edge = cluster.link(0, width, min(width, cluster.per_host))
     times = [stage.pass_seconds(run, once) for stage in stages]
@@ -171,7 +175,7 @@ def step_cost(model: ModelCost, run: RunConfig, layout: Layout, cluster: Cluster
         total_s += halving_seconds((0, (layout.pipeline - 1) * width), 4 * model.embedding.elements(1) / shards, cluster)
     computing = [(stage.compute_s / 3 / chunks, stage.compute_s / 1.5 / chunks) for stage in stages]
     bubble_s = max(play_pipeline(computing, passes, chunks, 0, Link(0.0, 1.0))) - compute_s
-    return StepCost(compute_s, max(0.0, total_s - compute_s - bubble_s), bubble_s, update_s, sent)
+    return StepCost(compute_s, max(0.0, total_s - compute_s - bubble_s) + messages_s, bubble_s, update_s, sent)
 
 
 class Stage:
@@ -190,7 +194,7 @@ class Stage:
         self.parts = [self.part(unit) for unit in self.units]
         outer = [self.part(unit) for unit in self.outer]
         exchanged = self.exchanged(sum(unit.elements(layout.tensor) for unit in self.outer))
-        self.root = Part(sum(part.forward_s for part in outer), sum(part.backward_s for part in outer), *exchanged)
+        self.root = Part(sum(part.forward_s for part in outer), sum(part.backward_s for part in outer) + timing.accumulate_s, *exchanged)
         self.compute_s = sum(sum(timing.of(unit, layout.tensor)) + self.recomputed_s(unit) for unit in self.units)
         self.compute_s += self.root.forward_s + self.root.backward_s
 

@@ -7,9 +7,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -25,13 +26,15 @@ from lockstep.parallel.digest import digest_of
 from lockstep.parallel.grad_norm import divide_and_clip
 from lockstep.parallel.groups import ProcessGroups
 from lockstep.parallel.plans import plan_of
+from lockstep.parallel.replica import Replica
 from lockstep.parallel.tensor_parallel import apply_tensor_parallel
 from lockstep.planner.model_cost import MicroBatch, ModelCost, llama_cost, translator_cost
 from lockstep.planner.step_cost import Timing, mean_timing
 from lockstep.tasks.open import Task, open_task
 from lockstep.training.optim import make_optimizers
 
-STEPS = 4  # whose micro-batches are timed, after those of one more
+STEPS = 4  # whose micro-batches are timed
+REPEATS = 4  # of each; the first is not counted, of the others the median
 MEASURED_PARAMETERS = 1_000_000_000  # a larger model is timed with two layers of each kind
 
 
@@ -48,16 +51,17 @@ def calibrate(run: RunConfig, folder: Path, kind: str, tensor_sizes: Iterable[in
             hint = f"remove --measure, or run it on a {kind}"
             raise UsageError(f"--measure times this machine's {name}, and the plan is for {kind}", "--devices, --measure", hint)
         task = open_task(run, folder, runtime)
-        batches = [task.loader.micro_batch(step, k) for step in range(STEPS + 1) for k in range(run.batch.micro_batches)]
+        batches = [task.loader.micro_batch(step, k) for step in range(STEPS) for k in range(run.batch.micro_batches)]
         passes: dict[tuple[str, int], tuple[float, float]] = {}
         for tensor in sorted({1, *tensor_sizes}, reverse=True):
             model = rank_model(task, tensor, device)
             kinds = {name: name.split(".")[0].removesuffix("s") for name in plan_of(model).within(model).units}
-            measured = time_passes(model, kinds, partial(task.loss, model), run, batches)
+            measured = time_passes(model, kinds, partial(task.loss, model), run.compute.precision, batches)
             passes |= {(kind, tensor): seconds for kind, seconds in measured.items()}
+        accumulate_s = time_accumulation(model, task, run, batches)
         update_s = time_update(model, run) / sum(p.numel() for p in model.parameters())
         source = f"blocks timed on this {name}"
-        return cost_of(task, run, batches), Timing(passes, update_s, source)
+        return cost_of(task, run, batches), Timing(passes, update_s, source, accumulate_s)
 
 
 def calibrate_together(run: RunConfig, folder: Path, kind: str, tensor_sizes: Sequence[int], processes: int) -> tuple[ModelCost, Timing]:
@@ -96,7 +100,7 @@ def rank_model(task: Task, tensor: int, device: torch.device) -> nn.Module:
 
 
 def time_passes(
-    model: nn.Module, kinds: Mapping[str, str], loss: Callable[[Any], Tensor], run: RunConfig, batches: Sequence[Any]
+    model: nn.Module, kinds: Mapping[str, str], loss: Callable[[Any], Tensor], precision: str, batches: Sequence[Any]
 ) -> dict[str, tuple[float, float]]:
     """Return {kind of unit: mean (forward, backward) seconds over a micro-batch}.
 
@@ -104,7 +108,7 @@ def time_passes(
     """
     units = [(name, model.get_submodule(name)) for name in kinds]
     device = next(model.parameters()).device
-    samples: dict[tuple[str, bool], list[float]] = defaultdict(list)
+    samples: dict[tuple[str, bool, int, int], list[float]] = defaultdict(list)  # by kind, direction, batch and unit
     stamps: dict[tuple[str, str], float] = {}
 
     def stamp(name: str, event: str, *_: object) -> None:
@@ -129,31 +133,52 @@ def time_passes(
     for name, unit in units:
         unit.register_forward_pre_hook(partial(before, name))
         unit.register_forward_hook(partial(after, name))
-    warm_up, (first, last) = run.batch.micro_batches, (units[0][0], units[-1][0]) if units else ("none", "none")
-    for number, batch in enumerate(batches):
+    first, last = (units[0][0], units[-1][0]) if units else ("none", "none")
+    for repeat, (number, batch) in product(range(REPEATS), enumerate(batches)):
         stamps.clear()
         stamp("", "starts")
         stamps["none", "starts"] = stamps["none", "ends"] = stamps["", "starts"]  # without units all is the output
-        with torch.autocast(device.type, torch.bfloat16, enabled=run.compute.precision == "bf16"):
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
             value = loss(batch)
         stamp("", "ends")
         value.backward()
         stamp("", "returned")
         stamps["none", "returns"] = stamps["", "returned"]
-        if number < warm_up:
+        if repeat == 0:
             continue
         # The first unit may read data, which has no gradient: its backward pass is the last.
         for name in (*kinds, first):
             stamps.setdefault((name, "returned"), stamps["", "returned"])
-        for name, kind in kinds.items():
-            samples[kind, False].append(stamps[name, "ends"] - stamps[name, "starts"])
-            samples[kind, True].append(stamps[name, "returned"] - stamps[name, "returns"])
-        samples["embedding", False].append(stamps[first, "starts"] - stamps["", "starts"])
-        samples["embedding", True].append(stamps["", "returned"] - stamps[first, "returned"])
-        samples["output", False].append(stamps["", "ends"] - stamps[last, "ends"])
-        samples["output", True].append(stamps[last, "returns"] - stamps["", "ends"])
-    means = {key: sum(values) / len(values) for key, values in samples.items()}
-    return {kind: (means[kind, False], means[kind, True]) for kind, _ in samples}
+        for unit_number, (name, kind) in enumerate(kinds.items()):
+            samples[kind, False, number, unit_number].append(stamps[name, "ends"] - stamps[name, "starts"])
+            samples[kind, True, number, unit_number].append(stamps[name, "returned"] - stamps[name, "returns"])
+        samples["embedding", False, number, 0].append(stamps[first, "starts"] - stamps["", "starts"])
+        samples["embedding", True, number, 0].append(stamps["", "returned"] - stamps[first, "returned"])
+        samples["output", False, number, 0].append(stamps["", "ends"] - stamps[last, "ends"])
+        samples["output", True, number, 0].append(stamps[last, "returns"] - stamps["", "ends"])
+    medians: dict[tuple[str, bool], list[float]] = defaultdict(list)
+    for (kind, backward, _, _), values in samples.items():
+        medians[kind, backward].append(median(values))
+    return {kind: (fmean(medians[kind, False]), fmean(medians[kind, True])) for kind, _ in medians}
+
+
+def time_accumulation(model: nn.Module, task: Task, run: RunConfig, batches: Sequence[Any]) -> float:
+    """Return the seconds that a replica of one worker takes for a micro-batch beside its passes."""
+    replica = Replica(model, micro_batches=run.batch.micro_batches, init_sync=False)
+
+    def once(step: int, batches: Sequence[Any], ordered: bool) -> float:
+        start_s = time.perf_counter()
+        for k in replica.micro_batches(step) if ordered else range(len(batches)):
+            loss = task.loss(replica if ordered else model, batches[k])
+            (replica.backward if ordered else Tensor.backward)(loss)
+        return time.perf_counter() - start_s
+
+    steps, size = len(batches) // run.batch.micro_batches, run.batch.micro_batches
+    differences = []
+    for number in range(2 * steps):
+        own = batches[number % steps * size :][:size]
+        differences.append(once(number, own, True) - once(number, own, False))
+    return max(0.0, median(differences[2:]) / size)
 
 
 def time_update(model: nn.Module, run: RunConfig) -> float:

@@ -28,7 +28,7 @@ from lockstep.planner.model_cost import CHECKPOINT_MODES, Amount, ModelCost, Sav
 from lockstep.planner.step_cost import Timing
 from lockstep.runtime.device import select_device
 from lockstep.runtime.sources import load_function
-from lockstep.tasks.calibration import time_passes, time_update
+from lockstep.tasks.calibration import STEPS, time_passes, time_update
 
 HINT = "return a module and the inputs of one micro-batch: return MyModel(), (inputs, targets)"
 
@@ -51,8 +51,8 @@ def own_timing(spelled: str, run: RunConfig) -> Timing:
     torch.set_num_threads(run.compute.num_threads)
     device, _ = select_device(None)
     module, inputs = make_module(spelled, device)
-    batches = [inputs] * (5 * run.batch.micro_batches)
-    measured = time_passes(module, {name: name for name in find_units(module)}, lambda given: total(module(*given)), run, batches)
+    names, precision = {name: name for name in find_units(module)}, run.compute.precision
+    measured = time_passes(module, names, lambda given: total(module(*given)), precision, [inputs] * STEPS)
     update_s = time_update(module, run) / sum(p.numel() for p in module.parameters())
     return Timing({(kind, 1): seconds for kind, seconds in measured.items()}, update_s, f"blocks of {spelled} timed on this {device.type}")
 
