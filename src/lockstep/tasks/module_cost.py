@@ -5,7 +5,7 @@ The user's function makes the module and the inputs of a micro-batch:
     def make_model():
         return MyModel(), (torch.zeros(8, 3, 32, 32), torch.zeros(8, dtype=torch.long))
 
-Units are those that the shard axis would find (parallel/plans.py). The rest of the module counts
+Units are what the shard axis would find (parallel/plans.py). The rest of the module counts
 as embedding, its operations as output. The tensor axis and pipelines need a plan that only the
 user's loop gives, so neither is planned.
 """
@@ -94,6 +94,8 @@ def own_model_cost(spelled: str) -> ModelCost:
         ) from error
     for hook in hooks:
         hook.remove()
+    if not total(outputs).requires_grad:
+        raise UsageError(f"no output of the module of {spelled} has a gradient", "lockstep plan", HINT)
     del outputs
     flops, root = counter.get_flop_counts(), type(module).__name__
 

@@ -42,6 +42,11 @@ def net(): return Net(), (torch.zeros(32, 8), torch.zeros(32, dtype=torch.long))
 def plain(): return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.zeros(16, 4)
 def only_a_module(): return Net()
 def frozen(): return Net().requires_grad_(False), torch.zeros(1, 8)
+class Choice(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).argmax(1)
+
+def choice(): return Choice(4, 4), torch.zeros(4, 4)
 def values(): return Values(4, 4), torch.zeros(4, 4)
 """
 
@@ -104,6 +109,7 @@ def test_the_plan_of_an_own_module(file: Path, capsys: pytest.CaptureFixture[str
         ("only_a_module", "returned Net"),
         ("frozen", "without trained parameters"),
         ("values", "nonzero"),
+        ("choice", "no output of the module"),
         ("missing", "has no function 'missing'"),
     ],
 )
