@@ -27,6 +27,7 @@ LAYERS = (
     ("elastic",),
     ("agent",),
     ("checkpoint",),
+    ("remote",),
     ("models",),
     ("planner",),
     ("parallel",),

@@ -9,6 +9,7 @@ A message has three parts: what happened with the values, where they came from, 
         DamagedFileError                 3   a file of a run is damaged, or not a regular file
       CheckpointError                    3   a checkpoint is damaged, missing or cannot be written
         SaveFailedError                  3   not saved, and checkpoint.on_error is "stop"
+        StoreError                       3   the object store does not answer, or refuses a request
       DivergedError                      4   the loss or the gradient is no longer finite
       OutOfMemoryError                   1   the model or a batch does not fit into memory
       PeersLostError                    76   other workers of this run exited or do not answer
@@ -62,6 +63,10 @@ class CheckpointError(LockstepError):
 
 
 class SaveFailedError(CheckpointError):
+    pass
+
+
+class StoreError(CheckpointError):
     pass
 
 

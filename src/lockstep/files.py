@@ -23,6 +23,12 @@ SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # one half of a character above U+
 KINDS = {"p": "a named pipe", "d": "a folder", "s": "a socket", "c": "a device", "b": "a device", "l": "a symbolic link"}
 
 
+def scheme_of(path: str | os.PathLike[str]) -> str:
+    """Return the scheme of an address such as s3://BUCKET/RUN, also as a Path, s3:/BUCKET/RUN; else ""."""
+    match = re.match(r"([a-z][a-z0-9+.-]+):/", os.fspath(path), re.IGNORECASE)
+    return match[1].lower() if match else ""
+
+
 def open_regular(path: str | Path, flags: int) -> int:
     """Opener for `open`. DamagedFileError unless it is a regular file: a pipe may block forever."""
     try:

@@ -43,6 +43,7 @@ from lockstep.parallel.plans import Patterns
 from lockstep.parallel.sequential import evaluate_in_stages
 from lockstep.parallel.tensor_plan import TensorPlan
 from lockstep.record.tracker import BackgroundTracker, Tracker
+from lockstep.remote.address import local_folder
 from lockstep.runtime.numerics import make_deterministic, seed_generators
 from lockstep.runtime.signals import Stopped, StopSignals
 from lockstep.runtime.torch_private import collectives_of
@@ -103,7 +104,7 @@ class Session:
         **options: Unpack[ReplicaOptions],
     ) -> None:
         session_checks.refuse_wrong_options(micro_batches, options)
-        self.out, self.micro_batches_per_step, self.save_every, self.keep = Path(out), micro_batches, save_every, keep
+        self.out, self.micro_batches_per_step, self.save_every, self.keep = local_folder(out), micro_batches, save_every, keep
         self.seed, self.resume, self.threads, self.options = seed, resume, threads, options
         self.layout = Layout(1, shard, tensor, pipeline)  # of a replica
         self.step, self.in_micro_batches = 0, False

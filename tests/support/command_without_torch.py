@@ -1,4 +1,4 @@
-"""Run `lockstep` with the given words; exit with its code, or with 100 if it imported torch."""
+"""Run `lockstep` with the given words; exit with its code, or with 100 if it imported torch or obstore."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ try:
     code = main(sys.argv[1:])
 except SystemExit as exit:
     code = int(exit.code or 0)
-sys.exit(100 if "torch" in sys.modules else code)
+sys.exit(100 if {"torch", "obstore"} & sys.modules.keys() else code)

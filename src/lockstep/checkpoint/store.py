@@ -31,7 +31,8 @@ from lockstep.checkpoint.folder import FailPoint, committed_steps, folder_name, 
 from lockstep.checkpoint.policy import missing_checkpoint, show_steps, steps_to_delete
 from lockstep.checkpoint.safetensors_io import TensorSpec
 from lockstep.checkpoint.state_dict import fingerprints, spec_of, tensor_from_bytes
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, UsageError
+from lockstep.files import scheme_of
 from lockstep.log import log
 from lockstep.runtime.tensor_bytes import bytes_of
 from lockstep.tensor_slice import TensorSlice
@@ -58,6 +59,9 @@ class CheckpointStore:
     """
 
     def __init__(self, folder: Path, keep: int = 3, *, file_bytes: int = FILE_BYTES, fail_point: FailPoint = no_fail_point) -> None:
+        if scheme := scheme_of(folder):
+            what = f"checkpoints are not written to {scheme}:// directly"
+            raise UsageError(what, str(folder), "give a folder; lockstep run --out s3://BUCKET/RUN mirrors it")
         self.folder, self.keep, self.file_bytes, self.fail_point = folder, keep, file_bytes, fail_point
         self._folder_exists = False
         self.shard_writer: shards.ShardWriter | None = None

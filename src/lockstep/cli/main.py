@@ -5,18 +5,21 @@ Each command is a module of its name with `main(args, rest)`; argparse does not 
 mistyped option answer without torch.
 """
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from itertools import islice
+from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 import lockstep
 from lockstep import log
 from lockstep.cli.options import EXIT_CODES, Parser, build_parser, refuse_unknown
-from lockstep.cli.script import split_at_script
+from lockstep.cli.script import folder_of, read_script, split_at_script
 from lockstep.errors import LockstepError, OutOfMemoryError, UsageError
+from lockstep.files import scheme_of
 from lockstep.runtime.environment import RESERVED_VARIABLES
 from lockstep.runtime.exit_report import error_summary, is_out_of_memory
 
@@ -47,10 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return failure.exit_code
 
 
-def run_command(words: list[str]) -> int:
-    refuse_invalid_utf8(words)
+def run_command(given: list[str]) -> int:
+    refuse_invalid_utf8(given)
     parser = build_parser()
-    words, script, arguments = split_script(parser, words)
+    words, script, arguments = split_script(parser, given)
     if words[:1] and words[0] in RUN_COMMANDS and not script:
         command = command_parser(parser, words[0])
         if {"--help", "-h"} & set(words):
@@ -67,6 +70,10 @@ def run_command(words: list[str]) -> int:
     if args.command in STRICT_COMMANDS:
         refuse_unknown(rest, args.command)
     log.set_up_logging()
+    if address := find_address(args, script, arguments):
+        from lockstep.cli.remote import run_remote
+
+        return run_remote(args, given, address)
     if getattr(args, "step", None) == "best":
         from lockstep.checkpoint.commands import best_step  # loads numpy
 
@@ -75,6 +82,14 @@ def run_command(words: list[str]) -> int:
 
     refuse_unknown_variables(os.environ, RESERVED_VARIABLES)
     return int(import_module(f"lockstep.cli.{args.command}").main(args, [*rest, *arguments]))
+
+
+def find_address(args: argparse.Namespace, script: str, arguments: list[str]) -> Path | None:
+    """Return the run folder if it is an address, s3://BUCKET/RUN; None for a folder of this host."""
+    paths = [vars(args).get(name) for name in ("folder", "out", "stop")]
+    if script and args.out is None:
+        paths = [folder_of(Path(script), read_script(Path(script)), None, arguments)]
+    return next((path for path in paths if isinstance(path, Path) and scheme_of(path)), None)
 
 
 def refuse_invalid_utf8(words: Sequence[str]) -> None:

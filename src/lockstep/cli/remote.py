@@ -1,0 +1,201 @@
+"""Commands whose run folder is in an object store: run them in a copy on this host.
+
+A command that writes runs in the working copy, in a child process, and a thread of this process
+mirrors the copy meanwhile. A command that reads runs in a temporary copy of the newest snapshot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from lockstep.checkpoint.policy import choose_step
+from lockstep.errors import CheckpointError, FencedError, LockstepError, UsageError
+from lockstep.log import log
+from lockstep.remote.address import Address, parse_address
+from lockstep.remote.bucket import RunBucket
+from lockstep.remote.download import download
+from lockstep.remote.snapshots import Snapshot, newest
+from lockstep.remote.upload import Mirror, steps_of
+from lockstep.remote.working_copy import owned_copy
+from lockstep.runtime.environment import read_rank_info
+from lockstep.runtime.processes import PR_SET_PDEATHSIG, prctl
+from lockstep.runtime.signals import EXIT_INTERRUPTED, STOP_SIGNALS
+from lockstep.units import format_bytes
+
+WRITE, READ, LOCAL = ("train", "run", "launch", "evaluate"), ("checkpoint", "generate", "translate"), ("status", "watch")
+POLL_S = 0.5
+LOW_PRIORITY = 19  # the training goes first
+CHILD = "import sys; from lockstep.cli.remote import run_child; sys.exit(run_child(int(sys.argv[1]), sys.argv[2:]))"
+
+
+def run_remote(args: argparse.Namespace, words: Sequence[str], folder: Path) -> int:
+    """Run the command of `words`, whose run folder `folder` is an address; return its exit code."""
+    address = parse_address(folder)
+    if address is None:
+        raise AssertionError(folder)
+    refuse_unsupported(args, address)
+    if args.command in LOCAL or isinstance(args.command == "launch" and args.stop, Path):
+        return run_beside_training(address, words)
+    if args.command in READ or getattr(args, "show", False):
+        return run_on_snapshot(args, address, words)
+    with owned_copy(RunBucket(address), socket.gethostname()) as (copy, ownership):
+        return run_mirrored(Mirror(copy, ownership), with_folder(words, address, copy))
+
+
+def refuse_unsupported(args: argparse.Namespace, address: Address) -> None:
+    """UsageError for what an object store does not support."""
+    command, given = args.command, vars(args)
+    refused = {
+        f"lockstep {command}": (command not in (*WRITE, *READ, *LOCAL), "give a folder on this host"),
+        "checkpoint import": (given.get("action") == "import", "import to a folder on this host"),
+        "checkpoint export without --out": (given.get("action") == "export" and not args.out, "name the file to write with --out"),
+        "checkpoint export --out s3://": (
+            given.get("action") == "export" and parse_address(args.out or "") is not None,
+            "write to this host, then copy it",
+        ),
+        "evaluate --follow": (command == "evaluate" and args.follow, "use lockstep launch --with-evaluator"),
+        "a launch on several hosts": (
+            bool(given.get("hosts") or given.get("ssh")),
+            "each host would have a copy of its own: give a folder on a disk that all hosts share",
+        ),
+        "a start by torchrun, srun or mpirun": (
+            command in WRITE and read_rank_info(os.environ)[0] is not None,
+            "start lockstep train or launch by itself: it starts the workers of this host",
+        ),
+    }
+    for what, (is_refused, hint) in refused.items():
+        if is_refused:
+            raise UsageError(f"{what} is not supported in an object store", str(address), hint)
+
+
+def with_folder(words: Sequence[str], address: Address, folder: Path) -> list[str]:
+    """Return `words` with `folder` in place of the address; as --out, when the script named it."""
+    replaced = []
+    for word in words:
+        option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        with suppress(UsageError):
+            word = f"{option}{equals}{folder}" if value and parse_address(value) == address else word
+        replaced.append(word)
+    return replaced if replaced != list(words) else [words[0], "--out", str(folder), *words[1:]]
+
+
+# Commands that write.
+
+
+def run_mirrored(mirror: Mirror, words: Sequence[str]) -> int:
+    """Run the command in a child process and mirror its folder; return its exit code."""
+    command = [sys.executable, "-c", CHILD, str(os.getpid()), *words]
+    # Of a separate process group: Ctrl-C reaches it once, from here.
+    child = subprocess.Popen(command, process_group=0)
+    handlers = {number: signal.signal(number, lambda number, frame: child.send_signal(number)) for number in STOP_SIGNALS}
+    ended, errors = threading.Event(), list[LockstepError]()
+
+    def follow() -> None:
+        for thread in os.listdir("/proc/self/task"):
+            os.setpriority(os.PRIO_PROCESS, int(thread), LOW_PRIORITY)
+        try:
+            while not ended.wait(POLL_S):
+                mirror.poll()
+            mirror.finish()
+        except LockstepError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=follow, name="mirror", daemon=True)
+    thread.start()
+    stopped = False
+    while child.poll() is None:
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(POLL_S)
+        if errors and not stopped:  # another owner has the run
+            log.error("%s", errors[0].what)
+            child.terminate()
+            stopped = True
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    ended.set()
+    try:
+        thread.join()
+    except KeyboardInterrupt:
+        print(f"interrupted: the last files are only in {mirror.folder}; the same command uploads them", file=sys.stderr, flush=True)
+        os._exit(EXIT_INTERRUPTED)
+    code = child.returncode if child.returncode >= 0 else 128 - child.returncode
+    for error in errors:
+        print(error, file=sys.stderr)
+        if isinstance(error, FencedError) or not code:
+            code = error.exit_code
+    return code
+
+
+def run_child(parent: int, words: list[str]) -> int:
+    """Run a command of Lockstep, and stop it as SIGTERM does when process `parent` is killed."""
+    from lockstep.cli.main import main
+
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        return 128 + signal.SIGTERM
+    sys.argv = ["lockstep", *words]
+    return main(words)
+
+
+# Commands that read.
+
+
+def run_on_snapshot(args: argparse.Namespace, address: Address, words: Sequence[str]) -> int:
+    """Run a command in a temporary copy of the newest snapshot; return its exit code."""
+    bucket = RunBucket(address)
+    snapshot = newest(bucket)
+    if snapshot is None:
+        raise CheckpointError("there is no run", str(address), "give the address of a run, as with --out")
+    if getattr(args, "action", "") == "list":
+        print("\n".join(list_table(snapshot)))
+        return 0
+    steps = chosen_steps(args, snapshot, address)
+    wanted = lambda path: not path.startswith("checkpoints/") or path.split("/")[1] in steps  # noqa: E731
+    address.copies.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="read-", dir=address.copies) as parent:
+        folder = Path(parent) / address.working_copy.name
+        folder.mkdir()
+        _, problems = download(bucket, snapshot, folder, wanted)
+        verifies = getattr(args, "action", "") == "verify"
+        if problems and not verifies:
+            raise CheckpointError("the checkpoint is damaged", "\n".join(problems), f"see lockstep checkpoint verify {address}")
+        code = subprocess.run([sys.executable, "-m", "lockstep", *with_folder(words, address, folder)], check=False).returncode
+        print(*problems, sep="\n", end="\n" * bool(problems))
+    return 3 if problems else code if code >= 0 else 128 - code
+
+
+def chosen_steps(args: argparse.Namespace, snapshot: Snapshot, address: Address) -> set[str]:
+    """Return the names of the checkpoints' folders that a command reads."""
+    steps, step = steps_of(snapshot.files), getattr(args, "step", None)
+    reads_one = step != "best" and not getattr(args, "average", 0) and getattr(args, "action", "") != "verify"
+    if getattr(args, "show", False):
+        return set()
+    return {f"step-{number:08d}" for number in ([choose_step(step, steps, Path(str(address)))] if reads_one else steps)}
+
+
+def list_table(snapshot: Snapshot) -> list[str]:
+    """Return a table of the checkpoints in a snapshot."""
+    lines = [f"{'step':>12}  {'size':>10}  {'files':>5}  snapshot {snapshot.number}, put by {snapshot.host}"]
+    for step in steps_of(snapshot.files):
+        files = [blobs for path, blobs in snapshot.files.items() if path.startswith(f"checkpoints/step-{step:08d}/")]
+        lines.append(f"{step:>12}  {format_bytes(sum(size for blobs in files for _, size in blobs)):>10}  {len(files):>5}")
+    return lines
+
+
+def run_beside_training(address: Address, words: Sequence[str]) -> int:
+    """Run a command that asks the workers, on the host that trains."""
+    if not address.working_copy.is_dir():
+        snapshot = newest(RunBucket(address))
+        hint = f"run it on {snapshot.host}, which trains" if snapshot else "start the run first"
+        raise UsageError(f"this host has no working copy of {address}", str(address.working_copy), hint)
+    return subprocess.run([sys.executable, "-m", "lockstep", *with_folder(words, address, address.working_copy)], check=False).returncode

@@ -1,0 +1,119 @@
+"""Verified reads and writes of whole objects below the prefix of a run. Errors name no credential."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from lockstep.errors import StoreError, UsageError
+from lockstep.remote.address import Address, endpoint
+
+CLIENT = {"connect_timeout": "5s", "timeout": "60s"}  # of a request: a blob of 8 MiB at 140 kB/s
+RETRIES = {"max_retries": 4}  # by obstore, of a 5xx reply and a lost connection
+TRIES = 3  # of an upload that arrives with other bytes
+SECRETS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_TOKEN")
+METADATA_SERVICE = "169.254."  # asked for a role when the environment has no credentials
+HINTS = {  # by a word of the reason
+    "NoSuchBucket": "create the bucket, or check its name, AWS_ENDPOINT_URL and AWS_REGION",
+    "no credentials": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give this machine a role",
+    "AccessDenied": "the policy must allow s3:ListBucket, GetObject, PutObject and DeleteObject below this prefix",
+    "AccessKeyId|Signature|403": "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, and this machine's clock",
+    "301|Redirect|Malformed": "set AWS_REGION to the region of the bucket",
+    "": "check the network, AWS_ENDPOINT_URL and AWS_REGION",
+}
+
+
+class RunBucket:
+    """The objects of one run, by names below its prefix. Use it from any thread. Every method raises
+    StoreError when the store does not answer or refuses."""
+
+    def __init__(self, address: Address) -> None:
+        try:
+            from obstore.exceptions import AlreadyExistsError, BaseError
+            from obstore.store import S3Store
+        except ModuleNotFoundError as error:
+            hint = 'pip install "lockstep-train[store]"'
+            raise UsageError(f"the package obstore is not installed ({error})", f"--out {address}", hint) from None
+        self.address, self._errors, self._exists_error = address, BaseError, AlreadyExistsError
+        client: Any = {**CLIENT, "allow_http": endpoint().startswith("http://")}
+        config: Any = {"endpoint": endpoint()} if endpoint() else {}
+        with self._explained(f"{address} cannot be opened"):
+            self._store: Any = S3Store(
+                address.bucket, prefix=address.prefix or None, config=config, client_options=client, retry_config=RETRIES
+            )
+
+    def put(self, name: str, content: bytes) -> None:
+        """Store an object. StoreError, unless the store reports the MD5 of `content` or returns it."""
+        md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
+        with self._explained(f"{name} was not uploaded"):
+            for _ in range(TRIES):
+                tag = self._store.put(name, content, use_multipart=False)["e_tag"] or ""
+                # The tag of an object that the store encrypts with a key of its own is no MD5.
+                if tag.strip('"') == md5 or bytes(self._store.get(name).bytes()) == content:
+                    return
+        raise StoreError(
+            f"{name} was stored with other bytes, {TRIES} times", str(self.address), "no snapshot lists it; look for a faulty proxy"
+        )
+
+    def put_if_absent(self, name: str, content: bytes) -> bytes:
+        """Store an object unless it exists; return what the store holds. A lost reply is no error."""
+        with self._explained(f"{name} was not stored"):
+            try:
+                self._store.put(name, content, mode="create", use_multipart=False)
+            except self._exists_error:
+                pass
+            except self._errors:  # maybe after the store has accepted it
+                with suppress(FileNotFoundError):
+                    return bytes(self._store.get(name).bytes())
+                raise
+            return bytes(self._store.get(name).bytes())
+
+    def get(self, name: str) -> bytes:
+        """Return the content of an object. FileNotFoundError when there is none."""
+        with self._explained(f"{name} was not read", may_be_missing=True):
+            return bytes(self._store.get(name).bytes())
+
+    def list(self, folder: str) -> Sequence[str]:
+        """Return the names of the objects below `folder`, in order."""
+        with self._explained(f"{folder} was not listed"):
+            return sorted(item["path"] for batch in self._store.list(f"{folder}/") for item in batch)
+
+    def names(self, folder: str | None = None) -> Sequence[str]:
+        """Return the names of folders and objects directly in `folder`; None: in the prefix."""
+        with self._explained("the prefix was not listed"):
+            listed = self._store.list_with_delimiter(folder)
+            return [path.rpartition("/")[2] for path in [*listed["common_prefixes"], *(item["path"] for item in listed["objects"])]]
+
+    def delete(self, names: Sequence[str]) -> None:
+        with self._explained(f"{len(names)} objects were not deleted"):
+            if names:
+                self._store.delete(list(names))
+
+    @contextmanager
+    def _explained(self, what: str, *, may_be_missing: bool = False) -> Iterator[None]:
+        """Turn the errors of obstore inside into StoreError, except for an object that may be missing."""
+        try:
+            yield
+        except (self._errors, OSError, ValueError) as error:
+            reason = summarize(str(error))
+            if may_be_missing and isinstance(error, FileNotFoundError) and "NoSuchBucket" not in reason:
+                raise
+            where = f"{self.address} at {endpoint() or 'AWS'}, AWS_REGION {os.environ.get('AWS_REGION') or 'not set'}"
+            hint = next(hint for words, hint in HINTS.items() if re.search(words, reason))
+            raise StoreError(f"{what}: {reason}", where, hint) from None
+
+
+def summarize(text: str) -> str:
+    """Return the reason in an error text of obstore, without its debug output, URLs and secrets."""
+    if METADATA_SERVICE in text:
+        return "no credentials in the environment, and no role of this machine"
+    code, message = re.search(r"<Code>(\w+)</Code>", text), re.search(r"<Message>([^<]*)</Message>", text)
+    first = text.partition("\n")[0].rpartition(" - ")[2].partition("<?xml")[0].strip(" :")
+    reason = f"{code[1]}: {message[1]}" if code and message else first or "no reason given"
+    for value in filter(None, map(os.environ.get, SECRETS)):
+        reason = reason.replace(value, "***") if len(value) > 7 else reason
+    return reason

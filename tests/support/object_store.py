@@ -1,0 +1,139 @@
+"""A real S3 server (moto) and a proxy before it that injects faults."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from unittest import mock
+
+from support.waiting import wait_until
+
+SERVER = "import sys; from moto.server import main; main(['-H', '127.0.0.1', '-p', sys.argv[1]])"
+Fault = Callable[[str, str], str]  # (method, path) -> "", "503", "slow", "torn", "cut" or "lost"
+
+
+def free_port() -> int:
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        return int(server.server_address[1])
+
+
+@contextmanager
+def s3_server() -> Iterator[str]:
+    """Run moto's HTTP server with the bucket `runs`; yield its address."""
+    port = free_port()
+    process = subprocess.Popen([sys.executable, "-c", SERVER, str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        address = f"http://127.0.0.1:{port}"
+
+        def answers() -> bool:
+            with suppress(OSError):
+                return bool(urllib.request.urlopen(f"{address}/moto-api/", timeout=5).status)
+            return False
+
+        wait_until(answers, "an answer of moto", process=process)
+        make_bucket(address)
+        yield address
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def make_bucket(address: str) -> None:
+    """Create the bucket `runs`, and empty everything else that the server holds."""
+    urllib.request.urlopen(urllib.request.Request(f"{address}/moto-api/reset", method="POST"))
+    urllib.request.urlopen(urllib.request.Request(f"{address}/runs", method="PUT"))
+
+
+def environment(address: str, copies: object) -> dict[str, str]:
+    """Return the variables with which obstore reaches the server."""
+    keys = {"AWS_ACCESS_KEY_ID": "AKIATESTTESTTEST", "AWS_SECRET_ACCESS_KEY": "very-secret-value", "AWS_REGION": "us-east-1"}
+    return {**keys, "AWS_ENDPOINT_URL": address, "LOCKSTEP_STORE_CACHE": str(copies), "LOCKSTEP_STORE_BEAT_S": "0.5"}
+
+
+@contextmanager
+def reached_at(address: str, copies: object) -> Iterator[None]:
+    with mock.patch.dict(os.environ, environment(address, copies)):
+        yield
+
+
+class Proxy:
+    """Forwards HTTP requests to `server`; `fault` decides what goes wrong with each.
+
+    503   the reply of an overloaded store, without forwarding
+    slow  forwards after 0.3 s
+    torn  forwards half of the body, as if it were all, and passes the reply on
+    cut   closes the connection without forwarding
+    lost  forwards, and closes the connection without a reply
+    """
+
+    def __init__(self, server: str) -> None:
+        self.server, self.fault, self.faults = server, no_fault, list[tuple[str, str, str]]()
+        proxy = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def handle_any(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                fault = proxy.fault(self.command, self.path)
+                if fault:
+                    proxy.faults.append((fault, self.command, self.path))
+                if fault == "503":
+                    self.reply(503, b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>", {})
+                    return
+                if fault == "slow":
+                    time.sleep(0.3)
+                if fault != "cut":
+                    status, headers, content = proxy.forward(
+                        self.command, self.path, body[: len(body) // 2] if fault == "torn" else body, self.headers
+                    )
+                if fault in ("cut", "lost"):
+                    self.close_connection = True
+                    return
+                self.reply(status, content, headers)
+
+            def reply(self, status: int, content: bytes, headers: dict[str, str]) -> None:
+                self.send_response(status)
+                for name, value in headers.items():
+                    if name.lower() not in ("content-length", "transfer-encoding", "connection", "date", "server"):
+                        self.send_header(name, value)
+                self.send_header("Content-Length", headers.get("Content-Length", "0") if self.command == "HEAD" else str(len(content)))
+                self.end_headers()
+                self.wfile.write(b"" if self.command == "HEAD" else content)
+
+            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_any
+
+            def log_message(self, *_: object) -> None: ...
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        self.address = f"http://127.0.0.1:{self.http.server_address[1]}"
+
+    def forward(self, method: str, path: str, body: bytes, headers: http.client.HTTPMessage) -> tuple[int, dict[str, str], bytes]:
+        connection = http.client.HTTPConnection(self.server.removeprefix("http://"))
+        kept = {name: value for name, value in headers.items() if name.lower() not in ("content-length", "connection")}
+        connection.request(method, path, body, kept)
+        reply = connection.getresponse()
+        content = reply.read()
+        connection.close()
+        return reply.status, dict(reply.getheaders()), content
+
+    def __enter__(self) -> Proxy:
+        threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+
+
+def no_fault(method: str, path: str) -> str:
+    return ""

@@ -1,0 +1,54 @@
+"""One S3 server for the tests of a process, behind a proxy; each test starts with an empty bucket."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from support.object_store import Proxy, environment, make_bucket, s3_server
+
+from lockstep.remote.address import parse_address
+from lockstep.remote.bucket import RunBucket
+from lockstep.remote.upload import Mirror
+from lockstep.remote.working_copy import owned_copy
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[str]:
+    with s3_server() as address:
+        yield address
+
+
+@pytest.fixture
+def proxy(server: str, tmp_path: Path) -> Iterator[Proxy]:
+    """The proxy, at which this process reaches the bucket `runs`."""
+    make_bucket(server)
+    with Proxy(server) as proxy, mock.patch.dict(os.environ, environment(proxy.address, tmp_path / "copies")):
+        yield proxy
+
+
+@pytest.fixture
+def bucket(proxy: Proxy) -> RunBucket:
+    address = parse_address("s3://runs/team/first")
+    assert address
+    return RunBucket(address)
+
+
+@pytest.fixture
+def host(bucket: RunBucket, tmp_path: Path) -> Iterator[Callable[[str], Mirror]]:
+    """Return a function that makes a named host, with copies of its own, the owner of the run."""
+    hosts: dict[str, ExitStack] = {}
+
+    def own(name: str) -> Mirror:
+        hosts.pop(name, ExitStack()).close()  # the process of the earlier start has ended
+        hosts[name] = ExitStack()
+        with mock.patch.dict(os.environ, {"LOCKSTEP_STORE_CACHE": str(tmp_path / name)}):
+            return Mirror(*hosts[name].enter_context(owned_copy(bucket, name)))
+
+    yield own
+    for stack in hosts.values():
+        stack.close()

@@ -1,0 +1,227 @@
+"""What a mirror uploads: whole checkpoints, files of one moment, no secrets; and what it deletes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support import checkpoints
+from support.object_store import Proxy
+
+from lockstep.checkpoint.folder import committed_steps, retire, set_aside
+from lockstep.errors import FencedError
+from lockstep.remote import upload
+from lockstep.remote.bucket import RunBucket
+from lockstep.remote.snapshots import BLOBS, Ownership, Snapshot, newest
+from lockstep.remote.upload import Mirror, steps_of
+
+Host = Callable[[str], Mirror]
+
+
+def content(bucket: RunBucket, snapshot: Snapshot, path: str) -> bytes:
+    return b"".join(bucket.get(f"{BLOBS}/{name}") for name, _ in snapshot.files[path])
+
+
+def stored(bucket: RunBucket) -> Snapshot:
+    snapshot = newest(bucket)
+    assert snapshot
+    return snapshot
+
+
+def test_a_snapshot_has_the_run_without_what_belongs_to_this_host(host: Host, bucket: RunBucket) -> None:
+    mirror = host("a")
+    checkpoints.save(mirror.folder / "checkpoints", 10)
+    for name in (
+        "run.json",
+        "token",
+        "run.lock",
+        "data/corpus.bin",
+        "waiting/a-0.json",
+        "logs/a-0.log",
+        ".hidden",
+        "data/.part",
+        "metrics.jsonl",
+    ):
+        (mirror.folder / name).parent.mkdir(exist_ok=True)
+        (mirror.folder / name).write_text(name)
+    (mirror.folder / "checkpoints/.step-00000011.0123456789abcdef").mkdir()
+    (mirror.folder / "link").symlink_to("/etc/passwd")
+    assert mirror.publish()
+    files = stored(bucket).files
+    own = {"run.json", "data/corpus.bin", "logs/a-0.log", "metrics.jsonl"}
+    assert {path for path in files if not path.startswith("checkpoints/")} == own and steps_of(files) == [10]
+    assert content(bucket, stored(bucket), "data/corpus.bin") == b"data/corpus.bin"
+
+
+def test_equal_bytes_are_uploaded_once(host: Host, bucket: RunBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upload, "GROWING_BLOB_BYTES", 1000)
+    mirror = host("a")
+    metrics = mirror.folder / "metrics.jsonl"
+    metrics.write_bytes(bytes(range(250)) * 16)
+    assert mirror.publish()
+    assert mirror.uploaded_bytes == 1000
+    with open(metrics, "ab") as file:
+        file.write(b"x" * 10)
+    assert mirror.publish()
+    assert mirror.uploaded_bytes == 1010 and content(bucket, stored(bucket), "metrics.jsonl") == metrics.read_bytes()
+
+
+@pytest.mark.parametrize("fault", ["503", "slow", "torn", "cut", "lost"])
+def test_a_run_through_faults_is_in_the_store_whole(fault: str, proxy: Proxy, host: Host, bucket: RunBucket) -> None:
+    mirror, count = host("a"), 0
+
+    def every_third(method: str, path: str) -> str:
+        nonlocal count
+        count += 1
+        return fault if count % 3 == 0 and (fault != "torn" or method == "PUT") else ""
+
+    proxy.fault = every_third
+    for step in (10, 20, 30):
+        checkpoints.save(mirror.folder / "checkpoints", step)
+        mirror.poll()
+    mirror.finish()
+    proxy.fault = lambda method, path: ""
+    snapshot = stored(bucket)
+    assert proxy.faults and snapshot.released and steps_of(snapshot.files) == [10, 20, 30]
+    for path in snapshot.files:
+        if not path.endswith(".jsonl"):
+            assert content(bucket, snapshot, path) == (mirror.folder / path).read_bytes()
+
+
+def test_an_outage_loses_nothing(proxy: Proxy, host: Host, bucket: RunBucket, caplog: pytest.LogCaptureFixture) -> None:
+    mirror = host("a")
+    proxy.fault = lambda method, path: "503"
+    for step in (10, 20):
+        checkpoints.save(mirror.folder / "checkpoints", step)
+        mirror.poll()
+    proxy.fault = lambda method, path: ""
+    assert steps_of(stored(bucket).files) == []
+    mirror.poll()
+    assert steps_of(stored(bucket).files) == [10, 20]
+    assert [record.levelname for record in caplog.records].count("WARNING") == 2  # out, and back
+
+
+def test_a_checkpoint_is_not_listed_before_all_its_blobs_are_stored(proxy: Proxy, host: Host, bucket: RunBucket) -> None:
+    mirror = host("a")
+    checkpoints.save(mirror.folder / "checkpoints", 10)
+    proxy.fault = lambda method, path: "torn" if method == "PUT" and f"/{BLOBS}/" in path else ""
+    mirror.poll()
+    assert steps_of(stored(bucket).files) == []
+    proxy.fault = lambda method, path: ""
+    mirror.poll()
+    assert steps_of(stored(bucket).files) == [10]
+
+
+def test_a_damaged_checkpoint_of_this_host_is_not_uploaded(host: Host, bucket: RunBucket) -> None:
+    mirror = host("a")
+    for step in (10, 20):
+        path = checkpoints.save(mirror.folder / "checkpoints", step)
+    tensors = path / "tensors-00000.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-1] + b"\xff")
+    mirror.poll()
+    assert steps_of(stored(bucket).files) == [10]
+    set_aside(path, "damaged")
+    checkpoints.save(mirror.folder / "checkpoints", 20)
+    mirror.poll()
+    assert steps_of(stored(bucket).files) == [10, 20]
+
+
+def test_no_snapshot_mixes_two_moments(host: Host, bucket: RunBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run goes back to step 10 while its files are read: step 20 is set aside, then the metrics are truncated."""
+    mirror = host("a")
+    for step in (10, 20):
+        checkpoints.save(mirror.folder / "checkpoints", step)
+    metrics = mirror.folder / "metrics.jsonl"
+    metrics.write_text("20 lines")
+    read, went_back = mirror._upload, []
+
+    def upload_and_go_back(path: str) -> object:
+        if path == "metrics.jsonl" and not went_back:
+            went_back.append(set_aside(mirror.folder / "checkpoints/step-00000020", "abandoned"))
+            metrics.write_text("10 lines")
+        return read(path)
+
+    monkeypatch.setattr(mirror, "_upload", upload_and_go_back)
+    assert not mirror.publish() and stored(bucket).files == {}
+    assert mirror.publish() and steps_of(stored(bucket).files) == [10]
+    assert content(bucket, stored(bucket), "metrics.jsonl") == b"10 lines"
+
+
+def test_a_checkpoint_is_not_deleted_while_it_is_uploaded(proxy: Proxy, host: Host, bucket: RunBucket) -> None:
+    mirror, deleted = host("a"), []
+    folder = mirror.folder / "checkpoints"
+    checkpoints.save(folder, 10)
+
+    def retire_now(method: str, path: str) -> str:
+        if f"/{BLOBS}/" in path:
+            deleted.append(retire(folder, 10))
+        return ""
+
+    proxy.fault = retire_now
+    mirror.poll()
+    assert deleted and not any(deleted) and steps_of(stored(bucket).files) == [10]
+    proxy.fault = lambda method, path: ""
+    assert retire(folder, 10) and mirror.publish() and steps_of(stored(bucket).files) == []
+
+
+def test_retention_deletes_what_no_kept_snapshot_lists(host: Host, bucket: RunBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    mirror = host("a")
+    folder = mirror.folder / "checkpoints"
+    bucket.put(f"{BLOBS}/{mirror.ownership.newest.owner}/orphan", b"of an upload that was killed")
+    checkpoints.save(folder, 10)
+    mirror.poll()
+    assert not any(name.endswith("orphan") for name in bucket.list(BLOBS))
+    before = stored(bucket)
+    checkpoints.save(folder, 20)
+    retire(folder, 10)
+    mirror.poll()
+    assert steps_of(stored(bucket).files) == [20]
+    assert all(content(bucket, before, path) for path in before.files)  # a reader may still use it
+    monkeypatch.setattr(upload, "RETENTION_S", 0.0)
+    mirror.retain()
+    kept = {name.removeprefix(f"{BLOBS}/") for name in bucket.list(BLOBS)}
+    assert kept == stored(bucket).blobs and len(bucket.list("snapshots")) == 1
+    mirror.publish()
+    assert all(content(bucket, stored(bucket), path) for path in stored(bucket).files)
+
+
+def test_an_owner_that_was_overtaken_deletes_nothing_of_the_later_one(
+    host: Host, bucket: RunBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload, "RETENTION_S", 0.0)
+    early = host("a")
+    checkpoints.save(early.folder / "checkpoints", 10)
+    assert early.publish()
+    later = Mirror(early.folder, Ownership(bucket, "later", stored(bucket)))
+    checkpoints.save(early.folder / "checkpoints", 20)
+    assert later.publish()
+    early.retain()
+    assert all(content(bucket, stored(bucket), path) for path in stored(bucket).files)
+    with pytest.raises(FencedError):
+        early.publish()
+    assert stored(bucket).owner == "later"
+
+
+def test_beats_continue_during_a_long_upload(proxy: Proxy, host: Host, bucket: RunBucket) -> None:
+    mirror = host("a")
+    (mirror.folder / "data.bin").write_bytes(b"x")
+    number, start_s = stored(bucket).number, time.monotonic()
+
+    def slow_blobs(method: str, path: str) -> str:
+        if f"/{BLOBS}/" in path:
+            time.sleep(2.5)
+        return ""
+
+    proxy.fault = slow_blobs
+    assert mirror.publish() and time.monotonic() - start_s > 2.5
+    assert stored(bucket).number >= number + 2
+
+
+def test_the_steps_of_a_folder_are_those_in_its_snapshot(host: Host, bucket: RunBucket, tmp_path: Path) -> None:
+    mirror = host("a")
+    for step in (7, 123_456_789):
+        checkpoints.save(mirror.folder / "checkpoints", step)
+    mirror.publish()
+    assert steps_of(stored(bucket).files) == committed_steps(mirror.folder / "checkpoints") == [7, 123_456_789]
