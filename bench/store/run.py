@@ -1,4 +1,4 @@
-"""What the mirror of a run in an object store costs its steps, and how long a resume on another host takes.
+"""The overhead of mirroring a run into an object store on its steps, and the time to resume on another host.
 
     python -m bench.store.run                    a Llama on two workers, 8 pairs of cycles, about 10 minutes on two cores
     python -m bench.store.run --pairs 2 --keep NAME
@@ -66,7 +66,7 @@ def measure(pairs: int, base: Path, address: str) -> list[dict[str, Any]]:
     process = subprocess.Popen(command(steps), env=env)
     for cycle in range(1, 2 * pairs + 2):
         wait_for_step(base / "a", cycle * CYCLE, process)
-        if cycle % 2:  # a cycle without the mirror begins when the upload of the last one is over
+        if cycle % 2:  # the next cycle has no mirror
             os.kill(process.pid, signal.SIGSTOP)
         else:
             os.kill(process.pid, signal.SIGCONT)

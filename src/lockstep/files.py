@@ -25,7 +25,7 @@ KINDS = {"p": "a named pipe", "d": "a folder", "s": "a socket", "c": "a device",
 
 def scheme_of(path: str | os.PathLike[str]) -> str:
     """Return the scheme of an address such as s3://BUCKET/RUN, also as a Path, s3:/BUCKET/RUN; else ""."""
-    match = re.match(r"([a-z][a-z0-9+.-]+):/", os.fspath(path), re.IGNORECASE)
+    match = re.match(r"([a-z][a-z0-9+.-]+):(/|$)", os.fspath(path), re.IGNORECASE)
     return match[1].lower() if match else ""
 
 

@@ -55,7 +55,7 @@ def make_bucket(address: str) -> None:
 def environment(address: str, copies: object) -> dict[str, str]:
     """Return the variables with which obstore reaches the server."""
     keys = {"AWS_ACCESS_KEY_ID": "AKIATESTTESTTEST", "AWS_SECRET_ACCESS_KEY": "very-secret-value", "AWS_REGION": "us-east-1"}
-    return {**keys, "AWS_ENDPOINT_URL": address, "LOCKSTEP_STORE_CACHE": str(copies), "LOCKSTEP_STORE_BEAT_S": "0.5"}
+    return {**keys, "AWS_ENDPOINT_URL": address, "LOCKSTEP_STORE_CACHE": str(copies), "LOCKSTEP_STORE_BEAT_S": "0.3"}
 
 
 @contextmanager
@@ -68,7 +68,7 @@ class Proxy:
     """Forwards HTTP requests to `server`; `fault` decides what goes wrong with each.
 
     503   the reply of an overloaded store, without forwarding
-    slow  forwards after 0.3 s
+    slow  forwards after 0.1 s
     torn  forwards half of the body, as if it were all, and passes the reply on
     cut   closes the connection without forwarding
     lost  forwards, and closes the connection without a reply
@@ -90,7 +90,7 @@ class Proxy:
                     self.reply(503, b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>", {})
                     return
                 if fault == "slow":
-                    time.sleep(0.3)
+                    time.sleep(0.1)
                 if fault != "cut":
                     status, headers, content = proxy.forward(
                         self.command, self.path, body[: len(body) // 2] if fault == "torn" else body, self.headers

@@ -29,7 +29,7 @@ def choose_resume_step(resume: str, steps: Collection[int]) -> tuple[int | None,
     return int(resume), f"resumes from step {int(resume)}, as --resume asks"
 
 
-def choose_step(step: int | None, steps: Collection[int], folder: Path) -> int:
+def choose_step(step: int | None, steps: Collection[int], folder: Path | str) -> int:
     """Return `step`, or the newest of `steps` when None. CheckpointError when there is none."""
     if step is None and steps:
         return max(steps)

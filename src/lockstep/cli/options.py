@@ -117,7 +117,7 @@ def add_host_options(add: Callable[..., Any]) -> None:
 def add_training_commands(commands: Commands) -> None:
     """Add the commands that start, stop, show and test training."""
     add = add_command(commands, "train", "train a run file or a function on all devices of this machine", takes_target=True)
-    add("--out", type=Path, help="run folder (default: runs/NAME of the run file, or runs/default)")
+    add("--out", type=Path, help="run folder, or s3://BUCKET/RUN (default: runs/NAME of the run file, or runs/default)")
     add("--workers", **WORKERS, help="worker processes on this machine (default: one per GPU, two on a CPU)")
     add("--resume", **RESUME)
     add("--override", **OVERRIDE)

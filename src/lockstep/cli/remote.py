@@ -66,7 +66,7 @@ def refuse_unsupported(args: argparse.Namespace, address: Address) -> None:
         "evaluate --follow": (command == "evaluate" and args.follow, "use lockstep launch --with-evaluator"),
         "a launch on several hosts": (
             bool(given.get("hosts") or given.get("ssh")),
-            "each host would have a copy of its own: give a folder on a disk that all hosts share",
+            "hosts would not share their copies: give a folder on a disk that all hosts share",
         ),
         "a start by torchrun, srun or mpirun": (
             command in WRITE and read_rank_info(os.environ)[0] is not None,
@@ -180,7 +180,7 @@ def chosen_steps(args: argparse.Namespace, snapshot: Snapshot, address: Address)
     reads_one = step != "best" and not getattr(args, "average", 0) and getattr(args, "action", "") != "verify"
     if getattr(args, "show", False):
         return set()
-    return {f"step-{number:08d}" for number in ([choose_step(step, steps, Path(str(address)))] if reads_one else steps)}
+    return {f"step-{number:08d}" for number in ([choose_step(step, steps, str(address))] if reads_one else steps)}
 
 
 def list_table(snapshot: Snapshot) -> list[str]:

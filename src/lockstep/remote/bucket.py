@@ -13,7 +13,7 @@ from lockstep.errors import StoreError, UsageError
 from lockstep.remote.address import Address, endpoint
 
 CLIENT = {"connect_timeout": "5s", "timeout": "60s"}  # of a request: a blob of 8 MiB at 140 kB/s
-RETRIES = {"max_retries": 4}  # by obstore, of a 5xx reply and a lost connection
+RETRIES: Any = {"max_retries": 4}  # by obstore, of a 5xx reply and a lost connection
 TRIES = 3  # of an upload that arrives with other bytes
 SECRETS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_TOKEN")
 METADATA_SERVICE = "169.254."  # asked for a role when the environment has no credentials
@@ -52,7 +52,7 @@ class RunBucket:
         with self._explained(f"{name} was not uploaded"):
             for _ in range(TRIES):
                 tag = self._store.put(name, content, use_multipart=False)["e_tag"] or ""
-                # The tag of an object that the store encrypts with a key of its own is no MD5.
+                # The tag of an object under server-side encryption may be no MD5.
                 if tag.strip('"') == md5 or bytes(self._store.get(name).bytes()) == content:
                     return
         raise StoreError(

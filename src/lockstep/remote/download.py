@@ -26,7 +26,7 @@ def download(
     """Write the wanted files to `folder`, which is empty; return (snapshot, problems of checkpoints).
 
     The snapshot returned is a newer one if the blobs of the first were deleted meanwhile. A damaged
-    checkpoint is left out. DamagedFileError when another file is damaged.
+    checkpoint is omitted. DamagedFileError when another file is damaged.
     """
     problems = []
     with ThreadPoolExecutor(DOWNLOADS, "download") as pool:
@@ -76,5 +76,5 @@ def read_blob(bucket: RunBucket, name: str, size: int) -> bytes:
             raise DamagedFileError(f"blob {name} is missing", str(bucket.address), RESTORE) from None
         if len(content) == size and hashlib.sha256(content).hexdigest() == name.rpartition("/")[2]:
             return content
-    what = f"blob {name} has {len(content)} bytes and other content than its name says, expected {size} bytes"
+    what = f"blob {name} has changed: its sha256 differs, or its size, {len(content)} instead of {size} bytes"
     raise DamagedFileError(what, str(bucket.address), RESTORE)

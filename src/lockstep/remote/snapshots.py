@@ -43,7 +43,7 @@ class Snapshot:
 
     owner     id of the start of the run that put it
     beat_s    longest time until its owner puts the next one
-    released  the owner has ended: the next start need not wait
+    released  the owner ended: the next start does not wait
     """
 
     number: int
@@ -126,7 +126,7 @@ def refuse_other_objects(bucket: RunBucket) -> None:
 
 
 def wait_until_silent(bucket: RunBucket, snapshot: Snapshot) -> Snapshot:
-    """Return the newest snapshot once its owner has ended, or has put none for SILENT_BEATS.
+    """Return the newest snapshot once its owner released it, or put none for SILENT_BEATS.
     UsageError when the owner puts another one. Measured by this host's clock alone."""
     wait_s = SILENT_BEATS * snapshot.beat_s
     if not snapshot.released:

@@ -160,7 +160,7 @@ class Mirror:
             for content in iter(partial(file.read, BLOB_BYTES if path.endswith(".safetensors") else GROWING_BLOB_BYTES), b""):
                 sha256 = hashlib.sha256(content).hexdigest()
                 blob = self.known.get(sha256) or f"{self.ownership.newest.owner}/{sha256}"
-                if sha256 not in self.known:
+                if sha256 not in self.known and all(sha256 != pending for _, pending, _ in uploads):
                     uploads.append((self.pool.submit(self.bucket.put, f"{BLOBS}/{blob}", content), sha256, blob))
                     self.uploaded_bytes += len(content)
                 yield blob, len(content)

@@ -97,7 +97,7 @@ def download_copy(bucket: RunBucket, snapshot: Snapshot, copy: Path) -> Snapshot
     if problems and len(problems) == len(steps_of(snapshot.files)):
         raise CheckpointError("no checkpoint in the store is whole", "\n".join(problems), "restore earlier versions of these objects")
     for problem in problems:
-        log.warning("%s; it is left out", problem)
+        log.warning("%s; it is omitted", problem)
     # Its members are on other hosts, and lost the run. Without an end, new workers would wait for them.
     generations = GenerationLog(partial / "generations")
     if generations.folder.is_dir() and (last := generations.newest()) and not last.end:

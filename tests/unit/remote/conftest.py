@@ -32,7 +32,8 @@ def proxy(server: str, tmp_path: Path) -> Iterator[Proxy]:
 
 
 @pytest.fixture
-def bucket(proxy: Proxy) -> RunBucket:
+def bucket(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> RunBucket:
+    monkeypatch.setattr("lockstep.remote.bucket.RETRIES", {"max_retries": 2})
     address = parse_address("s3://runs/team/first")
     assert address
     return RunBucket(address)
@@ -40,11 +41,11 @@ def bucket(proxy: Proxy) -> RunBucket:
 
 @pytest.fixture
 def host(bucket: RunBucket, tmp_path: Path) -> Iterator[Callable[[str], Mirror]]:
-    """Return a function that makes a named host, with copies of its own, the owner of the run."""
+    """Return a function that makes a host of a given name the owner of the run."""
     hosts: dict[str, ExitStack] = {}
 
     def own(name: str) -> Mirror:
-        hosts.pop(name, ExitStack()).close()  # the process of the earlier start has ended
+        hosts.pop(name, ExitStack()).close()  # as if its process had exited
         hosts[name] = ExitStack()
         with mock.patch.dict(os.environ, {"LOCKSTEP_STORE_CACHE": str(tmp_path / name)}):
             return Mirror(*hosts[name].enter_context(owned_copy(bucket, name)))

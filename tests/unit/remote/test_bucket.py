@@ -1,4 +1,4 @@
-"""Objects are stored whole or not at all, whatever happens between the process and the store."""
+"""Objects are stored whole or not at all, through every fault between the process and the store."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def first_puts(fault: str, count: int) -> object:
 def test_an_upload_through_a_fault_is_whole(fault: str, proxy: Proxy, bucket: RunBucket) -> None:
     proxy.fault = first_puts(fault, 2)
     bucket.put("blobs/o/1", b"x" * 100_000)
-    assert len(proxy.faults) == 2 and bucket.get("blobs/o/1") == b"x" * 100_000
+    assert len(proxy.faults) == (1 if fault == "slow" else 2) and bucket.get("blobs/o/1") == b"x" * 100_000
 
 
 def test_an_upload_that_always_arrives_torn_is_an_error(proxy: Proxy, bucket: RunBucket) -> None:

@@ -37,7 +37,7 @@ def server() -> Iterator[str]:
 
 
 class Host:
-    """A host of its own: a working directory, and a cache for its copies."""
+    """A host: a working directory, and a cache for its copies."""
 
     def __init__(self, folder: Path, proxy: Proxy) -> None:
         folder.mkdir()
