@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -12,9 +13,16 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from unittest import mock
 
+from support.launching import one_thread, run_lockstep, start_lockstep
+from support.processes import processes_in
 from support.waiting import wait_until
+
+from lockstep.remote.address import parse_address
+from lockstep.remote.bucket import RunBucket
+from lockstep.remote.snapshots import Snapshot, newest
 
 SERVER = "import sys; from moto.server import main; main(['-H', '127.0.0.1', '-p', sys.argv[1]])"
 Fault = Callable[[str, str], str]  # (method, path) -> "", "503", "slow", "torn", "cut" or "lost"
@@ -55,7 +63,7 @@ def make_bucket(address: str) -> None:
 def environment(address: str, copies: object) -> dict[str, str]:
     """Return the variables with which obstore reaches the server."""
     keys = {"AWS_ACCESS_KEY_ID": "AKIATESTTESTTEST", "AWS_SECRET_ACCESS_KEY": "very-secret-value", "AWS_REGION": "us-east-1"}
-    return {**keys, "AWS_ENDPOINT_URL": address, "LOCKSTEP_STORE_CACHE": str(copies), "LOCKSTEP_STORE_BEAT_S": "0.3"}
+    return {**keys, "AWS_ENDPOINT_URL": address, "LOCKSTEP_STORE_CACHE": str(copies), "LOCKSTEP_STORE_BEAT_S": "0.5"}
 
 
 @contextmanager
@@ -137,3 +145,34 @@ class Proxy:
 
 def no_fault(method: str, path: str) -> str:
     return ""
+
+
+class StoreHost:
+    """A host: a working directory, and a cache for its copies."""
+
+    def __init__(self, folder: Path, proxy: Proxy) -> None:
+        folder.mkdir()
+        self.folder, self.output = folder, ""
+        self.options = {"cwd": folder, "env": one_thread(**environment(proxy.address, folder / "cache") | {"LOCKSTEP_STORE_BEAT_S": "1"})}
+
+    def run(self, *words: object) -> subprocess.CompletedProcess[str]:
+        done = run_lockstep(*words, **self.options)
+        self.output += done.stdout + done.stderr
+        return done
+
+    def start(self, *words: object) -> subprocess.Popen[str]:
+        return start_lockstep(*words, **self.options)
+
+    def kill(self) -> None:
+        """Lose the host: all its processes at once."""
+        while pids := processes_in(self.folder):
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+
+
+def newest_of(proxy: Proxy, run: str) -> Snapshot:
+    """Return the newest snapshot of a run, read past the proxy; one without files when there is none."""
+    address = parse_address(run)
+    assert address
+    with mock.patch.dict(os.environ, environment(proxy.server, "unused")):
+        return newest(RunBucket(address)) or Snapshot(0, "", 1.0, {})
