@@ -8,6 +8,8 @@ processors: an upper bound). A checkpoint is due every CYCLE steps. During every
 (SIGSTOP), so that both kinds of cycles save and only one uploads. The overhead is the mean step of a cycle with the mirror over that of
 the next one without; the median over the pairs counts. The first pair is ignored.
 
+The processor seconds of that process are recorded beside those of the agent and the workers: they depend less on other programs.
+
 Then all processes are killed and the same command starts with an empty cache, as on another host: seconds until its first step, of which
 the wait for the silent owner is 5 beats.
 """
@@ -77,6 +79,9 @@ def measure(pairs: int, base: Path, address: str) -> list[dict[str, Any]]:
         with_s, without_s = (mean(metrics[step] for step in range(first + 1, first + CYCLE + 1)) for first in (start, start + CYCLE))
         rows.append({"pair": pair, "with_s": with_s, "without_s": without_s, "ratio": with_s / without_s})
     rows.append({"uploads": len(uploads), "upload_s": median(line["seconds"] for line in uploads), "bytes": uploads[-1]["bytes"]})
+    times = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    mirror_s, *training_s = [sum(child.cpu_times()[:2]) for child in times]
+    rows.append({"mirror_cpu_s": mirror_s, "training_cpu_s": sum(training_s)})
     for child in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
         child.kill()
     process.wait()
