@@ -91,7 +91,9 @@ def measure(pairs: int, base: Path, address: str) -> list[dict[str, Any]]:
     while not lines(base / "b", "metrics.jsonl"):
         time.sleep(0.02)
     downloaded_s = time.monotonic() - start_s
-    wait_for_step(base / "b", last + 1, other)
+    generation = max(line["generation"] for line in lines(base / "b", "metrics.jsonl"))
+    while not any(line["step"] == last + 1 and line["generation"] > generation for line in lines(base / "b", "metrics.jsonl")):
+        time.sleep(0.02)
     rows.append({"resume_s": time.monotonic() - start_s, "until_downloaded_s": downloaded_s})
     other.terminate()
     other.wait()
