@@ -67,14 +67,19 @@ def owned_copy(bucket: RunBucket, host: str) -> Iterator[tuple[Path, Ownership]]
         os.close(lock)
 
 
+def has_run(copy: Path) -> bool:
+    """Return whether a copy has files; a start that failed leaves an empty one."""
+    return copy.is_dir() and any(copy.iterdir())
+
+
 def set_copy_aside(copy: Path, why: str) -> None:
-    if copy.exists():
+    if has_run(copy):
         log.warning("%s was set aside as %s: %s", copy, set_aside(copy, "old"), why)
 
 
 def refuse_lost_store(bucket: RunBucket, copy: Path, owners: list[str]) -> None:
     """UsageError when this host has a copy of a run that the store has no longer."""
-    if owners:
+    if owners and has_run(copy):
         what = f"{bucket.address} is empty, and this host has a copy of its run"
         raise UsageError(what, str(copy), f"restore the objects; or move {copy} aside to train from step 0")
 

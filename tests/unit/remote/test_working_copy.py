@@ -64,6 +64,14 @@ def test_a_host_that_was_killed_before_its_first_snapshot_still_owns_its_copy(
     assert host("a").folder == first.folder and not list(first.folder.parent.glob("*.old*"))
 
 
+def test_a_first_start_that_failed_can_be_repeated(host: Host, bucket: RunBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch, pytest.raises(UsageError, match="LOCKSTEP_STORE_BEAT_S"):
+        patch.setenv("LOCKSTEP_STORE_BEAT_S", "often")
+        host("a")
+    train(host("a"), 10)
+    assert newest(bucket)
+
+
 def test_a_copy_that_was_overtaken_is_set_aside(host: Host, bucket: RunBucket, caplog: pytest.LogCaptureFixture) -> None:
     first = host("a")
     train(first, 10)
