@@ -3,7 +3,7 @@
     python -m bench.store.run                    a Llama on two workers, 8 pairs of cycles, about 10 minutes on two cores
     python -m bench.store.run --pairs 2 --keep NAME
 
-One run, `lockstep train --out s3://runs/bench`, with moto's HTTP server on the same machine (at the lowest priority, but it shares the
+One run, `lockstep train --out s3://runs/bench`, with moto's HTTP server on the same machine (it shares the
 processors: an upper bound). A checkpoint is due every CYCLE steps. During every second cycle the process that mirrors is stopped
 (SIGSTOP), so that both kinds of cycles save and only one uploads. The overhead is the mean step of a cycle with the mirror over that of
 the next one without; the median over the pairs counts. The first pair is ignored.
