@@ -22,6 +22,7 @@ LAYERS = (
     ("network",),
     ("config",),
     ("record",),
+    ("render",),
     ("data",),
     ("runtime",),
     ("elastic",),

@@ -87,6 +87,17 @@ def test_a_signal_to_a_host_that_does_not_lead_stops_a_run_that_waits_for_worker
     assert_saved_and_stopped(training, A, B)
 
 
+@long
+def test_hosts_that_are_drained_one_after_the_other_below_the_minimum_save(start: Start) -> None:
+    training = start(A, B, words=("--min", "2"))
+    training.wait_for_step(3)
+    training.kill_agent(B, signal.SIGUSR1)
+    assert training.agents[B.name].wait(30) == 0, training.report()
+    training.wait(lambda: training.wrote("too few workers: 1 available, at least 2 required"), what="the wait for workers")
+    training.kill_agent(A, signal.SIGUSR1)
+    assert_saved_and_stopped(training, A)
+
+
 # Workers that wait or start.
 
 

@@ -60,6 +60,15 @@ def flags(steps: int, **values: object) -> list[str]:
     return [word for key, value in given.items() for word in (f"--{key}", str(value))]
 
 
+def nested(values: dict[str, object]) -> dict[str, object]:
+    """Return dotted keys as the tables of a run file."""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[name] = value
+    return tree
+
+
 # Hosts.
 
 

@@ -8,11 +8,14 @@ from pathlib import Path
 
 from lockstep.agent.config import LOOPBACK, AgentConfig
 from lockstep.agent.hosts import Hosts, parse_hosts, read_hosts, run_on_all_hosts, ssh_command
+from lockstep.agent.lock import newest_generation
+from lockstep.checkpoint.folder import committed_steps
 from lockstep.cli.options import build_parser
 from lockstep.cli.start import RunRequest, choose_worker_count, max_workers, read_request, refuse_layout, start_agent, workers_per_replica
 from lockstep.config.schema import RunConfig
 from lockstep.elastic.control import stop_run
 from lockstep.errors import UsageError
+from lockstep.log import log
 from lockstep.runtime.worker_env import SHARED_TERMINAL
 
 
@@ -26,10 +29,15 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
         raise UsageError(f"--restart {args.restart} applies to a script only", "command line", "write lockstep launch FILE.py")
     run = request.validate()
     name, source = (args.host, "--host") if args.host else (socket.gethostname(), "hostname of this machine")
-    hosts = find_hosts(args, run, name, source)
+    refuse_host_list(args)
+    hosts = find_hosts(args, run, name, source, name if args.nodes else LOOPBACK)
+    fewest, planned = (count * hosts.workers for count in args.nodes or (1, 1))
+    if args.nodes and is_complete(request.folder, run):
+        log.info("%s has all of its %d steps: nothing to do", request.folder, run.steps if run else 0)
+        return 0
     if args.min is None:
-        args.min = hosts.workers if request.is_whole_script and request.restart == "all" else 1
-    most = check_limits(args, run, hosts.workers)
+        args.min = fewest if args.nodes or (request.is_whole_script and request.restart == "all") else 1
+    most = check_limits(args, run, planned)
     if (args.ssh or hosts.ssh) and not args.host:
         return launch_by_ssh(args, request, hosts)
     host = hosts.find(name, f"{source}; {args.hosts}")
@@ -37,7 +45,7 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
         host=name,
         address=host.resolve(),
         slots=host.workers,
-        expected_workers=hosts.workers,
+        expected_workers=fewest,
         min_workers=max(args.min, workers_per_replica(run)),
         max_workers=most,
         lives_on=True,
@@ -56,8 +64,16 @@ def refuse_other_options(args: argparse.Namespace, rest: list[str]) -> None:
         raise UsageError(f"{unwanted[0]} cannot be combined with --stop", "command line", "write lockstep launch --stop RUN")
 
 
-def find_hosts(args: argparse.Namespace, run: RunConfig | None, name: str, source: str) -> Hosts:
-    """Return the hosts of --hosts, or this host alone. UsageError for contradicting options."""
+def refuse_host_list(args: argparse.Namespace) -> None:
+    """UsageError if --nodes is combined with a list of hosts."""
+    if args.nodes and (args.hosts or args.ssh):
+        what = f"--nodes cannot be combined with {'--hosts' if args.hosts else '--ssh'}"
+        raise UsageError(what, "command line", "remove one of them: with --nodes a scheduler starts this command on each host")
+
+
+def find_hosts(args: argparse.Namespace, run: RunConfig | None, name: str, source: str, address: str = LOOPBACK) -> Hosts:
+    """Return the hosts of --hosts, or this host alone. UsageError for contradicting options.
+    address: of this host, without --hosts."""
     if args.ssh and args.host:
         hint = "remove one of them: --ssh starts all hosts, --host names the one to start"
         raise UsageError(f"--ssh cannot be combined with --host {args.host}", "command line", hint)
@@ -66,11 +82,18 @@ def find_hosts(args: argparse.Namespace, run: RunConfig | None, name: str, sourc
             raise UsageError("--ssh needs a list of hosts", "command line", "give --hosts HOSTS.toml")
         workers, reason = choose_worker_count(args.workers, run)
         hint = "give 1 worker or more, and a name of letters, digits, dots, dashes and underscores"
-        return parse_hosts({"host": [{"name": name, "address": LOOPBACK, "workers": workers}]}, f"{source}; {reason}", hint)
+        return parse_hosts({"host": [{"name": name, "address": address, "workers": workers}]}, f"{source}; {reason}", hint)
     if args.workers is not None:
         what = f"--workers {args.workers} cannot be combined with --hosts {args.hosts}"
         raise UsageError(what, "command line", "remove --workers: the file lists the workers of each host")
     return read_hosts(args.hosts)
+
+
+def is_complete(folder: Path, run: RunConfig | None) -> bool:
+    """Whether the run ended with code 0 after all of its steps. A host that a scheduler starts later
+    would wait in vain for the minimum."""
+    end = newest_generation(folder).end if run and (folder / "generations").is_dir() else None
+    return bool(run and end and not end.code and run.steps in committed_steps(folder / "checkpoints"))
 
 
 def check_limits(args: argparse.Namespace, run: RunConfig | None, workers: int) -> int:

@@ -56,6 +56,16 @@ def quantity(parse: Callable[[str], float]) -> Callable[[str], float]:
     return positive
 
 
+def node_range(text: str) -> tuple[int, int]:
+    """Return (MIN, MAX) of "2:4" or "2" (an argparse type)."""
+    least, _, most = text.partition(":")
+    count = integer(1, 1 << 16)
+    bounds = count(least), count(most if ":" in text else least)
+    if bounds[0] > bounds[1]:
+        raise argparse.ArgumentTypeError(f"the minimum of {text[:40]!r} exceeds its maximum; write MIN:MAX, such as 2:4")
+    return bounds
+
+
 def step_or_best(text: str) -> int | str:
     """Return a step, or "best", which `main` replaces by a step."""
     return text if text == "best" else STEP(text)
@@ -63,6 +73,8 @@ def step_or_best(text: str) -> int | str:
 
 STEP_OPTION: dict[str, Any] = {"type": step_or_best, "metavar": "STEP|best", "help": "checkpoint to use (default: the newest)"}
 WORKERS: dict[str, Any] = {"type": integer(1, 1 << 16), "metavar": "N"}
+NODES: dict[str, Any] = {"type": node_range, "metavar": "MIN:MAX"}
+TARGETS = ("slurm", "kubernetes", "jobset", "trainjob", "compose", "ray", "skypilot")  # files in render/templates
 COMM_SIZES = "1 KiB, 4 KiB, 16 KiB, 64 KiB, 256 KiB, 1 MiB, 4 MiB, 16 MiB, 64 MiB"
 BEAMS: dict[str, Any] = {"type": integer(1, 256), "default": 1, "help": "width of the beam search (default: 1, greedy)"}
 AVERAGE: dict[str, Any] = {"type": integer(0, 10_000), "default": 0, "metavar": "N"}
@@ -148,6 +160,7 @@ def add_training_commands(commands: Commands) -> None:
     add("--out", type=Path, help="run folder, on a disk that all hosts share (default: as for train)")
     add("--workers", **WORKERS, help="worker processes on this host, without --hosts (default: as for train)")
     add_host_options(add)
+    add("--nodes", **NODES, help="instead of --hosts: a scheduler starts this command on MIN to MAX hosts, each with --workers workers")
     add("--min", type=LIMIT, help="minimum number of workers to train with (default: 1; scripts with --restart all: all)")
     add("--max", type=LIMIT, help="maximum number of workers that train, others wait on standby (default: batch.micro_batches)")
     add("--resume", **RESUME)
@@ -155,6 +168,16 @@ def add_training_commands(commands: Commands) -> None:
     add("--restart", **RESTART)
     add("--with-evaluator", action="store_true", help="score every checkpoint in a separate process; with --ssh on the first host")
     add("--stop", type=Path, metavar="RUN", help="ask the run in this folder to save and stop, from any host, and exit")
+
+    add = add_command(commands, "render", "write the file that starts a run file on a cluster, on a range of nodes")
+    add("target", choices=TARGETS)
+    add("run_file", metavar="RUN.toml", help="run file or recipe")
+    add("--nodes", **NODES, required=True, help="the run trains with MIN nodes or more; up to MAX")
+    add("--gpus", type=integer(0, 1024), default=0, metavar="N", help="GPUs of each node, with a worker for each (default: 0, CPUs)")
+    add("--workers", **WORKERS, help="workers of each node (default: one per GPU, two on CPUs)")
+    add("--run", metavar="RUN", help="run folder on the shared disk (default: runs/NAME of the run file)")
+    add("--image", help="container image with Lockstep (default: lockstep:VERSION)")
+    add("--out", type=Path, metavar="FILE", help="file to write (default: print it)")
 
     add = add_command(commands, "bench", "measure the network between the hosts of a run: lockstep bench comm")
     add("what", nargs="?", choices=["comm"], help="comm: time, bandwidth and latency of collectives and messages, slow links")

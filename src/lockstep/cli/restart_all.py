@@ -40,7 +40,7 @@ def supervise(file: Path, arguments: Sequence[str], worker_env: WorkerEnv) -> in
         assert runtime.membership is not None
         facts = {"script": sha256(file.read_bytes()).hexdigest()[:12], **runtime.flags}
         runtime.board.enter("preparing")  # as long as the script takes
-        runtime.set_stop_signal(lambda: "" if is_drain(signals, worker_env) else signals.received)
+        runtime.set_stop_signal(lambda: signals.received)
         if runtime.is_joining:
             runtime.membership.request_join(facts, is_joining=True)
             runtime.form_next()

@@ -40,6 +40,7 @@ from lockstep.runtime.signals import STOP_EXIT_CODES
 from lockstep.runtime.worker_env import WorkerEnv, is_loopback_reachable, loopback_network
 
 TICK_S = 0.1
+DRAIN_TIMEOUT_S = 10.0  # how long a member of a drained host waits for the next generation
 SIGNAL_POLL_S = 1.0  # interval between checks for a signal while the main thread waits for a generation
 PUBLISH_S = 10.0  # how long to try to record the end of the run
 LIVENESS_S = 10.0  # the file is written each second
@@ -117,9 +118,10 @@ class Membership:
         stop_signal  returns the stop signal that this worker received; "": none
         FencedError, RunEnded, UsageError: none will form. OthersStarted: it has to ask again.
         """
+        waiting_since_s = time.monotonic()
         with self._turn:
             while self._exit_error is None and not self._others_started and self._formed.number <= after:
-                if name := stop_signal():
+                if (name := stop_signal()) and self._stops_run(name, time.monotonic() - waiting_since_s):
                     self.request_stop(name)
                 self._turn.wait(SIGNAL_POLL_S)  # with a limit, so that signal handlers run
             if self._others_started:
@@ -128,6 +130,12 @@ class Membership:
             if self._exit_error is not None:
                 raise self._exit_error
             return self._formed
+
+    def _stops_run(self, name: str, waited_s: float) -> bool:
+        """Whether a signal stops the run. One that drains this host does so while the run waits for
+        workers: there is no vote in which this worker could leave."""
+        is_drain = name == "SIGUSR1" and self.worker_env.drain
+        return not is_drain or (self.protocol.phase == "left" and waited_s > DRAIN_TIMEOUT_S)
 
     @property
     def stop_signal(self) -> str:

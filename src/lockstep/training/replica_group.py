@@ -133,7 +133,7 @@ class ReplicaGroup:
         )
         if checkpointer and verify_every:
             checkpointer.compare_before_saving(self.replicas_identical)
-        runtime.set_stop_signal(self.stop_signal)
+        runtime.set_stop_signal(lambda: self.signals.received if self.signals else "")
         if isinstance(self.board, FaultInjectingBoard):
             weights = [p for p in (*self.replica.parameters, *self.frozen_state.frozen) if p.numel()]
             self.board.set_flip(partial(flip_bit, weights))

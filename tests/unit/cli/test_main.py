@@ -26,6 +26,7 @@ COMMANDS = (
     "doctor",
     "lab",
     "plan",
+    "render",
 )
 PROGRAM = Path(__file__).parents[2] / "support" / "command_without_torch.py"
 
@@ -52,6 +53,8 @@ PROGRAM = Path(__file__).parents[2] / "support" / "command_without_torch.py"
         (["plan", "--devices", "2x2:cpu-4GiB", "--link", "1Gbit/s"], 0),
         (["plan", "--devices", "4x8:H100-80GB", "--link", "100Gbit/s", "--task", "pretrain", "--data.kind", "stdlib"], 0),
         (["plan", "--devices", "2x2:cpu-4MiB", "--link", "1Gbit/s"], 2),
+        (["render", "slurm", "recipes/translate.toml", "--nodes", "1:2"], 0),
+        (["render", "slurm", "absent.toml", "--nodes", "1:2"], 2),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

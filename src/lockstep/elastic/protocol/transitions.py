@@ -293,8 +293,11 @@ class Protocol(MembershipState):
         if generation is None:
             if reason.startswith("waiting"):
                 return []
-            survivors = decisions.split_members(view, limits)
-            return [*self._log_status(reason), *self._release(survivors[1] if survivors else [])]
+            if not (survivors := decisions.split_members(view, limits)):
+                return self._log_status(reason)
+            # The hosts of leaving members are about to be taken away: only the others wait for more workers.
+            self.dead |= {id: report.why or "leaving" for id, report in self.reports.items() if report.leaving and id not in gone}
+            return [*self._log_status(reason), *self._release(survivors[1])]
         self._pending_proposal = generation.number
         return [Propose(generation)]
 

@@ -1,0 +1,50 @@
+"""`lockstep render`: write the file that starts a run on a cluster."""
+
+import argparse
+from pathlib import Path
+
+from lockstep import __version__
+from lockstep.cli.start import is_script, max_workers, refuse_layout
+from lockstep.config.schema import RunConfig
+from lockstep.errors import UsageError
+from lockstep.files import read_text, write_atomic
+from lockstep.log import log
+from lockstep.render.job import make_job, render
+
+
+def main(args: argparse.Namespace, rest: list[str]) -> int:
+    if is_script(args.run_file):
+        hint = "a scheduler starts a script with: lockstep launch FILE.py --nodes MIN:MAX --out RUN"
+        raise UsageError(f"{args.run_file} is a script, not a run file", "command line", hint)
+    file = Path(args.run_file)
+    workers = args.workers or args.gpus or 2
+    folder = args.run or f"runs/{file.stem}"
+    job, run = make_job(file, args.nodes, gpus=args.gpus, workers=workers, run_folder=folder, image=args.image or f"lockstep:{__version__}")
+    refuse_sizes(run, args.nodes, workers, f"--nodes {job.fewest}:{job.most}, {workers} workers per node")
+    text = render(args.target, job)
+    if args.out is None:
+        print(text, end="")
+        return 0
+    write_new(args.out, text)
+    print(f"wrote {args.out}")
+    return 0
+
+
+def refuse_sizes(run: RunConfig, nodes: tuple[int, int], workers: int, where: str) -> None:
+    """UsageError if `lockstep launch` would refuse the smallest or the largest number of nodes."""
+    least, most = (count * workers for count in nodes)
+    room = max_workers(run, most)
+    if least > room:
+        hint = f"give fewer nodes, or set batch.micro_batches = {most * run.batch.micro_batches // room}"
+        raise UsageError(f"{least} workers, but a step has work for {room}", f"{where}; batch.micro_batches", hint)
+    for count in (least, most):
+        refuse_layout(run, min(count, room), where)
+    if most > room:
+        log.warning("a step has work for %d workers: %d of %d are on standby", room, most - room, most)
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write a file that is absent or equal. UsageError if it has other content."""
+    if path.exists() and read_text(path) != text:
+        raise UsageError(f"{path} exists, with other content", "--out", "move it aside, or give another name")
+    write_atomic(path, text)

@@ -1,0 +1,105 @@
+"""A run as a job of a cluster, and the file that starts it: templates/TARGET, filled in.
+
+Paths, names and images are restricted to characters that mean nothing to a shell, to YAML and to
+Compose, so no template quotes them.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from lockstep.config.resolve import read_toml, resolve
+from lockstep.config.schema import RunConfig
+from lockstep.errors import ConfigError, UsageError
+from lockstep.record.backends import without_secrets
+
+PATH = re.compile(r"[\w.@+=~/-][\w.:@+=~/-]*")
+IMAGE = re.compile(r"[a-z0-9][\w.-]*(:\d+)?(/[\w.-]+)*(:[\w.-]+)?(@sha256:[0-9a-f]{64})?", re.ASCII)
+# Tokens of Hugging Face, OpenAI, Weights & Biases, GitHub, GitLab, Slack, AWS and Google.
+TOKEN = re.compile(r"\b(hf_|sk-|wandb_v1_|gh[opsu]_|github_pat_|glpat-|xox[abp]-|AKIA|AIza)[A-Za-z0-9_-]{12,}|\b[0-9a-f]{40}\b")
+LINE_BREAKS = re.compile("[\x7f-\x9f\u2028\u2029\ufeff]")  # to YAML, or unprintable there; TOML permits them in a line
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run on `fewest` to `most` nodes with `workers` workers each.
+
+    run_file  as given, for nodes that see it
+    toml      its values without its comments, for nodes that do not
+    run       run folder, on a disk that all nodes share
+    gpus      of each node; 0: the workers train on CPUs
+    secrets   names of the environment variables with secrets that the run reads
+    """
+
+    name: str
+    run_file: str
+    toml: str
+    fewest: int
+    most: int
+    gpus: int
+    workers: int
+    run: str
+    image: str
+    secrets: tuple[str, ...]
+
+
+def make_job(file: Path, nodes: tuple[int, int], *, gpus: int, workers: int, run_folder: str, image: str) -> tuple[Job, RunConfig]:
+    """Return the job and its run. ConfigError for an invalid run file or a secret in it, UsageError
+    for names that cannot be written into every file."""
+    run, values = resolve(file).run, read_toml(file)
+    refuse_secrets(values, file)
+    name = re.sub(r"[^a-z0-9]+", "-", file.stem.lower()).strip("-")[:40].strip("-")
+    checks = {"RUN.toml": (str(file), PATH), "--run": (run_folder, PATH), "--image": (image, IMAGE)}
+    for option, (text, pattern) in checks.items():
+        if not pattern.fullmatch(text):
+            hint = "use letters, digits and . _ - / only" if pattern is PATH else "write [HOST[:PORT]/]NAME[:TAG][@sha256:DIGEST]"
+            raise UsageError(f"{text[:200]!r} cannot be written into a job file", option, hint)
+    if not name:
+        raise UsageError(f"{file.name!r} gives the job no name", "RUN.toml", "jobs are named with a-z, 0-9 and -: rename the run file")
+    return Job(name, str(file), to_toml(values), *nodes, gpus, workers, run_folder, image, secrets_of(run)), run
+
+
+def refuse_secrets(values: Mapping[str, Any], file: Path) -> None:
+    """ConfigError if a value of a run file looks like a secret: others can read job files."""
+    public = without_secrets(values)
+    secret = [key for key, value in values.items() if public[key] != value or TOKEN.search(str(value))]
+    if secret:
+        hint = f"remove it from the file, and set LOCKSTEP_{secret[0].upper().replace('.', '_')} where the job runs, from a secret store"
+        raise ConfigError(f"the value of {', '.join(secret)} looks like a secret; it is not shown or rendered", str(file), hint)
+
+
+def secrets_of(run: RunConfig) -> tuple[str, ...]:
+    """Return the names of the environment variables with secrets that this run reads."""
+    from_hub = run.data.kind == "huggingface" or bool(run.llama.init_from)
+    return ("WANDB_API_KEY",) * (run.track.wandb == "online") + ("HF_TOKEN",) * from_hub
+
+
+def to_toml(values: Mapping[str, Any]) -> str:
+    """Return dotted keys as TOML whose lines are lines of YAML too."""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[name] = value
+    return LINE_BREAKS.sub(lambda match: f"\\u{ord(match[0]):04X}", tomli_w.dumps(tree)).strip()
+
+
+def render(target: str, job: Job) -> str:
+    """Return the file that starts the job on `target`."""
+    loader = FileSystemLoader(Path(__file__).parent / "templates")
+    environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    sizes = f"--nodes {job.fewest}:{job.most} --workers {job.workers}"
+    text = environment.get_template(target).render(**asdict(job), title=title(target, job), sizes=sizes)
+    return "".join(f"{line.rstrip()}\n" for line in text.rstrip().split("\n"))
+
+
+def title(target: str, job: Job) -> str:
+    """Return two comment lines: the job, and the command that rendered it."""
+    nodes = f"{job.fewest} to {job.most} nodes" if job.fewest < job.most else f"{job.most} node{'s' * (job.most > 1)}"
+    devices = f"{job.gpus} GPU{'s' * (job.gpus > 1)}" if job.gpus else f"{job.workers} CPU worker{'s' * (job.workers > 1)}"
+    gpus = f" --gpus {job.gpus}" if job.gpus else ""
+    return f"# {job.name}: {nodes} with {devices} each\n# lockstep render {target} {job.run_file} --nodes {job.fewest}:{job.most}{gpus}"

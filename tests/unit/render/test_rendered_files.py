@@ -1,0 +1,159 @@
+"""Rendered files: valid by the schemas of Kubernetes, Kubeflow and Compose; commands that start."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import compose_spec
+import kubernetes_validate
+import pytest
+import yaml
+from kubeflow_trainer_api import models
+
+from lockstep.cli.main import command_parser, main
+from lockstep.cli.options import TARGETS, build_parser
+
+KUBERNETES = [f"1.{minor}" for minor in range(29, 38)]
+RUN = """
+steps = 40
+[track]
+wandb = "online"
+project = "a ${SHELL} $(id) of 'us': {x}"
+[data]
+kind = "huggingface"
+dataset = "opus"
+"""
+MODELS = {
+    "JobSet": models.JobsetV1alpha2JobSet,
+    "TrainJob": models.TrainerV1alpha1TrainJob,
+    "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
+}
+CASES = [(("--nodes", "2:4", "--gpus", "2"), RUN), (("--nodes", "3"), "steps = 40"), (("--nodes", "1", "--workers", "1"), RUN)]
+
+
+@pytest.fixture(params=CASES, ids=["elastic with GPUs", "fixed on CPUs", "one node"])
+def rendered(request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """Every file of a run, by target."""
+    options, text = request.param
+    (tmp_path / "tiny.toml").write_text(text)
+    files = {}
+    for target in TARGETS:
+        assert main(["render", target, str(tmp_path / "tiny.toml"), *options]) == 0
+        files[target] = capsys.readouterr().out
+    return files
+
+
+def differences(given: Any, kept: Any, path: str = "") -> Iterator[str]:
+    """Yield what a model dropped or changed."""
+    if isinstance(given, dict):
+        for key, value in given.items():
+            yield from differences(value, kept[key], f"{path}.{key}") if key in (kept or {}) else [f"{path}.{key} is unknown"]
+    elif isinstance(given, list):
+        assert len(given) == len(kept), path
+        for index, (one, other) in enumerate(zip(given, kept, strict=True)):
+            yield from differences(one, other, f"{path}[{index}]")
+    elif given != kept:
+        yield f"{path}: {given!r} became {kept!r}"
+
+
+def test_files_for_kubernetes_are_valid(rendered: dict[str, str]) -> None:
+    for target in ("kubernetes", "jobset", "trainjob"):
+        for document in yaml.safe_load_all(rendered[target]):
+            if model := MODELS.get(document["kind"]):
+                assert not list(differences(document, model.from_dict(document).to_dict())), target
+            else:
+                assert [kubernetes_validate.validate(document, version, strict=True) for version in KUBERNETES] == KUBERNETES
+
+
+def test_the_models_notice_an_unknown_field() -> None:
+    job_set = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": "x"}, "spec": {"replicatedJobz": []}}
+    assert list(differences(job_set, MODELS["JobSet"].from_dict(job_set).to_dict())) == [".spec.replicatedJobz is unknown"]
+
+
+def test_the_pods_of_a_jobset_and_a_job_are_validated_as_pods(rendered: dict[str, str]) -> None:
+    """The models of Kubeflow check names; the schemas of Kubernetes check the templates too."""
+    _, job_set = yaml.safe_load_all(rendered["jobset"])
+    _, runtime, _ = yaml.safe_load_all(rendered["trainjob"])
+    templates = [job_set["spec"]["replicatedJobs"][0], runtime["spec"]["template"]["spec"]["replicatedJobs"][0]]
+    for template in templates:
+        spec = template["template"]["spec"]
+        spec["template"]["spec"]["containers"][0].setdefault("command", ["true"])
+        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": spec}
+        assert [kubernetes_validate.validate(job, version, strict=True) for version in KUBERNETES] == KUBERNETES
+
+
+def test_the_pods_of_a_ray_job_are_valid(rendered: dict[str, str]) -> None:
+    _, ray_job = yaml.safe_load_all(rendered["ray"])
+    cluster = ray_job["spec"]["rayClusterSpec"]
+    (workers,) = cluster["workerGroupSpecs"]
+    for group in (cluster["headGroupSpec"], workers):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, **group["template"]}
+        assert [kubernetes_validate.validate(pod, version, strict=True) for version in KUBERNETES] == KUBERNETES
+    per_node = int(re.findall(r"--workers (\d+)", ray_job["spec"]["entrypoint"])[0])
+    assert f"--min {workers['minReplicas'] * per_node} " in ray_job["spec"]["entrypoint"]
+
+
+def test_files_for_compose_are_valid(rendered: dict[str, str]) -> None:
+    compose = yaml.safe_load(rendered["compose"])  # with YAML's merge keys, as Compose reads it
+    hosts = list(compose["services"])
+    assert list(compose_spec.PyCompose.from_dict(compose).service_names()) == hosts
+    started = [name for name, service in compose["services"].items() if "profiles" not in service]
+    fewest, most = re.findall(r"--nodes (\d+):(\d+)", compose["services"]["host-0"]["command"])[0]
+    assert (len(started), len(hosts)) == (int(fewest), int(most))
+    assert all(service["hostname"] == name for name, service in compose["services"].items())
+
+
+def test_a_file_for_skypilot_starts_one_node(rendered: dict[str, str]) -> None:
+    """SkyPilot's own schema needs the whole package with its clouds."""
+    task = yaml.safe_load(rendered["skypilot"])
+    assert task["num_nodes"] == 1 and set(task["file_mounts"]) == {"/tmp/lockstep/run.toml"}
+    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75, 76, 137]
+    assert not task.get("secrets") or set(task["secrets"].values()) == {None}
+
+
+def test_every_file_starts_a_command_that_lockstep_accepts(rendered: dict[str, str]) -> None:
+    for target, text in rendered.items():
+        (line,) = re.findall(r"^[^#\n]*?(lockstep launch /\S+ .*)$", text, re.MULTILINE)
+        words = shlex.split(line.rstrip("& "))
+        if "--ray" in words and "--ray" not in command_parser(build_parser(), "launch")._option_string_actions:
+            continue
+        args = build_parser().parse_args(words[1:])
+        assert args.workers and str(args.out) in ("runs/tiny", "$run"), (target, words)
+
+
+def test_shell_scripts_in_the_files_parse(rendered: dict[str, str]) -> None:
+    (_, job), task = yaml.safe_load_all(rendered["kubernetes"]), yaml.safe_load(rendered["skypilot"])
+    scripts = [rendered["slurm"], task["run"], job["spec"]["template"]["spec"]["containers"][0]["args"][0]]
+    for script in scripts:
+        done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+def test_files_hold_the_run_file_and_no_secret(rendered: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    config_map, _ = yaml.safe_load_all(rendered["kubernetes"])
+    compose = yaml.safe_load(rendered["compose"])["configs"]["run-file"]["content"].replace("$$", "$")
+    assert config_map["data"]["run.toml"].strip() == compose.strip()
+    if "wandb" in compose:
+        assert "secretKeyRef" in rendered["kubernetes"] and "- WANDB_API_KEY" in rendered["compose"]
+        assert all("WANDB_API_KEY" in text for text in rendered.values())
+
+
+def test_files_have_the_size_of_a_file_that_a_person_writes(rendered: dict[str, str]) -> None:
+    for target, text in rendered.items():
+        lines = text.splitlines()
+        assert len(lines) <= 100 and max(map(len, lines)) <= 160, (target, len(lines))
+        assert not any(line != line.rstrip() for line in lines), target
+
+
+def test_values_of_the_environment_do_not_enter_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    (tmp_path / "tiny.toml").write_text(RUN)
+    monkeypatch.setenv("WANDB_API_KEY", "topsecretvalue")
+    monkeypatch.setenv("HF_TOKEN", "topsecretvalue")
+    for target in TARGETS:
+        main(["render", target, str(tmp_path / "tiny.toml"), "--nodes", "2"])
+        assert "topsecretvalue" not in capsys.readouterr().out
