@@ -107,6 +107,7 @@ def test_training_continues_without_the_node_of_the_batch_script(cluster: SlurmC
     cluster.kill_node(cluster.job(number)["BatchHost"])
     cluster.wait(lambda: job.training.newest.end is not None, 120, "the end of the run")
     job.assert_same_bits(reference(STEPS))
+    cluster.wait_for_state(number, "CANCELLED")
 
 
 def test_a_preempted_run_saves_is_queued_again_and_resumes(cluster: SlurmCluster, tmp_path: Path, reference: Reference) -> None:

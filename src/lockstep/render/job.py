@@ -101,5 +101,6 @@ def title(target: str, job: Job) -> str:
     """Return two comment lines: the job, and the command that rendered it."""
     nodes = f"{job.fewest} to {job.most} nodes" if job.fewest < job.most else f"{job.most} node{'s' * (job.most > 1)}"
     devices = f"{job.gpus} GPU{'s' * (job.gpus > 1)}" if job.gpus else f"{job.workers} CPU worker{'s' * (job.workers > 1)}"
-    gpus = f" --gpus {job.gpus}" if job.gpus else ""
-    return f"# {job.name}: {nodes} with {devices} each\n# lockstep render {target} {job.run_file} --nodes {job.fewest}:{job.most}{gpus}"
+    options = f"--nodes {job.fewest}:{job.most}" + f" --gpus {job.gpus}" * bool(job.gpus)
+    options += f" --workers {job.workers}" * (job.workers != (job.gpus or 2))
+    return f"# {job.name}: {nodes} with {devices} each\n# lockstep render {target} {job.run_file} {options}"

@@ -157,3 +157,10 @@ def test_values_of_the_environment_do_not_enter_a_file(tmp_path: Path, monkeypat
     for target in TARGETS:
         main(["render", target, str(tmp_path / "tiny.toml"), "--nodes", "2"])
         assert "topsecretvalue" not in capsys.readouterr().out
+
+
+def test_the_page_about_clusters_shows_the_file_for_slurm(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "clusters.md").read_text()
+    command, shown = re.findall(r"^`lockstep (render slurm .*)` prints:\n\n```bash\n(.*?)```$", page, re.MULTILINE | re.DOTALL)[0]
+    assert main(command.split()) == 0
+    assert capsys.readouterr().out == shown
