@@ -71,7 +71,7 @@ def test_a_drained_pod_leaves_and_its_successor_joins(nodes: Nodes, reference: R
     nodes.start(first, script)
     nodes.start(second, script)
     training = nodes.training
-    training.wait(lambda: (training.run / "generations").exists() and len(training.newest.members) == 2, what="two pods")
+    training.wait(lambda: training.step > 0 and len(training.newest.members) == 2, what="two pods")
     training.wait_for_step(training.step + 3)
     before = training.newest
     nodes.processes["b"].send_signal(signal.SIGTERM)

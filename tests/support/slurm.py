@@ -23,12 +23,13 @@ from types import TracebackType
 from support.hosts import Host, Network, why_no_hosts
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "munged")
+# A requeued job waits until the credentials of its steps have expired (cred_expire, 120 s by default).
 CONFIG = """
 ClusterName=test
 SlurmctldHost=ctl({controller})
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=15
 CryptoType=crypto/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
@@ -46,7 +47,7 @@ ReturnToService=2
 SlurmdTimeout={slurmd_timeout_s}
 KillWait=30
 MinJobAge=600
-SchedulerParameters=sched_interval=2,bf_interval=2,requeue_delay=0
+SchedulerParameters=sched_interval=2,bf_interval=2
 SlurmdParameters=config_overrides
 SelectType=select/linear
 PreemptType=preempt/partition_prio

@@ -19,7 +19,7 @@ from lockstep.errors import ConfigError, UsageError
 from lockstep.record.backends import without_secrets
 
 PATH = re.compile(r"[\w.@+=~/-][\w.:@+=~/-]*")
-IMAGE = re.compile(r"[a-z0-9][\w.-]*(:\d+)?(/[\w.-]+)*(:[\w.-]+)?(@sha256:[0-9a-f]{64})?", re.ASCII)
+IMAGE = re.compile(r"([a-z0-9][\w.-]*(:\d+)?/)?[a-z0-9][\w./-]*(:[\w.-]+)?(@sha256:[0-9a-f]{64})?", re.ASCII)
 # Tokens of Hugging Face, OpenAI, Weights & Biases, GitHub, GitLab, Slack, AWS and Google.
 TOKEN = re.compile(r"\b(hf_|sk-|wandb_v1_|gh[opsu]_|github_pat_|glpat-|xox[abp]-|AKIA|AIza)[A-Za-z0-9_-]{12,}|\b[0-9a-f]{40}\b")
 LINE_BREAKS = re.compile("[\x7f-\x9f\u2028\u2029\ufeff]")  # to YAML, or unprintable there; TOML permits them in a line

@@ -27,7 +27,7 @@ def test_the_name_of_the_run_file_becomes_a_label_of_kubernetes(tmp_path: Path) 
 
 
 def test_the_values_of_a_run_file_survive_and_its_comments_do_not(tmp_path: Path) -> None:
-    text = 'steps = 3  # wandb key 0123456789\n[data]\nkind = "text"\n'
+    text = 'steps = 3  # wandb key 0123456789\n[data]\nkind = "files"\n'
     text += 'train = ["a\\u0085b", "c\\u2028$HOME: - \'{{x}}"]\n[optim]\nlearning_rate = 1e-3\n'
     job = job_of(tmp_path / "run.toml", text)
     assert tomllib.loads(job.toml) == tomllib.loads(text)
