@@ -22,6 +22,7 @@ from support.hosts import TINY, Host, Network, Training, living, nested
 
 from lockstep.cli.main import main
 
+pytestmark = pytest.mark.long
 STEPS = 60
 
 
@@ -82,7 +83,6 @@ def test_a_drained_pod_leaves_and_its_successor_joins(nodes: Nodes, reference: R
     training.assert_same_bits(reference(STEPS))
 
 
-@pytest.mark.long
 def test_nodes_of_skypilot_find_each_other(nodes: Nodes, reference: Reference, capsys: pytest.CaptureFixture[str]) -> None:
     script = nodes.script("skypilot", "2", capsys)
     nodes.training.hosts = [replace(host, name=host.address) for host in nodes.hosts]

@@ -16,6 +16,8 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     if is_script(args.run_file):
         hint = "a scheduler starts a script with: lockstep launch FILE.py --nodes MIN:MAX --out RUN"
         raise UsageError(f"{args.run_file} is a script, not a run file", "command line", hint)
+    if args.gpus and args.workers not in (None, args.gpus):
+        raise UsageError(f"--workers {args.workers} with --gpus {args.gpus}", "command line", "remove --workers: each GPU has one worker")
     file = Path(args.run_file)
     workers = args.workers or args.gpus or 2
     folder = args.run or f"runs/{file.stem}"

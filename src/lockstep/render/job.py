@@ -18,10 +18,11 @@ from lockstep.config.schema import RunConfig
 from lockstep.errors import ConfigError, UsageError
 from lockstep.record.backends import without_secrets
 
-PATH = re.compile(r"[\w.@+=~/-][\w.:@+=~/-]*")
+PATH = re.compile(r"[\w./][\w.:@+=/-]*")
 IMAGE = re.compile(r"([a-z0-9][\w.-]*(:\d+)?/)?[a-z0-9][\w./-]*(:[\w.-]+)?(@sha256:[0-9a-f]{64})?", re.ASCII)
 # Tokens of Hugging Face, OpenAI, Weights & Biases, GitHub, GitLab, Slack, AWS and Google.
 TOKEN = re.compile(r"\b(hf_|sk-|wandb_v1_|gh[opsu]_|github_pat_|glpat-|xox[abp]-|AKIA|AIza)[A-Za-z0-9_-]{12,}|\b[0-9a-f]{40}\b")
+NOT_TEXT = re.compile(r"\d.*|y|n|yes|no|on|off|true|false|null")  # words that YAML reads as numbers and truth values
 LINE_BREAKS = re.compile("[\x7f-\x9f\u2028\u2029\ufeff]")  # to YAML, or unprintable there; TOML permits them in a line
 
 
@@ -54,6 +55,7 @@ def make_job(file: Path, nodes: tuple[int, int], *, gpus: int, workers: int, run
     run, values = resolve(file).run, read_toml(file)
     refuse_secrets(values, file)
     name = re.sub(r"[^a-z0-9]+", "-", file.stem.lower()).strip("-")[:40].strip("-")
+    name = f"run-{name}" if NOT_TEXT.fullmatch(name) else name
     checks = {"RUN.toml": (str(file), PATH), "--run": (run_folder, PATH), "--image": (image, IMAGE)}
     for option, (text, pattern) in checks.items():
         if not pattern.fullmatch(text):

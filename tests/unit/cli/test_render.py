@@ -25,6 +25,7 @@ SLURM = ["render", "slurm", "recipes/translate.toml"]
         (SLURM, "the following arguments are required: --nodes"),
         ([*SLURM, "--nodes", "2", "--gpus", "-1"], "'-1' is not an integer"),
         ([*SLURM, "--nodes", "2", "--gpus", "many"], "'many' is not an integer"),
+        ([*SLURM, "--nodes", "2", "--gpus", "2", "--workers", "4"], "--workers 4 with --gpus 2"),
         ([*SLURM, "--nodes", "2", "--steps", "3"], "unknown option '--steps'"),
         ([*SLURM, "--nodes", "2:4", "--gpus", "8"], "16 workers, but a step has work for 8"),
         (["render", "pbs", "recipes/translate.toml", "--nodes", "2"], "invalid choice: 'pbs'"),

@@ -22,6 +22,12 @@ def job_of(file: Path, text: str = "", *, run_folder: str = "runs/x", image: str
 def test_the_name_of_the_run_file_becomes_a_label_of_kubernetes(tmp_path: Path) -> None:
     assert job_of(tmp_path / "My_Run.v2.toml").name == "my-run-v2"
     assert job_of(tmp_path / f"{'long-' * 20}.toml").name == "long-long-long-long-long-long-long-long"
+    assert [job_of(tmp_path / f"{stem}.toml").name for stem in ("No", "1e3", "2026-11", "on-x")] == [
+        "run-no",
+        "run-1e3",
+        "run-2026-11",
+        "on-x",
+    ]
     with pytest.raises(UsageError, match="gives the job no name"):
         job_of(tmp_path / "数据.toml")
 
@@ -58,7 +64,9 @@ def test_secrets_are_the_variables_that_the_run_reads(tmp_path: Path) -> None:
     assert job_of(tmp_path / "run.toml", hub).secrets == ("WANDB_API_KEY", "HF_TOKEN")
 
 
-@pytest.mark.parametrize("folder", ["", "a b", "$HOME/x", "x\n#SBATCH --uid=0", "a'b", 'a"b', "a;b", "`id`", "a{b}", "a#b", "${x}", ":x"])
+@pytest.mark.parametrize(
+    "folder", ["", "a b", "$HOME/x", "x\n#SBATCH --uid=0", "a'b", 'a"b', "a;b", "`id`", "a{b}", "a#b", "${x}", ":x", "-x", "~/x", "@x"]
+)
 def test_a_folder_with_a_meaning_to_a_shell_or_to_yaml_is_refused(tmp_path: Path, folder: str) -> None:
     with pytest.raises(UsageError, match="cannot be written into a job file"):
         job_of(tmp_path / "run.toml", run_folder=folder)
