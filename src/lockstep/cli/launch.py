@@ -1,4 +1,4 @@
-"""`lockstep launch`: be the agent of this host, or start the agents of all hosts by ssh."""
+"""`lockstep launch`: be the agent of this host, or start the agents of all hosts, by ssh or by Ray."""
 
 import argparse
 import os
@@ -6,6 +6,7 @@ import socket
 import sys
 from pathlib import Path
 
+from lockstep.agent import ray_nodes
 from lockstep.agent.config import LOOPBACK, AgentConfig
 from lockstep.agent.hosts import Hosts, parse_hosts, read_hosts, run_on_all_hosts, ssh_command
 from lockstep.agent.lock import newest_generation
@@ -15,8 +16,10 @@ from lockstep.cli.start import RunRequest, choose_worker_count, max_workers, rea
 from lockstep.config.schema import RunConfig
 from lockstep.elastic.control import stop_run
 from lockstep.errors import UsageError
-from lockstep.log import log
+from lockstep.runtime.processes import die_with_parent
 from lockstep.runtime.worker_env import SHARED_TERMINAL
+
+CONFLICTS = {"--ray": ("hosts", "host", "ssh", "address"), "--hosts": ("nodes", "address")}  # options that exclude each other
 
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:
@@ -24,20 +27,19 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
         refuse_other_options(args, rest)
         print(stop_run(args.stop))
         return 0
+    if args.parent:
+        die_with_parent(args.parent)
+    refuse_conflicts(args)
     request = read_request(args, rest)
     if args.restart and not request.is_whole_script:
         raise UsageError(f"--restart {args.restart} applies to a script only", "command line", "write lockstep launch FILE.py")
     run = request.validate()
+    if args.ray:
+        return launch_by_ray(args, request, run)
     name, source = (args.host, "--host") if args.host else (socket.gethostname(), "hostname of this machine")
-    refuse_host_list(args)
-    hosts = find_hosts(args, run, name, source, name if args.nodes else LOOPBACK)
-    fewest, planned = (count * hosts.workers for count in args.nodes or (1, 1))
-    if args.nodes and is_complete(request.folder, run):
-        log.info("%s has all of its %d steps: nothing to do", request.folder, run.steps if run else 0)
-        return 0
-    if args.min is None:
-        args.min = fewest if args.nodes or (request.is_whole_script and request.restart == "all") else 1
-    most = check_limits(args, run, planned)
+    hosts = find_hosts(args, run, name, source, args.address or (name if args.nodes else LOOPBACK))
+    workers = hosts.workers * (args.nodes or 1)
+    most = check_limits(args, request, run, workers)
     if (args.ssh or hosts.ssh) and not args.host:
         return launch_by_ssh(args, request, hosts)
     host = hosts.find(name, f"{source}; {args.hosts}")
@@ -45,10 +47,10 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
         host=name,
         address=host.resolve(),
         slots=host.workers,
-        expected_workers=fewest,
+        expected_workers=workers,
         min_workers=max(args.min, workers_per_replica(run)),
         max_workers=most,
-        lives_on=True,
+        lives_on=not args.parent,
         environ=os.environ,
         evaluator=args.with_evaluator,
     )
@@ -64,11 +66,13 @@ def refuse_other_options(args: argparse.Namespace, rest: list[str]) -> None:
         raise UsageError(f"{unwanted[0]} cannot be combined with --stop", "command line", "write lockstep launch --stop RUN")
 
 
-def refuse_host_list(args: argparse.Namespace) -> None:
-    """UsageError if --nodes is combined with a list of hosts."""
-    if args.nodes and (args.hosts or args.ssh):
-        what = f"--nodes cannot be combined with {'--hosts' if args.hosts else '--ssh'}"
-        raise UsageError(what, "command line", "remove one of them: with --nodes a scheduler starts this command on each host")
+def refuse_conflicts(args: argparse.Namespace) -> None:
+    """UsageError for two options that exclude each other, and for --nodes without --workers."""
+    for option, others in CONFLICTS.items():
+        if getattr(args, option[2:]) and (given := [name for name in others if getattr(args, name)]):
+            raise UsageError(f"{option} cannot be combined with --{given[0]}", "command line", "remove one of them")
+    if args.nodes and not args.workers and not args.ray:
+        raise UsageError(f"--nodes {args.nodes} needs --workers", "command line", "give the number of workers on each host")
 
 
 def find_hosts(args: argparse.Namespace, run: RunConfig | None, name: str, source: str, address: str = LOOPBACK) -> Hosts:
@@ -89,15 +93,10 @@ def find_hosts(args: argparse.Namespace, run: RunConfig | None, name: str, sourc
     return read_hosts(args.hosts)
 
 
-def is_complete(folder: Path, run: RunConfig | None) -> bool:
-    """Whether the run ended with code 0 after all of its steps. A host that a scheduler starts later
-    would wait in vain for the minimum."""
-    end = newest_generation(folder).end if run and (folder / "generations").is_dir() else None
-    return bool(run and end and not end.code and run.steps in committed_steps(folder / "checkpoints"))
-
-
-def check_limits(args: argparse.Namespace, run: RunConfig | None, workers: int) -> int:
-    """Return how many of `workers` may train. UsageError if --min and --max do not allow a start."""
+def check_limits(args: argparse.Namespace, request: RunRequest, run: RunConfig | None, workers: int) -> int:
+    """Return how many of `workers` may train; set --min. UsageError if --min and --max allow no start."""
+    if args.min is None:
+        args.min = workers if request.is_whole_script and request.restart == "all" else 1
     room = max_workers(run, args.max or workers)
     refuse_layout(run, min(workers, room), str(args.hosts or "--workers"))  # further workers are on standby
     most: int = args.max if args.max is not None else room
@@ -112,8 +111,7 @@ def check_limits(args: argparse.Namespace, run: RunConfig | None, workers: int) 
 
 def launch_by_ssh(args: argparse.Namespace, request: RunRequest, hosts: Hosts) -> int:
     """Start the agent of every host by ssh; return their combined exit code."""
-    limits = ["--min", str(args.min), *(["--max", str(args.max)] if args.max is not None else [])]
-    command = [sys.executable, "-m", "lockstep", "launch", "--hosts", str(args.hosts), *limits]
+    command = [sys.executable, "-m", "lockstep", "launch", "--hosts", str(args.hosts), *limit_words(args)]
     environ = {**os.environ, SHARED_TERMINAL: "1"}
     ssh_commands = []
     for index, host in enumerate(hosts.host):
@@ -121,3 +119,18 @@ def launch_by_ssh(args: argparse.Namespace, request: RunRequest, hosts: Hosts) -
         words = [*command, *evaluator, "--host", host.name, *request.command_words(request.resume)[1:]]
         ssh_commands.append(ssh_command(host, words, Path.cwd(), environ))
     return run_on_all_hosts(ssh_commands)
+
+
+def launch_by_ray(args: argparse.Namespace, request: RunRequest, run: RunConfig | None) -> int:
+    """Start an agent on each node of the Ray cluster; return the exit code of the run."""
+    with ray_nodes.connected() as ray:
+        wanted = ray_nodes.choose_reservation(ray_nodes.cluster_resources(ray), args.nodes, args.workers)
+        check_limits(args, request, run, wanted.nodes * wanted.workers)
+        sizes = ["--nodes", str(wanted.nodes), "--workers", str(wanted.workers)]
+        words = [*sizes, *limit_words(args), *request.command_words(request.resume)[1:]]
+        return ray_nodes.run_agents(ray, wanted, words, request.folder, evaluator=args.with_evaluator, wait_s=args.wait)
+
+
+def limit_words(args: argparse.Namespace) -> list[str]:
+    """Return --min and --max for the agents of other hosts."""
+    return ["--min", str(args.min), *(["--max", str(args.max)] if args.max is not None else [])]

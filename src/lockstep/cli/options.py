@@ -87,6 +87,11 @@ OVERRIDE: dict[str, Any] = {
     "help": "change the schedule from this checkpoint on (optim.learning_rate, warmup_steps, schedule, decay_steps, "
     "wsd_decay, floor); repeatable",
 }
+PARENT: dict[str, Any] = {
+    "type": integer(1, 1 << 22),
+    "metavar": "PID",
+    "help": "end the agent and its workers when the process PID, which started this command, exits",
+}
 RESTART: dict[str, Any] = {
     "choices": ["one", "all"],
     "help": "for scripts: replace a lost worker in place (one), or restart all workers as torchrun does (all); "
@@ -155,12 +160,21 @@ def add_training_commands(commands: Commands) -> None:
     for axis, split in (("shard", "the rows of each parameter"), ("tensor", "each layer"), ("pipeline", "the layers")):
         add(f"--layout.{axis}", **WORKERS, dest=axis, help=f"workers that share {split} (default: Session({axis}=...), or 1)")
     add("--restart", **RESTART)
+    add("--parent", **PARENT)
 
     add = add_command(commands, "launch", "train on one or more hosts, and recover from lost workers and hosts", takes_target=True)
     add("--out", type=Path, help="run folder, on a disk that all hosts share (default: as for train)")
-    add("--workers", **WORKERS, help="worker processes on this host, without --hosts (default: as for train)")
+    add("--workers", **WORKERS, help="worker processes on this host, without --hosts (default: as for train); with --ray: on each node")
     add_host_options(add)
-    add("--nodes", **NODES, help="instead of --hosts: a scheduler starts this command on MIN to MAX hosts, each with --workers workers")
+    add("--ray", action="store_true", help="start an agent on each node of a Ray cluster, and on the nodes that replace lost ones")
+    add(
+        "--nodes",
+        **WORKERS,
+        help="number of hosts, each with --workers workers, without --hosts (default with --ray: every node with room)",
+    )
+    add("--wait", type=integer(1, 86_400), default=60, metavar="SECONDS", help="--ray: how long to wait for the nodes (default: 60)")
+    add("--address", help="IP address or name of this host for the others, without --hosts (default: --host, or 127.0.0.1 without --nodes)")
+    add("--parent", **PARENT)
     add("--min", type=LIMIT, help="minimum number of workers to train with (default: 1; scripts with --restart all: all)")
     add("--max", type=LIMIT, help="maximum number of workers that train, others wait on standby (default: batch.micro_batches)")
     add("--resume", **RESUME)

@@ -8,6 +8,7 @@ from lockstep.cli.script import asks_for_help
 from lockstep.cli.start import choose_worker_count, read_script_request, run_as_worker, start_local_agent
 from lockstep.config.resolve import environment_variable
 from lockstep.errors import UsageError
+from lockstep.runtime.processes import die_with_parent
 
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:
@@ -15,6 +16,8 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
         file, colon, _ = args.file.partition(":")
         hint = f"give {file}; lockstep train takes FILE.py:FUNCTION" if colon else "give FILE.py; a run file: lockstep train RUN.toml"
         raise UsageError(f"{args.file!r} is no script", "command line", hint)
+    if args.parent:
+        die_with_parent(args.parent)
     request = read_script_request(args, args.file, rest)
     for axis in ("shard", "tensor", "pipeline"):
         if size := getattr(args, axis):

@@ -95,13 +95,13 @@ def make_board(worker_env: WorkerEnv) -> StatusBoard:
 
 
 def is_run_active(folder: Path, worker_env: WorkerEnv) -> bool:
-    """Return whether a generation is training. UsageError if this start is on another host."""
+    """Return whether a generation is training. UsageError if another host trains this run of one host."""
     newest = GenerationLog(folder / "generations", since=worker_env.known_generation).newest()
     if newest is None or newest.end:
         return False
     alive = [member for member in newest.members if is_loopback_reachable(member.loopback) and is_listening(member.address)]
     foreign = [member for member in alive if member.host != worker_env.host]
-    if worker_env.agent_pid and foreign:
+    if worker_env.agent_pid and foreign and worker_env.slots == worker_env.expected_workers:
         raise UsageError(
             f"another training is already running in {folder}",
             f"generation {newest.number} on {', '.join(sorted({member.host for member in foreign}))}",
