@@ -37,7 +37,7 @@ def launch(main: Callable[..., object], *, workers: int | None = None) -> None:
 
     In a worker (of lockstep, torchrun or srun) it calls main. Otherwise it does not return: this
     process becomes `lockstep run FILE.py`, which starts the workers, replaces lost ones, and exits
-    with the code of the run.
+    with the code of the run. In a notebook it returns after the run (docs/notebook.md).
     """
     if worker_env := read_worker_env(os.environ):
         call(main, sys.argv[1:], Path(worker_env.folder))
@@ -53,13 +53,20 @@ def launch(main: Callable[..., object], *, workers: int | None = None) -> None:
         return
     script = sys.modules["__main__"]
     file = getattr(script, "__file__", None)
-    if not file or getattr(script, "__spec__", None) is not None:
+    if file and getattr(script, "__spec__", None) is not None:
         what = "lockstep.launch in a program that is not a script file"
-        raise UsageError(what, str(file or "a terminal or notebook"), "write the loop to FILE.py and start python FILE.py")
+        raise UsageError(what, str(file), "write the loop to FILE.py and start python FILE.py")
     parameters = parameters_of(main)
-    out = given_out(sys.argv[1:]) or (parameters["out"].default if "out" in parameters else None)
+    out = (given_out(sys.argv[1:]) if file else "") or (parameters["out"].default if "out" in parameters else None)
     words = ["--workers", str(workers)] if workers is not None else []
     words += ["--out", str(out)] if isinstance(out, str | os.PathLike) else []
+    if not file:
+        from lockstep.cli import notebook
+
+        text = notebook.script_of(main)
+        folder = folder_of(Path("notebook.py"), ast.parse(text), Path(out) if isinstance(out, str | os.PathLike) else None, [])
+        notebook.run_script(folder / "notebook.py", text, words)
+        return
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-m", "lockstep", "run", *words, str(file), "--", *sys.argv[1:]])
