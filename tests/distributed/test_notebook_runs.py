@@ -61,7 +61,7 @@ def kernel(tmp_path: Path) -> Iterator[tuple[Any, Any]]:
 
 
 def output_until_idle(client: Any, request: str, timeout_s: float = 60) -> str:
-    """Return what a cell prints and raises until it has ended."""
+    """Return the output and the errors of a cell after its end."""
     shown = []
     while True:
         message = client.get_iopub_msg(timeout=timeout_s)

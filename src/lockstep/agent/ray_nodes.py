@@ -80,7 +80,7 @@ def cluster_resources(ray: Any) -> dict[str, Resources]:
 
 def choose_reservation(cluster: Mapping[str, Resources], nodes: int | None, workers: int | None) -> Reservation:
     """Return the reservation: for each worker a CPU, and a GPU if the cluster has any.
-    nodes: None: all that have room; workers: None: the fewest GPUs of a node that has any, or two."""
+    nodes: None: every node with room; workers: None: the fewest GPUs of a node that has any, or two."""
     gpus = [int(resources["GPU"]) for resources in cluster.values() if resources.get("GPU", 0) >= 1]
     count = workers or min(gpus, default=CPU_WORKERS)
     needed = {"CPU": float(count)} | ({"GPU": float(count)} if gpus else {})
@@ -129,8 +129,8 @@ def run_agents(ray: Any, wanted: Reservation, words: Sequence[str], folder: Path
 
 
 def wait_for_agents(ray: Any, group: Any, tasks: dict[Any, int], folder: Path, before: int) -> int:
-    """Wait until each agent has ended, or the run has ended and the others' nodes are lost; forward
-    stop signals. tasks: with their index in the group; before: newest generation of earlier starts."""
+    """Wait for the exit of all agents, after the end of the run only for those whose nodes are alive.
+    Forward stop signals. tasks: with their index in the group; before: newest earlier generation."""
     codes: list[int] = []
     stopping = False
     with StopSignals() as signals:
@@ -173,7 +173,7 @@ def run_agent_here(words: Sequence[str], cwd: str, environ: Mapping[str, str], f
         problem = "" if seen == folder_id else "it is another folder there" if seen else "it does not exist there"
     except OSError as error:
         problem = f"{error.strerror}: {error.filename}"
-    if problem:  # here the agent would start a run of its own
+    if problem:  # here the agent would start another run
         hint = "give --out a folder on a disk that all nodes share, under the same path"
         print(UsageError(f"the Ray node {address} does not see the run folder {folder}", problem, hint), file=sys.stderr, flush=True)
         return UsageError.exit_code

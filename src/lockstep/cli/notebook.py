@@ -108,7 +108,7 @@ def run_script(file: Path, text: str, words: Sequence[str]) -> None:
     write_atomic(file, text)
     command = [sys.executable, "-m", "lockstep", "run", "--parent", str(os.getpid()), *words, str(file)]
     interrupted = False
-    # In a session of its own: Jupyter interrupts the whole process group of the kernel.
+    # In a new session: Jupyter interrupts the whole process group of the kernel.
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True) as process:
         while True:
             try:

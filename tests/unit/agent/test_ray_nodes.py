@@ -1,4 +1,4 @@
-"""What `lockstep launch --ray` reserves, and what it refuses before a cluster is needed."""
+"""`lockstep launch --ray` without a cluster: its reservation, and refused options."""
 
 from __future__ import annotations
 
