@@ -100,6 +100,7 @@ def test_the_workers_end_with_a_killed_kernel(tmp_path: Path, kernel: tuple[Any,
     wait_until(lambda: not living(tmp_path), "the end of the workers", 20)
 
 
+@pytest.mark.long
 def test_an_error_of_main_reaches_the_notebook(tmp_path: Path, kernel: tuple[Any, Any]) -> None:
     _, client = kernel
     shown = output_until_idle(client, client.execute("model = make_model()\ndef wrong():\n    model(1)\nlockstep.launch(wrong)"))

@@ -96,7 +96,7 @@ def source_of(value: Any, names: Mapping[str, Any]) -> str:
         with suppress(SyntaxError):
             for node in ast.walk(ast.parse(cell)):
                 if isinstance(node, ast.ClassDef) and node.name == value.__name__:
-                    first = min(part.lineno for part in (node, *node.decorator_list))
+                    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
                     return textwrap.dedent("\n".join(cell.splitlines()[first - 1 : node.end_lineno]))
     return ""
 
