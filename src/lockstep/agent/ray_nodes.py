@@ -32,6 +32,7 @@ from lockstep.runtime.signals import StopSignals
 from lockstep.runtime.worker_env import SHARED_TERMINAL
 
 POLL_S = 0.5
+CONNECT_TIMEOUT_S = 10.0
 DELAY_S = 1.0  # before a killed agent is started again; Ray takes as long to print the last lines of a task
 CPU_WORKERS = 2  # per node of a cluster without GPUs
 Resources = Mapping[str, float]  # of a node: {"CPU": 8.0, "GPU": 1.0, ...}
@@ -57,9 +58,12 @@ def connected() -> Iterator[Any]:
     except ImportError as error:
         raise UsageError(f"ray cannot be imported: {error}", "--ray", 'pip install "lockstep-train[ray]"') from None
     address = os.environ.get("RAY_ADDRESS") or "auto"
+    host, _, port = address.rpartition("/")[2].rpartition(":")
     try:
+        if port.isdecimal():  # ray.init tries for minutes
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
         ray.init(address=address, logging_level="WARNING")
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, OverflowError, RuntimeError, ValueError) as error:
         where = f"RAY_ADDRESS={address}" if address != "auto" else "this machine is no node of a cluster, and RAY_ADDRESS is not set"
         hint = "start a node here (ray start --address=HEAD:6379), or set RAY_ADDRESS; ray status shows a cluster"
         raise UsageError(f"no Ray cluster answers: {str(error).splitlines()[0]}", where, hint) from None

@@ -16,10 +16,11 @@ from lockstep.cli.start import RunRequest, choose_worker_count, max_workers, rea
 from lockstep.config.schema import RunConfig
 from lockstep.elastic.control import stop_run
 from lockstep.errors import UsageError
+from lockstep.log import log
 from lockstep.runtime.processes import die_with_parent
 from lockstep.runtime.worker_env import SHARED_TERMINAL
 
-CONFLICTS = {"--ray": ("hosts", "host", "ssh", "address"), "--hosts": ("nodes", "address")}  # options that exclude each other
+CONFLICTS = {"--ray": ("hosts", "host", "ssh", "address"), "--nodes": ("hosts", "ssh"), "--hosts": ("address",)}  # options that exclude each other
 
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:
@@ -38,8 +39,13 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
         return launch_by_ray(args, request, run)
     name, source = (args.host, "--host") if args.host else (socket.gethostname(), "hostname of this machine")
     hosts = find_hosts(args, run, name, source, args.address or (name if args.nodes else LOOPBACK))
-    workers = hosts.workers * (args.nodes or 1)
-    most = check_limits(args, request, run, workers)
+    fewest, planned = (count * hosts.workers for count in args.nodes or (1, 1))
+    if args.nodes and is_complete(request.folder, run):
+        log.info("%s has all of its %d steps: nothing to do", request.folder, run.steps if run else 0)
+        return 0
+    if args.min is None:
+        args.min = fewest if args.nodes or restarts_all(request) else 1
+    most = check_limits(args, run, planned)
     if (args.ssh or hosts.ssh) and not args.host:
         return launch_by_ssh(args, request, hosts)
     host = hosts.find(name, f"{source}; {args.hosts}")
@@ -47,7 +53,7 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
         host=name,
         address=host.resolve(),
         slots=host.workers,
-        expected_workers=workers,
+        expected_workers=fewest,
         min_workers=max(args.min, workers_per_replica(run)),
         max_workers=most,
         lives_on=not args.parent,
@@ -67,12 +73,15 @@ def refuse_other_options(args: argparse.Namespace, rest: list[str]) -> None:
 
 
 def refuse_conflicts(args: argparse.Namespace) -> None:
-    """UsageError for two options that exclude each other, and for --nodes without --workers."""
+    """UsageError for two options that exclude each other."""
     for option, others in CONFLICTS.items():
         if getattr(args, option[2:]) and (given := [name for name in others if getattr(args, name)]):
             raise UsageError(f"{option} cannot be combined with --{given[0]}", "command line", "remove one of them")
-    if args.nodes and not args.workers and not args.ray:
-        raise UsageError(f"--nodes {args.nodes} needs --workers", "command line", "give the number of workers on each host")
+
+
+def restarts_all(request: RunRequest) -> bool:
+    """Whether all workers of a script start again when one is lost."""
+    return request.is_whole_script and request.restart == "all"
 
 
 def find_hosts(args: argparse.Namespace, run: RunConfig | None, name: str, source: str, address: str = LOOPBACK) -> Hosts:
@@ -93,10 +102,15 @@ def find_hosts(args: argparse.Namespace, run: RunConfig | None, name: str, sourc
     return read_hosts(args.hosts)
 
 
-def check_limits(args: argparse.Namespace, request: RunRequest, run: RunConfig | None, workers: int) -> int:
-    """Return how many of `workers` may train; set --min. UsageError if --min and --max allow no start."""
-    if args.min is None:
-        args.min = workers if request.is_whole_script and request.restart == "all" else 1
+def is_complete(folder: Path, run: RunConfig | None) -> bool:
+    """Whether the run ended with code 0 after all of its steps. A host that a scheduler starts later
+    would wait in vain for the minimum."""
+    end = newest_generation(folder).end if run and (folder / "generations").is_dir() else None
+    return bool(run and end and not end.code and run.steps in committed_steps(folder / "checkpoints"))
+
+
+def check_limits(args: argparse.Namespace, run: RunConfig | None, workers: int) -> int:
+    """Return how many of `workers` may train. UsageError if --min and --max do not allow a start."""
     room = max_workers(run, args.max or workers)
     refuse_layout(run, min(workers, room), str(args.hosts or "--workers"))  # further workers are on standby
     most: int = args.max if args.max is not None else room
@@ -124,8 +138,11 @@ def launch_by_ssh(args: argparse.Namespace, request: RunRequest, hosts: Hosts) -
 def launch_by_ray(args: argparse.Namespace, request: RunRequest, run: RunConfig | None) -> int:
     """Start an agent on each node of the Ray cluster; return the exit code of the run."""
     with ray_nodes.connected() as ray:
-        wanted = ray_nodes.choose_reservation(ray_nodes.cluster_resources(ray), args.nodes, args.workers)
-        check_limits(args, request, run, wanted.nodes * wanted.workers)
+        wanted = ray_nodes.choose_reservation(ray_nodes.cluster_resources(ray), args.nodes and args.nodes[1], args.workers)
+        workers = wanted.nodes * wanted.workers
+        if args.min is None:
+            args.min = workers if restarts_all(request) else 1
+        check_limits(args, run, workers)
         sizes = ["--nodes", str(wanted.nodes), "--workers", str(wanted.workers)]
         words = [*sizes, *limit_words(args), *request.command_words(request.resume)[1:]]
         return ray_nodes.run_agents(ray, wanted, words, request.folder, evaluator=args.with_evaluator, wait_s=args.wait)

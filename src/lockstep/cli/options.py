@@ -167,11 +167,8 @@ def add_training_commands(commands: Commands) -> None:
     add("--workers", **WORKERS, help="worker processes on this host, without --hosts (default: as for train); with --ray: on each node")
     add_host_options(add)
     add("--ray", action="store_true", help="start an agent on each node of a Ray cluster, and on the nodes that replace lost ones")
-    add(
-        "--nodes",
-        **WORKERS,
-        help="number of hosts, each with --workers workers, without --hosts (default with --ray: every node with room)",
-    )
+    nodes_help = "instead of --hosts: a scheduler starts this command on MIN to MAX hosts, each with --workers workers"
+    add("--nodes", **NODES, help=f"{nodes_help}; --ray: on MAX nodes (default: every node with room)")
     add("--wait", type=integer(1, 86_400), default=60, metavar="SECONDS", help="--ray: how long to wait for the nodes (default: 60)")
     add("--address", help="IP address or name of this host for the others, without --hosts (default: --host, or 127.0.0.1 without --nodes)")
     add("--parent", **PARENT)

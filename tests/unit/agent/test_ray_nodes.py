@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -39,14 +41,21 @@ def test_a_missing_ray_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) 
         pass
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "[::1]:1", "no.such.host.invalid:6379", "127.0.0.1:70000"])
+def test_an_address_without_a_cluster_is_refused_at_once(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(UsageError, match=rf"no Ray cluster answers: .*\n  RAY_ADDRESS={re.escape(address)}\n  start a node"), connected():
+        pass
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--ray", "--hosts", "hosts.toml"], "--ray cannot be combined with --hosts"),
         (["--ray", "--ssh"], "--ray cannot be combined with --ssh"),
         (["--ray", "--address", "10.0.0.1"], "--ray cannot be combined with --address"),
-        (["--hosts", "hosts.toml", "--nodes", "2"], "--hosts cannot be combined with --nodes"),
-        (["--nodes", "2"], "--nodes 2 needs --workers"),
+        (["--hosts", "hosts.toml", "--nodes", "2"], "--nodes cannot be combined with --hosts"),
         (["--nodes", "2", "--workers", "1", "--min", "3"], "--min 3 exceeds the number of workers, 2"),
         (["--nodes", "2", "--workers", "1", "--address=-x"], "address: String should match pattern"),
         (["--nodes", "2", "--workers", "1", "--address", "no.such.host.invalid"], "cannot resolve no.such.host.invalid"),
