@@ -11,8 +11,6 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from itertools import islice
-from pathlib import Path
-from typing import Literal, get_args, get_origin
 
 import lockstep
 from lockstep import log
@@ -24,8 +22,8 @@ from lockstep.runtime.environment import RESERVED_VARIABLES
 from lockstep.runtime.exit_report import error_summary, is_out_of_memory
 
 RUN_COMMANDS = ("train", "launch", "drill", "plan")  # accept every key of a run as an option
-# Accept only the words that argparse knows.
-STRICT_COMMANDS = ("bench", "render", "doctor", "status", "evaluate", "translate", "checkpoint", "lab")
+# accept only the words that argparse knows
+STRICT_COMMANDS = ("bench", "doctor", "status", "evaluate", "translate", "checkpoint", "lab", "recipes", "completion")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,7 +54,7 @@ def run_command(given: list[str]) -> int:
     parser = build_parser()
     words, script, arguments = split_script(parser, given)
     if words[:1] and words[0] in RUN_COMMANDS and not script:
-        command = command_parser(parser, words[0])
+        command = subcommands(parser)[words[0]]
         if {"--help", "-h"} & set(words):
             print_run_help(command)
             return 0
@@ -101,16 +99,16 @@ def refuse_invalid_utf8(words: Sequence[str]) -> None:
             raise UsageError(what, "command line", "rename the file, or convert the text: iconv -f latin1 -t utf-8")
 
 
-def command_parser(parser: Parser, name: str) -> Parser:
-    command: Parser = parser._subparsers._group_actions[0].choices[name]  # type: ignore[union-attr, index]
-    return command
+def subcommands(parser: Parser) -> dict[str, Parser]:
+    commands: dict[str, Parser] = parser._subparsers._group_actions[0].choices  # type: ignore[union-attr, assignment]
+    return commands
 
 
 def split_script(parser: Parser, words: list[str]) -> tuple[list[str], str, list[str]]:
     """Return (our words, FILE.py, its arguments); FILE.py is "" without a script."""
     if words[:1] not in (["run"], ["launch"]):
         return words, "", []
-    options = command_parser(parser, words[0])._option_string_actions
+    options = subcommands(parser)[words[0]]._option_string_actions
     ours, script, arguments = split_at_script(words[1:], {name: 0 if option.nargs == 0 else 1 for name, option in options.items()})
     return [words[0], *ours], script, arguments
 
@@ -134,7 +132,7 @@ def print_run_help(command: Parser) -> None:
 
     keys = config_fields()
     width = max(map(len, keys)) + 2
-    choices = {key: f"{', '.join(get_args(field.type))}; " for key, field in keys.items() if get_origin(field.type) is Literal}
+    choices = {key: f"{', '.join(field.choices)}; " for key, field in keys.items() if field.choices}
     lines = [f"  --{key:<{width}} {field.doc} ({choices.get(key, '')}default: {field.default!r})" for key, field in keys.items()]
     head = "values of the run, as --section.key VALUE, in the run file, or as LOCKSTEP_SECTION_KEY:"
     command.epilog = "\n".join([head, *lines, "", EXIT_CODES])

@@ -111,6 +111,10 @@ def build_parser() -> Parser:
     add_training_commands(commands)
     add_checkpoint_commands(commands)
     add_network_commands(commands)
+    add = add_command(commands, "recipes", "list the run files that come with Lockstep, or print one")
+    add("name", nargs="?", metavar="NAME", help="recipe to print (default: list all)")
+    add = add_command(commands, "completion", "print a script that completes the words of lockstep in a shell")
+    add("shell", choices=["bash", "zsh", "fish"])
     return parser
 
 

@@ -22,7 +22,7 @@ from lockstep.checkpoint.folder import committed_steps
 from lockstep.checkpoint.policy import choose_resume_step
 from lockstep.cli.script import folder_of, imports_lockstep, read_script
 from lockstep.config import rules
-from lockstep.config.resolve import AS_STEPS, parse_flags, resolve, with_precision
+from lockstep.config.resolve import AS_STEPS, find_run_file, parse_flags, resolve, with_precision
 from lockstep.config.rules import shared_values
 from lockstep.config.saved_run import from_json, has_output, read_run
 from lockstep.config.schema import ResolvedRun, RunConfig, ScheduleOverride
@@ -167,7 +167,7 @@ def read_request(args: argparse.Namespace, rest: list[str]) -> RunRequest:
         refuse_run_options(args, script)
     if script.endswith(".py"):
         return read_script_request(args, script, rest)
-    run_file = Path(args.target) if args.target and not script else None
+    run_file = find_run_file(Path(args.target)) if args.target and not script else None
     folder = args.out or Path("runs") / (run_file.stem if run_file else "default")
     profile = getattr(args, "profile", "")
     return RunRequest(script, run_file, folder, args.resume, rest, parse_flags(rest), tuple(args.override), profile)

@@ -17,6 +17,7 @@ from lockstep.config.adapter_config import ADAPTER_CONFIG, read_adapter_config
 from lockstep.config.rules import DECAY_STEPS, conflicts
 from lockstep.config.schema import ResolvedRun, build_config, config_fields, flatten
 from lockstep.errors import ConfigError
+from lockstep.log import log
 from lockstep.units import shorten
 
 ADAPTER = "lora.init_from"
@@ -46,10 +47,19 @@ def recipes() -> dict[str, Path]:
     return {path.stem: path for path in reversed(paths)}
 
 
+def find_run_file(path: Path) -> Path:
+    """Return `path`; without such a file, the installed recipe of this name, with a log line."""
+    if path.exists() or str(path.parent) not in (".", "recipes") or path.suffix not in ("", ".toml"):
+        return path
+    recipe = recipes().get(path.stem, path)
+    if recipe != path:
+        log.info("%s: no such file here; using the recipe that comes with lockstep, %s", path, recipe)
+    return recipe
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the dotted keys of a TOML file, or of the recipe with this name. ConfigError."""
-    if not path.exists() and str(path.parent) in (".", "recipes") and path.suffix in ("", ".toml"):
-        path = recipes().get(path.stem, path)
+    path = find_run_file(path)
     try:
         return flatten(tomllib.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:

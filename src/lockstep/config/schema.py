@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
@@ -58,6 +58,11 @@ class Field:
     lt: float | None = None
     le: float = MAX_VALUE
     type: Any = None  # filled in by `config_fields`
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The valid values, if the key is one of a few words; else ()."""
+        return get_args(self.type) if get_origin(self.type) is Literal else ()
 
     def parse(self, raw: Any) -> Any:
         """Return `raw` converted to the type of this key. ValueError with the reason if it is invalid."""

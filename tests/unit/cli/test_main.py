@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import options
-from lockstep.cli.main import command_parser, main, split_script, split_values
+from lockstep.cli.main import main, split_script, split_values, subcommands
 
 COMMANDS = (
     "train",
@@ -74,7 +74,7 @@ def test_light_modules_do_not_import_torch() -> None:
 def test_every_command_and_option_has_a_help_text() -> None:
     parser = options.build_parser()
     for name in COMMANDS:
-        command = command_parser(parser, name)
+        command = subcommands(parser)[name]
         assert command.description
         assert all(action.help or action.choices for action in command._actions), name
 
@@ -88,7 +88,7 @@ def test_an_integer_option_has_bounds() -> None:
 
 
 def test_values_of_a_run_are_separated_from_options() -> None:
-    train = command_parser(options.build_parser(), "train")
+    train = subcommands(options.build_parser())["train"]
     words = ["run.toml", "--steps", "3", "--out", "a", "--optim.clip_norm=0", "--resume=never", "--seed"]
     assert split_values(train, words) == (
         ["run.toml", "--out", "a", "--resume=never"],
