@@ -19,10 +19,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.docs_commands import make_folder, run_page
 from support.fault_matrix import Reference
 from support.hosts import Network, Training, flags, living, read_steps, why_no_hosts
 
 from lockstep.checkpoint.commands import digest_line
+from lockstep.record.events import read_events
 
 STEPS = 60
 SERVER = Path(__file__).parents[1] / "support" / "ssh_server.py"
@@ -134,3 +136,11 @@ def test_one_command_examines_all_hosts_and_prints_one_report(training: Training
     command = [*training.hosts[0].enter, sys.executable, "-m", "lockstep", *words, "--hosts", "hosts.toml"]
     done = subprocess.run(command, cwd=training.folder, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0 and done.stdout.count(expected) == 1, done.stdout + done.stderr
+
+
+@pytest.mark.long
+def test_the_commands_of_the_guide_run_on_two_hosts(training: Training) -> None:
+    make_folder(training.folder)
+    run_page("guides/several-hosts.md", training.folder, training.hosts[0].enter)
+    run = training.folder / "shared" / "runs" / "own"
+    assert {entry["host"] for entry in read_events(run) if entry["event"] == "worker started"} == {"a", "b"}

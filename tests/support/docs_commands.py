@@ -1,0 +1,117 @@
+"""The console commands of a page of docs/, run as a reader would run them.
+
+$ lockstep ...                            the lines below it are its output; "..." is any text
+lockstep ...    # exit code 75            by default 0
+lockstep ...    # in another terminal     while the command above it runs
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+
+from support.launching import ROOT, one_thread
+from support.waiting import wait_until
+
+SECTIONS = ("Learn", "Guides")
+
+
+@dataclass(frozen=True)
+class Command:
+    text: str
+    code: int
+    is_beside: bool  # runs in another terminal
+    output: tuple[str, ...] | None  # as on the page; None: not shown
+
+
+def pages() -> list[str]:
+    """Return the pages of the sections, as mkdocs.yml lists them."""
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    sections = re.findall(r"^  - ([^\n:]+):[^\n]*\n((?:      .*\n)*)", nav, re.MULTILINE)
+    return [page for title, body in sections if title in SECTIONS for page in re.findall(r"^      - .*: (\S+\.md)$", body, re.MULTILINE)]
+
+
+def commands_of(page: str) -> list[Command]:
+    text = (ROOT / "docs" / page).read_text().replace("\\\n", " ")
+    commands: list[Command] = []
+    for block in re.findall(r"^```console\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        shows_output = block.startswith("$ ")
+        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:] if shows_output else block.splitlines():
+            line, *output = part.splitlines()
+            words, _, comment = line.partition("  # ")
+            code = re.search(r"exit code (\d+)", comment)
+            commands.append(
+                Command(words.strip(), int(code[1]) if code else 0, "in another terminal" in comment, tuple(output) if output else None)
+            )
+    return commands
+
+
+def make_folder(folder: Path) -> None:
+    """Put what the pages name into `folder`: the examples, the recipes, a script, a list of one host, chats."""
+    for name in ("examples", "recipes"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "runs"))
+    script = (ROOT / "examples" / "own_loop.py").read_text()
+    (folder / "train.py").write_text(script.replace('out: str = "runs/own", steps: int = 200', 'out: str = "runs/own", steps: int = 1500'))
+    if not (folder / "hosts.toml").exists():
+        (folder / "hosts.toml").write_text(f'[[host]]\nname = "{socket.gethostname()}"\naddress = "127.0.0.1"\nworkers = 2\n')
+    chat = '{"messages": [{"role": "user", "content": "What is %d?"}, {"role": "assistant", "content": "%d."}]}\n'
+    (folder / "chats.jsonl").write_text("".join(chat % (number, number) for number in range(200)))
+
+
+def run_page(page: str, folder: Path, enter: Sequence[str] = ()) -> None:
+    """Run the commands of a page in `folder`; `enter` is the prefix of commands that run on a host."""
+    commands = commands_of(page)
+    while commands:
+        command = commands.pop(0)
+        process = start(command, folder, enter)
+        try:
+            for other in takewhile(lambda following: following.is_beside, list(commands)):
+                wait_until(lambda: has_steps(folder), f"a step of {command.text}", 100, process=process)
+                finish(other, start(other, folder, enter))
+                commands.remove(other)
+            finish(command, process)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def start(command: Command, folder: Path, enter: Sequence[str]) -> subprocess.Popen[str]:
+    words = command.text.replace("/shared/", f"{folder}/shared/")
+    environ = one_thread(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}", LOCKSTEP_TMP=str(folder))
+    return subprocess.Popen(
+        [*enter, "bash", "-c", words],
+        cwd=folder,
+        env=environ,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def has_steps(folder: Path) -> bool:
+    """Whether the newest run in `folder` has committed a step since its last generation."""
+    files = [*folder.glob("runs/*/metrics.jsonl"), *folder.glob("shared/runs/*/metrics.jsonl")]
+    return any(file.read_text().count("\n") >= 3 for file in files)
+
+
+def finish(command: Command, process: subprocess.Popen[str]) -> None:
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == command.code, f"{command.text}: exit code {process.returncode}, not {command.code}\n{output}"
+    if command.output is not None:
+        assert matches(command.output, output), f"{command.text}\n{output}"
+
+
+def matches(shown: Sequence[str], output: str) -> bool:
+    """Whether `output` is what a page shows, where "..." alone is any number of lines, and within a line any text."""
+    lines = ["(?:.*\n)*" if line == "..." else re.escape(line.rstrip()).replace(r"\.\.\.", ".*") + " *\n" for line in shown if line.strip()]
+    return re.fullmatch("".join(lines), re.sub(r"\n\s*\n", "\n", output.lstrip("\n"))) is not None
