@@ -1,7 +1,7 @@
 """Draw the pictures of the Learn pages.
 
     python tools/pictures.py                 the diagrams, which need no run
-    python tools/pictures.py NAME...         record: run the commands of overlap, rate-limiter, compile or fine-tuning
+    python tools/pictures.py NAME...         record: run the commands of overlap, rate-limiter or fine-tuning
 
 A recorded picture shows what its commands did on this machine; they run in a temporary folder.
 """
@@ -20,17 +20,16 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from itertools import accumulate
 from pathlib import Path
 
 TOP = Path(__file__).parents[1]
 FOLDER = TOP / "docs" / "pictures"
 STYLE = """text{font:13px system-ui,sans-serif;fill:#333}.small{font-size:11px}.m{text-anchor:middle}.e{text-anchor:end}
 .value{fill:#06c}.grad{fill:#c50}line,polyline{stroke:#888;fill:none;stroke-width:1.5}.curve2{stroke:#c50}.curve1{stroke:#06c}
-.axis{stroke:#bbb;stroke-width:1}.box{fill:#eef;stroke:#88a}.compute{fill:#9cf}.send{fill:#fb7}.update{fill:#9d9}.held{fill:#9cf;stroke:#88a}
+.axis{stroke:#bbb;stroke-width:1}.box{fill:#eef;stroke:#88a}.compute{fill:#9cf}.send{fill:#fb7}.update{fill:#9d9}.wait{fill:#dc8}.held{fill:#9cf;stroke:#88a}
 .empty{fill:none;stroke:#bbb}
 @media(prefers-color-scheme:dark){text{fill:#ddd}.value{fill:#6bf}.grad{fill:#fa5}.box{fill:#334;stroke:#668}.axis,.empty{stroke:#555}
-.curve1{stroke:#6bf}.curve2{stroke:#fa5}.compute,.held{fill:#258}.send{fill:#951}.update{fill:#363}}"""
+.curve1{stroke:#6bf}.curve2{stroke:#fa5}.compute,.held{fill:#258}.send{fill:#951}.update{fill:#363}.wait{fill:#752}}"""
 
 
 @dataclass
@@ -67,7 +66,7 @@ class Span:
     label: str = ""
 
 
-LEGEND = (("compute", "compute"), ("send", "communication"), ("update", "update"))
+LEGEND = (("compute", "compute"), ("send", "communication"), ("update", "update"), ("wait", "compiler"))
 
 
 def draw_lanes(title: str, lanes: Sequence[tuple[str, Sequence[Span]]], notes: Sequence[str] = (), unit: str = "") -> str:
@@ -223,7 +222,23 @@ def diloco() -> str:
     return draw_lanes("six steps on two ranks, H = 3", lanes, [note])
 
 
-DIAGRAMS = {"house-graph": house_graph, "data-parallel": data_parallel, "no-sync": no_sync, "layouts": layouts, "diloco": diloco}
+def compiled() -> str:
+    """Draw four operations of two steps: one kernel each, or one kernel for all after a compilation."""
+    names = ("norm", "matmul", "add", "gelu")
+    eager = [Span(1.6 * n + 7.2 * step, 1.6 * n + 1 + 7.2 * step, "compute", name) for step in range(2) for n, name in enumerate(names)]
+    fused = [Span(0, 4.4, "wait", "compile"), *(Span(4.6 + 3 * step, 7.2 + 3 * step, "compute", "all four") for step in range(3))]
+    note = "Eager: each operation reads and writes memory, with Python in between. Compiled: once for all steps of this shape."
+    return draw_lanes("a layer, eager and compiled (a sketch)", [("eager", eager), ("compiled", fused)], [note])
+
+
+DIAGRAMS = {
+    "house-graph": house_graph,
+    "data-parallel": data_parallel,
+    "no-sync": no_sync,
+    "layouts": layouts,
+    "compile": compiled,
+    "diloco": diloco,
+}
 
 # Recorded pictures.
 
@@ -323,15 +338,6 @@ def metrics(folder: Path, command: str) -> list[dict[str, float]]:
     return lines
 
 
-def compiled(folder: Path) -> str:
-    curves = []
-    for name, value in (("eager", "false"), ("compiled", "true")):
-        lines = metrics(folder, f"train --workers 1 --steps 300 --compute.compile {value} --evaluate.at_end 0")
-        seconds = list(accumulate(line["seconds"] for line in lines))
-        curves.append((name, [(0.0, 0.0), *((second, line["step"]) for second, line in zip(seconds, lines, strict=True))]))
-    return draw_curves("the translator of 128 dimensions, one worker", ("seconds", "step"), curves)
-
-
 def fine_tuning(folder: Path) -> str:
     lines = metrics(folder, f"train {TOP}/recipes/llama-sft.toml --workers 2 --evaluate.at_end 0")
     return draw_curves(
@@ -339,7 +345,7 @@ def fine_tuning(folder: Path) -> str:
     )
 
 
-RECORDED = {"overlap": overlap, "rate-limiter": rate_limiter, "compile": compiled, "fine-tuning": fine_tuning}
+RECORDED = {"overlap": overlap, "rate-limiter": rate_limiter, "fine-tuning": fine_tuning}
 
 
 def main(names: list[str]) -> int:

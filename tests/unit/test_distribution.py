@@ -9,6 +9,7 @@ import tarfile
 import tomllib
 import venv
 import zipfile
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -57,6 +58,7 @@ def names(wheel: Path) -> set[str]:
     return set(zipfile.ZipFile(wheel).namelist())
 
 
+@pytest.mark.slow
 def test_the_wheel_has_every_module_and_recipe_and_equals_that_of_the_sdist(built: tuple[Path, Path, Path]) -> None:
     sdist, wheel, again = built
     modules = {
@@ -72,24 +74,34 @@ def test_the_wheel_has_every_module_and_recipe_and_equals_that_of_the_sdist(buil
     assert sdist.stat().st_size < 5_000_000
 
 
-def test_the_wheel_works_in_an_empty_folder(built: tuple[Path, Path, Path], tmp_path: Path) -> None:
+@pytest.fixture
+def run(built: tuple[Path, Path, Path], tmp_path: Path) -> Callable[[str], str]:
+    """Return a function that runs a command of the installed wheel in an empty folder."""
     commands, empty = install(built[1], tmp_path / "venv"), tmp_path / "empty"
     empty.mkdir()
+    environ = one_thread(PATH=f"{commands}:{os.environ['PATH']}", LOCKSTEP_TMP=str(tmp_path))
+    environ.pop("PYTHONPATH", None)
 
     def run(command: str) -> str:
-        environ = one_thread(PATH=f"{commands}:{os.environ['PATH']}", LOCKSTEP_TMP=str(tmp_path))
-        environ.pop("PYTHONPATH", None)
         return subprocess.run(["bash", "-c", command], cwd=empty, env=environ, check=True, capture_output=True, text=True).stdout
 
     assert run("python -c 'import lockstep; print(lockstep.__file__)'").startswith(str(tmp_path / "venv"))
+    return run
+
+
+@pytest.mark.slow
+def test_the_wheel_works_in_an_empty_folder(run: Callable[[str], str]) -> None:
     assert run("lockstep --version").strip() == lockstep.__version__
     assert "llama-sft" in run("lockstep recipes")
     assert '"sft"' in run("lockstep train recipes/llama-sft.toml --show").splitlines()[0]
-    run("lockstep recipes translate > mine.toml")
-    assert tomllib.loads((empty / "mine.toml").read_text())["steps"] == 20000
+    assert tomllib.loads(run("lockstep recipes translate > mine.toml; cat mine.toml"))["steps"] == 20000
+    assert run("lockstep completion bash | bash -n && lockstep train mine.toml --show").startswith("task")
+
+
+@pytest.mark.long
+def test_the_wheel_trains_in_an_empty_folder(run: Callable[[str], str]) -> None:
     run(f"lockstep train {SMALL} --out run")
-    assert "step 3 sha256" in run("lockstep checkpoint digest run")
-    run("lockstep checkpoint verify run")
+    assert "step 3 sha256" in run("lockstep checkpoint verify run && lockstep checkpoint digest run")
 
 
 def test_the_version_is_that_of_the_citation() -> None:
