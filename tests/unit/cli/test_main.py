@@ -26,7 +26,8 @@ COMMANDS = (
     "doctor",
     "lab",
     "plan",
-    "render",
+    "recipes",
+    "completion",
 )
 PROGRAM = Path(__file__).parents[2] / "support" / "command_without_torch.py"
 
@@ -66,7 +67,7 @@ def test_help_and_refusals_do_not_import_torch(words: list[str], code: int) -> N
 def test_light_modules_do_not_import_torch() -> None:
     modules = ["config.schema", "runtime.environment", "data.order", "agent.agent"]
     modules += ["cli.train", "cli.run", "cli.launch", "cli.status", "cli.drill", "cli.evaluate", "cli.generate", "cli.checkpoint"]
-    modules += ["cli.bench", "cli.doctor", "cli.lab", "cli.plan", "doctor.peers", "network.measurements"]
+    modules += ["cli.bench", "cli.doctor", "cli.lab", "cli.plan", "cli.recipes", "cli.completion", "doctor.peers", "network.measurements"]
     code = f"import sys, {', '.join('lockstep.' + name for name in modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
