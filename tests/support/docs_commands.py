@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 
@@ -68,8 +69,9 @@ def make_folder(folder: Path) -> None:
 
 
 def run_page(page: str, folder: Path, enter: Sequence[str] = ()) -> None:
-    """Run the commands of a page in `folder`; `enter` is the prefix of commands that run on a host."""
-    commands = commands_of(page)
+    """Run the commands of a page in `folder`; `enter` is the prefix of commands that run on a host.
+    Fabric is of the extra `bench`: without it, its command is skipped."""
+    commands = [command for command in commands_of(page) if "with_fabric" not in command.text or find_spec("lightning_fabric")]
     while commands:
         command = commands.pop(0)
         process = start(command, folder, enter)

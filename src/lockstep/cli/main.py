@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from itertools import islice
+from pathlib import Path
 
 import lockstep
 from lockstep import log
@@ -22,8 +23,8 @@ from lockstep.runtime.environment import RESERVED_VARIABLES
 from lockstep.runtime.exit_report import error_summary, is_out_of_memory
 
 RUN_COMMANDS = ("train", "launch", "drill", "plan")  # accept every key of a run as an option
-# accept only the words that argparse knows
-STRICT_COMMANDS = ("bench", "doctor", "status", "evaluate", "translate", "checkpoint", "lab", "recipes", "completion")
+# Accept only the words that argparse knows.
+STRICT_COMMANDS = ("bench", "render", "doctor", "status", "evaluate", "translate", "checkpoint", "lab", "recipes", "completion")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

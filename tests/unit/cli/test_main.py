@@ -26,6 +26,7 @@ COMMANDS = (
     "doctor",
     "lab",
     "plan",
+    "render",
     "recipes",
     "completion",
 )
