@@ -38,4 +38,4 @@ def test_slow_replica_is_relieved_before_and_after_a_kill(
     generations = [event["generation"] for event in recorded if event["event"] == "shares" and sorted(event["shares"]) == [2, 6]]
     assert len(set(generations)) >= 2, recorded
     assert any(event["event"] == "slow" and event["worker"].startswith(slow) for event in recorded)
-    assert shown & {"[6, 2]", "[2, 6]"} and "s per micro-batch, the median is 0." in output, (shown, output)
+    assert shown & {"[6, 2]", "[2, 6]"} and "times the median of 0." in output, (shown, output)

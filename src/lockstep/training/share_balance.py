@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections import deque
 from statistics import median_low
 
@@ -17,6 +19,7 @@ from lockstep.units import join_names
 
 log = logging.getLogger("lockstep")
 
+NAME_EVERY_S = 300.0  # seconds between two lines about one slow worker
 WINDOW_STEPS = 5  # of the median; a worker that slows down is noticed after three steps
 REPLICAS_PER_DECISION = 16  # more replicas decide less often: a decision takes about 0.2 ms for each
 
@@ -33,7 +36,8 @@ class ShareBalance:
         self.runtime, self.replica, self.unit, self.enabled = runtime, replica, unit, enabled
         self._measured: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS)
         self._generation, self._shares = -1, tuple[int, ...]()
-        self._slow: tuple[str, ...] = ()  # already named
+        self._slow: tuple[str, ...] = ()
+        self._named_s = dict[str, float]()  # when each worker was named last, by the monotonic clock
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -70,16 +74,18 @@ class ShareBalance:
             self._append_event("shares", shares=shares, step=step + 1, why=reason)
 
     def _name_slow(self, times: tuple[int, ...]) -> None:
-        """Log which workers are slow, when these have changed."""
+        """Log which workers are slow, each at most once in NAME_EVERY_S."""
         size = self.replica.workers_per_replica
         names = [self._name(range(i * size, (i + 1) * size)) for i in range(len(times))]
         slow = find_slow(times, [i for i, name in enumerate(names) if name in self._slow])
         median_s, before, self._slow = median_low(times) / 1e6, self._slow, tuple(names[i] for i in slow)
         if not self.runtime.world.leader:
             return
-        for i in (i for i in slow if names[i] not in before):
-            log.warning("%s: %.3g s per micro-batch, the median is %.3g s", names[i], times[i] / 1e6, median_s)
-            self._append_event("slow", worker=names[i], seconds=times[i] / 1e6, median=median_s)
+        now_s = time.monotonic()
+        for i in (i for i in slow if now_s - self._named_s.get(names[i], -math.inf) >= NAME_EVERY_S):
+            seconds, self._named_s[names[i]] = times[i] / 1e6, now_s
+            log.warning("%s: %.3g s per micro-batch, %.1f times the median of %.3g s", names[i], seconds, seconds / median_s, median_s)
+            self._append_event("slow", worker=names[i], seconds=seconds, median=median_s)
         if recovered := [name for name in before if name in names and name not in self._slow]:
             log.info("%s: no longer slow", join_names(recovered))
 

@@ -40,7 +40,7 @@ def test_slow_worker_is_relieved_named_once_and_equal_again_in_the_next_generati
         balance.decide(slow, 2)
     assert balance.shares == (6, 2)
     assert [record.getMessage() for record in caplog.records] == [
-        "worker 1 on host b: 0.31 s per micro-batch, the median is 0.1 s",
+        "worker 1 on host b: 0.31 s per micro-batch, 3.1 times the median of 0.1 s",
         "from step 3 on: shares 6+2 instead of 4+4: a step is expected to take 0.62 s, not 1.24 s",
     ]
     caplog.clear()
