@@ -58,6 +58,7 @@ def test_out_of_memory_error_names_a_layout_that_trains(tmp_path: Path) -> None:
         r"OutOfMemoryError: out of memory.*\n.*the limit is .*RLIMIT_AS.*\n.*try ((?:--layout\.\w+ \d+ ?)+)", failed.stdout + failed.stderr
     )
     assert hint, failed.stdout + failed.stderr
+    assert "estimated: optimizer" in (tmp_path / "whole" / "oom" / "rank-0.txt").read_text()
     result = train(tmp_path / "shards", limit, *hint[1].split())
     assert result.returncode == 0, result.stdout + result.stderr
     assert digest_line(tmp_path / "shards").startswith("step 1 sha256")

@@ -7,9 +7,10 @@ whole. Activations depend on the micro-batch, so a layout counts as fitting if i
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,17 +20,23 @@ from torch import nn
 
 from lockstep.config.schema import MemoryOptions, OptimOptions
 from lockstep.errors import ConfigError, OutOfMemoryError
+from lockstep.files import write_atomic
 from lockstep.layout import Layout, LayoutLimits, layout_flags
 from lockstep.parallel.plans import plan_of
 from lockstep.planner.memory_cost import bytes_per_parameter
-from lockstep.runtime.exit_report import is_out_of_memory
+from lockstep.record.step_timer import peak_resident_bytes
+from lockstep.runtime.exit_report import error_summary, is_out_of_memory
+from lockstep.runtime.torch_private import dump_memory_snapshot
 from lockstep.units import format_bytes, format_count
+
+log = logging.getLogger("lockstep")
 
 TRAINING_BYTES, SAVING_BYTES, WEIGHT_BYTES = 16, 12, 4  # bytes per parameter
 GATHERED_UNITS = 6  # of the largest size: one computes, one is prefetched; gradients of three, and received rows of one
 HEADROOM_FACTOR = 3  # times the state: room for activations, and stacks and arenas of about 20 threads where address space is limited
 MAX_WORKERS = 64  # of a replica that is proposed
 DEFAULT_OPTIM = OptimOptions()
+ADDRESS_SPACE, RESIDENT = 0, 1  # fields of /proc/self/statm
 CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -83,10 +90,10 @@ def refuse_too_large(
         )
 
 
-def used_bytes(device: torch.device) -> int:
+def used_bytes(device: torch.device, field: int = ADDRESS_SPACE) -> int:
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path("/proc/self/statm").read_text().split()[field]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def smallest_fitting_layout(size: ModelSize, free_bytes: int, bounds: LayoutLimits, more_than: int = 0) -> Layout | None:
@@ -102,15 +109,47 @@ def smallest_fitting_layout(size: ModelSize, free_bytes: int, bounds: LayoutLimi
     return None
 
 
+def write_memory_report(path: Path, size: ModelSize, layout: Layout, device: torch.device, error: BaseException) -> str:
+    """Write to `path` what this process uses and what the estimate expects, and on a GPU torch's snapshot
+    beside it; return a sentence that names the files, "" if they cannot be written."""
+    cuda, workers = device.type == "cuda", layout.workers_per_replica
+    state = {"weights": 4, "gradients": 4, "optimizer": 8, "copy while saving": SAVING_BYTES}
+    limit, source = memory_limit(device)
+    rows = {f"limit, from {source}": limit, "allocated" if cuda else "address space": used_bytes(device)}
+    if cuda:
+        rows |= {"peak allocated": torch.cuda.max_memory_allocated(device), "reserved": torch.cuda.memory_reserved(device)}
+    else:
+        rows |= {"resident": used_bytes(device, RESIDENT), "peak resident": peak_resident_bytes()}
+    rows |= {f"estimated: {name}": each * size.parameters // workers for name, each in state.items()}
+    rows["estimated: units gathered at once"] = size.bytes(layout) - sum(state.values()) * size.parameters // workers
+    lines = [f"{format_bytes(number):>10}  {name}" for name, number in rows.items()]
+    snapshot = path.with_suffix(".pickle")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, "\n".join([error_summary(error), f"{format_count(size.parameters)} parameters, {layout}", *lines, ""]))
+        if cuda:
+            dump_memory_snapshot(str(snapshot))
+    except (OSError, MemoryError, RuntimeError) as problem:  # nothing may hide the error
+        log.warning("%s was not written: %s", path, problem)
+        return ""
+    return f"; memory in use: {path}" + f" and {snapshot}, for https://docs.pytorch.org/memory_viz" * cuda
+
+
 @contextmanager
-def explain_out_of_memory(model: nn.Module, layout: Layout, bounds: LayoutLimits, device: torch.device) -> Iterator[None]:
-    """Turn out-of-memory errors into an OutOfMemoryError that names a larger layout that fits."""
+def explain_out_of_memory(
+    model: nn.Module, layout: Layout, bounds: LayoutLimits, device: torch.device, report: Callable[[], Path] | None = None
+) -> Iterator[None]:
+    """Turn out-of-memory errors into an OutOfMemoryError that names a larger layout that fits.
+
+    report  returns the file to write what uses the memory to; None: no file
+    """
     size, before = ModelSize.of(model), used_bytes(device)
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
+        written = write_memory_report(report(), size, layout, device, error) if report else ""
         limit, source = memory_limit(device)
         need = size.bytes(layout)
         fit = smallest_fitting_layout(size, limit - before, bounds, more_than=layout.workers_per_replica)
@@ -119,6 +158,6 @@ def explain_out_of_memory(model: nn.Module, layout: Layout, bounds: LayoutLimits
             hint = f"try {layout_flags(fit)}: {format_bytes(size.bytes(fit))} per worker"
         raise OutOfMemoryError(
             f"out of memory: the state of {format_count(size.parameters)} parameters takes {format_bytes(need)} per worker with {layout}",
-            f"the limit is {format_bytes(limit)}, from {source}; {format_bytes(before)} were in use before the model was built",
+            f"the limit is {format_bytes(limit)}, from {source}; {format_bytes(before)} were in use before the model was built{written}",
             f"{hint}; smaller micro-batches (batch.tokens) take less for activations",
         ) from error

@@ -189,6 +189,11 @@ def inductor_freezing(enabled: bool) -> AbstractContextManager[None]:
     return cast(AbstractContextManager[None], torch._inductor.config.patch(freezing=enabled))
 
 
+def dump_memory_snapshot(path: str) -> None:
+    """Write what torch has allocated on the GPU, for https://docs.pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(path)
+
+
 def profile_all_threads() -> _ExperimentalConfig:
     """Return the profiler option to record threads that start later too; no public name."""
     return _ExperimentalConfig(profile_all_threads=True)

@@ -43,7 +43,8 @@ def task_that_fits(run: RunConfig, folder: Path, runtime: ElasticRuntime) -> Ite
     refuse_too_large(min_parameters(run), frozen, run.memory, layout, runtime.world.device, run.optim)
     task = open_task(run, folder, runtime)
     model = task.meta_model()
-    with explain_out_of_memory(model, layout, plan_of(model).layout_limits(run.leaves), runtime.world.device):
+    limits, device = plan_of(model).layout_limits(run.leaves), runtime.world.device
+    with explain_out_of_memory(model, layout, limits, device, lambda: folder / "oom" / f"rank-{runtime.world.rank}.txt"):
         yield task
 
 

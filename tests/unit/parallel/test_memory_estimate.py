@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from lockstep.models.llama import Llama
 from lockstep.models.llama_config import LLAMA_CONFIGS
 from lockstep.parallel import memory_estimate
 from lockstep.parallel.memory_estimate import ModelSize, explain_out_of_memory, smallest_fitting_layout
+from lockstep.units import format_bytes, parse_bytes
 
 LIMITS = LayoutLimits(micro_batches=8, tensor=(4, 2, 384), stages=4)
 CPU = torch.device("cpu")
@@ -59,6 +62,31 @@ def test_proposed_layout_is_larger_than_the_one_that_ran_out(model: nn.Module, m
     assert hint_after_running_out(model, Layout(), monkeypatch, plenty).startswith("try --layout.shard 2:")
     assert hint_after_running_out(model, Layout(2, 2), monkeypatch, plenty).startswith("try --layout.shard 4:")
     assert hint_after_running_out(model, Layout(1, 8, 2), monkeypatch, plenty).startswith("give it more memory")
+
+
+def test_the_error_names_a_file_with_what_uses_the_memory(model: nn.Module, tmp_path: Path) -> None:
+    path = tmp_path / "oom" / "rank-3.txt"
+    with pytest.raises(OutOfMemoryError) as caught, explain_out_of_memory(model, Layout(1, 2), LIMITS, CPU, lambda: path):
+        torch.empty(1 << 62, dtype=torch.uint8)
+    assert f"; memory in use: {path}" in caught.value.where
+    first, second, *rows = path.read_text().splitlines()
+    assert "can't allocate memory" in first and second == f"1.0 M parameters, {Layout(1, 2)}"
+    sizes = {name: size for size, name in (row.strip().split("  ", 1) for row in rows)}
+    assert sizes["estimated: weights"] == sizes["estimated: gradients"] == format_bytes(2 * LLAMA_CONFIGS["1M"].num_parameters)
+    assert sizes["estimated: optimizer"] == format_bytes(4 * LLAMA_CONFIGS["1M"].num_parameters)
+    assert parse_bytes(sizes["resident"].replace(" ", "")) <= 1.1 * parse_bytes(
+        sizes["peak resident"].replace(" ", "")
+    )  # the kernel counts late
+
+
+def test_a_file_that_cannot_be_written_does_not_hide_the_error(model: nn.Module, tmp_path: Path) -> None:
+    (tmp_path / "oom").write_text("a file")
+    with (
+        pytest.raises(OutOfMemoryError) as caught,
+        explain_out_of_memory(model, Layout(), LIMITS, CPU, lambda: tmp_path / "oom" / "rank-0.txt"),
+    ):
+        raise MemoryError
+    assert "memory in use" not in caught.value.where
 
 
 def test_other_errors_pass_unchanged(model: nn.Module) -> None:
