@@ -161,6 +161,67 @@ def test_tensorboard_has_each_step_once_after_a_kill(tmp_path: Path) -> None:
     assert tensorboard(tmp_path, "validation/bleu") == [(3, 1.5), (6, 3.0)]
 
 
+OWN_BACKEND = """
+import json
+
+class Lines:
+    def __init__(self, folder, cursor, *, run, run_id):
+        self.path, self.rows = folder / "own.jsonl", [{"from": cursor.step, "run_id": run_id, "run": run}]
+
+    def add(self, axis, step, values, now):
+        if step == 8 and not self.path.with_name("failed").exists():
+            self.path.with_name("failed").touch()
+            raise ConnectionError("the server is down")
+        self.rows.append({axis: step, **values})
+
+    def flush(self):
+        with open(self.path, "a") as file:
+            file.write("".join(json.dumps(row) + chr(10) for row in self.rows))
+        self.rows = []
+
+    def close(self, failed):
+        pass
+
+class Incomplete:
+    def add(self, axis, step, values, now): ...
+"""
+
+
+def test_a_backend_of_the_user_has_each_step_once_after_an_error_and_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_backend.py").write_text(OWN_BACKEND)
+    monkeypatch.chdir(tmp_path)
+    options = {"from_step": 0, "backend": "own_backend:Lines", "run": {"data": {"api_key": "k"}}}
+    actions: Actions = [["steps", 1, 3], ["evaluate", 3], ["sync"], ["steps", 4, 9], ["sync"], ["steps", 10, 12], ["kill"]]
+    code, output = play(tmp_path / "run", actions, **options)
+    assert code == -signal.SIGKILL and output.count("own_backend:Lines failed (ConnectionError: the server is down)") == 1, output
+    code, output = play(tmp_path / "run", [["steps", 13, 14]], **options | {"from_step": 12})
+    assert code == 0, output
+    written = [json.loads(line) for line in (tmp_path / "run" / "own.jsonl").read_text().splitlines()]
+    opened = [row for row in written if "from" in row]
+    assert [row["train"] for row in written if "train" in row] == list(range(1, 15))
+    assert [(row["validation"], row["bleu"]) for row in written if "validation" in row] == [(3, 1.5)]
+    assert [row["from"] for row in opened] == [0, 3, 9] and len({row["run_id"] for row in opened}) == 1
+    assert {row["run"]["data"]["api_key"] for row in opened} == {"(hidden)"}
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("own_backend", "Empty module name|no attribute|has no attribute"),
+        ("absent:Lines", "No module named 'absent'"),
+        ("own_backend:Other", "has no attribute 'Other'"),
+        ("own_backend:Incomplete", "no method flush, close"),
+    ],
+)
+def test_a_backend_that_cannot_be_loaded_is_refused(name: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_backend.py").write_text(OWN_BACKEND)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_backend", raising=False)
+    with pytest.raises(ConfigError, match=problem) as caught:
+        Tracker(tmp_path / "run", leader=True, from_step=0, backend=name)
+    assert caught.value.where == "track.backend" and caught.value.hint
+
+
 def test_tensorboard_rewinds_with_the_run(tmp_path: Path) -> None:
     with Tracker(tmp_path, leader=True, from_step=0, tensorboard=True) as tracker:
         steps(tracker, 1, 10)

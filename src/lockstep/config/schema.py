@@ -274,6 +274,7 @@ class TrackOptions:
     tensorboard: bool = option(False, "write RUN/tensorboard", each_host=EACH_HOST)
     wandb: Literal["off", "offline", "online"] = option("off", "Weights & Biases", each_host=EACH_HOST)
     project: str = option("lockstep", "project name in Weights & Biases", each_host=EACH_HOST)
+    backend: str = option("", "MODULE:CLASS, a metric backend of your own; empty: none", each_host=EACH_HOST)
     mfu: bool = option(False, "report model FLOPs utilization; an unknown peak, as on a CPU, is measured at the start", each_host=EACH_HOST)
 
 

@@ -1,4 +1,5 @@
-"""Metric backends: TensorBoard and Weights & Biases. Optional packages, imported only when enabled.
+"""Metric backends: TensorBoard, Weights & Biases, and a class of the user (docs/loop.md). Optional
+packages, imported only when enabled.
 
 When a backend opens it reports its position (`cursor`), and the tracker sends the rest from the
 run's files.
@@ -17,12 +18,13 @@ import json
 import os
 import re
 import struct
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from lockstep.errors import ConfigError
 from lockstep.files import open_regular
@@ -38,6 +40,38 @@ class Cursor:
     step: int = 0
     evaluations_bytes: int = 0
     rows: int = 0
+
+
+class Backend(Protocol):
+    """The methods that the tracker calls, from one thread. After an exception it closes the backend, and
+    opens it again at the next checkpoint or start. It constructs a class of the user as
+    Class(folder, cursor, run=..., run_id=...).
+    """
+
+    def add(self, axis: Axis, step: int, values: Mapping[str, float], now: Cursor) -> None:
+        """Add the values of a step, or the evaluation of its checkpoint. now: the cursor after them."""
+
+    def flush(self) -> None:
+        """Store what was added: the tracker notes the cursor, and what comes after it is sent again to
+        the next start."""
+
+    def close(self, failed: bool) -> None: ...
+
+
+def load_backend(name: str) -> Callable[..., Backend]:
+    """Return the class MODULE:CLASS; modules of the current folder are found too. ConfigError."""
+    module, _, attribute = name.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        backend: Callable[..., Backend] = getattr(importlib.import_module(module), attribute)
+        if missing := [method for method in ("add", "flush", "close") if not callable(getattr(backend, method, None))]:
+            raise AttributeError(f"no method {', '.join(missing)}")
+        return backend
+    except (ImportError, AttributeError, ValueError) as error:
+        hint = "write MODULE:CLASS of an importable module; docs/loop.md lists the four methods"
+        raise ConfigError(f"the metric backend {name!r} cannot be loaded: {error}", "track.backend", hint) from error
+    finally:
+        sys.path.remove(os.getcwd())
 
 
 def import_optional(name: str, asked_by: str, package: str) -> ModuleType:

@@ -21,11 +21,10 @@ from typing import Any, Literal
 from lockstep.errors import ConfigError, DataError, LockstepError, UsageError
 from lockstep.files import open_regular, read_json, try_lock, write_json
 from lockstep.log import log
-from lockstep.record.backends import Axis, Cursor, TensorBoard, WeightsAndBiases
+from lockstep.record.backends import Axis, Backend, Cursor, TensorBoard, WeightsAndBiases, load_backend, without_secrets
 from lockstep.record.events import append_event
 from lockstep.record.metrics import MetricsFile, append_json, decode_line, iter_steps, last_step, to_json_value
 
-Backend = TensorBoard | WeightsAndBiases  # after an exception the tracker drops it until it is reopened
 REMEMBERED_STEPS = 10_000  # newest steps that a rank other than the leader keeps in memory
 LOCK_TIMEOUT_S = 30.0  # for an evaluator that is forwarding its lines when training starts
 
@@ -51,7 +50,7 @@ class Tracker(AbstractContextManager["Tracker"]):
     folder       run folder: {metrics,events,evaluations}.jsonl, tracker.json, tensorboard/, wandb/
     from_step    step at which the run resumes; None: only forward evaluations
     run          resolved configuration, shown in Weights & Biases without secrets
-    tensorboard, wandb, project     as in the section [track] of a run
+    tensorboard, wandb, project, backend   as in the section [track] of a run
 
     UsageError when another process records this run; ConfigError for a missing package or login.
     """
@@ -66,10 +65,11 @@ class Tracker(AbstractContextManager["Tracker"]):
         tensorboard: bool = False,
         wandb: Literal["off", "offline", "online"] = "off",
         project: str = "lockstep",
+        backend: str = "",
     ) -> None:
         self.folder, self.run = folder, run or {}
         self.is_leader = leader if callable(leader) else lambda: leader
-        self.backend_options: tuple[bool, str, str] = (tensorboard, wandb, project)
+        self.backend_options: tuple[bool, str, str, str] = (tensorboard, wandb, project, backend)
         self.evaluations = folder / "evaluations.jsonl"
         self.metrics: MetricsFile | None = None
         self.factories: dict[str, Callable[[Cursor], Backend]] = {}
@@ -89,7 +89,7 @@ class Tracker(AbstractContextManager["Tracker"]):
 
     def _open_record(self, lock: int, from_step: int | None) -> None:
         """Open files and backends, to continue after `from_step`."""
-        folder, (tensorboard, wandb, project) = self.folder, self.backend_options
+        folder, (tensorboard, wandb, project, own) = self.folder, self.backend_options
         self.lock = lock
         try:
             self.state = self._read_state()
@@ -97,9 +97,12 @@ class Tracker(AbstractContextManager["Tracker"]):
             self.evaluated = {(line["step"], frozenset(line)) for line in iter_steps(self.evaluations)}
             if tensorboard:
                 self.factories["tensorboard"] = partial(TensorBoard, folder, from_step=from_step, note=self._store)
+            if (wandb != "off" or own) and "wandb_id" not in self.state:  # created once
+                self._store("wandb_id", secrets.token_hex(8))
+            if own:
+                public = {"run": without_secrets(self.run), "run_id": str(self.state["wandb_id"])}
+                self.factories[own] = partial(load_backend(own), folder, **public)
             if wandb != "off":
-                if "wandb_id" not in self.state:  # created once
-                    self._store("wandb_id", secrets.token_hex(8))
                 options: dict[str, Any] = {"mode": wandb, "project": project, "run": self.run, "run_id": str(self.state["wandb_id"])}
                 self.factories["wandb"] = partial(WeightsAndBiases, folder, **options)
             for name in self.factories:
@@ -187,9 +190,8 @@ class Tracker(AbstractContextManager["Tracker"]):
             return
         if self.metrics is not None:
             self.metrics.sync()
-        # The disk may have space again. The process of wandb cannot be restarted.
-        if "tensorboard" in self.factories and "tensorboard" not in self.backends:
-            self._open("tensorboard")
+        for name in self.factories.keys() - self.backends.keys() - {"wandb"}:  # its process cannot be restarted
+            self._open(name)
         self.forward_evaluations()
         for name, backend in list(self.backends.items()):
             try:
@@ -223,14 +225,16 @@ class Tracker(AbstractContextManager["Tracker"]):
     def _open(self, name: str) -> None:
         """Open a backend and send what it lacks. Only ConfigError raises; log other errors."""
         try:
-            backend = self.factories[name](Cursor(**self.state.get(name, {})))
+            noted = Cursor(**self.state.get(name, {}))
+            backend = self.factories[name](noted)
         except ConfigError:
             raise
         except Exception as error:
             self._warn(f"{name} cannot be opened ({error}); training continues, the next start sends what it lacks")
             return
-        self.backends[name], self.cursors[name] = backend, backend.cursor
-        after = backend.cursor.step
+        self.backends[name] = backend
+        self.cursors[name] = cursor = getattr(backend, "cursor", noted)
+        after = cursor.step
         try:
             for line in self.metrics.after(after) if self.metrics else iter_steps(self.folder / "metrics.jsonl", after):
                 self._send_step(name, line["step"], line)

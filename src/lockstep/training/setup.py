@@ -95,6 +95,7 @@ def make_tracker(resolved: ResolvedRun, folder: Path, runtime: ElasticRuntime, f
         tensorboard=track.tensorboard,
         wandb=track.wandb,
         project=track.project,
+        backend=track.backend,
     )
 
 
