@@ -90,7 +90,7 @@ def train_task(  # over 60 lines: the whole loop in one place
         BackgroundTracker(tracker) as metrics,
         progress,
         checkpointer,
-        training_setup.make_replica_group(run, runtime, model, checkpointer, signals, metrics) as replicas,
+        training_setup.make_replica_group(run, task.loader, model, checkpointer, signals, metrics) as replicas,
         profiling(profile, folder, runtime) as profiler,
     ):
         timer = make_step_timer(task, run, runtime)
@@ -108,7 +108,7 @@ def train_task(  # over 60 lines: the whole loop in one place
             timer.add("communication", replicas.replica.exposed_s())
 
             steps, decision = range(step + 1, step + 1 + replicas.commit_steps), replicas.decision
-            tokens = sum(task.loader.tokens_in_step(number - 1) for number in steps)
+            tokens = sum(task.loader.tokens_in_step(number - 1, replicas.trained(number - 1)) for number in steps)
             divisor, clip_norm = (run.diloco.learners, 0.0) if learners else (tokens, run.optim.clip_norm)
             squared = replicas.grad_norm_squared
             norm = float(divide_and_clip(model.parameters(), divisor=divisor, clip_norm=clip_norm, grad_norm_squared=squared))

@@ -42,6 +42,34 @@ class Noisy(Dataset[Tensor]):
         return INPUTS[i] + 0.1 * torch.randn(4)
 
 
+def leave_out_nonfinite(model: nn.Module, loss: Tensor, count: int) -> tuple[Tensor, int]:
+    """The pattern of docs/divergence.md."""
+    if not loss.isfinite():
+        return sum((0.0 * p.sum() for p in model.parameters()), torch.zeros(())), 0
+    return loss, count
+
+
+def test_a_loop_leaves_out_micro_batches_that_are_not_finite(tmp_path: Path) -> None:
+    gradients = []
+    for poison in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        inputs = INPUTS[:8].clone()
+        inputs[3, 2] = torch.nan if poison else 1.0
+        with Session(tmp_path / str(poison), micro_batches=4) as session:
+            prepared, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            for step in session.steps(1):
+                for k in session.micro_batches(step):
+                    rows = inputs[2 * k : 2 * k + 2]
+                    loss = prepared(rows).square().sum() * (1 if poison or k != 1 else torch.nan)
+                    loss, count = leave_out_nonfinite(prepared, loss, len(rows))
+                    session.backward(loss, count=count)
+                gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+                assert session.replicas.decision.count == 6
+                optimizer.step()
+    assert all(map(torch.equal, *gradients)) and all(bool(g.isfinite().all()) for g in gradients[0])
+
+
 def small_model() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
 

@@ -52,6 +52,7 @@ def conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield conflict
     yield from optimizer_conflicts(run)
     yield from diloco_conflicts(run)
+    yield from divergence_conflicts(run)
     if run.evaluate.every_steps and (run.task == "translate" or layout.pipeline > 1):
         what = "evaluate.every_steps is for Llama tasks, without layout.pipeline"
         yield what, "evaluate.every_steps task layout.pipeline", "remove it; lockstep launch --with-evaluator scores each checkpoint"
@@ -116,6 +117,37 @@ def diloco_conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
     if run.elastic.verify_every > 1:
         what = f"elastic.verify_every={run.elastic.verify_every} with diloco.learners, which compare the weights at every outer step"
         yield what, "elastic.verify_every diloco.learners", "remove elastic.verify_every, or set 0 for no comparison"
+
+
+def divergence_conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
+    keys = {"on_divergence": run.on_divergence == "rollback", "divergence.skip": bool(run.divergence.skip)}
+    used = [key for key, given in keys.items() if given]
+    parts = {"diloco.learners": run.diloco.learners > 0, "layout.pipeline": run.layout.pipeline > 1}
+    if used and (refused := [key for key, given in parts.items() if given]):
+        what = f"{', '.join(used)} is not supported with {', '.join(refused)}: no micro-batch is computed alone there"
+        yield what, " ".join([*used, *refused]), f"remove {' and '.join(used)}, or train without {' and '.join(refused)}"
+    try:
+        skipped = parse_skip(run.divergence.skip)
+    except ValueError as error:
+        yield f"divergence.skip: {error}", "divergence.skip", "write STEP:K, such as 120:3, with the step of metrics.jsonl and K from 0"
+        return
+    last = run.batch.micro_batches - 1
+    if wrong := [f"{step + 1}:{k}" for step, ks in skipped.items() for k in ks if k > last]:
+        what = f"divergence.skip has {', '.join(wrong)}, and the micro-batches of a step are 0 to {last}"
+        yield what, "divergence.skip batch.micro_batches", "remove these entries"
+    if empty := [str(step + 1) for step, ks in skipped.items() if len(ks) > last]:
+        yield f"divergence.skip leaves no micro-batch of step {', '.join(empty)}", "divergence.skip", "leave one in each step"
+
+
+def parse_skip(texts: Sequence[str]) -> dict[int, list[int]]:
+    """Return the micro-batches by number of steps committed before. ValueError."""
+    skipped: dict[int, list[int]] = {}
+    for text in texts:
+        step, colon, k = text.partition(":")
+        if not (colon and step.isdecimal() and k.isdecimal() and int(step)):
+            raise ValueError(f"{text!r} is not a step and a micro-batch")
+        skipped[int(step) - 1] = sorted({*skipped.get(int(step) - 1, []), int(k)})
+    return skipped
 
 
 def parse_group(text: str) -> tuple[str, float, float]:

@@ -297,10 +297,20 @@ class DilocoOptions:
 
 
 @dataclass(frozen=True)
+class DivergenceOptions:
+    max_skipped: int = option(100, "rollback: micro-batches that a run may skip; one more ends it", ge=0)
+    spike: float = option(10.0, "rollback: robust standard deviations above the newest losses that make a spike; 0: none", ge=0)
+    skip: StringList = option((), "STEP:K,...: micro-batches that contribute nothing; steps as in metrics.jsonl, K from 0", bits=BITS)
+
+
+@dataclass(frozen=True)
 class RunConfig:
     task: Literal["translate", "pretrain", "sft"] = option("translate", "train a translator, or a Llama on text or on chats", bits=BITS)
     seed: int = option(1, "seed of the weights, the data order and the dropout", bits=BITS, ge=0, le=2**63 - 1)
     steps: int = option(300, "number of the last step", ge=0)
+    on_divergence: Literal["stop", "rollback"] = option(
+        "stop", "loss or gradient not finite: stop; rollback: on a spike too, retry the step without the guilty micro-batches"
+    )
     data: DataOptions = DataOptions()
     tokenizer: TokenizerOptions = TokenizerOptions()
     batch: BatchOptions = BatchOptions()
@@ -318,6 +328,7 @@ class RunConfig:
     track: TrackOptions = TrackOptions()
     evaluate: EvaluateOptions = EvaluateOptions()
     diloco: DilocoOptions = DilocoOptions()
+    divergence: DivergenceOptions = DivergenceOptions()
 
     @property
     def leaves(self) -> int:

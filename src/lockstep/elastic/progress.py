@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from lockstep.elastic.consensus import StepDecision
@@ -20,7 +20,7 @@ class Progress:
     one_source: bool = False  # a joiner receives its state from one worker only
     first_generation: bool = True  # the worker was in no generation that trained
     ledger: Mapping[str, Any] | None = None  # how the time of the run was spent
-    loop_state: Mapping[str, Any] | None = None  # see ElasticRuntime.loop_state
+    loop_state: Mapping[str, Any] = field(default_factory=dict)  # see ElasticRuntime.loop_state
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Progress:

@@ -80,7 +80,7 @@ class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
         self.board, self.ledger = board or StatusBoard(None), Ledger(time.monotonic())
         self.progress = Progress("join", -1)
         self.member_progress: list[Progress] = []
-        self.loop_state: Mapping[str, Any] | None = None
+        self.loop_state: Mapping[str, Any] = {}
         self.is_joining, self.first_generation = False, True
         self.leave_reason, self.exit_code = "", 0
         self._owners: dict[str, weakref.ref[object]] = {}
@@ -187,9 +187,9 @@ class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
         steps = [member.step for member in self.member_progress]
         return bool(steps) and 0 <= steps[self.world.rank] < max(steps) == self.progress.step
 
-    def set_loop_state(self, values: Mapping[str, Any]) -> None:
+    def set_loop_state(self, name: str, values: Mapping[str, Any]) -> None:
         """Set what a joiner receives besides tensors: JSON values, equal on all workers."""
-        self.loop_state = values
+        self.loop_state = {**self.loop_state, name: values}
 
     def set_ledger(self, ledger: Ledger) -> None:
         """Continue the time account of an earlier start of the run."""

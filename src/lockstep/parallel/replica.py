@@ -98,7 +98,8 @@ class Replica:
         self._losses: list[torch.Tensor] = []
         self._computed: tuple[Any, Any] | None = None  # marks before and after the micro-batches of the step
         self._slice_sums: list[torch.Tensor] = []  # of the slices that this rank has summed
-        self.rehearsed: float | None = None  # loss of micro-batch 0 in `rehearsal`
+        self.rehearsed: float | None = None  # loss of the micro-batch in `rehearsal`
+        self.rehearsed_finite = True  # its gradient
         self._group: dist.ProcessGroup | None = None  # all replicas, once they agree on the buckets
         if init_sync:
             self._join_group()
@@ -174,6 +175,15 @@ class Replica:
         self._watch.after_backward()
         self._losses.append(loss.detach())
 
+    def skip(self) -> bool:
+        """Add zeros in place of the micro-batch's gradient, and no loss; return True: it is done."""
+        if not self.waits.generation_error():
+            self.board.enter("backward")
+            self._watch.before_backward()
+            torch.autograd.backward(self.parameters, [torch.zeros_like(p) for p in self.parameters])
+            self._watch.after_backward()
+        return True
+
     def losses(self) -> list[float]:
         return [float(loss) for loss in torch.stack(self._losses).tolist()] if self._losses else []
 
@@ -225,19 +235,27 @@ class Replica:
         """Return whether this rank's part of the gradient is finite; False also if its sum overflows."""
         return not self._slice_sums or bool(torch.stack(self._slice_sums).isfinite().all())
 
-    def rehearsal(self, step: int) -> Iterator[int]:
-        """Yield micro-batch 0 of `step` on every replica; then restore buffers, drop gradients."""
+    @property
+    def replica_leaves(self) -> list[int]:
+        """The micro-batches of this replica in the newest step."""
+        return self.own_leaves
+
+    def rehearsal(self, step: int, k: int = 0) -> Iterator[int]:
+        """Yield micro-batch `k` of `step`; then restore buffers, drop gradients."""
         buckets = self._prepare()
         saved = [(m, name, b, b.clone()) for m in self.model.modules() for name, b in own_buffers(m).items() if b is not None]
         for bucket in buckets.buckets:
             for p, view in zip(bucket.parameters, bucket.views, strict=True):
                 p.grad = view.fill_(1)  # so that a zero_grad before the backward pass shows
         self._losses = []
-        seed_generators(splitmix64(self.seed, step, 0) >> 1, self.device)
-        self._watch.start(step, 0, thorough=True)
+        seed_generators(splitmix64(self.seed, step, k) >> 1, self.device)
+        self._watch.start(step, k, thorough=True)
         buckets.start_pass()
-        yield 0
+        yield k
+        if reason := self.waits.generation_error():
+            raise PeersLostError(reason, "Replica.rehearsal")
         self._watch.end()
+        self.rehearsed_finite = all(bool(p.grad.isfinite().all()) for p in self.parameters if p.grad is not None)
         self.rehearsed = float(self._losses[0])
         for p in self.parameters:
             p.grad = None

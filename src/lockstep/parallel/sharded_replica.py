@@ -115,7 +115,9 @@ class ShardedReplica:
         self._reduced_units: set[int] = set()  # in this pass
         self.own_leaves, self.shares = list[int](), tuple[int, ...]()  # micro-batches of this worker; their numbers by replica
         self._micro_batch_s: float | None = None
-        self.rehearsed: float | None = None  # loss of micro-batch 0 in `rehearsal`
+        self.rehearsed: float | None = None  # loss of the micro-batch in `rehearsal`
+        self.rehearsed_finite = True  # this worker's gradient of it
+        self._skipping = False  # the gradients of this pass become zero
         self._backwards, self._scaled = 0, False  # in this pass; by a GradScaler, in this step
         self._is_compared = False  # the trained parameters are those of the other ranks of this generation
 
@@ -175,8 +177,14 @@ class ShardedReplica:
         (scaler.scale(loss) if scaler else loss).backward()
         if self._rehearsing:
             self.rehearsed = float(loss.detach())
-        elif self._pass.counts:
+        elif self._pass.counts and not self._skipping:
             self._losses.append(loss.detach())
+
+    def skip(self) -> bool:
+        """Drop the loss and the gradients of this pass; return False: FSDP needs a pass all the same,
+        over any other micro-batch."""
+        self._skipping = True
+        return False
 
     def losses(self) -> list[float]:
         reports = reports_losses(self.local.layout.coordinates(dist.get_rank()), self.local.layout)
@@ -195,7 +203,7 @@ class ShardedReplica:
         layout = self.groups.current_layout()
         coordinates = layout.coordinates(dist.get_rank())
         self.shares = shares or equal_shares(layout.replicate, self.leaves)
-        own = leaves_of_rank(coordinates.replica, self.shares)
+        self.replica_leaves = own = leaves_of_rank(coordinates.replica, self.shares)
         refuse_idle_shards(layout.data_parallel_size, self.leaves, len(own), layout.shard)
         self._trees = [SumTree() for _ in self.local.fsdp_units]
         units = self.local.fsdp_units if self.wire != "fp32" else ()
@@ -244,14 +252,14 @@ class ShardedReplica:
         for p in self._sharded:
             p.grad = None
         seed_generators(splitmix64(self.seed, step, shard_pass.k) >> 1, self.parameters[0].device)
-        self._pass, self._backwards, self._in_step = shard_pass, 0, True
+        self._pass, self._backwards, self._in_step, self._skipping = shard_pass, 0, True, False
         self._reduced_units.clear()
         if shard_pass.last:
             self.groups.board.enter("reducing")
         return shard_pass.k
 
-    def rehearsal(self, step: int) -> Iterator[int]:
-        """Collective. Yield micro-batch 0 of `step` on every worker; then drop its gradients.
+    def rehearsal(self, step: int, k: int = 0) -> Iterator[int]:
+        """Collective. Yield micro-batch `k` of `step` on every worker; then drop its gradients.
 
         The step itself restores the running statistics.
         """
@@ -260,17 +268,18 @@ class ShardedReplica:
         self._follow_requires_grad()
         self.statistics.start_step()
         self._rehearsing = True
-        self._pending, shard_pass = [], ShardPass(0, True, (), False)
+        self.rehearsed_finite = True
+        self._pending, shard_pass = [], ShardPass(k, True, (), False)
         yield self._start_pass(step, shard_pass)
         self._in_step = False
         if self.local.stage is not None and not self._failure():
-            self._refuse_missing(f"micro-batch 0 of step {step}", ())
+            self._refuse_missing(f"micro-batch {k} of step {step}", ())
             self._run_pipeline(self.local.stage, step, [shard_pass])
             self.rehearsed = next(iter(self.losses()), None)
         self._rehearsing = False
         if failure := self._failure():
             raise failure
-        self._refuse_missing(f"micro-batch 0 of step {step}", self._names)
+        self._refuse_missing(f"micro-batch {k} of step {step}", self._names)
         self._compare_with_whole()
 
     def _failure(self) -> Exception | None:
@@ -379,7 +388,10 @@ class ShardedReplica:
             raise UsageError(what, f"layout {self.local.layout}", hint)
         self._reduced_units.add(unit)
         if self._rehearsing:
+            self.rehearsed_finite = self.rehearsed_finite and bool(sent.isfinite().all())
             return
+        if self._skipping:
+            sent.zero_()
         if sent.is_cuda:  # FSDP reuses the memory after its reduce-scatter, without a wait for this exchange
             sent.record_stream(torch.cuda.current_stream(sent.device))
         self._reducer.submit(partial(self._reduce, UnitGradients(unit, self._pass, sent, out)))

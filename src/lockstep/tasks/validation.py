@@ -52,12 +52,12 @@ class Validation:
 
     def __init__(self, run: RunConfig, task: Task, folder: Path, runtime: ElasticRuntime, saved: Mapping[str, Any] | None) -> None:
         self.run, self.task, self.folder, self.runtime = run, task, folder, runtime
-        self.history = History(**(runtime.loop_state or saved or {}))
+        self.history = History(**(runtime.loop_state.get("validation") or saved or {}))
         self.batch_count = sum(1 for _ in self._batches()) if run.evaluate.every_steps else 0
         if run.evaluate.every_steps and not self.batch_count:
             hint = "give data.validation, or a data.held_out_share above 0; or remove evaluate.every_steps"
             raise UsageError("the run has no validation split to evaluate", "evaluate.every_steps", hint)
-        runtime.set_loop_state(asdict(self.history))
+        runtime.set_loop_state("validation", asdict(self.history))
         if self.stops:
             log.info("the run has stopped early; a higher evaluate.patience continues it")
 
@@ -91,7 +91,7 @@ class Validation:
         tokens = int(sum(batch["tokens"] for batch in batches))
         record = loss_record(EvalSpec(), [step], (batch["nats"] for batch in batches), tokens)
         self.history = self.history.after(step, record["loss"])
-        self.runtime.set_loop_state(asdict(self.history))
+        self.runtime.set_loop_state("validation", asdict(self.history))
         if self.stops and self.runtime.world.leader:
             append_event(self.folder, "stopped early", step=step, patience=self.run.evaluate.patience, **asdict(self.history))
         return {f"validation_{name}": record[name] for name in ("loss", "perplexity")}

@@ -20,7 +20,8 @@ def refuse_nonfinite_norm(decision: StepDecision, step: int, norm: float) -> Non
         raise DivergedError(
             f"loss {decision.loss} and gradient norm {norm} in step {step + 1}",
             "agreed by all processes before the update, which was not made",
-            "lower optim.learning_rate, lengthen optim.warmup_steps, or set optim.clip_norm; the checkpoints before are whole",
+            "lower optim.learning_rate, lengthen optim.warmup_steps, or set optim.clip_norm; --on_divergence rollback skips samples "
+            "that alone are the cause; the checkpoints before are whole",
         )
 
 

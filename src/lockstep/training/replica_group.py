@@ -47,6 +47,7 @@ from lockstep.training.divergence import ALL_WEIGHTS, STATE, WEIGHTS, ReplicaCom
 from lockstep.training.loop_changes import LoopChanges
 from lockstep.training.nonfinite import refuse_nonfinite_gradient
 from lockstep.training.rehearsal import Rehearsal
+from lockstep.training.rollback import Rollback
 from lockstep.training.share_balance import ShareBalance
 from lockstep.training.state_transfer import StateMismatchError, transfer_state
 from lockstep.units import format_duration
@@ -72,6 +73,7 @@ class ReplicaGroup:
     on_nonfinite   loss or gradient not finite: "raise" before the update; "ignore", for a GradScaler
     buffers        what forward passes may change besides BatchNorm's statistics: RunningStatistics
     balance        "auto": fast replicas compute more micro-batches than slow ones (ShareBalance)
+    rollback       micro-batches to skip, and the rule to find them; None: none
     commit_steps   H: a leaf of the sum is a learner of H steps (diloco.py); 0: it is a micro-batch
     """
 
@@ -94,12 +96,14 @@ class ReplicaGroup:
         on_nonfinite: Literal["raise", "ignore"] = "raise",
         buffers: BufferKinds | None = None,
         balance: Literal["auto", "off"] = "auto",
+        rollback: Rollback | None = None,
         commit_steps: int = 0,
     ) -> None:
         if checkpointer:
             refuse_other_checkpointer(checkpointer, runtime, model)
         runtime.register(self)
         self.runtime, self.board, self.checkpointer, self.tracker = runtime, runtime.board, checkpointer, tracker
+        self.rollback, self.trained = rollback, rollback.trained if rollback else lambda _: None
         self.on_nonfinite, self.commit_steps, (self.module, self.local_model) = on_nonfinite, commit_steps or 1, unwrap_local_model(model)
         replace_sync_batchnorm(self.module)
         self.statistics = RunningStatistics(self.module, micro_batches, buffers or {})
@@ -231,6 +235,7 @@ class ReplicaGroup:
         """Collective. Compute `step`, vote and commit. False: replicas differ and were evicted."""
         if self.rehearsal:
             yield from self.rehearsal.run(step)
+        start_s, skipped = time.monotonic(), self.rollback.start(step) if self.rollback else []
         compared, due = ALL_WEIGHTS if self.compare_all else WEIGHTS, self.comparison.is_due(step)
         self._counts, self._samples, digests = [], [], [0]
         for k in self.replica.micro_batches(step, lambda: digests.append(self._digest(compared, step) if due else 0), self.balance.shares):
@@ -238,7 +243,10 @@ class ReplicaGroup:
             if not self._counts:
                 self.loop_changes.start(self.frozen_state)
             self.board.enter("forward", step + 1)
-            yield k
+            if k not in skipped:
+                yield k
+            elif not self.replica.skip():
+                yield next(other for other in range(self.replica.leaves) if other not in skipped)
         self.loop_changes.refuse(self.frozen_state, step)
         if self.rehearsal:
             self.rehearsal.compare(step)
@@ -256,6 +264,11 @@ class ReplicaGroup:
         if vote.digest:
             self.comparison.record_equal(step)
         self.comparison.name_culprits(step)
+        if self.rollback and self.rollback.suspects(step, decision):
+            self._voted = False
+            self.runtime.ledger.move("training", "lost", time.monotonic() - start_s, time.monotonic())
+            yield from self.rollback.measure(step, self.replica)
+            return (yield from self._attempt(step))
         self._commit(step, decision)
         self.balance.decide(decision, step)
         return True
@@ -289,6 +302,8 @@ class ReplicaGroup:
         """Commit `step`, which all ranks have agreed on."""
         if self.on_nonfinite == "raise":
             refuse_nonfinite_gradient(decision, step, self.module if isinstance(self.replica, Replica) else None, self.grad_norm_squared)
+        if self.rollback:
+            self.rollback.commit(step, decision)
         self.statistics.commit()
         self.compare_all = self.compare_all and not self.comparison.is_due(step)
         self.board.enter("updating")
@@ -314,7 +329,7 @@ class ReplicaGroup:
     def _vote(self, digest: int) -> Vote:
         membership = self.runtime.membership
         self.leaving = self.leaving or self._is_drained()
-        counts = [count for count in self._counts if count is not None]
+        counts, squared = [count for count in self._counts if count is not None], self.grad_norm_squared
         return Vote(
             self.replica.losses(),
             count=sum(counts) if counts else None,
@@ -324,7 +339,7 @@ class ReplicaGroup:
             joiners_waiting=bool(membership and membership.joiner_count),
             leaving=self.leaving,
             digest=digest,
-            gradient_finite=self.replica.is_gradient_finite(),
+            gradient_finite=self.replica.is_gradient_finite() and (squared is None or bool(squared.isfinite())),
             **self.balance.measured_us(),
         )
 

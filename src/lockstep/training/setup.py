@@ -21,6 +21,8 @@ from lockstep.config.resolve import with_precision
 from lockstep.config.rules import DATA_PATHS, bit_deciding_values, shared_values
 from lockstep.config.saved_run import read_run, to_json, write_run
 from lockstep.config.schema import ResolvedRun, RunConfig
+from lockstep.data.pairs.loader import PairLoader
+from lockstep.data.text.packing import RowLoader
 from lockstep.elastic.collectives import run_on_rank0
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import CheckpointError, UsageError
@@ -35,6 +37,7 @@ from lockstep.runtime.numerics import choose_precision
 from lockstep.runtime.signals import StopSignals
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.replica_group import ReplicaGroup
+from lockstep.training.rollback import Rollback
 
 log = logging.getLogger("lockstep")
 
@@ -100,8 +103,14 @@ def make_tracker(resolved: ResolvedRun, folder: Path, runtime: ElasticRuntime, f
 
 
 def make_replica_group(
-    run: RunConfig, runtime: ElasticRuntime, model: LocalModel, checkpointer: Checkpointer, signals: StopSignals, tracker: BackgroundTracker
+    run: RunConfig,
+    loader: PairLoader | RowLoader,
+    model: LocalModel,
+    checkpointer: Checkpointer,
+    signals: StopSignals,
+    tracker: BackgroundTracker,
 ) -> ReplicaGroup:
+    runtime = checkpointer.runtime
     return ReplicaGroup(
         runtime,
         model,
@@ -117,6 +126,7 @@ def make_replica_group(
         verify_every=run.elastic.verify_every,
         reduce_once_per_step=run.fsdp.reduce == "per_step",
         commit_steps=run.diloco.every if run.diloco.learners else 0,
+        rollback=Rollback(run, loader, checkpointer),
         rehearse=False,  # the data of a task follow from the step
         on_nonfinite="ignore",  # refuse_nonfinite_norm uses the norm, which the loop computes in any case
     )

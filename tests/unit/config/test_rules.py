@@ -6,7 +6,7 @@ import pytest
 
 from lockstep.config import rules
 from lockstep.config.resolve import resolve
-from lockstep.config.rules import parse_overrides, refuse_missing_packages, shared_values
+from lockstep.config.rules import parse_overrides, parse_skip, refuse_missing_packages, shared_values
 from lockstep.config.schema import config_fields
 from lockstep.errors import ConfigError
 
@@ -83,3 +83,24 @@ def test_learners_that_cannot_train_are_refused(values: dict[str, str], what: st
         resolve(None, given)
     assert what in str(caught.value) and hint in caught.value.hint
     resolve(None, DILOCO | {"checkpoint.every_steps": "0", "steps": "0"})
+
+
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        ({"divergence.skip": "3"}, "divergence.skip: '3' is not a step and a micro-batch"),
+        ({"divergence.skip": "0:1"}, "divergence.skip: '0:1' is not a step and a micro-batch"),
+        ({"divergence.skip": "3:8"}, "divergence.skip has 3:8, and the micro-batches of a step are 0 to 7"),
+        ({"divergence.skip": "3:0,3:1", "batch.micro_batches": "2"}, "divergence.skip leaves no micro-batch of step 3"),
+        ({"on_divergence": "rollback", "layout.pipeline": "2"}, "on_divergence is not supported with layout.pipeline"),
+        (
+            DILOCO | {"on_divergence": "rollback", "divergence.skip": "3:1"},
+            "on_divergence, divergence.skip is not supported with diloco.learners",
+        ),
+    ],
+)
+def test_micro_batches_that_cannot_be_skipped_are_refused(values: dict[str, str], what: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(None, values)
+    assert what in str(caught.value) and caught.value.hint
+    assert parse_skip(["3:7", "3:1", "9:0", "3:1"]) == {2: [1, 7], 8: [0]}

@@ -28,6 +28,8 @@ def test_adamw_is_fused_on_a_gpu_and_on_request(device: str, asked: bool, fused:
 def test_buckets_are_larger_on_a_gpu(device: str, asked: int, used: int, monkeypatch: pytest.MonkeyPatch) -> None:
     formed = MagicMock()
     monkeypatch.setattr(setup, "ReplicaGroup", formed)
-    runtime = MagicMock(world=World(0, 1, 0, 1, "here", torch.device(device)))
-    setup.make_replica_group(RunConfig(parallel=ParallelOptions(bucket_bytes=asked)), runtime, *[MagicMock()] * 4)
+    checkpointer = MagicMock(runtime=MagicMock(world=World(0, 1, 0, 1, "here", torch.device(device))))
+    setup.make_replica_group(
+        RunConfig(parallel=ParallelOptions(bucket_bytes=asked)), MagicMock(), MagicMock(), checkpointer, MagicMock(), MagicMock()
+    )
     assert formed.call_args.kwargs["bucket_bytes"] == used

@@ -28,6 +28,12 @@ class PairLoader:
     def __init__(self, pairs: EncodedPairs, order: BucketOrder, device: torch.device, *, fixed_shapes: bool = False) -> None:
         self.pairs, self.order, self.device, self.fixed_shapes = pairs, order, device, fixed_shapes
 
+    sample_kind = "pairs"
+
+    def samples(self, step: int, k: int) -> list[int]:
+        """Return the numbers of the training pairs of micro-batch `k`."""
+        return sorted(int(number) for number in self.order.ids(step, k))
+
     def tokens_in_step(self, step: int, micro_batches: Iterable[int] | None = None) -> int:
         """Return the number of target tokens of the step, END included; of these micro-batches only
         if given."""

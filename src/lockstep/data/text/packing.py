@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +52,10 @@ class CutRows:
         """Return (tokens, labels, documents) of row i, each (length,)."""
         return window(self.stream, i * self.length, self.length)
 
+    def members(self, i: int) -> list[int]:
+        """Return the numbers of the documents in row i."""
+        return sorted({*self.stream.documents_at(i * self.length, (i + 1) * self.length).tolist()})
+
     def label_counts(self, ids: Ints) -> Ints:
         """Return the number of labels that are not ignored in each row."""
         start = ids * self.length
@@ -83,9 +88,12 @@ class PackedRows:
     def __len__(self) -> int:
         return len(self._label_counts)
 
+    def members(self, i: int) -> list[int]:
+        return [int(member) for member in self._members[self._first[i] : self._first[i + 1]]]
+
     def row(self, i: int) -> tuple[Ints, Ints, Ints]:
         tokens, labels = np.zeros(self.length, np.int64), np.full(self.length, IGNORE_INDEX, np.int64)
-        members = self._members[self._first[i] : self._first[i + 1]].tolist()
+        members = self.members(i)
         documents = np.full(self.length, len(members), np.int64)  # padding is a separate document
         position = 0
         for number, member in enumerate(members):
@@ -173,6 +181,12 @@ class RowLoader:
     rows: CutRows | PackedRows
     order: UniformOrder
     device: torch.device
+
+    sample_kind: ClassVar[str] = "documents"
+
+    def samples(self, step: int, k: int) -> list[int]:
+        """Return the numbers of the training documents in the rows of micro-batch `k`."""
+        return sorted({number for i in self.order.ids(step, k).tolist() for number in self.rows.members(i)})
 
     def tokens_in_step(self, step: int, micro_batches: Iterable[int] | None = None) -> int:
         """Return the number of labels of the step that are not ignored; of these micro-batches only
