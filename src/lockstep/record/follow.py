@@ -1,0 +1,83 @@
+"""Follow a growing file of lines, and keep its values in bounded memory."""
+
+import math
+import os
+from collections.abc import Iterator
+from operator import itemgetter
+from pathlib import Path
+
+from lockstep.files import open_regular
+
+BINS = 1000  # of a curve
+
+
+class LineFollower:
+    """Reads the lines that were appended to a file since the last call.
+
+    tail_bytes  begin with the last lines of this size; None: with the first line
+    A line without its end is left for the next call. A shorter file is read from the start.
+    """
+
+    def __init__(self, path: Path, tail_bytes: int | None = None) -> None:
+        self.path, self.tail_bytes = path, tail_bytes
+        self.offset = self.bytes_read = 0
+
+    def read(self) -> Iterator[bytes]:
+        if not self.path.exists():
+            return
+        with open(self.path, "rb", opener=open_regular) as file:
+            size = os.fstat(file.fileno()).st_size
+            self.offset = self.offset if self.offset <= size else 0
+            if self.tail_bytes and not self.offset and size > self.tail_bytes:
+                file.seek(size - self.tail_bytes)
+                self.offset = size - self.tail_bytes + len(file.readline())
+            file.seek(self.offset)
+            for line in file:
+                if line.endswith(b"\n"):
+                    self.offset += len(line)
+                    self.bytes_read += len(line)
+                    yield line
+
+
+class Curve:
+    """Values by step in at most BINS bins of equal width. A bin keeps the lowest and the highest
+    value, so that a spike of one step stays visible."""
+
+    def __init__(self) -> None:
+        self.width = 1  # steps of a bin
+        self.bins: dict[int, list[float]] = {}  # by step // width: sum, count, lowest, highest
+        self.last, self.lowest, self.highest = (0, math.nan), (0, math.inf), (0, -math.inf)  # (step, value)
+        self.not_finite: tuple[int, int] = (0, 0)  # (first step, count)
+
+    def add(self, step: int, value: float) -> None:
+        self.last = (step, value)
+        if not math.isfinite(value):
+            self.not_finite = (self.not_finite[0] or step, self.not_finite[1] + 1)
+            return
+        cell = self.bins.get(step // self.width)
+        if cell is None:
+            cell = self.bins[step // self.width] = [0.0, 0, math.inf, -math.inf]
+        cell[0] += value
+        cell[1] += 1
+        if value < cell[2]:
+            cell[2], self.lowest = value, min(self.lowest, (step, value), key=itemgetter(1))
+        if value > cell[3]:
+            cell[3], self.highest = value, max(self.highest, (step, value), key=itemgetter(1))
+        if len(self.bins) > BINS:
+            self._double_width()
+
+    def _double_width(self) -> None:
+        self.width, bins, self.bins = 2 * self.width, self.bins, {}
+        for number, cell in bins.items():
+            other = self.bins.setdefault(number // 2, cell)
+            if other is not cell:
+                other[:] = [other[0] + cell[0], other[1] + cell[1], min(other[2], cell[2]), max(other[3], cell[3])]
+
+    @property
+    def total(self) -> float:
+        return math.fsum(cell[0] for cell in self.bins.values())
+
+    def points(self) -> list[tuple[float, float, float, float]]:
+        """Return (step, mean, lowest, highest) of each bin; the step is the middle of the bin."""
+        half = (self.width - 1) / 2
+        return [(number * self.width + half, cell[0] / cell[1], cell[2], cell[3]) for number, cell in sorted(self.bins.items())]
