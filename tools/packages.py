@@ -28,7 +28,7 @@ LAYERS = (
     ("elastic",),
     ("agent",),
     ("checkpoint",),
-    ("remote",),
+    ("report",),
     ("models",),
     ("planner",),
     ("parallel",),

@@ -23,8 +23,8 @@ from lockstep.runtime.environment import RESERVED_VARIABLES
 from lockstep.runtime.exit_report import error_summary, is_out_of_memory
 
 RUN_COMMANDS = ("train", "launch", "drill", "plan")  # accept every key of a run as an option
-# Accept only the words that argparse knows.
-STRICT_COMMANDS = ("bench", "render", "doctor", "status", "evaluate", "translate", "checkpoint", "lab", "recipes", "completion")
+# accept only the words that argparse knows
+STRICT_COMMANDS = ("bench", "doctor", "status", "watch", "report", "evaluate", "translate", "checkpoint", "lab")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

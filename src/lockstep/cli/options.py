@@ -214,6 +214,15 @@ def add_training_commands(commands: Commands) -> None:
     add("folder", **RUN_FOLDER)
     add("--json", action="store_true", help="print JSON")
 
+    add = add_command(commands, "watch", "show a run in the terminal until it ends: workers, speed, generations, failures, checkpoints")
+    add("run", metavar="RUN|HOST:RUN", help="run folder, or one on a host that ssh reaches")
+    add("--every", type=quantity(parse_seconds), default=2.0, metavar="TIME", help="time between two refreshes (default: 2 s)")
+
+    add = add_command(commands, "report", "write one HTML file about a run, or two runs together: loss, time, failures, hosts, values")
+    add("folder", **RUN_FOLDER)
+    add("--compare", type=Path, metavar="RUN2", help="draw this run in the same charts")
+    add("--out", type=Path, metavar="FILE.html", help="file to write (default: RUN/report.html; with --compare RUN/compare.html)")
+
     add = add_command(commands, "drill", "train with faults or other numbers of workers, and compare the hashes", takes_target=True)
     add("--workers", **WORKERS, help="worker processes on this machine (default: 3, or as the layout requires; self-check: 2)")
     help = "number of faults (default: 7, one of each kind); a function without --faults: self-check with 1 and N workers"

@@ -20,6 +20,7 @@ from lockstep.agent.restart_policy import PLAIN_SCRIPT_POLICY
 from lockstep.checkpoint.fingerprints import newest_facts
 from lockstep.checkpoint.folder import committed_steps
 from lockstep.checkpoint.policy import choose_resume_step
+from lockstep.cli.report import write_at_end
 from lockstep.cli.script import folder_of, imports_lockstep, read_script
 from lockstep.config import rules
 from lockstep.config.resolve import AS_STEPS, find_run_file, parse_flags, resolve, with_precision
@@ -69,7 +70,9 @@ def start_agent(request: RunRequest, run: RunConfig | None, config: AgentConfig)
     program = WorkerProgram(request.command_words(request.resume), request.command_words("auto"), script=script)
     policy = replace(PLAIN_SCRIPT_POLICY, script=Path(request.script).name) if request.restart == "all" else config.policy
     config = replace(config, flags=request.flags if request.script else {}, command=command, policy=policy)
-    return run_agent(program, request.folder, config)
+    code = run_agent(program, request.folder, config)
+    write_at_end(request.folder, config.host)
+    return code
 
 
 def choose_worker_count(given: int | None, run: RunConfig | None) -> tuple[int, str]:

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from lockstep import log
+from lockstep.cli.report import write_at_end
 from lockstep.cli.restart_all import supervise
 from lockstep.cli.script import arguments_of, run_file
 from lockstep.cli.start import RunRequest, workers_per_replica
@@ -104,5 +105,7 @@ def train_run(request: RunRequest) -> int:
                 runtime.retry_across_generations(lambda: evaluate_at_end(folder, resolved.run, runtime))
         if runtime.membership is None:
             runtime.report_goodput(folder)
+            if runtime.world.leader:
+                write_at_end(folder)
         runtime.set_exit_code(STOP_EXIT_CODES[stopped_by])
         return runtime.exit_code

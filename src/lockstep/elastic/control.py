@@ -88,8 +88,9 @@ def stop_run(run: Path) -> str:
     )
 
 
-def run_status(run: Path) -> dict[str, Any]:
-    """Return the newest generation, the status of each member, and the waiting workers, as JSON."""
+def run_status(run: Path, shares: Mapping[int, list[int]] | None = None) -> dict[str, Any]:
+    """Return the newest generation, the status of each member, and the waiting workers, as JSON.
+    shares: the newest ones by generation; None: read them from the events."""
     record, waiting_members = read_newest(run)
     members = record.members
     waiting_members = [member for member in waiting_members if member not in members]
@@ -104,7 +105,8 @@ def run_status(run: Path) -> dict[str, Any]:
     else:
         facts = {"generation": 0, "began_at_step": 0, "reason": "its workers wait to start"}
     workers = {"members": member_rows, "waiting": waiting_rows, "evaluators": running_evaluators(run)}
-    return {"run": str(run), **facts, "shares": newest_shares(run, record.number), **workers, "ended": ended}
+    newest = newest_shares(run, record.number) if shares is None else shares.get(record.number, [])
+    return {"run": str(run), **facts, "shares": newest, **workers, "ended": ended}
 
 
 def newest_shares(run: Path, generation: int) -> list[int]:
@@ -135,12 +137,22 @@ def running_evaluators(run: Path) -> list[dict[str, Any]]:
 def format_status(status: dict[str, Any]) -> str:
     if status["ended"]:
         return f"{status['run']} ended with exit code {status['ended']['code']}\n{status['ended']['text']}".rstrip()
+    rows = worker_rows(status)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([generation_line(status), *lines])
+
+
+def generation_line(status: dict[str, Any]) -> str:
     title = f"generation {status['generation']}, from step {status['began_at_step']} on" if status["generation"] else status["run"]
+    shares = f"; shares {format_shares(status['shares'])}" if len(set(status["shares"])) > 1 else ""
+    return f"{title}: {status['reason']}{shares}"
+
+
+def worker_rows(status: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return the cells of a table of all workers, the head first."""
     rows: list[tuple[str, ...]] = [("rank", "host", "slot", "pid", "role", "step", "phase")]
     for worker in [*status["members"], *status["waiting"], *status["evaluators"]]:
         phase = worker.get("phase") or worker.get("unreachable") or ""
         rows.append((*(str(worker.get(key) if worker.get(key) is not None else "") for key in rows[0][:-1]), phase))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    shares = f"; shares {format_shares(status['shares'])}" if len(set(status["shares"])) > 1 else ""
-    return "\n".join([f"{title}: {status['reason']}{shares}", *lines])
+    return rows

@@ -39,7 +39,7 @@ from lockstep.runtime.signals import StopSignals
 from lockstep.tasks.evaluator import EvalSpec, Split
 from lockstep.tasks.open import Evaluator, open_evaluator
 
-EVALUATIONS, BEST, FINISHED = "evaluations.jsonl", "best.json", "finished.json"
+EVALUATIONS, BEST, FINISHED, SAMPLES = "evaluations.jsonl", "best.json", "finished.json", "samples.json"
 POLL_S = 1.0
 
 
@@ -108,6 +108,8 @@ def evaluate_at_end(folder: Path, run: RunConfig, runtime: ElasticRuntime) -> No
         assert result is not None  # None only after a stop signal
         if runtime.world.leader and result.complete:
             append_record(folder, result.record)
+        if runtime.world.leader and result.samples:
+            write_json(folder / SAMPLES, {"step": step, "lines": result.samples})
         if runtime.shows_progress():
             print("\n".join(["", evaluator.summary(result.record), *result.samples]))
     if runtime.world.leader:

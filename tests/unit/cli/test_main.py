@@ -26,9 +26,8 @@ COMMANDS = (
     "doctor",
     "lab",
     "plan",
-    "render",
-    "recipes",
-    "completion",
+    "watch",
+    "report",
 )
 PROGRAM = Path(__file__).parents[2] / "support" / "command_without_torch.py"
 
@@ -43,6 +42,8 @@ PROGRAM = Path(__file__).parents[2] / "support" / "command_without_torch.py"
         (["launch", "--bogus", "1"], 2),
         (["status", "absent"], 2),
         (["status", "absent", "--bogus"], 2),
+        (["watch", "absent"], 2),
+        (["report", "absent"], 2),
         (["checkpoint", "digest", "absent"], 3),
         (["train", "--show"], 0),
         (["train", "--out", "gs://runs/first"], 2),
@@ -67,8 +68,19 @@ def test_help_and_refusals_do_not_import_torch(words: list[str], code: int) -> N
 
 def test_light_modules_do_not_import_torch() -> None:
     modules = ["config.schema", "runtime.environment", "data.order", "agent.agent"]
-    modules += ["cli.train", "cli.run", "cli.launch", "cli.status", "cli.drill", "cli.evaluate", "cli.generate", "cli.checkpoint"]
-    modules += ["cli.bench", "cli.doctor", "cli.lab", "cli.plan", "cli.recipes", "cli.completion", "doctor.peers", "network.measurements"]
+    modules += [
+        "cli.train",
+        "cli.run",
+        "cli.launch",
+        "cli.status",
+        "cli.watch",
+        "cli.report",
+        "cli.drill",
+        "cli.evaluate",
+        "cli.generate",
+        "cli.checkpoint",
+    ]
+    modules += ["cli.bench", "cli.doctor", "cli.lab", "cli.plan", "doctor.peers", "network.measurements"]
     code = f"import sys, {', '.join('lockstep.' + name for name in modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

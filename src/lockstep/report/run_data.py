@@ -1,0 +1,209 @@
+"""What the files of a run folder tell about a run, read once for a report or followed by `watch`.
+
+Memory is bounded: curves are thinned (record/follow.py), and the newest KEPT events are kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lockstep.checkpoint.fingerprints import newest_facts
+from lockstep.elastic.generation_log import GenerationLog
+from lockstep.errors import LockstepError, UsageError
+from lockstep.files import read_json, verify_checksum
+from lockstep.record.events import is_event
+from lockstep.record.follow import Curve, LineFollower
+from lockstep.record.goodput import CATEGORIES, valid_seconds
+from lockstep.record.metrics import decode_line, iter_steps
+
+FILES = ("metrics.jsonl", "events.jsonl", "run.json", "generations")  # one of them makes a folder a run
+KEPT = 1000
+MAX_CURVES, MAX_STEP = 60, 2**53
+NO_CURVE = re.compile(r"step|workers|generation|epoch|goodput|.*_so_far|tokens_per_second_per_device|validation_perplexity")
+NORMAL_EXIT = re.compile(r"exited with code (0|75)\b")
+FAILURES = ("worker ended", "hang", "culprit found", "run ended", "SIGTERM sent", "SIGKILL sent")
+NOTED = (*FAILURES, "slow", "override", "resumed with differences", "stopped early", "worker taken over")
+
+
+class Formed(NamedTuple):
+    """A generation, as the event of its start describes it."""
+
+    number: int
+    time_s: float  # since 1970, by the clock of its leader
+    step: int  # committed steps
+    workers: tuple[str, ...]  # "HOST/SLOT", in rank order
+    why: str
+    failed: bool  # whether it lacks a worker of the generation before it, or restarts the run
+
+
+class Stretch(NamedTuple):
+    """The time of a worker in one generation, since 1970."""
+
+    worker: str
+    generation: int
+    start_s: float
+    end_s: float
+
+
+class Note(NamedTuple):
+    time_s: float
+    step: int | None
+    event: str
+    text: str
+
+
+def require_run(folder: Path) -> None:
+    """UsageError unless `folder` has one of the files of a run."""
+    if not any((folder / name).exists() for name in FILES):
+        reason = f"it has none of {', '.join(FILES)}" if folder.is_dir() else "there is no such folder"
+        raise UsageError(f"{folder} is not a run: {reason}", "command line", "give the folder set with --out, such as runs/default")
+
+
+class RunData:
+    """The records of a run. `update` reads what is new.
+    tail_bytes: read only the last part of metrics.jsonl of this size; None: all of it"""
+
+    def __init__(self, folder: Path, tail_bytes: int | None = None) -> None:
+        self.folder, self.tail_bytes = folder, tail_bytes
+        self.events = LineFollower(folder / "events.jsonl")
+        self.generations: deque[Formed] = deque(maxlen=KEPT)
+        self.stretches: deque[Stretch] = deque(maxlen=4 * KEPT)
+        self.notes: deque[Note] = deque(maxlen=KEPT)
+        self.members: dict[str, float] = {}  # worker of the newest generation -> its start
+        self.ids: set[str] = set()  # of the newest generation
+        self.shares: dict[int, list[int]] = {}  # newest ones, by the generation that they are of
+        self.seconds: dict[str, float] = {}  # ledger of the last end of the run, by category
+        self.first_s = self.last_s = 0.0
+        self.failures = self.formed = self.damaged_events = 0
+        self.ended = False
+        self._forget_steps()
+
+    def _forget_steps(self) -> None:
+        self.metrics = LineFollower(self.folder / "metrics.jsonl", self.tail_bytes)
+        self.curves: dict[str, Curve] = {}
+        self.last: dict[str, Any] = {}  # the line of the last step
+        self.step = self.steps_read = self.damaged_lines = 0
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run; 0: unknown."""
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            return int(read_json(self.folder / "run.json")["values"]["steps"])
+        return 0
+
+    def update(self) -> RunData:
+        for line in self.events.read():
+            try:
+                if (event := decode_line(line)) is None or not is_event(event):
+                    raise ValueError("not an event")
+                self._add_event(event)
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+                self.damaged_events += 1
+        is_follow_up = self.metrics.offset > 0
+        for line in self.metrics.read():
+            values = decode_line(line) or {}
+            if type(step := values.get("step")) is int and self.step < step < MAX_STEP:
+                self._add_step(step, values)
+            elif is_follow_up:  # a resumed run has truncated the file and written other lines
+                self._forget_steps()
+                return self.update()
+            else:
+                self.damaged_lines += 1
+        return self
+
+    def _add_step(self, step: int, values: dict[str, Any]) -> None:
+        self.step, self.last, self.steps_read = step, values, self.steps_read + 1
+        for key, value in values.items():
+            if type(value) is float or (type(value) is int and abs(value) < MAX_STEP):
+                if key in self.curves:
+                    self.curves[key].add(step, value)
+                elif len(self.curves) < MAX_CURVES and not NO_CURVE.fullmatch(key):
+                    self.curves[key] = Curve()
+                    self.curves[key].add(step, value)
+
+    def _add_event(self, event: dict[str, Any]) -> None:
+        now_s, kind = datetime.fromisoformat(event["time"]).timestamp(), event["event"]
+        self.first_s, self.last_s = self.first_s or now_s, max(self.last_s, now_s)
+        if kind in ("began", "regrouped"):
+            self._add_generation(now_s, event)
+        elif kind == "goodput":  # of a start that ended in order
+            self.ended = True
+            self.seconds = {name: valid_seconds(event.get(f"{name}_s", 0.0)) for name in CATEGORIES}
+        elif kind == "shares":
+            self.shares = {int(event["generation"]): [int(share) for share in event["shares"]]}
+        elif kind == "worker ended":
+            self._end_stretch(f"{event['host']}/{event['slot']}", now_s)
+        if kind in NOTED and not NORMAL_EXIT.match(str(event.get("why"))):
+            facts = {key: value for key, value in event.items() if key not in ("time", "event", "why", "generation", "step", "pid")}
+            worker = f"{facts.pop('host')}/{facts.pop('slot')}: " if {"host", "slot"} <= facts.keys() else ""
+            text = event.get("why") or ", ".join(f"{key} {value}" for key, value in facts.items())
+            self.notes.append(Note(now_s, event.get("step"), kind, f"{worker}{text}"))
+
+    def _add_generation(self, now_s: float, event: dict[str, Any]) -> None:
+        ids, number, step = [str(id) for id in event["workers"]], int(event["generation"]), int(event["step"])
+        workers = tuple(f"{host}/{int(slot)}" for host, slot, _ in (id.rsplit("/", 2) for id in ids))
+        began = event["event"] == "began"
+        failed = self.formed > 0 and not (self.ended if began else self.ids <= set(ids))
+        why = str(event.get("why") or (f"restarted from step {step}" if self.formed else "started"))
+        for worker in list(self.members):
+            self._end_stretch(worker, now_s)
+        self.generations.append(Formed(number, now_s, step, workers, why, failed))
+        self.members, self.ids, self.ended = dict.fromkeys(workers, now_s), set(ids), False
+        self.formed, self.failures = self.formed + 1, self.failures + failed
+
+    def _end_stretch(self, worker: str, now_s: float) -> None:
+        if (start_s := self.members.pop(worker, None)) is not None:
+            self.stretches.append(Stretch(worker, self.generations[-1].number, start_s, now_s))
+
+    def all_stretches(self) -> list[Stretch]:
+        """Return the stretches; those without an end in the records last until the newest record."""
+        with suppress(OSError):
+            self.last_s = self.last_s if self.ended else max(self.last_s, self.metrics.path.stat().st_mtime)
+        return [*self.stretches, *(Stretch(worker, self.generations[-1].number, s, self.last_s) for worker, s in self.members.items())]
+
+
+class Facts(NamedTuple):
+    """JSON of a run that has no steps. What cannot be read is empty, with a line in `problems`."""
+
+    run: Mapping[str, Any]  # run.json; {} for a script
+    checkpoint: Mapping[str, Any]  # facts of the newest one: time account, versions, processor
+    evaluations: list[dict[str, Any]]
+    samples: Mapping[str, Any]
+    end: str  # of the run; "" while it runs
+    problems: list[str]
+
+
+def read_facts(folder: Path) -> Facts:
+    problems: list[str] = []
+
+    def read(name: str, function: Callable[[], Any], default: Any) -> Any:
+        try:
+            return function()
+        except FileNotFoundError:
+            return default
+        except (LockstepError, OSError, ValueError, KeyError, TypeError) as error:
+            problems.append(f"{name} cannot be read: {error.what if isinstance(error, LockstepError) else error}")
+            return default
+
+    def end() -> str:
+        newest = GenerationLog(folder / "generations").newest()
+        return f"ended with exit code {newest.end.code}: {newest.end.text}".removesuffix(": ") if newest and newest.end else ""
+
+    return Facts(
+        read("run.json", lambda: verify_checksum(read_json(folder / "run.json")), {}),
+        read("the newest checkpoint", lambda: (newest_facts(folder / "checkpoints") or (0, {}))[1], {}),
+        read("evaluations.jsonl", lambda: list(deque(iter_steps(folder / "evaluations.jsonl"), maxlen=KEPT)), []),
+        read("samples.json", lambda: dict(read_json(folder / "samples.json")), {}),
+        read("the generation log", end, ""),
+        problems,
+    )
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,70 @@
+"""`lockstep report`: the file that it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from support.launching import run_lockstep
+from support.written_run import write_run_folder
+
+from lockstep.cli.report import last_leader_host, write_at_end
+from lockstep.elastic.generation_log import Generation, GenerationLog, Member, RunResult
+
+
+def test_a_report_of_one_run_and_of_two(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_run_folder(tmp_path / name)
+    done = run_lockstep("report", "a", cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith("a/report.html: ") and "60 steps" in done.stdout
+    assert run_lockstep("report", "a", "--compare", "b", cwd=tmp_path).stdout.startswith("a/compare.html: ")
+    assert run_lockstep("report", "a", "--out", "c.html", cwd=tmp_path).returncode == 0
+    assert all((tmp_path / name).stat().st_size > 30_000 for name in ("a/report.html", "a/compare.html", "c.html"))
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("absent",), "absent is not a run: there is no such folder"),
+        ((".",), ". is not a run: it has none of"),
+        (("a", "--compare", "absent"), "absent is not a run"),
+        (("a", "--compare", "b/../a"), "is compared with itself"),
+        (("a", "--out", "absent/c.html"), "cannot be written: No such file or directory"),
+        (("a", "--out", "b"), "cannot be written: Is a directory"),
+        (("a", "--bogus"), "unknown option"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_wrong_words_are_refused_and_nothing_is_written(tmp_path: Path, words: tuple[str, ...], problem: str) -> None:
+    write_run_folder(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    done = run_lockstep("report", *words, cwd=tmp_path)
+    assert done.returncode == 2 and problem in done.stderr and len(done.stderr.splitlines()) == 3, done.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_report_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_run_folder(tmp_path)
+    (tmp_path / "report.html").mkdir()
+    with caplog.at_level(logging.WARNING, logger="lockstep"):
+        write_at_end(tmp_path)
+        write_at_end(tmp_path / "absent")
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and "was not written (IsADirectoryError" in caplog.text
+
+
+def test_the_host_of_the_last_rank_0_writes_the_report(tmp_path: Path) -> None:
+    write_run_folder(tmp_path)
+    (tmp_path / "generations").mkdir()
+    log = GenerationLog(tmp_path / "generations")
+    members = [Member(f"{host}/0/x", host, 0, 1, "127.0.0.1:1") for host in "ab"]
+    assert last_leader_host(tmp_path) == ""
+    log.propose(Generation(1, "t", tuple(members), "", 0, "started"))
+    log.propose(Generation(2, "u", tuple(members[1:]), "", 9, "a/0: exited"))
+    assert last_leader_host(tmp_path) == "b"
+    log.record_end(RunResult(0), "the run ended", after=0)
+    write_at_end(tmp_path, "a")
+    assert last_leader_host(tmp_path) == "b" and not (tmp_path / "report.html").exists()
+    write_at_end(tmp_path, "b")
+    assert (tmp_path / "report.html").exists()

@@ -1,0 +1,104 @@
+"""`lockstep watch`: what a frame has, and that a terminal is as before after it."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import termios
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from support.launching import lockstep_command, run_lockstep
+from support.written_run import write_run_folder
+
+from lockstep.cli.watch import TAIL_BYTES, frame, refresh, ssh_words
+from lockstep.elastic.generation_log import Generation, GenerationLog, RunResult
+from lockstep.report.run_data import RunData
+
+MEMBER = {"rank": 0, "host": "a", "slot": 1, "pid": 12, "role": "leader", "step": 61, "phase": "backward"}
+STATUS = {
+    **{"run": "run", "generation": 3, "began_at_step": 38, "reason": "members change", "shares": [5, 3], "ended": None},
+    **{"members": [MEMBER, MEMBER | {"rank": 1, "host": "b", "phase": None, "unreachable": "timed out"}], "waiting": [], "evaluators": []},
+}
+
+
+def text_of(data: RunData, status: dict[str, Any], rows: int = 100) -> str:
+    console = Console(width=140, file=StringIO())
+    console.print(frame(data, status, rows))
+    return console.file.getvalue()
+
+
+def test_a_frame_has_workers_speed_generations_failures_and_progress(tmp_path: Path) -> None:
+    run = write_run_folder(tmp_path, 60)
+    text = text_of(RunData(run, TAIL_BYTES).update(), STATUS)
+    for words in ("2 workers on 2 hosts", "step 60 of 60", "tok/s 8.2 k", "exposed comm 20%", "shares 5+3", "checkpoint: none"):
+        assert words in text, text
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "generation 3, from step 38 on: members change; shares 5+3" in lines
+    assert "0 a 1 12 leader 61 backward" in lines and "1 b 1 12 leader 61 timed out" in lines
+    assert any(line.startswith("2 ") and line.endswith("30 2 a/0: exited") for line in lines)
+    assert any("worker ended a/0: killed by SIGKILL" in line for line in lines)
+
+
+def test_what_does_not_fit_is_counted(tmp_path: Path) -> None:
+    data = RunData(write_run_folder(tmp_path)).update()
+    text = text_of(data, {**STATUS, "members": [MEMBER] * 30}, rows=4)
+    assert text.count("leader") == 4 and "and 26 more workers" in text
+
+
+@pytest.mark.parametrize("bytes_", [40_000, TAIL_BYTES])
+def test_a_refresh_reads_only_the_tail_and_then_what_is_new(tmp_path: Path, bytes_: int) -> None:
+    data = RunData(write_run_folder(tmp_path, 900), bytes_)
+    assert refresh(data) == {} and data.step == 900
+    read = data.metrics.bytes_read
+    assert bytes_ - 1000 < read <= bytes_
+    assert refresh(data) == {} and data.metrics.bytes_read == read and data.last["loss"] > 0
+
+
+def test_piped_output_is_one_plain_frame(tmp_path: Path) -> None:
+    done = run_lockstep("watch", write_run_folder(tmp_path))
+    assert done.returncode == 0 and "step 60 of 60" in done.stdout and "\x1b" not in done.stdout and not done.stderr
+
+
+@pytest.mark.parametrize("signal_", [signal.SIGINT, signal.SIGTERM])
+def test_the_terminal_is_clean_after_an_interrupt(tmp_path: Path, signal_: signal.Signals) -> None:
+    run = write_run_folder(tmp_path)
+    master, slave = pty.openpty()
+    before = termios.tcgetattr(slave)
+    process = subprocess.Popen(lockstep_command("watch", run, "--every", "0.05s"), stdin=slave, stdout=slave, stderr=slave)
+    output = b""
+    while output.count(b"step 60 of 60") < 3:
+        output += os.read(master, 1 << 16)
+    assert b"\x1b[?1049h" in output  # the alternate screen
+    process.send_signal(signal_)
+    while b"\x1b[?1049l" not in output or b"checkpoint: none" not in output.rpartition(b"\x1b[?1049l")[2]:
+        output += os.read(master, 1 << 16)
+    assert process.wait(10) == 0 and output.rfind(b"\x1b[?25h") > output.rfind(b"\x1b[?25l"), "the cursor stays hidden"
+    assert termios.tcgetattr(slave) == before and b"Traceback" not in output
+    os.close(slave)
+    os.close(master)
+
+
+def test_a_finished_run_is_shown_once(tmp_path: Path) -> None:
+    run = write_run_folder(tmp_path)
+    (run / "generations").mkdir()
+    GenerationLog(run / "generations").propose(Generation(1, "t", (), "", 60, "the run ended", end=RunResult(4, "the loss is NaN")))
+    done = run_lockstep("watch", run)
+    assert done.returncode == 0 and "ended with exit code 4: the loss is NaN" in done.stdout
+
+
+def test_words_for_another_host() -> None:
+    words = ssh_words("ada", "/runs/my run", 2.0, terminal=True)
+    assert words[:4] == ["ssh", "-t", "--", "ada"] and "exec lockstep watch '/runs/my run' --every 2;" in words[4]
+    assert "-t" not in ssh_words("ada", "/runs/a", 2.0, terminal=False)
+
+
+@pytest.mark.parametrize(("words", "problem"), [(("absent",), "there is no such folder"), ((".", "--every", "0"), "is not above zero")])
+def test_wrong_words_are_refused(tmp_path: Path, words: tuple[str, ...], problem: str) -> None:
+    done = run_lockstep("watch", *words, cwd=tmp_path)
+    assert done.returncode == 2 and problem in done.stderr and len(done.stderr.splitlines()) == 3

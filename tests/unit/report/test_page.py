@@ -1,0 +1,123 @@
+"""The HTML of a report: complete without JavaScript, self-contained, without secrets, of bounded size."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.written_run import SPIKE_STEP, append_note, write_long_metrics, write_run_folder
+
+from lockstep.files import add_checksum
+from lockstep.report.charts import hide_secrets, number, percents, ticks
+from lockstep.report.page import write_report
+
+CHART = re.compile(r'<figure class="chart.*?</figure>', re.DOTALL)
+
+
+def page_of(*runs: Path) -> str:
+    out = runs[0] / "report.html"
+    write_report(runs, out)
+    return out.read_text()
+
+
+def charts_of(page: str) -> dict[str, dict[str, Any]]:
+    """Return the data of each chart, by title."""
+    found = {}
+    for figure in CHART.findall(page):
+        title = html.unescape(re.search("<h3>(.*?) <small>", figure)[1])
+        found[title] = json.loads(re.search('<script type="application/json">(.*?)</script>', figure)[1])
+        for drawing in re.findall("<svg.*?</svg>", figure):
+            ET.fromstring(drawing)  # well-formed
+        assert 'role="img" aria-label="' in figure
+    return found
+
+
+def test_charts_have_all_steps_the_spike_and_the_failure(tmp_path: Path) -> None:
+    page = page_of(write_run_folder(tmp_path / "run"))
+    charts = charts_of(page)
+    assert {"Loss", "Gradient norm", "Throughput", "Memory", "Waiting for links and data", "Time of a step"} <= charts.keys()
+    assert charts["Loss"]["x"] == [1.0, 60.0] and charts["Loss"]["marks"] == [[30, "generation 2 from step 30: a/0: exited"]]
+    norm = charts["Gradient norm"]["lines"][0]
+    assert norm["y"][norm["x"].index(SPIKE_STEP)] == 900.0
+    bands = charts["Time of a step"]["lines"]
+    assert all(abs(sum(band["y"][i] for band in bands) - 100) < 0.01 for i in range(60)) and bands[0]["y"][0] == 70.0
+    for words in ("goodput", '<dd class="a">70.0%</dd>', "martedì", "Tuesday &lt;b&gt;", "a/0: killed by SIGKILL", "31.5"):
+        assert words in page
+    assert not re.search(r"(src|href)=|https?://|@import|url\(", page), "the page loads something"
+
+
+def test_two_runs_share_their_charts(tmp_path: Path) -> None:
+    runs = [write_run_folder(tmp_path / "a", 40), write_run_folder(tmp_path / "b", 60, seed="7")]
+    page = page_of(*runs)
+    loss = charts_of(page)["Loss"]
+    assert [line["name"] for line in loss["lines"]][:2] == ["a: training", "b: training"] and loss["x"] == [1.0, 60.0]
+    assert len(loss["marks"]) == 2 and "values that differ" in page and '<th scope="row">seed</th><td>1</td><td>7</td>' in page
+
+
+def test_shares_sum_to_exactly_100() -> None:
+    for seconds in ({"a": 1.0, "b": 1.0, "c": 1.0}, {"a": 1e-9, "b": 5.0}, {"a": 12.588, "b": 11.615, "c": 0.27, "d": 2.45}):
+        shares = percents(seconds)
+        assert round(sum(shares.values()), 6) == 100.0 and all(
+            abs(shares[k] - 100 * v / sum(seconds.values())) < 0.1 for k, v in seconds.items()
+        )
+    assert percents({}) == {} and percents({"a": 0.0}) == {"a": 0.0}
+
+
+def test_secrets_do_not_get_into_the_page(tmp_path: Path) -> None:
+    write_run_folder(tmp_path)
+    saved = json.loads((tmp_path / "run.json").read_text())
+    saved["values"]["track"] |= {"wandb_api_key": "s3cr3t-1", "project": "https://me:s3cr3t-2@host/x"}
+    (tmp_path / "run.json").write_text(json.dumps(add_checksum({key: saved[key] for key in saved if key != "sha256"})))
+    append_note(
+        tmp_path, "failed: cannot open https://me:s3cr3t-3@host/x with password=s3cr3t-4 and token: 's3cr3t-5', hf_s3cr3t6789012345"
+    )
+    (tmp_path / "samples.json").write_text(json.dumps({"lines": ["AWS_SECRET_ACCESS_KEY=s3cr3t-7"]}))
+    page = page_of(tmp_path)
+    assert "s3cr3t" not in page and page.count("(hidden)") >= 4 and "wandb_api_key" in page
+    assert hide_secrets("tokens 512, token_stream, monkey: 3") == "tokens 512, token_stream, monkey: 3"
+
+
+def test_texts_of_a_run_are_escaped(tmp_path: Path) -> None:
+    run = write_run_folder(tmp_path / "<script>alert(1)<")
+    append_note(run, "</script><img onerror=x>")
+    with open(run / "events.jsonl") as file:
+        lines = file.read().replace("a/0: exited", "</script><b>")
+    (run / "events.jsonl").write_text(lines)
+    page = page_of(run)
+    assert page.count("<script") == page.count("</script>") and "<b>" not in page and "<img" not in page and "alert(1)<" not in page
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "run.json"])
+def test_one_file_is_enough(tmp_path: Path, name: str) -> None:
+    whole = write_run_folder(tmp_path / "whole")
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / name).write_bytes((whole / name).read_bytes())
+    page = page_of(tmp_path / "part")
+    assert ("no step has been committed" in page) == (name != "metrics.jsonl")
+
+
+def test_what_is_not_finite_is_named(tmp_path: Path) -> None:
+    write_run_folder(tmp_path)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 61, "loss": "NaN", "norm": "Infinity"}\n')
+    page = page_of(tmp_path)
+    assert "loss is not finite at 1 steps, first at step 61" in page and "NaN" not in json.dumps(charts_of(page)["Loss"])
+
+
+def test_a_long_run_has_a_small_report(tmp_path: Path) -> None:
+    write_long_metrics(tmp_path / "metrics.jsonl", 20_000)
+    page = page_of(tmp_path)
+    norm = charts_of(page)["Gradient norm"]["lines"][0]
+    assert len(page) < 700_000 and 500 < len(norm["x"]) <= 1000 and max(norm["high"]) == 900.0
+
+
+def test_ticks_are_round_and_inside() -> None:
+    for low, high in ((0.0, 1.0), (1, 60), (3.7, 8.6), (-0.02, 0.01), (0, 1e9)):
+        marks = ticks(low, high)
+        assert 2 <= len(marks) <= 9 and low <= marks[0] and marks[-1] <= high
+    assert [number(value) for value in (0.0, 8.566, 1234.0, 15_000.0, 2.5e6)] == ["0", "8.566", "1,234", "15 k", "2.5 M"]
