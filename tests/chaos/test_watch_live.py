@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
@@ -14,13 +15,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.launching import OWN_LOOP, run_lockstep, start_lockstep
+from support.launching import OWN_LOOP, one_thread, run_lockstep, start_lockstep
 from support.waiting import wait_until
 from support.written_run import write_run_folder
 
 from lockstep.elastic.control import run_status
 from lockstep.record.events import read_events
 from lockstep.record.metrics import read_metrics
+from lockstep.runtime.sockets import reserve_port
 
 SERVER = Path(__file__).parents[1] / "support" / "ssh_server.py"
 
@@ -30,7 +32,7 @@ def test_a_live_run_is_watched_and_ends_with_a_report(tmp_path: Path) -> None:
     process = start_lockstep("train", OWN_LOOP, "--workers", "2", "--out", run, "--steps", "300")
     wait_until(lambda: len(read_metrics(run / "metrics.jsonl")) >= 3, "three steps", process=process)
     live = run_lockstep("watch", run).stdout
-    assert re.search(r"2 workers on 1 hosts?\n", live) and re.search(r"(?m)^1 +\S+ +1 +\d+ +worker +\d+ +[a-z]+ *$", live), live
+    assert re.search(r"2 workers on 1 host\n", live) and re.search(r"(?m)^1 +\S+ +1 +\d+ +worker +\d+ +[a-z]+ *$", live), live
     os.kill(run_status(run)["members"][0]["pid"], signal.SIGKILL)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
@@ -43,6 +45,21 @@ def test_a_live_run_is_watched_and_ends_with_a_report(tmp_path: Path) -> None:
     assert charts[0]["marks"][0][0] == lost["step"] and charts[0]["x"] == [1, 300] and "killed by SIGKILL" in page
     ended = run_lockstep("watch", run).stdout
     assert "ended with exit code 0" in ended and "killed by SIGKILL" in ended and "step 300" in ended
+
+
+@pytest.mark.long
+def test_a_run_of_another_launcher_ends_with_its_samples_in_the_report(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    tiny = {"data.pairs": 1500, "data.held_out": 40, "tokenizer.vocab_size": 300, "batch.tokens": 128, "evaluate.at_end": 8, "steps": 2}
+    launcher = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    with reserve_port("127.0.0.1") as reserved:
+        launcher["MASTER_PORT"] = str(reserved.getsockname()[1])
+    words = [word for key, value in tiny.items() for word in (f"--{key}", value)]
+    done = run_lockstep("train", "--out", run, *words, env=one_thread(**launcher))
+    assert done.returncode == 0, done.stderr
+    samples = json.loads((run / "samples.json").read_text())
+    page = (run / "report.html").read_text()
+    assert samples["step"] == 2 and all(html.escape(line) in page for line in samples["lines"]) and len(samples["lines"]) > 6
 
 
 @pytest.fixture

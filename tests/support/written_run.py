@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,18 @@ def append_note(run: Path, why: str) -> None:
     append_event(run, "worker ended", host="a", slot=1, pid=8, why=why)
 
 
-def write_long_metrics(path: Path, steps: int) -> None:
-    """Write the metrics of many steps at once."""
+def write_long_metrics(path: Path, steps: int, more: Callable[[int], dict[str, Any]] = lambda step: {}) -> None:
+    """Write the metrics of many steps at once, with values that the user's loop logs."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "wb") as file:
-        file.writelines(encode_line({"step": step, **metrics_of(step)}) for step in range(1, steps + 1))
+        file.writelines(encode_line({"step": step, **metrics_of(step), **more(step)}) for step in range(1, steps + 1))
+
+
+def write_many_generations(run: Path, generations: int, workers: int) -> None:
+    """Write the events of a run that loses and replaces a worker every ten seconds."""
+    with open(run / "events.jsonl", "wb") as file:
+        for number in range(1, generations + 1):
+            time = (START + timedelta(seconds=10 * number)).isoformat(timespec="milliseconds")
+            ids = [f"host-{i // 8}/{i % 8}/{number if i == number % workers else 0}" for i in range(workers)]
+            facts = {"generation": number, "step": 20 * number, "why": f"host-0/{number % 8}: exited", "workers": ids}
+            file.write(encode_line({"time": time, "event": "regrouped" if number > 1 else "began", **facts}))

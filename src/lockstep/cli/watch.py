@@ -101,7 +101,8 @@ def state_line(data: RunData, status: dict[str, Any]) -> Text:
     elif members and all("unreachable" in member for member in members):
         state, style = "no worker answers", "red"
     else:
-        state, style = f"{len(members)} workers on {len({member['host'] for member in members})} hosts", "green"
+        hosts = len({member["host"] for member in members})
+        state, style = f"{len(members)} workers on {hosts} host{'s' * (hosts != 1)}", "green"
     return Text.assemble((str(data.folder), "bold"), "  ", (state, style))
 
 

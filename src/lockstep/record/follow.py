@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lockstep.files import open_regular
 
-BINS = 1000  # of a curve
+BINS = 600  # of a curve
 
 
 class LineFollower:

@@ -18,7 +18,7 @@ from lockstep.report.run_data import Stretch
 from lockstep.units import format_count, format_duration
 
 WIDTH, HEIGHT, ROW = 1000, 300, 26  # of a plot; of a row of the timeline
-MAX_ROWS, MAX_MARKS = 32, 400
+MAX_ROWS, MAX_MARKS = 32, 200
 SECRET_TEXT = re.compile(
     r"(?i)((?:password|passwd|secret|credentials?|(?:api|access|private)[_-]?key|(?<![a-z])token)[\"']?\s*[=:]\s*[\"']?)[^\s\"',;]+"
     r"|\b(?:hf_|sk-|ghp_|AKIA)[A-Za-z0-9_-]{12,}"

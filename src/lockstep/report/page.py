@@ -22,12 +22,12 @@ CHARTS: tuple[tuple[str, dict[str, str], str, float, str], ...] = (  # title, na
     ("Loss", {"loss": "training", "validation_loss": "validation"}, "", 1, "wide"),
     ("Gradient norm", {"norm": "norm"}, "", 1, "zero"),
     ("Throughput", {"tokens_per_second": "all devices"}, "tokens/s", 1, "zero"),
-    ("Waiting for links and data", {"exposed_communication": "exposed communication", "data_wait": "data"}, "% of a step", 0.01, "zero"),
+    ("Link and data waits", {"exposed_communication": "exposed communication", "data_wait": "data"}, "% of a step", 0.01, "zero"),
     ("Memory", {"memory_bytes": "peak of rank 0"}, "GiB", 2**30, "zero"),
     ("Learning rate", {"learning_rate": "learning rate"}, "", 1, "zero"),
 )
 UNDRAWN = ("workers", "generation", "epoch", "tokens", "seconds", "goodput", "tokens_per_second_per_device", "validation_perplexity")
-MAX_OWN, MAX_EVENTS, MAX_EVALUATIONS = 12, 100, 50
+MAX_OWN, MAX_EVENTS, MAX_EVALUATIONS = 8, 100, 50
 EVALUATION_SETTINGS = ("averaged", "lowercase", "average", "bleu_signature", "chrf_signature", "seconds")
 BAND_NAMES: dict[str, str] = {name: NAMES.get(name, name) for name in CATEGORIES}
 BAND_CSS = {name: f"c{i}" for i, name in enumerate([*CATEGORIES, "overhead"])}
@@ -42,7 +42,7 @@ class Run(NamedTuple):
 
     @property
     def ledger(self) -> dict[str, float]:
-        """Seconds by category: at the last end of the run or in its newest checkpoint, whichever is later."""
+        """Seconds by category: the later of the last end of the run and its newest checkpoint."""
         saved = {name: float(value) for name, value in mapping(mapping(self.facts.checkpoint.get("time")).get("seconds")).items()}
         ledger = max(self.data.seconds, saved, key=lambda seconds: math.fsum(seconds.values()))
         return {name: ledger[name] for name in CATEGORIES if ledger.get(name)}
@@ -200,7 +200,7 @@ def step_bands(run: Run, steps: tuple[float, float]) -> str:
             bands[name].append((seconds[0], share, below, below + share))
             below += share
     lines = [Line(BAND_NAMES.get(name, name), BAND_CSS[name], points, "band") for name, points in bands.items()]
-    return line_chart(f"{run.prefix}Time of a step", lines, steps, "%", (), "the bands sum to 100%", "zero wide")
+    return line_chart(f"{run.prefix}Time of a step", lines, steps, "%", (), "the bands sum to 100%", "zero")
 
 
 def goodput(run: Run) -> str:
@@ -226,7 +226,7 @@ def events_table(run: Run) -> str:
         events.append((item.time_s, item.step, f"generation {item.number}", f"{len(item.workers)} workers: {item.why}"))
     events.sort(key=lambda event: event[0])
     rows = [(clock(time_s - run.data.first_s), "" if step is None else step, *rest) for time_s, step, *rest in events[-MAX_EVENTS:]]
-    caption = f"{run.prefix}the last {len(rows)} of {len(events):,} events"
+    caption = f"{run.prefix}the last {len(rows)} of {len(events):,} events" if len(rows) < len(events) else f"{run.prefix}events"
     return table(caption, ("after", "step", "event", "reason"), rows)
 
 
@@ -246,7 +246,7 @@ def samples(run: Run) -> str:
 
 
 def values(runs: Sequence[Run]) -> Iterator[str]:
-    """Yield tables of the resolved runs: the values that differ, those that were set, and all."""
+    """Yield tables of the resolved runs: differing values, values that were set, all values."""
     if len(runs) == 2:
         first, second = (run.values for run in runs)
         rows = [(key, first.get(key, ""), second.get(key, "")) for key in {**first, **second} if first.get(key) != second.get(key)]

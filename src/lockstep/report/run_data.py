@@ -1,4 +1,4 @@
-"""What the files of a run folder tell about a run, read once for a report or followed by `watch`.
+"""Read the files of a run folder, whole for a report, or as they grow for `watch`.
 
 Memory is bounded: curves are thinned (record/follow.py), and the newest KEPT events are kept.
 """
@@ -73,7 +73,7 @@ class RunData:
         self.folder, self.tail_bytes = folder, tail_bytes
         self.events = LineFollower(folder / "events.jsonl")
         self.generations: deque[Formed] = deque(maxlen=KEPT)
-        self.stretches: deque[Stretch] = deque(maxlen=4 * KEPT)
+        self.stretches: deque[Stretch] = deque(maxlen=2 * KEPT)
         self.notes: deque[Note] = deque(maxlen=KEPT)
         self.members: dict[str, float] = {}  # worker of the newest generation -> its start
         self.ids: set[str] = set()  # of the newest generation
@@ -162,7 +162,7 @@ class RunData:
             self.stretches.append(Stretch(worker, self.generations[-1].number, start_s, now_s))
 
     def all_stretches(self) -> list[Stretch]:
-        """Return the stretches; those without an end in the records last until the newest record."""
+        """Return the stretches; one whose end is not recorded lasts until the newest record."""
         with suppress(OSError):
             self.last_s = self.last_s if self.ended else max(self.last_s, self.metrics.path.stat().st_mtime)
         return [*self.stretches, *(Stretch(worker, self.generations[-1].number, s, self.last_s) for worker, s in self.members.items())]
