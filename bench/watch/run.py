@@ -1,6 +1,6 @@
-"""What `lockstep report` and a refresh of `lockstep watch` cost.
+"""Measure the cost of `lockstep report`, and of a refresh of `lockstep watch`.
 
-The report is written by a process of its own, over runs of given lengths; its peak memory is that of the process. A refresh is
+A separate process writes the report, over runs of given lengths; its peak memory counts. A refresh is
 measured on a run with two workers that trains meanwhile: processor time of this process, and bytes read of metrics.jsonl.
 
     OMP_NUM_THREADS=1 python -m bench.watch.run --keep NAME
@@ -31,12 +31,13 @@ from lockstep.cli.watch import TAIL_BYTES, frame, refresh
 from lockstep.report.run_data import RunData
 
 WRITE = """
-import resource, sys, time
+import re, sys, time
 from pathlib import Path
 from lockstep.report.page import write_report
-before, start_s = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+peak_kib = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+before, start_s = peak_kib(), time.perf_counter()
 write_report([Path(sys.argv[1])], Path(sys.argv[2]))
-print(time.perf_counter() - start_s, before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+print(time.perf_counter() - start_s, before, peak_kib())
 """
 
 COSTS = (("cpu_s", 1e3), ("bytes", 1), ("steps", 1))
