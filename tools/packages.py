@@ -28,7 +28,7 @@ LAYERS = (
     ("elastic",),
     ("agent",),
     ("checkpoint",),
-    ("report",),
+    ("remote", "report"),
     ("models",),
     ("planner",),
     ("parallel",),

@@ -23,8 +23,10 @@ from lockstep.runtime.environment import RESERVED_VARIABLES
 from lockstep.runtime.exit_report import error_summary, is_out_of_memory
 
 RUN_COMMANDS = ("train", "launch", "drill", "plan")  # accept every key of a run as an option
-# accept only the words that argparse knows
-STRICT_COMMANDS = ("bench", "doctor", "status", "watch", "report", "evaluate", "translate", "checkpoint", "lab")
+# Accept only the words that argparse knows.
+STRICT_COMMANDS = (
+    *("bench", "checkpoint", "completion", "doctor", "evaluate", "lab", "recipes", "render", "report", "status", "translate", "watch"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,6 +9,8 @@ from lockstep.log import log
 from lockstep.report.page import write_report
 from lockstep.report.run_data import require_run
 
+PREEMPTED_BYTES = 32 << 20  # of metrics.jsonl, read in about a second
+
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:
     folders = [args.folder, *([args.compare] if args.compare else [])]
@@ -25,11 +27,16 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
-def write_at_end(folder: Path, host: str = "") -> None:
+def write_at_end(folder: Path, host: str = "", *, is_preempted: bool = False) -> None:
     """Write RUN/report.html after training, if the last rank 0 was on `host` ("": in any case).
-    A failure is a warning: it changes neither the run nor its exit code."""
+    A failure is a warning: it changes neither the run nor its exit code.
+    is_preempted: the host may be lost in seconds; leave a long run to `lockstep report`"""
     try:
-        if (folder / "metrics.jsonl").exists() and (not host or host == last_leader_host(folder)):
+        if not (metrics := folder / "metrics.jsonl").exists() or (host and host != last_leader_host(folder)):
+            return
+        if is_preempted and metrics.stat().st_size > PREEMPTED_BYTES:
+            log.info("report.html was not written: lockstep report %s does", folder)
+        else:
             log.info("report: %s", write_report([folder], folder / "report.html"))
     except (Exception, KeyboardInterrupt) as error:
         log.warning("report.html was not written (%s: %s); lockstep report %s tries again", type(error).__name__, error, folder)

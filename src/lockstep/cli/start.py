@@ -32,6 +32,7 @@ from lockstep.layout import Layout, choose_layout
 from lockstep.log import log
 from lockstep.runtime.environment import check_worker_count, default_worker_count, read_rank_info
 from lockstep.runtime.exit_report import worker_main
+from lockstep.runtime.signals import STOP_EXIT_CODES, SignalInbox
 from lockstep.runtime.worker_env import read_worker_env
 from lockstep.tasks.layout_limits import layout_limits
 
@@ -71,7 +72,8 @@ def start_agent(request: RunRequest, run: RunConfig | None, config: AgentConfig)
     policy = replace(PLAIN_SCRIPT_POLICY, script=Path(request.script).name) if request.restart == "all" else config.policy
     config = replace(config, flags=request.flags if request.script else {}, command=command, policy=policy)
     code = run_agent(program, request.folder, config)
-    write_at_end(request.folder, config.host)
+    with SignalInbox():  # a late signal does not change the exit code
+        write_at_end(request.folder, config.host, is_preempted=code == STOP_EXIT_CODES["SIGTERM"])
     return code
 
 

@@ -26,6 +26,9 @@ COMMANDS = (
     "doctor",
     "lab",
     "plan",
+    "render",
+    "recipes",
+    "completion",
     "watch",
     "report",
 )
@@ -68,18 +71,8 @@ def test_help_and_refusals_do_not_import_torch(words: list[str], code: int) -> N
 
 def test_light_modules_do_not_import_torch() -> None:
     modules = ["config.schema", "runtime.environment", "data.order", "agent.agent"]
-    modules += [
-        "cli.train",
-        "cli.run",
-        "cli.launch",
-        "cli.status",
-        "cli.watch",
-        "cli.report",
-        "cli.drill",
-        "cli.evaluate",
-        "cli.generate",
-        "cli.checkpoint",
-    ]
+    modules += ["cli.train", "cli.run", "cli.launch", "cli.status", "cli.watch", "cli.report", "cli.drill", "cli.evaluate"]
+    modules += ["cli.generate", "cli.checkpoint", "cli.recipes", "cli.completion", "cli.render"]
     modules += ["cli.bench", "cli.doctor", "cli.lab", "cli.plan", "doctor.peers", "network.measurements"]
     code = f"import sys, {', '.join('lockstep.' + name for name in modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -54,6 +54,15 @@ def test_a_report_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: py
     assert [record.levelname for record in caplog.records] == ["WARNING"] and "was not written (IsADirectoryError" in caplog.text
 
 
+def test_a_preempted_long_run_exits_without_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run_folder(tmp_path)
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    for limit, written in ((size - 1, False), (size, True)):
+        monkeypatch.setattr("lockstep.cli.report.PREEMPTED_BYTES", limit)
+        write_at_end(tmp_path, is_preempted=True)
+        assert (tmp_path / "report.html").exists() == written
+
+
 def test_the_host_of_the_last_rank_0_writes_the_report(tmp_path: Path) -> None:
     write_run_folder(tmp_path)
     (tmp_path / "generations").mkdir()
