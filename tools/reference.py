@@ -70,6 +70,7 @@ SECTIONS = {
     "checkpoint": "[Checkpoints](../checkpoints.md).",
     "track": "[Records](../loop.md#records).",
     "evaluate": "Scores after and during training.",
+    "divergence": "[Divergence](../divergence.md).",
     "diloco": "[DiLoCo](../slow-links.md#diloco).",
 }
 

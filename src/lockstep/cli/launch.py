@@ -20,7 +20,12 @@ from lockstep.log import log
 from lockstep.runtime.processes import die_with_parent
 from lockstep.runtime.worker_env import SHARED_TERMINAL
 
-CONFLICTS = {"--ray": ("hosts", "host", "ssh", "address"), "--nodes": ("hosts", "ssh"), "--hosts": ("address",)}  # options that exclude each other
+# Options that exclude each other.
+CONFLICTS = {
+    "--ray": ("hosts", "host", "ssh", "address"),
+    "--nodes": ("hosts", "ssh"),
+    "--hosts": ("address",),
+}
 
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:
