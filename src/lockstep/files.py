@@ -13,7 +13,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from lockstep.errors import DamagedFileError
 
@@ -82,11 +82,36 @@ def write_if_absent(path: Path, content: str, mode: int = 0o666) -> None:
         os.link(temporary, path)
 
 
+def open_unpublished(path: Path) -> BinaryIO:
+    """Open a new file beside `path` for `publish`. Two processes that write the same file, such as a
+    worker that was given up and its successor, never change each other's bytes."""
+    return open(temporary_name(path), "xb")
+
+
+def publish(file: BinaryIO) -> None:
+    """Sync and close a file of `open_unpublished`, and rename it to its path."""
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+    temporary = Path(file.name)
+    os.replace(temporary, temporary.with_name(temporary.name[1:].rpartition(".")[0]))
+
+
+def remove_unpublished(folder: Path) -> None:
+    """Remove what killed processes have left of `open_unpublished`."""
+    for path in folder.glob(".*.????????"):
+        path.unlink(missing_ok=True)
+
+
+def temporary_name(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+
+
 @contextmanager
 def temporary_file(path: Path, content: bytes | str | Iterable[bytes | memoryview], mode: int = 0o666) -> Iterator[Path]:
     """Yield a flushed temporary file with `content` beside `path`; then flush the folder."""
     data = content.encode() if isinstance(content, str) else content
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    temporary = temporary_name(path)
     try:
         with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             for chunk in [data] if isinstance(data, bytes) else data:

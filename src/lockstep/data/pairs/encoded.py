@@ -6,7 +6,6 @@ For each side, `ids` holds the concatenated ids of all sentences without special
 
 from __future__ import annotations
 
-import os
 from array import array
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy.typing as npt
 
 from lockstep.data.tokenizer import BEGIN, END, PAD
 from lockstep.errors import DataError
+from lockstep.files import open_unpublished, publish
 
 Ints = npt.NDArray[np.int64]
 SIDES = ("source", "target")
@@ -30,10 +30,9 @@ def write_side(folder: Path, split: str, side: str, rows: Iterable[list[int]], v
     paths = []
     for name, values in (("ids", ids), ("offsets", ends)):
         path = folder / f"{split}.{side}.{name}.npy"
-        with open(path, "wb") as file:
-            np.save(file, np.asarray(values))
-            file.flush()
-            os.fsync(file.fileno())
+        file = open_unpublished(path)
+        np.save(file, np.asarray(values))
+        publish(file)
         paths.append(path)
     return paths
 

@@ -20,7 +20,7 @@ from lockstep.data.pairs.encoded import SIDES, EncodedPairs, write_side
 from lockstep.data.pairs.textfiles import Pairs
 from lockstep.data.tokenizer import Tokenizer
 from lockstep.errors import DataError
-from lockstep.files import write_atomic
+from lockstep.files import remove_unpublished, write_atomic
 from lockstep.log import log
 
 ENCODE_BATCH = 50_000  # texts encoded at once: the results of the library need much memory
@@ -52,6 +52,7 @@ def prepare(data: config.DataOptions, options: config.TokenizerOptions, folder: 
     if matches_prepared(folder, settings, "corpus", partial(corpus.fingerprint, data, digests)):
         return
     folder.mkdir(parents=True, exist_ok=True)
+    remove_unpublished(folder)
     text = corpus.read_corpus(data)
     log.info(text.report.line())
     tokenizer = Tokenizer.train((sentence for pair in text.train for sentence in pair), **asdict(options))

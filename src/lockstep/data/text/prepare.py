@@ -27,7 +27,7 @@ from lockstep.data.text.documents import SPLITS, Document, Split, in_groups, sou
 from lockstep.data.text.token_stream import TokenStream, TokenStreamWriter
 from lockstep.data.tokenizer import Tokenizer
 from lockstep.errors import DataError
-from lockstep.files import sha256_file
+from lockstep.files import open_unpublished, publish, remove_unpublished, sha256_file
 from lockstep.log import log
 from lockstep.units import format_bytes, format_count
 
@@ -90,16 +90,19 @@ def prepare(
     if matches_prepared(folder, settings, "source", lambda: source_of(run.data)):
         return
     folder.mkdir(parents=True, exist_ok=True)
+    remove_unpublished(folder)
     text_bytes = dict.fromkeys(SPLITS, 0)
     with ExitStack() as stack:
-        records = {split: stack.enter_context(open(folder / f"{split}.jsonl", "w", encoding="utf-8")) for split in SPLITS[1:]}
+        records = {split: open_unpublished(folder / f"{split}.jsonl") for split in SPLITS[1:]}
+        for file in records.values():
+            stack.callback(publish, file)
         size = tokenizer.inner.get_vocab_size(with_added_tokens=True)
         writers = {split: TokenStreamWriter(folder, split, size, has_loss_mask=run.task == "sft") for split in SPLITS}
         for sample in samples:
             writers[sample.split].add(sample.ids, sample.loss_mask)
             text_bytes[sample.split] += sample.bytes
             if sample.split in records:
-                records[sample.split].write(json.dumps(sample.record, ensure_ascii=False) + "\n")
+                records[sample.split].write(f"{json.dumps(sample.record, ensure_ascii=False)}\n".encode())
     optional = [split for split in SPLITS[1:] if not run.data.held_out_share and not getattr(run.data, split)]  # held_out_share=0
     if empty := [split for split in SPLITS if not writers[split].documents and split not in optional]:
         counts = "; ".join(f"{count:,} {reason}" for reason, count in dropped.items()) or "nothing was dropped"

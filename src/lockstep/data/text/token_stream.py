@@ -10,7 +10,6 @@ Writing and reading need memory for a few documents only.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import DataError
-from lockstep.files import read_json, write_json
+from lockstep.files import open_unpublished, publish, read_json, write_json
 
 Ints = npt.NDArray[np.int64]
 SHARD_TOKENS = 1 << 26  # 128 MiB of ids
@@ -34,7 +33,7 @@ class TokenStreamWriter:
         self.bits = 16 if vocab_size <= 1 << 16 else 32
         self.tokens = self.documents = 0
         self.paths = [folder / f"{name}.offsets"]
-        self._offsets = open(self.paths[0], "wb")  # noqa: SIM115
+        self._offsets = open_unpublished(self.paths[0])
         self._offsets.write(np.zeros(1, np.int64).tobytes())
         self._files: dict[str, BinaryIO] = {}
 
@@ -57,26 +56,21 @@ class TokenStreamWriter:
         self._offsets.write(np.array([self.tokens], np.int64).tobytes())
 
     def _next_shard(self, kinds: list[str]) -> None:
-        close_synced(self._files.values())
+        for file in self._files.values():
+            publish(file)
         for kind in kinds:
             path = self.folder / f"{self.name}.{self.tokens // self.shard_tokens:05d}.{kind}"
-            self._files[kind] = open(path, "wb")  # noqa: SIM115
+            self._files[kind] = open_unpublished(path)
             self.paths.append(path)
 
     def close(self) -> list[Path]:
         """Sync all files to disk; return their paths."""
-        close_synced([*self._files.values(), self._offsets])
+        for file in [*self._files.values(), self._offsets]:
+            publish(file)
         self._files = {}
         header = {"documents": self.documents, "tokens": self.tokens, "bits": self.bits, "counted": self.has_loss_mask}
         write_json(self.folder / f"{self.name}.json", header | {"shard_tokens": self.shard_tokens})
         return [*self.paths, self.folder / f"{self.name}.json"]
-
-
-def close_synced(files: Iterable[BinaryIO]) -> None:
-    for file in files:
-        file.flush()
-        os.fsync(file.fileno())
-        file.close()
 
 
 @dataclass(frozen=True)
