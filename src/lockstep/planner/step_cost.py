@@ -67,7 +67,8 @@ def mean_timing(timings: Sequence[Timing]) -> Timing:
 
 @dataclass(frozen=True)
 class StepCost:
-    """A step of the slowest rank. exposed_s: communication that no computation hides."""
+    """A step of the slowest rank. exposed_s: communication that no computation hides; update_s: with
+    the processor time of messages."""
 
     compute_s: float
     exposed_s: float
@@ -160,12 +161,13 @@ def step_cost(model: ModelCost, run: RunConfig, layout: Layout, cluster: Cluster
         (stage,) = stages
         if run.diloco.learners:
             sent_s = sum(seconds for sends in (stage.last_sends() or {}).values() for seconds in sends)
-            updates = -(-run.diloco.learners // layout.replicate) + 1 / run.diloco.every
-            return StepCost(compute_s, (sent_s + messages_s) / run.diloco.every, 0.0, updates * update_s, sent / run.diloco.every)
+            every = run.diloco.every
+            updates = -(-run.diloco.learners // layout.replicate) + 1 / every
+            return StepCost(compute_s, sent_s / every, 0.0, updates * update_s + messages_s / every, sent / every)
         timeline = Timeline()
         for number in range(passes):
             play_pass(timeline, stage.parts, stage.root, run, stage.last_sends() if number == passes - 1 else stage.sends(once))
-        return StepCost(compute_s, max(timeline.now_s, timeline.port_s) - compute_s + messages_s, 0.0, update_s, sent)
+        return StepCost(compute_s, max(timeline.now_s, timeline.port_s) - compute_s, 0.0, update_s + messages_s, sent)
     chunks, width = run.layout.pipeline_chunks, shards * layout.tensor
     edge = cluster.link(0, width, min(width, cluster.per_host))
     times = [stage.pass_seconds(run, once) for stage in stages]
@@ -175,7 +177,7 @@ def step_cost(model: ModelCost, run: RunConfig, layout: Layout, cluster: Cluster
         total_s += halving_seconds((0, (layout.pipeline - 1) * width), 4 * model.embedding.elements(1) / shards, cluster)
     computing = [(stage.compute_s / 3 / chunks, stage.compute_s / 1.5 / chunks) for stage in stages]
     bubble_s = max(play_pipeline(computing, passes, chunks, 0, Link(0.0, 1.0))) - compute_s
-    return StepCost(compute_s, max(0.0, total_s - compute_s - bubble_s) + messages_s, bubble_s, update_s, sent)
+    return StepCost(compute_s, max(0.0, total_s - compute_s - bubble_s), bubble_s, update_s + messages_s, sent)
 
 
 class Stage:

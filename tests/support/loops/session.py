@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -56,7 +57,9 @@ def train(out: str = "runs/session", steps: int = 40, num_workers: int = 0) -> N
 
 def disturb(path: Path, runtime: lockstep.ElasticRuntime, step: int) -> None:
     """Carry out what the file requests for this step, once."""
-    orders = json.loads(path.read_text()) if path.exists() else {}
+    orders = {}
+    with suppress(FileNotFoundError):  # another worker removes it when it stops the run
+        orders = json.loads(path.read_text())
     slot, done = runtime.slot_or_rank, path.with_name("killed")
     if step == orders.get("kill") and slot == 1 and not done.exists():
         done.touch()
@@ -65,7 +68,7 @@ def disturb(path: Path, runtime: lockstep.ElasticRuntime, step: int) -> None:
         path.unlink(missing_ok=True)
         os.kill(os.getpid(), signal.SIGTERM)
     if orders and runtime.world.size < 3:
-        time.sleep(0.05)  # time for the next worker to join
+        time.sleep(0.1)  # time for the next worker to join
 
 
 if __name__ == "__main__":

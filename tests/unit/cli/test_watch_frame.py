@@ -7,6 +7,7 @@ import pty
 import signal
 import subprocess
 import termios
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,10 @@ def test_the_terminal_is_clean_after_an_interrupt(tmp_path: Path, signal_: signa
     run = write_run_folder(tmp_path)
     master, slave = pty.openpty()
     before = termios.tcgetattr(slave)
-    process = subprocess.Popen(lockstep_command("watch", run, "--every", "0.05s"), stdin=slave, stdout=slave, stderr=slave)
+    # A background shell ignores SIGINT, and children inherit that.
+    reset = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    command = lockstep_command("watch", run, "--every", "0.05s")
+    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, preexec_fn=reset)  # noqa: PLW1509  no thread holds a lock here
     output = b""
     while output.count(b"step 60 of 60") < 3:
         output += os.read(master, 1 << 16)
