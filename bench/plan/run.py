@@ -59,7 +59,7 @@ LAYOUTS = {
     "pipeline 2": "--layout.pipeline 2",
     "pipeline 2, 2 chunks": "--layout.pipeline 2 --layout.pipeline_chunks 2",
 }
-STEPS, SKIPPED = 30, 3
+SKIPPED = 3  # steps that are not timed
 # Times 20 messages of a byte there and back, then 8 MB in both directions at once: (latency, rate).
 PROBE = """
 import socket, sys, threading, time
@@ -148,7 +148,7 @@ def measure(name: str, flags: str, args: argparse.Namespace, folder: Path, netwo
             shutil.rmtree(work, ignore_errors=True)
             shutil.copytree(data, work / "run")
             layout_words = LAYOUTS[layout].split()
-            seconds, peak, steps = train(work, network.hosts, [*words, *layout_words, "--steps", str(STEPS)])
+            seconds, peak, steps = train(work, network.hosts, [*words, *layout_words, "--steps", str(args.steps)])
             row = {"model": name, "link": link_name, "link_bytes_per_s": link.bytes_per_s, "link_latency_s": link.latency_s}
             rows.append(row | {"layout": layout, "seconds": seconds, "bytes": peak, "steps": steps, "words": [*words, *layout_words]})
             print(f"{name:11} {link_name:9} {layout:24} {seconds:7.3f} s {peak / 1e6:7.1f} MB", file=sys.stderr, flush=True)
@@ -179,6 +179,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--links", nargs="+", choices=LINKS, default=list(LINKS))
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--steps", type=int, default=30, help="of each run")
     parser.add_argument("--keep", metavar="NAME")
     args = parser.parse_args()
     load = os.getloadavg()
