@@ -42,7 +42,7 @@ def test_the_oldest_of_too_many_unauthenticated_connections_is_dropped_and_reque
 
 def test_a_flood_and_a_killed_worker_do_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_TMP", str(tmp_path))
-    training = Training(tmp_path, [LIMITED], steps=80)
+    training = Training(tmp_path, [LIMITED], steps=80, values={"elastic.heartbeat_timeout_s": 15})  # no survivor is starved out
     try:
         training.wait_for_step(5)
         before = training.newest
