@@ -56,7 +56,7 @@ def flags(shape: str, steps: int) -> list[str]:
 def shape_cable(network: Network, host: Host, rate: str) -> None:
     """Let `rate` through, each way; bursts of a millisecond."""
     network.limit_rate(host, rate)
-    for pid in (network.switch, host.keeper):
+    for pid in (network.switch, host.holder):
         name = f"to{network.hosts.index(host) + 1}" if pid == network.switch else "eth0"
         change = f"tc qdisc change dev {name} root tbf rate {rate} burst 256kb latency 50ms"
         subprocess.run(["nsenter", f"--net=/proc/{pid}/ns/net", *change.split()], check=True)
