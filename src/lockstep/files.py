@@ -109,7 +109,8 @@ def temporary_name(path: Path) -> Path:
 
 @contextmanager
 def temporary_file(path: Path, content: bytes | str | Iterable[bytes | memoryview], mode: int = 0o666) -> Iterator[Path]:
-    """Yield a flushed temporary file with `content` beside `path`; then flush the folder."""
+    """Yield a flushed temporary file with `content` beside `path`; then flush the folder. An OSError
+    names `path`."""
     data = content.encode() if isinstance(content, str) else content
     temporary = temporary_name(path)
     try:
@@ -120,6 +121,10 @@ def temporary_file(path: Path, content: bytes | str | Iterable[bytes | memoryvie
             os.fsync(file.fileno())
         yield temporary
         fsync_folder(path.parent)
+    except OSError as error:
+        if error.filename == str(temporary):
+            error.filename = str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

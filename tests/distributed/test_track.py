@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.launching import run_lockstep
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
@@ -220,6 +221,12 @@ def test_a_backend_that_cannot_be_loaded_is_refused(name: str, problem: str, tmp
     with pytest.raises(ConfigError, match=problem) as caught:
         Tracker(tmp_path / "run", leader=True, from_step=0, backend=name)
     assert caught.value.where == "track.backend" and caught.value.hint
+
+
+def test_training_refuses_such_a_backend_before_it_prepares_data(tmp_path: Path) -> None:
+    done = run_lockstep("train", "--workers", "2", "--out", "run", "--track.backend", "absent:Lines", cwd=tmp_path)
+    assert done.returncode == 2 and "No module named 'absent'" in done.stderr
+    assert not (tmp_path / "run" / "data").exists()
 
 
 def test_tensorboard_rewinds_with_the_run(tmp_path: Path) -> None:

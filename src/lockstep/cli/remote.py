@@ -65,7 +65,7 @@ def refuse_unsupported(args: argparse.Namespace, address: Address) -> None:
         ),
         "evaluate --follow": (command == "evaluate" and args.follow, "use lockstep launch --with-evaluator"),
         "a launch on several hosts": (
-            bool(given.get("hosts") or given.get("ssh")),
+            command == "launch" and bool(args.hosts or args.ssh or args.ray or args.nodes),
             "hosts would not share their copies: give a folder on a disk that all hosts share",
         ),
         "a start by torchrun, srun or mpirun": (

@@ -9,6 +9,7 @@ from lockstep.config.schema import RunConfig
 from lockstep.errors import UsageError
 from lockstep.files import read_text, write_atomic
 from lockstep.log import log
+from lockstep.remote.address import parse_address
 from lockstep.render.job import make_job, render
 
 
@@ -21,6 +22,9 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     file = Path(args.run_file)
     workers = args.workers or args.gpus or 2
     folder = args.run or f"runs/{file.stem}"
+    if parse_address(folder) and args.nodes[1] > 1:  # a malformed address is refused, and not repeated
+        hint = "give a folder on a disk that all nodes share, or --nodes 1:1"
+        raise UsageError("a run on several nodes is not supported in an object store", "--run, --nodes", hint)
     job, run = make_job(file, args.nodes, gpus=args.gpus, workers=workers, run_folder=folder, image=args.image or f"lockstep:{__version__}")
     refuse_sizes(run, args.nodes, workers, f"--nodes {job.fewest}:{job.most}, {workers} workers per node")
     text = render(args.target, job)

@@ -5,10 +5,10 @@ output has one frame. HOST:RUN runs the command on that host by OpenSSH.
 """
 
 import argparse
-import os
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -33,6 +33,7 @@ TAIL_BYTES = 1 << 18  # of metrics.jsonl, that are read at the start
 BLOCKS = "▁▂▃▄▅▆▇█"
 CURVES = {"loss": "loss", "norm": "norm", "tok/s": "tokens_per_second", "exposed comm": "exposed_communication"}
 PIPED_WIDTH = 140  # columns
+SSH_FAILED = 255  # exit code of ssh when it cannot run the command
 SHOWN = 5  # newest generations and failures
 
 
@@ -41,7 +42,7 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     if host and remote and not remote.startswith("//") and not Path(args.run).exists():
         if not shutil.which("ssh"):
             raise UsageError(f"{args.run} is on another host, and there is no ssh here", "command line; PATH", "install OpenSSH's client")
-        os.execvp("ssh", ssh_words(host, remote, args.every, terminal=sys.stdout.isatty()))
+        return watch_by_ssh(host, ssh_words(host, remote, args.every, terminal=sys.stdout.isatty()))
     folder = Path(args.run)
     require_run(folder)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
@@ -54,6 +55,17 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
                 time.sleep(args.every)
     console.print(frame(data, status or refresh(data)))
     return 0
+
+
+def watch_by_ssh(host: str, words: Sequence[str]) -> int:
+    """Run ssh until it ends, and pass signals on; return its exit code. UsageError: ssh itself failed."""
+    ssh = subprocess.Popen(words)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: ssh.send_signal(number))
+    code = ssh.wait()
+    if code == SSH_FAILED:
+        raise UsageError(f"ssh does not reach {host}, or was cut off", "RUN; the line above is from ssh", f"try ssh {host} true")
+    return code if code >= 0 else 128 - code
 
 
 def ssh_words(host: str, run: str, every: float, *, terminal: bool) -> list[str]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib.util import find_spec
@@ -56,6 +57,9 @@ def conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
     if run.evaluate.every_steps and (run.task == "translate" or layout.pipeline > 1):
         what = "evaluate.every_steps is for Llama tasks, without layout.pipeline"
         yield what, "evaluate.every_steps task layout.pipeline", "remove it; lockstep launch --with-evaluator scores each checkpoint"
+    if run.track.backend and not re.fullmatch(r"[\w.]+:\w+", run.track.backend):
+        what = f"track.backend = {run.track.backend!r} is no class"
+        yield what, "track.backend", "write MODULE:CLASS; docs/loop.md lists the four methods"
     if run.evaluate.patience and not run.evaluate.every_steps:
         yield "evaluate.patience counts evaluations, and there are none", "evaluate.patience", "set evaluate.every_steps"
     if data.kind not in kinds:

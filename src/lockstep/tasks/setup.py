@@ -21,6 +21,7 @@ from lockstep.parallel.activation_checkpoint import checkpoint_activations
 from lockstep.parallel.memory_estimate import explain_out_of_memory, refuse_too_large
 from lockstep.parallel.parallelize import LocalModel, parallelize
 from lockstep.parallel.plans import plan_of
+from lockstep.record.backends import load_backend
 from lockstep.record.metrics import iter_steps
 from lockstep.record.step_timer import StepTimer, peak_flops, peak_resident_bytes
 from lockstep.runtime.torch_private import set_recompile_limit
@@ -37,6 +38,8 @@ def task_that_fits(run: RunConfig, folder: Path, runtime: ElasticRuntime) -> Ite
 
     Out-of-memory errors inside become an OutOfMemoryError that names a layout that fits.
     """
+    if run.track.backend:
+        load_backend(run.track.backend)  # a wrong one is refused here, too: rank 0 opens it after the data is prepared
     axes = run.layout
     layout = Layout(1, axes.shard, axes.tensor, axes.pipeline)
     frozen = run.task != "translate" and run.lora.rank > 0

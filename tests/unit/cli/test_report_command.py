@@ -23,28 +23,6 @@ def test_a_report_of_one_run_and_of_two(tmp_path: Path) -> None:
     assert all((tmp_path / name).stat().st_size > 30_000 for name in ("a/report.html", "a/compare.html", "c.html"))
 
 
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (("absent",), "absent is not a run: there is no such folder"),
-        ((".",), ". is not a run: it has none of"),
-        (("a", "--compare", "absent"), "absent is not a run"),
-        (("a", "--compare", "b/../a"), "is compared with itself"),
-        (("a", "--out", "absent/c.html"), "cannot be written: No such file or directory"),
-        (("a", "--out", "b"), "cannot be written: Is a directory"),
-        (("a", "--bogus"), "unknown option"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
-def test_wrong_words_are_refused_and_nothing_is_written(tmp_path: Path, words: tuple[str, ...], problem: str) -> None:
-    write_run_folder(tmp_path / "a")
-    (tmp_path / "b").mkdir()
-    before = sorted(tmp_path.rglob("*"))
-    done = run_lockstep("report", *words, cwd=tmp_path)
-    assert done.returncode == 2 and problem in done.stderr and len(done.stderr.splitlines()) == 3, done.stderr
-    assert sorted(tmp_path.rglob("*")) == before
-
-
 def test_a_report_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_run_folder(tmp_path)
     (tmp_path / "report.html").mkdir()
