@@ -19,8 +19,8 @@ from typing import Any
 
 from lockstep.cli.main import RUN_COMMANDS, subcommands
 from lockstep.cli.options import Parser, build_parser
-from lockstep.config.resolve import environment_variable
 from lockstep.config.schema import MAX_VALUE, Bytes, Field, Seconds, config_fields
+from lockstep.config.variables import environment_variable
 from lockstep.errors import ERRORS_BY_NAME
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"

@@ -69,7 +69,7 @@ class Containers(Training):
     """A run whose agents are process 1 of a container each."""
 
     def start_agent(self, host: Host) -> None:  # type: ignore[override]
-        place = ["--nodes", str(len(self.hosts)), "--workers", str(self.workers), "--host", host.name, "--address", host.address]
+        place = ["--nodes", f"1:{len(self.hosts)}", "--workers", str(self.workers), "--host", host.name, "--address", host.address]
         command = [sys.executable, "-m", "lockstep", "launch", *place, "--out", "run", *flags(self.steps)]
         bundle = self.folder.parent / f"bundle-{host.name}"
         shutil.rmtree(bundle, ignore_errors=True)
@@ -109,7 +109,8 @@ def containers(tmp_path: Path) -> Iterator[Containers]:
 
 
 def test_a_killed_container_heals_like_a_host_and_joins_again(containers: Containers, reference: Reference) -> None:
-    containers.wait_for_step(8)
+    containers.wait(lambda: containers.step > 0 and len(containers.newest.members) == 2, what="two containers")
+    containers.wait_for_step(containers.step + 3)
     before = containers.newest
     assert {member.host for member in before.members} == {"a", "b"} and {member.slot for member in before.members} == {0}
     lost = next(host for host in containers.hosts if host.name == before.members[0].host)

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 from support.hosts import flags
-from support.object_store import Proxy, StoreHost, environment, newest_of, s3_server
+from support.object_store import Proxy, StoreHost, environment, make_bucket, newest_of, s3_server
 from support.processes import SUPPORT, processes_in
 from support.waiting import wait_until
 
@@ -38,7 +38,8 @@ def server() -> Iterator[str]:
 
 @pytest.fixture
 def hosts(server: str, tmp_path: Path) -> Iterator[Hosts]:
-    """Two hosts behind one proxy; their processes end with the test."""
+    """Two hosts behind one proxy, and an empty bucket; their processes end with the test."""
+    make_bucket(server)
     with Proxy(server) as proxy:
         a, b = (StoreHost(tmp_path / name, proxy) for name in "ab")
         yield proxy, a, b

@@ -6,7 +6,7 @@ import sys
 
 from lockstep.cli.script import asks_for_help
 from lockstep.cli.start import choose_worker_count, read_script_request, run_as_worker, start_local_agent
-from lockstep.config.resolve import environment_variable
+from lockstep.config.variables import environment_variable
 from lockstep.errors import UsageError
 from lockstep.runtime.processes import die_with_parent
 

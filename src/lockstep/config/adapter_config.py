@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lockstep.config.schema import LORA_TARGETS, LoraOptions
 from lockstep.errors import CheckpointError
 from lockstep.files import read_json
 
+if TYPE_CHECKING:
+    from lockstep.config.schema import LoraOptions
+
 ADAPTER_CONFIG = "adapter_config.json"
+LORA_TARGETS = {  # matrices of a layer -> their names in Hugging Face models
+    "query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "o_proj", "gate": "gate_proj", "up": "up_proj", "down": "down_proj",
+}  # fmt: skip
 PLAIN: dict[str, Any] = {  # of a LoRA without further features
     "alora_invocation_tokens": None, "alpha_pattern": {}, "arrow_config": None, "auto_mapping": None, "base_model_name_or_path": None,
     "bias": "none", "corda_config": None, "ensure_weight_tying": False, "eva_config": None, "exclude_modules": None,

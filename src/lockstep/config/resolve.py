@@ -16,6 +16,7 @@ from typing import Any, Literal
 from lockstep.config.adapter_config import ADAPTER_CONFIG, read_adapter_config
 from lockstep.config.rules import DECAY_STEPS, conflicts
 from lockstep.config.schema import ResolvedRun, build_config, config_fields, flatten
+from lockstep.config.variables import environment_variable
 from lockstep.errors import ConfigError
 from lockstep.log import log
 from lockstep.units import shorten
@@ -106,10 +107,6 @@ def nearest_keys(key: str, known: list[str]) -> list[str]:
     last = key.rpartition(".")[2]
     same = [k for k in known if last in (k.rpartition(".")[2], "".join(word[0] for word in k.rpartition(".")[2].split("_")))]
     return (same or difflib.get_close_matches(key, known, n=3, cutoff=0.6))[:3]
-
-
-def environment_variable(key: str) -> str:
-    return "LOCKSTEP_" + key.upper().replace(".", "_")
 
 
 def refuse_unknown_variables(environ: Mapping[str, str], others: Sequence[str]) -> None:

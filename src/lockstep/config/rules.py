@@ -9,7 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.schema import LORA_TARGETS, ResolvedRun, RunConfig, ScheduleOverride, config_fields, flatten
+from lockstep.config.adapter_config import LORA_TARGETS
+from lockstep.config.schema import ResolvedRun, RunConfig, ScheduleOverride, config_fields, flatten
 from lockstep.errors import ConfigError
 from lockstep.network.wire_format import wire_conflict
 

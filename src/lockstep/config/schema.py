@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
+from lockstep.config.adapter_config import LORA_TARGETS
 from lockstep.units import parse_bytes, parse_seconds
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
@@ -27,9 +28,6 @@ MAX_DIM = 1 << 20  # side of a matrix or a batch; the widest published model has
 MAX_LAYERS = 1024
 MAX_WORKERS = 1 << 16
 MAX_TEXT_BYTES = 4096  # PATH_MAX of Linux
-LORA_TARGETS = {  # matrices of a layer -> their names in Hugging Face models
-    "query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "o_proj", "gate": "gate_proj", "up": "up_proj", "down": "down_proj",
-}  # fmt: skip
 
 
 def parse_list(raw: object) -> object:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.config import schema as config
 from lockstep.models.kernels import AttentionKernel
 from lockstep.models.translator import Translator, init_param
+
+if TYPE_CHECKING:
+    from lockstep.config import schema as config
 
 Model = TypeVar("Model", bound=nn.Module)
 

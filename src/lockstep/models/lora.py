@@ -12,17 +12,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.config.adapter_config import ADAPTER_CONFIG, read_adapter_config
-from lockstep.config.schema import LORA_TARGETS, LoraOptions
+from lockstep.config.adapter_config import ADAPTER_CONFIG, LORA_TARGETS, read_adapter_config
 from lockstep.data.order import splitmix64
 from lockstep.errors import CheckpointError
 from lockstep.models.hf_config import hf_name
 from lockstep.models.hub import ADAPTER_STEM, LazyTensors, match_shapes, tensor_locations
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import LoraOptions
 
 DOWN, UP = ".lora_down", ".lora_up"
 

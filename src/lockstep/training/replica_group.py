@@ -17,7 +17,7 @@ import time
 from collections.abc import Generator, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -47,10 +47,12 @@ from lockstep.training.divergence import ALL_WEIGHTS, STATE, WEIGHTS, ReplicaCom
 from lockstep.training.loop_changes import LoopChanges
 from lockstep.training.nonfinite import refuse_nonfinite_gradient
 from lockstep.training.rehearsal import Rehearsal
-from lockstep.training.rollback import Rollback
 from lockstep.training.share_balance import ShareBalance
 from lockstep.training.state_transfer import StateMismatchError, transfer_state
 from lockstep.units import format_duration
+
+if TYPE_CHECKING:  # loads the tokenizer, which a user's own loop does not need
+    from lockstep.training.rollback import Rollback
 
 log = logging.getLogger("lockstep")
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.shards import slice_of
 from lockstep.checkpoint.state_dict import place_like_torch
-from lockstep.config.resolve import environment_variable
+from lockstep.config.variables import environment_variable
 from lockstep.elastic.collectives import assert_equal_on_all_ranks
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
