@@ -94,7 +94,7 @@ def train_task(  # over 60 lines: the whole loop in one place
         profiling(profile, folder, runtime) as profiler,
     ):
         timer = make_step_timer(task, run, runtime)
-        learners = Learners(resolved, model, runtime, task.loader, task.loss, timer) if run.diloco.learners else None
+        learners = Learners(resolved, model, runtime, task.loader, task.loss, timer, replicas.replica) if run.diloco.learners else None
         while not is_last:
             for k in replicas.micro_batches(step):
                 if learners:

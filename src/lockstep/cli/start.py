@@ -95,7 +95,7 @@ def workers_per_replica(run: RunConfig | None) -> int:
 
 def max_workers(run: RunConfig | None, workers: int) -> int:
     """Return the number of workers that a step has micro-batches for; `workers` for a user's loop."""
-    return run.leaves // run.layout.shard * workers_per_replica(run) if run else workers
+    return run.data_parallel_limit // run.layout.shard * workers_per_replica(run) if run else workers
 
 
 def asked_layout(run: RunConfig) -> Layout:
@@ -106,11 +106,12 @@ def refuse_layout(run: RunConfig | None, workers: int, where: str) -> None:
     """UsageError, with the nearest valid layouts, if the layout does not suit `workers` processes."""
     if run is None:
         return
-    layout, most = asked_layout(run), run.leaves
-    if layout.workers_per_replica == 1 and not 1 <= workers <= most:
+    layout, most = asked_layout(run), max_workers(run, workers)
+    least = layout.workers_per_replica
+    if (least == 1 or run.diloco.learners) and not least <= workers <= most:
         key, leaves = ("diloco.learners", "learners") if run.diloco.learners else ("batch.micro_batches", "micro-batches")
-        what = f"{workers} workers for a step of {most} {leaves}"
-        raise UsageError(what, f"{where}; {key}", f"give 1 to {most} workers, or more {leaves}")
+        what = f"{workers} workers for a step of {run.leaves} {leaves}" + (f", each on layout.shard={least} workers" if least > 1 else "")
+        raise UsageError(what, f"{where}; {key}", f"give {least} to {most} workers, or more {leaves}")
     choose_layout(layout, workers, layout_limits(run), f"{where}; [layout] of the run")
 
 

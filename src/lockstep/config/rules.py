@@ -113,9 +113,19 @@ def diloco_conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
             near = max(1, round(steps / every)) * every
             what = f"{key}={steps} is not a multiple of diloco.every={every}, and a state exists after outer steps only"
             yield what, f"{key} diloco.every", f"try {key}={near} or diloco.every={math.gcd(*counts.values())}"
-    axes = {f"layout.{axis}": getattr(run.layout, axis) for axis in ("shard", "tensor", "pipeline")}
+    axes = {f"layout.{axis}": getattr(run.layout, axis) for axis in ("tensor", "pipeline")}
     if split := [key for key, size in axes.items() if size > 1]:
-        yield f"diloco.learners is not supported with {', '.join(split)}", " ".join(["diloco.learners", *split]), "train whole replicas"
+        hint = "train whole replicas, or set layout.shard"
+        yield f"diloco.learners is not supported with {', '.join(split)}", " ".join(["diloco.learners", *split]), hint
+    shard, each = run.layout.shard, micro_batches // learners
+    if shard > max(1, each):
+        what = f"layout.shard={shard} and {each} micro-batches in a learner's step: each shard needs one"
+        hint = f"try layout.shard={max(1, each)} or batch.micro_batches={learners * shard}"
+        yield what, "layout.shard diloco.learners batch.micro_batches", hint
+    if shard > 1 and (run.optim.kind in ("muon", "adafactor") or run.optim.fused):
+        key = "optim.fused" if run.optim.fused else "optim.kind"
+        what = f"diloco.learners with layout.shard={shard} needs an optimizer that updates each element by itself"
+        yield what, f"diloco.learners layout.shard {key}", "set optim.kind=adamw without optim.fused, or train whole replicas"
     if run.memory.weights != "fp32":
         what = "diloco.learners is not supported with memory.weights=bf16: a learner's small change would be rounded away"
         yield what, "diloco.learners memory.weights", "remove memory.weights; memory.optimizer_state=bf16 is supported"

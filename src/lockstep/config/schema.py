@@ -334,6 +334,11 @@ class RunConfig:
         return self.diloco.learners or self.batch.micro_batches
 
     @property
+    def data_parallel_limit(self) -> int:
+        """Workers that can train different micro-batches. All shards of a replica share a learner."""
+        return self.diloco.learners * self.layout.shard or self.batch.micro_batches
+
+    @property
     def commit_steps(self) -> int:
         """Steps that a commit completes."""
         return self.diloco.every if self.diloco.learners else 1

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.errors import UsageError
 from lockstep.layout import Coordinates, Layout
 from lockstep.network.pipeline_schedule import adjacent_blocks
-from lockstep.network.subtrees import Subtree, leaves_of_rank
+from lockstep.network.subtrees import Subtree
 from lockstep.parallel.exchange import Traffic, start_exchange
 from lockstep.parallel.groups import ProcessGroups, all_to_all_rows
 from lockstep.parallel.ordered_sum import PartialSum, SumTree, merged_subtrees
@@ -61,14 +60,13 @@ def plan_passes(own: Sequence[int], shard: int, shards: int, *, reduce_once_per_
 
 
 def exchange_rows(
-    own: SumTree[PartialSum], groups: ProcessGroups, traffic: Traffic, unit: int, shares: tuple[int, ...]
+    own: SumTree[PartialSum], groups: ProcessGroups, traffic: Traffic, unit: int, leaves: Sequence[int]
 ) -> SumTree[PartialSum]:
     """Collective. Exchange the trees of the shards (`own`: of whole gradients); return the sums of
-    this shard's rows over all leaves of the replica. shares: micro-batches by replica."""
+    this shard's rows over `leaves`, all of the replica."""
     layout, group = groups.current_layout(), groups.scatter_group
     assert group is not None
     own_shard, others = group.rank(), [shard for shard in range(layout.shard) if shard != group.rank()]
-    leaves = leaves_of_rank(layout.coordinates(dist.get_rank()).replica, shares)
     sums = [(subtree, part.tensor.view(layout.shard, -1)) for subtree, part in own.stack]
     rows = {
         (shard, subtree): torch.empty_like(sums[0][1][0])

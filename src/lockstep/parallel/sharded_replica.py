@@ -114,6 +114,7 @@ class ShardedReplica:
         self._in_step = self._rehearsing = False
         self._reduced_units: set[int] = set()  # in this pass
         self.own_leaves, self.shares = list[int](), tuple[int, ...]()  # micro-batches of this worker; their numbers by replica
+        self._first_leaf = 0  # number in the step of micro-batch 0 of the tree
         self._micro_batch_s: float | None = None
         self.rehearsed: float | None = None  # loss of the micro-batch in `rehearsal`
         self.rehearsed_finite = True  # this worker's gradient of it
@@ -180,6 +181,11 @@ class ShardedReplica:
         elif self._pass.counts and not self._skipping:
             self._losses.append(loss.detach())
 
+    @property
+    def _replica_group(self) -> dist.ProcessGroup | None:
+        """The workers with the same rows, which finish the tree; None: the replica has all leaves."""
+        return self.groups.replica_group
+
     def skip(self) -> bool:
         """Drop the loss and the gradients of this pass; return False: FSDP needs a pass all the same,
         over any other micro-batch."""
@@ -203,8 +209,14 @@ class ShardedReplica:
         layout = self.groups.current_layout()
         coordinates = layout.coordinates(dist.get_rank())
         self.shares = shares or equal_shares(layout.replicate, self.leaves)
-        self.replica_leaves = own = leaves_of_rank(coordinates.replica, self.shares)
-        refuse_idle_shards(layout.data_parallel_size, self.leaves, len(own), layout.shard)
+        self.replica_leaves = leaves_of_rank(coordinates.replica, self.shares)
+        refuse_idle_shards(layout.data_parallel_size, self.leaves, len(self.replica_leaves), layout.shard)
+        yield from self._sum_passes(step, meanwhile)
+
+    def _sum_passes(self, step: int, meanwhile: Callable[[], None] = lambda: None) -> Iterator[int]:
+        """Collective. Yield this worker's part of `replica_leaves`; see `micro_batches`."""
+        layout = self.groups.current_layout()
+        coordinates = layout.coordinates(dist.get_rank())
         self._trees = [SumTree() for _ in self.local.fsdp_units]
         units = self.local.fsdp_units if self.wire != "fp32" else ()
         self._wire_sums = [WireSum(self.wire, fsdp_shard_rows(u, layout.shard), (self.seed, step), self.shares) for u in units]
@@ -214,7 +226,7 @@ class ShardedReplica:
         for local in self.parameters:
             local.grad = None  # so that nothing in the micro-batch loop uses the gradient of the last step
         self._follow_requires_grad()
-        passes = plan_passes(own, coordinates.shard, layout.shard, reduce_once_per_step=self.reduce_once_per_step)
+        passes = plan_passes(self.replica_leaves, coordinates.shard, layout.shard, reduce_once_per_step=self.reduce_once_per_step)
         self.own_leaves = [shard_pass.k for shard_pass in passes if shard_pass.counts]
         start = time.perf_counter()
         for shard_pass in passes:
@@ -235,7 +247,7 @@ class ShardedReplica:
         self._trees = []
         if failure := self._failure():
             raise failure
-        for group in (self.groups.tensor_group, self.groups.gather_group, self.groups.replica_group):
+        for group in (self.groups.tensor_group, self.groups.gather_group, self._replica_group):
             if group is not None:  # not of other stages, which have other buffers
                 self.statistics.exchange(group, self.groups.waits.wait)
         self._refuse_missing(f"step {step}", self._names)
@@ -251,12 +263,13 @@ class ShardedReplica:
             raise PeersLostError(reason, "ShardedReplica.micro_batches")
         for p in self._sharded:
             p.grad = None
-        seed_generators(splitmix64(self.seed, step, shard_pass.k) >> 1, self.parameters[0].device)
+        k = self._first_leaf + shard_pass.k
+        seed_generators(splitmix64(self.seed, step, k) >> 1, self.parameters[0].device)
         self._pass, self._backwards, self._in_step, self._skipping = shard_pass, 0, True, False
         self._reduced_units.clear()
         if shard_pass.last:
             self.groups.board.enter("reducing")
-        return shard_pass.k
+        return k
 
     def rehearsal(self, step: int, k: int = 0) -> Iterator[int]:
         """Collective. Yield micro-batch `k` of `step` on every worker; then drop its gradients.
@@ -411,10 +424,10 @@ class ShardedReplica:
         if not gradients.shard_pass.last:
             return
         if self.reduce_once_per_step:
-            tree = exchange_rows(tree, self.groups, self.traffic, gradients.unit, self.shares)
-        if self.groups.replica_group is None:
+            tree = exchange_rows(tree, self.groups, self.traffic, gradients.unit, self.replica_leaves)
+        if self._replica_group is None:
             gradients.out.copy_(tree.total().tensor)
         else:
             partials = [(subtree, part.tensor) for subtree, part in tree.stack]
-            group, waits = self.groups.replica_group, self.groups.waits
-            tree_all_reduce(partials, self.shares, group, gradients.out, waits, self.traffic, gradients.unit)
+            waits = self.groups.waits
+            tree_all_reduce(partials, self.shares, self._replica_group, gradients.out, waits, self.traffic, gradients.unit)

@@ -75,7 +75,7 @@ def problem_with(run: RunConfig, layout: Layout, limits: LayoutLimits) -> str:
     if layout.workers_per_replica > 1 and run.parallel.reduce == "fast":
         return "parallel.reduce=fast is for replicas of one worker"
     if run.diloco.learners and layout.workers_per_replica > 1:
-        return "diloco.learners is for replicas of one worker"
+        return "diloco.learners is planned for replicas of one worker only"
     if 0 < run.diloco.learners < layout.replicate:
         return f"{run.diloco.learners} learners keep {run.diloco.learners} of {layout.replicate} workers busy"
     chunks = run.layout.pipeline_chunks if layout.pipeline > 1 else 1

@@ -16,15 +16,15 @@ def layout_limits(run: RunConfig) -> LayoutLimits:
     torch, only if the layout splits layers."""
     if run.task == "translate":
         model = run.model
-        return LayoutLimits(run.leaves, (model.n_heads, model.ffn_dim), model.encoder_layers + model.decoder_layers)
+        return LayoutLimits(run.data_parallel_limit, (model.n_heads, model.ffn_dim), model.encoder_layers + model.decoder_layers)
     if run.layout.tensor == run.layout.pipeline == 1:
-        return LayoutLimits(run.leaves)
+        return LayoutLimits(run.data_parallel_limit)
     config = llama_config(run)
     if run.llama.backend == "transformers":
         from lockstep.parallel.plans import plan_of
 
-        return plan_of(config.meta_model()).layout_limits(run.leaves)
-    return LayoutLimits(run.leaves, (config.n_heads, config.n_kv_heads, config.ffn_dim), config.n_layers)
+        return plan_of(config.meta_model()).layout_limits(run.data_parallel_limit)
+    return LayoutLimits(run.data_parallel_limit, (config.n_heads, config.n_kv_heads, config.ffn_dim), config.n_layers)
 
 
 def llama_config(run: RunConfig) -> LlamaConfig:

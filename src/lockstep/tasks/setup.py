@@ -46,7 +46,7 @@ def task_that_fits(run: RunConfig, folder: Path, runtime: ElasticRuntime) -> Ite
     refuse_too_large(min_parameters(run), frozen, run.memory, layout, runtime.world.device, run.optim)
     task = open_task(run, folder, runtime)
     model = task.meta_model()
-    limits, device = plan_of(model).layout_limits(run.leaves), runtime.world.device
+    limits, device = plan_of(model).layout_limits(run.data_parallel_limit), runtime.world.device
     with explain_out_of_memory(model, layout, limits, device, lambda: folder / "oom" / f"rank-{runtime.world.rank}.txt"):
         yield task
 
@@ -66,7 +66,7 @@ def build_model(resolved: ResolvedRun, task: Task, runtime: ElasticRuntime, fing
         if runtime.is_joining:
             # Without a rank a worker does not know which part of the model it holds.
             runtime.join_running(fingerprints)
-        layout = choose_layout(asked, runtime.world.size, plan_of(model).layout_limits(run.leaves), "[layout] of the run")
+        layout = choose_layout(asked, runtime.world.size, plan_of(model).layout_limits(run.data_parallel_limit), "[layout] of the run")
         log.info("%s: %s", layout, "each replica spans several workers" if layout.replicate > 1 else "one replica")
     else:
         layout = replace(asked, replicate=runtime.world.size or 1)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,9 +31,11 @@ from lockstep.errors import DivergedError
 from lockstep.network.subtrees import Subtree
 from lockstep.parallel.digest import digest_of
 from lockstep.parallel.grad_norm import divide_and_clip
+from lockstep.parallel.learner_shards import LearnerShards
 from lockstep.parallel.ordered_sum import SumTree
 from lockstep.parallel.parallelize import LocalModel
-from lockstep.parallel.replica import Gradients
+from lockstep.parallel.replica import Gradients, Replica
+from lockstep.parallel.sharded_replica import ShardedReplica
 from lockstep.record.step_timer import StepTimer
 from lockstep.runtime.numerics import seed_generators
 from lockstep.training.optim import learning_rate, make_optimizers, set_learning_rate, trained_parameters
@@ -87,7 +90,8 @@ class Learners:
 
     Memory beside the model: the common weights, the inner optimizer's state and one gradient; and
     the weights of each learner that this worker has computed in the outer step.
-    loss  returns the sum of the losses of a micro-batch: loss(module, batch)
+    loss     returns the sum of the losses of a micro-batch: loss(module, batch)
+    replica  of the ReplicaGroup. LearnerShards: this worker trains its slices of each learner
     """
 
     def __init__(
@@ -96,9 +100,11 @@ class Learners:
         model: LocalModel,
         runtime: ElasticRuntime,
         loader: PairLoader | RowLoader,
-        loss: Callable[[nn.Module, Any], Tensor],
+        loss: Callable[[Callable[..., Tensor], Any], Tensor],
         timer: StepTimer,
+        replica: Replica | ShardedReplica | None = None,
     ) -> None:
+        self.shards = replica if isinstance(replica, LearnerShards) else None
         self.resolved, self.module, self.runtime, self.loader, self.loss, self.timer = resolved, model.module, runtime, loader, loss, timer
         self.parameters = [p for _, p in trained_parameters(model)]
         self.optimizers = make_optimizers(model, resolved.run.optim, resolved.run.memory)
@@ -119,12 +125,13 @@ class Learners:
         self._learners = {key: learner for key, learner in self._learners.items() if key[:2] == outer_step}
         new = Learner(0, torch.zeros((), device=start[0].device), start, [{} for _ in self.optimizers])
         learner = self._learners.setdefault((*outer_step, m), new)
+        if self.shards and not self.shards.is_equal(learner.steps):
+            learner = self._learners[*outer_step, m] = new
         try:
             fill(self.parameters, learner.weights)
             for optimizer, state in zip(self.optimizers, learner.states, strict=True):
                 optimizer.state.update(state)
-            while learner.steps < every and math.isfinite(learner.loss) and not self.runtime.generation_error():
-                learner.take(self._step(step + learner.steps, m))
+            self._advance(learner, step, m)
             if not math.isfinite(learner.loss):
                 self.nonfinite.append((m, step + learner.steps))
             unfinished = learner.steps < every
@@ -138,6 +145,16 @@ class Learners:
         change = [before - after for before, after in zip(start, learner.weights, strict=True)]
         return PseudoGradient.apply(learner.loss, change, *self.parameters)  # type: ignore[no-any-return, no-untyped-call]
 
+    def _advance(self, learner: Learner, step: int, m: int) -> None:
+        """Take the steps that the learner lacks. In shards an error is kept for the ReplicaGroup."""
+        try:
+            while learner.steps < self.resolved.run.diloco.every and math.isfinite(learner.loss) and not self.runtime.generation_error():
+                learner.take(self._step(step + learner.steps, m))
+        except Exception as error:
+            if not self.shards:
+                raise
+            self.shards.fail(error)
+
     def refuse_nonfinite(self, decision: StepDecision) -> None:
         """Collective if the loss is not finite. DivergedError, which names learner and step."""
         if not decision.finite:
@@ -150,24 +167,35 @@ class Learners:
 
     def _step(self, step: int, m: int) -> Tensor:
         """Take one step of learner `m`; return the sum of its losses."""
-        run, device = self.resolved.run, self.runtime.world.device
-        leaves = range(m * self.micro_batches, (m + 1) * self.micro_batches)
-        tree, total = SumTree[Gradients](), torch.zeros((), device=device)
-        for i, k in enumerate(leaves):
-            self.runtime.board.enter("forward", step + 1)
-            with self.timer.timing("data"):
-                batch = self.loader.micro_batch(step, k)
-            seed_generators(splitmix64(run.seed, step, k) >> 1, device)
-            with torch.autocast(device.type, torch.bfloat16, enabled=run.compute.precision == "bf16"):
-                loss = self.loss(self.module, batch)
-            self.runtime.board.enter("backward")
-            tree.add(Subtree(i, 1), Gradients(list(torch.autograd.grad(loss, self.parameters))))
-            total += loss.detach()
-        for p, gradient in zip(self.parameters, tree.total().tensors, strict=True):
-            p.grad = gradient
-        divide_and_clip(self.parameters, divisor=self.loader.tokens_in_step(step, leaves), clip_norm=run.optim.clip_norm)
+        run, leaves = self.resolved.run, range(m * self.micro_batches, (m + 1) * self.micro_batches)
+        if self.shards:
+            losses, squared = self.shards.sum_gradients(step, leaves, partial(self._loss, self.shards, step))
+        else:
+            losses, squared = self._sum_gradients(step, leaves), None
+        tokens = self.loader.tokens_in_step(step, leaves)
+        divide_and_clip(self.parameters, divisor=tokens, clip_norm=run.optim.clip_norm, grad_norm_squared=squared)
         rate = learning_rate(step + 1, self.resolved.optim_after(step))
         for optimizer in self.optimizers:
             set_learning_rate(optimizer, rate)
             optimizer.step()
-        return total
+        return sum(losses, torch.zeros((), device=self.runtime.world.device))
+
+    def _sum_gradients(self, step: int, leaves: range) -> list[Tensor]:
+        """Write the sum of the gradients of these micro-batches to .grad; return their losses."""
+        tree, losses = SumTree[Gradients](), list[Tensor]()
+        for i, k in enumerate(leaves):
+            seed_generators(splitmix64(self.resolved.run.seed, step, k) >> 1, self.runtime.world.device)
+            loss = self._loss(self.module, step, k)
+            self.runtime.board.enter("backward")
+            tree.add(Subtree(i, 1), Gradients(list(torch.autograd.grad(loss, self.parameters))))
+            losses.append(loss.detach())
+        for p, gradient in zip(self.parameters, tree.total().tensors, strict=True):
+            p.grad = gradient
+        return losses
+
+    def _loss(self, model: Callable[..., Tensor], step: int, k: int) -> Tensor:
+        self.runtime.board.enter("forward", step + 1)
+        with self.timer.timing("data"):
+            batch = self.loader.micro_batch(step, k)
+        with torch.autocast(self.runtime.world.device.type, torch.bfloat16, enabled=self.resolved.run.compute.precision == "bf16"):
+            return self.loss(model, batch)

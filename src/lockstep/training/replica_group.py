@@ -109,7 +109,9 @@ class ReplicaGroup:
         self.on_nonfinite, self.commit_steps, (self.module, self.local_model) = on_nonfinite, commit_steps or 1, unwrap_local_model(model)
         replace_sync_batchnorm(self.module)
         self.statistics = RunningStatistics(self.module, micro_batches, buffers or {})
-        self.replica = build_replica(runtime, model, micro_batches, seed, self.statistics, reduce, wire, bucket_bytes, reduce_once_per_step)
+        self.replica = build_replica(
+            runtime, model, micro_batches, seed, self.statistics, reduce, wire, bucket_bytes, reduce_once_per_step, commit_steps > 0
+        )
         self.rehearsal: Rehearsal | None = None  # none in a joiner: the other ranks would not take part
         if rehearse and runtime.first_generation:
             self.rehearsal = Rehearsal(runtime, self.replica)

@@ -35,6 +35,18 @@ def test_a_layout_that_does_not_suit_the_workers_is_refused() -> None:
         refuse_layout(resolve(None, {"layout.shard": "2"}).run, 3, "--workers")
 
 
+def test_each_replica_of_learners_in_shards_needs_a_learner() -> None:
+    run = resolve(None, {"layout.shard": "2", "diloco.learners": "2", "checkpoint.every_steps": "50"}).run
+    assert max_workers(run, 100) == 4
+    for workers in (2, 4):
+        refuse_layout(run, workers, "--workers")
+    with pytest.raises(UsageError, match=r"6 workers for a step of 2 learners, each on layout\.shard=2 workers") as caught:
+        refuse_layout(run, 6, "--workers")
+    assert caught.value.hint == "give 2 to 4 workers, or more learners"
+    with pytest.raises(UsageError, match="it needs 2 workers, 3 are running"):
+        refuse_layout(run, 3, "--workers")
+
+
 def test_workers_must_match_the_launch_environment() -> None:
     refuse_other_worker_count(None, 2, "rank 0 of 2")
     refuse_other_worker_count(2, 2, "rank 0 of 2")

@@ -71,7 +71,10 @@ DILOCO = {"diloco.learners": "4", "diloco.every": "50"}
         ({"diloco.learners": "3"}, "batch.micro_batches=8 is not a multiple of diloco.learners=3", "try diloco.learners=2 or"),
         ({"diloco.every": "40"}, "steps=300 is not a multiple of diloco.every=40", "try steps=320 or diloco.every=100"),
         ({"checkpoint.every_steps": "30"}, "checkpoint.every_steps=30 is not a multiple of diloco.every=50", "=50 or diloco.every=30"),
-        ({"layout.shard": "2"}, "diloco.learners is not supported with layout.shard", "train whole replicas"),
+        ({"layout.pipeline": "2"}, "diloco.learners is not supported with layout.pipeline", "train whole replicas"),
+        ({"layout.shard": "4"}, "layout.shard=4 and 2 micro-batches in a learner's step", "layout.shard=2 or batch.micro_batches=16"),
+        ({"layout.shard": "2", "optim.kind": "muon"}, "layout.shard=2 needs an optimizer that updates each element", "optim.kind=adamw"),
+        ({"layout.shard": "2", "optim.fused": "true"}, "layout.shard=2 needs an optimizer that updates each element", "optim.fused"),
         ({"memory.weights": "bf16"}, "diloco.learners is not supported with memory.weights=bf16", "remove memory.weights"),
         ({"elastic.verify_every": "2"}, "elastic.verify_every=2 with diloco.learners", "remove elastic.verify_every"),
         ({"diloco.learners": "0"}, "diloco.every without learners", "set diloco.learners"),
@@ -82,7 +85,7 @@ def test_learners_that_cannot_train_are_refused(values: dict[str, str], what: st
     with pytest.raises(ConfigError) as caught:
         resolve(None, given)
     assert what in str(caught.value) and hint in caught.value.hint
-    resolve(None, DILOCO | {"checkpoint.every_steps": "0", "steps": "0"})
+    resolve(None, DILOCO | {"checkpoint.every_steps": "0", "steps": "0", "layout.shard": "2"})
 
 
 @pytest.mark.parametrize(

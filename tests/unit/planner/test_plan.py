@@ -103,7 +103,7 @@ def test_learners_are_planned_as_replicas(capsys: pytest.CaptureFixture[str]) ->
     assert "2 learners keep 2 of 4 workers busy" in capsys.readouterr().err
     two = plan(capsys, "--devices", "2x1:cpu", *words[2:])
     assert [entry["layout"]["replicate"] for entry in two["layouts"]] == [2]
-    assert {entry["why"] for entry in two["refused"]} == {"diloco.learners is for replicas of one worker"}
+    assert {entry["why"] for entry in two["refused"]} == {"diloco.learners is planned for replicas of one worker only"}
     assert two["advice"]["diloco.every"]["value"] > 50
 
 
