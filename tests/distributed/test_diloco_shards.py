@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 from support.ranks import run_ranks
+from torch import Tensor
 
 from lockstep.checkpoint.commands import digest_line
 from lockstep.cli.start import open_run
 from lockstep.elastic.runtime import ElasticRuntime
+from lockstep.errors import DivergedError
 from lockstep.record.metrics import read_metrics
 from lockstep.train import train
+from lockstep.training.diloco import Learners
 from lockstep.training.setup import lock_run_folder
 
 Values = dict[str, Any]
@@ -31,6 +34,7 @@ TRANSLATOR = SMALL | {
 LLAMA = SMALL | {
     **{"task": "pretrain", "data.kind": "text", "data.held_out_share": 0.1, "tokenizer.vocab_size": 330, "llama.size": "1M"},
     **{"batch.tokens": 64, "batch.seq_len": 32, "compute.precision": "bf16"},
+    **{"optim.ema_decay": 0.9, "evaluate.every_steps": H},
 }
 SHARDS = {"layout.shard": 2}
 
@@ -44,21 +48,56 @@ def trained(runtime: ElasticRuntime, folder: str, values: Values) -> None:
     train(resolved, path, runtime)
 
 
+def trained_twice(runtime: ElasticRuntime, folder: str, values: Values) -> None:
+    """Train each learner twice: in the second generation of an outer step only shard 0 has the result of the first."""
+    train_once = Learners.train
+
+    def train_twice(self: Learners, step: int, m: int) -> Tensor:
+        train_once(self, step, m)
+        if runtime.world.rank == 1:
+            self._learners.clear()
+        return train_once(self, step, m)
+
+    Learners.train = train_twice  # type: ignore[method-assign]
+    trained(runtime, folder, values)
+
+
+def error_of(runtime: ElasticRuntime, folder: str, values: Values) -> str:
+    try:
+        trained(runtime, folder, values)
+    except DivergedError as error:
+        return str(error)
+    return ""
+
+
 @pytest.fixture(scope="module")
-def values_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Values]:
-    """Return the values of each kind of run."""
-    text = tmp_path_factory.mktemp("corpus") / "text.txt"
+def truth_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Values, Path]]:
+    """Return the values of each kind of run, and its folder after a run of one worker."""
+    folder = tmp_path_factory.mktemp("alone")
+    text = folder / "text.txt"
     text.write_text("\n\n".join(f"the {i} cats saw {i * i} dogs, and ran over {i % 7} houses" for i in range(600)))
-    llama, base = LLAMA | {"data.train": str(text)}, text.parent / "base"
+    llama = LLAMA | {"data.train": str(text)}
+    kinds = {
+        **{"translator": TRANSLATOR, "int8": TRANSLATOR | {"parallel.wire": "int8", "memory.optimizer_state": "bf16"}, "llama": llama},
+        **{"adapters": llama | {"lora.rank": 4, "lora.alpha": 64, "llama.init_from": str(folder / "llama")}},
+    }
 
-    def values(kind: str) -> Values:
-        if kind == "adapters" and not base.exists():
-            run_ranks(trained, 1, str(base), llama | {"steps": H})
-        adapters = {"lora.rank": 4, "lora.alpha": 64, "llama.init_from": str(base)}
-        kinds = {"translator": TRANSLATOR, "int8": TRANSLATOR | {"parallel.wire": "int8"}, "llama": llama, "adapters": llama | adapters}
-        return kinds[kind]
+    def truth(kind: str) -> tuple[Values, Path]:
+        if kind == "adapters":
+            truth("llama")
+        if not (folder / kind).exists():
+            run_ranks(trained, 1, str(folder / kind), kinds[kind] | {"steps": STEPS})
+        return kinds[kind], folder / kind
 
-    return values
+    return truth
+
+
+def new_folder(alone: Path, folder: Path) -> Path:
+    """Return a folder with the prepared data of `alone`."""
+    for part in (alone / "data", alone / "tokenizer"):
+        if part.exists():
+            shutil.copytree(part, folder / part.name)
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -72,18 +111,28 @@ def values_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Value
     ],
 )
 def test_each_layout_has_the_hash_and_the_metrics_of_one_worker(
-    values_of: Callable[[str], Values], tmp_path: Path, kind: str, first: tuple[int, Values], then: tuple[int, Values]
+    truth_of: Callable[[str], tuple[Values, Path]], tmp_path: Path, kind: str, first: tuple[int, Values], then: tuple[int, Values]
 ) -> None:
     """Train in two layouts, one after the other."""
-    values, alone, folder = values_of(kind), tmp_path / "alone", tmp_path / "run"
-    run_ranks(trained, 1, str(alone), values | {"steps": STEPS})
-    for part in (alone / "data", alone / "tokenizer"):
-        if part.exists():
-            shutil.copytree(part, folder / part.name)
+    values, alone = truth_of(kind)
+    folder = new_folder(alone, tmp_path)
     for steps, (workers, layout) in ((H, first), (STEPS, then)):
         run_ranks(trained, workers, str(folder), values | layout | {"steps": steps})
     assert digest_line(folder) == digest_line(alone)
-    (one, *_), other = lines = [
-        [(line["loss"], line["norm"], line["tokens"]) for line in read_metrics(path / "metrics.jsonl")] for path in (alone, folder)
-    ]
-    assert lines[0] == other and one[0] > 0
+    one, other = ([(line["loss"], line["norm"], line["tokens"]) for line in read_metrics(f / "metrics.jsonl")] for f in (alone, folder))
+    assert one == other and len(one) == STEPS
+
+
+def test_shards_with_unequal_results_train_the_learner_again(truth_of: Callable[[str], tuple[Values, Path]], tmp_path: Path) -> None:
+    """Without an agreement one shard would wait for another that has the result."""
+    values, alone = truth_of("translator")
+    run_ranks(trained_twice, 2, str(new_folder(alone, tmp_path)), values | SHARDS | {"steps": STEPS})
+    assert digest_line(tmp_path) == digest_line(alone)
+
+
+def test_a_loss_that_is_not_finite_names_learner_and_step(truth_of: Callable[[str], tuple[Values, Path]], tmp_path: Path) -> None:
+    values, alone = truth_of("translator")
+    values = values | SHARDS | {"optim.learning_rate": 1e30, "optim.clip_norm": 0, "optim.warmup_steps": 0, "steps": STEPS}
+    errors = run_ranks(error_of, 4, str(new_folder(alone, tmp_path)), values)
+    assert len(set(errors)) == 1 and "loss not finite: learner 0 at step 2, learner 1 at step 2, learner 2 at step 2" in errors[0]
+    assert not (tmp_path / "checkpoints").exists() or not list((tmp_path / "checkpoints").glob("step-*"))
