@@ -96,11 +96,14 @@ def groups_of(layout: Layout) -> int:
 
 def stored_sums(run: RunConfig, layout: Layout) -> float:
     """Return the gradients that partial sums take which wait for their sibling in the tree of a step."""
-    leaves = run.diloco.learners or run.batch.micro_batches
-    depth = math.ceil(math.log2(-(-leaves // layout.replicate // layout.shard)))
+    learners = run.diloco.learners
+    leaves = -(-(learners or run.batch.micro_batches) // layout.replicate)
     if layout.workers_per_replica == 1:
-        return STORED_BYTES * max(0, depth - 1)
-    return 0.0 if run.fsdp.reduce == "per_step" and layout.shard > 1 else STORED_SHARD_BYTES * depth
+        return STORED_BYTES * max(0, math.ceil(math.log2(leaves)) - 1)
+    depth = math.ceil(math.log2(-(-leaves // layout.shard)))
+    if learners:  # sums of finished learners, and of a learner's micro-batches
+        depth = math.ceil(math.log2(leaves)) + math.ceil(math.log2(-(-run.batch.micro_batches // learners // layout.shard)))
+    return 0.0 if run.fsdp.reduce == "per_step" and layout.shard > 1 and not learners else STORED_SHARD_BYTES * depth
 
 
 def gathered_bytes(run: RunConfig, layout: Layout, units: list[int], root: int) -> float:
@@ -109,7 +112,7 @@ def gathered_bytes(run: RunConfig, layout: Layout, units: list[int], root: int) 
         return 4 * min(sum(units) + root, (run.parallel.bucket_bytes or 25_000_000) / 4)
     kept = len(units) if not run.fsdp.reshard_after_forward else 1 + run.fsdp.prefetch_units
     if run.fsdp.reduce == "per_step" and layout.shard > 1:
-        depth = math.ceil(math.log2(-(-run.batch.micro_batches // layout.data_parallel_size)))
+        depth = math.ceil(math.log2(-(-run.batch.micro_batches // (run.diloco.learners or layout.replicate) // layout.shard)))
         return 4 * (kept * max([*units, 1]) + root + max(1, depth) * (sum(units) + root))
     return 4 * ((kept + 3) * max([*units, 1]) + 2 * root)
 

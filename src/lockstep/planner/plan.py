@@ -74,10 +74,12 @@ def problem_with(run: RunConfig, layout: Layout, limits: LayoutLimits) -> str:
     """Return why the run does not work in the layout, or ""."""
     if layout.workers_per_replica > 1 and run.parallel.reduce == "fast":
         return "parallel.reduce=fast is for replicas of one worker"
-    if run.diloco.learners and layout.workers_per_replica > 1:
-        return "diloco.learners is planned for replicas of one worker only"
+    if run.diloco.learners and layout.tensor * layout.pipeline > 1:
+        return "diloco.learners is for whole replicas and shards"
+    if run.diloco.learners and layout.shard > max(1, each := run.batch.micro_batches // run.diloco.learners):
+        return f"{layout.shard} shards share {each} micro-batches of a learner's step"
     if 0 < run.diloco.learners < layout.replicate:
-        return f"{run.diloco.learners} learners keep {run.diloco.learners} of {layout.replicate} workers busy"
+        return f"{run.diloco.learners} learners keep {run.diloco.learners} of {layout.replicate} replicas busy"
     chunks = run.layout.pipeline_chunks if layout.pipeline > 1 else 1
     return limits.problem_with(replace(layout, pipeline=layout.pipeline * chunks))
 

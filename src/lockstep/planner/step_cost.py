@@ -8,9 +8,10 @@ a pipeline in the order of network/pipeline_schedule.py.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 
-from lockstep.config.schema import RunConfig
+from lockstep.config.schema import DilocoOptions, RunConfig
 from lockstep.layout import Layout
 from lockstep.network.bucket_sizes import group_by_size
 from lockstep.network.links import Link
@@ -149,6 +150,8 @@ def play_pass(
 
 def step_cost(model: ModelCost, run: RunConfig, layout: Layout, cluster: Cluster, timing: Timing) -> StepCost:
     """Return the cost of a step; with DiLoCo of an inner step, with its share of the outer one."""
+    if run.diloco.learners:
+        return learners_cost(model, run, layout, cluster, timing)
     wire = WIRES[run.parallel.wire]
     shards, leaves = layout.shard, -(-run.batch.micro_batches // layout.replicate)
     passes, once = -(-leaves // shards), run.fsdp.reduce == "per_step"
@@ -159,11 +162,6 @@ def step_cost(model: ModelCost, run: RunConfig, layout: Layout, cluster: Cluster
     update_s = max(stage.elements for stage in stages) / shards * timing.update_s + 4 * cluster.other_host.latency_s
     if layout.pipeline == 1:
         (stage,) = stages
-        if run.diloco.learners:
-            sent_s = sum(seconds for sends in (stage.last_sends() or {}).values() for seconds in sends)
-            every = run.diloco.every
-            updates = -(-run.diloco.learners // layout.replicate) + 1 / every
-            return StepCost(compute_s, sent_s / every, 0.0, updates * update_s + messages_s / every, sent / every)
         timeline = Timeline()
         for number in range(passes):
             play_pass(timeline, stage.parts, stage.root, run, stage.last_sends() if number == passes - 1 else stage.sends(once))
@@ -178,6 +176,22 @@ def step_cost(model: ModelCost, run: RunConfig, layout: Layout, cluster: Cluster
     computing = [(stage.compute_s / 3 / chunks, stage.compute_s / 1.5 / chunks) for stage in stages]
     bubble_s = max(play_pipeline(computing, passes, chunks, 0, Link(0.0, 1.0))) - compute_s
     return StepCost(compute_s, max(0.0, total_s - compute_s - bubble_s), bubble_s, update_s + messages_s, sent)
+
+
+def learners_cost(model: ModelCost, run: RunConfig, layout: Layout, cluster: Cluster, timing: Timing) -> StepCost:
+    """Return the cost of a step of a replica's learners: each as a run of one replica, and an H-th of the exchange."""
+    learners, every, batch = run.diloco.learners, run.diloco.every, run.batch
+    inner = replace(run, diloco=DilocoOptions(), batch=replace(batch, micro_batches=batch.micro_batches // learners))
+    inner = replace(inner, parallel=replace(run.parallel, wire="fp32"))
+    step, each = step_cost(model, inner, replace(layout, replicate=1), cluster, timing), -(-learners // layout.replicate)
+    outer = replace(run, batch=replace(batch, micro_batches=learners))
+    stage = Stage(model, outer, layout, cluster, timing, WIRES[run.parallel.wire], 0)
+    sent = stage.tree(4 * stage.elements / layout.shard)[1]
+    sends = [part.last_s for part in (*stage.parts, stage.root)] if layout.shard > 1 else chain(*stage.last_sends().values())
+    update_s = stage.elements / layout.shard * timing.update_s + 4 * cluster.other_host.latency_s
+    update_s = each * step.update_s + (update_s + MESSAGE_S_PER_BYTE[cluster.device_type] * sent) / every
+    exposed_s = each * step.exposed_s + sum(sends) / every
+    return StepCost(each * step.compute_s, exposed_s, 0.0, update_s, each * step.sent_bytes + sent / every)
 
 
 class Stage:

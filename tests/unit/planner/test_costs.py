@@ -81,6 +81,17 @@ def test_learners_exchange_once_in_their_steps() -> None:
     assert learning.weights - plain.weights == (8 + 4 * 2) * MODEL.parameters
 
 
+def test_shards_of_a_learner_exchange_in_each_step_and_replicas_once() -> None:
+    """Two learners in two replicas, each with the half of the micro-batches."""
+    run, half = (replace(RUN, batch=replace(RUN.batch, micro_batches=n)) for n in (8, 4))
+    run, slow, rows = replace(run, diloco=replace(run.diloco, learners=2, every=50)), Link(0.0, 1e6), 4 * MODEL.parameters / 2
+    inside, both = (step_cost(MODEL, half, Layout(1, 2), cluster(link), TIMING) for link in (FAST, slow))
+    step = step_cost(MODEL, run, Layout(2, 2), replace(cluster(slow, 2, 2), same_host=FAST), TIMING)
+    assert step.compute_s == pytest.approx(inside.compute_s) and step.sent_bytes == pytest.approx(inside.sent_bytes + rows / 50)
+    assert step.exposed_s == pytest.approx(inside.exposed_s + 2 * rows / 1e6 / 50), "two workers share the link of a host"
+    assert step_cost(MODEL, run, Layout(1, 2), cluster(slow), TIMING).exposed_s == pytest.approx(2 * both.exposed_s)
+
+
 def test_shards_gather_twice_and_send_gradients_of_each_pass() -> None:
     rows = 4 * MODEL.parameters / 2
     assert cost(Layout(1, 2)).sent_bytes == pytest.approx(4 * 3 * rows)

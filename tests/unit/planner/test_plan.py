@@ -97,13 +97,16 @@ def test_what_is_not_supported_is_refused(capsys: pytest.CaptureFixture[str]) ->
     assert "with all parameters trained" in capsys.readouterr().err
 
 
-def test_learners_are_planned_as_replicas(capsys: pytest.CaptureFixture[str]) -> None:
+def test_learners_are_planned_in_replicas_and_shards(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--devices", "4x1:cpu", "--link", "1Mbit/s", "--diloco.learners", "2", "--steps", "100", "--checkpoint.every_steps", "50"]
-    assert main(["plan", *words]) == 2
-    assert "2 learners keep 2 of 4 workers busy" in capsys.readouterr().err
+    four = plan(capsys, *words)
+    assert {(entry["layout"]["replicate"], entry["layout"]["shard"]) for entry in four["layouts"]} == {(2, 2), (1, 4)}
+    reasons = {entry["why"] for entry in four["refused"]}
+    assert reasons == {"2 learners keep 2 of 4 replicas busy", "diloco.learners is for whole replicas and shards"}
+    one = plan(capsys, "--devices", "2x1:cpu", *words[2:], "--batch.micro_batches", "2")
+    assert "2 shards share 1 micro-batches of a learner's step" in {entry["why"] for entry in one["refused"]}
     two = plan(capsys, "--devices", "2x1:cpu", *words[2:])
-    assert [entry["layout"]["replicate"] for entry in two["layouts"]] == [2]
-    assert {entry["why"] for entry in two["refused"]} == {"diloco.learners is planned for replicas of one worker only"}
+    assert two["layouts"][0]["layout"]["replicate"] == 2, "a link between shards would be used in every step"
     assert two["advice"]["diloco.every"]["value"] > 50
 
 
