@@ -4,7 +4,9 @@
     python -m bench.diloco.run --rates 100mbit --contestants ddp diloco-50 --steps 100
     python -m bench.diloco.run --seeds 1 2 3 --keep NAME               keep bench/diloco/DATE-NAME/
 
-Two hosts are network namespaces with one worker each; `tc tbf` limits their links in each direction. Needs root.
+    python -m bench.diloco.run --contestants fp32 diloco-10 --workers 2 --layout.shard 2    a replica of two shards on each host
+
+Two hosts are network namespaces with one worker each, or --workers; `tc tbf` limits their links in each direction. Needs root.
 
 ddp, ddp-bf16     bench/diloco/plain_ddp.py under torchrun; with torch's bf16 hook
 fp32, bf16, int8  `lockstep launch` with --parallel.wire; every step is exchanged
@@ -56,6 +58,7 @@ def main() -> None:
     options.add_argument("--seeds", nargs="+", type=int, default=[1])
     options.add_argument("--steps", type=int, default=300)
     options.add_argument("--every", type=int, default=50, help="steps between saved weights")
+    options.add_argument("--workers", type=int, default=1, help="of a host, for contestants of Lockstep")
     options.add_argument("--learners", type=int, default=2)
     options.add_argument("--outer", nargs=2, default=(), metavar=("RATE", "MOMENTUM"), help="of the outer step; default: the recipe's")
     options.add_argument("--keep", metavar="NAME")
@@ -96,7 +99,7 @@ def run_contestant(name: str, place: Path, hosts: Sequence[Host], base: Sequence
             script = ["-m", "bench.diloco.plain_ddp", str(place / "run/data"), str(place), str(args.every), *(rest or ["none"]), *base]
             command = [sys.executable, "-m", "torch.distributed.run", *nodes, *where, *script]
         else:
-            tables = [f'[[host]]\nname = "{each.name}"\naddress = "{each.address}"\nworkers = 1\n' for each in hosts]
+            tables = [f'[[host]]\nname = "{each.name}"\naddress = "{each.address}"\nworkers = {args.workers}\n' for each in hosts]
             (place / "hosts.toml").write_text("\n".join(tables))
             values = [
                 "--checkpoint.every_steps",
@@ -108,7 +111,7 @@ def run_contestant(name: str, place: Path, hosts: Sequence[Host], base: Sequence
                 *flags_of(name, args),
             ]
             command = [sys.executable, "-m", "lockstep", "launch", "--hosts", str(place / "hosts.toml"), "--host", host.name]
-            command += ["--min", str(len(hosts)), "--out", str(place / "run"), *base, *values]
+            command += ["--min", str(len(hosts) * args.workers), "--out", str(place / "run"), *base, *values]
         environ = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": str(TOP)}
         with open(place / f"{host.name}.out", "wb") as output:
             processes.append(subprocess.Popen([*host.enter, *command], env=environ, stdout=output, stderr=output, cwd=TOP))
