@@ -23,7 +23,7 @@ from support.hosts import TINY, Host, Network, Training, living, nested
 from lockstep.cli.main import main
 
 pytestmark = pytest.mark.long
-STEPS = 400  # enough for a pod that starts anew on a busy machine
+STEPS = 400  # enough for a pod that is started again on a busy machine
 
 
 class Nodes:

@@ -1,4 +1,4 @@
-"""What a loop of the user's own loads beside torch."""
+"""The packages that a user's own loop loads beside torch."""
 
 from __future__ import annotations
 
