@@ -15,12 +15,13 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from lockstep.elastic.generation_log import Generation
 from lockstep.runtime.process_group import form_timeout_s, gather_json, init_default_group, reduce_rounds, run_rounds
-from lockstep.runtime.sockets import open_sockets, shutdown_sockets
+from lockstep.runtime.sockets import is_refused, open_sockets, shutdown_sockets
 from lockstep.runtime.torch_private import detach_groups, device_backends, set_group_timeout
 from lockstep.runtime.work import WorkWaiter
 
 CLOSE_TIMEOUT_S = 5.0  # for a group to close after its sockets were shut down
 POLL_S = 0.02
+FIRST_ASK_S = 0.1  # until a store that does not answer is asked whether it exists; then twice as long each time
 # After an error of NCCL torch ends the process, asks the store for requests to dump its records, and sleeps for a minute with a
 # lock that every collective needs (ProcessGroupNCCL.cpp, Watchdog::runLoop). Here the membership aborts the group.
 NCCL_SETTINGS = {
@@ -175,10 +176,15 @@ def _close_in_thread(groups: list[dist.ProcessGroup], aborts: dict[Any, threadin
 
 
 def _connect_store(address: str, size: int, timeout_s: float, generation_error: Callable[[], str]) -> TCPStore:
-    """Connect to a store. RuntimeError if it does not answer or the generation is over.
-    On a thread: torch's client cannot be interrupted while it retries."""
+    """Connect to a store. RuntimeError if it does not answer, its process exited, or the generation
+    is over. On a thread: torch's client cannot be interrupted while it retries.
+
+    A worker may propose a generation without itself, and exit: it is no member whose loss ends the
+    generation. It listened before its proposal was visible, so a refusal means that it exited.
+    """
     host, _, port = address.rpartition(":")
     connected: Future[TCPStore] = Future()
+    ask_s, wait_s = time.monotonic() + FIRST_ASK_S, FIRST_ASK_S
 
     def connect() -> None:
         try:
@@ -191,5 +197,10 @@ def _connect_store(address: str, size: int, timeout_s: float, generation_error: 
         try:
             return connected.result(POLL_S)
         except TimeoutError:
-            if why := generation_error():
+            why = generation_error()
+            if not why and time.monotonic() > ask_s:
+                wait_s *= 2
+                ask_s = time.monotonic() + wait_s
+                why = f"nothing listens at {address}, the store of this generation" if is_refused(host, int(port)) else ""
+            if why:
                 raise RuntimeError(why) from None

@@ -30,6 +30,17 @@ def reserve_port(address: str) -> socket.socket:
     return reserved
 
 
+def is_refused(host: str, port: int) -> bool:
+    """Return whether the host answers that nothing listens at the port: its process exited."""
+    try:
+        socket.create_connection((host, port), timeout=0.2).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:  # no answer
+        return False
+    return False
+
+
 def shutdown_sockets(sockets: Iterable[tuple[int, str]]) -> None:
     """Shut down connections: reads and writes on both sides fail at once."""
     for descriptor, name in sockets:

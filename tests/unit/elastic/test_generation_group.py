@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -35,6 +36,16 @@ def store() -> Iterator[TCPStore]:
 def form(group: GenerationGroup, store: TCPStore, number: int) -> None:
     generation = Generation(number, f"token {number}", (MEMBER,), f"127.0.0.1:{store.port}", 0, "test")
     group.form(generation, 0, str)
+
+
+def test_a_store_whose_process_exited_is_not_waited_for() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        generation = Generation(1, "token 1", (MEMBER,), f"127.0.0.1:{closed.getsockname()[1]}", 0, "test")
+        start_s = time.monotonic()
+        with pytest.raises(RuntimeError, match="nothing listens at 127"):
+            GenerationGroup(torch.device("cpu")).form(generation, 0, str)
+        assert time.monotonic() - start_s < 10  # torch's client tries for much longer
 
 
 class Closing:
