@@ -123,7 +123,7 @@ def temporary_file(path: Path, content: bytes | str | Iterable[bytes | memoryvie
         fsync_folder(path.parent)
     except OSError as error:
         if error.filename == str(temporary):
-            error.filename = str(path)
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
     finally:
         temporary.unlink(missing_ok=True)
