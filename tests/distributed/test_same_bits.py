@@ -12,6 +12,7 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -40,10 +41,10 @@ FLAGS = {
 STEPS = 6
 
 
-def trained(runtime: ElasticRuntime, folder: str, steps: int, kill: tuple[int, int] | None) -> str:
+def trained(runtime: ElasticRuntime, folder: str, steps: int, kill: tuple[int, int] | None, flags: Mapping[str, str] | None = None) -> str:
     """Train in `folder` to `steps`; kill = (rank, step): that rank dies by SIGKILL after that step."""
     path = Path(folder)
-    resolved = open_run(path, None, {**FLAGS, "steps": str(steps)}, {})
+    resolved = open_run(path, None, {**FLAGS, **(flags or {}), "steps": str(steps)}, {})
     if runtime.world.leader:
         with lock_run_folder(path, resolved):
             pass
@@ -115,3 +116,14 @@ def test_run_killed_and_resumed_has_the_same_bits(uninterrupted: Path, tmp_path:
     assert digest_line(folder) == digest_line(uninterrupted)
     assert losses(folder) == losses(uninterrupted)
     assert before == losses(uninterrupted)[: len(before)], "repeated steps must have the same losses"
+
+
+@pytest.mark.long
+def test_a_compiled_model_has_one_digest_in_replicas_and_shards(uninterrupted: Path, tmp_path: Path) -> None:
+    flags = {"compute.compile": "true", "batch.buckets": "1", "model.encoder_layers": "1", "model.decoder_layers": "2"}
+    digests = {}
+    for replicas, shards in ((1, 1), (2, 1), (1, 2), (2, 2)):
+        folder = tmp_path / f"{replicas}-{shards}"
+        in_layout = {**flags, "layout.shard": str(shards), "layout.replicate": str(replicas)}
+        digests[replicas, shards] = run_ranks(trained, replicas * shards, str(folder), 3, None, in_layout)[0]
+    assert len(set(digests.values())) == 1, digests

@@ -70,43 +70,32 @@ def build_model(resolved: ResolvedRun, task: Task, runtime: ElasticRuntime, fing
         log.info("%s: %s", layout, "each replica spans several workers" if layout.replicate > 1 else "one replica")
     else:
         layout = replace(asked, replicate=runtime.world.size or 1)
-    per_block = _compiles_blocks(run, layout)
-    local_model = runtime.board.during("preparing")(parallelize)(  # reads the weights of llama.init_from: minutes for a large model
+    return runtime.board.during("preparing")(parallelize)(  # reads the weights of llama.init_from: minutes for a large model
         model,
         layout,
         layout.coordinates(max(0, runtime.world.rank)),
         deferred(task.init_param, {name for name, _ in model.named_parameters() if task.is_saved(name)}),
         runtime.world.device,
-        prepare_blocks=partial(_prepare_blocks, run=run, layout=layout)
-        if run.memory.activation_checkpoint != "none" or per_block
-        else None,
+        prepare_blocks=partial(_prepare_blocks, run=run),
         prefetch_units=run.fsdp.prefetch_units,
         reshard_after_forward=run.fsdp.reshard_after_forward,
         chunks_per_stage=axes.pipeline_chunks,
         verify=runtime.first_generation,
     )
-    if run.compute.compile and not per_block:
-        _compile_in_place([local_model.module], run)
-    return local_model
 
 
-def _compiles_blocks(run: RunConfig, layout: Layout) -> bool:
-    """True when each block is compiled alone: gathering stays outside, equal blocks share."""
-    return run.compute.compile and (layout.workers_per_replica > 1 or run.task != "translate")
+def _prepare_blocks(blocks: list[nn.Module], run: RunConfig) -> None:
+    """Checkpoint activations of the blocks and compile them, before FSDP wraps them.
 
-
-def _prepare_blocks(blocks: list[nn.Module], run: RunConfig, layout: Layout) -> None:
-    """Checkpoint activations of the blocks and compile them, before FSDP wraps them."""
+    Each block is compiled alone, in every layout: a graph of the whole model would have other bits
+    than the blocks of a sharded one, and FSDP gathers between blocks. Equal blocks share a graph for
+    each shape of micro-batches.
+    """
     checkpoint_activations(blocks, run.memory.activation_checkpoint)
-    if _compiles_blocks(run, layout):
-        _compile_in_place(blocks, run)
-
-
-def _compile_in_place(modules: list[nn.Module], run: RunConfig) -> None:
-    """Compile in place: one graph per shape of micro-batches, shared by equal blocks."""
-    set_recompile_limit(2 * run.batch.buckets * len(modules))
-    for module in modules:
-        module.compile(dynamic=False)
+    if run.compute.compile:
+        set_recompile_limit(2 * run.batch.buckets * len(blocks))
+        for block in blocks:
+            block.compile(dynamic=False)
 
 
 def warm_up(model: nn.Module, task: Task, run: RunConfig, runtime: ElasticRuntime) -> None:
