@@ -20,7 +20,7 @@ from lockstep.parallel.plans import ParallelPlan, Patterns, find_units
 from lockstep.parallel.sequential import build_sequential_stage
 from lockstep.parallel.tensor_parallel import apply_tensor_parallel
 from lockstep.parallel.tensor_plan import TensorPlan, styles_of
-from lockstep.runtime.torch_private import has_gradient_hooks, init_fsdp
+from lockstep.runtime.torch_private import has_gradient_hooks, init_fsdp, is_compiled
 from lockstep.tensor_slice import TensorSlice
 from lockstep.units import join_names
 
@@ -35,6 +35,11 @@ def refuse_unshardable(model: nn.Module, units: Sequence[str]) -> None:
     if hooked := [name for name, p in parameters.items() if has_gradient_hooks(p)]:
         what = f"gradient hooks of parameters would not run in shards: {join_names(hooked)}"
         raise UsageError(what, where, "remove the hooks, or train with whole replicas")
+    compiled = [name for name, module in model.named_modules() if is_compiled(module)]
+    if around := [name for name in compiled if not name or any(unit.startswith(f"{name}.") for unit in units)]:
+        what = f"{around[0] or 'the model'} is compiled as one graph, which may have other bits in whole replicas than in shards"
+        names = join_names([unit.removeprefix("_orig_mod.") for unit in units]) or "its layers"
+        raise UsageError(what, where, f"compile the units in place, before session.prepare: call compile() of {names}")
     dtypes: dict[str, dict[torch.dtype, str]] = {}
     for name, p in parameters.items():
         if p.requires_grad:

@@ -42,6 +42,11 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether torch.compile or `module.compile` has been called for it; no public way to ask."""
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
 def has_forward_hooks(module: nn.Module) -> bool:
     """Return whether functions are registered that run with the module; no public way to ask."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)

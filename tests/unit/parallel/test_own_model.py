@@ -13,7 +13,7 @@ from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.models.transformers_model import TransformersConfig
 from lockstep.parallel.grad_norm import StepGradient, commit_gradient
-from lockstep.parallel.own_model import shard_module
+from lockstep.parallel.own_model import refuse_unshardable, shard_module
 from lockstep.parallel.parallelize import parallelize
 from lockstep.parallel.plans import Patterns, find_units
 from lockstep.training.sharding import choose_replica_layout, refuse_incomplete_replicas
@@ -73,6 +73,18 @@ def with_hook() -> nn.Module:
     return model
 
 
+def compiled_in_place() -> nn.Module:
+    model = nn.Sequential(block(), block())
+    model.compile()
+    return model
+
+
+def with_compiled_stages() -> nn.Module:
+    model = Nested()
+    model.stages.compile()
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -84,11 +96,21 @@ def with_hook() -> nn.Module:
             "several dtypes: 0.bias is torch.float32, 1.bias is torch.float64",
         ),
         (lambda: nn.ModuleDict({"a": block()}), "a ModuleDict has no forward"),
+        (compiled_in_place, "the model is compiled as one graph"),
+        (lambda: torch.compile(block()), "the model is compiled as one graph"),
+        (with_compiled_stages, "stages is compiled as one graph"),
     ],
 )
 def test_parameters_that_cannot_be_sharded_are_refused(make: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(UsageError, match=message.replace("(", r"\(")):
         shard_module(make(), Layout(1, 2), Layout(1, 2).coordinates(0), torch.device("cpu"))
+
+
+def test_compiled_units_can_be_sharded() -> None:
+    model = Nested()
+    for unit in (units := find_units(model)):
+        model.get_submodule(unit).compile()
+    refuse_unshardable(model, units)
 
 
 def test_scalar_parameters_of_a_transformers_model_cannot_be_sharded() -> None:

@@ -276,6 +276,13 @@ def test_gradient_hooks_of_a_parameter_are_seen() -> None:
     assert [private.has_gradient_hooks(p) for p in (plain, hooked, accumulated)] == [False, True, True]
 
 
+def test_compiled_modules_are_seen() -> None:
+    plain, in_place = nn.Linear(1, 1), nn.Linear(1, 1)
+    in_place.compile()
+    wrapped = torch.compile(nn.Linear(1, 1))
+    assert [private.is_compiled(m) for m in (plain, in_place, wrapped)] == [False, True, True]
+
+
 def test_forward_hooks_of_modules_are_found() -> None:
     registrations = ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "register_full_backward_pre_hook")
     for registration in registrations:
