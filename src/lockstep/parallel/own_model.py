@@ -20,7 +20,7 @@ from lockstep.parallel.plans import ParallelPlan, Patterns, find_units
 from lockstep.parallel.sequential import build_sequential_stage
 from lockstep.parallel.tensor_parallel import apply_tensor_parallel
 from lockstep.parallel.tensor_plan import TensorPlan, styles_of
-from lockstep.runtime.torch_private import has_gradient_hooks, init_fsdp, is_compiled
+from lockstep.runtime.torch_private import has_gradient_hooks, init_fsdp, is_compiled_in_place, is_compiled_wrapper
 from lockstep.tensor_slice import TensorSlice
 from lockstep.units import join_names
 
@@ -35,11 +35,7 @@ def refuse_unshardable(model: nn.Module, units: Sequence[str]) -> None:
     if hooked := [name for name, p in parameters.items() if has_gradient_hooks(p)]:
         what = f"gradient hooks of parameters would not run in shards: {join_names(hooked)}"
         raise UsageError(what, where, "remove the hooks, or train with whole replicas")
-    compiled = [name for name, module in model.named_modules() if is_compiled(module)]
-    if around := [name for name in compiled if not name or any(unit.startswith(f"{name}.") for unit in units)]:
-        what = f"{around[0] or 'the model'} is compiled as one graph, which may have other bits in whole replicas than in shards"
-        names = join_names([unit.removeprefix("_orig_mod.") for unit in units]) or "its layers"
-        raise UsageError(what, where, f"compile the units in place, before session.prepare: call compile() of {names}")
+    refuse_compiled(model, units, where)
     dtypes: dict[str, dict[torch.dtype, str]] = {}
     for name, p in parameters.items():
         if p.requires_grad:
@@ -48,6 +44,19 @@ def refuse_unshardable(model: nn.Module, units: Sequence[str]) -> None:
         listed = ", ".join(f"{name} is {dtype}" for dtype, name in mixed[0].items())
         hint = "train one dtype in each unit, or give units that separate them: session.prepare(..., units=...)"
         raise UsageError(f"trained parameters that are gathered together have several dtypes: {listed}", where, hint)
+
+
+def refuse_compiled(model: nn.Module, units: Sequence[str], where: str) -> None:
+    """UsageError if torch.compile wraps a module, or if a graph spans several units."""
+    modules = dict(model.named_modules())
+    if wrapped := [name or "the model" for name, module in modules.items() if is_compiled_wrapper(module)]:
+        what = f"torch.compile wraps {join_names(wrapped)}, which renames the parameters"
+        raise UsageError(what, where, "compile the blocks in place, before session.prepare: block.compile()")
+    compiled = [name for name, module in modules.items() if is_compiled_in_place(module)]
+    if around := [name for name in compiled if not name or any(unit.startswith(f"{name}.") for unit in units)]:
+        what = f"{around[0] or 'the model'} is compiled as one graph, which may have other bits in whole replicas than in shards"
+        hint = f"compile the units instead, before session.prepare: compile() of {join_names(list(units)) or 'its layers'}"
+        raise UsageError(what, where, hint)
 
 
 def shard_module(

@@ -42,9 +42,14 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether torch.compile or `module.compile` has been called for it; no public way to ask."""
-    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Return whether `module.compile` has been called; no public way to ask."""
+    return module._compiled_call_impl is not None
+
+
+def is_compiled_wrapper(module: nn.Module) -> bool:
+    """Return whether torch.compile has returned the module; its class is private."""
+    return "_orig_mod" in module._modules
 
 
 def has_forward_hooks(module: nn.Module) -> bool:

@@ -97,7 +97,8 @@ def with_compiled_stages() -> nn.Module:
         ),
         (lambda: nn.ModuleDict({"a": block()}), "a ModuleDict has no forward"),
         (compiled_in_place, "the model is compiled as one graph"),
-        (lambda: torch.compile(block()), "the model is compiled as one graph"),
+        (lambda: torch.compile(block()), "torch.compile wraps the model, which renames the parameters"),
+        (lambda: nn.Sequential(torch.compile(block()), torch.compile(block())), "torch.compile wraps 0, 1, which renames"),
         (with_compiled_stages, "stages is compiled as one graph"),
     ],
 )

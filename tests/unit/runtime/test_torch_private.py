@@ -280,7 +280,8 @@ def test_compiled_modules_are_seen() -> None:
     plain, in_place = nn.Linear(1, 1), nn.Linear(1, 1)
     in_place.compile()
     wrapped = torch.compile(nn.Linear(1, 1))
-    assert [private.is_compiled(m) for m in (plain, in_place, wrapped)] == [False, True, True]
+    assert [private.is_compiled_in_place(m) for m in (plain, in_place, wrapped)] == [False, True, False]
+    assert [private.is_compiled_wrapper(m) for m in (plain, in_place, wrapped)] == [False, False, True]
 
 
 def test_forward_hooks_of_modules_are_found() -> None:
