@@ -55,6 +55,9 @@ def train(out: str = "runs/session", steps: int = 40, num_workers: int = 0) -> N
                 session.log(step, error=error)
 
 
+sizes_seen: set[int] = set()  # numbers of workers of this process's generations
+
+
 def disturb(path: Path, runtime: lockstep.ElasticRuntime, step: int) -> None:
     """Carry out what the file requests for this step, once."""
     orders = {}
@@ -67,8 +70,10 @@ def disturb(path: Path, runtime: lockstep.ElasticRuntime, step: int) -> None:
     if step == orders.get("stop") and slot == 0:
         path.unlink(missing_ok=True)
         os.kill(os.getpid(), signal.SIGTERM)
+    sizes_seen.add(runtime.world.size)
     if orders and runtime.world.size < 3:
-        time.sleep(0.1)  # time for the next worker to join
+        # Leave the next worker time to join, and more of it where it replaces a lost one.
+        time.sleep(0.5 if runtime.world.size < max(sizes_seen) else 0.1)
 
 
 if __name__ == "__main__":
