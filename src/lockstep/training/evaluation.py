@@ -55,9 +55,11 @@ def compute_in_shares(runtime: ElasticRuntime, compute: Callable[[Iterable[int]]
     """Collective. Return compute(range(count)), of which each replica computes a share.
 
     If a worker is lost, this worker computes everything, and the next step regroups. PeersLostError
-    where a replica is several workers, which compute the same batches together.
+    where a replica is several workers, which compute the same batches together. A replica that has
+    joined computes everything before its first step: the others have evaluated, and wait in the step.
     """
-    if runtime.is_late and replica_size == 1:
+    has_joined = runtime.progress.step < 0 <= max((member.step for member in runtime.member_progress), default=-1)
+    if has_joined or (runtime.is_late and replica_size == 1):
         return compute(range(count))
     rank, size = (0, 1) if runtime.is_joining else (runtime.world.rank // replica_size, runtime.world.size // replica_size)
     own = compute(range(rank, count, size))

@@ -55,25 +55,37 @@ def train(out: str = "runs/session", steps: int = 40, num_workers: int = 0) -> N
                 session.log(step, error=error)
 
 
+SECONDS_PER_STEP = 5.0  # below the limit of a hang
 sizes_seen: set[int] = set()  # numbers of workers of this process's generations
+steps_held: set[int] = set()  # in which rank 0 waited for the replacement of a lost worker
 
 
 def disturb(path: Path, runtime: lockstep.ElasticRuntime, step: int) -> None:
-    """Carry out what the file requests for this step, once."""
+    """Carry out what the file requests for this step, once.
+
+    After a kill, rank 0 holds each step until a replacement waits to join, so that it joins before
+    the last step on a loaded machine, too.
+    """
     orders = {}
     with suppress(FileNotFoundError):  # another worker removes it when it stops the run
         orders = json.loads(path.read_text())
     slot, done = runtime.slot_or_rank, path.with_name("killed")
     if step == orders.get("kill") and slot == 1 and not done.exists():
         done.touch()
+        time.sleep(0.3)  # the others end the evaluation before the step: in shards, a loss in it ends the run
         os.kill(os.getpid(), signal.SIGKILL)
     if step == orders.get("stop") and slot == 0:
         path.unlink(missing_ok=True)
         os.kill(os.getpid(), signal.SIGTERM)
     sizes_seen.add(runtime.world.size)
     if orders and runtime.world.size < 3:
-        # Leave the next worker time to join, and more of it where it replaces a lost one.
-        time.sleep(0.5 if runtime.world.size < max(sizes_seen) else 0.1)
+        time.sleep(0.1)
+    if "kill" in orders and runtime.world.rank == 0 and runtime.world.size < max(sizes_seen) and step not in steps_held:
+        steps_held.add(step)
+        assert runtime.membership is not None
+        until_s = time.monotonic() + SECONDS_PER_STEP
+        while not runtime.membership.joiner_count and time.monotonic() < until_s:
+            time.sleep(0.05)
 
 
 if __name__ == "__main__":

@@ -180,7 +180,7 @@ class Cluster:
             self.note(
                 "----", f"{generation.number} {[member.id for member in generation.members]} step {generation.step}: {generation.reason}"
             )
-            self.invariants.publish(generation)
+            self.invariants.publish(generation, worker.me.id)
         return winner
 
     def save(self, number: int, state: State) -> None:

@@ -34,13 +34,14 @@ class Invariants:
         self.published_s: list[float] = []  # publication times of the generations
         self.committed_s: dict[int, float] = {}  # generation -> time of its last commit
 
-    def publish(self, generation: Generation) -> None:
+    def publish(self, generation: Generation, proposer: str) -> None:
         """Check a new generation in the log."""
         log, workers, number = self.cluster.folder.log, self.cluster.workers, generation.number
         self.published_s.append(self.cluster.clock.now_s)
         ids, limits = [member.id for member in generation.members], self.cluster.limits
         check(number == len(log), f"generation {number} follows generation {len(log) - 1}")
         check(number <= 5 * (2 + len(self.cluster.history.faults)), f"generation {number} after {self.cluster.history.faults}")
+        check(not ids or proposer in ids, f"generation {number}: {proposer}, which holds its store, is none of its members {ids}")
         check(len(set(ids)) == len(ids), f"generation {number} has a member twice: {ids}")
         restart = limits.replica_size > 1 and not ids and number > 1  # no replica is whole
         check(restart or limits.min_workers <= len(ids) <= limits.max_workers, f"generation {number} has {len(ids)} members")

@@ -260,7 +260,7 @@ class Protocol(MembershipState):
             return frozenset(member.id for member in targets), update, HEARTBEAT
         if not self.generation_error:
             return frozenset(), HEARTBEAT, HEARTBEAT
-        dead = {id: why for id, why in self.dead.items() if id in self.generation.ranks and id != self.me.id}
+        dead = {id: why for id, why in self.dead.items() if id in self.generation.ranks}
         known = {"dead": dead, "partition_suspected": self.partition_suspected, **stop}
         ended = {"kind": "ended", "number": self.number, "why": self.generation_error, **known}
         if not self._report_ready:
@@ -298,12 +298,15 @@ class Protocol(MembershipState):
             # The hosts of leaving members are about to be taken away: only the others wait for more workers.
             self.dead |= {id: report.why or "leaving" for id, report in self.reports.items() if report.leaving and id not in gone}
             return [*self._log_status(reason), *self._release(survivors[1])]
+        incomplete = [member for member in self.generation.members if Removed(member.id, decisions.INCOMPLETE) in generation.out]
+        if generation.members and self.me in incomplete:
+            return self._release(incomplete)  # the proposer holds the new generation's store, so another one proposes
         self._pending_proposal = generation.number
         return [Propose(generation)]
 
     def _release(self, members: Sequence[Member]) -> list[Effect]:
         """Make members of incomplete replicas exit, through updates: replacements complete a replica."""
-        self.dead |= {member.id: decisions.INCOMPLETE for member in members if member != self.me}
+        self.dead |= {member.id: decisions.INCOMPLETE for member in members}
         return self._exit_removed(decisions.INCOMPLETE) if self.me in members else []
 
     def _propose_start(self, now_s: float) -> list[Effect]:
