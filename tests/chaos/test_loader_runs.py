@@ -26,7 +26,7 @@ def train(folder: Path, workers: int, kind: str, **flags: object) -> tuple[int, 
     return result.returncode, result.stderr
 
 
-@pytest.mark.parametrize("kind", ["tokens", "mixture"])
+@pytest.mark.parametrize("kind", [pytest.param("tokens", marks=pytest.mark.long), "mixture"])
 def test_one_sha256_on_1_2_and_3_workers_killed_stopped_in_a_stage_and_resumed(kind: str, tmp_path: Path) -> None:
     assert run_loop(SCRIPT, tmp_path / "1", 1, kind=kind) == LoopResult(0, "")
     assert run_loop(SCRIPT, tmp_path / "2", 2, kind=kind) == LoopResult(0, "")

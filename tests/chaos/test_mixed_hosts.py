@@ -75,6 +75,7 @@ def test_different_code_and_kernels_are_refused_and_named(tmp_path: Path) -> Non
         assert code == 0, output
 
 
+@pytest.mark.long  # the test above has the refusal at a start
 def test_a_host_with_different_code_or_kernels_cannot_join(start: Callable[..., Training], tmp_path: Path) -> None:
     hosts = [Host("a"), Host("b")]
     training = start(*hosts, start=hosts[:1])

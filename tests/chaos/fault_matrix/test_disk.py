@@ -68,7 +68,7 @@ def test_row_53_no_line_is_lost_while_the_metrics_cannot_be_written(start_traini
     [
         pytest.param(False, 1, id="55-read-only", marks=long),
         pytest.param(False, 0, id="55-read-only, the leader", marks=long),
-        pytest.param(True, 1, id="56-empty and writable"),
+        pytest.param(True, 1, id="56-empty and writable", marks=long),
     ],
 )
 def test_replacement_waits_for_the_run_folder_and_writes_nothing_elsewhere(
