@@ -10,12 +10,14 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,41 +32,75 @@ from lockstep.tasks.translation import make_order
 from lockstep.training.optim import adamw, learning_rate, set_learning_rate
 
 
+class Training:
+    """The model, the optimizer and the micro-batches of a run of Lockstep."""
+
+    def __init__(self, data: str, words: Sequence[str]) -> None:
+        self.run, device = resolve(None, parse_flags(list(words))).run, torch.device("cpu")
+        corpus = open_prepared(Path(data))
+        self.loader = PairLoader(corpus.train, make_order(self.run, corpus), device)
+        length, size = self.loader.order.shapes[-1].length, corpus.tokenizer.vocab_size
+        self.model = build_translator(self.run.model, vocab_size=size, device=device, seed=self.run.seed, length=length)
+        self.optimizer = adamw(self.model, self.run.optim)
+
+    def leaves_of(self, rank: int, size: int) -> range:
+        return leaves_of_rank(rank, equal_shares(size, self.run.batch.micro_batches))
+
+    def loss(self, model: nn.Module, step: int, k: int) -> Tensor:
+        """Return the sum of the losses of a micro-batch."""
+        batch = self.loader.micro_batch(step, k)
+        seed_generators(splitmix64(self.run.seed, step, k) >> 1, torch.device("cpu"))
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.run.compute.precision == "bf16"):
+            return model(batch.source, batch.target, batch.labels, smoothing=self.run.optim.label_smoothing)  # type: ignore[no-any-return]
+
+    def update(self, step: int) -> None:
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.run.optim.clip_norm)
+        set_learning_rate(self.optimizer, learning_rate(step + 1, self.run.optim))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class StepLog:
+    """The files of the first process; the others write none."""
+
+    def __init__(self, folder: Path, every: int, *, is_first: bool) -> None:
+        self.folder, self.every, self.is_first = folder, every, is_first
+        self.path = folder / "steps.jsonl" if is_first else Path(os.devnull)
+
+    def step(self, step: int, seconds: float, model: nn.Module) -> None:
+        self.file.write(json.dumps({"step": step, "seconds": seconds}) + "\n")
+        self.file.flush()
+        if self.is_first and step % self.every == 0:
+            weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+            save_file(weights, self.folder / f"{step}.safetensors")
+
+    def __enter__(self) -> "StepLog":
+        self.file = self.path.open("w")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+
 def send_bf16(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     return bf16_compress_hook(None, bucket)
 
 
 def main(data: str, folder: str, every: str, hook: str, *words: str) -> None:
-    run, device, rank, size = resolve(None, parse_flags(list(words))).run, torch.device("cpu"), dist.get_rank(), dist.get_world_size()
-    corpus = open_prepared(Path(data))
-    loader = PairLoader(corpus.train, make_order(run, corpus), device)
-    length = loader.order.shapes[-1].length
-    model = build_translator(run.model, vocab_size=corpus.tokenizer.vocab_size, device=device, seed=run.seed, length=length)
-    optimizer, ddp = adamw(model, run.optim), DistributedDataParallel(model, gradient_as_bucket_view=True)
+    rank, size, training = dist.get_rank(), dist.get_world_size(), Training(data, words)
+    ddp = DistributedDataParallel(training.model, gradient_as_bucket_view=True)
     if hook == "bf16":
         # DDP refuses torch's hook on gloo, by its name, although gloo adds bf16; and annotations that are text.
         ddp.register_comm_hook(None, send_bf16)
-    own = leaves_of_rank(rank, equal_shares(size, run.batch.micro_batches))
-    with open(Path(folder) / "steps.jsonl" if rank == 0 else os.devnull, "w") as log:
-        for step in range(run.steps):
-            start_s, tokens = time.perf_counter(), loader.tokens_in_step(step)
+    own = training.leaves_of(rank, size)
+    with StepLog(Path(folder), int(every), is_first=rank == 0) as log:
+        for step in range(training.run.steps):
+            start_s, tokens = time.perf_counter(), training.loader.tokens_in_step(step)
             for k in own:
-                batch = loader.micro_batch(step, k)
-                seed_generators(splitmix64(run.seed, step, k) >> 1, device)
                 with nullcontext() if k == own[-1] else ddp.no_sync():
-                    with torch.autocast("cpu", torch.bfloat16, enabled=run.compute.precision == "bf16"):
-                        loss = ddp(batch.source, batch.target, batch.labels, smoothing=run.optim.label_smoothing)
-                    (loss * (size / tokens)).backward()  # DDP divides the sum by the number of processes
-            torch.nn.utils.clip_grad_norm_(model.parameters(), run.optim.clip_norm)
-            set_learning_rate(optimizer, learning_rate(step + 1, run.optim))
-            optimizer.step()
-            optimizer.zero_grad()
-            log.write(json.dumps({"step": step + 1, "seconds": time.perf_counter() - start_s}) + "\n")
-            log.flush()
-            if rank == 0 and (step + 1) % int(every) == 0:
-                save_file(
-                    {name: tensor.contiguous() for name, tensor in model.state_dict().items()}, Path(folder) / f"{step + 1}.safetensors"
-                )
+                    (training.loss(ddp, step, k) * (size / tokens)).backward()  # DDP divides the sum by the number of processes
+            training.update(step)
+            log.step(step + 1, time.perf_counter() - start_s, training.model)
             dist.barrier()
 
 

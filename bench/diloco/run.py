@@ -3,12 +3,14 @@
     python -m bench.diloco.run                                         all, two hosts, three links: hours
     python -m bench.diloco.run --rates 100mbit --contestants ddp diloco-50 --steps 100
     python -m bench.diloco.run --seeds 1 2 3 --keep NAME               keep bench/diloco/DATE-NAME/
+    python -m bench.diloco.run --torchft PYTHON                        an interpreter that has torchft and what Lockstep needs
 
     python -m bench.diloco.run --contestants fp32 diloco-10 --workers 2 --layout.shard 2    a replica of two shards on each host
 
 Two hosts are network namespaces with one worker each, or --workers; `tc tbf` limits their links in each direction. Needs root.
 
 ddp, ddp-bf16     bench/diloco/plain_ddp.py under torchrun; with torch's bf16 hook
+torchft-H         bench/diloco/with_torchft.py: torchft's DiLoCo, with the outer learning rate and momentum of --outer
 fp32, bf16, int8  `lockstep launch` with --parallel.wire; every step is exchanged
 diloco-H          `lockstep launch` with --diloco.learners M --diloco.every H, M from --learners; diloco-H-int8 adds the wire format
 
@@ -61,6 +63,7 @@ def main() -> None:
     options.add_argument("--workers", type=int, default=1, help="of a host, for contestants of Lockstep")
     options.add_argument("--learners", type=int, default=2)
     options.add_argument("--outer", nargs=2, default=(), metavar=("RATE", "MOMENTUM"), help="of the outer step; default: the recipe's")
+    options.add_argument("--torchft", metavar="PYTHON", default=sys.executable)
     options.add_argument("--keep", metavar="NAME")
     args, words = options.parse_known_args()
     load, rows = os.getloadavg(), []
@@ -98,6 +101,10 @@ def run_contestant(name: str, place: Path, hosts: Sequence[Host], base: Sequence
             where = ["--master-addr", hosts[0].address, "--master-port", "29512"]
             script = ["-m", "bench.diloco.plain_ddp", str(place / "run/data"), str(place), str(args.every), *(rest or ["none"]), *base]
             command = [sys.executable, "-m", "torch.distributed.run", *nodes, *where, *script]
+        elif kind == "torchft":
+            where = [rest[0], str(number), ",".join(each.address for each in hosts)]
+            script = ["-m", "bench.diloco.with_torchft", str(place / "run/data"), str(place), str(args.every), *where]
+            command = [args.torchft, *script, *base, *flags_of(f"diloco-{rest[0]}", args)]
         else:
             tables = [f'[[host]]\nname = "{each.name}"\naddress = "{each.address}"\nworkers = {args.workers}\n' for each in hosts]
             (place / "hosts.toml").write_text("\n".join(tables))
@@ -112,7 +119,7 @@ def run_contestant(name: str, place: Path, hosts: Sequence[Host], base: Sequence
             ]
             command = [sys.executable, "-m", "lockstep", "launch", "--hosts", str(place / "hosts.toml"), "--host", host.name]
             command += ["--min", str(len(hosts) * args.workers), "--out", str(place / "run"), *base, *values]
-        environ = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": str(TOP)}
+        environ = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": f"{TOP}:{TOP / 'src'}"}
         with open(place / f"{host.name}.out", "wb") as output:
             processes.append(subprocess.Popen([*host.enter, *command], env=environ, stdout=output, stderr=output, cwd=TOP))
     if any([process.wait() for process in processes]):

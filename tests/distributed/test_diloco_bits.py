@@ -21,6 +21,7 @@ from lockstep.data.pairs.prepare import open_prepared
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import DivergedError
 from lockstep.models.build import build_translator
+from lockstep.parallel.grad_norm import sum_of_squares
 from lockstep.record.metrics import read_metrics
 from lockstep.runtime.numerics import seed_generators
 from lockstep.tasks.translation import make_order
@@ -32,7 +33,7 @@ FLAGS = {
     **{"data.pairs": "1500", "data.held_out": "50", "batch.micro_batches": "4", "batch.tokens": "128", "batch.buckets": "3"},
     **{"model.dim": "32", "model.encoder_layers": "1", "model.decoder_layers": "1", "model.ffn_dim": "64"},
     **{"compute.precision": "fp32", "checkpoint.every_steps": str(H), "optim.warmup_steps": "4"},
-    **{"diloco.learners": str(M), "diloco.every": str(H), "steps": str(STEPS)},
+    **{"diloco.learners": str(M), "diloco.every": str(H), "diloco.outer_momentum": "0.5", "steps": str(STEPS)},
 }
 
 
@@ -81,7 +82,8 @@ def test_one_hash_on_any_number_of_processes_and_after_a_resume(alone: Path, tmp
 
 
 def reference(folder: Path, values: dict[str, str]) -> dict[str, torch.Tensor]:
-    """Train as Douillard et al., 2023, write it, with a new inner AdamW in each outer step."""
+    """Train as Douillard et al., 2023, write it, with a new inner AdamW in each outer step, whose second
+    moments start from the mean squares of the rows of its first gradient."""
     run = resolved_run(folder, values).run
     corpus, optim, k_each = open_prepared(folder / "data"), run.optim, run.batch.micro_batches // M
     loader = PairLoader(corpus.train, make_order(run, corpus), torch.device("cpu"))
@@ -102,10 +104,18 @@ def reference(folder: Path, values: dict[str, str]) -> dict[str, torch.Tensor]:
                     seed_generators(splitmix64(run.seed, s, k) >> 1, loader.device)
                     model(batch.source, batch.target, batch.labels, smoothing=optim.label_smoothing).backward()
                 tokens = sum(int(loader.pairs.lengths[loader.order.ids(s, k), 1].sum()) for k in range(m * k_each, (m + 1) * k_each))
+                norm = (sum_of_squares([p.grad for p in parameters]).sqrt() / tokens).float()
                 for p in parameters:
                     p.grad *= 1 / torch.tensor(float(tokens))  # as divide_and_clip rounds
                 if optim.clip_norm:
                     torch.nn.utils.clip_grad_norm_(parameters, optim.clip_norm)
+                if s == step > 0:
+                    least = norm.clamp(max=optim.clip_norm or torch.inf).square() / sum(p.numel() for p in parameters)
+                    for p in parameters:
+                        rows = p.grad.reshape(len(p), -1)
+                        squares = torch.linalg.vector_norm(rows, dim=1).square() * (1 / rows.shape[1])
+                        square = squares.clamp(min=least).reshape(-1, *[1] * (p.dim() - 1)).expand_as(p).clone()
+                        inner.state[p] = {"step": torch.tensor(1e6), "exp_avg": torch.zeros_like(p), "exp_avg_sq": square}
                 for group in inner.param_groups:
                     rise, fall = (s + 1) / optim.warmup_steps, (STEPS - s) / (STEPS + 1 - optim.warmup_steps)
                     group["lr"] = optim.learning_rate * (rise if s + 1 < optim.warmup_steps else fall)

@@ -291,7 +291,7 @@ class DilocoOptions:
     )
     every: int = option(50, "H: steps of a learner between two outer steps", bits=BITS, ge=1)
     outer_learning_rate: float = option(1.0, "learning rate of the outer step, Nesterov SGD", bits=BITS, ge=0, le=1e30)
-    outer_momentum: float = option(0.5, "momentum of the outer step", bits=BITS, ge=0, lt=1)
+    outer_momentum: float = option(0.0, "momentum of the outer step", bits=BITS, ge=0, lt=1)
 
 
 @dataclass(frozen=True)

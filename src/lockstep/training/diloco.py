@@ -4,9 +4,9 @@ Learner m starts at the common weights and takes H steps of the inner optimizer 
 micro-batches: m*K/M to (m+1)*K/M - 1 of each step. Its leaf is the difference, start minus end. The
 mean over the M leaves, added in the tree of the ordered sum, is the gradient of the outer step.
 
-Between two outer steps all workers hold the same state: weights and outer momentum. The inner
-optimizer starts without state in each outer step, so a learner is a pure function of weights, step
-and m. Any worker can compute it, and a lost one takes nothing with it.
+Between two outer steps all workers hold the same state: weights and outer momentum. The moments of
+the inner AdamW start from the first gradient of each outer step (start_moments), so a learner is a
+pure function of weights, step and m. Any worker can compute it, and a lost one takes nothing with it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import DivergedError
 from lockstep.network.subtrees import Subtree
 from lockstep.parallel.digest import digest_of
-from lockstep.parallel.grad_norm import divide_and_clip
+from lockstep.parallel.grad_norm import divide_and_clip, row_norms
 from lockstep.parallel.learner_shards import LearnerShards
 from lockstep.parallel.ordered_sum import SumTree
 from lockstep.parallel.parallelize import LocalModel
@@ -38,8 +38,11 @@ from lockstep.parallel.replica import Gradients, Replica
 from lockstep.parallel.sharded_replica import ShardedReplica
 from lockstep.record.step_timer import StepTimer
 from lockstep.runtime.numerics import seed_generators
-from lockstep.training.optim import learning_rate, make_optimizers, set_learning_rate, trained_parameters
+from lockstep.training.optim import LeanAdamW, learning_rate, make_optimizers, set_learning_rate, trained_parameters
 from lockstep.units import join_names
+
+
+NO_BIAS_CORRECTION = 1e6  # steps of AdamW after which beta1**step and beta2**step are zero
 
 
 def outer_optimizer(model: LocalModel, values: DilocoOptions) -> torch.optim.Optimizer:
@@ -76,6 +79,28 @@ class Learner:
         self.weights, self.states = weights, states
 
 
+@torch.no_grad()
+def start_moments(optimizer: torch.optim.Optimizer, mean_square: Tensor) -> None:
+    """Start the moments of an AdamW without state from the gradients, and leave the weights as they are.
+
+    The second moment of an element is the mean square of its row, at least `mean_square`. Fresh
+    moments would have squares of single elements in their place, whose noise costs more steps than
+    the learners save. The first moment is zero, without bias correction, so steps grow at first.
+    mean_square  of all elements of the whole gradient, 0-dim
+    """
+    if not isinstance(optimizer, torch.optim.AdamW | LeanAdamW):
+        return
+    set_learning_rate(optimizer, 0.0)
+    optimizer.step()  # creates the state, with its dtypes and devices
+    for p, state in optimizer.state.items():
+        state["step"].fill_(NO_BIAS_CORRECTION)
+        state["exp_avg"].zero_()
+        if p.numel():
+            norms = row_norms(p.grad)
+            rows = torch.maximum(norms.square() * (len(norms) / p.numel()), mean_square)
+            state["exp_avg_sq"].copy_(rows.reshape(*p.shape[:1], *[1] * (p.dim() - 1)))
+
+
 def copy_of(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     return [p.detach().clone() for p in parameters]
 
@@ -106,7 +131,9 @@ class Learners:
     ) -> None:
         self.shards = replica if isinstance(replica, LearnerShards) else None
         self.resolved, self.module, self.runtime, self.loader, self.loss, self.timer = resolved, model.module, runtime, loader, loss, timer
-        self.parameters = [p for _, p in trained_parameters(model)]
+        named = trained_parameters(model)
+        self.parameters = [p for _, p in named]
+        self.elements = sum(math.prod(model.slices[name].shape) if model.slices else p.numel() for name, p in named)  # of the whole model
         self.optimizers = make_optimizers(model, resolved.run.optim, resolved.run.memory)
         self._learners: dict[tuple[int, int, int], Learner] = {}  # of the newest outer step: its first step and digest, and m
         self.nonfinite: list[tuple[int, int]] = []  # (learner, step) of losses that are not finite
@@ -167,14 +194,20 @@ class Learners:
 
     def _step(self, step: int, m: int) -> Tensor:
         """Take one step of learner `m`; return the sum of its losses."""
+        is_first = step % self.resolved.run.diloco.every == 0
         run, leaves = self.resolved.run, range(m * self.micro_batches, (m + 1) * self.micro_batches)
         if self.shards:
             losses, squared = self.shards.sum_gradients(step, leaves, partial(self._loss, self.shards, step))
         else:
             losses, squared = self._sum_gradients(step, leaves), None
         tokens = self.loader.tokens_in_step(step, leaves)
-        divide_and_clip(self.parameters, divisor=tokens, clip_norm=run.optim.clip_norm, grad_norm_squared=squared)
+        norm = divide_and_clip(self.parameters, divisor=tokens, clip_norm=run.optim.clip_norm, grad_norm_squared=squared)
         rate = learning_rate(step + 1, self.resolved.optim_after(step))
+        # In the first outer step, AdamW starts as in a plain run.
+        if is_first and step:
+            clipped = norm.clamp(max=run.optim.clip_norm or math.inf)
+            for optimizer in self.optimizers:
+                start_moments(optimizer, clipped.square() / self.elements)
         for optimizer in self.optimizers:
             set_learning_rate(optimizer, rate)
             optimizer.step()
