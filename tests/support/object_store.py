@@ -20,8 +20,8 @@ from support.launching import one_thread, run_lockstep, start_lockstep
 from support.processes import processes_in
 from support.waiting import wait_until
 
-from lockstep.remote.address import parse_address
-from lockstep.remote.bucket import RunBucket
+from lockstep.object_store.address import parse_address
+from lockstep.object_store.bucket import RunBucket
 from lockstep.remote.snapshots import Snapshot, newest
 
 SERVER = "import sys; from moto.server import main; main(['-H', '127.0.0.1', '-p', sys.argv[1]])"

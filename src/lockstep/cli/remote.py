@@ -21,8 +21,8 @@ from tempfile import TemporaryDirectory
 from lockstep.checkpoint.policy import choose_step
 from lockstep.errors import CheckpointError, FencedError, LockstepError, UsageError
 from lockstep.log import log
-from lockstep.remote.address import Address, parse_address
-from lockstep.remote.bucket import RunBucket
+from lockstep.object_store.address import Address, parse_address
+from lockstep.object_store.bucket import RunBucket
 from lockstep.remote.download import download
 from lockstep.remote.snapshots import Snapshot, newest
 from lockstep.remote.upload import Mirror, steps_of

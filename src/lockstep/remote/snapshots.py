@@ -24,7 +24,7 @@ from typing import Any
 from lockstep.errors import CheckpointError, FencedError, StoreError, UsageError
 from lockstep.files import add_checksum, parse_json, verify_checksum
 from lockstep.log import log
-from lockstep.remote.bucket import RunBucket
+from lockstep.object_store.bucket import RunBucket
 from lockstep.units import format_duration
 
 FOLDER, BLOBS, PROBES = "snapshots", "blobs", "probes"

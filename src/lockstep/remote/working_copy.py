@@ -19,7 +19,7 @@ from lockstep.elastic.generation_log import GenerationLog, RunResult
 from lockstep.errors import CheckpointError, FencedError, UsageError
 from lockstep.files import read_text, try_lock, write_atomic
 from lockstep.log import log
-from lockstep.remote.bucket import RunBucket
+from lockstep.object_store.bucket import RunBucket
 from lockstep.remote.download import download
 from lockstep.remote.snapshots import Ownership, Snapshot, newest, refuse_other_objects, refuse_unsafe_store, wait_until_silent
 from lockstep.remote.upload import steps_of

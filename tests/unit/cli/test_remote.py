@@ -9,7 +9,7 @@ import pytest
 from lockstep.cli import main as command
 from lockstep.cli.remote import with_folder
 from lockstep.errors import LockstepError
-from lockstep.remote.address import Address
+from lockstep.object_store.address import Address
 
 ADDRESS, COPY = Address("runs", "first"), Path("/copies/first")
 

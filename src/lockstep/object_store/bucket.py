@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from lockstep.errors import StoreError, UsageError
-from lockstep.remote.address import Address, endpoint
+from lockstep.object_store.address import Address, endpoint
 
 CLIENT = {"connect_timeout": "5s", "timeout": "60s"}  # of a request: a blob of 8 MiB at 140 kB/s
 RETRIES: Any = {"max_retries": 4}  # by obstore, of a 5xx reply and a lost connection
