@@ -122,6 +122,10 @@ class Checkpointer:
         if wrong := [type(optimizer).__name__ for optimizer in self.optimizers if not isinstance(optimizer, torch.optim.Optimizer)]:
             hint = "pass one, or a sequence of them"
             raise UsageError(f"not an optimizer of torch: {', '.join(wrong)}", "Checkpointer(optimizer=...)", hint)
+        if self.runtime.has_own_folder and self.replica_size > 1:
+            what = f"replicas of {self.replica_size} workers are not supported where hosts share no disk"
+            hint = "train with whole replicas, or give a run folder on a disk that all hosts share"
+            raise UsageError(what, "[layout] of the run, or Session(shard=...)", hint)
         stateful.refuse_unsupported_state(state)
         trained_parameters.refuse_misplaced_parameters(self.model, self.optimizers)
         self.state_dict()
@@ -258,7 +262,8 @@ class Checkpointer:
             return None
         self.load_state_dict(tensors)
         runtime.finish_joining()
-        self.store.require_folder()
+        if not runtime.has_own_folder:
+            self.store.require_folder()
         self._saved_step = transfer_roles(runtime.member_progress)[0]
         log.info("joined at step %d as rank %d of %d", self._saved_step, runtime.world.rank, runtime.world.size)
         return self._saved_step

@@ -145,5 +145,5 @@ def test_hosts_meet_in_one_waiting_room(hosts: tuple[Path, Path]) -> None:
 
 def test_a_damaged_address_is_an_error(hosts: tuple[Path, Path]) -> None:
     (hosts[0] / STORE_FILE).write_text('{"address": "gs://runs/first"}')
-    with pytest.raises(DamagedFileError, match="store.json is damaged"):
+    with pytest.raises(DamagedFileError, match=r"store\.json is damaged"):
         stored_folder(hosts[0], "waiting")
