@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.hosts import SWITCH, Network, Truth, enter
+from support.hosts import SWITCH, Network, Truth, enter, ip
 from support.object_store import s3_server
 from support.stored_hosts import RUN, StoredTraining
 
@@ -40,3 +41,48 @@ def test_the_host_of_rank_0_is_lost_and_replaced(training: StoredTraining, refer
     truth = reference(STEPS)
     assert training.steps_of(b) == truth.steps, training.report()
     assert training.run(b, "checkpoint", "digest", RUN).strip() == truth.digest
+
+
+@pytest.mark.long
+def test_a_stopped_run_resumes_on_other_hosts(training: StoredTraining, reference: Callable[[int], Truth]) -> None:
+    a, b, c = training.hosts
+    training.values |= {"evaluate.at_end": 5, "elastic.rendezvous_timeout_s": 5.0}  # no start is complete
+    training.start(a)
+    training.start(b)
+    training.wait(lambda: training.step(a) >= 25, "step 25")
+    assert "leader" in training.run(b, "status", RUN)
+    training.run(b, "launch", "--stop", RUN)
+    assert training.end() == {"a": 75, "b": 75}, training.report()
+    stopped = int(training.run(c, "checkpoint", "list", RUN).splitlines()[-1].split()[0])
+    assert stopped >= 25
+    training.lose(a)
+    training.lose(b)
+    training.start(c)
+    training.start(b)  # a new host, with an empty disk
+    assert training.end() == {"c": 0, "b": 0}, training.report()
+    assert all("BLEU" in (training.folder / f"{name}.out").read_text() for name in "bc")
+    truth = reference(STEPS)
+    leader = next(host for host in training.hosts if host.name == training.leader_of(c))
+    assert training.steps_of(leader) == truth.steps
+    assert training.run(c, "checkpoint", "digest", RUN).strip() == truth.digest
+
+
+@pytest.mark.long
+def test_an_outage_of_the_store_delays_only_a_regrouping(
+    training: StoredTraining, network: Network, reference: Callable[[int], Truth]
+) -> None:
+    a, b, c = training.hosts
+    for host in training.hosts:
+        training.start(host)
+    training.wait(lambda: training.step(a) >= 15, "step 15")
+    first, address = training.newest(a), f"{SWITCH}/24 dev hub"
+    ip(network.switch, f"addr del {address}")
+    training.wait(lambda: training.step(a) >= 40, "a step without the store")
+    training.lose(a)
+    time.sleep(4.0)
+    assert training.newest(b) == first
+    ip(network.switch, f"addr add {address}")
+    assert set(training.end().values()) == {0}, training.report()
+    truth = reference(STEPS)
+    assert training.steps_of(b) == truth.steps, training.report()
+    assert training.run(c, "checkpoint", "digest", RUN).strip() == truth.digest

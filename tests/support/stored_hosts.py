@@ -57,7 +57,7 @@ class StoredTraining:
     def options(self, host: Host) -> dict[str, object]:
         folder = self.folder / host.name
         environ = {**os.environ, **environment(self.server, folder / "cache"), "LOCKSTEP_STORE_BEAT_S": "1", "OMP_NUM_THREADS": "1"}
-        (folder / "tmp").mkdir(exist_ok=True)
+        (folder / "tmp").mkdir(exist_ok=True, parents=True)
         return {"cwd": folder, "env": environ | {"LOCKSTEP_TMP": str(folder / "tmp")}, "start_new_session": True}
 
     def copy(self, host: Host) -> Path:
@@ -69,6 +69,12 @@ class StoredTraining:
         """Return the newest generation that a host knows."""
         paths = list((self.folder / host.name / "cache").glob("*/hosts/generations"))
         return (GenerationLog(paths[0]).newest() if paths else None) or NO_GENERATION
+
+    def leader_of(self, host: Host) -> str:
+        """Return the host of rank 0 in the newest generation with members that a host knows."""
+        log = GenerationLog(self.copy(host) / "generations")
+        records = (log.read(number) for number in range(self.newest(host).number, 0, -1))
+        return next(record.members[0].host for record in records if record.members)
 
     def step(self, host: Host) -> int:
         """Return the last step in the metrics of a host."""

@@ -92,7 +92,6 @@ def refuse_without_disk(request: RunRequest, run: RunConfig | None, address: str
     least = workers_per_replica(run)
     refused = {
         f"replicas of {least} workers": (least > 1, "train with whole replicas, or give --out on a disk that all hosts share"),
-        "a score at the end": (bool(run and run.evaluate.at_end), "add --evaluate.at_end 0; export a checkpoint to score it"),
         "a script without lockstep": (restarts_all(request), "save with lockstep.Session, or give --out on a disk that all hosts share"),
     }
     for what, (is_refused, hint) in refused.items():

@@ -82,7 +82,7 @@ def refuse_unsupported(args: argparse.Namespace, address: Address) -> None:
     }
     if command == "launch" and (args.hosts or args.nodes):
         refused |= {
-            "--with-evaluator on several hosts": (args.with_evaluator, "score the run when it has ended"),
+            "--with-evaluator on several hosts": (args.with_evaluator, "rank 0 scores the last checkpoint: evaluate.at_end"),
             f"--resume {args.resume} on several hosts": (args.resume not in ("auto", "required"), "resume from the newest checkpoint"),
             "--override on several hosts": (bool(args.override), "start a new run with another --out"),
         }

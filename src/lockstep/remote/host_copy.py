@@ -120,6 +120,38 @@ def refresh_copy(run: Path) -> None:
         raise CheckpointError("no checkpoint in the store is whole", "\n".join(problems), "restore earlier versions of these objects")
 
 
+def wait_until_published(run: Path, step: int) -> None:
+    """For rank 0: wait until the store has the checkpoint of `step`; after FINAL_BEATS it is a warning."""
+    bucket, until_s = bucket_of(run), time.monotonic() + FINAL_BEATS * read_beat_s()
+    while time.monotonic() < until_s:
+        with suppress(StoreError):
+            if (snapshot := newest(bucket)) and step in steps_of(snapshot.files):
+                return
+        time.sleep(POLL_S)
+    log.warning("step %d is not in %s yet; only this host has it", step, bucket.address)
+
+
+def fetch_checkpoint(run: Path, step: int = -1) -> int:
+    """Download the checkpoint of `step`, by default the newest one, if this host lacks it; return the
+    step. StoreError, CheckpointError."""
+    here, bucket = committed_steps(run / "checkpoints"), bucket_of(run)
+    snapshot = newest(bucket)
+    stored = steps_of(snapshot.files) if snapshot else []
+    step = max([*here, *stored], default=-1) if step < 0 else step
+    if step in here:
+        return step
+    if snapshot is None or step not in stored:
+        raise CheckpointError(f"the store has no checkpoint of step {step}", str(bucket.address), "see the warnings of the host of rank 0")
+    update_copy(bucket, snapshot, run, lambda path: path.startswith(f"checkpoints/{folder_name(step)}/"))
+    return step
+
+
+def bucket_of(run: Path) -> RunBucket:
+    address = store_address(run)
+    assert address is not None, f"{run} is no copy"
+    return RunBucket(address, waits=False)
+
+
 def update_copy(bucket: RunBucket, snapshot: Snapshot, copy: Path, wanted: Callable[[str], bool]) -> tuple[list[str], bool]:
     """Put the wanted files of a snapshot into a copy, also beside a training. Return the problems of
     its checkpoints, and whether everything was put: not while rank 0 on this host writes its metrics."""
@@ -221,8 +253,8 @@ class HostMirror:
         self.follow_s = now_s + max(snapshot.beat_s / 4, FOLLOW_PAUSE * (now_s - start_s))
 
     def finish(self) -> None:
-        """If the run has ended and rank 0 was here, upload the rest and release the run.
-        StoreError when that fails for FINAL_BEATS."""
+        """Upload the rest and release the run, if its last rank 0 was on this host and it is not only
+        this host that leaves. StoreError when that fails for FINAL_BEATS."""
         until_s, stored = time.monotonic() + FINAL_BEATS * read_beat_s(), open_generation_log(self.folder)
         assert isinstance(stored, StoredGenerationLog)
         while True:

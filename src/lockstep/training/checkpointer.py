@@ -29,6 +29,7 @@ from lockstep.errors import CheckpointError, SaveFailedError, UsageError
 from lockstep.parallel.digest import digest_of
 from lockstep.parallel.parallelize import LocalModel, unwrap_local_model
 from lockstep.record.events import append_event
+from lockstep.remote.host_copy import wait_until_published
 from lockstep.runtime import numerics, sources
 from lockstep.runtime.tensor_bytes import bytes_of
 from lockstep.training import trained_parameters
@@ -381,6 +382,9 @@ class Checkpointer:
                 raise self._as_final(error) from error.__cause__
             if self._failure:
                 raise self._failure
+            if self.runtime.has_own_folder and (steps := self.store.steps()):
+                with self.runtime.during("saving"):  # if this host is lost before, the next rank 0 saves the step again
+                    wait_until_published(self.store.folder.parent, steps[-1])
 
         def finish_on_all() -> None:
             if self._request:

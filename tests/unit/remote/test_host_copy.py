@@ -18,10 +18,10 @@ from lockstep.checkpoint.folder import committed_steps
 from lockstep.elastic.generation_log import Generation, GenerationLog, Member, RunResult, open_generation_log
 from lockstep.elastic.link import read_token
 from lockstep.elastic.run_folder import create_run_folder
-from lockstep.errors import DamagedFileError, StoreError, UsageError
+from lockstep.errors import CheckpointError, DamagedFileError, StoreError, UsageError
 from lockstep.object_store.bucket import RunBucket
 from lockstep.remote import host_copy
-from lockstep.remote.host_copy import IDENTITY, HostMirror, joined_copy, refresh_copy
+from lockstep.remote.host_copy import IDENTITY, HostMirror, fetch_checkpoint, joined_copy, refresh_copy, wait_until_published
 from lockstep.remote.snapshots import Snapshot, newest
 from lockstep.remote.upload import Mirror, steps_of
 from lockstep.remote.working_copy import owned_copy
@@ -175,6 +175,39 @@ def test_a_start_reads_the_newest_snapshot_unless_it_has_put_it(start: Start, bu
     refresh_copy(a.folder)
     assert committed_steps(a.folder / "checkpoints") == [10, 15] and list(a.folder.glob("checkpoints/*20.abandoned"))
     assert (a.folder / "metrics.jsonl").read_text().count("\n") == 15
+
+
+def test_a_checkpoint_of_rank_0_reaches_a_host_that_scores_it(
+    start: Start, bucket: RunBucket, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = start("a"), start("b")
+    form(a, 1, "a", "b")
+    train(a, 10, 20)
+    monkeypatch.setattr(host_copy, "FINAL_BEATS", 1)
+    wait_until_published(a.folder, 20)
+    assert "step 20 is not in s3://runs/team/first yet" in caplog.text
+    poll(a)
+    caplog.clear()
+    wait_until_published(a.folder, 20)
+    assert not caplog.text and fetch_checkpoint(a.folder) == fetch_checkpoint(b.folder) == 20
+    assert fetch_checkpoint(b.folder, 20) == 20 and verify(b.folder) == (True, ["step 20 is whole"])
+    train(a, 30)
+    assert fetch_checkpoint(a.folder) == 30
+    with pytest.raises(CheckpointError, match="the store has no checkpoint of step 30"):
+        fetch_checkpoint(b.folder, 30)
+
+
+def test_a_damaged_checkpoint_is_no_start(start: Start, bucket: RunBucket, caplog: pytest.LogCaptureFixture) -> None:
+    a = start("a")
+    form(a, 1, "a")
+    train(a, 10)
+    poll(a)
+    bucket.put(f"blobs/{stored(bucket).files['checkpoints/step-00000010/tensors-00000.safetensors'][0][0]}", b"other")
+    with pytest.raises(CheckpointError, match="no checkpoint in the store is whole"):
+        start("b")
+    train(a, 20)
+    poll(a)
+    assert committed_steps(start("b").folder / "checkpoints") == [20] and "step-00000010 is damaged" in caplog.text
 
 
 def test_the_end_is_released_by_the_host_of_rank_0(start: Start, bucket: RunBucket) -> None:
