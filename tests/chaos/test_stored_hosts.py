@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 from support.hosts import SWITCH, Network, Truth, enter, ip
 from support.object_store import s3_server
+from support.processes import children
 from support.stored_hosts import RUN, StoredTraining
 
 STEPS = 160
@@ -86,3 +89,42 @@ def test_an_outage_of_the_store_delays_only_a_regrouping(
     truth = reference(STEPS)
     assert training.steps_of(b) == truth.steps, training.report()
     assert training.run(c, "checkpoint", "digest", RUN).strip() == truth.digest
+
+
+@pytest.mark.long
+def test_killed_agents_and_mirrors_stop_no_other_host(training: StoredTraining, reference: Callable[[int], Truth]) -> None:
+    a, b, _ = training.hosts
+    training.values["elastic.rendezvous_timeout_s"] = 5.0
+    training.start(a)
+    training.start(b)
+    training.wait(lambda: training.step(a) >= 12, "step 12")
+    first = training.newest(b)
+    (agent,) = children(training.agents["a"].pid)
+    os.kill(agent, signal.SIGKILL)
+    assert training.agents["a"].wait(60.0) == 137
+    step = training.step(a)
+    training.wait(lambda: training.step(a) >= step + 5, "a step without an agent")
+    training.start(a)  # it adopts the worker
+    training.wait(lambda: "adopted slot 0" in (training.folder / "a.out").read_text(), "the adoption")
+    assert training.newest(b) == first
+    training.agents["a"].kill()  # the process that mirrors: the agent and the worker leave
+    training.wait(lambda: training.newest(b).number > first.number, "a generation without a")
+    assert training.end() == {"a": -signal.SIGKILL, "b": 0}, training.report()
+    assert training.run(b, "checkpoint", "digest", RUN).strip() == reference(STEPS).digest
+
+
+@pytest.mark.long
+def test_the_last_checkpoint_of_a_lost_host_is_saved_by_another(training: StoredTraining, reference: Callable[[int], Truth]) -> None:
+    a, b, _ = training.hosts
+    training.values["elastic.rendezvous_timeout_s"] = 5.0
+    training.start(a)
+    training.start(b)
+    training.wait(lambda: training.step(a) >= STEPS - 8, "almost the last step")
+    first = training.newest(b)
+    training.agents["a"].send_signal(signal.SIGSTOP)  # the process that mirrors: nothing is uploaded
+    training.wait(lambda: training.step(a) == STEPS, "the last step")
+    time.sleep(14.0)  # more than counts as a hang outside of a save
+    assert training.agents["b"].poll() is None and training.newest(b) == first
+    training.lose(a)
+    assert training.end() == {"b": 0}, training.report()
+    assert training.run(b, "checkpoint", "digest", RUN).strip() == reference(STEPS).digest

@@ -10,7 +10,6 @@ the host of rank 0. It then downloads the checkpoints that it lacks, and publish
 from __future__ import annotations
 
 import json
-import operator
 import os
 import re
 import secrets
@@ -63,10 +62,10 @@ def joined_copy(bucket: RunBucket, host: str) -> Iterator[Path]:
                 raise UsageError(f"the run in {bucket.address} is one of a single host", f"its snapshots; there is no {MEMBERSHIP}/", hint)
             refuse_other_objects(bucket)
             refuse_lost_store(bucket, copy)
-        mine = {"token": secrets.token_hex(TOKEN_BYTES), "run_id": secrets.token_hex(8)}
-        stored = bucket.put_if_absent(IDENTITY, json.dumps(mine).encode())
+        new_identity = json.dumps({"token": secrets.token_hex(TOKEN_BYTES), "run_id": secrets.token_hex(8)})
         try:
-            token, run_id = operator.itemgetter("token", "run_id")(parse_json(stored.decode()))
+            identity = parse_json(bucket.put_if_absent(IDENTITY, new_identity.encode()).decode())
+            token, run_id = str(identity["token"]), str(identity["run_id"])
         except (ValueError, LookupError, TypeError) as error:
             hint = "restore an earlier version of this object"
             raise DamagedFileError(f"the identity of the run is damaged: {error}", f"{bucket.address}/{IDENTITY}", hint) from None
@@ -121,10 +120,11 @@ def refresh_copy(run: Path) -> None:
 
 
 def wait_until_published(run: Path, step: int) -> None:
-    """For rank 0: wait until the store has the checkpoint of `step`; after FINAL_BEATS it is a warning."""
-    bucket, until_s = bucket_of(run), time.monotonic() + FINAL_BEATS * read_beat_s()
+    """For rank 0: wait until the store has the checkpoint of `step`. After FINAL_BEATS / 2, less than
+    counts as a hang, it is a warning."""
+    bucket, until_s = bucket_of(run), time.monotonic() + FINAL_BEATS / 2 * read_beat_s()
     while time.monotonic() < until_s:
-        with suppress(StoreError):
+        with suppress(StoreError):  # an outage
             if (snapshot := newest(bucket)) and step in steps_of(snapshot.files):
                 return
         time.sleep(POLL_S)
@@ -134,13 +134,13 @@ def wait_until_published(run: Path, step: int) -> None:
 def fetch_checkpoint(run: Path, step: int = -1) -> int:
     """Download the checkpoint of `step`, by default the newest one, if this host lacks it; return the
     step. StoreError, CheckpointError."""
-    here, bucket = committed_steps(run / "checkpoints"), bucket_of(run)
+    local_steps, bucket = committed_steps(run / "checkpoints"), bucket_of(run)
     snapshot = newest(bucket)
-    stored = steps_of(snapshot.files) if snapshot else []
-    step = max([*here, *stored], default=-1) if step < 0 else step
-    if step in here:
+    published_steps = steps_of(snapshot.files) if snapshot else []
+    step = max([*local_steps, *published_steps], default=-1) if step < 0 else step
+    if step in local_steps:
         return step
-    if snapshot is None or step not in stored:
+    if snapshot is None or step not in published_steps:
         raise CheckpointError(f"the store has no checkpoint of step {step}", str(bucket.address), "see the warnings of the host of rank 0")
     update_copy(bucket, snapshot, run, lambda path: path.startswith(f"checkpoints/{folder_name(step)}/"))
     return step
@@ -162,7 +162,7 @@ def update_copy(bucket: RunBucket, snapshot: Snapshot, copy: Path, wanted: Calla
             log.warning("%s; it is omitted", problem)
         for step in (folder / "checkpoints").glob("*"):
             (copy / "checkpoints").mkdir(exist_ok=True)
-            with suppress(OSError):  # the run has just saved this step
+            if not (copy / "checkpoints" / step.name).exists():  # else the run has just saved this step
                 os.rename(step, copy / "checkpoints" / step.name)
         if (folder / EVENTS).exists():
             add_lines(copy / EVENTS, read_bytes(folder / EVENTS))
@@ -180,9 +180,11 @@ def update_copy(bucket: RunBucket, snapshot: Snapshot, copy: Path, wanted: Calla
 
 def add_lines(path: Path, content: bytes) -> None:
     """Append the lines of `content` that a file lacks. Other processes may append meanwhile."""
-    known = set(read_bytes(path).splitlines()) if path.exists() else set()
+    lines = read_bytes(path).splitlines(keepends=True) if path.exists() else []
+    torn = b"\n" if lines and not lines[-1].endswith(b"\n") else b""
+    known = set(lines)
     with open(path, "ab", buffering=0, opener=open_regular) as file:
-        file.write(b"".join(line + b"\n" for line in content.splitlines() if line not in known))
+        file.write(torn + b"".join(line for line in content.splitlines(keepends=True) if line not in known))
 
 
 class HostMirror:
@@ -253,8 +255,8 @@ class HostMirror:
         self.follow_s = now_s + max(snapshot.beat_s / 4, FOLLOW_PAUSE * (now_s - start_s))
 
     def finish(self) -> None:
-        """Upload the rest and release the run, if its last rank 0 was on this host and it is not only
-        this host that leaves. StoreError when that fails for FINAL_BEATS."""
+        """If the run has ended, not only its part on this host, and rank 0 was here: upload the rest and
+        release the run. StoreError when that fails for FINAL_BEATS."""
         until_s, stored = time.monotonic() + FINAL_BEATS * read_beat_s(), open_generation_log(self.folder)
         assert isinstance(stored, StoredGenerationLog)
         while True:
