@@ -255,8 +255,8 @@ class HostMirror:
         self.follow_s = now_s + max(snapshot.beat_s / 4, FOLLOW_PAUSE * (now_s - start_s))
 
     def finish(self) -> None:
-        """If the run has ended, not only its part on this host, and rank 0 was here: upload the rest and
-        release the run. StoreError when that fails for FINAL_BEATS."""
+        """Upload the rest and release the run after its end, if this host had its last rank 0. A host
+        that leaves a run does neither. StoreError when it fails for FINAL_BEATS."""
         until_s, stored = time.monotonic() + FINAL_BEATS * read_beat_s(), open_generation_log(self.folder)
         assert isinstance(stored, StoredGenerationLog)
         while True:
