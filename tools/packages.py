@@ -25,6 +25,7 @@ LAYERS = (
     ("render",),
     ("data",),
     ("runtime",),
+    ("object_store",),
     ("elastic",),
     ("agent",),
     ("checkpoint",),

@@ -38,12 +38,12 @@ from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.log import log
 from lockstep.models.deferred_init import move_to
+from lockstep.object_store.address import local_folder
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.parallel.plans import Patterns
 from lockstep.parallel.sequential import evaluate_in_stages
 from lockstep.parallel.tensor_plan import TensorPlan
 from lockstep.record.tracker import BackgroundTracker, Tracker
-from lockstep.remote.address import local_folder
 from lockstep.runtime.numerics import make_deterministic, seed_generators
 from lockstep.runtime.signals import Stopped, StopSignals
 from lockstep.runtime.torch_private import collectives_of

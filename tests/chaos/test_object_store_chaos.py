@@ -18,8 +18,8 @@ from support.waiting import wait_until
 
 from lockstep.checkpoint.folder import committed_steps
 from lockstep.files import sha256_file
-from lockstep.remote.address import parse_address
-from lockstep.remote.bucket import RunBucket
+from lockstep.object_store.address import parse_address
+from lockstep.object_store.bucket import RunBucket
 from lockstep.remote.snapshots import newest
 from lockstep.remote.upload import steps_of
 

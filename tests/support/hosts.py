@@ -35,6 +35,7 @@ from lockstep.runtime.status_board import Status
 from lockstep.runtime.worker_env import ProcessIdentity, process_stat, running_workers, state_folder
 
 NOWHERE = "02:00:00:00:00:01"  # a hardware address that no interface has
+SWITCH = "10.77.0.254"
 LISTEN_STATE = "0A"  # in /proc/net/tcp
 LINE_BYTES = 4096  # more than two lines of metrics
 # Eight micro-batches of a tiny model: a step of three workers takes 70 ms on two cores.
@@ -95,7 +96,9 @@ HERE = Host()
 
 
 class Network:
-    """Context manager: `size` hosts at 10.77.0.1, 10.77.0.2, ... on one switch."""
+    """Context manager: `size` hosts at 10.77.0.1, 10.77.0.2, ... on one switch, which has the
+    address SWITCH.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -103,7 +106,7 @@ class Network:
     def __enter__(self) -> Network:
         with ExitStack() as stack:
             self.switch, *pids = [stack.enter_context(namespace()) for _ in range(self.size + 1)]
-            ip(self.switch, "link add hub type bridge", "link set hub up")
+            ip(self.switch, "link add hub type bridge", "link set hub up", f"addr add {SWITCH}/24 dev hub", "link set lo up")
             self.hosts = []
             for number, pid in enumerate(pids, 1):
                 address = f"10.77.0.{number}"

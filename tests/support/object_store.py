@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,11 +20,12 @@ from support.launching import one_thread, run_lockstep, start_lockstep
 from support.processes import processes_in
 from support.waiting import wait_until
 
-from lockstep.remote.address import parse_address
-from lockstep.remote.bucket import RunBucket
+from lockstep.object_store.address import parse_address
+from lockstep.object_store.bucket import RunBucket
 from lockstep.remote.snapshots import Snapshot, newest
 
-SERVER = "import sys; from moto.server import main; main(['-H', '127.0.0.1', '-p', sys.argv[1]])"
+SERVER = "import sys; from moto.server import main; main(['-H', sys.argv[1], '-p', sys.argv[2]])"
+REQUEST = "import sys; from urllib.request import *; urlopen(Request(sys.argv[1], method=sys.argv[2]), timeout=5)"
 Fault = Callable[[str, str], str]  # (method, path) -> "", "503", "slow", "torn", "cut" or "lost"
 
 
@@ -34,30 +35,35 @@ def free_port() -> int:
 
 
 @contextmanager
-def s3_server() -> Iterator[str]:
-    """Run moto's HTTP server with the bucket `runs`; yield its address."""
+def s3_server(host: str = "127.0.0.1", enter: Sequence[str] = ()) -> Iterator[str]:
+    """Run moto's HTTP server with the bucket `runs`; yield its address. enter: prefix of commands
+    in its network namespace.
+    """
     port = free_port()
-    process = subprocess.Popen([sys.executable, "-c", SERVER, str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [*enter, sys.executable, "-c", SERVER, host, str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        address = f"http://127.0.0.1:{port}"
-
-        def answers() -> bool:
-            with suppress(OSError):
-                return bool(urllib.request.urlopen(f"{address}/moto-api/", timeout=5).status)
-            return False
-
-        wait_until(answers, "an answer of moto", process=process)
-        make_bucket(address)
+        address = f"http://{host}:{port}"
+        wait_until(lambda: send(f"{address}/moto-api/", "GET", enter), "an answer of moto", process=process)
+        make_bucket(address, enter)
         yield address
     finally:
         process.terminate()
         process.wait()
 
 
-def make_bucket(address: str) -> None:
+def send(url: str, method: str, enter: Sequence[str] = ()) -> bool:
+    """Send a request without a body; return whether it was answered without an error."""
+    if enter:
+        return not subprocess.run([*enter, sys.executable, "-c", REQUEST, url, method], stderr=subprocess.DEVNULL, check=False).returncode
+    with suppress(OSError):
+        return bool(urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=5).status)
+    return False
+
+
+def make_bucket(address: str, enter: Sequence[str] = ()) -> None:
     """Create the bucket `runs`, and empty everything else that the server holds."""
-    urllib.request.urlopen(urllib.request.Request(f"{address}/moto-api/reset", method="POST"))
-    urllib.request.urlopen(urllib.request.Request(f"{address}/runs", method="PUT"))
+    assert send(f"{address}/moto-api/reset", "POST", enter) and send(f"{address}/runs", "PUT", enter)
 
 
 def environment(address: str, copies: object) -> dict[str, str]:

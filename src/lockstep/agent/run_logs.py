@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.agent.lock import PriorState
-from lockstep.elastic.generation_log import KEEP, NO_GENERATION, Generation, GenerationLog, RunResult
+from lockstep.elastic.generation_log import KEEP, NO_GENERATION, Generation, GenerationLog, RunResult, open_generation_log
 from lockstep.errors import DamagedFileError
 from lockstep.log import log
 from lockstep.record.events import append_event
@@ -37,7 +37,7 @@ class GenerationReader:
     """Reads the generation log. `newest`: the newest generation read; `known`: its number."""
 
     def __init__(self, folder: Path, prior: PriorState, events: EventLog) -> None:
-        self.log = GenerationLog(folder / "generations", since=prior.newest.number)
+        self.folder, self.log = folder, GenerationLog(folder / "generations", since=prior.newest.number)
         self.newest, self.base, self.events = prior.newest, prior.base_generation, events
         self.known = self.last_handled(prior.newest.number, {process.pid for process in prior.running.values()})
 
@@ -82,6 +82,6 @@ class GenerationReader:
     def record_end(self, code: int, text: str, reason: str) -> None:
         """Record the end of the run as the next generation, unless another host has recorded one."""
         try:
-            self.log.record_end(RunResult(code, text), reason, self.base)
+            open_generation_log(self.folder).record_end(RunResult(code, text), reason, self.base)
         except OSError as error:
             self.events.warn("cannot write the end of the run into the generation log; other hosts may not learn of it", error)

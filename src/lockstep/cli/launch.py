@@ -15,6 +15,7 @@ from lockstep.cli.options import build_parser
 from lockstep.cli.start import RunRequest, choose_worker_count, max_workers, read_request, refuse_layout, start_agent, workers_per_replica
 from lockstep.config.schema import RunConfig
 from lockstep.elastic.control import stop_run
+from lockstep.elastic.stored_folder import store_address
 from lockstep.errors import UsageError
 from lockstep.log import log
 from lockstep.runtime.processes import die_with_parent
@@ -40,6 +41,8 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     if args.restart and not request.is_whole_script:
         raise UsageError(f"--restart {args.restart} applies to a script only", "command line", "write lockstep launch FILE.py")
     run = request.validate()
+    if address := store_address(request.folder):
+        refuse_without_disk(request, run, str(address))
     if args.ray:
         return launch_by_ray(args, request, run)
     name, source = (args.host, "--host") if args.host else (socket.gethostname(), "hostname of this machine")
@@ -82,6 +85,18 @@ def refuse_conflicts(args: argparse.Namespace) -> None:
     for option, others in CONFLICTS.items():
         if getattr(args, option[2:]) and (given := [name for name in others if getattr(args, name)]):
             raise UsageError(f"{option} cannot be combined with --{given[0]}", "command line", "remove one of them")
+
+
+def refuse_without_disk(request: RunRequest, run: RunConfig | None, address: str) -> None:
+    """UsageError for what hosts cannot do that meet in an object store."""
+    least = workers_per_replica(run)
+    refused = {
+        f"replicas of {least} workers": (least > 1, "train with whole replicas, or give --out on a disk that all hosts share"),
+        "a script without lockstep": (restarts_all(request), "save with lockstep.Session, or give --out on a disk that all hosts share"),
+    }
+    for what, (is_refused, hint) in refused.items():
+        if is_refused:
+            raise UsageError(f"{what} is not supported where hosts share no disk", f"--out {address}", hint)
 
 
 def restarts_all(request: RunRequest) -> bool:

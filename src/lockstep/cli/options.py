@@ -167,7 +167,7 @@ def add_training_commands(commands: Commands) -> None:
     add("--parent", **PARENT)
 
     add = add_command(commands, "launch", "train on one or more hosts, and recover from lost workers and hosts", takes_target=True)
-    add("--out", type=Path, help="run folder, on a disk that all hosts share (default: as for train)")
+    add("--out", type=Path, help="run folder, on a disk that all hosts share, or s3://BUCKET/RUN (default: as for train)")
     add("--workers", **WORKERS, help="worker processes on this host, without --hosts (default: as for train); with --ray: on each node")
     add_host_options(add)
     add("--ray", action="store_true", help="start an agent on each node of a Ray cluster, and on the nodes that replace lost ones")

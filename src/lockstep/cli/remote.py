@@ -18,12 +18,14 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from lockstep.agent.hosts import read_hosts
 from lockstep.checkpoint.policy import choose_step
 from lockstep.errors import CheckpointError, FencedError, LockstepError, UsageError
 from lockstep.log import log
-from lockstep.remote.address import Address, parse_address
-from lockstep.remote.bucket import RunBucket
+from lockstep.object_store.address import Address, parse_address
+from lockstep.object_store.bucket import RunBucket
 from lockstep.remote.download import download
+from lockstep.remote.host_copy import HostMirror, joined_copy
 from lockstep.remote.snapshots import Snapshot, newest
 from lockstep.remote.upload import Mirror, steps_of
 from lockstep.remote.working_copy import owned_copy
@@ -35,7 +37,7 @@ from lockstep.units import format_bytes
 WRITE, READ, LOCAL = ("train", "run", "launch", "evaluate"), ("checkpoint", "generate", "translate"), ("status", "watch")
 POLL_S = 0.5
 LOW_PRIORITY = 19  # the training goes first
-CHILD = "import sys; from lockstep.cli.remote import run_child; sys.exit(run_child(int(sys.argv[1]), sys.argv[2:]))"
+CHILD = "import sys; from lockstep.cli.remote import run_child; sys.exit(run_child(*map(int, sys.argv[1:3]), sys.argv[3:]))"
 
 
 def run_remote(args: argparse.Namespace, words: Sequence[str], folder: Path) -> int:
@@ -48,8 +50,13 @@ def run_remote(args: argparse.Namespace, words: Sequence[str], folder: Path) -> 
         return run_beside_training(address, words)
     if args.command in READ or getattr(args, "show", False):
         return run_on_snapshot(args, address, words)
-    with owned_copy(RunBucket(address), socket.gethostname()) as (copy, ownership):
-        return run_mirrored(Mirror(copy, ownership), with_folder(words, address, copy))
+    bucket, host = RunBucket(address), getattr(args, "host", None) or socket.gethostname()
+    if args.command == "launch" and (args.hosts or args.nodes):
+        with joined_copy(bucket, host) as copy:
+            # If this process is killed, the other hosts continue.
+            return run_mirrored(HostMirror(copy, bucket, host), with_folder(words, address, copy), signal.SIGUSR1)
+    with owned_copy(bucket, host) as (copy, ownership):
+        return run_mirrored(Mirror(copy, ownership), with_folder(words, address, copy), signal.SIGTERM)
 
 
 def refuse_unsupported(args: argparse.Namespace, address: Address) -> None:
@@ -64,15 +71,21 @@ def refuse_unsupported(args: argparse.Namespace, address: Address) -> None:
             "write to this host, then copy it",
         ),
         "evaluate --follow": (command == "evaluate" and args.follow, "use lockstep launch --with-evaluator"),
-        "a launch on several hosts": (
-            command == "launch" and bool(args.hosts or args.ssh or args.ray or args.nodes),
-            "hosts would not share their copies: give a folder on a disk that all hosts share",
+        "a launch by ssh or Ray": (
+            command == "launch" and bool(args.ssh or args.ray or (args.hosts and not args.host and read_hosts(args.hosts).ssh)),
+            "start the command with --hosts HOSTS.toml --host NAME on each host, or give a folder on a disk that all hosts share",
         ),
         "a start by torchrun, srun or mpirun": (
             command in WRITE and read_rank_info(os.environ)[0] is not None,
             "start lockstep train or launch by itself: it starts the workers of this host",
         ),
     }
+    if command == "launch" and (args.hosts or args.nodes):
+        refused |= {
+            "--with-evaluator on several hosts": (args.with_evaluator, "rank 0 scores the last checkpoint: evaluate.at_end"),
+            f"--resume {args.resume} on several hosts": (args.resume not in ("auto", "required"), "resume from the newest checkpoint"),
+            "--override on several hosts": (bool(args.override), "start a new run with another --out"),
+        }
     for what, (is_refused, hint) in refused.items():
         if is_refused:
             raise UsageError(f"{what} is not supported in an object store", str(address), hint)
@@ -92,9 +105,10 @@ def with_folder(words: Sequence[str], address: Address, folder: Path) -> list[st
 # Commands that write.
 
 
-def run_mirrored(mirror: Mirror, words: Sequence[str]) -> int:
-    """Run the command in a child process and mirror its folder; return its exit code."""
-    command = [sys.executable, "-c", CHILD, str(os.getpid()), *words]
+def run_mirrored(mirror: Mirror | HostMirror, words: Sequence[str], stop_signal: signal.Signals) -> int:
+    """Run the command in a child process and mirror its folder; return its exit code.
+    stop_signal: for the child, when this process is killed or loses the run."""
+    command = [sys.executable, "-c", CHILD, str(os.getpid()), str(int(stop_signal)), *words]
     # Of a separate process group: Ctrl-C reaches it once, from here.
     child = subprocess.Popen(command, process_group=0)
     handlers = {number: signal.signal(number, lambda number, frame: child.send_signal(number)) for number in STOP_SIGNALS}
@@ -118,7 +132,7 @@ def run_mirrored(mirror: Mirror, words: Sequence[str]) -> int:
             child.wait(POLL_S)
         if errors and not stopped:  # another owner has the run
             log.error("%s", errors[0].what)
-            child.terminate()
+            child.send_signal(stop_signal)
             stopped = True
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -136,13 +150,13 @@ def run_mirrored(mirror: Mirror, words: Sequence[str]) -> int:
     return code
 
 
-def run_child(parent: int, words: list[str]) -> int:
-    """Run a command of Lockstep, and stop it as SIGTERM does when process `parent` is killed."""
+def run_child(parent: int, stop_signal: int, words: list[str]) -> int:
+    """Run a command of Lockstep. It receives the signal when process `parent` is killed."""
     from lockstep.cli.main import main
 
-    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    prctl(PR_SET_PDEATHSIG, stop_signal)
     if os.getppid() != parent:
-        return 128 + signal.SIGTERM
+        return 128 + stop_signal
     sys.argv = ["lockstep", *words]
     return main(words)
 

@@ -9,7 +9,7 @@ from lockstep.config.schema import RunConfig
 from lockstep.errors import UsageError
 from lockstep.files import read_text, write_atomic
 from lockstep.log import log
-from lockstep.remote.address import parse_address
+from lockstep.object_store.address import parse_address
 from lockstep.render.job import make_job, render
 
 

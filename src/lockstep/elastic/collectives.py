@@ -5,10 +5,12 @@ are numbers and JSON over gloo; nothing received is unpickled.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from lockstep.data.manifest import locked
 from lockstep.elastic.consensus import SUMS, StepDecision, Vote, row_to_decision, vote_to_row
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import ERRORS_BY_NAME, LockstepError, UsageError
@@ -49,6 +51,19 @@ def all_gather_json(runtime: ElasticRuntime, value: Any) -> list[Any]:
 def run_on_rank0(runtime: ElasticRuntime, function: Callable[[], T]) -> T:
     """Collective. Return rank 0's `function()` (a JSON value), or raise its LockstepError."""
     value: T = gather_results(runtime, lambda: function() if runtime.world.leader or runtime.is_joining else None)[0]
+    return value
+
+
+def run_in_run_folder(runtime: ElasticRuntime, function: Callable[[], T]) -> T:
+    """Collective. As `run_on_rank0`, for a function that writes files which all workers read: where
+    the hosts share no disk, the first worker of each host calls it."""
+    if not runtime.has_own_folder:
+        return run_on_rank0(runtime, function)
+    if runtime.is_joining:  # it has no group: workers of this host may call it at once
+        assert runtime.membership is not None
+        with locked(Path(runtime.membership.worker_env.state) / "run_folder.lock"):
+            return run_on_rank0(runtime, function)
+    value: T = gather_results(runtime, lambda: function() if runtime.world.local_leader else None)[0]
     return value
 
 

@@ -16,12 +16,13 @@ from pathlib import Path
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public at run time
 
 from lockstep.elastic import waiting_room
-from lockstep.elastic.generation_log import Generation, GenerationLog, Member, RunResult
+from lockstep.elastic.generation_log import Generation, GenerationLog, Member, RunResult, StoredGenerationLog
 from lockstep.elastic.protocol.effects import Effect
 from lockstep.elastic.protocol.transitions import Protocol
 from lockstep.log import log
 from lockstep.runtime.worker_env import is_loopback_reachable
 
+STORE_PAUSE_S = 0.5  # at least, between two reads by a waiting worker of a log in an object store, which charges for each
 Call = Callable[[Callable[[], Sequence[Effect]]], None]
 
 
@@ -45,6 +46,7 @@ class DiskThread:
         self.me, self.on_second_training = protocol.me, on_second_training
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._reading_log = False
+        self._next_read_s, self._pause_s = 0.0, STORE_PAUSE_S if isinstance(generation_log, StoredGenerationLog) else 0.0
         self._registered = False  # in the waiting room
         self._waiting: dict[str, Member] = {}  # file name -> worker in the waiting room
         self._liveness: Mapping[str, str] = {}  # id -> newest content of its liveness file
@@ -57,10 +59,11 @@ class DiskThread:
 
     def read_log(self, known: int) -> None:
         """Read the newest generation above `known`; outside a generation, the waiting room, too."""
-        if self._reading_log:
+        outside = self.protocol.phase == "out"
+        if self._reading_log or (outside and time.monotonic() < self._next_read_s):
             return
-        self._reading_log = True
-        outside, writes_liveness = self.protocol.phase == "out", self.protocol.writes_liveness
+        self._reading_log, self._next_read_s = True, time.monotonic() + self._pause_s
+        writes_liveness = self.protocol.writes_liveness
         registers = outside and self.protocol.join_requested
         members = self.protocol.generation.members
 

@@ -14,6 +14,9 @@ If replicas differ without a majority, every member that detects it writes the s
 leaves, for members that lost their peers too early to detect it.
 
 A start lists the folder, so the winner of a number archives the generation that is KEEP older.
+
+If the hosts share no disk, the log is in an object store (StoredGenerationLog): there a conditional
+put decides a number. RUN/generations of each host is a copy then, for commands that only read.
 """
 
 from __future__ import annotations
@@ -24,18 +27,21 @@ import json
 import os
 import re
 import secrets
+import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from lockstep.elastic.stored_folder import StoredFolder, stored_folder
 from lockstep.errors import DamagedFileError
-from lockstep.files import add_checksum, read_json, verify_checksum, write_if_absent, write_json
+from lockstep.files import add_checksum, parse_json, read_json, read_text, verify_checksum, write_if_absent, write_json
 from lockstep.log import log
 
 GENERATION_FILE = re.compile(r"(\d{6,})\.json")
 KEEP = 1000  # newest generations that stay in the folder
+RETRY_S = 20.0  # how long a member tries to read whether its state is trusted, when a store does not answer
 
 
 @dataclass(frozen=True)
@@ -162,16 +168,20 @@ class GenerationLog:
     def read(self, number: int) -> Generation:
         """Read a generation. OSError: missing; DamagedFileError (an OSError): damaged."""
         path = self._path(number)
-        path = path if path.exists() else self._archived(number)
+        return self._parse(number, path if path.exists() else self._archived(number), self.folder)
+
+    def _parse(self, number: int, source: Path | str, where: object) -> Generation:
+        """Return the generation in a file, or in a text of the log `where`."""
         try:
-            generation = Generation.from_json(verify_checksum(read_json(path)))
+            text = read_text(source) if isinstance(source, Path) else source
+            generation = Generation.from_json(verify_checksum(parse_json(text)))
             if generation.number != number:
                 raise ValueError(f"it holds generation {generation.number}")
         except (ValueError, KeyError, TypeError) as error:
             raise DamagedFileError(
-                f"{path.name}, the record of generation {number}, is damaged: {error}",
-                str(path),
-                f"stop the workers of this run on all hosts, then move {self.folder} aside; the next start resumes from a checkpoint",
+                f"{number:06d}.json, the record of generation {number}, is damaged: {error}",
+                str(source if isinstance(source, Path) else where),
+                f"stop the workers of this run on all hosts, then move {where} aside; the next start resumes from a checkpoint",
             ) from error
         self.seen = max(self.seen, number)
         return generation
@@ -244,3 +254,66 @@ class GenerationLog:
     def _require(self, number: int) -> None:
         if number and not self._path(number).exists():
             raise FileNotFoundError(errno.ENOENT, f"the log lacks generation {number}", str(self.folder))
+
+
+class StoredGenerationLog(GenerationLog):
+    """The log of a run whose hosts share no disk. folder: the copy of this host."""
+
+    def __init__(self, folder: Path, stored: StoredFolder, since: int = 0) -> None:
+        super().__init__(folder, since)
+        self.stored, self.where = stored, f"{stored.bucket.address}/{stored.path}"
+
+    def newest(self, known: int = 0) -> Generation | None:
+        oldest = max(known, self.seen)
+        names = self.stored.names(after=f"{oldest - 1:06d}.json" if oldest > 1 else "")
+        newest = max((int(match[1]) for match in map(GENERATION_FILE.fullmatch, names) if match), default=0)
+        if newest < oldest:
+            raise FileNotFoundError(errno.ENOENT, f"the log lacks generation {oldest}", self.where)
+        return self.read(newest) if newest > known else None
+
+    def read(self, number: int) -> Generation:
+        return self._parse(number, self.stored.read(f"{number:06d}.json"), self.where)
+
+    def propose(self, generation: Generation) -> Generation:
+        number = generation.number
+        self.newest(max(number - 1, self.seen))  # which requires that one
+        text = json.dumps(add_checksum(generation.to_json()), indent=1)
+        return self._parse(number, self.stored.create(f"{number:06d}.json", text), self.where)
+
+    def mark_untrusted(self, number: int, why: str, facts: dict[str, Any]) -> None:
+        self.stored.write(f"{number:06d}.suspects.json", json.dumps(add_checksum({"why": why, **facts})))
+
+    def untrusted_reason(self, number: int) -> str:
+        until_s = time.monotonic() + RETRY_S
+        while True:
+            try:
+                self._copy_suspects([f"{number:06d}.suspects.json"])
+                return super().untrusted_reason(number)
+            except OSError:
+                if time.monotonic() > until_s:
+                    raise
+            time.sleep(0.25)
+
+    def divergence_records(self) -> list[tuple[Path, dict[str, Any]]]:
+        self._copy_suspects([name for name in self.stored.names() if name.endswith(".suspects.json")])
+        return super().divergence_records()
+
+    def copy_new(self) -> None:
+        """Add the generations after the newest one in the copy of this host, in order; to an empty
+        copy only the newest."""
+        copied = sorted(filter(GENERATION_FILE.fullmatch, os.listdir(self.folder)))
+        names = [name for name in self.stored.names(after=copied[-1] if copied else "") if GENERATION_FILE.fullmatch(name)]
+        for name in names if copied else names[-1:]:
+            write_if_absent(self.folder / name, self.stored.read(name))
+
+    def _copy_suspects(self, names: list[str]) -> None:
+        for name in names:
+            with suppress(FileNotFoundError):
+                write_if_absent(self.folder / name, self.stored.read(name))
+
+
+def open_generation_log(run: Path, since: int = 0) -> GenerationLog:
+    """Return the log that decides the membership of the run in this folder. Where hosts share no
+    disk, RUN/generations is a copy of it, which may be a second old."""
+    folder, stored = run / "generations", stored_folder(run, "generations")
+    return StoredGenerationLog(folder, stored, since) if stored else GenerationLog(folder, since)

@@ -25,7 +25,7 @@ from typing import Any
 
 from lockstep.elastic.connections import Connections
 from lockstep.elastic.disk_thread import DiskThread
-from lockstep.elastic.generation_log import NO_GENERATION, Generation, GenerationLog, Member, RunResult, new_token
+from lockstep.elastic.generation_log import NO_GENERATION, Generation, GenerationLog, Member, RunResult, new_token, open_generation_log
 from lockstep.elastic.hang import stack_of
 from lockstep.elastic.link import PeerLink
 from lockstep.elastic.protocol.decisions import ElasticLimits, LeaveReport
@@ -65,7 +65,7 @@ class Membership:
 
     on_abort        aborts every collective of the group, but not the sockets with these descriptors;
                     called by the membership thread
-    generation_log  of the run; by default the one in the run folder
+    generation_log  of the run; by default the one of the run folder
     joiner_count    joiners that could be admitted now; read by the main thread when it votes
     """
 
@@ -78,7 +78,7 @@ class Membership:
     ) -> None:
         self.worker_env, self.folder = env, Path(env.folder)
         self.board = Path(env.state) / f"{env.slot}.board"
-        self.generation_log = generation_log or GenerationLog(self.folder / "generations", since=env.known_generation)
+        self.generation_log = generation_log or open_generation_log(self.folder, since=env.known_generation)
         token = read_worker_token(env)
         listener = socket.create_server((env.address, 0), backlog=256)
         listener.setblocking(False)

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.elastic import waiting_room as waiting
-from lockstep.elastic.generation_log import GenerationLog
+from lockstep.elastic.generation_log import open_generation_log
 from lockstep.elastic.link import make_token, read_token
 from lockstep.errors import CheckpointError, DamagedFileError, DataError, LockstepError, SaveFailedError
 from lockstep.log import log
@@ -64,7 +64,7 @@ def folder_error(env: WorkerEnv) -> str:
     run = Path(env.folder)
     try:
         read_worker_token(env)
-        GenerationLog(run / "generations", since=env.known_generation).newest()
+        open_generation_log(run, since=env.known_generation).newest()
         check_writable(run, env.host, env.slot)
     except DamagedFileError as error:
         return error.what

@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from lockstep.elastic.generation_group import GenerationGroup
-from lockstep.elastic.generation_log import Generation, RunResult
+from lockstep.elastic.generation_log import Generation, RunResult, StoredGenerationLog
 from lockstep.elastic.membership import Membership, OthersStarted, RunEnded
 from lockstep.elastic.progress import Progress
 from lockstep.elastic.protocol.decisions import ElasticLimits, LeaveReport
@@ -210,6 +210,11 @@ class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
     def fingerprint(self, facts: Mapping[str, str]) -> dict[str, str]:
         """Return what must be equal on all workers: numerics, code, flags and `facts`."""
         return {**numerics.fingerprint(self.world.device), **sources.fingerprint(), **self.flags, **facts}
+
+    @property
+    def has_own_folder(self) -> bool:
+        """Whether each host has a copy of the run folder: they share no disk."""
+        return self.membership is not None and isinstance(self.membership.generation_log, StoredGenerationLog)
 
     @property
     def flags(self) -> dict[str, str]:

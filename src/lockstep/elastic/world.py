@@ -14,7 +14,7 @@ import torch
 
 from lockstep.elastic.fault_injection import DRILL_VARIABLE, FaultInjectingBoard
 from lockstep.elastic.generation_group import GenerationGroup
-from lockstep.elastic.generation_log import Generation, GenerationLog
+from lockstep.elastic.generation_log import Generation, open_generation_log
 from lockstep.errors import UsageError
 from lockstep.log import log
 from lockstep.runtime.device import select_device
@@ -96,7 +96,7 @@ def make_board(worker_env: WorkerEnv) -> StatusBoard:
 
 def is_run_active(folder: Path, worker_env: WorkerEnv) -> bool:
     """Return whether a generation is training. UsageError if another host trains this run of one host."""
-    newest = GenerationLog(folder / "generations", since=worker_env.known_generation).newest()
+    newest = open_generation_log(folder, since=worker_env.known_generation).newest()
     if newest is None or newest.end:
         return False
     alive = [member for member in newest.members if is_loopback_reachable(member.loopback) and is_listening(member.address)]

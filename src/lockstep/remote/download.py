@@ -12,7 +12,7 @@ from pathlib import Path
 from lockstep.checkpoint.folder import COMMITTED
 from lockstep.errors import DamagedFileError
 from lockstep.files import write_atomic
-from lockstep.remote.bucket import RunBucket
+from lockstep.object_store.bucket import RunBucket
 from lockstep.remote.snapshots import BLOBS, Blob, Files, Snapshot, newest
 
 DOWNLOADS = 8  # at once

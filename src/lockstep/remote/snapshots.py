@@ -21,10 +21,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any
 
+from lockstep.elastic.stored_folder import MEMBERSHIP
 from lockstep.errors import CheckpointError, FencedError, StoreError, UsageError
 from lockstep.files import add_checksum, parse_json, verify_checksum
 from lockstep.log import log
-from lockstep.remote.bucket import RunBucket
+from lockstep.object_store.bucket import RunBucket
 from lockstep.units import format_duration
 
 FOLDER, BLOBS, PROBES = "snapshots", "blobs", "probes"
@@ -41,9 +42,10 @@ Files = Mapping[str, tuple[Blob, ...]]  # path in the run folder -> its content,
 class Snapshot:
     """All files of a run folder at one time.
 
-    owner     id of the start of the run that put it
-    beat_s    longest time until its owner puts the next one
-    released  the owner ended: the next start does not wait
+    owner       id of the start of the run that put it
+    beat_s      longest time until its owner puts the next one
+    released    the owner ended: the next start does not wait
+    generation  from which on its owner publishes a run of several hosts; 0: a run of one host
     """
 
     number: int
@@ -53,6 +55,7 @@ class Snapshot:
     released: bool = False
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
+    generation: int = 0
 
     def to_bytes(self) -> bytes:
         return json.dumps(add_checksum(json.loads(json.dumps({"format": FORMAT, **asdict(self)})))).encode()
@@ -120,7 +123,7 @@ def refuse_unsafe_store(bucket: RunBucket) -> None:
 
 def refuse_other_objects(bucket: RunBucket) -> None:
     """UsageError when the prefix holds objects that are not of a run."""
-    if others := [name for name in bucket.names() if name not in (FOLDER, BLOBS, PROBES)]:
+    if others := [name for name in bucket.names() if name not in (FOLDER, BLOBS, PROBES, MEMBERSHIP)]:
         listed = ", ".join(sorted(others)[:3])
         raise UsageError(f"{bucket.address} holds no run, but {len(others)} other names: {listed}", "--out", "give another prefix")
 
@@ -148,12 +151,12 @@ class Ownership:
     """The right of this process to put the next snapshot, after `before`. It is lost for good when
     another owner puts a snapshot: FencedError."""
 
-    def __init__(self, bucket: RunBucket, owner: str, before: Snapshot | None) -> None:
+    def __init__(self, bucket: RunBucket, owner: str, before: Snapshot | None, generation: int = 0) -> None:
         self.bucket, self.put_s, beat_s = bucket, time.monotonic(), read_beat_s()
         # Owners whose blobs this one may delete. A later owner is not among them, so nothing of its is deleted.
         self.owners = {*bucket.names(BLOBS), owner}
         self.newest = replace(before or Snapshot(0, owner, beat_s, {}), owner=owner, beat_s=beat_s, released=False)
-        self.newest = replace(self.newest, host=socket.gethostname(), pid=os.getpid())
+        self.newest = replace(self.newest, host=socket.gethostname(), pid=os.getpid(), generation=generation)
         self.put(self.newest.files)
 
     @property

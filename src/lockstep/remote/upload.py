@@ -34,7 +34,7 @@ UPLOADS = 4  # at once
 RETENTION_S = 600.0  # a reader may use a snapshot for as long after the next one
 FINAL_BEATS = 40  # how long the last upload is tried again
 # The token is a secret. The others belong to the processes of this host.
-LOCAL = re.compile(r"token|run\.lock|waiting|evaluators|state|checkpoints|.*/\..*|\..*")
+LOCAL = re.compile(r"token|store\.json|run\.lock|waiting|evaluators|state|checkpoints|.*/\..*|\..*")
 CONSISTENT = re.compile(r"(checkpoints|data)/")  # files that must be of one moment
 
 

@@ -10,16 +10,17 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from lockstep.checkpoint.folder import set_aside
 from lockstep.elastic.generation_log import GenerationLog, RunResult
+from lockstep.elastic.stored_folder import MEMBERSHIP
 from lockstep.errors import CheckpointError, FencedError, UsageError
 from lockstep.files import read_text, try_lock, write_atomic
 from lockstep.log import log
-from lockstep.remote.bucket import RunBucket
+from lockstep.object_store.bucket import RunBucket
 from lockstep.remote.download import download
 from lockstep.remote.snapshots import Ownership, Snapshot, newest, refuse_other_objects, refuse_unsafe_store, wait_until_silent
 from lockstep.remote.upload import steps_of
@@ -33,20 +34,17 @@ def owned_copy(bucket: RunBucket, host: str) -> Iterator[tuple[Path, Ownership]]
     A copy of the newest snapshot's owner is continued as it is: it may be ahead of the store. Any
     other copy is set aside, and the snapshot downloaded. UsageError: another training runs; StoreError.
     """
-    copy = bucket.address.working_copy
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    lock = try_lock(copy.with_name(f"{copy.name}.lock"))
-    if lock is None:
-        what = f"another training is already running in {bucket.address}, on this host"
-        raise UsageError(what, f"it holds {copy}.lock", "wait for it, stop it, or choose another --out")
-    try:
+    with locked_copy(bucket) as copy:
         refuse_unsafe_store(bucket)
-        owners_file = copy.with_name(f"{copy.name}.owners")
-        owners = read_text(owners_file).split() if owners_file.exists() and copy.is_dir() else []
+        if MEMBERSHIP in bucket.names():
+            hint = "start it with lockstep launch --hosts, also on a single host, or give another --out"
+            raise UsageError(f"the run in {bucket.address} is one of several hosts", f"its generation log, {MEMBERSHIP}/", hint)
+        owners = read_owners(copy)
         before = newest(bucket)
         if before is None:
             refuse_other_objects(bucket)
-            refuse_lost_store(bucket, copy, owners)
+            if owners:
+                refuse_lost_store(bucket, copy)
             set_copy_aside(copy, "the store holds no run yet")
         elif before.owner not in owners:
             refuse_running_workers(bucket, copy, host)
@@ -54,17 +52,42 @@ def owned_copy(bucket: RunBucket, host: str) -> Iterator[tuple[Path, Ownership]]
             set_copy_aside(copy, f"{before.host} has continued the run")
             before = download_copy(bucket, before, copy)
         copy.mkdir(exist_ok=True)
-        owner = secrets.token_hex(8)
-        write_atomic(owners_file, "\n".join([*owners, owner]))  # before the snapshot: a kill in between must not disown the copy
         try:
-            ownership = Ownership(bucket, owner, before)
+            ownership = Ownership(bucket, add_owner(copy, owners), before)
         except FencedError as error:
             raise UsageError(
                 f"another training has just started in {bucket.address}", error.where, "wait for it, or stop it there"
             ) from None
         yield copy, ownership
+
+
+@contextmanager
+def locked_copy(bucket: RunBucket) -> Iterator[Path]:
+    """Hold the lock of the working copy; yield its path. UsageError when another process holds it."""
+    copy = bucket.address.working_copy
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    lock = try_lock(copy.with_name(f"{copy.name}.lock"))
+    if lock is None:
+        what = f"another training is already running in {bucket.address}, on this host"
+        raise UsageError(what, f"it holds {copy}.lock", "wait for it, stop it, or choose another --out")
+    try:
+        yield copy
     finally:
         os.close(lock)
+
+
+def read_owners(copy: Path) -> list[str]:
+    """Return the ids of the owners that a copy has had; none when it is gone."""
+    path = copy.with_name(f"{copy.name}.owners")
+    return read_text(path).split() if path.exists() and copy.is_dir() else []
+
+
+def add_owner(copy: Path, owners: Sequence[str] | None = None) -> str:
+    """Return the id of a new owner, noted before it puts a snapshot: a kill in between must not
+    disown the copy. owners: the earlier ones, if known."""
+    owner = secrets.token_hex(8)
+    write_atomic(copy.with_name(f"{copy.name}.owners"), "\n".join([*(read_owners(copy) if owners is None else owners), owner]))
+    return owner
 
 
 def has_run(copy: Path) -> bool:
@@ -77,9 +100,9 @@ def set_copy_aside(copy: Path, why: str) -> None:
         log.warning("%s was set aside as %s: %s", copy, set_aside(copy, "old"), why)
 
 
-def refuse_lost_store(bucket: RunBucket, copy: Path, owners: list[str]) -> None:
+def refuse_lost_store(bucket: RunBucket, copy: Path) -> None:
     """UsageError when this host has a copy of a run that the store has no longer."""
-    if owners and has_run(copy):
+    if has_run(copy):
         what = f"{bucket.address} is empty, and this host has a copy of its run"
         raise UsageError(what, str(copy), f"restore the objects; or move {copy} aside to train from step 0")
 

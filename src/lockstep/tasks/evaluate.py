@@ -26,7 +26,7 @@ from lockstep.checkpoint.folder import committed_steps
 from lockstep.checkpoint.policy import choose_step, show_steps
 from lockstep.config.schema import RunConfig
 from lockstep.data.manifest import locked
-from lockstep.elastic.collectives import all_gather_json, run_on_rank0
+from lockstep.elastic.collectives import all_gather_json, run_in_run_folder, run_on_rank0
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import CheckpointError, DamagedFileError, LockstepError, UsageError
 from lockstep.files import read_json, write_json
@@ -35,6 +35,7 @@ from lockstep.models.llama_io import CHECKPOINTS, export_run, is_llama_run, refu
 from lockstep.models.load_translator import read_run
 from lockstep.record.metrics import append_json, iter_steps, last_newline
 from lockstep.record.tracker import Tracker
+from lockstep.remote.host_copy import fetch_checkpoint
 from lockstep.runtime.signals import StopSignals
 from lockstep.tasks.evaluator import EvalSpec, Split
 from lockstep.tasks.open import Evaluator, open_evaluator
@@ -101,7 +102,11 @@ def evaluate_at_end(folder: Path, run: RunConfig, runtime: ElasticRuntime) -> No
     if run.evaluate.at_end and not evaluator.held_out("test"):
         log.info("the run has no test split: no score")
     elif run.evaluate.at_end:
-        step = resolve_step(folder, None, runtime)
+        if runtime.has_own_folder:
+            step = run_on_rank0(runtime, lambda: fetch_checkpoint(folder))
+            run_in_run_folder(runtime, lambda: fetch_checkpoint(folder, step))
+        else:
+            step = resolve_step(folder, None, runtime)
         spec = EvalSpec("test", run.evaluate.beams, 0, run.tokenizer.lowercase)
         loaded = load(evaluator, step, spec, runtime)
         result = evaluator.evaluate(loaded, spec, runtime, lambda: "", limit=run.evaluate.at_end)

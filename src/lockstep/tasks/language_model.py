@@ -34,7 +34,7 @@ from lockstep.data.text.packing import IGNORE_INDEX, CutRows, PackedRows, RowLoa
 from lockstep.data.text.prepare import PreparedText
 from lockstep.data.text.token_stream import Ints, TokenStream
 from lockstep.data.tokenizer import CHAT_SPECIALS, CHAT_TEMPLATE
-from lockstep.elastic.collectives import assert_equal_on_all_ranks, run_on_rank0
+from lockstep.elastic.collectives import assert_equal_on_all_ranks, run_in_run_folder
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import DataError, UsageError
 from lockstep.files import write_atomic, write_json
@@ -61,11 +61,11 @@ class LanguageModelTask(InitialWeights):
         """Collective. Return the task over the rows of prepared data; rank 0 prepares it."""
         prepare = prepare_chats if run.task == "sft" else prepare_documents
         preparing = runtime.board.during("preparing")
-        run_on_rank0(runtime, lambda: preparing(prepare)(run, folder, digests))
+        run_in_run_folder(runtime, lambda: preparing(prepare)(run, folder, digests))
         tokenizer = ChatTokenizer.load(folder / TOKENIZER, {})
         prepared = preparing(data.open_prepared)(folder / "data", tokenizer, digests)
         initial_weights = InitialWeights.of(run, tokenizer.inner.get_vocab_size(with_added_tokens=True))
-        start = run_on_rank0(runtime, lambda: preparing(write_model_json)(initial_weights, folder))
+        start = run_in_run_folder(runtime, lambda: preparing(write_model_json)(initial_weights, folder))
         fingerprints = prepared.fingerprints | {"start": start}
         if initial_weights.adapter:
             fingerprints["adapter"] = state_dict.digest(initial_weights.adapter)
@@ -76,7 +76,7 @@ class LanguageModelTask(InitialWeights):
         rows: CutRows | PackedRows = CutRows(stream, length)
         if run.task == "sft":
             arguments = folder / "data", stream, length, run.seed, fingerprints["data"]
-            name, digest = run_on_rank0(runtime, lambda: preparing(save_packed_rows)(*arguments))
+            name, digest = run_in_run_folder(runtime, lambda: preparing(save_packed_rows)(*arguments))
             path = folder / "data" / name
             verify_files({path: digest}, path.with_suffix(".json"), digests)
             rows = PackedRows(stream, length, np.asarray(np.load(path, mmap_mode="r")))

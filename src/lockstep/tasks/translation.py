@@ -21,7 +21,7 @@ from lockstep.data.order import BucketOrder, choose_bucket_shapes
 from lockstep.data.pairs.encoded import EncodedPairs
 from lockstep.data.pairs.loader import PairLoader
 from lockstep.data.pairs.prepare import PreparedPairs, open_prepared, prepare
-from lockstep.elastic.collectives import assert_equal_on_all_ranks, run_on_rank0
+from lockstep.elastic.collectives import assert_equal_on_all_ranks, run_in_run_folder
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.generation.beam_search import batches_by_length, beam_search, pad_rows
 from lockstep.log import log
@@ -45,7 +45,7 @@ class TranslationTask:
     def open(cls, run: RunConfig, folder: Path, runtime: ElasticRuntime, digests: FileDigests) -> TranslationTask:
         """Collective. Return the task. Rank 0 prepares its corpus the first time."""
         preparing = runtime.board.during("preparing")
-        run_on_rank0(runtime, lambda: preparing(prepare)(run.data, run.tokenizer, folder / "data", digests))
+        run_in_run_folder(runtime, lambda: preparing(prepare)(run.data, run.tokenizer, folder / "data", digests))
         corpus = preparing(open_prepared)(folder / "data", digests)
         assert_equal_on_all_ranks(runtime, corpus.fingerprints)
         order = make_order(run, corpus)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +30,7 @@ from lockstep.errors import CheckpointError, SaveFailedError, UsageError
 from lockstep.parallel.digest import digest_of
 from lockstep.parallel.parallelize import LocalModel, unwrap_local_model
 from lockstep.record.events import append_event
+from lockstep.remote.host_copy import wait_until_published
 from lockstep.runtime import numerics, sources
 from lockstep.runtime.tensor_bytes import bytes_of
 from lockstep.training import trained_parameters
@@ -122,9 +124,23 @@ class Checkpointer:
         if wrong := [type(optimizer).__name__ for optimizer in self.optimizers if not isinstance(optimizer, torch.optim.Optimizer)]:
             hint = "pass one, or a sequence of them"
             raise UsageError(f"not an optimizer of torch: {', '.join(wrong)}", "Checkpointer(optimizer=...)", hint)
+        if self.runtime.has_own_folder:
+            self._refuse_unpublished()
         stateful.refuse_unsupported_state(state)
         trained_parameters.refuse_misplaced_parameters(self.model, self.optimizers)
         self.state_dict()
+
+    def _refuse_unpublished(self) -> None:
+        """UsageError for checkpoints that hosts without a shared disk could not publish."""
+        assert self.runtime.membership is not None
+        if self.replica_size > 1:
+            what = f"replicas of {self.replica_size} workers are not supported where hosts share no disk"
+            hint = "train with whole replicas, or give a run folder on a disk that all hosts share"
+            raise UsageError(what, "[layout] of the run, or Session(shard=...)", hint)
+        published = self.runtime.membership.folder / "checkpoints"
+        if self.store.folder.resolve() != published:
+            what = f"checkpoints in {self.store.folder} would stay on this host, and the hosts share no disk"
+            raise UsageError(what, "Checkpointer(folder, ...)", f"give {published}, which is published to the store")
 
     def refuse_unsaved_parameters(self) -> None:
         """UsageError for trained parameters and schedulers that no checkpoint would hold."""
@@ -258,7 +274,8 @@ class Checkpointer:
             return None
         self.load_state_dict(tensors)
         runtime.finish_joining()
-        self.store.require_folder()
+        if not runtime.has_own_folder:
+            self.store.require_folder()
         self._saved_step = transfer_roles(runtime.member_progress)[0]
         log.info("joined at step %d as rank %d of %d", self._saved_step, runtime.world.rank, runtime.world.size)
         return self._saved_step
@@ -376,11 +393,14 @@ class Checkpointer:
                 raise self._as_final(error) from error.__cause__
             if self._failure:
                 raise self._failure
+            if self.runtime.has_own_folder and (steps := self.store.steps()):
+                wait_until_published(self.store.folder.parent, steps[-1])  # else the next rank 0 saves the step again
 
         def finish_on_all() -> None:
             if self._request:
                 self.retry_save(self._request.step)
-            run_on_rank0(self.runtime, finish)
+            with self.runtime.during("saving") if self.runtime.has_own_folder else nullcontext():  # all wait for the upload
+                run_on_rank0(self.runtime, finish)
             if self.saver and not self.runtime.world.leader:
                 self.saver.close()
 

@@ -14,6 +14,7 @@ from lockstep.elastic.run_folder import folder_error
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import RunFolderUnavailableError
 from lockstep.parallel.parallelize import LocalModel
+from lockstep.remote.host_copy import refresh_copy
 from lockstep.training.shared_tensors import SharedTensors
 
 log = logging.getLogger("lockstep")
@@ -23,16 +24,19 @@ def load_checkpoint(runtime: ElasticRuntime, store: CheckpointStore, how: str, l
     """Collective. Return this worker's part of a checkpoint; None for a new run.
 
     Each rank reads and verifies a share of the files, and keeps it in memory. They send it to each
-    other while the state is loaded: `tensors` is a SharedTensors.
+    other while the state is loaded: `tensors` is a SharedTensors. Where the hosts share no disk, the
+    ranks on the host of rank 0 read it.
     how  see Checkpointer.resume
     """
     own: tuple[StoredTensors, dict[str, Any]] | None = None
-    share, loading = (runtime.world.rank, runtime.world.size), runtime.board.during("preparing")  # as long as the disk requires
+    readers, loading = ranks_that_read(runtime), runtime.board.during("preparing")  # as long as the disk requires
+    reads = runtime.world.rank in readers
 
     def select() -> tuple[list[int], str]:
         """For rank 0: return the steps to try, the newest first, and the reason."""
         if runtime.membership and (why := folder_error(runtime.membership.worker_env)):
             raise RunFolderUnavailableError(f"the run folder cannot be used: {why}", str(store.folder), "mount it again")
+        refresh_copy(store.folder.parent)
         store.preflight()
         steps = store.steps()
         chosen, reason = choose_resume_step(how, steps)
@@ -41,14 +45,18 @@ def load_checkpoint(runtime: ElasticRuntime, store: CheckpointStore, how: str, l
     def read(step: int) -> list[str]:
         """Verify this rank's share of a checkpoint, and keep it; return its problems."""
         nonlocal own
-        stored, facts, problems = store.read_share(step, share)
+        if not reads:
+            own = StoredTensors({}), {}
+            return []
+        stored, facts, problems = store.read_share(step, (readers.index(runtime.world.rank), len(readers)))
         if stored is None and not problems:
             raise missing_checkpoint(step, store.steps(), str(store.folder))
         own = (stored, facts) if stored is not None else None
         return problems
 
     steps, reason = run_on_rank0(runtime, loading(select))
-    store.require_folder()
+    if not runtime.has_own_folder:
+        store.require_folder()
     damaged: dict[int, list[str]] = {}
     step = None
     for candidate in steps:
@@ -70,4 +78,11 @@ def load_checkpoint(runtime: ElasticRuntime, store: CheckpointStore, how: str, l
     store.set_damaged_aside({}, step)
     assert own is not None
     needed = (local_model.slices, local_model.layout.workers_per_replica) if local_model else (None, 1)
-    return Checkpoint(step, SharedTensors(runtime, own[0], *needed), own[1])
+    facts = own[1] if len(readers) == runtime.world.size else run_on_rank0(runtime, lambda: own[1])
+    return Checkpoint(step, SharedTensors(runtime, own[0], *needed), facts)
+
+
+def ranks_that_read(runtime: ElasticRuntime) -> list[int]:
+    """Return the ranks whose run folder has the checkpoints that rank 0 sees."""
+    hosts = [id.partition("/")[0] for id in runtime.world.members]
+    return [rank for rank, host in enumerate(hosts) if host == hosts[0]] if runtime.has_own_folder else [*range(runtime.world.size)]

@@ -9,7 +9,7 @@ import pytest
 from lockstep.cli import main as command
 from lockstep.cli.remote import with_folder
 from lockstep.errors import LockstepError
-from lockstep.remote.address import Address
+from lockstep.object_store.address import Address
 
 ADDRESS, COPY = Address("runs", "first"), Path("/copies/first")
 
@@ -34,3 +34,21 @@ def test_a_worker_of_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setenv(name, value)
     with pytest.raises(LockstepError, match="torchrun"):
         command.run_command(["train", "--out", "s3://runs/first"])
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("--layout.shard 2", "replicas of 2 workers"),
+        ("plain.py", "a script without lockstep"),
+        ("own.py:train --restart all", "--restart all applies to a script"),
+    ],
+)
+def test_what_hosts_without_a_shared_disk_cannot_do_is_refused(words: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "store.json").write_text('{"address": "s3://runs/first"}')
+    (tmp_path / "plain.py").write_text("print(1)\n")
+    names = [str(tmp_path / word) if word == "plain.py" else word for word in words.split()]
+    with pytest.raises(LockstepError, match=problem) as caught:
+        command.run_command(["launch", "--nodes", "2", "--workers", "1", "--host", "127.0.0.1", "--out", str(tmp_path), *names])
+    assert caught.value.where and caught.value.hint
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plain.py", "store.json"]

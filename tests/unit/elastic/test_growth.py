@@ -107,9 +107,8 @@ def test_waiting_worker_reads_each_file_of_the_waiting_room_once(tmp_path: Path,
     for member in members[:-1]:
         waiting_room.register(tmp_path, member)
     waiting_room.write_liveness(tmp_path, members[3])
-    for name in ("read_json", "read_text"):
-        read = getattr(waiting_room, name)
-        monkeypatch.setattr(waiting_room, name, lambda path, read=read: opened.append(path.name) or read(path))
+    read = waiting_room.read_text
+    monkeypatch.setattr(waiting_room, "read_text", lambda path: opened.append(path.name) or read(path))
     known: dict[str, Any] = {}
     assert waiting_room.registered_members(tmp_path, known) == members[:-1] and len(opened) == 19
     waiting_room.register(tmp_path, members[-1])

@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 from support.object_store import Proxy, environment, make_bucket, s3_server
 
-from lockstep.remote.address import parse_address
-from lockstep.remote.bucket import RunBucket
+from lockstep.object_store.address import parse_address
+from lockstep.object_store.bucket import RunBucket
 from lockstep.remote.upload import Mirror
 from lockstep.remote.working_copy import owned_copy
 
@@ -33,7 +33,7 @@ def proxy(server: str, tmp_path: Path) -> Iterator[Proxy]:
 
 @pytest.fixture
 def bucket(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> RunBucket:
-    monkeypatch.setattr("lockstep.remote.bucket.RETRIES", {"max_retries": 2})
+    monkeypatch.setattr("lockstep.object_store.bucket.RETRIES", {"max_retries": 2})
     address = parse_address("s3://runs/team/first")
     assert address
     return RunBucket(address)

@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.errors import UsageError
-from lockstep.remote.address import Address, endpoint, local_folder, parse_address
+from lockstep.object_store.address import Address, endpoint, local_folder, parse_address
 from lockstep.session import Session
 
 

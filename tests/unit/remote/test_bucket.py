@@ -10,8 +10,8 @@ import pytest
 from support.object_store import Proxy
 
 from lockstep.errors import StoreError, UsageError
-from lockstep.remote.address import Address
-from lockstep.remote.bucket import RunBucket, summarize
+from lockstep.object_store.address import Address
+from lockstep.object_store.bucket import RunBucket, summarize
 
 
 def first_puts(fault: str, count: int) -> object:

@@ -13,7 +13,7 @@ from support.object_store import Proxy
 
 from lockstep.errors import CheckpointError, FencedError, StoreError, UsageError
 from lockstep.files import add_checksum
-from lockstep.remote.bucket import RunBucket
+from lockstep.object_store.bucket import RunBucket
 from lockstep.remote.snapshots import Ownership, Snapshot, name_of, newest, refuse_unsafe_store, wait_until_silent
 
 FILES = {"run.json": (("a/1", 3),)}

@@ -13,8 +13,8 @@ from support.object_store import Proxy
 
 from lockstep.checkpoint.folder import committed_steps, retire, set_aside
 from lockstep.errors import FencedError
+from lockstep.object_store.bucket import RunBucket
 from lockstep.remote import upload
-from lockstep.remote.bucket import RunBucket
 from lockstep.remote.snapshots import BLOBS, Ownership, Snapshot, newest
 from lockstep.remote.upload import Mirror, steps_of
 

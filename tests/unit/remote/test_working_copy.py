@@ -12,8 +12,8 @@ from support.object_store import Proxy
 from lockstep.checkpoint.commands import verify
 from lockstep.elastic.generation_log import Generation, GenerationLog
 from lockstep.errors import CheckpointError, DamagedFileError, FencedError, UsageError
+from lockstep.object_store.bucket import RunBucket
 from lockstep.remote import upload
-from lockstep.remote.bucket import RunBucket
 from lockstep.remote.download import download
 from lockstep.remote.snapshots import BLOBS, Ownership, newest
 from lockstep.remote.upload import Mirror, steps_of

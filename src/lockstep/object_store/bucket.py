@@ -10,10 +10,13 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from lockstep.errors import StoreError, UsageError
-from lockstep.remote.address import Address, endpoint
+from lockstep.object_store.address import Address, endpoint
 
 CLIENT = {"connect_timeout": "5s", "timeout": "60s"}  # of a request: a blob of 8 MiB at 140 kB/s
 RETRIES: Any = {"max_retries": 4}  # by obstore, of a 5xx reply and a lost connection
+# For callers that try again by themselves.
+QUICK_CLIENT: Any = {"connect_timeout": "2s", "timeout": "10s"}
+QUICK_RETRIES: Any = {"max_retries": 1}
 TRIES = 3  # of an upload that arrives with other bytes
 SECRETS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_TOKEN")
 METADATA_SERVICE = "169.254."  # asked for a role when the environment has no credentials
@@ -29,9 +32,9 @@ HINTS = {  # by a word of the reason
 
 class RunBucket:
     """The objects of one run, by names below its prefix. Use it from any thread. Every method raises
-    StoreError when the store does not answer or refuses."""
+    StoreError when the store does not answer or refuses; without `waits`, after 10 s."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, *, waits: bool = True) -> None:
         try:
             from obstore.exceptions import AlreadyExistsError, BaseError
             from obstore.store import S3Store
@@ -39,11 +42,15 @@ class RunBucket:
             hint = 'pip install "lockstep-train[store]"'
             raise UsageError(f"the package obstore is not installed ({error})", f"--out {address}", hint) from None
         self.address, self._errors, self._exists_error = address, BaseError, AlreadyExistsError
-        client: Any = {**CLIENT, "allow_http": endpoint().startswith("http://")}
+        client: Any = {**(CLIENT if waits else QUICK_CLIENT), "allow_http": endpoint().startswith("http://")}
         config: Any = {"endpoint": endpoint()} if endpoint() else {}
         with self._explained(f"{address} cannot be opened"):
             self._store: Any = S3Store(
-                address.bucket, prefix=address.prefix or None, config=config, client_options=client, retry_config=RETRIES
+                address.bucket,
+                prefix=address.prefix or None,
+                config=config,
+                client_options=client,
+                retry_config=RETRIES if waits else QUICK_RETRIES,
             )
 
     def put(self, name: str, content: bytes) -> None:
@@ -77,10 +84,10 @@ class RunBucket:
         with self._explained(f"{name} was not read", may_be_missing=True):
             return bytes(self._store.get(name).bytes())
 
-    def list(self, folder: str) -> Sequence[str]:
-        """Return the names of the objects below `folder`, in order."""
+    def list(self, folder: str, after: str = "") -> Sequence[str]:
+        """Return the names of the objects below `folder`, in order; only those behind the name `after`."""
         with self._explained(f"{folder} was not listed"):
-            return sorted(item["path"] for batch in self._store.list(f"{folder}/") for item in batch)
+            return sorted(item["path"] for batch in self._store.list(f"{folder}/", offset=after or None) for item in batch)
 
     def names(self, folder: str | None = None) -> Sequence[str]:
         """Return the names of folders and objects directly in `folder`; None: in the prefix."""

@@ -1,0 +1,130 @@
+"""Hosts without a shared disk train one run, lose hosts and gain others, with the same bits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support.hosts import SWITCH, Network, Truth, enter, ip
+from support.object_store import s3_server
+from support.processes import children
+from support.stored_hosts import RUN, StoredTraining
+
+STEPS = 160
+
+
+@pytest.fixture
+def training(network: Network, tmp_path: Path) -> Iterator[StoredTraining]:
+    """Three hosts, and a store that all of them reach."""
+    with s3_server(SWITCH, enter(network.switch)) as server:
+        training = StoredTraining(tmp_path, network.hosts, server, STEPS)
+        yield training
+        training.close()
+
+
+def test_the_host_of_rank_0_is_lost_and_replaced(training: StoredTraining, reference: Callable[[int], Truth]) -> None:
+    a, b, c = training.hosts
+    for host in training.hosts:
+        training.start(host)
+    training.wait(lambda: training.step(a) >= 15, "step 15")
+    first = training.newest(a)
+    assert [member.host for member in first.members] == ["a", "b", "c"]
+    training.lose(a)
+    training.wait(lambda: training.newest(b).number > first.number and training.step(b) > 16, "a step without the first host")
+    training.start(a)  # a new host, with an empty disk
+    training.wait(lambda: {member.host for member in training.newest(b).members} == {"a", "b", "c"}, "the join of a new host")
+    joined = training.newest(b)
+    training.lose(c)
+    assert joined.members[0].host == "b"
+    assert set(training.end().values()) == {0}, training.report()
+    truth = reference(STEPS)
+    assert training.steps_of(b) == truth.steps, training.report()
+    assert training.run(b, "checkpoint", "digest", RUN).strip() == truth.digest
+
+
+@pytest.mark.long
+def test_a_stopped_run_resumes_on_other_hosts(training: StoredTraining, reference: Callable[[int], Truth]) -> None:
+    a, b, c = training.hosts
+    training.values |= {"evaluate.at_end": 5, "elastic.rendezvous_timeout_s": 5.0}  # no start is complete
+    training.start(a)
+    training.start(b)
+    training.wait(lambda: training.step(a) >= 25, "step 25")
+    assert "leader" in training.run(b, "status", RUN)
+    training.run(b, "launch", "--stop", RUN)
+    assert training.end() == {"a": 75, "b": 75}, training.report()
+    stopped = int(training.run(c, "checkpoint", "list", RUN).splitlines()[-1].split()[0])
+    assert stopped >= 25
+    training.lose(a)
+    training.lose(b)
+    training.start(c)
+    training.start(b)  # a new host, with an empty disk
+    assert training.end() == {"c": 0, "b": 0}, training.report()
+    assert all("BLEU" in (training.folder / f"{name}.out").read_text() for name in "bc")
+    truth = reference(STEPS)
+    leader = next(host for host in training.hosts if host.name == training.leader_of(c))
+    assert training.steps_of(leader) == truth.steps
+    assert training.run(c, "checkpoint", "digest", RUN).strip() == truth.digest
+
+
+@pytest.mark.long
+def test_an_outage_of_the_store_delays_only_a_regrouping(
+    training: StoredTraining, network: Network, reference: Callable[[int], Truth]
+) -> None:
+    a, b, c = training.hosts
+    for host in training.hosts:
+        training.start(host)
+    training.wait(lambda: training.step(a) >= 15, "step 15")
+    first, address = training.newest(a), f"{SWITCH}/24 dev hub"
+    ip(network.switch, f"addr del {address}")
+    training.wait(lambda: training.step(a) >= 40, "a step without the store")
+    training.lose(a)
+    time.sleep(4.0)
+    assert training.newest(b) == first
+    ip(network.switch, f"addr add {address}")
+    assert set(training.end().values()) == {0}, training.report()
+    truth = reference(STEPS)
+    assert training.steps_of(b) == truth.steps, training.report()
+    assert training.run(c, "checkpoint", "digest", RUN).strip() == truth.digest
+
+
+@pytest.mark.long
+def test_killed_agents_and_mirrors_stop_no_other_host(training: StoredTraining, reference: Callable[[int], Truth]) -> None:
+    a, b, _ = training.hosts
+    training.values["elastic.rendezvous_timeout_s"] = 5.0
+    training.start(a)
+    training.start(b)
+    training.wait(lambda: training.step(a) >= 12, "step 12")
+    first = training.newest(b)
+    (agent,) = children(training.agents["a"].pid)
+    os.kill(agent, signal.SIGKILL)
+    assert training.agents["a"].wait(60.0) == 137
+    step = training.step(a)
+    training.wait(lambda: training.step(a) >= step + 5, "a step without an agent")
+    training.start(a)  # it adopts the worker
+    training.wait(lambda: "adopted slot 0" in (training.folder / "a.out").read_text(), "the adoption")
+    assert training.newest(b) == first
+    training.agents["a"].kill()  # the process that mirrors: the agent and the worker leave
+    training.wait(lambda: training.newest(b).number > first.number, "a generation without a")
+    assert training.end() == {"a": -signal.SIGKILL, "b": 0}, training.report()
+    assert training.run(b, "checkpoint", "digest", RUN).strip() == reference(STEPS).digest
+
+
+@pytest.mark.long
+def test_the_last_checkpoint_of_a_lost_host_is_saved_by_another(training: StoredTraining, reference: Callable[[int], Truth]) -> None:
+    a, b, _ = training.hosts
+    training.values["elastic.rendezvous_timeout_s"] = 5.0
+    training.start(a)
+    training.start(b)
+    training.wait(lambda: training.step(a) >= STEPS - 8, "almost the last step")
+    first = training.newest(b)
+    training.agents["a"].send_signal(signal.SIGSTOP)  # the process that mirrors: nothing is uploaded
+    training.wait(lambda: training.step(a) == STEPS, "the last step")
+    time.sleep(14.0)  # more than counts as a hang outside of a save
+    assert training.agents["b"].poll() is None and training.newest(b) == first
+    training.lose(a)
+    assert training.end() == {"b": 0}, training.report()
+    assert training.run(b, "checkpoint", "digest", RUN).strip() == reference(STEPS).digest
