@@ -180,9 +180,7 @@ def time_passes(
     return {kind: (fmean(medians[kind, False]), fmean(medians[kind, True])) for kind, _ in medians}
 
 
-def time_beside_passes(
-    replica: Replica | ShardedReplica, model: nn.Module, task: Task, run: RunConfig, batches: Sequence[Any]
-) -> float:
+def time_beside_passes(replica: Replica | ShardedReplica, model: nn.Module, task: Task, run: RunConfig, batches: Sequence[Any]) -> float:
     """Return the seconds that `replica`, of this process alone, takes for a micro-batch beside the passes of `model`."""
 
     def once(step: int, batches: Sequence[Any], whole: bool) -> float:
