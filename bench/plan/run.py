@@ -60,9 +60,9 @@ LAYOUTS = {
     "pipeline 2, 2 chunks": "--layout.pipeline 2 --layout.pipeline_chunks 2",
 }
 SKIPPED = 3  # steps that are not timed
-# Times 20 messages of a byte there and back, then 8 MB in both directions at once: (latency, rate).
+# Times 20 messages of a byte in both directions at once, then 3 of 8 MB: (median latency, median rate).
 PROBE = """
-import socket, sys, threading, time
+import socket, statistics, sys, threading, time
 SIZE = 8_000_000
 def receive(n):
     while n: n -= len(s.recv(min(n, 1 << 20)))
@@ -73,11 +73,10 @@ if sys.argv[1] == "serve":
 else:
     s = socket.create_connection((sys.argv[1], 29999))
 s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-t = time.perf_counter()
-for _ in range(20): both(1)
-latency = (time.perf_counter() - t) / 20; t = time.perf_counter()
-for _ in range(3): both(SIZE)
-print(latency, 3 * SIZE / (time.perf_counter() - t - 3 * latency))
+def timed(n):
+    t = time.perf_counter(); both(n); return time.perf_counter() - t
+latency = statistics.median(timed(1) for _ in range(20))
+print(latency, SIZE / (statistics.median(timed(SIZE) for _ in range(3)) - latency))
 """
 
 

@@ -52,7 +52,7 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
         folder = args.out or Path("runs") / (Path(args.target).stem if args.target else "default")
         sizes = [size for size in (2, 4, 8) if possible(model, size, cluster)]
         model, timing = calibrate_together(run, folder, cluster.kind, sizes, cluster.per_host)
-    timing = timing or timing_from_flops(model, *cluster.flops(run.compute.precision))
+    timing = timing or assumed_timing(model, cluster, run)
     plan = make_plan(model, run, cluster, timing)
     answer = to_json(plan, model, run, cluster, timing) | {"goodput": goodput_of(args, plan.fitting[0], model, run, cluster)}
     print(json.dumps(answer, indent=1) if args.json else as_text(answer))
@@ -64,12 +64,18 @@ def goodput_of(args: argparse.Namespace, best: PlannedLayout, model: ModelCost, 
     if not args.mtbf and args.price is None:
         return None
     mtbf_s = parsed(parse_seconds, args.mtbf, "--mtbf") if args.mtbf else math.inf
-    if mtbf_s <= 0 or (args.price is not None and not 0 <= args.price < math.inf):
-        hint = "give a time above zero, such as 4h, and a price such as 2.5"
-        raise UsageError(f"--mtbf {args.mtbf or 'not set'} --price {args.price}", "command line", hint)
+    if mtbf_s <= 0:
+        raise UsageError(f"a mean time between failures of {args.mtbf}", "--mtbf", "give a time above zero, such as 4h")
+    if args.price is not None and not 0 <= args.price < math.inf:
+        raise UsageError(f"a price of {args.price:g} dollars per device and hour", "--price", "give 0 or more, such as 2.5")
     state_bytes = best.memory.weights + best.memory.optimizer
     tokens, save_steps = model.tokens * run.batch.micro_batches, run.checkpoint.every_steps or run.steps
     return asdict(expected_goodput(best.layout, best.step, cluster, tokens, mtbf_s, args.price, state_bytes, save_steps))
+
+
+def assumed_timing(model: ModelCost, cluster: Cluster, run: RunConfig) -> Timing:
+    flops, source = cluster.flops(run.compute.precision)
+    return timing_from_flops(model, flops, cluster.device_type, source)
 
 
 def possible(model: ModelCost, tensor: int, cluster: Cluster) -> bool:
@@ -95,7 +101,7 @@ def with_planned_layout(request: RunRequest, workers: int | None) -> RunRequest:
     cluster = parse_cluster(f"1x{count}:{kind}" + (f"-{memory}" if memory else ""), "", "", None)
     run = with_precision(run, cluster)
     model = model_of(run)
-    plan = make_plan(model, run, cluster, timing_from_flops(model, *cluster.flops(run.compute.precision)))
+    plan = make_plan(model, run, cluster, assumed_timing(model, cluster, run))
     best = min(plan.fitting, key=lambda planned: planned.layout.tensor * planned.layout.pipeline > 1)
     log.info(
         "--layout auto: %s; %s", best.layout, f"{format_duration(best.step.seconds)} a step, {format_bytes(best.memory.total)} per worker"

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
@@ -95,8 +96,8 @@ def parse_cluster(devices: str, link: str, host_link: str, profile: Path | None)
 
 def parse_link(text: str, where: str) -> Link:
     """Return the link in RATE or RATE,LATENCY. UsageError."""
-    rate, _, latency = text.partition(",")
-    return Link(parsed(parse_seconds, latency, where) if latency else LATENCY_S, parsed(parse_rate, rate, where))
+    rate, comma, latency = text.partition(",")
+    return Link(parsed(parse_seconds, latency, where) if comma else LATENCY_S, parsed(parse_rate, rate, where))
 
 
 def parsed(parse: Any, text: str, where: str) -> Any:
@@ -114,6 +115,7 @@ def read_profile(path: Path) -> dict[str, Link]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         hint = "write it with lockstep bench comm --out FILE.json"
         raise UsageError(f"{path} is not a profile of links: {type(error).__name__}: {error}", "--profile", hint) from None
-    if wrong := [name for name, link in read.items() if not (link.bytes_per_s > 0 and link.latency_s >= 0)]:
-        raise UsageError(f"{path}: the link {wrong[0]} has no rate above zero or a negative latency", "--profile", "measure it again")
+    if wrong := next((name for name, link in read.items() if not (0 < link.bytes_per_s < inf and 0 <= link.latency_s < inf)), ""):
+        what = f"{path}: the link {wrong} has {read[wrong].bytes_per_s:g} bytes/s and a latency of {read[wrong].latency_s:g} s"
+        raise UsageError(what, "--profile", "measure it again with lockstep bench comm --out FILE.json")
     return read

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import astuple, dataclass
+from itertools import accumulate
 
 from lockstep.config.schema import MemoryOptions, OptimOptions, RunConfig
 from lockstep.layout import Layout
+from lockstep.network.pipeline_schedule import pipeline_schedule
 from lockstep.planner.model_cost import CHECKPOINT_MODES, ModelCost, Unit
 from lockstep.planner.step_cost import units_of_stage
 
 # Of a CPU process: fitted to the measured peaks in docs/planning.md.
-RUNTIME_BYTES = 358_000_000  # Python, torch and its kernels
-GROUP_BYTES = 3_300_000  # of each process group of gloo
+RUNTIME_BYTES = 341_000_000  # Python, torch and its kernels: the peak of a model of 50,000 parameters
+GROUP_BYTES = 1_600_000  # of each process group of gloo
 # The allocator returns nothing to the system, and leaves more holes where micro-batches have many shapes.
-ALLOCATED, ALLOCATED_RAGGED = 1.39, 1.77  # bytes for each byte of activations
-TENSOR_COPIES, TENSOR_COPIES_RAGGED = 1.45, 2.2  # more, for the sums over the tensor axis
+ALLOCATED, ALLOCATED_RAGGED = 1.62, 1.78  # bytes for each byte of activations
+TENSOR_COPIES, TENSOR_COPIES_RAGGED = 1.45, 2.25  # more, for the sums over the tensor axis
 STORED_BYTES, STORED_SHARD_BYTES = 2.4, 1.92  # for each byte of a partial sum that waits in the tree
 # oneDNN keeps 1,024 compiled products, and bf16 ones are large: rows of pairs have hundreds of shapes.
 KERNEL_BYTES = 900_000_000
@@ -124,8 +126,6 @@ def activation_bytes(model: ModelCost, run: RunConfig, layout: Layout, device_ty
     is_last = number == layout.pipeline - 1
     saved = sum(unit.saved[mode].bytes(tensor, precision) for unit in blocks)
     saved += model.embedding.saved[mode].bytes(tensor, precision) if number == 0 else 0
-    chunks, later = run.layout.pipeline_chunks, layout.pipeline - number - 1
-    in_flight = 1 + later if chunks == 1 or layout.pipeline == 1 else (2 * later + (chunks - 1) * layout.pipeline + 2) / chunks
     largest = max((unit.saved["none"].bytes(tensor, precision) for unit in blocks), default=0.0)
     vocabulary = model.embedding.elements(1) if model.dim else 0
     loss = model.output.saved[mode].bytes(tensor, precision) if is_last else 0
@@ -134,8 +134,16 @@ def activation_bytes(model: ModelCost, run: RunConfig, layout: Layout, device_ty
         loss += 3 * 4 * rows * vocabulary / max(1, model.dim) + (2 * vocabulary if precision == "bf16" else 0)
     if number == 0:
         loss += 4 * vocabulary  # gradient of the embedding
-    most = max(1, run.batch.micro_batches // layout.data_parallel_size)
     on_cpu, copies = (ALLOCATED_RAGGED, TENSOR_COPIES_RAGGED) if model.ragged else (ALLOCATED, TENSOR_COPIES)
     on_cpu += copies if tensor > 1 else 0
     factor = on_cpu if device_type == "cpu" else ALLOCATED_ON_GPU
-    return factor * (saved * min(in_flight, most) + loss + largest)
+    return factor * (saved * passes_in_flight(run, layout, number) + loss + largest)
+
+
+def passes_in_flight(run: RunConfig, layout: Layout, stage: int) -> float:
+    """Return the most micro-batches whose forward pass through the stage is done, and not their backward pass."""
+    if layout.pipeline == 1:
+        return 1.0
+    micro_batches, chunks = max(1, run.batch.micro_batches // layout.data_parallel_size), run.layout.pipeline_chunks
+    schedule = pipeline_schedule(stage, layout.pipeline, micro_batches, chunks)
+    return max(accumulate(1 if op.kind == "forward" else -1 for op in schedule)) / chunks

@@ -23,8 +23,8 @@ from lockstep.planner.model_cost import ModelCost, Unit
 
 WIRES: dict[Wire, float] = {"fp32": 1.0, "bf16": 0.5, "int8": 0.26}  # bytes of a gradient on its way, as a share of float32's
 UNITS_IN_FLIGHT = 2  # as in parallel/sharded_replica.py
-COPY_BYTES_PER_S = {"cuda": 1e12, "cpu": 2e9}  # of whole units, into and out of a collective's buffer: assumed
-MESSAGE_S_PER_BYTE = {"cuda": 0.0, "cpu": 4e-9}  # of a worker's core, which sends and receives; measured by bench/plan
+COPY_S = {"cuda": 4e-12, "cpu": 6e-9}  # default of Timing.copy_s: assumed
+MESSAGE_S = {"cuda": 0.0, "cpu": 0.5e-9}  # default of Timing.message_s: assumed
 DEFAULT_BUCKET_BYTES = {"cuda": 100_000_000, "cpu": 25_000_000}  # as in runtime/device.py
 
 
@@ -34,12 +34,17 @@ class Timing:
 
     passes        {(kind of unit, tensor size): (forward, backward)} over a micro-batch
     update_s      of norm, clipping and optimizer, per parameter
+    copy_s        of a micro-batch in a replica of several workers, beside its passes, per parameter:
+                  whole units are copied, their gradients are copied and added
+    message_s     of a worker's core, per byte that it sends and receives
     source        where the seconds come from
-    accumulate_s  of the gradients of a micro-batch, beside its passes: views, hooks, the tree
+    accumulate_s  of the gradients of a micro-batch in a replica of one worker, beside its passes
     """
 
     passes: Mapping[tuple[str, int], tuple[float, float]]
     update_s: float
+    copy_s: float
+    message_s: float
     source: str
     accumulate_s: float = 0.0
 
@@ -50,10 +55,11 @@ class Timing:
         return (forward_s / tensor, backward_s / tensor) if unit.macs.split else (forward_s, backward_s)
 
 
-def timing_from_flops(model: ModelCost, flops: float, source: str) -> Timing:
+def timing_from_flops(model: ModelCost, flops: float, device_type: str, source: str) -> Timing:
     """Return the seconds at `flops` FLOP/s; a backward pass takes two forward passes."""
     seconds = {(unit.kind, 1): 2 * unit.macs.on(1) / flops for unit in (model.embedding, *model.blocks, model.output)}
-    return Timing({key: (forward_s, 2 * forward_s) for key, forward_s in seconds.items()}, 100 / flops, source)
+    passes = {key: (forward_s, 2 * forward_s) for key, forward_s in seconds.items()}
+    return Timing(passes, 100 / flops, COPY_S[device_type], MESSAGE_S[device_type], source)
 
 
 def mean_timing(timings: Sequence[Timing]) -> Timing:
@@ -63,13 +69,14 @@ def mean_timing(timings: Sequence[Timing]) -> Timing:
         return sum(values) / len(timings)
 
     passes = {key: (mean(t.passes[key][0] for t in timings), mean(t.passes[key][1] for t in timings)) for key in timings[0].passes}
-    return Timing(passes, mean(t.update_s for t in timings), timings[0].source, mean(t.accumulate_s for t in timings))
+    means = {name: mean(getattr(t, name) for t in timings) for name in ("update_s", "copy_s", "message_s", "accumulate_s")}
+    return Timing(passes, source=timings[0].source, **means)
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """A step of the slowest rank. exposed_s: communication that no computation hides; update_s: with
-    the processor time of messages."""
+    """A step of the slowest rank. exposed_s: communication that no computation hides, and what its
+    messages slow down computation."""
 
     compute_s: float
     exposed_s: float
@@ -96,14 +103,19 @@ class Part:
 
 @dataclass
 class Timeline:
-    """One rank: the time of its computation, and until when its sends are queued."""
+    """One rank: the time of its computation, and until when its sends are queued.
 
+    load  share of a core that messages take while they are sent
+    """
+
+    load: float
     now_s: float = 0.0
     port_s: float = 0.0
 
     def compute(self, seconds: float, ready_s: float = 0.0) -> None:
         """Compute, once the computation before is done and at `ready_s`."""
-        self.now_s = max(self.now_s, ready_s) + seconds
+        start_s = max(self.now_s, ready_s)
+        self.now_s = start_s + seconds + self.load * max(0.0, min(self.port_s - start_s, seconds))
 
     def send(self, seconds: float) -> float:
         """Queue a transfer; return when it is done."""
@@ -158,14 +170,13 @@ def step_cost(model: ModelCost, run: RunConfig, layout: Layout, cluster: Cluster
     stages = [Stage(model, run, layout, cluster, timing, wire, number) for number in range(layout.pipeline)]
     compute_s = max(stage.compute_s for stage in stages) * passes
     sent = max(stage.sent_bytes(passes, once) for stage in stages)
-    messages_s = MESSAGE_S_PER_BYTE[cluster.device_type] * sent
     update_s = max(stage.elements for stage in stages) / shards * timing.update_s + 4 * cluster.other_host.latency_s
     if layout.pipeline == 1:
         (stage,) = stages
-        timeline = Timeline()
+        timeline = Timeline(stage.load)
         for number in range(passes):
             play_pass(timeline, stage.parts, stage.root, run, stage.last_sends() if number == passes - 1 else stage.sends(once))
-        return StepCost(compute_s, max(timeline.now_s, timeline.port_s) - compute_s, 0.0, update_s + messages_s, sent)
+        return StepCost(compute_s, max(timeline.now_s, timeline.port_s) - compute_s, 0.0, update_s, sent)
     chunks, width = run.layout.pipeline_chunks, shards * layout.tensor
     edge = cluster.link(0, width, min(width, cluster.per_host))
     times = [stage.pass_seconds(run, once) for stage in stages]
@@ -175,7 +186,7 @@ def step_cost(model: ModelCost, run: RunConfig, layout: Layout, cluster: Cluster
         total_s += halving_seconds((0, (layout.pipeline - 1) * width), 4 * model.embedding.elements(1) / shards, cluster)
     computing = [(stage.compute_s / 3 / chunks, stage.compute_s / 1.5 / chunks) for stage in stages]
     bubble_s = max(play_pipeline(computing, passes, chunks, 0, Link(0.0, 1.0))) - compute_s
-    return StepCost(compute_s, max(0.0, total_s - compute_s - bubble_s), bubble_s, update_s + messages_s, sent)
+    return StepCost(compute_s, max(0.0, total_s - compute_s - bubble_s), bubble_s, update_s, sent)
 
 
 def learners_cost(model: ModelCost, run: RunConfig, layout: Layout, cluster: Cluster, timing: Timing) -> StepCost:
@@ -189,7 +200,7 @@ def learners_cost(model: ModelCost, run: RunConfig, layout: Layout, cluster: Clu
     sent = stage.tree(4 * stage.elements / layout.shard)[1]
     sends = [part.last_s for part in (*stage.parts, stage.root)] if layout.shard > 1 else chain(*stage.last_sends().values())
     update_s = stage.elements / layout.shard * timing.update_s + 4 * cluster.other_host.latency_s
-    update_s = each * step.update_s + (update_s + MESSAGE_S_PER_BYTE[cluster.device_type] * sent) / every
+    update_s = each * step.update_s + update_s / every
     exposed_s = each * step.exposed_s + sum(sends) / every
     return StepCost(each * step.compute_s, exposed_s, 0.0, update_s, each * step.sent_bytes + sent / every)
 
@@ -206,6 +217,8 @@ class Stage:
         self.outer = [*([model.embedding] if is_first or (is_last and model.tied) else []), *([model.output] if is_last else [])]
         rank = number * layout.shard * layout.tensor
         self.ranks = {axis: tuple(layout.ranks_along(rank, axis)) for axis in ("replicate", "shard", "tensor")}
+        rate = cluster.link(0, layout.workers - 1).bytes_per_s
+        self.load = min(1.0, timing.message_s * rate)
         self.passed_bytes = 4 * model.passed if layout.pipeline > 1 else 0
         self.parts = [self.part(unit) for unit in self.units]
         outer = [self.part(unit) for unit in self.outer]
@@ -237,9 +250,9 @@ class Stage:
         forward_s, backward_s = self.timing.of(unit, self.layout.tensor)
         sums = self.sums(unit)
         elements = unit.elements(self.layout.tensor)
-        copy_s = 4 * elements / COPY_BYTES_PER_S[self.cluster.device_type] if self.layout.shard > 1 else 0
-        backward_s += sums[1] + self.recomputed_s(unit) + 2 * copy_s
-        return Part(forward_s + sums[0] + copy_s, backward_s, *self.exchanged(elements))
+        copy_s = self.timing.copy_s * elements if self.layout.workers_per_replica > 1 else 0  # a third of it gathers for the forward pass
+        backward_s += sums[1] + self.recomputed_s(unit) + copy_s * 2 / 3
+        return Part(forward_s + sums[0] + copy_s / 3, backward_s, *self.exchanged(elements))
 
     def exchanged(self, elements: float) -> tuple[float, float, float]:
         """Return the seconds to gather a unit, to send the gradients of a pass, and the last sum."""
@@ -279,7 +292,7 @@ class Stage:
 
     def pass_seconds(self, run: RunConfig, once: bool) -> tuple[float, float, float]:
         """Return the seconds of a forward pass, of a backward pass, and what the last one waits for more."""
-        usual, last = Timeline(), Timeline()
+        usual, last = Timeline(self.load), Timeline(self.load)
         forward_s = play_pass(usual, self.parts, self.root, run, self.sends(once))
         play_pass(last, self.parts, self.root, run, self.last_sends())
         return forward_s, usual.now_s - forward_s, max(0.0, last.port_s - usual.now_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,29 +12,38 @@ from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.config.schema import RunConfig
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
-from lockstep.layout import Layout
+from lockstep.layout import Coordinates, Layout
 from lockstep.models.build import materialize
 from lockstep.models.llama_config import LlamaConfig
 from lockstep.parallel.digest import digest_of
+from lockstep.parallel.exchange import start_exchange
 from lockstep.parallel.grad_norm import divide_and_clip
 from lockstep.parallel.groups import ProcessGroups
+from lockstep.parallel.parallelize import parallelize
 from lockstep.parallel.plans import plan_of
 from lockstep.parallel.replica import Replica
+from lockstep.parallel.sharded_replica import ShardedReplica
 from lockstep.parallel.tensor_parallel import apply_tensor_parallel
 from lockstep.planner.model_cost import MicroBatch, ModelCost, llama_cost, translator_cost
-from lockstep.planner.step_cost import Timing, mean_timing
+from lockstep.planner.step_cost import COPY_S, MESSAGE_S, Timing, mean_timing
+from lockstep.runtime.process_group import group_timeout, init_default_group
+from lockstep.runtime.sockets import interface_with_address
+from lockstep.runtime.work import wait_for
 from lockstep.tasks.open import Task, open_task
 from lockstep.training.optim import make_optimizers
 
 STEPS = 4  # whose micro-batches are timed
+MESSAGES, MESSAGE_BYTES = 33, 4_000_000
 REPEATS = 4  # of each; the first is not counted, of the others the median
 MEASURED_PARAMETERS = 1_000_000_000  # a larger model is timed with two layers of each kind
 
@@ -48,7 +58,7 @@ def calibrate(run: RunConfig, folder: Path, kind: str, tensor_sizes: Iterable[in
         device = runtime.world.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         if kind not in name:
-            hint = f"remove --measure, or run it on a {kind}"
+            hint = f"remove --measure, or run it on a machine with {kind}"
             raise UsageError(f"--measure times this machine's {name}, and the plan is for {kind}", "--devices, --measure", hint)
         task = open_task(run, folder, runtime)
         batches = [task.loader.micro_batch(step, k) for step in range(STEPS) for k in range(run.batch.micro_batches)]
@@ -58,22 +68,30 @@ def calibrate(run: RunConfig, folder: Path, kind: str, tensor_sizes: Iterable[in
             kinds = {name: name.split(".")[0].removesuffix("s") for name in plan_of(model).within(model).units}
             measured = time_passes(model, kinds, partial(task.loss, model), run.compute.precision, batches)
             passes |= {(kind, tensor): seconds for kind, seconds in measured.items()}
-        accumulate_s = time_accumulation(model, task, run, batches)
-        update_s = time_update(model, run) / sum(p.numel() for p in model.parameters())
-        source = f"blocks timed on this {name}"
-        return cost_of(task, run, batches), Timing(passes, update_s, source, accumulate_s)
+        parameters = sum(p.numel() for p in model.parameters())
+        with Replica(model, micro_batches=run.batch.micro_batches, init_sync=False) as replica:
+            accumulate_s = time_beside_passes(replica, model, task, run, batches)
+        copy_s = COPY_S[device.type]
+        if device.type == "cpu":
+            local = parallelize(rank_model(task, 1, device), Layout(), Coordinates(0, 0, 0, 0), None, device)
+            with ShardedReplica(local, micro_batches=run.batch.micro_batches) as sharded:
+                copy_s = time_beside_passes(sharded, model, task, run, batches) / parameters
+        update_s, source = time_update(model, run) / parameters, f"blocks timed on this {name}"
+        return cost_of(task, run, batches), Timing(passes, update_s, copy_s, MESSAGE_S[device.type], source, accumulate_s)
 
 
 def calibrate_together(run: RunConfig, folder: Path, kind: str, tensor_sizes: Sequence[int], processes: int) -> tuple[ModelCost, Timing]:
     """Return what `calibrate` returns, timed by `processes` processes at once, as the workers of a
     host share its memory and caches. On a GPU one process counts."""
     model, timing = calibrate(run, folder, kind, tensor_sizes)  # alone: it may prepare the data
-    if processes == 1 or kind != "cpu":
+    if kind != "cpu":
         return model, timing
-    with get_context("spawn").Pool(processes) as pool:
-        found = pool.starmap(calibrate, [(run, folder, kind, tensor_sizes)] * processes, chunksize=1)
-    timing = mean_timing([timing for _, timing in found])
-    return model, replace(timing, source=f"{timing.source}, {processes} workers at once")
+    if processes > 1:
+        with get_context("spawn").Pool(processes) as pool:
+            found = pool.starmap(calibrate, [(run, folder, kind, tensor_sizes)] * processes, chunksize=1)
+        timing = mean_timing([timing for _, timing in found])
+        timing = replace(timing, source=f"{timing.source}, {processes} workers at once")
+    return model, replace(timing, message_s=time_messages())
 
 
 def cost_of(task: Task, run: RunConfig, batches: Sequence[Any]) -> ModelCost:
@@ -162,15 +180,14 @@ def time_passes(
     return {kind: (fmean(medians[kind, False]), fmean(medians[kind, True])) for kind, _ in medians}
 
 
-def time_accumulation(model: nn.Module, task: Task, run: RunConfig, batches: Sequence[Any]) -> float:
-    """Return the seconds that a replica of one worker takes for a micro-batch beside its passes."""
-    replica = Replica(model, micro_batches=run.batch.micro_batches, init_sync=False)
+def time_beside_passes(replica: Replica | ShardedReplica, model: nn.Module, task: Task, run: RunConfig, batches: Sequence[Any]) -> float:
+    """Return the seconds that `replica`, of this process alone, takes for a micro-batch beside the passes of `model`."""
 
-    def once(step: int, batches: Sequence[Any], ordered: bool) -> float:
+    def once(step: int, batches: Sequence[Any], whole: bool) -> float:
         start_s = time.perf_counter()
-        for k in replica.micro_batches(step) if ordered else range(len(batches)):
-            loss = task.loss(replica if ordered else model, batches[k])
-            (replica.backward if ordered else Tensor.backward)(loss)
+        for k in replica.micro_batches(step) if whole else range(len(batches)):
+            loss = task.loss(replica if whole else model, batches[k])
+            (replica.backward if whole else Tensor.backward)(loss)
         return time.perf_counter() - start_s
 
     steps, size = len(batches) // run.batch.micro_batches, run.batch.micro_batches
@@ -179,6 +196,27 @@ def time_accumulation(model: nn.Module, task: Task, run: RunConfig, batches: Seq
         own = batches[number % steps * size :][:size]
         differences.append(once(number, own, True) - once(number, own, False))
     return max(0.0, median(differences[2:]) / size)
+
+
+def time_messages() -> float:
+    """Return the seconds of a core that a worker takes to send a byte to another process of this machine and to receive one."""
+    with TemporaryDirectory() as folder, get_context("spawn").Pool(2) as pool:
+        return fmean(pool.starmap(time_exchange, [(rank, f"{folder}/store") for rank in range(2)], chunksize=1))
+
+
+def time_exchange(rank: int, store: str) -> float:
+    """Collective of two processes. Return the processor time of one of them per byte that it sends and receives."""
+    os.environ["GLOO_SOCKET_IFNAME"] = interface_with_address("127.0.0.1")
+    init_default_group(dist.FileStore(store, 2), rank, 2, torch.device("cpu"), 60.0)
+    assert dist.group.WORLD is not None
+    sent, received = torch.zeros(2, MESSAGE_BYTES // 4)
+    for number in range(MESSAGES):
+        if number == 1:  # the first one connects
+            start_s = time.process_time()
+        wait_for(start_exchange([(1 - rank, sent)], [(1 - rank, received)], dist.group.WORLD), group_timeout())
+    seconds = time.process_time() - start_s
+    dist.destroy_process_group()
+    return seconds / (MESSAGES - 1) / MESSAGE_BYTES
 
 
 def time_update(model: nn.Module, run: RunConfig) -> float:

@@ -12,8 +12,10 @@ user's loop gives, so neither is planned.
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,21 +24,27 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep.config.schema import RunConfig
-from lockstep.errors import UsageError
+from lockstep.errors import LockstepError, UsageError
 from lockstep.parallel.plans import find_units
 from lockstep.planner.model_cost import CHECKPOINT_MODES, Amount, ModelCost, Saved, Unit
-from lockstep.planner.step_cost import Timing
+from lockstep.planner.step_cost import COPY_S, MESSAGE_S, Timing
 from lockstep.runtime.device import select_device
+from lockstep.runtime.exit_report import error_summary
 from lockstep.runtime.sources import load_function
-from lockstep.tasks.calibration import STEPS, time_passes, time_update
+from lockstep.tasks.calibration import STEPS, time_messages, time_passes, time_update
 
 HINT = "return a module and the inputs of one micro-batch: return MyModel(), (inputs, targets)"
 
 
 def make_module(spelled: str, device: torch.device) -> tuple[nn.Module, tuple[Any, ...]]:
     """Call FILE.py:FUNCTION on `device`; return the module in training mode and its inputs. UsageError."""
-    with device:
-        made = load_function(spelled)()
+    try:
+        with device:
+            made = load_function(spelled)()
+    except LockstepError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{spelled} failed: {described(error)}", line_of(error, spelled), HINT) from error
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise UsageError(f"{spelled} returned {type(made).__name__}", "lockstep plan", HINT)
     module, inputs = made
@@ -44,6 +52,17 @@ def make_module(spelled: str, device: torch.device) -> tuple[nn.Module, tuple[An
     if not any(isinstance(value, Tensor) for value in inputs) or not any(p.requires_grad for p in module.parameters()):
         raise UsageError(f"{spelled} returned no tensor as input, or a module without trained parameters", "lockstep plan", HINT)
     return module.train(), inputs
+
+
+def described(error: Exception) -> str:
+    return f"{type(error).__name__}: {error_summary(error)}"
+
+
+def line_of(error: Exception, spelled: str) -> str:
+    """Return FILE:LINE of the innermost code of the user that ran when `error` was raised."""
+    folder = str(Path(spelled.rpartition(":")[0]).resolve().parent)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(folder)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else spelled.rpartition(":")[0]
 
 
 def own_timing(spelled: str, run: RunConfig) -> Timing:
@@ -54,7 +73,8 @@ def own_timing(spelled: str, run: RunConfig) -> Timing:
     names, precision = {name: name for name in find_units(module)}, run.compute.precision
     measured = time_passes(module, names, lambda given: total(module(*given)), precision, [inputs] * STEPS)
     update_s = time_update(module, run) / sum(p.numel() for p in module.parameters())
-    return Timing({(kind, 1): seconds for kind, seconds in measured.items()}, update_s, f"blocks of {spelled} timed on this {device.type}")
+    passes, source = {(kind, 1): seconds for kind, seconds in measured.items()}, f"blocks of {spelled} timed on this {device.type}"
+    return Timing(passes, update_s, COPY_S[device.type], MESSAGE_S[device.type] if device.type == "cuda" else time_messages(), source)
 
 
 def total(outputs: Any) -> Tensor:
@@ -87,11 +107,10 @@ def own_model_cost(spelled: str) -> ModelCost:
     try:
         with counter, saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = module(*inputs)
-    except (RuntimeError, NotImplementedError) as error:
-        where = f"a forward pass of {spelled} on torch's meta device"
-        raise UsageError(
-            f"{str(error).splitlines()[0]}", where, "a model whose operations depend on values of its inputs cannot be planned"
-        ) from error
+    except Exception as error:
+        where = f"a forward pass of {spelled} on torch's meta device, {line_of(error, spelled)}"
+        hint = "operations that depend on values of the inputs cannot be planned; run the function and its module alone to see other errors"
+        raise UsageError(described(error), where, hint) from error
     for hook in hooks:
         hook.remove()
     if not total(outputs).requires_grad:

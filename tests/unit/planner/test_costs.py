@@ -14,12 +14,13 @@ from lockstep.planner.devices import Cluster
 from lockstep.planner.exchange_cost import all_to_all_seconds, halving_seconds, tree_all_reduce_cost
 from lockstep.planner.memory_cost import memory_cost
 from lockstep.planner.model_cost import CHECKPOINT_MODES, MicroBatch, llama_cost
-from lockstep.planner.step_cost import MESSAGE_S_PER_BYTE, StepCost, Timing, play_pipeline, step_cost
+from lockstep.planner.step_cost import StepCost, Timeline, Timing, mean_timing, play_pipeline, step_cost
 
 MODEL = llama_cost(LLAMA_CONFIGS["5M"], MicroBatch(2, 256), "fp32")
 RUN = replace(RunConfig(), compute=replace(RunConfig().compute, precision="fp32"))  # 8 micro-batches
 BF16 = replace(RUN, parallel=replace(RUN.parallel, wire="bf16"))
-TIMING = Timing({("layer", 1): (0.01, 0.02), ("embedding", 1): (0.001, 0.002), ("output", 1): (0.003, 0.004)}, 0.0, "by hand")
+PASSES = {("layer", 1): (0.01, 0.02), ("embedding", 1): (0.001, 0.002), ("output", 1): (0.003, 0.004)}
+TIMING = Timing(PASSES, 0.0, 6e-9, 0.0, "by hand")
 MICRO_S = 6 * 0.03 + 0.01
 FAST = Link(0.0, 1e15)
 
@@ -30,11 +31,6 @@ def cluster(link: Link, hosts: int = 2, per_host: int = 1) -> Cluster:
 
 def cost(layout: Layout, link: Link = FAST, run: RunConfig = RUN) -> StepCost:
     return step_cost(MODEL, run, layout, cluster(link, layout.workers), TIMING)
-
-
-def of_processor(step: StepCost) -> float:
-    """Return the seconds that the messages of a step take of a worker's core."""
-    return MESSAGE_S_PER_BYTE["cpu"] * step.sent_bytes
 
 
 def test_two_ranks_send_the_bytes_once_and_wait_for_two_latencies() -> None:
@@ -59,9 +55,28 @@ def test_workers_of_a_host_share_its_link() -> None:
 @pytest.mark.parametrize("layout", [Layout(2), Layout(4), Layout(1, 2), Layout(2, 2)], ids=str)
 def test_without_communication_a_step_is_its_passes_and_the_copies_of_shards(layout: Layout) -> None:
     step, passes = cost(layout), 8 / layout.data_parallel_size
-    copies_s = 3 * 4 * MODEL.parameters / 2e9 * passes if layout.shard > 1 else 0
-    assert step.seconds == pytest.approx(passes * MICRO_S + copies_s + of_processor(step), rel=1e-3)
+    copies_s = TIMING.copy_s * MODEL.parameters * passes if layout.shard > 1 else 0
+    assert step.seconds == pytest.approx(passes * MICRO_S + copies_s, rel=1e-3)
     assert step.bubble_s == 0
+
+
+def test_messages_slow_down_computation_only_while_they_are_sent() -> None:
+    timeline = Timeline(load=0.25)
+    timeline.send(2.0)
+    timeline.compute(1.0)
+    assert timeline.now_s == 1.25
+    timeline.compute(4.0)
+    assert timeline.now_s == 5.25 + 0.25 * 0.75
+    link = Link(0.0, 1e8)
+    waits, slowed = (step_cost(MODEL, RUN, Layout(1, 2), cluster(link), replace(TIMING, message_s=s)).seconds for s in (0.0, 5e-9))
+    assert waits < slowed < 1.5 * waits
+
+
+def test_timings_of_several_workers_are_averaged() -> None:
+    twice = Timing({key: (2 * forward_s, 2 * backward_s) for key, (forward_s, backward_s) in PASSES.items()}, 2.0, 3e-9, 2e-9, "", 4.0)
+    mean = mean_timing([TIMING, twice])
+    assert mean.passes["layer", 1] == pytest.approx((0.015, 0.03)) and mean.source == "by hand"
+    assert (mean.update_s, mean.copy_s, mean.message_s, mean.accumulate_s) == pytest.approx((1.0, 4.5e-9, 1e-9, 2.0))
 
 
 def test_a_slow_link_is_exposed_except_beside_the_last_backward_pass() -> None:

@@ -21,6 +21,7 @@ from lockstep.planner.plan import layouts
 from lockstep.planner.step_cost import StepCost
 
 ENDLESS = '{"links": {"other_host": {"latency_s": 1, "bytes_per_s": 0}}}'
+NEVER = '{"links": {"other_host": {"latency_s": 1e999, "bytes_per_s": 1}}}'
 
 
 def plan(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -48,6 +49,8 @@ def test_devices_and_links_are_read() -> None:
         ("2x8:H100-80GB", "", "link between them is not known"),
         ("2x8:H100-80GB", "100Gb/s", "may mean bits or bytes"),
         ("2x8:H100-80GB", "100Gbit/s,fast", "is not a quantity"),
+        ("2x8:H100-80GB", "100Gbit/s,", "is not a quantity"),
+        ("2x8:H100-80GB", "0Gbit/s", "is no rate"),
     ],
 )
 def test_wrong_words_are_refused(devices: str, link: str, what: str) -> None:
@@ -56,11 +59,27 @@ def test_wrong_words_are_refused(devices: str, link: str, what: str) -> None:
     assert caught.value.where and caught.value.hint
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"links": {"other_host": {}}}', ENDLESS])
+@pytest.mark.parametrize("text", ["{", "[]", '{"links": {"other_host": {}}}', ENDLESS, NEVER])
 def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "profile.json").write_text(text)
     with pytest.raises(UsageError, match="profile"):
         read_profile(tmp_path / "profile.json")
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--mtbf", "0s"], "UsageError: a mean time between failures of 0s\n  --mtbf\n"),
+        (["--mtbf", "4parsecs"], "unknown unit 'parsecs'"),
+        (["--price", "-1"], "UsageError: a price of -1 dollars per device and hour\n  --price\n"),
+        (["--price", "nan"], "a price of nan dollars"),
+        (["--profile", "absent.json"], "absent.json: No such file"),
+    ],
+)
+def test_impossible_values_are_refused(capsys: pytest.CaptureFixture[str], words: list[str], what: str) -> None:
+    assert main(["plan", "--devices", "1x1:cpu", *words]) == 2
+    message = capsys.readouterr().err
+    assert what in message and message.count("\n") == 3, "what happened, where, what to try"
 
 
 def test_every_layout_is_ranked_or_refused_with_a_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

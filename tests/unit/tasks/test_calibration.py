@@ -13,7 +13,7 @@ from lockstep.layout import Layout
 from lockstep.network.links import Link
 from lockstep.planner.devices import Cluster
 from lockstep.planner.step_cost import step_cost
-from lockstep.tasks.calibration import calibrate
+from lockstep.tasks.calibration import calibrate, time_messages
 
 TINY = {"data.pairs": 300, "data.held_out": 20, "tokenizer.vocab_size": 300, "batch.tokens": 128, "batch.micro_batches": 4}
 TINY |= {"model.dim": 32, "model.ffn_dim": 64, "model.encoder_layers": 1, "model.decoder_layers": 2}
@@ -32,7 +32,12 @@ def test_blocks_are_timed_whole_and_as_a_rank_of_the_tensor_axis(tmp_path: Path)
     assert all(min(seconds) >= 0 for seconds in timing.passes.values()) and timing.passes["decoder", 1][1] > 1e-5
     assert timing.passes["decoder", 1][0] > timing.passes["encoder_norm", 1][0] and timing.update_s > 0
     assert [block.kind for block in model.blocks] == ["encoder", "encoder_norm", "decoder", "decoder"] and 0 < model.tokens <= 128
+    assert 0 <= timing.copy_s < 1e-6
     fast = Cluster(1, 1, "cpu", 1, Link(0, 1e12), Link(0, 1e12))
     step = step_cost(model, replace(run), Layout(), fast, timing)
     micro_s = sum(sum(timing.of(unit, 1)) for unit in (model.embedding, *model.blocks, model.output))
     assert step.compute_s > 0 and timing.accumulate_s >= 0 and abs(step.compute_s - 4 * (micro_s + timing.accumulate_s)) < 1e-9
+
+
+def test_a_byte_between_two_processes_takes_less_than_a_memory_access() -> None:
+    assert 1e-11 < time_messages() < 1e-7

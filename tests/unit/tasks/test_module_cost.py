@@ -48,6 +48,8 @@ class Choice(nn.Linear):
 
 def choice(): return Choice(4, 4), torch.zeros(4, 4)
 def values(): return Values(4, 4), torch.zeros(4, 4)
+def failing(): return Net(), {}["inputs"]
+def wrong_shape(): return Net(), (torch.zeros(32, 9), torch.zeros(32, dtype=torch.long))
 """
 
 
@@ -111,11 +113,21 @@ def test_the_plan_of_an_own_module(file: Path, capsys: pytest.CaptureFixture[str
         ("values", "nonzero"),
         ("choice", "no output of the module"),
         ("missing", "has no function 'missing'"),
+        ("failing", "failing failed: KeyError: 'inputs'"),
+        ("wrong_shape", "RuntimeError: .*same reduction dim"),
     ],
 )
 def test_refused(file: Path, name: str, what: str) -> None:
-    with pytest.raises(UsageError, match=what):
+    with pytest.raises(UsageError, match=what) as caught:
         own_model_cost(f"{file}:{name}")
+    assert caught.value.where and caught.value.hint
+    assert (str(file) in caught.value.where) == (name not in ("only_a_module", "frozen", "choice"))
+
+
+def test_a_file_that_python_cannot_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "broken_plan.py").write_text("def broken(:")
+    with pytest.raises(UsageError, match="SyntaxError: invalid syntax"):
+        own_model_cost(f"{tmp_path}/broken_plan.py:make_model")
 
 
 def test_a_file_without_a_function_is_refused(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
