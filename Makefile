@@ -53,7 +53,7 @@ bench: setup
 
 docs: setup
 	$(PIP) -e ".[docs]"
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Needs neither torch nor the tools.
 wheel:

@@ -112,7 +112,7 @@ def draw(lines: list[tuple[float, str, str]]) -> str:
     width, height = int(MARGIN_PX * 2 + CLOCK_PX + COLUMNS * FONT_PX * 0.602), MARGIN_PX * 2 + LINE_PX * len(rows)
     style = (
         f"text{{font:{FONT_PX}px 'DejaVu Sans Mono',ui-monospace,Menlo,Consolas,monospace;white-space:pre;animation:appear 1ms both}}"
-        "@keyframes appear{from{opacity:0}to{opacity:1}}"
+        "@keyframes appear{from{opacity:0}to{opacity:1}}@media(prefers-reduced-motion){text{animation:none}}"
         ".clock{fill:#768390}.output{fill:#cdd9e5}.command{fill:#6cb6ff}.kill{fill:#ff938a;font-weight:bold}"
     )
     return "\n".join(

@@ -7,11 +7,13 @@ mistyped option answer without torch.
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
+from types import FrameType
 
 import lockstep
 from lockstep import log
@@ -31,6 +33,9 @@ STRICT_COMMANDS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
+    if os.getpid() == 1:  # of a container: the kernel drops signals without a handler, and the agent's follow after its imports
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, exit_at_once)
     try:
         return run_command(words)
     except LockstepError as error:
@@ -50,6 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         failure = OutOfMemoryError(what, f"lockstep {words[0]}", "give shorter texts, or fewer at a time")
     print(failure, file=sys.stderr)
     return failure.exit_code
+
+
+def exit_at_once(number: int, frame: FrameType | None) -> None:
+    os._exit(128 + number)
 
 
 def run_command(given: list[str]) -> int:

@@ -2,11 +2,13 @@
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 from lockstep.config.adapter_config import LORA_TARGETS
@@ -209,7 +211,7 @@ def llama_conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
 
 
 def refuse_missing_packages(resolved: ResolvedRun, *, prepared: bool) -> None:
-    """ConfigError with the extra to install when an optional package is missing.
+    """ConfigError with what to install when an optional package, or the compiler, is missing.
     prepared: the data of the run is prepared, so its source is not read."""
     run = resolved.run
     needs = {
@@ -222,6 +224,11 @@ def refuse_missing_packages(resolved: ResolvedRun, *, prepared: bool) -> None:
         if needed and find_spec(package) is None:
             hint = f'pip install "lockstep-train[{extra}]"'
             raise ConfigError(f"the package {package} is not installed", f"{key} from {resolved.origin[key]}", hint)
+    compilers = [os.environ.get("CXX"), os.environ.get("CC"), "g++", "gcc", "clang"]  # those of Inductor and Triton
+    if run.compute.compile and not any(map(which, filter(None, compilers))):
+        hint = "install g++ (in the image: docker build --build-arg APT=g++), or set compute.compile=false"
+        where = f"compute.compile from {resolved.origin['compute.compile']}"
+        raise ConfigError("torch.compile needs a C++ compiler, and none is installed", where, hint)
 
 
 def shared_values(run: RunConfig) -> dict[str, str]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lockstep.cli import options
@@ -118,3 +121,20 @@ def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "COMMAND" in capsys.readouterr().out
     assert main(["--version"]) == 0
+
+
+def test_a_stop_signal_during_the_imports_ends_process_1_of_a_container(tmp_path: Path) -> None:
+    """The kernel would drop it: process 1 has no default action."""
+    namespace = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
+    if subprocess.run([*namespace, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("no process namespaces here")
+    os.mkfifo(run_file := tmp_path / "run.toml")
+    outer = subprocess.Popen([*namespace, sys.executable, "-m", "lockstep", "train", str(run_file)])
+    try:
+        with open(run_file, "w"):  # the command reads its run file now, before the agent starts
+            (inner,) = psutil.Process(outer.pid).children()
+            inner.send_signal(signal.SIGTERM)
+            assert outer.wait(20) == 128 + signal.SIGTERM
+    finally:
+        outer.kill()
+        outer.wait()

@@ -45,6 +45,18 @@ def test_a_missing_package_is_refused_with_its_extra(monkeypatch: pytest.MonkeyP
         assert "command line" in caught.value.where and f'"lockstep-train[{extra}]"' in caught.value.hint
 
 
+def test_compilation_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "which", lambda name: None)
+    refuse_missing_packages(resolve(None, {}), prepared=False)
+    compiled = resolve(None, {"compute.compile": "true"})
+    with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler") as caught:
+        refuse_missing_packages(compiled, prepared=False)
+    assert "compute.compile from command line" in caught.value.where and "APT=g++" in caught.value.hint
+    monkeypatch.setenv("CXX", "/opt/bin/c++")
+    monkeypatch.setattr(rules, "which", lambda name: name if name == "/opt/bin/c++" else None)
+    refuse_missing_packages(compiled, prepared=False)
+
+
 def test_all_values_are_shared_except_logging_and_timeouts() -> None:
     shared = shared_values(resolve(None, {"steps": "80", "data.train": "a,b"}).run)
     assert (shared["steps"], shared["data.train"], shared["data.kind"]) == ("80", '["a", "b"]', "cldr")

@@ -107,9 +107,12 @@ def test_files_for_compose_are_valid(rendered: dict[str, str]) -> None:
         assert service.pop("restart") == "on-failure:5"  # the package does not know the limit of attempts
     assert list(compose_spec.PyCompose.from_json(json.dumps(compose)).service_names()) == hosts
     started = [name for name, service in compose["services"].items() if "profiles" not in service]
-    fewest, most = re.findall(r"--nodes (\d+):(\d+)", compose["services"]["host-0"]["command"])[0]
+    first = compose["services"]["host-0"]
+    fewest, most = re.findall(r"--nodes (\d+):(\d+)", first["entrypoint"])[0]
     assert (len(started), len(hosts)) == (int(fewest), int(most))
     assert all(service["hostname"] == name for name, service in compose["services"].items())
+    assert "command" not in first  # the entry point of the image would precede it: `lockstep lockstep launch`
+    assert ("deploy" in first) == (first.get("shm_size") == "8g")
 
 
 def test_a_file_for_skypilot_starts_one_node(rendered: dict[str, str]) -> None:
