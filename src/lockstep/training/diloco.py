@@ -41,7 +41,6 @@ from lockstep.runtime.numerics import seed_generators
 from lockstep.training.optim import LeanAdamW, learning_rate, make_optimizers, set_learning_rate, trained_parameters
 from lockstep.units import join_names
 
-
 NO_BIAS_CORRECTION = 1e6  # steps of AdamW after which beta1**step and beta2**step are zero
 
 
