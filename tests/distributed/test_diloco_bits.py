@@ -156,7 +156,7 @@ def test_one_learner_with_plain_averaging_trains_as_a_plain_run_of_one_step(alon
     one = {"diloco.learners": "1", "diloco.every": "1", "diloco.outer_learning_rate": "1", "diloco.outer_momentum": "0", "steps": "1"}
     run_ranks(trained, 1, str(folder), one | {"optim.decay_steps": "6"})
     plain = new_folder(alone, tmp_path / "plain")
-    off = {key: str(value) for key, value in (("diloco.learners", 0), ("diloco.every", 50))}
+    off = {key: str(value) for key, value in (("diloco.learners", 0), ("diloco.every", 50), ("diloco.outer_momentum", 0))}
     run_ranks(trained, 1, str(plain), off | {"steps": "1", "optim.decay_steps": "6", "checkpoint.every_steps": "1"})
     states = [CheckpointStore(path / "checkpoints").load(1).tensors for path in (folder, plain)]
     for name in (name for name in states[0] if name.startswith("model.")):
