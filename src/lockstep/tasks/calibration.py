@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # public at run time
 
 from lockstep.config.schema import RunConfig
 from lockstep.elastic.runtime import ElasticRuntime
@@ -207,7 +208,7 @@ def time_messages() -> float:
 def time_exchange(rank: int, store: str) -> float:
     """Collective of two processes. Return the processor time of one of them per byte that it sends and receives."""
     os.environ["GLOO_SOCKET_IFNAME"] = interface_with_address("127.0.0.1")
-    init_default_group(dist.FileStore(store, 2), rank, 2, torch.device("cpu"), 60.0)
+    init_default_group(FileStore(store, 2), rank, 2, torch.device("cpu"), 60.0)
     assert dist.group.WORLD is not None
     sent, received = torch.zeros(2, MESSAGE_BYTES // 4)
     for number in range(MESSAGES):

@@ -94,7 +94,7 @@ def start_moments(optimizer: torch.optim.Optimizer, mean_square: Tensor) -> None
     for p, state in optimizer.state.items():
         state["step"].fill_(NO_BIAS_CORRECTION)
         state["exp_avg"].zero_()
-        if p.numel():
+        if p.grad is not None and p.numel():
             norms = row_norms(p.grad)
             rows = torch.maximum(norms.square() * (len(norms) / p.numel()), mean_square)
             state["exp_avg_sq"].copy_(rows.reshape(*p.shape[:1], *[1] * (p.dim() - 1)))
