@@ -5,6 +5,7 @@
 The process of rank 0 also serves the lighthouse. Files as of plain_ddp.py. The inner AdamW keeps its state, as in torchft's example.
 """
 
+import socket
 import sys
 import time
 from datetime import timedelta
@@ -24,6 +25,7 @@ CONNECT_S = 60.0
 
 def main(data: str, folder: str, every: str, sync_every: str, rank: str, addresses: str, *words: str) -> None:
     hosts, training = addresses.split(","), Training(data, words)
+    socket.gethostname = lambda: hosts[int(rank)]  # torchft announces its stores by this name, which the namespaces of a machine share
     lighthouse = LighthouseServer(bind=f"{hosts[0]}:{PORT}", min_replicas=len(hosts)) if rank == "0" else None
     store = TCPStore(hosts[int(rank)], 0, is_master=True, wait_for_workers=False)
     manager = Manager(
@@ -43,7 +45,9 @@ def main(data: str, folder: str, every: str, sync_every: str, rank: str, address
         hostname=hosts[int(rank)],
     )
     model, options = training.model, training.run.diloco
-    outer = torch.optim.SGD(model.parameters(), lr=options.outer_learning_rate, momentum=options.outer_momentum, nesterov=True)
+    outer = torch.optim.SGD(
+        model.parameters(), lr=options.outer_learning_rate, momentum=options.outer_momentum, nesterov=options.outer_momentum > 0
+    )
     diloco = DiLoCo(manager, [model], training.optimizer, outer, sync_every=int(sync_every), pin_memory=False)
     with diloco, StepLog(Path(folder), int(every), is_first=rank == "0") as log:
         for step in range(training.run.steps):
