@@ -1,4 +1,4 @@
-"""Estimated memory against the peaks that bench/plan measured: never below, and at most 5% above."""
+"""Estimated memory against the peaks that bench/plan measured: never below, and at most 6% above."""
 
 from __future__ import annotations
 
@@ -36,4 +36,4 @@ def test_an_estimate_is_an_upper_bound(row: dict[str, Any]) -> None:
     layout = Layout(2 // (axes.shard * axes.tensor * axes.pipeline), axes.shard, axes.tensor, axes.pipeline)
     ratio = memory_cost(model_of(row["model"], run), run, layout, "cpu").total / row["bytes"]
     grows = row["model"] == "translator" and axes.tensor > 1  # from 12 to 40 steps by a tenth
-    assert 1.0 <= ratio <= (1.13 if grows else 1.055)
+    assert 1.0 <= ratio <= (1.13 if grows else 1.06)
