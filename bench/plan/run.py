@@ -60,23 +60,26 @@ LAYOUTS = {
     "pipeline 2, 2 chunks": "--layout.pipeline 2 --layout.pipeline_chunks 2",
 }
 SKIPPED = 3  # steps that are not timed
-# Times 20 messages of a byte in both directions at once, then 3 of 8 MB: (median latency, median rate).
+# Times messages of the engine in both directions at once, as lockstep bench comm does: (latency, rate).
 PROBE = """
-import socket, statistics, sys, threading, time
-SIZE = 8_000_000
-def receive(n):
-    while n: n -= len(s.recv(min(n, 1 << 20)))
-def both(n):
-    thread = threading.Thread(target=s.sendall, args=(bytes(n),)); thread.start(); receive(n); thread.join()
-if sys.argv[1] == "serve":
-    server = socket.create_server(("", 29999)); print("ready", flush=True); s, _ = server.accept()
-else:
-    s = socket.create_connection((sys.argv[1], 29999))
-s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-def timed(n):
-    t = time.perf_counter(); both(n); return time.perf_counter() - t
-latency = statistics.median(timed(1) for _ in range(20))
-print(latency, SIZE / (statistics.median(timed(SIZE) for _ in range(3)) - latency))
+import sys, time
+import torch, torch.distributed as dist
+from lockstep.network.measurements import fit_link
+from lockstep.parallel.exchange import start_exchange
+from lockstep.runtime.process_group import group_timeout, init_default_group
+from lockstep.runtime.work import wait_for
+rank = int(sys.argv[1])
+init_default_group(dist.FileStore(sys.argv[2], 2), rank, 2, torch.device("cpu"), 60.0)
+def timed(sent, received):
+    start_s = time.perf_counter()
+    wait_for(start_exchange([(1 - rank, sent)], [(1 - rank, received)], dist.group.WORLD), group_timeout())
+    return time.perf_counter() - start_s
+def shortest(size, count):
+    buffers = torch.zeros(2, size, dtype=torch.uint8)
+    timed(*buffers)  # uses up the burst
+    return min(timed(*buffers) for _ in range(count))
+link = fit_link({size: shortest(size, count) for size, count in {1 << 10: 50, 1 << 16: 50, 1 << 20: 9, 1 << 23: 3}.items()})
+print(link.latency_s, link.bytes_per_s)
 """
 
 
@@ -87,13 +90,11 @@ def shape(network: Network, host: Host, rate: float) -> None:
         subprocess.run([*enter(pid), *command.split()], check=True)
 
 
-def probe(a: Host, b: Host) -> Link:
-    server = subprocess.Popen([*b.enter, sys.executable, "-c", PROBE, "serve"], stdout=subprocess.PIPE, text=True)
-    assert server.stdout
-    server.stdout.readline()
-    words = subprocess.run([*a.enter, sys.executable, "-c", PROBE, b.address], check=True, capture_output=True, text=True).stdout.split()
-    server.wait()
-    return Link(*map(float, words))
+def probe(hosts: list[Host], store: Path) -> Link:
+    environ = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0"}
+    commands = [[*host.enter, sys.executable, "-c", PROBE, str(rank), str(store)] for rank, host in enumerate(hosts)]
+    peers = [subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) for command in commands]
+    return Link(*map(float, next(iter([peer.communicate()[0] for peer in peers])).split()))
 
 
 def train(folder: Path, hosts: list[Host], words: list[str]) -> tuple[float, int, list[float]]:
@@ -141,7 +142,7 @@ def measure(name: str, flags: str, args: argparse.Namespace, folder: Path, netwo
     for link_name in args.links:
         for host in network.hosts:
             shape(network, host, LINKS[link_name])
-        link = probe(*network.hosts)
+        link = probe(network.hosts, folder / f"{name}-{link_name}")
         for layout in args.layouts:
             work = folder / "work"
             shutil.rmtree(work, ignore_errors=True)
