@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from bench.results import keep, machine
-from lockstep.elastic.connections import Link
+from lockstep.elastic.link import PeerLink
 from lockstep.elastic.membership import Membership
 from lockstep.elastic.protocol.decisions import ElasticLimits
 from lockstep.elastic.run_folder import create_run_folder
@@ -38,13 +38,13 @@ def on_audit(event: str, arguments: tuple[object, ...]) -> None:
 
 
 def count_messages() -> None:
-    send = Link.send
+    send = PeerLink.send
 
-    def send_and_count(link: Link, message: object) -> None:
+    def send_and_count(link: PeerLink, message: object) -> None:
         counter["messages"] += 1
         send(link, message)  # type: ignore[arg-type]
 
-    Link.send = send_and_count  # type: ignore[method-assign,assignment]
+    PeerLink.send = send_and_count  # type: ignore[method-assign,assignment]
 
 
 def rates() -> dict[str, float]:

@@ -140,9 +140,9 @@ def test_unreadable_file_loses_only_its_own_content(run: Path) -> None:
     place("pipe", run / "waiting" / "here-0-a.sign")
     place("pipe", run / "evaluators" / "here.json")
     assert not events.append_event(run, "began")
-    assert list(waiting.registered_members(run)) == [] and waiting.read_liveness(run, [ME]) == {}
+    assert list(waiting.WaitingRoom(run).members()) == [] and waiting.WaitingRoom(run).read_liveness([ME]) == {}
     with pytest.raises(OSError, match="not a regular file"):
-        waiting.write_liveness(run, ME)
+        waiting.WaitingRoom(run).write_liveness(ME)
     assert control.running_evaluators(run) == []
 
 
@@ -333,10 +333,10 @@ def test_flipped_bit_of_a_divergence_record_is_detected(run: Path) -> None:
     "changed", [{"address": "127.0.0.1:400p"}, {"address": "127.0.0.1"}, {"slot": "0"}, {"port": 1}, {"address": "a:0"}]
 )
 def test_waiting_room_skips_entries_that_cannot_be_members(run: Path, changed: dict[str, object]) -> None:
-    waiting.register(run, ME)
+    waiting.WaitingRoom(run).register(ME)
     (run / "waiting" / "here-1-b.json").write_text(json.dumps({**vars(ME), **changed}))
     (run / "waiting" / "here-2-c.json").write_text("[")
-    assert list(waiting.registered_members(run)) == [ME]
+    assert list(waiting.WaitingRoom(run).members()) == [ME]
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"0" * 63, b"0" * 65, b"\xff" * 64, b"G" * 64])

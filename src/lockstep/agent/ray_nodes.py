@@ -26,7 +26,7 @@ from lockstep.agent.hosts import combined_exit_code
 from lockstep.elastic.control import request_stop, stop_recipients
 from lockstep.elastic.generation_log import NO_GENERATION, Generation, GenerationLog
 from lockstep.elastic.run_folder import create_run_folder, read_folder_id
-from lockstep.elastic.waiting_room import registered_members
+from lockstep.elastic.waiting_room import WaitingRoom
 from lockstep.errors import LockstepError, UsageError
 from lockstep.runtime.signals import StopSignals
 from lockstep.runtime.worker_env import SHARED_TERMINAL
@@ -145,7 +145,7 @@ def wait_for_agents(ray: Any, group: Any, tasks: dict[Any, int], folder: Path, b
             with suppress(OSError):  # the run folder is unavailable for a while
                 newest = newest_generation(folder)
                 if signals.received and not stopping:
-                    recipients = stop_recipients(newest, registered_members(folder))
+                    recipients = stop_recipients(newest, WaitingRoom(folder).members())
                     stopping = bool(request_stop(folder, recipients, signals.received, within_s=1.0, each_s=1.0))
                 refused = newest.number == before and not signals.received  # an agent ended without a worker
                 if codes and (refused or (newest.number > before and newest.end and not on_living_nodes(ray, group, tasks))):

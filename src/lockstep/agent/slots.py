@@ -18,8 +18,9 @@ from pathlib import Path
 from lockstep.agent.config import AgentTimeouts
 from lockstep.agent.restart_policy import SlotHistory
 from lockstep.agent.run_logs import EventLog
-from lockstep.elastic import control, waiting_room
+from lockstep.elastic import control
 from lockstep.elastic.generation_log import Generation, Member
+from lockstep.elastic.waiting_room import WaitingRoom
 from lockstep.files import open_regular, read_bytes
 from lockstep.runtime.exit_report import ExitReport, WorkerExit
 from lockstep.runtime.processes import kill_group, last_lines, now_s
@@ -175,7 +176,7 @@ class StopRequests:
 
     def waiting_members(self) -> list[Member]:
         with suppress(OSError):
-            return list(waiting_room.registered_members(self.folder))
+            return WaitingRoom(self.folder).members()
         return []
 
     def recipients(self, newest: Generation, workers: Collection[Worker]) -> list[Member]:

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public at run time
 
-from lockstep.elastic import waiting_room
 from lockstep.elastic.generation_log import Generation, GenerationLog, Member, RunResult, StoredGenerationLog
 from lockstep.elastic.protocol.effects import Effect
 from lockstep.elastic.protocol.transitions import Protocol
+from lockstep.elastic.waiting_room import WaitingRoom
 from lockstep.log import log
 from lockstep.runtime.worker_env import is_loopback_reachable
 
@@ -42,7 +42,7 @@ class DiskThread:
         call: Call,
         on_second_training: Callable[[Member], Sequence[Effect]],
     ) -> None:
-        self.run, self.generation_log, self.protocol, self.call = run, generation_log, protocol, call
+        self.room, self.generation_log, self.protocol, self.call = WaitingRoom(run), generation_log, protocol, call
         self.me, self.on_second_training = protocol.me, on_second_training
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._reading_log = False
@@ -69,13 +69,13 @@ class DiskThread:
 
         def read() -> None:
             if registers and not self._registered:
-                waiting_room.register(self.run, self.me)
+                self.room.register(self.me)
                 self._registered = True
             if writes_liveness:
-                waiting_room.write_liveness(self.run, self.me)
+                self.room.write_liveness(self.me)
             newest = self.generation_log.newest(known)
-            waiting_members = waiting_room.registered_members(self.run, self._waiting) if outside else []
-            before, self._liveness = self._liveness, waiting_room.read_liveness(self.run, members) if outside else {}
+            waiting_members = self.room.members(self._waiting) if outside else []
+            before, self._liveness = self._liveness, self.room.read_liveness(members) if outside else {}
             alive = [id for id, content in self._liveness.items() if before.get(id, content) != content]
             for member in members:
                 if member.id in alive and not is_loopback_reachable(member.loopback):
@@ -118,14 +118,14 @@ class DiskThread:
 
     def unregister(self) -> None:
         def unregister() -> None:
-            waiting_room.unregister(self.run, self.me)
+            self.room.unregister(self.me)
             self._registered = False
 
         self.submit(unregister)
 
     def close(self, timeout_s: float) -> None:
         """Remove this worker's files. If the disk blocks, the thread exits with the process."""
-        self.submit(lambda: waiting_room.unregister(self.run, self.me, with_liveness=True))
+        self.submit(lambda: self.room.unregister(self.me, with_liveness=True))
         self._jobs.put(None)
         self.thread.join(timeout_s)
 

@@ -25,68 +25,66 @@ def file_of(run: Path, member: Member, suffix: str = "json") -> Path:
     return run / FOLDER / f"{member.id.replace('/', '-')}.{suffix}"
 
 
-def list_names(run: Path, suffix: str) -> list[str]:
-    """Return the names of the files with a suffix, in order."""
-    stored = stored_folder(run, FOLDER)
-    names = stored.names() if stored else [path.name for path in (run / FOLDER).glob("[!.]*")]
-    return sorted(name for name in names if name.endswith(suffix))
+class WaitingRoom:
+    """The waiting room of the run in the folder `run`, on its disk or in its store."""
 
+    def __init__(self, run: Path) -> None:
+        self.run, self.folder, self.stored = run, run / FOLDER, stored_folder(run, FOLDER)
 
-def read_file(run: Path, name: str) -> str:
-    stored = stored_folder(run, FOLDER)
-    return stored.read(name) if stored else read_text(run / FOLDER / name)
+    def register(self, me: Member) -> None:
+        """Publish this worker's address. OSError when the waiting room is missing."""
+        path = file_of(self.run, me)
+        if self.stored:
+            self.stored.remove(*(name for name in self.stored.names() if is_of_slot(name, me.host, me.slot)))
+            self.stored.write(path.name, json.dumps(vars(me)))
+        else:
+            write_json(path, vars(me))
 
+    def members(self, known: dict[str, Member] | None = None) -> list[Member]:
+        """Return the workers in the waiting room. Some may have exited; their ports refuse.
+        known: file name -> worker, from the last call: a file never changes, so it is read once."""
+        known = {} if known is None else known
+        names = self._names(".json")
+        for name in known.keys() - set(names):
+            del known[name]
+        for name in set(names) - known.keys():
+            with suppress(OSError, ValueError, TypeError):
+                known[name] = Member.from_json(parse_json(self._read(name)))
+        return [known[name] for name in names if name in known]
 
-def register(run: Path, me: Member) -> None:
-    """Publish this worker's address. OSError when the waiting room is missing."""
-    path = file_of(run, me)
-    if stored := stored_folder(run, FOLDER):
-        stored.remove(*(name for name in stored.names() if is_of_slot(name, me.host, me.slot)))
-        stored.write(path.name, json.dumps(vars(me)))
-    else:
-        write_json(path, vars(me))
+    def write_liveness(self, me: Member) -> None:
+        path, content = file_of(self.run, me, "sign"), str(time.monotonic_ns())
+        if self.stored:
+            self.stored.write(path.name, content)
+        else:
+            with open(path, "w", encoding="utf-8", opener=open_regular) as file:
+                file.write(content)
 
+    def read_liveness(self, members: Sequence[Member]) -> dict[str, str]:
+        """Return id -> content of the liveness file, for the members that have one."""
+        contents = {}
+        present = set(self._names(".sign")) if members else set()
+        for member in members:
+            if (name := file_of(self.run, member, "sign").name) in present:
+                with suppress(OSError, ValueError):
+                    contents[member.id] = self._read(name)
+        return contents
 
-def registered_members(run: Path, known: dict[str, Member] | None = None) -> list[Member]:
-    """Return the workers in the waiting room. Some may have exited; their ports refuse.
-    known: file name -> worker, from the last call: a file never changes, so it is read once."""
-    known = {} if known is None else known
-    names = list_names(run, ".json")
-    for name in known.keys() - set(names):
-        del known[name]
-    for name in set(names) - known.keys():
-        with suppress(OSError, ValueError, TypeError):
-            known[name] = Member.from_json(parse_json(read_file(run, name)))
-    return [known[name] for name in names if name in known]
+    def unregister(self, me: Member, *, with_liveness: bool = False) -> None:
+        paths = [file_of(self.run, me), *([file_of(self.run, me, "sign")] if with_liveness else [])]
+        if self.stored:
+            self.stored.remove(*(path.name for path in paths))
+            return
+        for path in paths:
+            path.unlink(missing_ok=True)
 
+    def _names(self, suffix: str) -> list[str]:
+        """Return the names of the files with a suffix, in order."""
+        names = self.stored.names() if self.stored else [path.name for path in self.folder.glob("[!.]*")]
+        return sorted(name for name in names if name.endswith(suffix))
 
-def write_liveness(run: Path, me: Member) -> None:
-    path, content = file_of(run, me, "sign"), str(time.monotonic_ns())
-    if stored := stored_folder(run, FOLDER):
-        stored.write(path.name, content)
-    else:
-        with open(path, "w", encoding="utf-8", opener=open_regular) as file:
-            file.write(content)
-
-
-def read_liveness(run: Path, members: Sequence[Member]) -> dict[str, str]:
-    """Return id -> content of the liveness file, for the members that have one."""
-    contents = {}
-    present = set(list_names(run, ".sign")) if members else set()
-    for member in members:
-        if (name := file_of(run, member, "sign").name) in present:
-            with suppress(OSError, ValueError):
-                contents[member.id] = read_file(run, name)
-    return contents
-
-
-def unregister(run: Path, me: Member, *, with_liveness: bool = False) -> None:
-    paths = [file_of(run, me), *([file_of(run, me, "sign")] if with_liveness else [])]
-    if stored := stored_folder(run, FOLDER):
-        stored.remove(*(path.name for path in paths))
-        return
-    for path in paths:
-        path.unlink(missing_ok=True)
+    def _read(self, name: str) -> str:
+        return self.stored.read(name) if self.stored else read_text(self.folder / name)
 
 
 def remove_stale_files(run: Path, host: str, slot: int) -> None:

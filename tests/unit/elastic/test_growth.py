@@ -105,15 +105,15 @@ def test_waiting_worker_reads_each_file_of_the_waiting_room_once(tmp_path: Path,
     create_run_folder(tmp_path, "here")
     members, opened = [make_member(index) for index in range(20)], []
     for member in members[:-1]:
-        waiting_room.register(tmp_path, member)
-    waiting_room.write_liveness(tmp_path, members[3])
+        waiting_room.WaitingRoom(tmp_path).register(member)
+    waiting_room.WaitingRoom(tmp_path).write_liveness(members[3])
     read = waiting_room.read_text
     monkeypatch.setattr(waiting_room, "read_text", lambda path: opened.append(path.name) or read(path))
     known: dict[str, Any] = {}
-    assert waiting_room.registered_members(tmp_path, known) == members[:-1] and len(opened) == 19
-    waiting_room.register(tmp_path, members[-1])
-    waiting_room.unregister(tmp_path, members[0])
+    assert waiting_room.WaitingRoom(tmp_path).members(known) == members[:-1] and len(opened) == 19
+    waiting_room.WaitingRoom(tmp_path).register(members[-1])
+    waiting_room.WaitingRoom(tmp_path).unregister(members[0])
     opened.clear()
-    assert waiting_room.registered_members(tmp_path, known) == members[1:] and len(opened) == 1
+    assert waiting_room.WaitingRoom(tmp_path).members(known) == members[1:] and len(opened) == 1
     opened.clear()
-    assert list(waiting_room.read_liveness(tmp_path, members)) == [members[3].id] and len(opened) == 1
+    assert list(waiting_room.WaitingRoom(tmp_path).read_liveness(members)) == [members[3].id] and len(opened) == 1

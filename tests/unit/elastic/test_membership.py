@@ -304,7 +304,7 @@ def test_changing_liveness_file_of_an_unreachable_member_refuses_a_second_traini
 
     def write_liveness() -> None:
         while not stop.wait(0.02):
-            waiting_room.write_liveness(run, other)
+            waiting_room.WaitingRoom(run).write_liveness(other)
 
     writer = threading.Thread(target=write_liveness)
     writer.start()

@@ -113,7 +113,7 @@ def test_a_store_that_does_not_answer_is_an_unavailable_disk(fault: str, proxy: 
     log = open_generation_log(hosts[0])
     log.propose(generation(1))
     proxy.fault = lambda method, path: fault
-    for call in (log.newest, lambda: log.propose(generation(2)), lambda: waiting_room.register(hosts[0], member())):
+    for call in (log.newest, lambda: log.propose(generation(2)), lambda: waiting_room.WaitingRoom(hosts[0]).register(member())):
         with pytest.raises(OSError, match="was not"):
             call()
     proxy.fault = lambda method, path: ""
@@ -129,17 +129,17 @@ def test_a_proposal_whose_reply_is_lost_wins(fault: str, proxy: Proxy, hosts: tu
 def test_hosts_meet_in_one_waiting_room(hosts: tuple[Path, Path]) -> None:
     first, second = hosts
     worker, other = member("a/0/1234"), member("b/1/5678")
-    waiting_room.register(first, worker)
-    waiting_room.register(second, other)
-    assert waiting_room.registered_members(first) == waiting_room.registered_members(second) == [worker, other]
-    waiting_room.register(first, replaced := member("a/0/abcd"))  # its predecessor was killed
-    assert waiting_room.registered_members(second) == [replaced, other]
-    waiting_room.write_liveness(first, replaced)
-    before = waiting_room.read_liveness(second, [replaced, other])
-    waiting_room.write_liveness(first, replaced)
-    assert list(before) == ["a/0/abcd"] and waiting_room.read_liveness(second, [replaced, other]) != before
-    waiting_room.unregister(first, replaced, with_liveness=True)
-    assert waiting_room.registered_members(second) == [other] and not waiting_room.read_liveness(second, [replaced])
+    waiting_room.WaitingRoom(first).register(worker)
+    waiting_room.WaitingRoom(second).register(other)
+    assert waiting_room.WaitingRoom(first).members() == waiting_room.WaitingRoom(second).members() == [worker, other]
+    waiting_room.WaitingRoom(first).register(replaced := member("a/0/abcd"))  # its predecessor was killed
+    assert waiting_room.WaitingRoom(second).members() == [replaced, other]
+    waiting_room.WaitingRoom(first).write_liveness(replaced)
+    before = waiting_room.WaitingRoom(second).read_liveness([replaced, other])
+    waiting_room.WaitingRoom(first).write_liveness(replaced)
+    assert list(before) == ["a/0/abcd"] and waiting_room.WaitingRoom(second).read_liveness([replaced, other]) != before
+    waiting_room.WaitingRoom(first).unregister(replaced, with_liveness=True)
+    assert waiting_room.WaitingRoom(second).members() == [other] and not waiting_room.WaitingRoom(second).read_liveness([replaced])
     assert not list(first.glob("waiting/*"))
 
 
