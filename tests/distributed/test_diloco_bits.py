@@ -91,6 +91,7 @@ def reference(folder: Path, values: dict[str, str]) -> dict[str, torch.Tensor]:
     model = build_translator(run.model, vocab_size=corpus.tokenizer.vocab_size, device=loader.device, seed=run.seed, length=length)
     parameters = list(model.parameters())
     outer = torch.optim.SGD(parameters, lr=run.diloco.outer_learning_rate, momentum=run.diloco.outer_momentum, nesterov=True)
+    growth = sum(1 - optim.beta1 ** (t + 1) for t in range(H)) / H
     for step in range(0, STEPS, H):
         start, changes = [p.detach().clone() for p in parameters], []
         for m in range(M):
@@ -119,6 +120,8 @@ def reference(folder: Path, values: dict[str, str]) -> dict[str, torch.Tensor]:
                 for group in inner.param_groups:
                     rise, fall = (s + 1) / optim.warmup_steps, (STEPS - s) / (STEPS + 1 - optim.warmup_steps)
                     group["lr"] = optim.learning_rate * (rise if s + 1 < optim.warmup_steps else fall)
+                    if step:
+                        group["lr"] /= growth
                 inner.step()
             changes.append([a - p.detach() for a, p in zip(start, parameters, strict=True)])
             for p, a in zip(parameters, start, strict=True):

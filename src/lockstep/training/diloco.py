@@ -87,8 +87,6 @@ def start_moments(optimizer: torch.optim.Optimizer, mean_square: Tensor) -> None
     the learners save. The first moment is zero, without bias correction, so steps grow at first.
     mean_square  of all elements of the whole gradient, 0-dim
     """
-    if not isinstance(optimizer, torch.optim.AdamW | LeanAdamW):
-        return
     set_learning_rate(optimizer, 0.0)
     optimizer.step()  # creates the state, with its dtypes and devices
     for p, state in optimizer.state.items():
@@ -98,6 +96,12 @@ def start_moments(optimizer: torch.optim.Optimizer, mean_square: Tensor) -> None
             norms = row_norms(p.grad)
             rows = torch.maximum(norms.square() * (len(norms) / p.numel()), mean_square)
             state["exp_avg_sq"].copy_(rows.reshape(*p.shape[:1], *[1] * (p.dim() - 1)))
+
+
+def mean_growth(beta1: float, steps: int) -> float:
+    """Return the mean of 1 - beta1**t over steps t from 1: the share of a full step that AdamW takes
+    while its first moment grows from zero."""
+    return 1 - beta1 * (1 - beta1**steps) / (steps * (1 - beta1))
 
 
 def copy_of(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
@@ -193,7 +197,6 @@ class Learners:
 
     def _step(self, step: int, m: int) -> Tensor:
         """Take one step of learner `m`; return the sum of its losses."""
-        is_first = step % self.resolved.run.diloco.every == 0
         run, leaves = self.resolved.run, range(m * self.micro_batches, (m + 1) * self.micro_batches)
         if self.shards:
             losses, squared = self.shards.sum_gradients(step, leaves, partial(self._loss, self.shards, step))
@@ -202,13 +205,15 @@ class Learners:
         tokens = self.loader.tokens_in_step(step, leaves)
         norm = divide_and_clip(self.parameters, divisor=tokens, clip_norm=run.optim.clip_norm, grad_norm_squared=squared)
         rate = learning_rate(step + 1, self.resolved.optim_after(step))
-        # In the first outer step, AdamW starts as in a plain run.
-        if is_first and step:
-            clipped = norm.clamp(max=run.optim.clip_norm or math.inf)
-            for optimizer in self.optimizers:
-                start_moments(optimizer, clipped.square() / self.elements)
         for optimizer in self.optimizers:
-            set_learning_rate(optimizer, rate)
+            growth, every = 1.0, run.diloco.every
+            # In the first outer step, AdamW starts as in a plain run.
+            if step >= every and isinstance(optimizer, torch.optim.AdamW | LeanAdamW):
+                growth = mean_growth(run.optim.beta1, every)
+                if step % every == 0:
+                    clipped = norm.clamp(max=run.optim.clip_norm or math.inf)
+                    start_moments(optimizer, clipped.square() / self.elements)
+            set_learning_rate(optimizer, rate / growth)
             optimizer.step()
         return sum(losses, torch.zeros((), device=self.runtime.world.device))
 

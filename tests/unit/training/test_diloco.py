@@ -13,7 +13,7 @@ from lockstep.layout import Layout
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.record.step_timer import StepTimer
 from lockstep.runtime.status_board import StatusBoard
-from lockstep.training.diloco import Learners
+from lockstep.training.diloco import Learners, mean_growth
 
 H = 6
 
@@ -113,3 +113,8 @@ def test_weights_and_gradients_are_as_before() -> None:
     learners.train(0, 0)
     for p, weight, gradient in zip(module.parameters(), weights, sums, strict=True):
         assert torch.equal(p, weight) and p.grad is gradient and torch.equal(gradient, torch.ones_like(p))
+
+
+def test_adamw_takes_full_steps_on_average_while_its_first_moment_grows() -> None:
+    assert mean_growth(0.9, 1) == pytest.approx(0.1) and mean_growth(0.0, 7) == 1
+    assert mean_growth(0.9, 50) == pytest.approx(sum(1 - 0.9 ** (t + 1) for t in range(50)) / 50)
