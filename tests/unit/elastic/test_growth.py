@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.many_members import ManyMembers, make_member
 
-from lockstep.elastic import waiting_room
+from lockstep.elastic import stored_folder, waiting_room
 from lockstep.elastic.generation_log import Generation
 from lockstep.elastic.protocol.decisions import ElasticLimits
 from lockstep.elastic.protocol.effects import Effect, FormGroup, Propose, ReadLog, Send
@@ -102,18 +102,20 @@ def test_members_linked_to_the_coordinator_seldom_read_the_log(index: int, is_li
 
 
 def test_waiting_worker_reads_each_file_of_the_waiting_room_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = waiting_room.WaitingRoom(tmp_path)
     create_run_folder(tmp_path, "here")
     members, opened = [make_member(index) for index in range(20)], []
     for member in members[:-1]:
-        waiting_room.WaitingRoom(tmp_path).register(member)
-    waiting_room.WaitingRoom(tmp_path).write_liveness(members[3])
+        room.register(member)
+    room.write_liveness(members[3])
+    monkeypatch.setattr(stored_folder, "read_json", lambda path: opened.append(path.name))  # where a store would be named
     read = waiting_room.read_text
     monkeypatch.setattr(waiting_room, "read_text", lambda path: opened.append(path.name) or read(path))
     known: dict[str, Any] = {}
-    assert waiting_room.WaitingRoom(tmp_path).members(known) == members[:-1] and len(opened) == 19
-    waiting_room.WaitingRoom(tmp_path).register(members[-1])
-    waiting_room.WaitingRoom(tmp_path).unregister(members[0])
+    assert room.members(known) == members[:-1] and len(opened) == 19
+    room.register(members[-1])
+    room.unregister(members[0])
     opened.clear()
-    assert waiting_room.WaitingRoom(tmp_path).members(known) == members[1:] and len(opened) == 1
+    assert room.members(known) == members[1:] and len(opened) == 1
     opened.clear()
-    assert list(waiting_room.WaitingRoom(tmp_path).read_liveness(members)) == [members[3].id] and len(opened) == 1
+    assert list(room.read_liveness(members)) == [members[3].id] and len(opened) == 1
