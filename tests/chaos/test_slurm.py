@@ -15,24 +15,27 @@ from pathlib import Path
 import pytest
 import tomli_w
 from support.fault_matrix import Reference
-from support.hosts import TINY, Training, Truth, nested, read_steps
+from support.hosts import SWITCH, TINY, Training, Truth, enter, nested, read_steps
+from support.object_store import environment, s3_server
 from support.slurm import SlurmCluster, why_no_slurm
 
 from lockstep.checkpoint.commands import digest_line
 from lockstep.cli.main import main
+from lockstep.elastic.generation_log import GenerationLog
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 STEPS = 150
 
 
 class Job:
-    """A tiny run and its rendered batch file; `training` reads the state of the run."""
+    """A tiny run and its rendered batch file; `training` reads the state of the run.
+    run: folder, or an address in an object store; then set `training` to the working copy of a node."""
 
-    def __init__(self, folder: Path, cluster: SlurmCluster, nodes: str) -> None:
+    def __init__(self, folder: Path, cluster: SlurmCluster, nodes: str, run: str = "run") -> None:
         self.cluster, self.file = cluster, folder / "job.sbatch"
         self.training = Training(folder, steps=STEPS, start=())
         (folder / "tiny.toml").write_text(tomli_w.dumps(nested({"steps": STEPS, **TINY})))
-        words = ["tiny.toml", "--nodes", nodes, "--workers", "1", "--run", "run", "--out", "job.sbatch"]
+        words = ["tiny.toml", "--nodes", nodes, "--workers", "1", "--run", run, "--out", "job.sbatch"]
         assert main(["render", "slurm", *words]) == 0
 
     def submit(self, *options: str) -> str:
@@ -64,8 +67,11 @@ class Job:
     def assert_same_bits(self, truth: Truth) -> None:
         end = self.training.newest.end
         assert end and end.code == 0, self.training.report()
-        assert read_steps(self.training.run) == truth.steps
+        self.assert_same_steps(truth)
         assert digest_line(self.training.run, None) == truth.digest
+
+    def assert_same_steps(self, truth: Truth) -> None:
+        assert read_steps(self.training.run) == truth.steps
 
     def log(self, number: str) -> str:
         return (self.file.parent / f"tiny-{number}.log").read_text()
@@ -142,6 +148,31 @@ def test_a_node_joins_late_and_leaves_at_its_own_preemption(cluster: SlurmCluste
     job.wait_for_members(2)
     assert cluster.wait_for_state(number, "COMPLETED", "FAILED")["Restarts"] == "0", job.log(number)
     job.assert_same_bits(reference(STEPS))
+
+
+def test_nodes_without_a_shared_disk_meet_in_a_store(
+    cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: Reference
+) -> None:
+    address = "s3://runs/team/tiny"
+    with s3_server(SWITCH, enter(cluster.network.switch)) as server:
+        for name, value in environment(server, tmp_path / "copies").items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("TMPDIR", str(tmp_path))
+        monkeypatch.setenv("USER", "ada")
+        job = Job(tmp_path, cluster, "2:3", address)
+        number = job.submit()
+        copies = tmp_path / "lockstep-ada"
+        cluster.wait(lambda: len(list(copies.glob("n*/*/tiny/metrics.jsonl"))) == 3, 120, "a working copy on each node")
+        batch_host = cluster.job(number)["BatchHost"]
+        job.training.run = next(copies.glob(f"{batch_host}/*/tiny"))
+        job.training.log = GenerationLog(job.training.run / "generations")
+        job.wait_for_members(3)
+        assert job.kill_node(next(name for name in cluster.names if name != batch_host)) < 10
+        assert cluster.wait_for_state(number, "COMPLETED", "FAILED")["ExitCode"] == "0:0", job.log(number)
+        truth = reference(STEPS)
+        job.assert_same_steps(truth)
+        digest = cluster.run(sys.executable, "-m", "lockstep", "checkpoint", "digest", address)
+        assert digest.strip() == truth.digest
 
 
 def test_a_stop_by_the_user_is_not_queued_again(cluster: SlurmCluster, tmp_path: Path) -> None:

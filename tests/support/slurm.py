@@ -77,6 +77,7 @@ class SlurmCluster:
         with ExitStack() as stack:
             network = stack.enter_context(Network(len(self.names) + 1))
             stack.callback(self._stop)
+            self.network = network
             controller, *hosts = network.hosts
             self.controller, self.hosts = controller, dict(zip(self.names, hosts, strict=True))
             self._daemons: dict[str, subprocess.Popen[bytes]] = {}

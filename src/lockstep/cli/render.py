@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from lockstep import __version__
-from lockstep.cli.start import is_script, max_workers, refuse_layout
+from lockstep.cli.start import is_script, max_workers, refuse_layout, workers_per_replica
 from lockstep.config.schema import RunConfig
 from lockstep.errors import UsageError
 from lockstep.files import read_text, write_atomic
@@ -22,10 +22,10 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     file = Path(args.run_file)
     workers = args.workers or args.gpus or 2
     folder = args.run or f"runs/{file.stem}"
-    if parse_address(folder) and args.nodes[1] > 1:  # a malformed address is refused, and not repeated
-        hint = "give a folder on a disk that all nodes share, or --nodes 1:1"
-        raise UsageError("a run on several nodes is not supported in an object store", "--run, --nodes", hint)
-    job, run = make_job(file, args.nodes, gpus=args.gpus, workers=workers, run_folder=folder, image=args.image or f"lockstep:{__version__}")
+    stored, image = parse_address(folder) is not None, args.image or f"lockstep:{__version__}"  # a malformed address is not repeated
+    job, run = make_job(file, args.nodes, gpus=args.gpus, workers=workers, run_folder=folder, image=image, stored=stored)
+    if stored:
+        refuse_without_disk(args.target, run, folder)
     refuse_sizes(run, args.nodes, workers, f"--nodes {job.fewest}:{job.most}, {workers} workers per node")
     text = render(args.target, job)
     if args.out is None:
@@ -34,6 +34,16 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     write_new(args.out, text)
     print(f"wrote {args.out}")
     return 0
+
+
+def refuse_without_disk(target: str, run: RunConfig, address: str) -> None:
+    """UsageError for what nodes cannot do that meet in an object store."""
+    size = workers_per_replica(run)
+    refused = {"lockstep launch --ray": target == "ray", f"a replica of {size} workers": size > 1}
+    for what, is_refused in refused.items():
+        if is_refused:
+            hint = "give --run on a disk that all nodes share"
+            raise UsageError(f"{what} is not supported where nodes share no disk", f"--run {address}", hint)
 
 
 def refuse_sizes(run: RunConfig, nodes: tuple[int, int], workers: int, where: str) -> None:

@@ -23,6 +23,7 @@ IMAGE = re.compile(r"([a-z0-9][\w.-]*(:\d+)?/)?[a-z0-9][\w./-]*(:[\w.-]+)?(@sha2
 # Tokens of Hugging Face, OpenAI, Weights & Biases, GitHub, GitLab, Slack, AWS and Google.
 TOKEN = re.compile(r"\b(hf_|sk-|wandb_v1_|gh[opsu]_|github_pat_|glpat-|xox[abp]-|AKIA|AIza)[A-Za-z0-9_-]{12,}|\b[0-9a-f]{40}\b")
 NOT_TEXT = re.compile(r"\d.*|y|n|yes|no|on|off|true|false|null")  # words that YAML reads as numbers and truth values
+STORE_VARIABLES = ("AWS_ENDPOINT_URL", "AWS_REGION", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")  # not set: AWS, and the machine's role
 LINE_BREAKS = re.compile("[\x7f-\x9f\u2028\u2029\ufeff]")  # to YAML, or unprintable there; TOML permits them in a line
 
 
@@ -32,7 +33,8 @@ class Job:
 
     run_file  as given, for nodes that see it
     toml      its values without its comments, for nodes that do not
-    run       run folder, on a disk that all nodes share
+    run       run folder, on a disk that all nodes share, or in an object store
+    stored    in an object store: the nodes share no disk
     gpus      of each node; 0: the workers train on CPUs
     secrets   names of the environment variables with secrets that the run reads
     """
@@ -45,13 +47,17 @@ class Job:
     gpus: int
     workers: int
     run: str
+    stored: bool
     image: str
     secrets: tuple[str, ...]
 
 
-def make_job(file: Path, nodes: tuple[int, int], *, gpus: int, workers: int, run_folder: str, image: str) -> tuple[Job, RunConfig]:
+def make_job(
+    file: Path, nodes: tuple[int, int], *, gpus: int, workers: int, run_folder: str, image: str, stored: bool = False
+) -> tuple[Job, RunConfig]:
     """Return the job and its run. ConfigError for an invalid run file or a secret in it, UsageError
-    for names that cannot be written into every file."""
+    for names that cannot be written into every file.
+    stored: `run_folder` is an address in an object store."""
     run, values = resolve(file).run, read_toml(file)
     refuse_secrets(values, file)
     name = re.sub(r"[^a-z0-9]+", "-", file.stem.lower()).strip("-")[:40].strip("-")
@@ -63,7 +69,7 @@ def make_job(file: Path, nodes: tuple[int, int], *, gpus: int, workers: int, run
             raise UsageError(f"{text[:200]!r} cannot be written into a job file", option, hint)
     if not name:
         raise UsageError(f"{file.name!r} gives the job no name", "RUN.toml", "jobs are named with a-z, 0-9 and -: rename the run file")
-    return Job(name, str(file), to_toml(values), *nodes, gpus, workers, run_folder, image, secrets_of(run)), run
+    return Job(name, str(file), to_toml(values), *nodes, gpus, workers, run_folder, stored, image, secrets_of(run)), run
 
 
 def refuse_secrets(values: Mapping[str, Any], file: Path) -> None:
@@ -95,7 +101,8 @@ def render(target: str, job: Job) -> str:
     loader = FileSystemLoader(Path(__file__).parent / "templates")
     environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     sizes = f"--nodes {job.fewest}:{job.most} --workers {job.workers}"
-    text = environment.get_template(target).render(**asdict(job), title=title(target, job), sizes=sizes)
+    values = {**asdict(job), "title": title(target, job), "sizes": sizes, "workdir": "/work" if job.stored else "/shared"}
+    text = environment.get_template(target).render(values, store_variables=STORE_VARIABLES * job.stored)
     return "".join(f"{line.rstrip()}\n" for line in text.rstrip().split("\n"))
 
 
@@ -105,4 +112,5 @@ def title(target: str, job: Job) -> str:
     devices = f"{job.gpus} GPU{'s' * (job.gpus > 1)}" if job.gpus else f"{job.workers} CPU worker{'s' * (job.workers > 1)}"
     options = f"--nodes {job.fewest}:{job.most}" + f" --gpus {job.gpus}" * bool(job.gpus)
     options += f" --workers {job.workers}" * (job.workers != (job.gpus or 2))
+    options += f" --run {job.run}" * (job.run != f"runs/{Path(job.run_file).stem}")
     return f"# {job.name}: {nodes} with {devices} each\n# lockstep render {target} {job.run_file} {options}"

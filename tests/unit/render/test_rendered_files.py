@@ -35,16 +35,23 @@ MODELS = {
     "TrainJob": models.TrainerV1alpha1TrainJob,
     "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
 }
-CASES = [(("--nodes", "2:4", "--gpus", "2"), RUN), (("--nodes", "3"), "steps = 40"), (("--nodes", "1", "--workers", "1"), RUN)]
+STORE = "s3://runs/team/tiny"
+CASES = {
+    "elastic with GPUs": (("--nodes", "2:4", "--gpus", "2"), RUN),
+    "fixed on CPUs": (("--nodes", "3"), "steps = 40"),
+    "one node": (("--nodes", "1", "--workers", "1"), RUN),
+    "in a store": (("--nodes", "2:4", "--gpus", "2", "--run", STORE), RUN),
+    "in a store, without other secrets": (("--nodes", "2", "--run", STORE), "steps = 40"),
+}
 
 
-@pytest.fixture(params=CASES, ids=["elastic with GPUs", "fixed on CPUs", "one node"])
+@pytest.fixture(params=list(CASES.values()), ids=list(CASES))
 def rendered(request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
-    """Every file of a run, by target."""
+    """Every file of a run, by target. KubeRay starts `lockstep launch --ray`, which needs a shared disk."""
     options, text = request.param
     (tmp_path / "tiny.toml").write_text(text)
     files = {}
-    for target in TARGETS:
+    for target in TARGETS if STORE not in options else [target for target in TARGETS if target != "ray"]:
         assert main(["render", target, str(tmp_path / "tiny.toml"), *options]) == 0
         files[target] = capsys.readouterr().out
     return files
@@ -90,6 +97,8 @@ def test_the_pods_of_a_jobset_and_a_job_are_validated_as_pods(rendered: dict[str
 
 
 def test_the_pods_of_a_ray_job_are_valid(rendered: dict[str, str]) -> None:
+    if "ray" not in rendered:
+        pytest.skip("refused in an object store")
     _, ray_job = yaml.safe_load_all(rendered["ray"])
     cluster = ray_job["spec"]["rayClusterSpec"]
     (workers,) = cluster["workerGroupSpecs"]
@@ -128,7 +137,26 @@ def test_every_file_starts_a_command_that_lockstep_accepts(rendered: dict[str, s
         (line,) = re.findall(r"^[^#\n]*?(lockstep launch /\S+ .*)$", text, re.MULTILINE)
         words = shlex.split(line.rstrip("& "))
         args = build_parser().parse_args(words[1:])
-        assert args.workers and str(args.out) in ("runs/tiny", "$run"), (target, words)
+        assert args.workers and str(args.out) in ("runs/tiny", "$run", "s3:/runs/team/tiny"), (target, words)
+
+
+def test_nodes_share_a_disk_or_have_the_credentials_of_a_store(rendered: dict[str, str]) -> None:
+    """Credentials by reference only, and all of them optional: machines may have a role instead."""
+    job, compose = list(yaml.safe_load_all(rendered["kubernetes"]))[1], yaml.safe_load(rendered["compose"])
+    spec = job["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    volumes = {name for volume in spec["volumes"] for name in volume if name != "name"} - {"configMap"}
+    hosts = [set(service.get("environment", ())) for service in compose["services"].values()]
+    if "ray" in rendered:
+        assert "persistentVolumeClaim" in volumes and compose["volumes"] and "envFrom" not in container
+    else:
+        keys = {"AWS_ENDPOINT_URL", "AWS_REGION", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"}
+        assert "persistentVolumeClaim" not in volumes and "volumes" not in compose
+        assert container["envFrom"] == [{"secretRef": {"name": "tiny-store", "optional": True}}]
+        assert all(keys < names and "LOCKSTEP_STORE_CACHE=/work" in names for names in hosts)
+        assert keys <= yaml.safe_load(rendered["skypilot"])["secrets"].keys()
+        assert {"name": "LOCKSTEP_STORE_CACHE", "value": "/work"} in container["env"] and container["workingDir"] == "/work"
+        assert "SLURMD_NODENAME" in rendered["slurm"]
 
 
 def test_shell_scripts_in_the_files_parse(rendered: dict[str, str]) -> None:
@@ -162,6 +190,23 @@ def test_values_of_the_environment_do_not_enter_a_file(tmp_path: Path, monkeypat
     for target in TARGETS:
         main(["render", target, str(tmp_path / "tiny.toml"), "--nodes", "2"])
         assert "topsecretvalue" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (("ray", "--run", STORE), "launch --ray is not supported where nodes share no disk"),
+        (("slurm", "--run", STORE, "shards"), "a replica of 2 workers is not supported where nodes share no disk"),
+        (("slurm", "--run", "s3://ada:hunter2@runs/x"), "no address of a bucket"),
+        (("slurm", "--run", "gs://runs/x"), "gs:// is not supported"),
+    ],
+)
+def test_what_a_store_does_not_support_is_refused(options: tuple[str, ...], what: str, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "tiny.toml").write_text("steps = 40\n" + "[layout]\nshard = 2\n" * ("shards" in options))
+    target, *words = [word for word in options if word != "shards"]
+    assert main(["render", target, str(tmp_path / "tiny.toml"), "--nodes", "2", *words]) == 2
+    error = capsys.readouterr().err
+    assert what in error and "hunter2" not in error
 
 
 def test_the_page_about_clusters_shows_the_file_for_slurm(capsys: pytest.CaptureFixture[str]) -> None:
