@@ -25,6 +25,7 @@ WIRES: dict[Wire, float] = {"fp32": 1.0, "bf16": 0.5, "int8": 0.26}  # bytes of 
 UNITS_IN_FLIGHT = 2  # as in parallel/sharded_replica.py
 COPY_S = {"cuda": 4e-12, "cpu": 6e-9}  # default of Timing.copy_s: assumed
 MESSAGE_S = {"cuda": 0.0, "cpu": 0.5e-9}  # default of Timing.message_s: assumed
+EXCHANGE_S = {"cuda": 0.0, "cpu": 1e-3}  # default of Timing.exchange_s: assumed
 DEFAULT_BUCKET_BYTES = {"cuda": 100_000_000, "cpu": 25_000_000}  # as in runtime/device.py
 
 
@@ -37,6 +38,8 @@ class Timing:
     copy_s        of a micro-batch in a replica of several workers, beside its passes, per parameter:
                   whole units are copied, their gradients are copied and added
     message_s     of a worker's core, per byte that it sends and receives
+    exchange_s    by which an exchange of a unit between shards lengthens the computation beside it,
+                  without its bytes: threads wake up, and wait for a core
     source        where the seconds come from
     accumulate_s  of the gradients of a micro-batch in a replica of one worker, beside its passes
     """
@@ -45,6 +48,7 @@ class Timing:
     update_s: float
     copy_s: float
     message_s: float
+    exchange_s: float
     source: str
     accumulate_s: float = 0.0
 
@@ -59,7 +63,7 @@ def timing_from_flops(model: ModelCost, flops: float, device_type: str, source: 
     """Return the seconds at `flops` FLOP/s; a backward pass takes two forward passes."""
     seconds = {(unit.kind, 1): 2 * unit.macs.on(1) / flops for unit in (model.embedding, *model.blocks, model.output)}
     passes = {key: (forward_s, 2 * forward_s) for key, forward_s in seconds.items()}
-    return Timing(passes, 100 / flops, COPY_S[device_type], MESSAGE_S[device_type], source)
+    return Timing(passes, 100 / flops, COPY_S[device_type], MESSAGE_S[device_type], EXCHANGE_S[device_type], source)
 
 
 def mean_timing(timings: Sequence[Timing]) -> Timing:
@@ -69,7 +73,7 @@ def mean_timing(timings: Sequence[Timing]) -> Timing:
         return sum(values) / len(timings)
 
     passes = {key: (mean(t.passes[key][0] for t in timings), mean(t.passes[key][1] for t in timings)) for key in timings[0].passes}
-    means = {name: mean(getattr(t, name) for t in timings) for name in ("update_s", "copy_s", "message_s", "accumulate_s")}
+    means = {name: mean(getattr(t, name) for t in timings) for name in ("update_s", "copy_s", "message_s", "exchange_s", "accumulate_s")}
     return Timing(passes, source=timings[0].source, **means)
 
 
@@ -105,10 +109,12 @@ class Part:
 class Timeline:
     """One rank: the time of its computation, and until when its sends are queued.
 
-    load  share of a core that messages take while they are sent
+    load        share of a core that messages take while they are sent
+    exchange_s  see Timing
     """
 
     load: float
+    exchange_s: float = 0.0
     now_s: float = 0.0
     port_s: float = 0.0
 
@@ -139,11 +145,14 @@ def play_pass(
             for j in indices[number : number + 1 + ahead]:
                 if j not in ready:
                     ready[j] = timeline.send(parts[j].gather_s if gathers else 0)
-            timeline.compute(parts[i].backward_s if backward else parts[i].forward_s, ready[i])
+            exchange_s = timeline.exchange_s if gathers and parts[i].gather_s else 0
+            timeline.compute((parts[i].backward_s if backward else parts[i].forward_s) + exchange_s, ready[i])
             if backward:
                 finish(i, parts[i])
 
     def finish(i: int, part: Part) -> None:
+        if part.reduce_s and (buckets is None or buckets.get(i)):
+            timeline.compute(timeline.exchange_s)
         if buckets is None and part.reduce_s:
             timeline.compute(0.0, jobs.pop(0))
             jobs.append(timeline.send(part.reduce_s))
@@ -173,7 +182,7 @@ def step_cost(model: ModelCost, run: RunConfig, layout: Layout, cluster: Cluster
     update_s = max(stage.elements for stage in stages) / shards * timing.update_s + 4 * cluster.other_host.latency_s
     if layout.pipeline == 1:
         (stage,) = stages
-        timeline = Timeline(stage.load)
+        timeline = Timeline(stage.load, timing.exchange_s)
         for number in range(passes):
             play_pass(timeline, stage.parts, stage.root, run, stage.last_sends() if number == passes - 1 else stage.sends(once))
         return StepCost(compute_s, max(timeline.now_s, timeline.port_s) - compute_s, 0.0, update_s, sent)
@@ -292,7 +301,7 @@ class Stage:
 
     def pass_seconds(self, run: RunConfig, once: bool) -> tuple[float, float, float]:
         """Return the seconds of a forward pass, of a backward pass, and what the last one waits for more."""
-        usual, last = Timeline(self.load), Timeline(self.load)
+        usual, last = (Timeline(self.load, self.timing.exchange_s) for _ in range(2))
         forward_s = play_pass(usual, self.parts, self.root, run, self.sends(once))
         play_pass(last, self.parts, self.root, run, self.last_sends())
         return forward_s, usual.now_s - forward_s, max(0.0, last.port_s - usual.now_s)

@@ -36,13 +36,14 @@ from lockstep.parallel.replica import Replica
 from lockstep.parallel.sharded_replica import ShardedReplica
 from lockstep.parallel.tensor_parallel import apply_tensor_parallel
 from lockstep.planner.model_cost import MicroBatch, ModelCost, llama_cost, translator_cost
-from lockstep.planner.step_cost import COPY_S, MESSAGE_S, Timing, mean_timing
+from lockstep.planner.step_cost import COPY_S, EXCHANGE_S, MESSAGE_S, Timing, mean_timing
 from lockstep.runtime.process_group import group_timeout, init_default_group
-from lockstep.runtime.sockets import interface_with_address
+from lockstep.runtime.sockets import interface_with_address, reserve_port
 from lockstep.runtime.work import wait_for
 from lockstep.tasks.open import Task, open_task
 from lockstep.training.optim import make_optimizers
 
+LOOPBACK = "127.0.0.1"
 STEPS = 4  # whose micro-batches are timed
 MESSAGES, MESSAGE_BYTES = 33, 4_000_000
 REPEATS = 4  # of each; the first is not counted, of the others the median
@@ -78,7 +79,9 @@ def calibrate(run: RunConfig, folder: Path, kind: str, tensor_sizes: Iterable[in
             with ShardedReplica(local, micro_batches=run.batch.micro_batches) as sharded:
                 copy_s = time_beside_passes(sharded, model, task, run, batches) / parameters
         update_s, source = time_update(model, run) / parameters, f"blocks timed on this {name}"
-        return cost_of(task, run, batches), Timing(passes, update_s, copy_s, MESSAGE_S[device.type], source, accumulate_s)
+        return cost_of(task, run, batches), Timing(
+            passes, update_s, copy_s, MESSAGE_S[device.type], EXCHANGE_S[device.type], source, accumulate_s
+        )
 
 
 def calibrate_together(run: RunConfig, folder: Path, kind: str, tensor_sizes: Sequence[int], processes: int) -> tuple[ModelCost, Timing]:
@@ -92,7 +95,8 @@ def calibrate_together(run: RunConfig, folder: Path, kind: str, tensor_sizes: Se
             found = pool.starmap(calibrate, [(run, folder, kind, tensor_sizes)] * processes, chunksize=1)
         timing = mean_timing([timing for _, timing in found])
         timing = replace(timing, source=f"{timing.source}, {processes} workers at once")
-    return model, replace(timing, message_s=time_messages())
+    timing = replace(timing, message_s=time_messages())
+    return model, replace(timing, exchange_s=time_exchanges(run, folder, timing)) if run.batch.micro_batches > 1 else timing
 
 
 def cost_of(task: Task, run: RunConfig, batches: Sequence[Any]) -> ModelCost:
@@ -182,21 +186,23 @@ def time_passes(
 
 
 def time_beside_passes(replica: Replica | ShardedReplica, model: nn.Module, task: Task, run: RunConfig, batches: Sequence[Any]) -> float:
-    """Return the seconds that `replica`, of this process alone, takes for a micro-batch beside the passes of `model`."""
+    """Return the seconds that a worker of `replica` takes for a micro-batch beside the passes of `model`. Collective."""
+    own = list[int]()  # micro-batches of this worker
 
     def once(step: int, batches: Sequence[Any], whole: bool) -> float:
         start_s = time.perf_counter()
-        for k in replica.micro_batches(step) if whole else range(len(batches)):
+        for k in replica.micro_batches(step) if whole else own:
             loss = task.loss(replica if whole else model, batches[k])
             (replica.backward if whole else Tensor.backward)(loss)
+        own[:] = replica.own_leaves
         return time.perf_counter() - start_s
 
     steps, size = len(batches) // run.batch.micro_batches, run.batch.micro_batches
     differences = []
     for number in range(2 * steps):
-        own = batches[number % steps * size :][:size]
-        differences.append(once(number, own, True) - once(number, own, False))
-    return max(0.0, median(differences[2:]) / size)
+        of_step = batches[number % steps * size :][:size]
+        differences.append(once(number, of_step, True) - once(number, of_step, False))
+    return max(0.0, median(differences[2:]) / len(own))
 
 
 def time_messages() -> float:
@@ -207,7 +213,7 @@ def time_messages() -> float:
 
 def time_exchange(rank: int, store: str) -> float:
     """Collective of two processes. Return the processor time of one of them per byte that it sends and receives."""
-    os.environ["GLOO_SOCKET_IFNAME"] = interface_with_address("127.0.0.1")
+    os.environ["GLOO_SOCKET_IFNAME"] = interface_with_address(LOOPBACK)
     init_default_group(FileStore(store, 2), rank, 2, torch.device("cpu"), 60.0)
     assert dist.group.WORLD is not None
     sent, received = torch.zeros(2, MESSAGE_BYTES // 4)
@@ -218,6 +224,31 @@ def time_exchange(rank: int, store: str) -> float:
     seconds = time.process_time() - start_s
     dist.destroy_process_group()
     return seconds / (MESSAGES - 1) / MESSAGE_BYTES
+
+
+def time_exchanges(run: RunConfig, folder: Path, timing: Timing) -> float:
+    """Return `exchange_s` of two processes that train the model as shards over the loopback interface."""
+    with reserve_port(LOOPBACK) as port, get_context("spawn").Pool(2) as pool:
+        arguments = [(run, folder, timing, rank, port.getsockname()[1]) for rank in range(2)]
+        return fmean(pool.starmap(time_shards, arguments, chunksize=1))
+
+
+def time_shards(run: RunConfig, folder: Path, timing: Timing, rank: int, port: int) -> float:
+    """Collective of two processes. Return the seconds of an exchange of a unit that are neither passes nor
+    copies, nor the processor time of its bytes."""
+    addresses = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
+    os.environ |= addresses | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+    with ElasticRuntime.join(threads=run.compute.num_threads) as runtime:
+        device, layout = runtime.world.device, Layout(shard=2)
+        task = open_task(run, folder, runtime)
+        batches = [task.loader.micro_batch(step, k) for step in range(STEPS) for k in range(run.batch.micro_batches)]
+        model = rank_model(task, 1, device)
+        parameters = sum(p.numel() for p in model.parameters())
+        local = parallelize(rank_model(task, 1, device), layout, layout.coordinates(rank), None, device)
+        with ShardedReplica(local, micro_batches=run.batch.micro_batches) as replica:
+            beside_s = time_beside_passes(replica, model, task, run, batches) - timing.copy_s * parameters
+    exchanges = 3 * len(local.fsdp_units) - 1  # the root is gathered once in a pass
+    return max(0.0, beside_s - timing.message_s * 3 * 4 * parameters / 2) / exchanges
 
 
 def time_update(model: nn.Module, run: RunConfig) -> float:

@@ -27,7 +27,7 @@ from lockstep.config.schema import RunConfig
 from lockstep.errors import LockstepError, UsageError
 from lockstep.parallel.plans import find_units
 from lockstep.planner.model_cost import CHECKPOINT_MODES, Amount, ModelCost, Saved, Unit
-from lockstep.planner.step_cost import COPY_S, MESSAGE_S, Timing
+from lockstep.planner.step_cost import COPY_S, EXCHANGE_S, MESSAGE_S, Timing
 from lockstep.runtime.device import select_device
 from lockstep.runtime.exit_report import error_summary
 from lockstep.runtime.sources import load_function
@@ -74,7 +74,8 @@ def own_timing(spelled: str, run: RunConfig) -> Timing:
     measured = time_passes(module, names, lambda given: total(module(*given)), precision, [inputs] * STEPS)
     update_s = time_update(module, run) / sum(p.numel() for p in module.parameters())
     passes, source = {(kind, 1): seconds for kind, seconds in measured.items()}, f"blocks of {spelled} timed on this {device.type}"
-    return Timing(passes, update_s, COPY_S[device.type], MESSAGE_S[device.type] if device.type == "cuda" else time_messages(), source)
+    message_s = MESSAGE_S[device.type] if device.type == "cuda" else time_messages()
+    return Timing(passes, update_s, COPY_S[device.type], message_s, EXCHANGE_S[device.type], source)
 
 
 def total(outputs: Any) -> Tensor:

@@ -20,7 +20,7 @@ MODEL = llama_cost(LLAMA_CONFIGS["5M"], MicroBatch(2, 256), "fp32")
 RUN = replace(RunConfig(), compute=replace(RunConfig().compute, precision="fp32"))  # 8 micro-batches
 BF16 = replace(RUN, parallel=replace(RUN.parallel, wire="bf16"))
 PASSES = {("layer", 1): (0.01, 0.02), ("embedding", 1): (0.001, 0.002), ("output", 1): (0.003, 0.004)}
-TIMING = Timing(PASSES, 0.0, 6e-9, 0.0, "by hand")
+TIMING = Timing(PASSES, 0.0, 6e-9, 0.0, 0.0, "by hand")
 MICRO_S = 6 * 0.03 + 0.01
 FAST = Link(0.0, 1e15)
 
@@ -73,10 +73,13 @@ def test_messages_slow_down_computation_only_while_they_are_sent() -> None:
 
 
 def test_timings_of_several_workers_are_averaged() -> None:
-    twice = Timing({key: (2 * forward_s, 2 * backward_s) for key, (forward_s, backward_s) in PASSES.items()}, 2.0, 3e-9, 2e-9, "", 4.0)
+    twice = Timing(
+        {key: (2 * forward_s, 2 * backward_s) for key, (forward_s, backward_s) in PASSES.items()}, 2.0, 3e-9, 2e-9, 2e-3, "", 4.0
+    )
     mean = mean_timing([TIMING, twice])
     assert mean.passes["layer", 1] == pytest.approx((0.015, 0.03)) and mean.source == "by hand"
-    assert (mean.update_s, mean.copy_s, mean.message_s, mean.accumulate_s) == pytest.approx((1.0, 4.5e-9, 1e-9, 2.0))
+    assert (mean.update_s, mean.copy_s, mean.message_s, mean.exchange_s) == pytest.approx((1.0, 4.5e-9, 1e-9, 1e-3))
+    assert mean.accumulate_s == 2.0
 
 
 def test_a_slow_link_is_exposed_except_beside_the_last_backward_pass() -> None:
