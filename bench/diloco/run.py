@@ -13,6 +13,7 @@ ddp, ddp-bf16     bench/diloco/plain_ddp.py under torchrun; with torch's bf16 ho
 torchft-H         bench/diloco/with_torchft.py: torchft's DiLoCo, with the outer learning rate and momentum of --outer
 fp32, bf16, int8  `lockstep launch` with --parallel.wire; every step is exchanged
 diloco-H          `lockstep launch` with --diloco.learners M --diloco.every H, M from --learners; diloco-H-int8 adds the wire format
+NAME-x2           NAME with twice the steps, and twice the decay of the learning rate
 
 A contestant trains all steps of the recipe. Its loss is that of the validation pairs, computed afterwards from the weights of
 every --every steps: nothing in the measured time serves the comparison. The target is 1.005 times the last loss of
@@ -69,7 +70,7 @@ def main() -> None:
     load, rows = os.getloadavg(), []
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder, Network(2) as network:
         for seed in args.seeds:
-            base = ["--steps", str(args.steps), "--seed", str(seed), "--compute.precision", "fp32", *words]
+            base = ["--seed", str(seed), "--compute.precision", "fp32", *words]
             run = resolve(None, parse_flags(base)).run
             data = Path(folder) / f"data-{seed}"
             prepare(run.data, run.tokenizer, data)
@@ -80,12 +81,15 @@ def main() -> None:
                     place = Path(folder) / f"{name}-{rate}-{seed}"
                     shutil.copytree(data, place / "run/data")
                     sent = sent_bytes(network.hosts[0])
-                    run_contestant(name, place, network.hosts, base, args)
+                    plain_name, _, factor = name.partition("-x")
+                    steps = args.steps * int(factor or 1)
+                    run_contestant(plain_name, place, network.hosts, ["--steps", str(steps), *base], args)
                     sent = sent_bytes(network.hosts[0]) - sent
-                    row = {"contestant": name, "rate": rate, "seed": seed, "bytes": sent, **read_result(place, base, args.every)}
+                    row = {"contestant": name, "rate": rate, "seed": seed, "steps": steps, "bytes": sent}
+                    row |= read_result(place, base, args.every)
                     rows.append(row)
                     print(json.dumps(row), flush=True)
-    table = describe(rows, args.steps)
+    table = describe(rows)
     print(table)
     if args.keep:
         print(keep(args.keep, rows, table, machine("fp32", load)))
@@ -181,7 +185,7 @@ def seconds_to(curve: Sequence[tuple[float, float]], target: float) -> float | N
     return curve[0][0] if curve[0][1] <= target else None
 
 
-def describe(rows: Sequence[Mapping[str, Any]], steps: int) -> str:
+def describe(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = ["| link | seed | contestant | last loss | seconds | to the target | bytes per step | computing |", "|" + " --- |" * 8]
     for row in rows:
         ddp = next(
@@ -190,7 +194,7 @@ def describe(rows: Sequence[Mapping[str, Any]], steps: int) -> str:
         reached = seconds_to(row["curve"], WITHIN * ddp["curve"][-1][1]) if ddp else None
         computing = "" if row["computing"] is None else f"{row['computing']:.0%}"
         cells = [row["rate"], row["seed"], row["contestant"], f"{row['curve'][-1][1]:.4f}", f"{row['curve'][-1][0]:.0f}"]
-        cells += ["not reached" if reached is None else f"{reached:.0f} s", f"{row['bytes'] / steps:,.0f}", computing]
+        cells += ["not reached" if reached is None else f"{reached:.0f} s", f"{row['bytes'] / row['steps']:,.0f}", computing]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
