@@ -47,6 +47,24 @@ def test_the_host_of_rank_0_is_lost_and_replaced(training: StoredTraining, refer
 
 
 @pytest.mark.long
+def test_hosts_that_a_scheduler_starts_need_no_list(training: StoredTraining, reference: Callable[[int], Truth]) -> None:
+    a, b, c = training.hosts
+    training.nodes = "2:3"
+    training.start(a)
+    time.sleep(2)
+    assert training.newest(a).number == 0, "one host is fewer than the minimum"
+    training.start(b)
+    training.wait(lambda: training.step(b) >= 15, "step 15")
+    training.start(c)
+    training.wait(lambda: len(training.newest(b).members) == 3, "the join of a third host")
+    training.lose(a)
+    assert set(training.end().values()) == {0}, training.report()
+    truth = reference(STEPS)
+    assert training.steps_of(b) == truth.steps
+    assert training.run(b, "checkpoint", "digest", RUN).strip() == truth.digest
+
+
+@pytest.mark.long
 def test_a_stopped_run_resumes_on_other_hosts(training: StoredTraining, reference: Callable[[int], Truth]) -> None:
     a, b, c = training.hosts
     training.values |= {"evaluate.at_end": 5, "elastic.rendezvous_timeout_s": 5.0}  # no start is complete

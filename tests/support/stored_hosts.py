@@ -24,12 +24,17 @@ RUN = "s3://runs/team/hosts"
 
 @dataclass
 class StoredTraining:
-    """Agents of one run, with a folder for all files of each host. server: address of the store."""
+    """Agents of one run, with a folder for all files of each host.
+
+    server  address of the store
+    nodes   MIN:MAX, as a scheduler starts the agents; "": with a list of the hosts
+    """
 
     folder: Path
     hosts: Sequence[Host]
     server: str
     steps: int
+    nodes: str = ""
     values: dict[str, object] = field(default_factory=dict)
     agents: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
@@ -38,7 +43,8 @@ class StoredTraining:
         (self.folder / host.name).mkdir(exist_ok=True)
         tables = [f'[[host]]\nname = "{one.name}"\naddress = "{one.address}"\nworkers = 1\n' for one in self.hosts]
         (self.folder / host.name / "hosts.toml").write_text("\n".join(tables))
-        sizes = ["--hosts", "hosts.toml", "--host", host.name]
+        listed, counted = ["--hosts", "hosts.toml"], ["--nodes", self.nodes, "--workers", "1", "--address", host.address]
+        sizes = [*(counted if self.nodes else listed), "--host", host.name]
         command = ["launch", *sizes, "--out", RUN, *words, *flags(self.steps, **self.values)]
         with open(self.folder / f"{host.name}.out", "ab") as output:
             self.agents[host.name] = subprocess.Popen(

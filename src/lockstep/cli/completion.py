@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from lockstep.cli.main import RUN_COMMANDS, subcommands
 from lockstep.cli.options import build_parser
+from lockstep.config.resolve import recipes
 from lockstep.config.schema import config_fields
 
 Word = tuple[tuple[str, ...], str, str, tuple[str, ...], bool]  # commands, option ("": an argument), help, choices, takes a value
@@ -36,7 +37,7 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
 def known_words() -> Iterator[Word]:
     for name, parser in subcommands(build_parser()).items():
         for action in parser._actions:
-            choices = tuple(map(str, action.choices or ()))
+            choices = tuple(map(str, action.choices or (recipes() if (name, action.dest) == ("recipes", "name") else ())))
             yield (name,), (action.option_strings or [""])[-1], action.help or "", choices, action.nargs != 0
     for key, field in config_fields().items():
         yield RUN_COMMANDS, f"--{key}", field.doc, field.choices, True

@@ -17,7 +17,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that raises UsageError."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
-        raise UsageError(message, "command line", f"see {self.prog} --help")
+        raise UsageError(" ".join(message.split()).replace(" :", ":"), "command line", f"see {self.prog} --help")
 
 
 def refuse_unknown(rest: list[str], command: str) -> None:
@@ -102,12 +102,14 @@ RESTART: dict[str, Any] = {
 def build_parser() -> Parser:
     parser = Parser(
         prog="lockstep",
+        usage="lockstep [-h] [--version] COMMAND ...",
         description="Train PyTorch models on many machines, with identical bits through failures.",
         epilog=EXIT_CODES,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    # As wide as the longest command, which argparse would wrap otherwise; prog: it puts its usage before the names.
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND     ", prog="lockstep", parser_class=Parser)
     add_training_commands(commands)
     add_checkpoint_commands(commands)
     add_network_commands(commands)
@@ -190,7 +192,7 @@ def add_training_commands(commands: Commands) -> None:
     add("--nodes", **NODES, required=True, help="the run trains with MIN nodes or more; up to MAX")
     add("--gpus", type=integer(0, 1024), default=0, metavar="N", help="GPUs of each node, with a worker for each (default: 0, CPUs)")
     add("--workers", **WORKERS, help="workers of each node (default: one per GPU, two on CPUs)")
-    add("--run", metavar="RUN", help="run folder on the shared disk (default: runs/NAME of the run file)")
+    add("--run", metavar="RUN", help="run folder on the shared disk, or s3://BUCKET/RUN (default: runs/NAME of the run file)")
     add("--image", help="container image with Lockstep (default: lockstep:VERSION)")
     add("--out", type=Path, metavar="FILE", help="file to write (default: print it)")
 

@@ -62,6 +62,7 @@ def run_remote(args: argparse.Namespace, words: Sequence[str], folder: Path) -> 
 def refuse_unsupported(args: argparse.Namespace, address: Address) -> None:
     """UsageError for what an object store does not support."""
     command, given = args.command, vars(args)
+    is_agent = command == "launch" and bool(args.hosts or args.nodes)  # which srun may start on each node
     refused = {
         f"lockstep {command}": (command not in (*WRITE, *READ, *LOCAL), "give a folder on this host"),
         "checkpoint import": (given.get("action") == "import", "import to a folder on this host"),
@@ -76,11 +77,11 @@ def refuse_unsupported(args: argparse.Namespace, address: Address) -> None:
             "start the command with --hosts HOSTS.toml --host NAME on each host, or give a folder on a disk that all hosts share",
         ),
         "a start by torchrun, srun or mpirun": (
-            command in WRITE and read_rank_info(os.environ)[0] is not None,
+            command in WRITE and not is_agent and read_rank_info(os.environ)[0] is not None,
             "start lockstep train or launch by itself: it starts the workers of this host",
         ),
     }
-    if command == "launch" and (args.hosts or args.nodes):
+    if is_agent:
         refused |= {
             "--with-evaluator on several hosts": (args.with_evaluator, "rank 0 scores the last checkpoint: evaluate.at_end"),
             f"--resume {args.resume} on several hosts": (args.resume not in ("auto", "required"), "resume from the newest checkpoint"),

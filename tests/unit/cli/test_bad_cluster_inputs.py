@@ -55,7 +55,7 @@ RENDER = {
     "slurm good.toml --nodes 2 --run 'runs/$(reboot)'": "cannot be written",
     "compose good.toml --nodes 1 --image 'A B'": "'A B' cannot be written",
     f"slurm good.toml --nodes 1 --run s3://k:{SECRET}@runs/first": "no address of a bucket",
-    "slurm good.toml --nodes 1:2 --run s3://runs/first": "several nodes",
+    "ray good.toml --nodes 1:2 --run s3://runs/first": "lockstep launch --ray is not supported where nodes share no disk",
     "slurm good.toml --nodes 2 --out absent/job": "absent/job: No such file or directory",
     "slurm good.toml --nodes 2 --out good.toml": "good.toml exists, with other content",
 }
