@@ -6,14 +6,17 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from support.ranks import run_ranks
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.checkpoint import commands
 from lockstep.cli.start import open_run
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import DivergedError
+from lockstep.parallel.replica import Replica
 from lockstep.tasks import translation
 from lockstep.tasks.open import open_task
 from lockstep.train import train
@@ -97,3 +100,29 @@ def test_a_model_without_values_is_refused_at_the_first_step(tmp_path: Path) -> 
     (error,) = run_ranks(train_without_values, 1, tmp_path / "run", {"data.train": text_of(tmp_path), "steps": 1})
     assert "nan" in error
     assert not commands.committed_steps(tmp_path / "run" / "checkpoints")
+
+
+def start_replica(runtime: ElasticRuntime, seeds: tuple[int, int]) -> tuple[int, list[float]]:
+    """Return how many tensors were sent, and the weights after the start."""
+    sent, broadcast = list[int](), dist.broadcast
+
+    def count(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
+        sent.append(tensor.numel())
+        return broadcast(tensor, *arguments, **options)
+
+    torch.manual_seed(seeds[runtime.world.rank])
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).requires_grad_()
+    dist.broadcast = count
+    try:
+        Replica(model, micro_batches=2)
+    finally:
+        dist.broadcast = broadcast
+    return len(sent), model[0].weight.flatten().tolist()
+
+
+@pytest.mark.parametrize(("seeds", "tensors"), [((1, 1), 0), ((1, 2), 7)], ids=["equal", "different"])
+def test_weights_are_sent_only_where_they_differ(seeds: tuple[int, int], tensors: int) -> None:
+    first, second = run_ranks(start_replica, 2, seeds)
+    assert first == second and first[0] == tensors
+    torch.manual_seed(1)
+    assert first[1] == nn.Linear(3, 2).weight.flatten().tolist()

@@ -32,7 +32,7 @@ from lockstep.parallel.ordered_sum import SumTree
 from lockstep.parallel.reducer import Reducer, seconds_between, time_mark
 from lockstep.parallel.running_statistics import RunningStatistics
 from lockstep.parallel.wire_sum import WireSum, row_lengths
-from lockstep.runtime.numerics import seed_generators
+from lockstep.runtime.numerics import seed_generators, sha256_of
 from lockstep.runtime.process_group import gather_json
 from lockstep.runtime.status_board import StatusBoard
 from lockstep.runtime.torch_private import foreach_add_, own_buffers
@@ -59,7 +59,7 @@ class Replica:
     wire           how gradients travel (network/wire_format.py)
     bucket_bytes   gradients reduced together
     statistics     of BatchNorm layers; None: the model has none
-    init_sync      Collective: broadcast rank 0's weights. False: they are equal, or received later
+    init_sync      Collective: give all ranks rank 0's weights. False: they are equal, or received later
     board             where the current phase is recorded
     generation_error  returns why the generation is over; "" while it is intact
     traffic           messages and bytes that this rank has sent in the current step, in the exchange of
@@ -103,10 +103,17 @@ class Replica:
         self._group: dist.ProcessGroup | None = None  # all replicas, once they agree on the buckets
         if init_sync:
             self._join_group()
-            if dist.get_world_size() > 1:
-                for tensor in [*model.parameters(), *model.buffers()]:
-                    dist.broadcast(tensor.detach(), 0)
+            self._take_weights_of_rank_0([*model.parameters(), *model.buffers()])
         self._reducer = Reducer(self.device, generation_error)
+
+    def _take_weights_of_rank_0(self, tensors: list[torch.Tensor]) -> None:
+        """Collective. Weights that are equal already, as from one seed, are not sent: a link may be slow.
+        On a GPU they are, since its links are faster than a hash."""
+        size = dist.get_world_size()
+        if size == 1 or (self.device.type == "cpu" and len(set(gather_json(size, sha256_of(tensors), self.waits.wait))) == 1):
+            return
+        for tensor in tensors:
+            dist.broadcast(tensor.detach(), 0)
 
     def _collect_parameters(self, order: list[int] | None = None) -> None:
         """Find the trained parameters, and make buckets in the order of their gradients."""
