@@ -23,6 +23,7 @@ from lockstep.parallel.own_model import find_copy, shard_average, shard_module
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.parallel.plans import Patterns
 from lockstep.parallel.tensor_plan import TensorPlan
+from lockstep.runtime.numerics import sha256_of
 from lockstep.runtime.worker_env import WorkerEnv
 from lockstep.training.owner_update import apply_owner_rule
 
@@ -102,7 +103,10 @@ def shard_session(  # 10 parameters: what Session and Session.prepare were given
 
     init_param = (lambda name, _: of_rank_0(recording.value(name))) if recording else None
     modules = (*(average for average, _ in averages.values()), *(() if recording else (model,)))
-    for tensor in (t for module in modules for t in (*module.parameters(), *module.buffers()) if sends and not t.is_meta):
+    tensors = [t for module in modules for t in (*module.parameters(), *module.buffers()) if not t.is_meta]
+    if sends and runtime.world.device.type == "cpu" and not recording:  # see Replica: equal weights are not sent
+        sends = len(set(runtime.group.gather_json(runtime.world.size, sha256_of(tensors)))) > 1
+    for tensor in tensors if sends else ():
         tensor.data.copy_(of_rank_0(tensor))
     names, position = {id(parameter): name for name, parameter in model.named_parameters()}, layout.coordinates(runtime.world.rank)
     verify = verify and runtime.first_generation  # ranks that are training would not take part
