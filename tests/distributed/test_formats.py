@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import tarfile
 from pathlib import Path
 
 import pytest
-from support.launching import ROOT, one_thread, run_lockstep
+from support.launching import ROOT, one_thread, run_lockstep, unpack
 
 import lockstep
 from lockstep.checkpoint import commit
@@ -18,8 +17,7 @@ ARCHIVES = sorted((Path(__file__).parents[1] / "formats").glob("*.tar.gz"))
 
 @pytest.fixture(params=ARCHIVES, ids=lambda path: path.name.removesuffix(".tar.gz"))
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    with tarfile.open(request.param) as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpack(request.param, tmp_path)
     return tmp_path
 
 
@@ -50,8 +48,7 @@ def test_status_verify_digest_and_resume_open_a_folder_of_a_released_version(fol
 def test_this_version_has_a_folder_with_its_format_numbers(tmp_path: Path) -> None:
     """A new version or format number needs a folder: python tests/formats/make.py."""
     assert f"{lockstep.__version__}.tar.gz" in [path.name for path in ARCHIVES]
-    with tarfile.open(ARCHIVES[0].with_name(f"{lockstep.__version__}.tar.gz")) as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpack(ARCHIVES[0].with_name(f"{lockstep.__version__}.tar.gz"), tmp_path)
     assert json.loads((tmp_path / "recipe" / "run.json").read_text())["format"] == saved_run.FORMAT
     for manifest in tmp_path.glob("*/checkpoints/step-*/manifest.json"):
         assert json.loads(manifest.read_text())["format"] == commit.FORMAT

@@ -12,6 +12,12 @@ ROOT = Path(__file__).parents[2]
 OWN_LOOP = f"{ROOT / 'examples' / 'own_loop.py'}:train"
 
 
+def unpack(archive: Path, folder: Path) -> None:
+    """Extract an archive of this repository. tarfile's filters are missing in Python 3.11.2, which Debian 12 has."""
+    folder.mkdir(exist_ok=True)
+    subprocess.run(["tar", "-xf", archive, "-C", folder], check=True)
+
+
 def lockstep_command(*words: object) -> list[str]:
     """Return the command line of `lockstep WORDS` with the interpreter of the test."""
     return [sys.executable, "-m", "lockstep", *map(str, words)]

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from support.launching import ROOT, one_thread
+from support.launching import ROOT, one_thread, unpack
 
 import lockstep
 
@@ -48,8 +48,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     pytest.importorskip("hatchling")
     folder = tmp_path_factory.mktemp("distribution")
     sdist = build(ROOT, "sdist", folder / "sdist")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder / "source", filter="data")
+    unpack(sdist, folder / "source")
     (source,) = (folder / "source").iterdir()
     return sdist, build(ROOT, "wheel", folder / "wheel"), build(source, "wheel", folder / "again")
 

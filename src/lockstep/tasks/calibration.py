@@ -237,7 +237,7 @@ def time_shards(run: RunConfig, folder: Path, timing: Timing, rank: int, port: i
     """Collective of two processes. Return the seconds of an exchange of a unit that are neither passes nor
     copies, nor the processor time of its bytes."""
     addresses = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
-    os.environ |= addresses | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+    os.environ.update(addresses | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"})
     with ElasticRuntime.join(threads=run.compute.num_threads) as runtime:
         device, layout = runtime.world.device, Layout(shard=2)
         task = open_task(run, folder, runtime)
