@@ -26,6 +26,7 @@ from lockstep.errors import ConfigError, UsageError
 from lockstep.runtime.signals import STOP_SIGNALS
 
 FORMAT_HINT = "write [[host]] tables with name, workers and, if it differs from the name, address; ssh = true starts all hosts from one"
+SENT_VARIABLES = ("LOCKSTEP_", "AWS_ENDPOINT_URL", "AWS_REGION", "AWS_DEFAULT_REGION")  # beginnings of their names
 SSH_FAILED = 255  # ssh's own exit code: host not reached, or connection lost (ssh(1))
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]  # used in file names, at most 255 bytes
 Address = Annotated[str, Field(pattern=r"^([A-Za-z0-9:][A-Za-z0-9.:_-]*)?$", max_length=253)]  # used in an ssh command
@@ -109,9 +110,10 @@ def parse_hosts(values: Mapping[str, Any], source: str, hint: str = FORMAT_HINT)
 
 
 def ssh_command(host: Host, command: Sequence[str], cwd: Path, environ: Mapping[str, str]) -> list[str]:
-    """Return the ssh command that runs `command` on a host, in `cwd`, with LOCKSTEP_ variables. The
-    remote shell reads signal names from standard input and sends them: ssh cannot forward them."""
-    variables = [f"{name}={value}" for name, value in sorted(environ.items()) if name.startswith("LOCKSTEP_")]
+    """Return the ssh command that runs `command` on a host, in `cwd`, with LOCKSTEP_ variables and the
+    address of an object store; its credentials, which `ps` would show, come from that host. The remote
+    shell reads signal names from standard input and sends them: ssh cannot forward them."""
+    variables = [f"{name}={value}" for name, value in sorted(environ.items()) if name.startswith(SENT_VARIABLES)]
     # Without job control, a shell's background command reads /dev/null by default.
     signals = 'exec 3<&0; while read -r name; do kill -s "$name" $$; done <&3 >/dev/null 2>&1 &'
     line = f"cd {shlex.quote(str(cwd))} && {{ {signals} exec {shlex.join(['env', *variables, *command])} 3<&- </dev/null; }}"

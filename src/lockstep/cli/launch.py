@@ -12,12 +12,22 @@ from lockstep.agent.hosts import Hosts, parse_hosts, read_hosts, run_on_all_host
 from lockstep.agent.lock import newest_generation
 from lockstep.checkpoint.folder import committed_steps
 from lockstep.cli.options import build_parser
-from lockstep.cli.start import RunRequest, choose_worker_count, max_workers, read_request, refuse_layout, start_agent, workers_per_replica
+from lockstep.cli.start import (
+    RunRequest,
+    choose_worker_count,
+    max_workers,
+    read_request,
+    refuse_layout,
+    refuse_split_replicas,
+    start_agent,
+    workers_per_replica,
+)
 from lockstep.config.schema import RunConfig
 from lockstep.elastic.control import stop_run
 from lockstep.elastic.stored_folder import store_address
 from lockstep.errors import UsageError
 from lockstep.log import log
+from lockstep.object_store.address import parse_address
 from lockstep.runtime.processes import die_with_parent
 from lockstep.runtime.worker_env import SHARED_TERMINAL
 
@@ -41,12 +51,16 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     if args.restart and not request.is_whole_script:
         raise UsageError(f"--restart {args.restart} applies to a script only", "command line", "write lockstep launch FILE.py")
     run = request.validate()
-    if address := store_address(request.folder):
-        refuse_without_disk(request, run, str(address))
+    address = store_address(request.folder)
+    if address and restarts_all(request):
+        hint = "save with lockstep.Session, or give --out on a disk that all hosts share"
+        raise UsageError("a script without lockstep is not supported where hosts share no disk", f"--out {address}", hint)
     if args.ray:
         return launch_by_ray(args, request, run)
     name, source = (args.host, "--host") if args.host else (socket.gethostname(), "hostname of this machine")
     hosts = find_hosts(args, run, name, source, args.address or (name if args.nodes else LOOPBACK))
+    for host in hosts.host if address else ():
+        refuse_split_replicas(run, host.workers, f"host {host.name}; --out {address}")
     fewest, planned = (count * hosts.workers for count in args.nodes or (1, 1))
     if args.nodes and is_complete(request.folder, run):
         log.info("%s has all of its %d steps: nothing to do", request.folder, run.steps if run else 0)
@@ -85,18 +99,6 @@ def refuse_conflicts(args: argparse.Namespace) -> None:
     for option, others in CONFLICTS.items():
         if getattr(args, option[2:]) and (given := [name for name in others if getattr(args, name)]):
             raise UsageError(f"{option} cannot be combined with --{given[0]}", "command line", "remove one of them")
-
-
-def refuse_without_disk(request: RunRequest, run: RunConfig | None, address: str) -> None:
-    """UsageError for what hosts cannot do that meet in an object store."""
-    least = workers_per_replica(run)
-    refused = {
-        f"replicas of {least} workers": (least > 1, "train with whole replicas, or give --out on a disk that all hosts share"),
-        "a script without lockstep": (restarts_all(request), "save with lockstep.Session, or give --out on a disk that all hosts share"),
-    }
-    for what, (is_refused, hint) in refused.items():
-        if is_refused:
-            raise UsageError(f"{what} is not supported where hosts share no disk", f"--out {address}", hint)
 
 
 def restarts_all(request: RunRequest) -> bool:
@@ -148,8 +150,9 @@ def launch_by_ssh(args: argparse.Namespace, request: RunRequest, hosts: Hosts) -
     command = [sys.executable, "-m", "lockstep", "launch", "--hosts", str(args.hosts), *limit_words(args)]
     environ = {**os.environ, SHARED_TERMINAL: "1"}
     ssh_commands = []
+    is_stored = parse_address(request.folder) is not None  # only the host of rank 0 has new checkpoints
     for index, host in enumerate(hosts.host):
-        evaluator = ["--with-evaluator"] if args.with_evaluator and index == 0 else []
+        evaluator = ["--with-evaluator"] if args.with_evaluator and (index == 0 or is_stored) else []
         words = [*command, *evaluator, "--host", host.name, *request.command_words(request.resume)[1:]]
         ssh_commands.append(ssh_command(host, words, Path.cwd(), environ))
     return run_on_all_hosts(ssh_commands)

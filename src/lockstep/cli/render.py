@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from lockstep import __version__
-from lockstep.cli.start import is_script, max_workers, refuse_layout, workers_per_replica
+from lockstep.cli.start import is_script, max_workers, refuse_layout, refuse_split_replicas
 from lockstep.config.schema import RunConfig
 from lockstep.errors import UsageError
 from lockstep.files import read_text, write_atomic
@@ -25,7 +25,10 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     stored, image = parse_address(folder) is not None, args.image or f"lockstep:{__version__}"  # a malformed address is not repeated
     job, run = make_job(file, args.nodes, gpus=args.gpus, workers=workers, run_folder=folder, image=image, stored=stored)
     if stored:
-        refuse_without_disk(args.target, run, folder)
+        if args.target == "ray":
+            hint = "give --run on a disk that all nodes share"
+            raise UsageError("lockstep launch --ray is not supported where nodes share no disk", f"--run {folder}", hint)
+        refuse_split_replicas(run, workers, f"--workers or --gpus; --run {folder}")
     refuse_sizes(run, args.nodes, workers, f"--nodes {job.fewest}:{job.most}, {workers} workers per node")
     text = render(args.target, job)
     if args.out is None:
@@ -34,16 +37,6 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     write_new(args.out, text)
     print(f"wrote {args.out}")
     return 0
-
-
-def refuse_without_disk(target: str, run: RunConfig, address: str) -> None:
-    """UsageError for what nodes cannot do that meet in an object store."""
-    size = workers_per_replica(run)
-    refused = {"lockstep launch --ray": target == "ray", f"a replica of {size} workers": size > 1}
-    for what, is_refused in refused.items():
-        if is_refused:
-            hint = "give --run on a disk that all nodes share"
-            raise UsageError(f"{what} is not supported where nodes share no disk", f"--run {address}", hint)
 
 
 def refuse_sizes(run: RunConfig, nodes: tuple[int, int], workers: int, where: str) -> None:

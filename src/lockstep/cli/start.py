@@ -115,6 +115,14 @@ def refuse_layout(run: RunConfig | None, workers: int, where: str) -> None:
     choose_layout(layout, workers, layout_limits(run), f"{where}; [layout] of the run")
 
 
+def refuse_split_replicas(run: RunConfig | None, workers: int, where: str) -> None:
+    """UsageError if a host with `workers` would hold a part of a replica, where hosts share no disk."""
+    size = workers_per_replica(run)
+    if workers % size:
+        hint = f"give each host a multiple of {size} workers, or a run folder on a disk that all hosts share"
+        raise UsageError(f"{workers} workers per host for replicas of {size}, each of which must share a disk", where, hint)
+
+
 def refuse_other_worker_count(given: int | None, size: int, description: str) -> None:
     """UsageError if --workers differs from the number of workers that another launcher started."""
     if given not in (None, size):

@@ -25,6 +25,7 @@ from lockstep.elastic.generation_log import Generation, RunResult, StoredGenerat
 from lockstep.elastic.membership import Membership, OthersStarted, RunEnded
 from lockstep.elastic.progress import Progress
 from lockstep.elastic.protocol.decisions import ElasticLimits, LeaveReport
+from lockstep.elastic.stored_folder import store_address
 from lockstep.elastic.world import World, is_run_active, join_static_group, make_board
 from lockstep.errors import FencedError, PeersLostError, UsageError
 from lockstep.log import log
@@ -112,7 +113,8 @@ class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
         os.environ["GLOO_SOCKET_IFNAME"] = interface_with_address(env.address)
         device, reason = select_device(RankInfo(env.slot, env.slots, env.slot, env.slots, "", 0, "lockstep"))
         limits = replace(limits, expected_workers=env.expected_workers, max_workers=env.max_workers)
-        limits = replace(limits, min_workers=max(env.min_workers, limits.replica_size))
+        is_stored = store_address(Path(env.folder)) is not None
+        limits = replace(limits, min_workers=max(env.min_workers, limits.replica_size), one_host=is_stored)
         board, group = make_board(env), GenerationGroup(device, timeout_s)
         membership = Membership(env, limits, group.shutdown)
         runtime = cls(World(-1, 0, env.slot, env.slots, env.host, device), group, board=board, membership=membership)

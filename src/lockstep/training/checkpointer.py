@@ -133,10 +133,6 @@ class Checkpointer:
     def _refuse_unpublished(self) -> None:
         """UsageError for checkpoints that hosts without a shared disk could not publish."""
         assert self.runtime.membership is not None
-        if self.replica_size > 1:
-            what = f"replicas of {self.replica_size} workers are not supported where hosts share no disk"
-            hint = "train with whole replicas, or give a run folder on a disk that all hosts share"
-            raise UsageError(what, "[layout] of the run, or Session(shard=...)", hint)
         published = self.runtime.membership.folder / "checkpoints"
         if self.store.folder.resolve() != published:
             what = f"checkpoints in {self.store.folder} would stay on this host, and the hosts share no disk"
@@ -277,6 +273,8 @@ class Checkpointer:
         if not runtime.has_own_folder:
             self.store.require_folder()
         self._saved_step = transfer_roles(runtime.member_progress)[0]
+        if runtime.has_own_folder:  # checkpoints that this run, resumed from an earlier one, has not made
+            self.store.set_aside_after(self._saved_step)
         log.info("joined at step %d as rank %d of %d", self._saved_step, runtime.world.rank, runtime.world.size)
         return self._saved_step
 

@@ -75,6 +75,7 @@ class History:
     max_workers: int
     faults: tuple[Fault, ...]
     replica_size: int = 1
+    one_host: bool = False
 
 
 class Cluster:
@@ -91,6 +92,7 @@ class Cluster:
             min_workers=history.min_workers,
             max_workers=history.max_workers,
             replica_size=history.replica_size,
+            one_host=history.one_host,
         )
         self.hosts = [Host("abcdefgh"[index], [None] * history.slots) for index in range(history.hosts)]
         self.workers: dict[str, Worker] = {}  # id -> worker, dead ones included

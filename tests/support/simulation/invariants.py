@@ -57,6 +57,9 @@ class Invariants:
             {removed.id for removed in generation.out} == before - set(ids),
             f"generation {number} names {generation.out}, not {before - set(ids)}",
         )
+        for first in range(0, len(ids) * limits.one_host, limits.replica_size):
+            replica_hosts = {member.host for member in generation.members[first : first + limits.replica_size]}
+            check(len(replica_hosts) == 1, f"generation {number} has a replica on {replica_hosts}")
         order = [member.id for member in log[-2].members] if number > 1 else []
         for first in range(0, len(order), limits.replica_size):
             replica = [workers[id] for id in order[first : first + limits.replica_size]]
@@ -205,6 +208,7 @@ class Invariants:
         """Return workers that all reach each other, including `first`."""
         friends = [first]
         for worker in living:
-            if worker is not first and all(self.cluster.network.both_ways_open(worker.host, other.host) for other in friends):
+            may_share = not self.cluster.limits.one_host or worker.host is first.host
+            if worker is not first and may_share and all(self.cluster.network.both_ways_open(worker.host, other.host) for other in friends):
                 friends.append(worker)
         return friends

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from lockstep.elastic.consensus import find_divergent_ranks
 from lockstep.elastic.generation_log import Generation, GenerationLog, Member
 from lockstep.elastic.progress import Progress, transfer_roles
-from lockstep.elastic.protocol.decisions import CoordinatorView, ElasticLimits, Joiner, LeaveReport, next_generation, select_joiners
+from lockstep.elastic.protocol.decisions import (
+    CoordinatorView,
+    ElasticLimits,
+    Joiner,
+    LeaveReport,
+    first_whole_replicas,
+    next_generation,
+    select_joiners,
+)
 from lockstep.elastic.world import World
 from lockstep.training.divergence import Divergence
 
@@ -64,6 +72,16 @@ def test_joiners_of_one_host_form_a_replica() -> None:
     ids = frozenset(member.id for member in hosts)
     new = select_joiners([Joiner(member, {}, ids) for member in hosts], [], ElasticLimits(replica_size=2))
     assert [member.host for member in new] == ["a", "a", "b", "b"]
+
+
+def test_without_a_shared_disk_no_replica_spans_hosts() -> None:
+    limits = ElasticLimits(replica_size=2, one_host=True)
+    hosts = [make_member(slot, host) for slot, host in ((0, "b"), (0, "a"), (0, "c"), (1, "a"), (2, "a"), (1, "b"))]
+    ids = frozenset(member.id for member in hosts)
+    new = select_joiners([Joiner(member, {}, ids) for member in hosts], [], limits)
+    assert [f"{member.host}{member.slot}" for member in new] == ["a0", "a1", "b0", "b1"]
+    assert [f"{member.host}{member.slot}" for member in first_whole_replicas(hosts, 3, limits)] == ["b0", "b1"]
+    assert not first_whole_replicas(hosts[:3], 3, limits)
 
 
 def test_state_is_compared_with_the_same_position_of_other_replicas() -> None:

@@ -89,11 +89,11 @@ def test_regression_histories(history: History) -> None:
 
 
 def in_replicas(history: History) -> History:
-    """The same history with replicas of two workers of a host."""
+    """The same history with replicas of two workers, in every other one of a single host."""
     max_workers = max(2, history.max_workers // 2 * 2)
-    return replace(
-        history, slots=2, max_workers=max_workers, min_workers=min(max_workers, max(2, history.min_workers // 2 * 2)), replica_size=2
-    )
+    min_workers = min(max_workers, max(2, history.min_workers // 2 * 2))
+    one_host = history.seed % 2 == 1
+    return replace(history, slots=2, max_workers=max_workers, min_workers=min_workers, replica_size=2, one_host=one_host)
 
 
 def some_history_in_replicas(rng: random.Random) -> History:

@@ -196,7 +196,7 @@ def test_values_of_the_environment_do_not_enter_a_file(tmp_path: Path, monkeypat
     ("options", "what"),
     [
         (("ray", "--run", STORE), "launch --ray is not supported where nodes share no disk"),
-        (("slurm", "--run", STORE, "shards"), "a replica of 2 workers is not supported where nodes share no disk"),
+        (("slurm", "--run", STORE, "--workers", "3", "shards"), "3 workers per host for replicas of 2, each of which must share a disk"),
         (("slurm", "--run", "s3://ada:hunter2@runs/x"), "no address of a bucket"),
         (("slurm", "--run", "gs://runs/x"), "gs:// is not supported"),
     ],

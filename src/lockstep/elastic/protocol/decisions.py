@@ -26,6 +26,7 @@ class ElasticLimits:
     min_workers: int = 1  # training waits below this number
     max_workers: int = 1_000_000  # at most this many train at once
     replica_size: int = 1  # workers per replica, adjacent in rank; incomplete replicas are removed
+    one_host: bool = False  # the workers of a replica share a host: it saves to a disk that other hosts do not see
 
 
 @dataclass(frozen=True)
@@ -124,27 +125,34 @@ def select_joiners(joiners: Iterable[Joiner], stay: Sequence[Member], limits: El
     ids = {member.id for member in stay}
     fit = [joiner for joiner in joiners if ids <= joiner.reaches]
     if limits.replica_size > 1:
-        fit = replicas_that_reach_each_other(fit, limits.replica_size)
-    return first_whole_replicas([joiner.member for joiner in fit], max(0, limits.max_workers - len(stay)), limits.replica_size)
+        fit = replicas_that_reach_each_other(fit, limits)
+    return first_whole_replicas([joiner.member for joiner in fit], max(0, limits.max_workers - len(stay)), limits)
 
 
-def replicas_that_reach_each_other(joiners: Sequence[Joiner], replica_size: int) -> list[Joiner]:
+def replicas_that_reach_each_other(joiners: Sequence[Joiner], limits: ElasticLimits) -> list[Joiner]:
     """Return joiners in whole replicas, preferably of one host, that all reach each other."""
+    replica_size = limits.replica_size
     chosen: list[Joiner] = []
     waiting = sorted(joiners, key=lambda joiner: joiner.member.sort_key)
     while waiting:
         replica: list[Joiner] = []
         for joiner in waiting:
-            if len(replica) < replica_size and all(joiner.reaches_joiner(other) for other in (*chosen, *replica)):
+            may_share = not (limits.one_host and replica) or joiner.member.host == replica[0].member.host
+            if may_share and len(replica) < replica_size and all(joiner.reaches_joiner(other) for other in (*chosen, *replica)):
                 replica.append(joiner)
         chosen += replica if len(replica) == replica_size else []
         waiting = [joiner for joiner in waiting[1:] if joiner not in chosen]
     return chosen
 
 
-def first_whole_replicas(members: Sequence[Member], most: int, replica_size: int) -> list[Member]:
+def first_whole_replicas(members: Sequence[Member], most: int, limits: ElasticLimits) -> list[Member]:
     """Return as many of the first `most` members as make whole replicas."""
-    return list(members[: min(len(members), most) // replica_size * replica_size])
+    if limits.one_host:
+        by_host: dict[str, list[Member]] = {}
+        for member in members:
+            by_host.setdefault(member.host, []).append(member)
+        members = [member for group in by_host.values() for member in group[: len(group) // limits.replica_size * limits.replica_size]]
+    return list(members[: min(len(members), most) // limits.replica_size * limits.replica_size])
 
 
 def split_whole_replicas(members: Sequence[Member], stay: Sequence[Member], replica_size: int) -> tuple[list[Member], list[Member]]:

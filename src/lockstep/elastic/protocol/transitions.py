@@ -328,9 +328,9 @@ class Protocol(MembershipState):
         workers = [self.me, *sorted((joiner.member for joiner in self.joiners.values()), key=lambda member: member.sort_key)]
         if len(workers) < wanted or not self._may_propose(now_s):
             return self._log_status(decisions.rendezvous_status(workers, limits)) if waited_s >= limits.heartbeat_timeout_s else []
-        members = tuple(decisions.first_whole_replicas(workers, limits.max_workers, limits.replica_size))
-        if not members:
-            return []
+        members = tuple(decisions.first_whole_replicas(workers, limits.max_workers, limits))
+        if self.me not in members:
+            return self._log_status(f"waiting for a whole replica of {limits.replica_size} workers on this host")
         no_answer = f"no answer for {limits.takeover_s:g} s"
         removed = tuple(Removed(member.id, self.dead.get(member.id, no_answer)) for member in self.generation.members)
         restarted = self.number > 0 and not self.generation.end
