@@ -8,11 +8,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 from support.hosts import Network, why_no_hosts
+from support.object_store import environment, s3_server
+from support.stored_hosts import RUN
 
 import lockstep
 
@@ -154,6 +156,25 @@ def test_a_planted_fault_is_named(hosts: Hosts, fault: str) -> None:
     assert set(codes.values()) == {int(is_fatal)} and words in reports["a"], reports["a"]
     # Without ports a host cannot connect either, so it names other hosts too.
     assert all(named(report) == wanted or (fault == "no free ports" and wanted < named(report)) for report in reports.values()), reports
+
+
+@pytest.mark.long
+def test_faults_of_an_object_store_are_named(hosts: Hosts) -> None:
+    """No fault; then a host with another store; then one with a missing bucket."""
+    a, b = hosts.network.hosts
+    with s3_server(a.address, a.enter) as server, s3_server(b.address, b.enter) as other:
+        plans = {host.name: Plan(out=RUN, environ=environment(server, hosts.folder / f"cache-{host.name}")) for host in (a, b)}
+        codes, reports = hosts.examine(plans)
+        assert codes == {"a": 0, "b": 0} and named(reports["a"]) == set(), reports
+        assert reports["b"].count(f"{RUN}: storing 1 MiB") == 2, reports["b"]
+        codes, reports = hosts.examine({"a": plans["a"], "b": replace(plans["b"], environ=environment(other, "cache"))})
+        assert codes == {"a": 1, "b": 1} and named(reports["a"]) == {("FAIL", "folder", "a"), ("FAIL", "folder", "b")}, reports
+        assert "the hosts use different stores" in reports["a"]
+        words = RUN.replace("runs/", "absent/")
+        codes, reports = hosts.examine({"a": plans["a"], "b": replace(plans["b"], out=words)})
+        assert codes == {"a": 1, "b": 1} and named(reports["b"]) == {("FAIL", "folder", "b")} and "NoSuchBucket" in reports["b"], reports
+        listed = [*b.enter, sys.executable, "-c", "import sys; from urllib.request import urlopen; print(urlopen(sys.argv[1]).read())"]
+        assert "probes" not in subprocess.check_output([*listed, f"{server}/runs"], text=True), "each host removes its probes"
 
 
 @pytest.mark.long

@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from lockstep.network.measurements import PairTimes, format_rate, slow_links
 from lockstep.units import format_bytes, join_words
 
+UNLIMITED = 1 << 60
 MIN_FREE_BYTES, LOW_FREE_BYTES = 64 << 20, 4 << 30
 MIN_WORKER_BYTES, LOW_WORKER_BYTES = 512 << 20, 1 << 30  # a worker that has imported torch takes 300 MiB
 OPEN_FILES, OPEN_FILES_PER_WORKER = 128, 4  # of a worker alone; for its sockets to each other one
-SLOW_FSYNC_S, CLOCK_S = 1.0, 2.0
+SLOW_WRITE_S, CLOCK_S = 1.0, 2.0
 SLOW_LINK_BYTES_PER_S = 11e6  # 100 Mbit/s, less the headers of TCP and IP
 
 
@@ -48,8 +49,8 @@ class HostFacts:
     folder: str = ""
     file: str = ""  # that this host has written to the run folder
     is_claimed: bool = True  # this host has created the name that only one host can create
-    free_bytes: int = 1 << 60
-    fsync_s: float = 0.0
+    free_bytes: int = UNLIMITED
+    write_s: float = 0.0  # of 1 MiB
     memory_bytes: int = 1 << 60
     memory_source: str = ""
     open_files: int = 1 << 20
@@ -148,26 +149,66 @@ def allows(text: str, interface: str) -> bool:
 
 def of_folder(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
     for host in hosts:
-        where = f"run folder {host.folder}"
+        place = place_of(host)
+        where = f"{place.name} {host.folder}"
         if error := host.errors.get("folder"):
-            yield fail("folder", host, error, where, "use a folder with write permission, on a disk with free space, that is shared: --out")
+            yield fail("folder", host, error, where, place.hint)
             continue
         unseen = [name for name, peer in host.peers.items() if not peer.error and not peer.sees_file]
         if unseen:
-            what = f"a file that {join_words(unseen)} wrote does not appear here: the folder is not shared"
-            yield fail("folder", host, what, where, "mount the same disk on all hosts, or give its path: --out")
+            what = f"a file that {join_words(unseen)} wrote does not appear here: {place.unseen}"
+            yield fail("folder", host, what, where, place.share_hint)
         if host.free_bytes < LOW_FREE_BYTES:
             level, hint = fail if host.free_bytes < MIN_FREE_BYTES else warn, "free space: a checkpoint takes 12 bytes per parameter"
             yield level("folder", host, f"{format_bytes(host.free_bytes)} are free", where, hint)
-        if host.fsync_s > SLOW_FSYNC_S:
-            what = f"writing 1 MiB and fsync took {host.fsync_s:.1f} s"
-            yield warn("folder", host, what, where, "use a faster disk: a failure is handled once a file of the run folder is written")
+        if host.write_s > SLOW_WRITE_S:
+            what = f"{place.written} took {host.write_s:.1f} s"
+            yield warn("folder", host, what, where, f"use a faster {place.kind}: a failure is handled once a file is written there")
     created = [host.host for host in hosts if host.is_claimed]
     complete = all(not peer.error and peer.sees_file for host in hosts for peer in host.peers.values())
     if hosts and complete and not any("folder" in host.errors for host in hosts) and len(created) != 1:
-        what = f"{len(created)} hosts have created the same file name by link(2), not one"
-        hint = "use a file system with atomic hard links: a local disk, NFS, Lustre, GPFS"
-        yield fail("folder", hosts[0], what, f"run folder {hosts[0].folder}", hint)
+        place = place_of(hosts[0])
+        what = f"{len(created)} hosts have created the same file name{place.by}, not one"
+        yield fail("folder", hosts[0], what, f"{place.name} {hosts[0].folder}", place.atomic_hint)
+
+
+class Place(NamedTuple):
+    """The words about the place where hosts meet."""
+
+    name: str
+    kind: str
+    hint: str
+    unseen: str
+    share_hint: str
+    written: str
+    by: str
+    atomic_hint: str
+
+
+DISK = Place(
+    "run folder",
+    "disk",
+    "use a folder with write permission, on a disk with free space, that is shared: --out",
+    "the folder is not shared",
+    "mount the same disk on all hosts, or give its path: --out; hosts without one can meet in a store: --out s3://BUCKET/RUN",
+    "writing 1 MiB and fsync",
+    " by link(2)",
+    "use a file system with atomic hard links: a local disk, NFS, Lustre, GPFS",
+)
+STORE = Place(
+    "object store",
+    "store",
+    "create the bucket; check AWS_ENDPOINT_URL, AWS_REGION, the credentials and the clock of this host",
+    "the hosts use different stores",
+    "set the same AWS_ENDPOINT_URL and AWS_REGION on all hosts",
+    "storing 1 MiB",
+    "",
+    "use a store with conditional writes: AWS S3, MinIO, Ceph Squid, Cloudflare R2",
+)
+
+
+def place_of(host: HostFacts) -> Place:
+    return STORE if "://" in host.folder else DISK
 
 
 def of_clocks(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
@@ -253,13 +294,14 @@ def values_of(host: HostFacts) -> dict[str, str]:
     """Return what each check has measured on a host, in the order of the report."""
     reached = [peer for peer in host.peers.values() if not peer.error]
     rates = [f"{format_rate(peer.bytes_per_s)} to {name}" for name, peer in host.peers.items() if peer.bytes_per_s]
+    free = f"{format_bytes(host.free_bytes)} free, " if host.free_bytes < UNLIMITED else ""
     versions = {**host.versions, "torch": host.fingerprint.get("torch", ""), "lockstep": host.fingerprint.get("lockstep", "")}
     return {
         "versions": ", ".join(f"{name} {text}" for name, text in versions.items() if text),
         "interface": f"{host.address} on {host.interface}",
         "ports": f"{len(reached)} of {len(host.peers)} other hosts reached",
         "bandwidth": ", ".join(rates) or "not measured",
-        "folder": f"{host.folder}: {format_bytes(host.free_bytes)} free, fsync {1e3 * host.fsync_s:.1f} ms",
+        "folder": f"{host.folder}: {free}{place_of(host).written} {1e3 * host.write_s:.1f} ms",
         "clock": f"{max((abs(peer.clock_s) for peer in reached), default=0.0):.3f} s from the others",
         "memory": f"{format_bytes(host.memory_bytes)} for {host.workers} workers, limit from {host.memory_source}",
         "limits": f"{host.open_files:,} open files",

@@ -18,19 +18,18 @@ from typing import Any
 
 from lockstep.agent.hosts import Host
 from lockstep.doctor.findings import HostFacts
+from lockstep.doctor.probes import probes_of
 from lockstep.errors import LockstepError
-from lockstep.files import write_atomic
 from lockstep.runtime.sockets import interface_with_address
 
 PORTS, PORTS_PER_WORKER = 8, 4  # that are bound at once
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-PROBE_BYTES = 1 << 20
 QUERY = ("--query-gpu=name,driver_version,memory.used", "--format=csv,noheader")
 
 
-def gather(host: Host, address: str, folder: Path) -> HostFacts:
-    """Return the facts of this host, without those about its peers."""
-    facts = HostFacts(host.name, host.workers, address=address, folder=str(folder.resolve()))
+def gather(host: Host, address: str, run: str) -> HostFacts:
+    """Return the facts of this host, without those about its peers. run: folder, or address in a store"""
+    facts = HostFacts(host.name, host.workers, address=address, folder=run)
     facts = replace(facts, variables={name: os.environ[name] for name in INTERFACES if os.environ.get(name)})
     for check, gather_check in {"interface": interface, "ports": ports, "folder": probe_folder, "versions": versions}.items():
         try:
@@ -61,11 +60,8 @@ def ports(facts: HostFacts) -> dict[str, Any]:
 
 def probe_folder(facts: HostFacts) -> dict[str, Any]:
     """Write a file that the other hosts look for, and measure the time."""
-    folder, name = Path(facts.folder) / "doctor", f"{facts.host}-{secrets.token_hex(4)}"
-    folder.mkdir(parents=True, exist_ok=True)
-    start_s = time.perf_counter()
-    write_atomic(folder / name, bytes(PROBE_BYTES))
-    return {"file": name, "fsync_s": time.perf_counter() - start_s, "free_bytes": shutil.disk_usage(folder).free}
+    name = f"{facts.host}-{secrets.token_hex(4)}"
+    return {"file": name, **probes_of(facts.folder).write(name)}
 
 
 def versions(facts: HostFacts) -> dict[str, Any]:

@@ -7,15 +7,12 @@ any host of the network while it runs; its stage and facts are no secret.
 from __future__ import annotations
 
 import json
-import os
 import socket
 import threading
 import time
 import zlib
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
-from pathlib import Path
 from socketserver import StreamRequestHandler, ThreadingTCPServer
 from typing import Any
 
@@ -24,6 +21,7 @@ from pydantic import TypeAdapter
 from lockstep.agent.hosts import Host
 from lockstep.doctor.findings import HostFacts, PeerFacts
 from lockstep.doctor.gather import form_group, gather, with_error
+from lockstep.doctor.probes import Probes, probes_of
 from lockstep.errors import LockstepError, UsageError
 from lockstep.runtime.sockets import source_address
 
@@ -129,44 +127,40 @@ class Meeting(ThreadingTCPServer):
             return PeerFacts(f"connection failed: {error}", at)
 
 
-def examine(me: Host, hosts: Sequence[Host], folder: Path, wait_s: float) -> list[HostFacts]:
+def examine(me: Host, hosts: Sequence[Host], run: str, wait_s: float) -> list[HostFacts]:
     """Collective. Return the facts of this host and of the hosts it reaches, in the order of `hosts`.
-    wait_s: for hosts that do not answer."""
+
+    run     folder, or address in a store
+    wait_s  for hosts that do not answer
+    """
     address, after = me.resolve(), hosts[(hosts.index(me) + 1) % len(hosts)]
     with Meeting(me, address, [host for host in hosts if host is not me]) as meeting:
-        facts = gather(me, address, folder)
+        facts = gather(me, address, run)
         meeting.enter_stage(GATHERED, facts, wait_s)
         files = {name: known.file for name, known in meeting.known.items() if known.file and name not in meeting.errors}
         peers = {peer.name: meeting.measure(peer, rate=peer is after) for peer in meeting.peers}
-        seen = wait_for_files(folder / "doctor", set(files.values())) if facts.file else set()
+        seen, claim, is_claimed = set[str](), f"claim-{min([facts.file, *files.values()])}", False
+        if facts.file:
+            probes = probes_of(run)
+            seen = wait_for_files(probes, set(files.values()))
+            is_claimed = probes.claim(claim, facts.file)
         peers = {name: replace(peer, sees_file=files.get(name) in {None, *seen} or not facts.file) for name, peer in peers.items()}
-        claim = folder / "doctor" / f"claim-{min([facts.file, *files.values()])}"
-        meeting.enter_stage(MEASURED, replace(facts, peers=peers, is_claimed=bool(facts.file) and claim_name(claim, facts.file)))
+        meeting.enter_stage(MEASURED, replace(facts, peers=peers, is_claimed=is_claimed))
         meeting.enter_stage(GROUPED, try_group(meeting, hosts, hosts.index(me)))
         lost = {name: replace(peer, error=peer.error or meeting.errors.get(name, "")) for name, peer in peers.items()}
         meeting.enter_stage(READ, replace(meeting.facts, peers=lost), CONNECT_S)
-        for remove in (claim.unlink, (folder / "doctor" / facts.file).unlink, (folder / "doctor").rmdir):
-            with suppress(OSError):  # another host has removed it, or still has a file there
-                remove()
+        if facts.file:
+            probes.remove([claim, facts.file])
     known = {**meeting.known, me.name: meeting.facts}
     return [known[host.name] for host in hosts if host.name in known]
 
 
-def wait_for_files(folder: Path, names: set[str]) -> set[str]:
+def wait_for_files(probes: Probes, names: set[str]) -> set[str]:
     """Return the files that have appeared: all of them, or as many as after FILE_S."""
     until_s = time.monotonic() + FILE_S
-    while (seen := names & set(os.listdir(folder))) < names and time.monotonic() < until_s:
+    while (seen := names & set(probes.names())) < names and time.monotonic() < until_s:
         time.sleep(POLL_S)
     return seen
-
-
-def claim_name(claim: Path, file: str) -> bool:
-    """Return whether this host is the one that creates `claim`, as it would a generation of a run."""
-    try:
-        os.link(claim.with_name(file), claim)
-    except OSError:
-        return False
-    return True
 
 
 def try_group(meeting: Meeting, hosts: Sequence[Host], rank: int) -> HostFacts:

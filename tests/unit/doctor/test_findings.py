@@ -61,7 +61,7 @@ CASES = {
     "busy GPU": (change(ABC, "b", driver_gpus=["H100, driver 550.54, 70123 MiB used"]), ("gpu", "b", "warn"), "70123 MiB"),
     "little space": (change(ABC, "b", free_bytes=1 << 30), ("folder", "b", "warn"), "1.0 GiB are free"),
     "no space": (change(ABC, "b", free_bytes=1 << 20), ("folder", "b", "FAIL"), "1.0 MiB are free"),
-    "slow disk": (change(ABC, "b", fsync_s=4.0), ("folder", "b", "warn"), "fsync took 4.0 s"),
+    "slow disk": (change(ABC, "b", write_s=4.0), ("folder", "b", "warn"), "fsync took 4.0 s"),
     "file not seen": (change_peer(ABC, "b", "a", sees_file=False), ("folder", "b", "FAIL"), "a file that a wrote does not appear here"),
     "two creators": (change(ABC, "b", is_claimed=True), ("folder", "a", "FAIL"), "2 hosts have created"),
     "little memory": (change(ABC, "b", memory_bytes=2 << 30, memory_source="cgroup"), ("memory", "b", "FAIL"), "256.0 MiB for each of 8"),
