@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.hosts import living
+from support.object_store import environment, s3_server
 
 from lockstep.checkpoint.folder import committed_steps
 from lockstep.cli.drill import FAULTS, DrillRun, plan_faults
@@ -50,6 +52,23 @@ def test_a_drill_reports_the_same_bits_with_each_wire_format(tmp_path: Path, wor
     command = [sys.executable, "-m", "lockstep", "drill", "--out", str(tmp_path / "drill"), *flags, *TINY]
     result = subprocess.run(command, capture_output=True, text=True, timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
     assert result.returncode == 0 and "the same bits" in result.stdout, result.stdout + result.stderr
+
+
+@pytest.mark.long
+def test_a_drill_in_an_object_store_compares_what_the_store_holds(tmp_path: Path) -> None:
+    words = ["drill", "--workers", "3", "--faults", "7", "--steps", "150", "--out", "s3://runs/team/drill", *TINY]
+    with s3_server() as server:
+        environ = {**os.environ, **environment(server, tmp_path / "cache"), "OMP_NUM_THREADS": "1", "LOCKSTEP_TMP": str(tmp_path)}
+        run = functools.partial(subprocess.run, capture_output=True, text=True, timeout=280, env=environ, check=False)
+        result = run([sys.executable, "-m", "lockstep", *words])
+        assert result.returncode == 0 and "the same bits" in result.stdout, result.stdout + result.stderr
+        rows = [line.split()[0] for line in result.stdout.splitlines() if line.split()[:1] and line.split()[0] in FAULTS]
+        assert sorted(rows) == sorted(FAULTS)
+        again = run([sys.executable, "-m", "lockstep", *words])
+        assert again.returncode == 2 and "s3://runs/team/drill is not empty" in again.stderr
+        listed = run([sys.executable, "-m", "lockstep", "checkpoint", "list", "s3://runs/team/drill/disturbed"])
+        assert listed.stdout.splitlines()[-1].split()[0] == "150", listed.stderr
+    assert not living(tmp_path)
 
 
 def test_a_terminated_drill_leaves_no_worker(tmp_path: Path) -> None:
@@ -106,7 +125,7 @@ def test_faults_in_a_loop_without_metrics_are_refused(tmp_path: Path) -> None:
 
 def test_a_drill_waits_while_the_run_makes_progress_and_times_out_without(tmp_path: Path) -> None:
     words = [f"{LOOPS / 'slow.py'}:train", "--steps", "1000", "--seconds", "0.15"]
-    with DrillRun(words, tmp_path / "run", 1, socket.gethostname()) as run:
+    with DrillRun(words, str(tmp_path / "run"), 1, socket.gethostname()) as run:
         run.wait_for(lambda: bool(committed_steps(tmp_path / "run" / "checkpoints")), "the first checkpoint")
         run.patience_s = 0.3
         start_s = time.monotonic()

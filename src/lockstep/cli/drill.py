@@ -11,6 +11,9 @@ flip        one bit of one weight, in the memory of one worker
 agent       SIGKILL to the agent; a new one is started at once, as systemd would
 host        SIGKILL to the agent and all its workers; the same command is started again
 checkpoint  one bit of the newest checkpoint, then SIGKILL to all workers: an older one must do
+
+With --out s3://BUCKET/PREFIX the runs are in an object store, and so are the checkpoints compared.
+The faults hit this host and its working copy.
 """
 
 from __future__ import annotations
@@ -37,6 +40,9 @@ from lockstep.config.resolve import parse_flags, resolve
 from lockstep.elastic.fault_injection import DRILL_VARIABLE, request_fault
 from lockstep.elastic.generation_log import NO_GENERATION, Generation, GenerationLog, Member
 from lockstep.errors import LockstepError, UsageError
+from lockstep.files import read_json
+from lockstep.object_store.address import parse_address
+from lockstep.object_store.bucket import RunBucket
 from lockstep.record.events import read_events
 from lockstep.record.metrics import last_step
 from lockstep.runtime import status_board
@@ -51,7 +57,8 @@ PATIENCE_STEPS = 20
 
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:
-    folder, host, flags = args.out or Path("runs") / "drill", socket.gethostname(), parse_flags(rest)
+    folder, host, flags = str(args.out or "runs/drill"), socket.gethostname(), parse_flags(rest)
+    folder = str(parse_address(folder) or folder)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the runs of the drill exit too
     words = [*([args.target] if args.target else []), *rest]
     if is_script(args.target):
@@ -65,29 +72,30 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     return drill(words, folder, workers=workers, faults=args.faults or len(FAULTS), seed=args.seed, steps=steps, host=host)
 
 
-def drill(words: Sequence[str], folder: Path, *, workers: int, faults: int, seed: int, steps: tuple[int, int] | None, host: str) -> int:
+def drill(words: Sequence[str], folder: str, *, workers: int, faults: int, seed: int, steps: tuple[int, int] | None, host: str) -> int:
     """Train without and with faults; return 0 if the hashes are equal. A failed run is an error.
 
     words  of `lockstep launch` for the run, without --out and --workers
+    folder, or address in an object store, that holds nothing yet
     seed   decides which faults are injected, and when
     steps  (last step, steps between checkpoints); None: those of the undisturbed run
     """
     require_empty(folder)
-    with DrillRun(words, folder / "undisturbed", workers, host) as undisturbed:
-        print(f"undisturbed: {workers} workers{f', {steps[0]} steps' if steps else ''}, in {undisturbed.folder}", flush=True)
+    with DrillRun(words, f"{folder}/undisturbed", workers, host) as undisturbed:
+        print(f"undisturbed: {workers} workers{f', {steps[0]} steps' if steps else ''}, in {undisturbed.out}", flush=True)
         if undisturbed.agent.wait():
             raise undisturbed.failure("the undisturbed run")
     last, save_every = steps or recorded_steps(undisturbed)
     planned = plan_faults(seed, faults, last, workers, save_every)
-    with DrillRun(words, folder / "disturbed", workers, host) as disturbed:
-        print(f"disturbed:   {len(planned)} faults, seed {seed}, in {disturbed.folder}\n", flush=True)
+    with DrillRun(words, f"{folder}/disturbed", workers, host) as disturbed:
+        print(f"disturbed:   {len(planned)} faults, seed {seed}, in {disturbed.out}\n", flush=True)
         print(f"{'fault':<11} {'at step':>8} {'noticed after':>14} {'back after':>11} {'steps lost':>11}")
         generator = random.Random(seed)
         for step, fault in planned:
             print(inject_fault(disturbed, fault, step, workers, generator), flush=True)
         if disturbed.agent.wait():
             raise disturbed.failure("the disturbed run")
-    digests = [digest_line(run.folder, None) for run in (undisturbed, disturbed)]
+    digests = [run.digest() for run in (undisturbed, disturbed)]
     print(f"\nundisturbed  {digests[0]}\ndisturbed    {digests[1]}")
     return compare(digests)
 
@@ -135,58 +143,66 @@ def saved_steps(run: DrillRun) -> list[int]:
     return saved
 
 
-def self_check(words: Sequence[str], folder: Path, *, workers: int, host: str) -> int:
+def self_check(words: Sequence[str], folder: str, *, workers: int, host: str) -> int:
     """Train a user's loop on 1 and on `workers` workers, through a kill and a resume, and compare.
     words: FILE.py:FUNCTION and the options of the function."""
     if workers < 2:
         raise UsageError(f"--workers {workers} is too few for a self-check", "command line", "give 2 or more: they are compared with one")
     require_empty(folder)
     print(f"{words[0]}, in {folder}\n", flush=True)
-    digests = [train_once(words, folder / "one", "1 worker", 1, host)]
-    saved, last = committed_steps(folder / "one" / "checkpoints")[-1], last_step(folder / "one" / "metrics.jsonl", below=sys.maxsize)
+    digest, saved, last = train_once(words, f"{folder}/one", "1 worker", 1, host)
+    digests = [digest]
     if saved < last:
         print(f"  the last checkpoint is of step {saved} of {last}: save after the last step to compare all of them")
     if max(saved, last) < 2:
         raise UsageError("the run has one step", words[0], "train two steps or more: a worker is killed between them")
     middle = max(saved, last) // 2
     killed, stopped = f"{workers} workers, one killed in step {middle} and replaced", f"{workers} workers, stopped after step {middle}"
-    digests.append(train_once(words, folder / "several", f"{workers} workers", workers, host))
-    digests.append(train_once(words, folder / "killed", killed, workers, host, ("kill", middle)))
-    train_once(words, folder / "resumed", stopped, workers, host, ("term", middle))
-    digests.append(train_once(words, folder / "resumed", "1 worker, resumed from there", 1, host))
+    digests.append(train_once(words, f"{folder}/several", f"{workers} workers", workers, host)[0])
+    digests.append(train_once(words, f"{folder}/killed", killed, workers, host, ("kill", middle))[0])
+    train_once(words, f"{folder}/resumed", stopped, workers, host, ("term", middle))
+    digests.append(train_once(words, f"{folder}/resumed", "1 worker, resumed from there", 1, host)[0])
     print()
     return compare(digests)
 
 
 def train_once(
-    words: Sequence[str], folder: Path, title: str, workers: int, host: str, fault: tuple[Literal["kill", "term"], int] | None = None
-) -> str:
-    """Train, print a line of the table, and return the last hash; "" if the fault stopped the run.
+    words: Sequence[str], out: str, title: str, workers: int, host: str, fault: tuple[Literal["kill", "term"], int] | None = None
+) -> tuple[str, int, int]:
+    """Train, print a line of the table, and return (the last hash, "" if the fault stopped the run;
+    step of the last checkpoint; last step in the metrics).
     fault: (kind, step) of a fault that the last worker injects into itself."""
     kind, step = fault or ("", 0)
     expected = STOP_EXIT_CODES["SIGTERM"] if kind == "term" else 0
     if fault:
-        request_fault(state_folder(folder, host), workers - 1, fault[0], at="forward", step=step)
-    with DrillRun(words, folder, workers, host, min_workers=workers) as run:
+        request_fault(state_folder(local_folder_of(out), host), workers - 1, fault[0], at="forward", step=step)
+    with DrillRun(words, out, workers, host, min_workers=workers) as run:
         code = run.agent.wait()
     if code not in (0, expected):
         raise run.failure(title)
-    injected = code == expected if kind == "term" else any("SIGKILL" in event.get("why", "") for event in read_events(folder))
+    injected = code == expected if kind == "term" else any("SIGKILL" in event.get("why", "") for event in read_events(run.folder))
     if fault and not injected:
         raise UsageError(
             f"no worker reached step {step}: {title} had no fault",
             f"{words[0]}; the fault is injected in `for k in replicas.micro_batches(step)`",
             "train with a Session or a ReplicaGroup, and take the same steps on any number of workers",
         )
-    saved_steps(run)
-    digest = "" if expected else digest_line(folder, None)
+    saved = saved_steps(run)[-1]
+    digest = "" if expected else run.digest()
     print(f"{title:<46} {digest or f'saved, exit code {code}'}", flush=True)
-    return digest
+    return digest, saved, last_step(run.metrics, below=sys.maxsize)
 
 
-def require_empty(folder: Path) -> None:
-    if folder.exists() and any(folder.iterdir()):
-        raise UsageError(f"{folder} is not empty", "--out", "give a new folder: a drill starts at step 0")
+def require_empty(out: str) -> None:
+    address = parse_address(out)
+    if RunBucket(address).names() if address else os.path.isdir(out) and os.listdir(out):
+        raise UsageError(f"{out} is not empty", "--out", "give a new folder: a drill starts at step 0")
+
+
+def local_folder_of(out: str) -> Path:
+    """Return the folder in which the workers of this host train."""
+    address = parse_address(out)
+    return address.working_copy if address else Path(out)
 
 
 def compare(digests: Sequence[str]) -> int:
@@ -214,24 +230,28 @@ def plan_faults(seed: int, faults: int, steps: int, workers: int, save_every: in
 
 class DrillRun(AbstractContextManager["DrillRun"]):
     """A run with its own agent, started by `lockstep launch`.
+    agent: the process that was started; with a store it mirrors the run, and the agent is its child
     min_workers: below which training waits
     patience_s: time without progress until `wait_for` gives up; at least 20 median steps."""
 
     patience_s = PATIENCE_S
 
-    def __init__(self, words: Sequence[str], folder: Path, workers: int, host: str, *, min_workers: int = 1) -> None:
-        self.folder, self.host = folder, host
+    def __init__(self, words: Sequence[str], out: str, workers: int, host: str, *, min_workers: int = 1) -> None:
+        self.out, self.folder, self.host = out, local_folder_of(out), host
         counts = ["--workers", str(workers), "--min", str(min_workers)]
-        self.command = [sys.executable, "-m", "lockstep", "launch", *words, "--out", str(folder), *counts]
-        self.generations = GenerationLog(folder / "generations")
-        self.metrics, self.log = folder / "metrics.jsonl", folder / "drill.log"
+        self.command = [sys.executable, "-m", "lockstep", "launch", *words, "--out", out, *counts]
+        self.generations = GenerationLog(self.folder / "generations")
+        # A working copy is made by its run.
+        logs = self.folder.parent if parse_address(out) else self.folder
+        self.metrics, self.log = self.folder / "metrics.jsonl", logs / "drill.log"
         self.stopped: list[Member] = []
-        folder.mkdir(parents=True, exist_ok=True)
+        logs.mkdir(parents=True, exist_ok=True)
         self.start_agent()
 
     def __exit__(self, *_: object) -> None:
         """Kill the agent, then the workers, which outlive it."""
         if self.agent.poll() is None:
+            self.kill_agent()
             self.agent.kill()
             self.agent.wait()
         while workers := running_workers(state_folder(self.folder, self.host)).values():
@@ -242,6 +262,21 @@ class DrillRun(AbstractContextManager["DrillRun"]):
         environ = {**os.environ, DRILL_VARIABLE: "1"}
         with open(self.log, "ab") as output:
             self.agent = subprocess.Popen(self.command, env=environ, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
+
+    def kill_agent(self) -> None:
+        """Kill the holder of the agent's lock. With a store the process that mirrors ends after it."""
+        with suppress(OSError, ValueError, LookupError):
+            os.kill(int(read_json(state_folder(self.folder, self.host) / "agent.lock")["pid"]), signal.SIGKILL)
+
+    def digest(self) -> str:
+        """Return `step S sha256 HEX` of the last checkpoint; with a store, of what the store holds."""
+        if not parse_address(self.out):
+            return digest_line(self.folder, None)
+        words = [sys.executable, "-m", "lockstep", "checkpoint", "digest", self.out]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise LockstepError(f"the checkpoint in {self.out} cannot be read", "lockstep checkpoint digest", done.stderr.strip())
+        return done.stdout.strip()
 
     def committed_steps(self) -> int:
         with suppress(OSError):
@@ -307,9 +342,10 @@ class DrillRun(AbstractContextManager["DrillRun"]):
         elif fault == "flip":
             request_fault(state_folder(self.folder, self.host), generator.choice(members).slot, "flip", at="forward")
         elif fault in ("agent", "host"):
-            self.agent.kill()
+            self.kill_agent()
             if fault == "host":
                 self.kill(members)
+                self.agent.kill()
             self.agent.wait()
             self.start_agent()
         else:
