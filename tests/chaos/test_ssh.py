@@ -22,11 +22,16 @@ import pytest
 from support.docs_commands import make_folder, run_page
 from support.fault_matrix import Reference
 from support.hosts import Network, Training, flags, living, read_steps, why_no_hosts
+from support.object_store import environment, s3_server
+from support.stored_hosts import RUN
+from support.waiting import wait_until
 
 from lockstep.checkpoint.commands import digest_line
+from lockstep.elastic.generation_log import GenerationLog
 from lockstep.record.events import read_events
 
 STEPS = 60
+CREDENTIALS = {name: value for name, value in environment("", "").items() if "KEY" in name}
 SERVER = Path(__file__).parents[1] / "support" / "ssh_server.py"
 
 
@@ -59,7 +64,9 @@ def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Traini
     with Network(2) as network, ExitStack() as stack:
         for host in network.hosts:
             command = [*host.enter, sys.executable, str(SERVER), str(keys), host.address]
-            server = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
+            # What a host knows by itself: the credentials of a store, and where its copies are.
+            own = {**CREDENTIALS, "LOCKSTEP_STORE_CACHE": str(tmp_path / "training" / f"cache-{host.name}")}
+            server = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | own))
             stack.callback(server.kill)
             assert server.stdout and server.stdout.readline() == b"listening\n"
         created = Training(tmp_path / "training", network.hosts, workers=1, steps=STEPS, start=())
@@ -69,7 +76,7 @@ def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Traini
         yield created
 
 
-def launch(training: Training, *words: str) -> subprocess.Popen[bytes]:
+def launch(training: Training, *words: str, out: str = "run") -> subprocess.Popen[bytes]:
     """Start all hosts from the first one."""
     command = [
         *training.hosts[0].enter,
@@ -80,7 +87,7 @@ def launch(training: Training, *words: str) -> subprocess.Popen[bytes]:
         "--hosts",
         "hosts.toml",
         "--out",
-        "run",
+        out,
         *words,
         *flags(STEPS),
     ]
@@ -121,6 +128,29 @@ def test_the_run_continues_after_its_launcher_is_killed(training: Training, refe
     assert end.number == before.number + 1 and end.end and end.end.code == 0, training.report()
     assert read_steps(training.run) == truth.steps and digest_line(training.run, None) == truth.digest
     training.assert_nothing_left()
+
+
+@pytest.mark.long
+def test_hosts_started_by_ssh_meet_in_a_store(training: Training, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = training.hosts[0]
+    with s3_server(first.address, first.enter) as server:
+        settings = {"AWS_ENDPOINT_URL": server, "AWS_REGION": "us-east-1", "LOCKSTEP_STORE_BEAT_S": "1"}
+        for name, value in settings.items():
+            monkeypatch.setenv(name, value)
+        doctor = [*first.enter, sys.executable, "-m", "lockstep", "doctor", "--hosts", "hosts.toml", "--out", RUN]
+        done = subprocess.run(doctor, cwd=training.folder, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0 and done.stdout.count("storing 1 MiB") == 2, done.stdout + done.stderr
+        launcher = launch(training, out=RUN)
+        copies = training.folder / "cache-b"
+        wait_until(lambda: any(read_steps(path.parent) for path in copies.glob("*/hosts/metrics.jsonl")), "a step", process=launcher)
+        worker = next(generation.members[1] for path in copies.glob("*/hosts/generations") if (generation := GenerationLog(path).newest()))
+        os.kill(worker.pid, signal.SIGKILL)
+        assert launcher.wait(120) == 0, training.report()
+        log = (training.folder / "ssh.out").read_text()
+        assert CREDENTIALS["AWS_SECRET_ACCESS_KEY"] not in log
+        words = [*first.enter, sys.executable, "-m", "lockstep", "checkpoint", "digest", RUN]
+        environ = os.environ | CREDENTIALS | {"LOCKSTEP_STORE_CACHE": str(training.folder / "reader")}
+        assert subprocess.check_output(words, env=environ, text=True).strip() == reference(STEPS).digest
 
 
 @pytest.mark.long

@@ -27,6 +27,7 @@ class StoredTraining:
     """Agents of one run, with a folder for all files of each host.
 
     server  address of the store
+    workers of each host
     nodes   MIN:MAX, as a scheduler starts the agents; "": with a list of the hosts
     """
 
@@ -34,6 +35,7 @@ class StoredTraining:
     hosts: Sequence[Host]
     server: str
     steps: int
+    workers: int = 1
     nodes: str = ""
     values: dict[str, object] = field(default_factory=dict)
     agents: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -41,9 +43,9 @@ class StoredTraining:
     def start(self, host: Host, *words: str) -> None:
         """Start the agent of a host."""
         (self.folder / host.name).mkdir(exist_ok=True)
-        tables = [f'[[host]]\nname = "{one.name}"\naddress = "{one.address}"\nworkers = 1\n' for one in self.hosts]
+        tables = [f'[[host]]\nname = "{one.name}"\naddress = "{one.address}"\nworkers = {self.workers}\n' for one in self.hosts]
         (self.folder / host.name / "hosts.toml").write_text("\n".join(tables))
-        listed, counted = ["--hosts", "hosts.toml"], ["--nodes", self.nodes, "--workers", "1", "--address", host.address]
+        listed, counted = ["--hosts", "hosts.toml"], ["--nodes", self.nodes, "--workers", str(self.workers), "--address", host.address]
         sizes = [*(counted if self.nodes else listed), "--host", host.name]
         command = ["launch", *sizes, "--out", RUN, *words, *flags(self.steps, **self.values)]
         with open(self.folder / f"{host.name}.out", "ab") as output:
@@ -53,9 +55,13 @@ class StoredTraining:
 
     def run(self, host: Host, *words: str) -> str:
         """Run a command on a host; return its output."""
+        return self.messages(host, *words, code=0)[0]
+
+    def messages(self, host: Host, *words: str, code: int) -> tuple[str, str]:
+        """Run a command on a host, which ends with `code`; return its output and its messages."""
         done = subprocess.run(self.command(host, *words), check=False, capture_output=True, text=True, timeout=120, **self.options(host))
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout, done.stderr
 
     def command(self, host: Host, *words: str) -> list[str]:
         return [*host.enter, sys.executable, "-m", "lockstep", *words]

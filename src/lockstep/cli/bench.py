@@ -4,12 +4,15 @@ The measurement is a function that `lockstep launch` starts like a user's loop.
 """
 
 import argparse
+from pathlib import Path
 
 from lockstep.agent.hosts import read_hosts
 from lockstep.cli import launch
 from lockstep.cli.options import build_parser
+from lockstep.cli.remote import run_remote
 from lockstep.cli.start import choose_worker_count
 from lockstep.errors import UsageError
+from lockstep.object_store.address import parse_address
 from lockstep.units import parse_bytes
 
 FUNCTION = "lockstep.parallel.comm_bench:main"
@@ -25,11 +28,15 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     workers = read_hosts(args.hosts).workers if args.hosts else choose_worker_count(args.workers, None)[0]
     if workers < 2:
         raise UsageError("1 worker has no other one to exchange messages with", str(args.hosts or "--workers"), "give 2 workers or more")
-    words = ["launch", FUNCTION, "--out", str(args.out.with_suffix("")), "--min", str(workers)]
+    address = parse_address(args.out)
+    folder, file = (str(address).removesuffix(".json"), "") if address else (str(args.out.with_suffix("")), str(args.out))
+    words = ["launch", FUNCTION, "--out", folder, "--min", str(workers)]
     for name in ("workers", "hosts", "host"):
         words += [f"--{name}", str(getattr(args, name))] if getattr(args, name) is not None else []
     words += ["--ssh"] if args.ssh else []
-    return launch.main(build_parser().parse_args(words), ["--sizes", ",".join(map(str, sizes)), "--file", str(args.out)])
+    values = ["--sizes", ",".join(map(str, sizes)), *(["--file", file] if file else [])]
+    parsed = build_parser().parse_args(words)
+    return run_remote(parsed, [*words, *values], [Path(folder)], values) if address else launch.main(parsed, values)
 
 
 def parse_sizes(text: str) -> list[int]:

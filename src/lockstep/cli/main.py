@@ -25,6 +25,7 @@ from lockstep.runtime.environment import RESERVED_VARIABLES
 from lockstep.runtime.exit_report import error_summary, is_out_of_memory
 
 RUN_COMMANDS = ("train", "launch", "drill", "plan")  # accept every key of a run as an option
+STORE_COMMANDS = ("bench", "doctor", "drill", "watch")  # take an address as their run folder by themselves
 # Accept only the words that argparse knows.
 STRICT_COMMANDS = (
     *("bench", "checkpoint", "completion", "doctor", "evaluate", "lab", "recipes", "render", "report", "status", "translate", "watch"),
@@ -81,10 +82,10 @@ def run_command(given: list[str]) -> int:
     if args.command in STRICT_COMMANDS:
         refuse_unknown(rest, args.command)
     log.set_up_logging()
-    if address := find_address(args, script, arguments):
+    if args.command not in STORE_COMMANDS and (addresses := find_addresses(args, script, arguments)):
         from lockstep.cli.remote import run_remote
 
-        return run_remote(args, given, address)
+        return run_remote(args, given, addresses, [*rest, *arguments])
     if getattr(args, "step", None) == "best":
         from lockstep.checkpoint.commands import best_step  # loads numpy
 
@@ -95,12 +96,12 @@ def run_command(given: list[str]) -> int:
     return int(import_module(f"lockstep.cli.{args.command}").main(args, [*rest, *arguments]))
 
 
-def find_address(args: argparse.Namespace, script: str, arguments: list[str]) -> Path | None:
-    """Return the run folder if it is an address, s3://BUCKET/RUN; None for a folder of this host."""
-    paths = [vars(args).get(name) for name in ("folder", "out", "stop")]
+def find_addresses(args: argparse.Namespace, script: str, arguments: list[str]) -> list[Path]:
+    """Return the run folders that are addresses, s3://BUCKET/RUN; [] for folders of this host."""
+    paths = [vars(args).get(name) for name in ("folder", "compare", "out", "stop")]
     if script and args.out is None:
         paths = [folder_of(Path(script), read_script(Path(script)), None, arguments)]
-    return next((path for path in paths if isinstance(path, Path) and scheme_of(path)), None)
+    return [path for path in paths if isinstance(path, Path) and scheme_of(path)]
 
 
 def refuse_invalid_utf8(words: Sequence[str]) -> None:

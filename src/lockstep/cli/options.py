@@ -198,7 +198,7 @@ def add_training_commands(commands: Commands) -> None:
 
     add = add_command(commands, "bench", "measure the network between the hosts of a run: lockstep bench comm")
     add("what", nargs="?", choices=["comm"], help="comm: time, bandwidth and latency of collectives and messages, slow links")
-    help = "file for the results, on a disk that all hosts share; the run folder is FILE (default: runs/comm.json)"
+    help = "file for the results, on a disk that all hosts share, or s3://BUCKET/RUN; the run folder is FILE (default: runs/comm.json)"
     add("--out", type=Path, default=Path("runs/comm.json"), metavar="FILE.json", help=help)
     add("--sizes", default=COMM_SIZES, help=f"bytes of the buffers, separated by commas (default: {COMM_SIZES})")
     add("--workers", **WORKERS, help="worker processes on this machine, without --hosts (default: as for train)")
@@ -207,7 +207,8 @@ def add_training_commands(commands: Commands) -> None:
     add = add_command(
         commands, "doctor", "examine the hosts before a run: versions, network, run folder, limits; exit code 0: a run can start"
     )
-    add("--out", type=Path, default=Path("runs/default"), metavar="RUN", help="run folder to examine (default: runs/default)")
+    help = "run folder or s3://BUCKET/RUN to examine (default: runs/default)"
+    add("--out", type=Path, default=Path("runs/default"), metavar="RUN", help=help)
     add("--wait", type=integer(1, 3600), default=60, metavar="SECONDS", help="how long to wait for other hosts (default: 60)")
     add("--workers", **WORKERS, help="worker processes on this machine, without --hosts (default: as for train)")
     add_host_options(add)
@@ -217,7 +218,7 @@ def add_training_commands(commands: Commands) -> None:
     add("--json", action="store_true", help="print JSON")
 
     add = add_command(commands, "watch", "show a run in the terminal until it ends: workers, speed, generations, failures, checkpoints")
-    add("run", metavar="RUN|HOST:RUN", help="run folder, or one on a host that ssh reaches")
+    add("run", metavar="RUN|HOST:RUN", help="run folder, s3://BUCKET/RUN, or a folder on a host that ssh reaches")
     add("--every", type=quantity(parse_seconds), default=2.0, metavar="TIME", help="time between two refreshes (default: 2 s)")
 
     add = add_command(commands, "report", "write one HTML file about a run, or two runs together: loss, time, failures, hosts, values")
@@ -230,7 +231,7 @@ def add_training_commands(commands: Commands) -> None:
     help = "number of faults (default: 7, one of each kind); a function without --faults: self-check with 1 and N workers"
     add("--faults", type=integer(1, 10_000), help=help)
     add("--seed", type=SEED, default=1, help="seed of the faults (default: 1)")
-    add("--out", type=Path, help="new folder (default: runs/drill)")
+    add("--out", type=Path, help="new folder, or s3://BUCKET/PREFIX (default: runs/drill)")
 
 
 def add_checkpoint_commands(commands: Commands) -> None:

@@ -13,49 +13,53 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from lockstep.agent.hosts import read_hosts
 from lockstep.checkpoint.policy import choose_step
+from lockstep.cli import launch
 from lockstep.errors import CheckpointError, FencedError, LockstepError, UsageError
 from lockstep.log import log
 from lockstep.object_store.address import Address, parse_address
 from lockstep.object_store.bucket import RunBucket
 from lockstep.remote.download import download
-from lockstep.remote.host_copy import HostMirror, joined_copy
+from lockstep.remote.host_copy import HostMirror, ended_copy, joined_copy
 from lockstep.remote.snapshots import Snapshot, newest
 from lockstep.remote.upload import Mirror, steps_of
-from lockstep.remote.working_copy import owned_copy
+from lockstep.remote.working_copy import is_of_several_hosts, owned_copy, temporary_copy
 from lockstep.runtime.environment import read_rank_info
 from lockstep.runtime.processes import PR_SET_PDEATHSIG, prctl
 from lockstep.runtime.signals import EXIT_INTERRUPTED, STOP_SIGNALS
 from lockstep.units import format_bytes
 
-WRITE, READ, LOCAL = ("train", "run", "launch", "evaluate"), ("checkpoint", "generate", "translate"), ("status", "watch")
+WRITE = ("train", "run", "launch", "evaluate")
+READ = ("checkpoint", "generate", "translate", "report", "plan")
 POLL_S = 0.5
 LOW_PRIORITY = 19  # the training goes first
 CHILD = "import sys; from lockstep.cli.remote import run_child; sys.exit(run_child(*map(int, sys.argv[1:3]), sys.argv[3:]))"
 
 
-def run_remote(args: argparse.Namespace, words: Sequence[str], folder: Path) -> int:
-    """Run the command of `words`, whose run folder `folder` is an address; return its exit code."""
-    address = parse_address(folder)
-    if address is None:
-        raise AssertionError(folder)
+def run_remote(args: argparse.Namespace, words: Sequence[str], folders: Sequence[Path], rest: list[str]) -> int:
+    """Run the command of `words`, whose run folders `folders` are addresses; return its exit code.
+    args, rest: as parsed from `words`"""
+    addresses = [address for folder in folders if (address := parse_address(folder))]
+    address = addresses[0]
     refuse_unsupported(args, address)
-    if args.command in LOCAL or isinstance(args.command == "launch" and args.stop, Path):
+    if args.command == "status" or isinstance(args.command == "launch" and args.stop, Path):
         return run_beside_training(address, words)
-    if args.command in READ or getattr(args, "show", False):
-        return run_on_snapshot(args, address, words)
+    if args.command == "launch" and not args.host and (args.ssh or (args.hosts and read_hosts(args.hosts).ssh)):
+        return launch.main(args, rest)  # each host mirrors its own copy
+    if getattr(args, "show", False) or (args.command in READ and getattr(args, "action", "") != "import"):
+        return run_on_snapshots(args, addresses, words)
     bucket, host = RunBucket(address), getattr(args, "host", None) or socket.gethostname()
     if args.command == "launch" and (args.hosts or args.nodes):
-        with joined_copy(bucket, host) as copy:
+        with joined_copy(bucket, host) as (copy, files):
             # If this process is killed, the other hosts continue.
-            return run_mirrored(HostMirror(copy, bucket, host), with_folder(words, address, copy), signal.SIGUSR1)
-    with owned_copy(bucket, host) as (copy, ownership):
+            return run_mirrored(HostMirror(copy, bucket, host, files), with_folder(words, address, copy), signal.SIGUSR1)
+    own = ended_copy if args.command == "evaluate" and is_of_several_hosts(bucket) else owned_copy
+    with own(bucket, host) as (copy, ownership):
         return run_mirrored(Mirror(copy, ownership), with_folder(words, address, copy), signal.SIGTERM)
 
 
@@ -64,29 +68,25 @@ def refuse_unsupported(args: argparse.Namespace, address: Address) -> None:
     command, given = args.command, vars(args)
     is_agent = command == "launch" and bool(args.hosts or args.nodes)  # which srun may start on each node
     refused = {
-        f"lockstep {command}": (command not in (*WRITE, *READ, *LOCAL), "give a folder on this host"),
-        "checkpoint import": (given.get("action") == "import", "import to a folder on this host"),
+        f"lockstep {command}": (command not in (*WRITE, *READ, "status"), "give a folder on this host"),
+        "a Hugging Face folder": (given.get("action") == "import" and parse_address(args.folder) is not None, "copy it to this host"),
         "checkpoint export without --out": (given.get("action") == "export" and not args.out, "name the file to write with --out"),
         "checkpoint export --out s3://": (
             given.get("action") == "export" and parse_address(args.out or "") is not None,
             "write to this host, then copy it",
         ),
+        "report without --out": (command == "report" and not args.out, "name the file to write with --out FILE.html"),
+        "report --out s3://": (command == "report" and parse_address(args.out or "") is not None, "write to this host, then copy it"),
         "evaluate --follow": (command == "evaluate" and args.follow, "use lockstep launch --with-evaluator"),
-        "a launch by ssh or Ray": (
-            command == "launch" and bool(args.ssh or args.ray or (args.hosts and not args.host and read_hosts(args.hosts).ssh)),
-            "start the command with --hosts HOSTS.toml --host NAME on each host, or give a folder on a disk that all hosts share",
+        "a launch by Ray": (
+            command == "launch" and args.ray,
+            "give a folder on a disk that all hosts share, or start the agents with --hosts",
         ),
         "a start by torchrun, srun or mpirun": (
             command in WRITE and not is_agent and read_rank_info(os.environ)[0] is not None,
             "start lockstep train or launch by itself: it starts the workers of this host",
         ),
     }
-    if is_agent:
-        refused |= {
-            "--with-evaluator on several hosts": (args.with_evaluator, "rank 0 scores the last checkpoint: evaluate.at_end"),
-            f"--resume {args.resume} on several hosts": (args.resume not in ("auto", "required"), "resume from the newest checkpoint"),
-            "--override on several hosts": (bool(args.override), "start a new run with another --out"),
-        }
     for what, (is_refused, hint) in refused.items():
         if is_refused:
             raise UsageError(f"{what} is not supported in an object store", str(address), hint)
@@ -165,28 +165,36 @@ def run_child(parent: int, stop_signal: int, words: list[str]) -> int:
 # Commands that read.
 
 
-def run_on_snapshot(args: argparse.Namespace, address: Address, words: Sequence[str]) -> int:
-    """Run a command in a temporary copy of the newest snapshot; return its exit code."""
-    bucket = RunBucket(address)
-    snapshot = newest(bucket)
-    if snapshot is None:
-        raise CheckpointError("there is no run", str(address), "give the address of a run, as with --out")
-    if getattr(args, "action", "") == "list":
-        print("\n".join(list_table(snapshot)))
-        return 0
-    steps = chosen_steps(args, snapshot, address)
-    wanted = lambda path: not path.startswith("checkpoints/") or path.split("/")[1] in steps  # noqa: E731
-    address.copies.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix="read-", dir=address.copies) as parent:
-        folder = Path(parent) / address.working_copy.name
-        folder.mkdir()
-        _, problems = download(bucket, snapshot, folder, wanted)
+def run_on_snapshots(args: argparse.Namespace, addresses: Sequence[Address], words: Sequence[str]) -> int:
+    """Run a command in temporary copies of the newest snapshots; return its exit code."""
+    problems: list[str] = []
+    with ExitStack() as stack:
+        for address in addresses:
+            bucket = RunBucket(address)
+            snapshot = newest(bucket) if args.command != "plan" or args.measure else None
+            if snapshot is None and args.command != "plan":
+                raise CheckpointError("there is no run", str(address), "give the address of a run, as with --out")
+            if snapshot and getattr(args, "action", "") == "list":
+                print("\n".join(list_table(snapshot)))
+                return 0
+            folder = stack.enter_context(temporary_copy(address))
+            if snapshot:
+                problems += download(bucket, snapshot, folder, wanted_files(args, snapshot, address))[1]
+            words = with_folder(words, address, folder)
         verifies = getattr(args, "action", "") == "verify"
         if problems and not verifies:
-            raise CheckpointError("the checkpoint is damaged", "\n".join(problems), f"see lockstep checkpoint verify {address}")
-        code = subprocess.run([sys.executable, "-m", "lockstep", *with_folder(words, address, folder)], check=False).returncode
+            raise CheckpointError("the checkpoint is damaged", "\n".join(problems), f"see lockstep checkpoint verify {addresses[0]}")
+        code = subprocess.run([sys.executable, "-m", "lockstep", *words], check=False).returncode
         print(*problems, sep="\n", end="\n" * bool(problems))
     return 3 if problems else code if code >= 0 else 128 - code
+
+
+def wanted_files(args: argparse.Namespace, snapshot: Snapshot, address: Address) -> Callable[[str], bool]:
+    """Return a filter on the files that a command reads."""
+    if args.command in ("report", "plan"):
+        return lambda path: not path.endswith(".safetensors")
+    steps = chosen_steps(args, snapshot, address)
+    return lambda path: not path.startswith("checkpoints/") or path.split("/")[1] in steps
 
 
 def chosen_steps(args: argparse.Namespace, snapshot: Snapshot, address: Address) -> set[str]:

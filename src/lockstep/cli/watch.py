@@ -24,8 +24,10 @@ from rich.text import Text
 from lockstep.checkpoint.folder import COMMITTED, committed_steps, folder_name
 from lockstep.elastic.control import generation_line, run_status, worker_rows
 from lockstep.errors import UsageError
+from lockstep.object_store.address import parse_address
 from lockstep.record.follow import Curve
 from lockstep.record.step_timer import format_step_line
+from lockstep.remote.followed_copy import ReadStatus, followed_copy
 from lockstep.report.run_data import FAILURES, RunData, require_run
 from lockstep.units import format_duration
 
@@ -43,18 +45,26 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
         if not shutil.which("ssh"):
             raise UsageError(f"{args.run} is on another host, and there is no ssh here", "command line; PATH", "install OpenSSH's client")
         return watch_by_ssh(host, ssh_words(host, remote, args.every, terminal=sys.stdout.isatty()))
-    folder = Path(args.run)
-    require_run(folder)
+    if address := parse_address(args.run):
+        with followed_copy(address) as (folder, read_status):
+            watch(folder, args.every, read_status)
+        return 0
+    require_run(Path(args.run))
+    watch(Path(args.run), args.every)
+    return 0
+
+
+def watch(folder: Path, every_s: float, read_status: ReadStatus | None = None) -> None:
+    """Draw the run in `folder` until it ends. read_status: see `refresh`."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
     data, status = RunData(folder, TAIL_BYTES), dict[str, Any]()
     if console.is_terminal:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # leaves the alternate screen then, too
         with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
-            while not (status := refresh(data)).get("ended"):
+            while not (status := refresh(data, read_status)).get("ended"):
                 live.update(frame(data, status, rows=max(4, console.height - 28)), refresh=True)
-                time.sleep(args.every)
-    console.print(frame(data, status or refresh(data)))
-    return 0
+                time.sleep(every_s)
+    console.print(frame(data, status or refresh(data, read_status)))
 
 
 def watch_by_ssh(host: str, words: Sequence[str]) -> int:
@@ -76,11 +86,13 @@ def ssh_words(host: str, run: str, every: float, *, terminal: bool) -> list[str]
     return ["ssh", *(["-t"] if terminal else []), "--", host, line]
 
 
-def refresh(data: RunData) -> dict[str, Any]:
-    """Read what is new and ask the workers; return their status, {} for a run without an agent."""
+def refresh(data: RunData, read_status: ReadStatus | None = None) -> dict[str, Any]:
+    """Read what is new and ask the workers; return their status, {} for a run without an agent.
+    read_status: replaces asking the workers, where they are out of reach; it brings the new files"""
+    status = read_status() if read_status else {}
     data.update()
     with suppress(UsageError):
-        return run_status(data.folder, data.shares)
+        return status or run_status(data.folder, data.shares)
     return {}
 
 
@@ -92,7 +104,7 @@ def frame(data: RunData, status: dict[str, Any], rows: int = 1 << 16) -> Rendera
     parts += [Text(format_step_line(data.step, {**numbers, "shares": status.get("shares", ())}))] if numbers else []
     curves = {name: data.curves[key] for name, key in CURVES.items() if key in data.curves}
     parts.append(table([], [(name, sparkline(curve), f"{curve.last[1]:.4g}") for name, curve in curves.items()]))
-    if status and not status["ended"]:
+    if "members" in status and not status["ended"]:
         head, *workers = worker_rows(status)
         parts += [Text(f"\n{generation_line(status)}"), table(head, workers[:rows])]
         parts += [Text(f"and {len(workers) - rows} more workers")] if len(workers) > rows else []
@@ -100,7 +112,7 @@ def frame(data: RunData, status: dict[str, Any], rows: int = 1 << 16) -> Rendera
     notes = [(ago(now_s - note.time_s), note.event, note.text) for note in data.notes if note.event in FAILURES]
     parts += [Text(), table(("generation", "formed", "step", "workers", "reason"), formed[-SHOWN:])] if formed else []
     parts += [Text(), table(("failed", f"{len(notes)} in all" if len(notes) > SHOWN else "", ""), notes[-SHOWN:], "red")] if notes else []
-    return Group(*parts, Text(), checkpoint_line(data, now_s))
+    return Group(*parts, Text(), checkpoint_line(data, 0.0 if "source" in status else now_s))
 
 
 def state_line(data: RunData, status: dict[str, Any]) -> Text:
@@ -108,6 +120,8 @@ def state_line(data: RunData, status: dict[str, Any]) -> Text:
     if ended:
         state = f"ended with exit code {ended['code']}: {ended['text']}".removesuffix(": ")
         style = "red" if ended["code"] else "green"
+    elif "source" in status:
+        state, style = status["source"], "green"
     elif not status:
         state, style = "no list of workers: started without an agent, or not started", "yellow"
     elif members and all("unreachable" in member for member in members):
@@ -115,7 +129,7 @@ def state_line(data: RunData, status: dict[str, Any]) -> Text:
     else:
         hosts = len({member["host"] for member in members})
         state, style = f"{len(members)} workers on {hosts} host{'s' * (hosts != 1)}", "green"
-    return Text.assemble((str(data.folder), "bold"), "  ", (state, style))
+    return Text.assemble((status.get("run") or str(data.folder), "bold"), "  ", (state, style))
 
 
 def progress_line(data: RunData) -> Text:
@@ -137,11 +151,12 @@ def sparkline(curve: Curve, width: int = 40) -> str:
 
 
 def checkpoint_line(data: RunData, now_s: float) -> Text:
+    """now_s: 0 where the times of the files are those of a copy."""
     folder = data.folder / "checkpoints"
     steps = committed_steps(folder)
     with suppress(OSError, IndexError):
-        age_s = now_s - (folder / folder_name(steps[-1]) / COMMITTED).stat().st_mtime
-        return Text(f"checkpoint: step {steps[-1]:,}, {ago(age_s)}; {len(steps)} kept")
+        age = f", {ago(now_s - (folder / folder_name(steps[-1]) / COMMITTED).stat().st_mtime)}" if now_s else ""
+        return Text(f"checkpoint: step {steps[-1]:,}{age}; {len(steps)} kept")
     return Text("checkpoint: none", style="yellow")
 
 

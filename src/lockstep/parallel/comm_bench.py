@@ -25,11 +25,14 @@ TIMEOUT_S = 600.0
 Play = Callable[[], object]
 
 
-def main(sizes: str, file: Path) -> None:
-    """Collective. Measure, print the results on each terminal, and write them to `file` on rank 0.
+def main(out: Path, sizes: str, file: str = "") -> None:
+    """Collective. Measure, print the results on each terminal, and write them to a file on rank 0.
 
+    out    run folder
     sizes  bytes, separated by commas
+    file   to write; "": comm.json in the run folder
     """
+    path = Path(file or out / "comm.json")
     with ElasticRuntime.join(timeout_s=TIMEOUT_S) as runtime:
         runtime.board.enter("preparing")  # as long as the measurements take
         hosts, bench, lengths = (
@@ -42,8 +45,8 @@ def main(sizes: str, file: Path) -> None:
         if runtime.shows_progress():
             print(describe(rows, class_links(pairs, slow), slow), flush=True)
         if runtime.world.leader:
-            write_json(file, results(bench, hosts, pairs, rows))
-            print(f"\nwrote {file}", flush=True)
+            write_json(path, results(bench, hosts, pairs, rows))
+            print(f"\nwrote {path}", flush=True)
 
 
 def results(bench: CommBench, hosts: list[str], pairs: list[PairTimes], rows: list[Row]) -> dict[str, Any]:

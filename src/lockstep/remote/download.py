@@ -7,11 +7,12 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from lockstep.checkpoint.folder import COMMITTED
 from lockstep.errors import DamagedFileError
-from lockstep.files import write_atomic
+from lockstep.files import open_regular, write_atomic
 from lockstep.object_store.bucket import RunBucket
 from lockstep.remote.snapshots import BLOBS, Blob, Files, Snapshot, newest
 
@@ -21,9 +22,10 @@ TRIES = 3  # of a blob with other bytes: a network may change them
 
 
 def download(
-    bucket: RunBucket, snapshot: Snapshot, folder: Path, wanted: Callable[[str], bool] = lambda path: True
+    bucket: RunBucket, snapshot: Snapshot, folder: Path, wanted: Callable[[str], bool] = lambda path: True, earlier: Path | None = None
 ) -> tuple[Snapshot, list[str]]:
     """Write the wanted files to `folder`, which is empty; return (snapshot, problems of checkpoints).
+    earlier: a copy of an earlier snapshot. Its blobs are not requested again: most of a growing file.
 
     The snapshot returned is a newer one if the blobs of the first were deleted meanwhile. A damaged
     checkpoint is omitted. DamagedFileError when another file is damaged.
@@ -34,12 +36,12 @@ def download(
             try:
                 for path, blobs in files.items():
                     (folder / path).parent.mkdir(parents=True, exist_ok=True)
-                    write_atomic(folder / path, contents(pool, bucket, blobs))
+                    write_atomic(folder / path, contents(pool, bucket, blobs, earlier and earlier / path))
             except DamagedFileError as error:
                 latest = newest(bucket)
                 if latest and latest.number > snapshot.number and not latest.blobs >= snapshot.blobs:
                     shutil.rmtree(folder)
-                    return download(bucket, latest, folder, wanted)
+                    return download(bucket, latest, folder, wanted, earlier)
                 if not name:
                     raise
                 problems.append(f"{name} is damaged in {bucket.address}: {error.what}")
@@ -56,25 +58,37 @@ def by_checkpoint(files: Files, wanted: Callable[[str], bool]) -> dict[str, File
     return dict(groups)
 
 
-def contents(pool: ThreadPoolExecutor, bucket: RunBucket, blobs: Sequence[Blob]) -> Iterator[bytes]:
+def contents(pool: ThreadPoolExecutor, bucket: RunBucket, blobs: Sequence[Blob], earlier: Path | None) -> Iterator[bytes]:
     """Yield the content of each blob, in order, with a few downloads ahead."""
     waiting: deque[Future[bytes]] = deque()
+    offset = 0
     for name, size in blobs:
-        waiting.append(pool.submit(read_blob, bucket, name, size))
+        waiting.append(pool.submit(read_blob, bucket, name, size, earlier, offset))
+        offset += size
         if len(waiting) == DOWNLOADS:
             yield waiting.popleft().result()
     while waiting:
         yield waiting.popleft().result()
 
 
-def read_blob(bucket: RunBucket, name: str, size: int) -> bytes:
-    """Return the verified content of a blob. DamagedFileError when it is missing or damaged."""
+def read_blob(bucket: RunBucket, name: str, size: int, earlier: Path | None, offset: int) -> bytes:
+    """Return the verified content of a blob: from the file `earlier` if it is at `offset` there, else
+    from the store. DamagedFileError when it is missing or damaged."""
+    if earlier:
+        with suppress(FileNotFoundError), open(earlier, "rb", opener=open_regular) as file:
+            file.seek(offset)
+            if is_blob(content := file.read(size), name, size):
+                return content
     for _ in range(TRIES):
         try:
             content = bucket.get(f"{BLOBS}/{name}")
         except FileNotFoundError:
             raise DamagedFileError(f"blob {name} is missing", str(bucket.address), RESTORE) from None
-        if len(content) == size and hashlib.sha256(content).hexdigest() == name.rpartition("/")[2]:
+        if is_blob(content, name, size):
             return content
     what = f"blob {name} has changed: its sha256 differs, or its size, {len(content)} instead of {size} bytes"
     raise DamagedFileError(what, str(bucket.address), RESTORE)
+
+
+def is_blob(content: bytes, name: str, size: int) -> bool:
+    return len(content) == size and hashlib.sha256(content).hexdigest() == name.rpartition("/")[2]

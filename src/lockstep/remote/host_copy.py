@@ -15,13 +15,13 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from lockstep.checkpoint.fingerprints import RUN_ID
-from lockstep.checkpoint.folder import committed_steps, folder_name, set_aside
+from lockstep.checkpoint.folder import COMMITTED, committed_steps, folder_name, set_aside
 from lockstep.data.manifest import locked
 from lockstep.elastic.generation_log import NO_GENERATION, GenerationLog, StoredGenerationLog, open_generation_log
 from lockstep.elastic.link import TOKEN_BYTES
@@ -30,12 +30,22 @@ from lockstep.errors import CheckpointError, DamagedFileError, FencedError, Lock
 from lockstep.files import open_regular, parse_json, read_bytes, read_text, try_lock, write_if_absent, write_json
 from lockstep.log import log
 from lockstep.object_store.bucket import RunBucket
-from lockstep.remote.download import download
-from lockstep.remote.snapshots import Files, Ownership, Snapshot, newest, read_beat_s, refuse_other_objects, refuse_unsafe_store
+from lockstep.remote.download import download, is_blob
+from lockstep.remote.snapshots import (
+    Files,
+    Ownership,
+    Snapshot,
+    newest,
+    read_beat_s,
+    refuse_other_objects,
+    refuse_unsafe_store,
+    wait_until_silent,
+)
 from lockstep.remote.upload import FINAL_BEATS, Mirror, steps_of
 from lockstep.remote.working_copy import (
     add_owner,
     has_run,
+    is_of_several_hosts,
     locked_copy,
     read_owners,
     refuse_lost_store,
@@ -51,12 +61,12 @@ FOLLOW_PAUSE = 20  # times as long as the last download: each one reads metrics.
 
 
 @contextmanager
-def joined_copy(bucket: RunBucket, host: str) -> Iterator[Path]:
-    """Join the run; yield the working copy of this host, as new as the newest snapshot.
-    UsageError: a run of one host is in the store, or another agent of this host runs; StoreError."""
+def joined_copy(bucket: RunBucket, host: str) -> Iterator[tuple[Path, Files]]:
+    """Join the run; yield the working copy of this host, as new as the newest snapshot, and the files of
+    that. UsageError: a run of one host is in the store, or another agent of this host runs; StoreError."""
     with locked_copy(bucket) as copy:
         refuse_unsafe_store(bucket)
-        if MEMBERSHIP not in bucket.names():
+        if not is_of_several_hosts(bucket):
             if newest(bucket):
                 hint = "start it without --hosts and --nodes on one host, or give another --out"
                 raise UsageError(f"the run in {bucket.address} is one of a single host", f"its snapshots; there is no {MEMBERSHIP}/", hint)
@@ -76,10 +86,23 @@ def joined_copy(bucket: RunBucket, host: str) -> Iterator[Path]:
         write_if_absent(copy / "token", token, 0o600)
         write_json(copy / RUN_ID, {"id": run_id})
         write_json(copy / STORE_FILE, {"address": str(bucket.address)})
-        if not running_workers(state_folder(copy, host)):
-            refresh_copy(copy)
+        files = refresh_copy(copy) if not running_workers(state_folder(copy, host)) else {}
         with copying_generations(copy):
-            yield copy
+            yield copy, files
+
+
+@contextmanager
+def ended_copy(bucket: RunBucket, host: str) -> Iterator[tuple[Path, Ownership]]:
+    """Own an ended run, to add scores to it; yield (the copy of this host, the right to put snapshots).
+    A start of the run takes it over. UsageError: the run has not ended. Errors of `joined_copy`."""
+    with joined_copy(bucket, host) as (copy, _):
+        last, before = GenerationLog(copy / "generations").newest(), newest(bucket)
+        if before is None or not (last and last.end):
+            hint = "wait for its end, or let it score by itself: evaluate.at_end, or launch --with-evaluator on each host"
+            raise UsageError(f"the run in {bucket.address} has not ended", "its newest generation", hint)
+        before = wait_until_silent(bucket, before)
+        refresh_copy(copy)
+        yield copy, Ownership(bucket, add_owner(copy), before, before.generation)
 
 
 @contextmanager
@@ -103,20 +126,41 @@ def copying_generations(copy: Path) -> Iterator[None]:
         thread.join()
 
 
-def refresh_copy(run: Path) -> None:
+def refresh_copy(run: Path, *, keep: Collection[str] = ()) -> Files:
     """Bring a copy in which no worker trains to the newest snapshot, unless this host has put that:
-    then the copy may be newer. Without a store: do nothing. StoreError, CheckpointError."""
+    then the copy may be newer. Return its files. Without a store: do nothing. StoreError, CheckpointError.
+    keep: names of files that this start has written already"""
     if (address := store_address(run)) is None or (snapshot := newest(bucket := RunBucket(address))) is None:
-        return
+        return {}
     if snapshot.owner in read_owners(run):
-        return
+        return snapshot.files
     for step in committed_steps(run / "checkpoints"):
-        if step > max(steps_of(snapshot.files), default=0):
-            log.warning("step %d was not published: set aside as %s", step, set_aside(run / "checkpoints" / folder_name(step), "abandoned"))
+        folder = run / "checkpoints" / folder_name(step)
+        if not is_listed(folder, folder.name, snapshot):
+            log.warning("this checkpoint of step %d is not in the store: set aside as %s", step, set_aside(folder, "abandoned"))
     log.info("reading snapshot %d of %s, put by %s, to %s", snapshot.number, address, snapshot.host, run)
-    problems, _ = update_copy(bucket, snapshot, run, lambda path: not OWN.match(path) or not (run / path).exists())
+    problems, _ = update_copy(bucket, snapshot, run, lambda path: path not in keep and (not OWN.match(path) or not (run / path).exists()))
     if problems and not committed_steps(run / "checkpoints"):
         raise CheckpointError("no checkpoint in the store is whole", "\n".join(problems), "restore earlier versions of these objects")
+    return snapshot.files
+
+
+def is_listed(checkpoint: Path, name: str, snapshot: Snapshot) -> bool:
+    """Return whether `checkpoint` is the one that a snapshot lists as `name`."""
+    marker = snapshot.files.get(f"checkpoints/{name}/{COMMITTED}", ())
+    return bool(marker) and is_blob(read_bytes(checkpoint / COMMITTED), *marker[0])
+
+
+def add_checkpoints(bucket: RunBucket, snapshot: Snapshot, copy: Path) -> None:
+    """Bring the checkpoints of a snapshot to the copy of a host that trains. Omit a checkpoint that this
+    host has set aside because the run returned to an earlier step."""
+    names, folder = [folder_name(step) for step in steps_of(snapshot.files)], copy / "checkpoints"
+    wanted = {name for name in names if not any(is_listed(aside, name, snapshot) for aside in folder.glob(f"{name}.abandoned*"))}
+    for name in wanted:
+        with suppress(FileNotFoundError):
+            if not is_listed(folder / name, name, snapshot):
+                set_aside(folder / name, "abandoned")  # saved before that return, or a second time
+    update_copy(bucket, snapshot, copy, lambda path: "".join(path.split("/")[1:2]) in wanted and not (copy / path).exists())
 
 
 def wait_until_published(run: Path, step: int) -> None:
@@ -157,7 +201,7 @@ def update_copy(bucket: RunBucket, snapshot: Snapshot, copy: Path, wanted: Calla
     its checkpoints, and whether everything was put: not while rank 0 on this host writes its metrics."""
     with locked(copy.with_name(f"{copy.name}.update")), TemporaryDirectory(dir=copy.parent, prefix="update-") as parent:
         (folder := Path(parent) / copy.name).mkdir()
-        _, problems = download(bucket, snapshot, folder, wanted)
+        _, problems = download(bucket, snapshot, folder, wanted, copy)
         for problem in problems:
             log.warning("%s; it is omitted", problem)
         for step in (folder / "checkpoints").glob("*"):
@@ -189,16 +233,16 @@ def add_lines(path: Path, content: bytes) -> None:
 
 class HostMirror:
     """Publishes the copy of a host while rank 0 trains there, and else follows the snapshots.
-    Call it from one thread."""
+    Call it from one thread. seen: files of a snapshot that the copy has, or newer ones"""
 
-    def __init__(self, copy: Path, bucket: RunBucket, host: str) -> None:
+    def __init__(self, copy: Path, bucket: RunBucket, host: str, seen: Files) -> None:
         self.folder, self.bucket, self.host = copy, bucket, host
         self.generations = GenerationLog(copy / "generations")
         last = self.generations.newest() or NO_GENERATION
         self.number, self.ended = last.number, False
         self.leading = last  # the newest generation with members
         self.mirror: Mirror | None = None  # while this host publishes
-        self.seen: Files = {}  # of the last snapshot that was followed
+        self.seen = seen  # of the last snapshot that was followed
         self.follow_s, self.problem = 0.0, ""
 
     @property
@@ -237,8 +281,7 @@ class HostMirror:
         if before and before.generation >= self.leading.number and before.owner not in read_owners(self.folder):
             raise FencedError(f"generation {before.generation} publishes", str(self.bucket.address), "this host does not")
         if before:  # now, since the owner of the newest snapshot continues its copy as it is
-            is_missing = lambda path: path.startswith("checkpoints/") and not (self.folder / path).exists()  # noqa: E731
-            update_copy(self.bucket, before, self.folder, is_missing)
+            add_checkpoints(self.bucket, before, self.folder)
         ownership = Ownership(self.bucket, add_owner(self.folder), before, self.leading.number)
         log.info("this host publishes the run to %s, from generation %d on", self.bucket.address, self.leading.number)
         return Mirror(self.folder, ownership)

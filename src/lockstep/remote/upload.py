@@ -65,7 +65,9 @@ class Mirror:
         """Publish when a checkpoint is new or a beat is due. An outage of the store is a warning.
         FencedError: the run belongs to another owner."""
         try:
-            if not set(self.steps()) <= set(steps_of(self.ownership.newest.files)) or self.ownership.beat_due:
+            steps, published = self.steps(), steps_of(self.ownership.newest.files)
+            returned = max(published, default=0) > max(steps, default=0)  # to an earlier step
+            if not set(steps) <= set(published) or returned or self.ownership.beat_due:
                 if self.publish():
                     self.retain()
                 elif self.ownership.beat_due:

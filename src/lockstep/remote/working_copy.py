@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from lockstep.checkpoint.folder import set_aside
 from lockstep.elastic.generation_log import GenerationLog, RunResult
@@ -20,6 +21,7 @@ from lockstep.elastic.stored_folder import MEMBERSHIP
 from lockstep.errors import CheckpointError, FencedError, UsageError
 from lockstep.files import read_text, try_lock, write_atomic
 from lockstep.log import log
+from lockstep.object_store.address import Address
 from lockstep.object_store.bucket import RunBucket
 from lockstep.remote.download import download
 from lockstep.remote.snapshots import Ownership, Snapshot, newest, refuse_other_objects, refuse_unsafe_store, wait_until_silent
@@ -36,7 +38,7 @@ def owned_copy(bucket: RunBucket, host: str) -> Iterator[tuple[Path, Ownership]]
     """
     with locked_copy(bucket) as copy:
         refuse_unsafe_store(bucket)
-        if MEMBERSHIP in bucket.names():
+        if is_of_several_hosts(bucket):
             hint = "start it with lockstep launch --hosts, also on a single host, or give another --out"
             raise UsageError(f"the run in {bucket.address} is one of several hosts", f"its generation log, {MEMBERSHIP}/", hint)
         owners = read_owners(copy)
@@ -61,6 +63,10 @@ def owned_copy(bucket: RunBucket, host: str) -> Iterator[tuple[Path, Ownership]]
         yield copy, ownership
 
 
+def is_of_several_hosts(bucket: RunBucket) -> bool:
+    return MEMBERSHIP in bucket.names()
+
+
 @contextmanager
 def locked_copy(bucket: RunBucket) -> Iterator[Path]:
     """Hold the lock of the working copy; yield its path. UsageError when another process holds it."""
@@ -74,6 +80,15 @@ def locked_copy(bucket: RunBucket) -> Iterator[Path]:
         yield copy
     finally:
         os.close(lock)
+
+
+@contextmanager
+def temporary_copy(address: Address) -> Iterator[Path]:
+    """Yield an empty folder for a copy that is only read; it has the name of the run, and is deleted."""
+    address.copies.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="read-", dir=address.copies, ignore_cleanup_errors=True) as parent:
+        (folder := Path(parent) / address.working_copy.name).mkdir()
+        yield folder
 
 
 def read_owners(copy: Path) -> list[str]:

@@ -73,7 +73,7 @@ def evaluate(
         if follow:
 
             def poll_for_checkpoint() -> NextAction:
-                kind: ActionKind = "evaluate" if committed_steps(folder / "checkpoints") else "wait"
+                kind: ActionKind = "evaluate" if committed_steps(folder / "checkpoints") or finished_step(folder) else "wait"
                 return NextAction(kind, 0, f"waiting for the first checkpoint in {folder}")
 
             _, stopped = wait_for_action(poll_for_checkpoint, runtime, signals)

@@ -9,7 +9,7 @@ from typing import Any
 from lockstep.checkpoint.policy import choose_resume_step, missing_checkpoint
 from lockstep.checkpoint.shards import StoredTensors
 from lockstep.checkpoint.store import Checkpoint, CheckpointStore
-from lockstep.elastic.collectives import gather_results, run_on_rank0
+from lockstep.elastic.collectives import gather_results, run_in_run_folder, run_on_rank0
 from lockstep.elastic.run_folder import folder_error
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import RunFolderUnavailableError
@@ -32,15 +32,16 @@ def load_checkpoint(runtime: ElasticRuntime, store: CheckpointStore, how: str, l
     readers, loading = ranks_that_read(runtime), runtime.board.during("preparing")  # as long as the disk requires
     reads = runtime.world.rank in readers
 
-    def select() -> tuple[list[int], str]:
-        """For rank 0: return the steps to try, the newest first, and the reason."""
+    def select() -> tuple[list[int], str, bool]:
+        """For rank 0: return the steps to try, the newest first, the reason, and whether the later
+        ones are set aside."""
         if runtime.membership and (why := folder_error(runtime.membership.worker_env)):
             raise RunFolderUnavailableError(f"the run folder cannot be used: {why}", str(store.folder), "mount it again")
-        refresh_copy(store.folder.parent)
+        refresh_copy(store.folder.parent, keep=["run.json"])
         store.preflight()
         steps = store.steps()
         chosen, reason = choose_resume_step(how, steps)
-        return [] if chosen is None else [chosen] if how.isdecimal() else steps[::-1], reason
+        return [] if chosen is None else [chosen] if how.isdecimal() else steps[::-1], reason, how == "never" or how.isdecimal()
 
     def read(step: int) -> list[str]:
         """Verify this rank's share of a checkpoint, and keep it; return its problems."""
@@ -54,7 +55,7 @@ def load_checkpoint(runtime: ElasticRuntime, store: CheckpointStore, how: str, l
         own = (stored, facts) if stored is not None else None
         return problems
 
-    steps, reason = run_on_rank0(runtime, loading(select))
+    steps, reason, rewinds = run_on_rank0(runtime, loading(select))
     if not runtime.has_own_folder:
         store.require_folder()
     damaged: dict[int, list[str]] = {}
@@ -68,11 +69,11 @@ def load_checkpoint(runtime: ElasticRuntime, store: CheckpointStore, how: str, l
     def settle() -> None:
         """For rank 0: set aside what is not resumed."""
         store.set_damaged_aside(damaged, step)
-        if how == "never" or how.isdecimal():
-            store.set_aside_after(step or 0)
         log.info(reason if step == next(iter(steps), None) else f"resuming from step {step}")
 
     run_on_rank0(runtime, settle)
+    if rewinds:
+        run_in_run_folder(runtime, lambda: store.set_aside_after(step or 0))
     if step is None:
         return None
     store.set_damaged_aside({}, step)

@@ -79,18 +79,20 @@ STORED = {
     "train --out s3://": "no address of a bucket",
     f"train --out s3://k:{SECRET}@runs/first": "no address of a bucket",
     "train --out s3://runs/../first": "has other characters, or . or ..",
-    "bench comm --out s3://runs/x.json": "lockstep bench is not supported",
-    "doctor --out s3://runs/first": "lockstep doctor is not supported",
-    "drill --out s3://runs/first": "lockstep drill is not supported",
-    "plan --devices 1x1:cpu-4GiB --out s3://runs/first": "lockstep plan is not supported",
-    "launch --hosts twins.toml --host a --with-evaluator --out s3://runs/first": "--with-evaluator on several hosts is not supported",
-    "launch --nodes 1:2 --resume 10 --out s3://runs/first": "--resume 10 on several hosts is not supported",
-    "launch --nodes 1:2 --override optim.learning_rate=0.1 --out s3://runs/first": "--override on several hosts is not supported",
-    "launch --ssh --out s3://runs/first": "a launch by ssh or Ray is not supported",
-    "launch --hosts ssh.toml --out s3://runs/first": "a launch by ssh or Ray is not supported",
-    "launch --ray --out s3://runs/first": "a launch by ssh or Ray is not supported",
+    "bench comm --workers 2 --out s3://runs/x.json": "was not stored: HTTP error",
+    "doctor --out gs://runs/first": "gs:// is not supported",
+    "drill --out s3://runs/first": "the prefix was not listed: HTTP error",
+    "drill --out s3://runs/../first": "has other characters, or . or ..",
+    "plan --measure --devices 1x1:cpu-4GiB --out s3://runs/first": "snapshots was not listed: HTTP error",
+    "report s3://runs/first": "report without --out is not supported",
+    "report run --out s3://runs/first": "report --out s3:// is not supported",
+    "report run --compare s3://runs/first --out c.html": "snapshots was not listed: HTTP error",
+    "watch s3://runs/../first": "has other characters, or . or ..",
+    "watch s3://runs/first": "snapshots was not listed: HTTP error",
+    "launch --ssh --out s3://runs/first": "--ssh needs a list of hosts",
+    "launch --ray --out s3://runs/first": "a launch by Ray is not supported",
     "evaluate s3://runs/first --follow": "evaluate --follow is not supported",
-    "checkpoint import s3://runs/hub --out new": "checkpoint import is not supported",
+    "checkpoint import s3://runs/hub --out new": "a Hugging Face folder is not supported",
     "checkpoint export s3://runs/first": "without --out",
     "checkpoint export s3://runs/first --out s3://runs/x": "export --out s3://",
     "run loop.py": "gs:// is not supported",
@@ -140,7 +142,7 @@ def test_bad_input_is_refused_and_nothing_is_lost(
     before = contents(tmp_path)
     code = main(shlex.split(words))
     out, error = capfd.readouterr()
-    assert code == (3 if "snapshots was not listed" in error else 2), error
+    assert code == (3 if "HTTP error" in error else 2), error
     lines = error[error.index("Error: ") :].splitlines()
     assert INPUTS[words] in lines[0] and len(lines) >= 3 and all(line.startswith("  ") for line in lines[1:]), error
     assert SECRET not in error + out and SECRET.replace("-", "") not in error + out

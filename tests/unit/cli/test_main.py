@@ -53,7 +53,7 @@ PROGRAM = Path(__file__).parents[2] / "support" / "command_without_torch.py"
         (["checkpoint", "digest", "absent"], 3),
         (["train", "--show"], 0),
         (["train", "--out", "gs://runs/first"], 2),
-        (["doctor", "--out", "s3://runs/first"], 2),
+        (["doctor", "--out", "gs://runs/first"], 2),
         (["lab", "reduce", "--ranks", "8", "--bytes", "5 MB", "--rate", "1 MB/s"], 0),
         (["bench"], 2),
         (["bench", "comm", "--workers", "1"], 2),

@@ -39,7 +39,7 @@ def test_a_worker_of_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ("--layout.shard 2", "replicas of 2 workers"),
+        ("--layout.shard 2", "1 workers per host for replicas of 2"),
         ("plain.py", "a script without lockstep"),
         ("own.py:train --restart all", "--restart all applies to a script"),
     ],

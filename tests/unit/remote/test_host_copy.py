@@ -14,7 +14,7 @@ from support import checkpoints
 from support.object_store import Proxy
 
 from lockstep.checkpoint.commands import verify
-from lockstep.checkpoint.folder import committed_steps
+from lockstep.checkpoint.folder import committed_steps, folder_name, set_aside
 from lockstep.elastic.generation_log import Generation, GenerationLog, Member, RunResult, open_generation_log
 from lockstep.elastic.link import read_token
 from lockstep.elastic.run_folder import create_run_folder
@@ -40,7 +40,8 @@ def start(bucket: RunBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         hosts.pop(name, ExitStack()).close()  # as if its process had exited
         hosts[name] = ExitStack()
         with mock.patch.dict("os.environ", {"LOCKSTEP_STORE_CACHE": str(tmp_path / name)}):
-            return HostMirror(hosts[name].enter_context(joined_copy(bucket, name)), bucket, name)
+            copy, files = hosts[name].enter_context(joined_copy(bucket, name))
+            return HostMirror(copy, bucket, name, files)
 
     yield start
     for stack in hosts.values():
@@ -208,6 +209,29 @@ def test_a_damaged_checkpoint_is_no_start(start: Start, bucket: RunBucket, caplo
     train(a, 20)
     poll(a)
     assert committed_steps(start("b").folder / "checkpoints") == [20] and "step-00000010 is damaged" in caplog.text
+
+
+def test_a_run_that_returned_to_an_earlier_step_keeps_no_later_checkpoint(start: Start, bucket: RunBucket) -> None:
+    a, b = start("a"), start("b")
+    form(a, 1, "a", "b")
+    train(a, 10, 20, 30)
+    poll(a, b)
+    b = start("b")
+    late = start("a")  # before b publishes: its copy keeps all steps
+    for step in (20, 30):  # lockstep launch --resume 10 on b
+        set_aside(b.folder / "checkpoints" / folder_name(step), "abandoned")
+    checkpoints.save(b.folder / "checkpoints", 20, value=99)  # saved before b publishes
+    form(b, 2, "b")
+    poll(b)
+    assert steps_of(stored(bucket).files) == [10, 20], "30 is not downloaded again"
+    published = stored(bucket).files
+    set_aside(late.folder / "checkpoints" / folder_name(30), "abandoned")  # as a worker does that joins at step 25
+    form(b, 3, "a", "b")
+    poll(late)
+    assert steps_of(stored(bucket).files) == [10, 20] and stored(bucket).generation == 3
+    tensors = "checkpoints/step-00000020/tensors-00000.safetensors"
+    assert stored(bucket).files[tensors] == published[tensors], "the step of the run that was left is replaced"
+    assert bytes([99]) * 64 in (late.folder / tensors).read_bytes()
 
 
 def test_the_end_is_released_by_the_host_of_rank_0(start: Start, bucket: RunBucket) -> None:
