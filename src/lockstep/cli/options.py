@@ -111,6 +111,8 @@ def build_parser() -> Parser:
     # As wide as the longest command, which argparse would wrap otherwise; prog: it puts its usage before the names.
     commands = parser.add_subparsers(dest="command", metavar="COMMAND     ", prog="lockstep", parser_class=Parser)
     add_training_commands(commands)
+    add_host_commands(commands)
+    add_run_commands(commands)
     add_checkpoint_commands(commands)
     add_network_commands(commands)
     add = add_command(commands, "recipes", "list the run files that come with Lockstep, or print one")
@@ -138,7 +140,7 @@ def add_host_options(add: Callable[..., Any]) -> None:
 
 
 def add_training_commands(commands: Commands) -> None:
-    """Add the commands that start, stop, show and test training."""
+    """Add the commands that plan, start and stop training."""
     add = add_command(commands, "train", "train a run file or a function on all devices of this machine", takes_target=True)
     add("--out", type=Path, help="run folder, or s3://BUCKET/RUN (default: runs/NAME of the run file, or runs/default)")
     add("--workers", **WORKERS, help="worker processes on this machine (default: one per GPU, two on a CPU)")
@@ -183,9 +185,16 @@ def add_training_commands(commands: Commands) -> None:
     add("--resume", **RESUME)
     add("--override", **OVERRIDE)
     add("--restart", **RESTART)
-    add("--with-evaluator", action="store_true", help="score every checkpoint in a separate process; with --ssh on the first host")
+    add(
+        "--with-evaluator",
+        action="store_true",
+        help="score every checkpoint in a separate process; with --ssh on the first host, in a store on each",
+    )
     add("--stop", type=Path, metavar="RUN", help="ask the run in this folder to save and stop, from any host, and exit")
 
+
+def add_host_commands(commands: Commands) -> None:
+    """Add the commands about the hosts of a run, before it starts."""
     add = add_command(commands, "render", "write the file that starts a run file on a cluster, on a range of nodes")
     add("target", choices=TARGETS)
     add("run_file", metavar="RUN.toml", help="run file or recipe")
@@ -213,6 +222,9 @@ def add_training_commands(commands: Commands) -> None:
     add("--workers", **WORKERS, help="worker processes on this machine, without --hosts (default: as for train)")
     add_host_options(add)
 
+
+def add_run_commands(commands: Commands) -> None:
+    """Add the commands that show and test a run."""
     add = add_command(commands, "status", "list the members of a run: hosts, process ids, roles and steps")
     add("folder", **RUN_FOLDER)
     add("--json", action="store_true", help="print JSON")

@@ -21,7 +21,7 @@ def layout_limits(run: RunConfig) -> LayoutLimits:
         return LayoutLimits(run.data_parallel_limit)
     config = llama_config(run)
     if run.llama.backend == "transformers":
-        from lockstep.parallel.plans import plan_of
+        from lockstep.parallel.plans import plan_of  # loads torch
 
         return plan_of(config.meta_model()).layout_limits(run.data_parallel_limit)
     return LayoutLimits(run.data_parallel_limit, (config.n_heads, config.n_kv_heads, config.ffn_dim), config.n_layers)

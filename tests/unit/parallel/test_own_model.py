@@ -109,7 +109,9 @@ def test_parameters_that_cannot_be_sharded_are_refused(make: Callable[[], nn.Mod
 
 def test_compiled_units_can_be_sharded() -> None:
     model = Nested()
-    for unit in (units := find_units(model)):
+    units = find_units(model)
+    assert units
+    for unit in units:
         model.get_submodule(unit).compile()
     refuse_unshardable(model, units)
 
