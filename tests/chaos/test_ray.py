@@ -22,6 +22,8 @@ from pathlib import Path
 import pytest
 from support.fault_matrix import Reference
 from support.hosts import Host, Network, Training, flags, living, read_steps, undisturbed, why_no_hosts
+from support.object_store import environment, s3_server
+from support.stored_hosts import RUN
 from support.waiting import wait_until
 
 from lockstep.checkpoint.commands import digest_line
@@ -30,6 +32,7 @@ pytest.importorskip("ray", reason="needs ray: pip install 'lockstep-train[ray]'"
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 HEAD = "10.77.0.1:6379"
 KILLS, MANY = 5, 100_000  # kills, and more steps than they take
+CREDENTIALS = {name: value for name, value in environment("", "").items() if "KEY" in name}
 OBJECT_STORE_BYTES = 80_000_000  # the least that Ray takes
 # Ray's own detection takes 15 s by default; it only decides when the replacement may start.
 QUICK = {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "3", "RAY_health_check_initial_delay_ms": "500"}
@@ -55,7 +58,8 @@ class Cluster:
         ray = [sys.executable, "-m", "ray.scripts.scripts", "start", *words, *common]
         shell = ["unshare", "--mount", "sh", "-c", f'{prefix or ":"}; exec "$@"', "sh", *ray]
         with open(self.logs, "ab") as output:
-            environ = os.environ | QUICK
+            # Of a node alone: the credentials of a store, and where its copies are.
+            environ = os.environ | QUICK | CREDENTIALS | {"LOCKSTEP_STORE_CACHE": str(self.folder / f"copies-{host.name}")}
             command = [*host.enter, *shell]
             self.nodes.append(subprocess.Popen(command, stdout=output, stderr=output, env=environ, start_new_session=True, cwd=self.folder))
 
@@ -98,11 +102,13 @@ def cluster() -> Iterator[Cluster]:
 class RayTraining(Training):
     """A run under Ray; `agents` has the driver alone."""
 
-    def start_driver(self, cluster: Cluster, *words: str, address: str = HEAD) -> subprocess.Popen[bytes]:
+    def start_driver(
+        self, cluster: Cluster, *words: str, address: str = HEAD, out: str = "run", **variables: str
+    ) -> subprocess.Popen[bytes]:
         head = cluster.network.hosts[0]
-        command = [*head.enter, sys.executable, "-m", "lockstep", "launch", "--ray", "--workers", "1", "--out", "run"]
+        command = [*head.enter, sys.executable, "-m", "lockstep", "launch", "--ray", "--workers", "1", "--out", out]
         words = words or ("--nodes", "2")
-        environ = {**os.environ, "RAY_ADDRESS": address, "OMP_NUM_THREADS": "1", "LOCKSTEP_TMP": str(self.folder)}
+        environ = {**os.environ, **variables, "RAY_ADDRESS": address, "OMP_NUM_THREADS": "1", "LOCKSTEP_TMP": str(self.folder)}
         with open(self.folder / "driver.out", "ab") as output:
             self.agents["ray"] = subprocess.Popen(
                 [*command, *words, *flags(self.steps)], cwd=self.folder, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output
@@ -123,6 +129,29 @@ def training(cluster: Cluster, tmp_path: Path) -> Iterator[RayTraining]:
     created = RayTraining(tmp_path, cluster.network.hosts, workers=1, steps=40, start=())
     yield created
     created.close()
+
+
+def test_nodes_meet_in_a_store_and_one_is_killed(cluster: Cluster, training: RayTraining, reference: Reference) -> None:
+    head, *nodes = cluster.network.hosts[:3]
+    training.steps = 400
+    with s3_server(head.address, head.enter) as server:
+        settings = environment(server, training.folder / "driver")
+        del settings["LOCKSTEP_STORE_CACHE"]  # else every node would have this folder
+        driver = training.start_driver(cluster, out=RUN, **settings, XDG_CACHE_HOME=str(training.folder))
+
+        def steps_of(host: Host) -> list[tuple[int, float, float]]:
+            return next((read_steps(path.parent) for path in cluster.folder.glob(f"copies-{host.name}/*/hosts/metrics.jsonl")), [])
+
+        report = (training.folder / "driver.out").read_text
+        wait_until(lambda: any(len(steps_of(node)) > 8 for node in nodes), "step 8", process=driver, report=report)
+        cluster.kill(nodes[0])
+        shutil.rmtree(cluster.folder / f"copies-{nodes[0].name}")
+        cluster.start(nodes[0])  # Ray repeats its task there, with an empty disk
+        assert driver.wait(200) == 0, report()
+        assert "joined" in report() and CREDENTIALS["AWS_SECRET_ACCESS_KEY"] not in report()
+        words = [*head.enter, sys.executable, "-m", "lockstep", "checkpoint", "digest", RUN]
+        reader = os.environ | settings | {"LOCKSTEP_STORE_CACHE": str(training.folder / "reader")}
+        assert subprocess.check_output(words, env=reader, text=True).strip() == reference(400).digest
 
 
 def test_a_run_on_two_nodes_stops_resumes_and_has_the_bits_of_one_worker(

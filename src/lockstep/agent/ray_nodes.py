@@ -22,10 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.agent.hosts import combined_exit_code
+from lockstep.agent.hosts import SENT_VARIABLES, combined_exit_code
 from lockstep.elastic.control import request_stop, stop_recipients
 from lockstep.elastic.generation_log import NO_GENERATION, Generation, GenerationLog
 from lockstep.elastic.run_folder import create_run_folder, read_folder_id
+from lockstep.elastic.stored_folder import store_address
 from lockstep.elastic.waiting_room import WaitingRoom
 from lockstep.errors import LockstepError, UsageError
 from lockstep.runtime.signals import StopSignals
@@ -112,22 +113,27 @@ def no_room(cluster: Mapping[str, Resources], wanted: Reservation, waited_s: flo
 
 def run_agents(ray: Any, wanted: Reservation, words: Sequence[str], folder: Path, *, evaluator: bool, wait_s: float) -> int:
     """Run an agent on each of the reserved nodes; return the exit code of the run.
-    words: of `lockstep launch`; evaluator: on the first node. UsageError before any agent starts."""
+
+    words      of `lockstep launch`
+    folder     run folder, or a copy with the generations of a run in a store
+    evaluator  on the first node; of a run in a store on every node
+    UsageError before any agent starts.
+    """
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     group = placement_group([wanted.resources] * wanted.nodes, strategy="STRICT_SPREAD")
     if not group.wait(wait_s):
         raise no_room(cluster_resources(ray), wanted, wait_s)
-    folder = folder.resolve()
-    folder_id, before = create_run_folder(folder, socket.gethostname()), newest_generation(folder).number
-    environ = {name: value for name, value in os.environ.items() if name.startswith("LOCKSTEP_")} | {SHARED_TERMINAL: "1"}
+    folder, is_stored = folder.resolve(), store_address(folder) is not None
+    folder_id, before = "" if is_stored else create_run_folder(folder, socket.gethostname()), newest_generation(folder).number
+    environ = {name: value for name, value in os.environ.items() if name.startswith(SENT_VARIABLES)} | {SHARED_TERMINAL: "1"}
     resources = {"num_cpus": wanted.resources["CPU"], "num_gpus": wanted.resources.get("GPU", 0)}
     tasks = {}
     for index in range(wanted.nodes):
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
         task = ray.remote(run_agent_here).options(**resources, scheduling_strategy=strategy, max_retries=-1, name="lockstep")
-        own = ["--with-evaluator", *words] if evaluator and index == 0 else words
+        own = ["--with-evaluator", *words] if evaluator and (index == 0 or is_stored) else words
         tasks[task.remote(own, os.getcwd(), environ, folder, folder_id)] = index
     return wait_for_agents(ray, group, tasks, folder, before)
 
@@ -168,12 +174,13 @@ def newest_generation(folder: Path) -> Generation:
 
 
 def run_agent_here(words: Sequence[str], cwd: str, environ: Mapping[str, str], folder: Path, folder_id: str) -> int:
-    """Run the agent of this node until it ends; return its exit code. A killed agent starts again."""
+    """Run the agent of this node until it ends; return its exit code. A killed agent starts again.
+    folder_id: of the run folder that the driver sees; "": the run is in a store"""
     import ray
 
-    address = ray.util.get_node_ip_address()
+    address, problem = ray.util.get_node_ip_address(), ""
     try:
-        seen = read_folder_id(folder)
+        seen = read_folder_id(folder) if folder_id else ""
         problem = "" if seen == folder_id else "it is another folder there" if seen else "it does not exist there"
     except OSError as error:
         problem = f"{error.strerror}: {error.filename}"

@@ -4,6 +4,7 @@ import argparse
 import os
 import socket
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 from lockstep.agent import ray_nodes
@@ -28,6 +29,8 @@ from lockstep.elastic.stored_folder import store_address
 from lockstep.errors import UsageError
 from lockstep.log import log
 from lockstep.object_store.address import parse_address
+from lockstep.object_store.bucket import RunBucket
+from lockstep.remote.host_copy import driver_copy
 from lockstep.runtime.processes import die_with_parent
 from lockstep.runtime.worker_env import SHARED_TERMINAL
 
@@ -51,7 +54,7 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     if args.restart and not request.is_whole_script:
         raise UsageError(f"--restart {args.restart} applies to a script only", "command line", "write lockstep launch FILE.py")
     run = request.validate()
-    address = store_address(request.folder)
+    address = parse_address(request.folder) or store_address(request.folder)
     if address and restarts_all(request):
         hint = "save with lockstep.Session, or give --out on a disk that all hosts share"
         raise UsageError("a script without lockstep is not supported where hosts share no disk", f"--out {address}", hint)
@@ -150,7 +153,7 @@ def launch_by_ssh(args: argparse.Namespace, request: RunRequest, hosts: Hosts) -
     command = [sys.executable, "-m", "lockstep", "launch", "--hosts", str(args.hosts), *limit_words(args)]
     environ = {**os.environ, SHARED_TERMINAL: "1"}
     ssh_commands = []
-    is_stored = parse_address(request.folder) is not None  # only the host of rank 0 has new checkpoints
+    is_stored = parse_address(request.folder) is not None  # then only the host of rank 0 has new checkpoints
     for index, host in enumerate(hosts.host):
         evaluator = ["--with-evaluator"] if args.with_evaluator and (index == 0 or is_stored) else []
         words = [*command, *evaluator, "--host", host.name, *request.command_words(request.resume)[1:]]
@@ -160,15 +163,18 @@ def launch_by_ssh(args: argparse.Namespace, request: RunRequest, hosts: Hosts) -
 
 def launch_by_ray(args: argparse.Namespace, request: RunRequest, run: RunConfig | None) -> int:
     """Start an agent on each node of the Ray cluster; return the exit code of the run."""
-    with ray_nodes.connected() as ray:
+    address = parse_address(request.folder)
+    with ray_nodes.connected() as ray, driver_copy(RunBucket(address)) if address else nullcontext(request.folder) as folder:
         wanted = ray_nodes.choose_reservation(ray_nodes.cluster_resources(ray), args.nodes and args.nodes[1], args.workers)
         workers = wanted.nodes * wanted.workers
         if args.min is None:
             args.min = workers if restarts_all(request) else 1
         check_limits(args, run, workers)
+        if address:
+            refuse_split_replicas(run, wanted.workers, f"--workers; --out {address}")
         sizes = ["--nodes", str(wanted.nodes), "--workers", str(wanted.workers)]
         words = [*sizes, *limit_words(args), *request.command_words(request.resume)[1:]]
-        return ray_nodes.run_agents(ray, wanted, words, request.folder, evaluator=args.with_evaluator, wait_s=args.wait)
+        return ray_nodes.run_agents(ray, wanted, words, folder, evaluator=args.with_evaluator, wait_s=args.wait)
 
 
 def limit_words(args: argparse.Namespace) -> list[str]:

@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from itertools import pairwise
 from pathlib import Path
 
 from lockstep.agent.hosts import read_hosts
@@ -30,7 +31,7 @@ from lockstep.remote.snapshots import Snapshot, newest
 from lockstep.remote.upload import Mirror, steps_of
 from lockstep.remote.working_copy import is_of_several_hosts, owned_copy, temporary_copy
 from lockstep.runtime.environment import read_rank_info
-from lockstep.runtime.processes import PR_SET_PDEATHSIG, prctl
+from lockstep.runtime.processes import PR_SET_PDEATHSIG, die_with_parent, prctl
 from lockstep.runtime.signals import EXIT_INTERRUPTED, STOP_SIGNALS
 from lockstep.units import format_bytes
 
@@ -49,10 +50,13 @@ def run_remote(args: argparse.Namespace, words: Sequence[str], folders: Sequence
     refuse_unsupported(args, address)
     if args.command == "status" or isinstance(args.command == "launch" and args.stop, Path):
         return run_beside_training(address, words)
-    if args.command == "launch" and not args.host and (args.ssh or (args.hosts and read_hosts(args.hosts).ssh)):
+    if args.command == "launch" and not args.host and (args.ray or args.ssh or (args.hosts and read_hosts(args.hosts).ssh)):
         return launch.main(args, rest)  # each host mirrors its own copy
     if getattr(args, "show", False) or (args.command in READ and getattr(args, "action", "") != "import"):
         return run_on_snapshots(args, addresses, words)
+    if parent := getattr(args, "parent", 0):
+        die_with_parent(parent)
+        words = [str(os.getpid()) if before == "--parent" else word for before, word in pairwise(["", *words])]
     bucket, host = RunBucket(address), getattr(args, "host", None) or socket.gethostname()
     if args.command == "launch" and (args.hosts or args.nodes):
         with joined_copy(bucket, host) as (copy, files):
@@ -78,10 +82,6 @@ def refuse_unsupported(args: argparse.Namespace, address: Address) -> None:
         "report without --out": (command == "report" and not args.out, "name the file to write with --out FILE.html"),
         "report --out s3://": (command == "report" and parse_address(args.out or "") is not None, "write to this host, then copy it"),
         "evaluate --follow": (command == "evaluate" and args.follow, "use lockstep launch --with-evaluator"),
-        "a launch by Ray": (
-            command == "launch" and args.ray,
-            "give a folder on a disk that all hosts share, or start the agents with --hosts",
-        ),
         "a start by torchrun, srun or mpirun": (
             command in WRITE and not is_agent and read_rank_info(os.environ)[0] is not None,
             "start lockstep train or launch by itself: it starts the workers of this host",

@@ -25,9 +25,6 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     stored, image = parse_address(folder) is not None, args.image or f"lockstep:{__version__}"  # a malformed address is not repeated
     job, run = make_job(file, args.nodes, gpus=args.gpus, workers=workers, run_folder=folder, image=image, stored=stored)
     if stored:
-        if args.target == "ray":
-            hint = "give --run on a disk that all nodes share"
-            raise UsageError("lockstep launch --ray is not supported where nodes share no disk", f"--run {folder}", hint)
         refuse_split_replicas(run, workers, f"--workers or --gpus; --run {folder}")
     refuse_sizes(run, args.nodes, workers, f"--nodes {job.fewest}:{job.most}, {workers} workers per node")
     text = render(args.target, job)

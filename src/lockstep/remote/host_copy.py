@@ -51,6 +51,7 @@ from lockstep.remote.working_copy import (
     refuse_lost_store,
     refuse_running_workers,
     set_copy_aside,
+    temporary_copy,
 )
 from lockstep.runtime.worker_env import running_workers, state_folder
 
@@ -67,28 +68,54 @@ def joined_copy(bucket: RunBucket, host: str) -> Iterator[tuple[Path, Files]]:
     with locked_copy(bucket) as copy:
         refuse_unsafe_store(bucket)
         if not is_of_several_hosts(bucket):
-            if newest(bucket):
-                hint = "start it without --hosts and --nodes on one host, or give another --out"
-                raise UsageError(f"the run in {bucket.address} is one of a single host", f"its snapshots; there is no {MEMBERSHIP}/", hint)
-            refuse_other_objects(bucket)
+            refuse_single_host(bucket)
             refuse_lost_store(bucket, copy)
-        new_identity = json.dumps({"token": secrets.token_hex(TOKEN_BYTES), "run_id": secrets.token_hex(8)})
-        try:
-            identity = parse_json(bucket.put_if_absent(IDENTITY, new_identity.encode()).decode())
-            token, run_id = str(identity["token"]), str(identity["run_id"])
-        except (ValueError, LookupError, TypeError) as error:
-            hint = "restore an earlier version of this object"
-            raise DamagedFileError(f"the identity of the run is damaged: {error}", f"{bucket.address}/{IDENTITY}", hint) from None
+        token, run_id = identity_of(bucket)
         if has_run(copy) and (not (copy / "token").exists() or read_text(copy / "token") != token):
             refuse_running_workers(bucket, copy, host)
             set_copy_aside(copy, "the store holds another run")
-        (copy / "generations").mkdir(parents=True, exist_ok=True)
-        write_if_absent(copy / "token", token, 0o600)
-        write_json(copy / RUN_ID, {"id": run_id})
-        write_json(copy / STORE_FILE, {"address": str(bucket.address)})
+        write_identity(bucket, copy, token, run_id)
         files = refresh_copy(copy) if not running_workers(state_folder(copy, host)) else {}
         with copying_generations(copy):
             yield copy, files
+
+
+@contextmanager
+def driver_copy(bucket: RunBucket) -> Iterator[Path]:
+    """Yield a folder with the generations of a run of several hosts, for a process that starts and stops
+    its agents and is none of them. UsageError: a run of one host is in the store; StoreError."""
+    if not is_of_several_hosts(bucket):
+        refuse_single_host(bucket)
+    with temporary_copy(bucket.address) as copy:
+        write_identity(bucket, copy, *identity_of(bucket))
+        with copying_generations(copy):
+            yield copy
+
+
+def refuse_single_host(bucket: RunBucket) -> None:
+    """UsageError when the prefix holds a run of one host, or objects that are not of a run."""
+    if newest(bucket):
+        hint = "start it without --hosts and --nodes on one host, or give another --out"
+        raise UsageError(f"the run in {bucket.address} is one of a single host", f"its snapshots; there is no {MEMBERSHIP}/", hint)
+    refuse_other_objects(bucket)
+
+
+def identity_of(bucket: RunBucket) -> tuple[str, str]:
+    """Return (token, id) of the run; new ones if this host is the first."""
+    new_identity = json.dumps({"token": secrets.token_hex(TOKEN_BYTES), "run_id": secrets.token_hex(8)})
+    try:
+        identity = parse_json(bucket.put_if_absent(IDENTITY, new_identity.encode()).decode())
+        return str(identity["token"]), str(identity["run_id"])
+    except (ValueError, LookupError, TypeError) as error:
+        hint = "restore an earlier version of this object"
+        raise DamagedFileError(f"the identity of the run is damaged: {error}", f"{bucket.address}/{IDENTITY}", hint) from None
+
+
+def write_identity(bucket: RunBucket, copy: Path, token: str, run_id: str) -> None:
+    (copy / "generations").mkdir(parents=True, exist_ok=True)
+    write_if_absent(copy / "token", token, 0o600)
+    write_json(copy / RUN_ID, {"id": run_id})
+    write_json(copy / STORE_FILE, {"address": str(bucket.address)})
 
 
 @contextmanager

@@ -47,11 +47,11 @@ CASES = {
 
 @pytest.fixture(params=list(CASES.values()), ids=list(CASES))
 def rendered(request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
-    """Every file of a run, by target. KubeRay starts `lockstep launch --ray`, which needs a shared disk."""
+    """Every file of a run, by target."""
     options, text = request.param
     (tmp_path / "tiny.toml").write_text(text)
     files = {}
-    for target in TARGETS if STORE not in options else [target for target in TARGETS if target != "ray"]:
+    for target in TARGETS:
         assert main(["render", target, str(tmp_path / "tiny.toml"), *options]) == 0
         files[target] = capsys.readouterr().out
     return files
@@ -147,12 +147,18 @@ def test_nodes_share_a_disk_or_have_the_credentials_of_a_store(rendered: dict[st
     (container,) = spec["containers"]
     volumes = {name for volume in spec["volumes"] for name in volume if name != "name"} - {"configMap"}
     hosts = [set(service.get("environment", ())) for service in compose["services"].values()]
-    if "ray" in rendered:
+    ray = list(yaml.safe_load_all(rendered["ray"]))[1]["spec"]["rayClusterSpec"]
+    pods = [group["template"]["spec"] for group in (ray["headGroupSpec"], *ray["workerGroupSpecs"])]
+    if STORE not in rendered["slurm"]:
+        assert all("emptyDir" not in str(pod) and "envFrom" not in str(pod) for pod in pods)
         assert "persistentVolumeClaim" in volumes and compose["volumes"] and "envFrom" not in container
     else:
         keys = {"AWS_ENDPOINT_URL", "AWS_REGION", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"}
         assert "persistentVolumeClaim" not in volumes and "volumes" not in compose
         assert container["envFrom"] == [{"secretRef": {"name": "tiny-store", "optional": True}}]
+        for pod in pods:
+            assert pod["containers"][0]["envFrom"] == container["envFrom"] and "persistentVolumeClaim" not in str(pod)
+            assert {"name": "LOCKSTEP_STORE_CACHE", "value": "/work"} in pod["containers"][0]["env"]
         assert all(keys < names and "LOCKSTEP_STORE_CACHE=/work" in names for names in hosts)
         assert keys <= yaml.safe_load(rendered["skypilot"])["secrets"].keys()
         assert {"name": "LOCKSTEP_STORE_CACHE", "value": "/work"} in container["env"] and container["workingDir"] == "/work"
@@ -195,7 +201,6 @@ def test_values_of_the_environment_do_not_enter_a_file(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        (("ray", "--run", STORE), "launch --ray is not supported where nodes share no disk"),
         (("slurm", "--run", STORE, "--workers", "3", "shards"), "3 workers per host for replicas of 2, each of which must share a disk"),
         (("slurm", "--run", "s3://ada:hunter2@runs/x"), "no address of a bucket"),
         (("slurm", "--run", "gs://runs/x"), "gs:// is not supported"),
