@@ -28,7 +28,7 @@ from lockstep.checkpoint.safetensors_io import TensorSpec
 from lockstep.checkpoint.state_dict import digest
 from lockstep.config.adapter_config import ADAPTER_CONFIG
 from lockstep.errors import CheckpointError, UsageError
-from lockstep.files import fsync_folder, read_json, write_atomic, write_json
+from lockstep.files import fsync_folder, read_json, scheme_of, write_atomic, write_json
 from lockstep.models.hf_config import HARMLESS_KEYS, config_from_hf, config_to_hf, family_of, hf_name, parameter_shapes
 from lockstep.models.llama_config import LlamaConfig
 from lockstep.models.transformers_model import TransformersConfig
@@ -157,6 +157,9 @@ def open_hub(folder: Path, backend: str = "lockstep") -> LlamaWeights:
 
     UsageError: there is no such folder. CheckpointError: it is damaged or not a supported Llama.
     """
+    if scheme := scheme_of(folder):
+        hint = "download it: lockstep checkpoint export ADDRESS --out FOLDER"
+        raise UsageError(f"a model is read from a folder, not from {scheme}://", "command line; llama.init_from", hint)
     if not is_hub(folder):
         raise UsageError(f"there is no {CONFIG_FILE} in {folder}", "command line", "give the folder of a complete Hugging Face model")
     where = str(folder / CONFIG_FILE)
