@@ -40,7 +40,6 @@ from lockstep.config.resolve import parse_flags, resolve
 from lockstep.elastic.fault_injection import DRILL_VARIABLE, request_fault
 from lockstep.elastic.generation_log import NO_GENERATION, Generation, GenerationLog, Member
 from lockstep.errors import LockstepError, UsageError
-from lockstep.files import read_json
 from lockstep.object_store.address import parse_address
 from lockstep.object_store.bucket import RunBucket
 from lockstep.record.events import read_events
@@ -264,9 +263,12 @@ class DrillRun(AbstractContextManager["DrillRun"]):
             self.agent = subprocess.Popen(self.command, env=environ, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
 
     def kill_agent(self) -> None:
-        """Kill the holder of the agent's lock. With a store the process that mirrors ends after it."""
-        with suppress(OSError, ValueError, LookupError):
-            os.kill(int(read_json(state_folder(self.folder, self.host) / "agent.lock")["pid"]), signal.SIGKILL)
+        """Kill the agent. With a store the process that mirrors ends after it."""
+        started = self.agent.pid
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            children = Path(f"/proc/{started}/task/{started}/children").read_text().split()
+            for pid in map(int, children) if parse_address(self.out) else [started]:
+                os.kill(pid, signal.SIGKILL)
 
     def digest(self) -> str:
         """Return `step S sha256 HEX` of the last checkpoint; with a store, of what the store holds."""
