@@ -21,7 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from lockstep.checkpoint.fingerprints import RUN_ID
-from lockstep.checkpoint.folder import COMMITTED, committed_steps, folder_name, set_aside
+from lockstep.checkpoint.folder import COMMITTED, committed_steps, folder_name, retire, set_aside
 from lockstep.data.manifest import locked
 from lockstep.elastic.generation_log import NO_GENERATION, GenerationLog, StoredGenerationLog, open_generation_log
 from lockstep.elastic.link import TOKEN_BYTES
@@ -161,9 +161,12 @@ def refresh_copy(run: Path, *, keep: Collection[str] = ()) -> Files:
         return {}
     if snapshot.owner in read_owners(run):
         return snapshot.files
+    oldest = min(steps_of(snapshot.files), default=0)
     for step in committed_steps(run / "checkpoints"):
         folder = run / "checkpoints" / folder_name(step)
-        if not is_listed(folder, folder.name, snapshot):
+        if step < oldest:  # the publisher has retired it, too
+            retire(folder.parent, step)
+        elif not is_listed(folder, folder.name, snapshot):
             log.warning("this checkpoint of step %d is not in the store: set aside as %s", step, set_aside(folder, "abandoned"))
     log.info("reading snapshot %d of %s, put by %s, to %s", snapshot.number, address, snapshot.host, run)
     problems, _ = update_copy(bucket, snapshot, run, lambda path: path not in keep and (not OWN.match(path) or not (run / path).exists()))

@@ -14,7 +14,7 @@ from support import checkpoints
 from support.object_store import Proxy
 
 from lockstep.checkpoint.commands import verify
-from lockstep.checkpoint.folder import committed_steps, folder_name, set_aside
+from lockstep.checkpoint.folder import committed_steps, folder_name, retire, set_aside
 from lockstep.elastic.generation_log import Generation, GenerationLog, Member, RunResult, open_generation_log
 from lockstep.elastic.link import read_token
 from lockstep.elastic.run_folder import create_run_folder
@@ -176,6 +176,22 @@ def test_a_start_reads_the_newest_snapshot_unless_it_has_put_it(start: Start, bu
     refresh_copy(a.folder)
     assert committed_steps(a.folder / "checkpoints") == [10, 15] and list(a.folder.glob("checkpoints/*20.abandoned"))
     assert (a.folder / "metrics.jsonl").read_text().count("\n") == 15
+
+
+def test_a_start_deletes_checkpoints_that_the_run_no_longer_keeps(start: Start, bucket: RunBucket) -> None:
+    a, b = start("a"), start("b")
+    form(a, 1, "a", "b")
+    train(a, 10)
+    poll(a, b)
+    form(b, 2, "b")
+    train(b, 20, 30)
+    poll(b)
+    for step in (10, 20):
+        assert retire(b.folder / "checkpoints", step)
+    train(b, 40)
+    poll(b)
+    a = start("a")
+    assert committed_steps(a.folder / "checkpoints") == [30, 40] and not list(a.folder.glob("checkpoints/*abandoned*"))
 
 
 def test_a_checkpoint_of_rank_0_reaches_a_host_that_scores_it(
