@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -164,6 +165,14 @@ def test_an_ended_run_is_scored_by_any_host(training: StoredTraining, reference:
     assert f"step {STEPS}" in training.messages(c, "evaluate", RUN, code=0)[1]
     assert "(scored before)" in training.messages(a, "evaluate", RUN, code=0)[1], "the score is in the store"
     assert training.run(b, "checkpoint", "digest", RUN).strip() == reference(STEPS).digest
+    training.steps = STEPS + 40
+    training.start(a)
+    training.start(b)
+    assert set(training.end().values()) == {0}, training.report()
+    assert training.step(a) == STEPS + 40
+    training.run(c, "evaluate", RUN)
+    scores = [json.loads(line)["step"] for line in (training.copy(c) / "evaluations.jsonl").read_text().splitlines()]
+    assert scores == [STEPS, STEPS + 40], "the training has kept the earlier score"
 
 
 @pytest.mark.long
