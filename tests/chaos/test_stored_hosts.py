@@ -166,8 +166,8 @@ def test_an_ended_run_is_scored_by_any_host(training: StoredTraining, reference:
     assert "(scored before)" in training.messages(a, "evaluate", RUN, code=0)[1], "the score is in the store"
     assert training.run(b, "checkpoint", "digest", RUN).strip() == reference(STEPS).digest
     training.steps = STEPS + 40
-    training.start(a)
-    training.start(b)
+    for host in (a, b):
+        training.start(host, "--override", f"optim.decay_steps={training.steps}")
     assert set(training.end().values()) == {0}, training.report()
     assert training.step(a) == STEPS + 40
     training.run(c, "evaluate", RUN)
