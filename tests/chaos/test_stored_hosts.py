@@ -229,6 +229,7 @@ def test_a_host_without_the_run_watches_and_reports_it(training: StoredTraining)
     assert "rank" in training.run(b, "watch", RUN), "beside the training the workers are asked"
     training.run(c, "report", RUN, "--out", "r.html")
     assert "hosts: Lockstep report" in (training.folder / c.name / "r.html").read_text()
+    assert " ago" in text and "silent" not in text, text
     training.lose(a)
     assert training.end() == {"b": 0}, training.report()
     text = training.run(c, "watch", RUN)

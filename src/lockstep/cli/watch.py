@@ -121,7 +121,8 @@ def state_line(data: RunData, status: dict[str, Any]) -> Text:
         state = f"ended with exit code {ended['code']}: {ended['text']}".removesuffix(": ")
         style = "red" if ended["code"] else "green"
     elif "source" in status:
-        state, style = status["source"], "green"
+        state, style = status["source"], "yellow" if status["silent"] else "green"
+        state += "; silent: its host may be lost" * status["silent"]
     elif not status:
         state, style = "no list of workers: started without an agent, or not started", "yellow"
     elif members and all("unreachable" in member for member in members):

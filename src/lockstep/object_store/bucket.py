@@ -84,6 +84,11 @@ class RunBucket:
         with self._explained(f"{name} was not read", may_be_missing=True):
             return bytes(self._store.get(name).bytes())
 
+    def modified_s(self, name: str) -> float:
+        """Return when an object was stored: seconds since 1970, by the clock of the store."""
+        with self._explained(f"{name} was not found"):
+            return float(self._store.head(name)["last_modified"].timestamp())
+
     def list(self, folder: str, after: str = "") -> Sequence[str]:
         """Return the names of the objects below `folder`, in order; only those behind the name `after`."""
         with self._explained(f"{folder} was not listed"):

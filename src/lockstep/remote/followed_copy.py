@@ -17,7 +17,7 @@ from lockstep.files import try_lock
 from lockstep.object_store.address import Address
 from lockstep.object_store.bucket import RunBucket
 from lockstep.remote.download import download
-from lockstep.remote.snapshots import Files, newest
+from lockstep.remote.snapshots import SILENT_BEATS, Files, Snapshot, name_of, newest
 from lockstep.remote.working_copy import temporary_copy
 from lockstep.units import format_duration
 
@@ -31,36 +31,38 @@ class FollowedCopy:
 
     def __init__(self, bucket: RunBucket, folder: Path) -> None:
         self.bucket, self.folder = bucket, folder
-        self.files: Files = {}
-        self.number, self.new_s, self.beat_s, self.next_s = 0, 0.0, 0.0, 0.0
-        self.source = ""
+        self.snapshot = Snapshot(0, "", 0.0, {})
+        self.files: Files = {}  # that the copy has
+        self.put_s = 0.0  # when the snapshot was put: since 1970, by the clock of the store
+        self.next_s = 0.0
 
     def status(self) -> dict[str, Any]:
-        """Copy what is new; return the status of the run as far as the store has it: `run`, `source`
-        and `ended`. CheckpointError: there is no run."""
+        """Copy what is new; return the status of the run as far as the store has it: `run`, `ended`,
+        `source`, and `silent`: no snapshot for as long as counts as a lost host. CheckpointError."""
         problem = ""
         try:
             if time.monotonic() >= self.next_s:
                 self._update()
         except StoreError as error:
-            if not self.number:
+            if not self.snapshot.number:
                 raise
             # An outage. The next call tries again.
             problem = f"; {error.what}"
+        snapshot, age_s = self.snapshot, max(0.0, time.time() - self.put_s)
         record = GenerationLog(self.folder / "generations").newest() if (self.folder / "generations").is_dir() else None
         ended = {"code": record.end.code, "text": record.end.text} if record and record.end else None
-        age_s = time.monotonic() - self.new_s
-        silent = f", none since {format_duration(age_s)}" if age_s > 3 * self.beat_s else ""
-        return {"run": str(self.bucket.address), "source": f"{self.source}{silent}{problem}", "ended": ended}
+        source = f"snapshot {snapshot.number}, put by {snapshot.host} {format_duration(age_s)} ago{problem}"
+        silent = not snapshot.released and age_s > SILENT_BEATS * snapshot.beat_s
+        return {"run": str(self.bucket.address), "source": source, "silent": silent, "ended": ended}
 
     def _update(self) -> None:
         snapshot = newest(self.bucket)
         if snapshot is None:
             raise CheckpointError("there is no run", str(self.bucket.address), "give the address of a run, as with --out")
-        now_s = time.monotonic()
-        self.beat_s, self.next_s = snapshot.beat_s, now_s + snapshot.beat_s / 4
-        if snapshot.number == self.number:
+        self.next_s = time.monotonic() + snapshot.beat_s / 4
+        if snapshot.number == self.snapshot.number:
             return
+        put_s = self.bucket.modified_s(name_of(snapshot.number))
         files = {path: blobs for path, blobs in snapshot.files.items() if not path.startswith(UNREAD) or path.endswith(f"/{COMMITTED}")}
         changed = {path for path, blobs in files.items() if self.files.get(path) != blobs}
         with TemporaryDirectory(dir=self.folder.parent) as parent:
@@ -71,8 +73,7 @@ class FollowedCopy:
                 os.replace(folder / new, self.folder / new)
         for gone in self.files.keys() - files.keys():
             (self.folder / gone).unlink(missing_ok=True)
-        self.files, self.number, self.new_s = files, snapshot.number, now_s
-        self.source = f"snapshot {snapshot.number}, put by {snapshot.host}"
+        self.files, self.snapshot, self.put_s = files, snapshot, put_s
 
 
 @contextmanager
