@@ -15,6 +15,7 @@ from support.hosts import Network, why_no_hosts
 RATES = {"a": 100, "b": 100, "c": 10}  # Mbit/s
 
 
+@pytest.mark.long
 def test_the_fitted_rate_is_that_of_the_link_and_the_slow_host_is_named(tmp_path: Path) -> None:
     if why_not := why_no_hosts():
         pytest.skip(why_not)

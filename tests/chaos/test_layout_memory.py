@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from lockstep.checkpoint.commands import digest_line
 
 # 89 million parameters: 1.4 GB of weights, gradients and moments, 1.1 GB more during a save.
@@ -50,6 +52,7 @@ def train(folder: Path, limit: int, *words: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, env=one_thread(), timeout=150, preexec_fn=bound, check=False)
 
 
+@pytest.mark.long
 def test_out_of_memory_error_names_a_layout_that_trains(tmp_path: Path) -> None:
     limit = taken_by_torch() + ROOM
     failed = train(tmp_path / "whole", limit, "--workers", "1")

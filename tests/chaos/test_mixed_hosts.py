@@ -144,6 +144,7 @@ class SharedFolder:
             agent.wait()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 def test_a_second_host_is_refused_while_the_first_trains_and_can_resume_after_it_died(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP.read_text())

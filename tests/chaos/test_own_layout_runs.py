@@ -56,7 +56,7 @@ ENDS = re.compile("exited with code 0|killed by SIGKILL|its replica is incomplet
     ("words", "workers", "shards", "orders"),
     [
         (["--habit=evaluate first"], 4, 2, {"disturb": {"kill": 12}}),
-        (["--habit=evaluate first"], 2, 1, {"disturb": {"kill": 12}}),
+        pytest.param(["--habit=evaluate first"], 2, 1, {"disturb": {"kill": 12}}, marks=pytest.mark.long),
         ([], 4, 2, {"disturb_evaluation": {"kill": 19}}),
     ],
     ids=["a shard joins before an evaluation", "a replica joins before an evaluation", "a shard is lost in an evaluation"],
@@ -103,6 +103,7 @@ def run_split(folder: Path, workers: int, tensor: int, shards: int = 1, script: 
     return run_lockstep("run", "--out", folder, "--workers", workers, *layout, script)
 
 
+@pytest.mark.long
 def test_split_layers_heal_and_resume_with_one_digest(tmp_path: Path) -> None:
     """And a resume without the tensor axis, with a warning."""
     undisturbed, healed, resumed, other = (tmp_path / name for name in ("undisturbed", "healed", "resumed", "other"))

@@ -28,6 +28,7 @@ def run(folder: Path, workers: int, layout: dict[str, int], *words: str) -> subp
     return subprocess.run(command, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
 
 
+@pytest.mark.long
 def test_pipelines_heal_and_resume_with_the_digest_of_one_worker(tmp_path: Path) -> None:
     pipeline, cases = {"pipeline": 2}, {"alone": (1, {}, {}), "healed": (4, {"pipeline": 2}, {"kill": 12})}
     cases |= {"resumed": (2, pipeline, {"kill": 13, "stop": 22}), "cut in four": (4, {"pipeline": 2, "shard": 2}, {})}

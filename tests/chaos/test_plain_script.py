@@ -112,6 +112,7 @@ def test_a_signal_goes_to_the_script_and_ends_the_run(tmp_path: Path) -> None:
     assert not running_processes(tmp_path)
 
 
+@pytest.mark.long
 def test_a_host_is_lost_and_comes_back_on_two_hosts(tmp_path: Path) -> None:
     Path("hosts.toml").write_text(HOSTS)
 

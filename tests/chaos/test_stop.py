@@ -155,6 +155,7 @@ def evaluator(training: Training, host: Host) -> psutil.Process:
     return psutil.Process(training.events("evaluator started")[-1]["pid"])
 
 
+@pytest.mark.long
 def test_draining_a_host_ends_its_evaluator_at_once(start: Start) -> None:
     training = start(A, B)
     training.words = ("--with-evaluator",)

@@ -31,6 +31,7 @@ HANGING_LOOP = f"{ROOT / 'tests' / 'support' / 'hanging_loop.py'}:train"
 OTHER_KERNELS = ("env", "ATEN_CPU_CAPABILITY=default")  # computes different bits
 
 
+@long
 def test_row_12_agent_killed_the_next_one_adopts_its_workers(start_training: StartTraining, reference: Reference) -> None:
     # With --min 3 the run cannot end before the new agent's fork server has imported everything.
     training = start_training(steps=60, words=("--min", "3"))
@@ -92,7 +93,7 @@ def test_agents_of_several_hosts_killed_the_next_ones_adopt(
 @pytest.mark.parametrize(
     ("number", "away_s"),
     [
-        pytest.param(1, 0, id="15-a host"),
+        pytest.param(1, 0, id="15-a host", marks=long),
         pytest.param(0, 3, id="16-the leader's host, back after 3 s", marks=long),
         pytest.param(1, 25, id="17-back after 25 s", marks=long),
     ],
@@ -223,6 +224,7 @@ def test_row_36_joiner_with_another_number_of_steps_is_refused(start_training: S
     training.assert_same_bits(reference(120))
 
 
+@long
 def test_row_36_standby_worker_that_computes_other_bits_is_refused(start_training: StartTraining, reference: Reference) -> None:
     hosts = [Host("a"), Host("b"), Host("c", enter=OTHER_KERNELS)]
     training = start_training(hosts, workers=1, steps=60, words=("--max", "2"))

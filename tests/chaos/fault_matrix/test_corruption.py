@@ -14,7 +14,8 @@ long = pytest.mark.long
 SUPPORT = ROOT / "tests" / "support"
 
 
-@pytest.mark.parametrize("step", [pytest.param(20, id="37-before a save", marks=long), pytest.param(30, id="37-before the last save")])
+@long
+@pytest.mark.parametrize("step", [pytest.param(20, id="37-before a save"), pytest.param(30, id="37-before the last save")])
 def test_bit_flipped_on_the_leader_before_it_saves_is_in_no_checkpoint(
     start_training: StartTraining, reference: Reference, step: int
 ) -> None:
