@@ -55,8 +55,11 @@ from lockstep.training.loader import Collate, Loader
 from lockstep.training.prepared_model import PreparedModel
 from lockstep.training.replica_group import ReplicaGroup
 from lockstep.training.sample_order import make_order
+from lockstep.training.saved_state import PerMicroBatch, SavedState
 from lockstep.training.session_checks import ReplicaOptions
 from lockstep.training.session_words import in_session_words
+
+AFTER_EVALUATION, BEFORE_STEP = 1, 2  # separate the random numbers of these places
 
 
 class Session:
@@ -111,6 +114,10 @@ class Session:
         self.model: PreparedModel | None = None
         self._splits: dict[str, Any] = {}  # units and tensor_plan of `prepare`
         self._state: dict[str, Stateful] = {}
+        self._saved = SavedState()  # what `state` returns
+        self._carried: list[PerMicroBatch] = []
+        self._micro_batch: int | None = None  # that the loop is in
+        self._stopped: Stopped | None = None  # raised in the next micro-batch loop
         self._loaders: list[tuple[Loader, str]] = []  # and what a resumed run must have in common with it
         self._logged: dict[str, Any] = {}
         self._total = 0
@@ -186,12 +193,36 @@ class Session:
         self.optimizers, self._splits = optimizers, {"units": units, "tensor_plan": tensor_plan, "split_points": split_points}
         return (self.model, *optimizers) if optimizers else self.model
 
-    def state(self, **objects: Stateful) -> None:
-        """Add objects with state_dict and load_state_dict to the checkpoints, by name:
-        `session.state(scheduler=scheduler, ema=ema)`."""
+    def state(self, **objects: Any) -> SavedState:
+        """Add to the checkpoints, by name; return all of them as attributes of one object.
+
+            saved = session.state(scheduler=scheduler, ema=ema, best=0.0, patience=3)
+            saved.best = max(saved.best, score)
+
+        An object has state_dict and load_state_dict. A plain value is a number, text, bool, None, a
+        tensor, an array, or a list, tuple, dict or deque of them, equal on all workers; assign new
+        ones to the attribute. A resume and a join restore both.
+        """
         self._refuse_after_start("state")
-        refuse_unsupported_state(objects)
-        self._state |= objects
+        state = self._saved.add(objects)
+        refuse_unsupported_state(state)
+        self._state |= state
+        return self._saved
+
+    def per_micro_batch(self, initial: torch.Tensor) -> PerMicroBatch:
+        """Return a tensor for each micro-batch, for session.state: what micro-batch k assigns to its
+        `value` in one step, it finds there in the next, on whichever worker. Moved to the device.
+
+            saved = session.state(hidden=session.per_micro_batch(torch.zeros(8, 64)))
+            for k in session.micro_batches(step):
+                output, hidden = model(inputs(step, k), saved.hidden.value)
+                session.backward(loss_fn(output, target(step, k)))
+                saved.hidden.value = hidden
+        """
+        self._refuse_after_start("per_micro_batch")
+        carried = PerMicroBatch(initial.to(self.world.device), self.micro_batches_per_step, lambda: self._micro_batch)
+        self._carried.append(carried)
+        return carried
 
     def loader(
         self,
@@ -236,6 +267,7 @@ class Session:
         while self.step < total:
             self._logged, start_s = {}, time.monotonic()
             rate, step = session_checks.highest_rate(self.optimizers), self.step
+            self._seed(BEFORE_STEP)
             yield step
             if self.replicas.last_step != step:
                 what, hint = f"the body of step {step} ran no micro-batches", "take all of them, `for batch in loader(step)`, in every step"
@@ -255,7 +287,11 @@ class Session:
                 return
             if stop:
                 self.checkpointer.close()
-                raise Stopped(stop)
+                self._stopped = Stopped(stop)
+                if self.step < total and self.replicas.rehearsal:
+                    self._seed(BEFORE_STEP)
+                    yield self.step  # its micro-batch 0 is what a resume is compared with; then the loop raises
+                raise self._stopped
 
     def stop(self) -> None:
         """End `steps` with a save and without an error, on all workers, when one of them asks to.
@@ -276,10 +312,15 @@ class Session:
             raise UsageError(f"the micro-batches of step {step}", f"the loop is at step {self.step}", "for step in session.steps(...)")
         self.in_micro_batches = True
         try:
-            yield from self.replicas.micro_batches(step)
+            run = self.replicas.leave_witness if self._stopped else self.replicas.micro_batches
+            for micro_batch in run(step):
+                self._micro_batch = micro_batch
+                yield micro_batch
+            if self._stopped:
+                raise self._stopped
             self._collectives = collectives_of(dist.group.WORLD)
         finally:
-            self.in_micro_batches = False
+            self.in_micro_batches, self._micro_batch = False, None
 
     def backward(self, loss: torch.Tensor, *, count: int | None = None, scaler: torch.amp.GradScaler | None = None) -> None:
         """Run the backward pass of a micro-batch.
@@ -354,18 +395,26 @@ class Session:
         Each worker computes its share, without gradients, with the model and the modules in
         `session.state` (an EMA) in eval mode. The same bits come out on any number of workers.
         """
+        if self._stopped:
+            raise self._stopped
         sharing = {"seed": self.seed, "replica_size": self.replicas.replica.workers_per_replica if "replicas" in self.__dict__ else 1}
         with in_eval_mode(self.model, *self._state.values()):
             means = mean_over(dataset, function, self.runtime, batch_size=batch_size, collate_fn=collate_fn, **sharing)
-        # Equal on all workers again.
-        seed_generators(splitmix64(self.seed, self.step, self.micro_batches_per_step, 1) >> 1, self.world.device)
+        self._seed(AFTER_EVALUATION)
         self._collectives = None
         return means
+
+    def _seed(self, place: int) -> None:
+        """Seed the generators, equal on all workers, also on one that has resumed or joined."""
+        seed_generators(splitmix64(self.seed, self.step, self.micro_batches_per_step, place) >> 1, self.world.device)
 
     def _start(self, total: int) -> None:
         """Collective. Resume, and open what the loop needs for `total` steps."""
         if self.model is None:
             raise UsageError("session.steps without a model", "session.steps(...)", "call session.prepare(model, optimizer) before")
+        if any(all(carried is not value for value in self._state.values()) for carried in self._carried):
+            hint = "saved = session.state(hidden=session.per_micro_batch(...)), then saved.hidden.value"
+            raise UsageError("session.state has not received a per_micro_batch", "session.steps(...)", hint)
         module, runtime, enter = self.model.module, self.runtime, self._exit.enter_context
         facts = {"micro_batches": str(self.micro_batches_per_step), "seed": str(self.seed), "wire": self.options.get("wire", "fp32")}
         facts |= {f"loader {i}": fact for i, (_, fact) in enumerate(self._loaders)}
@@ -387,6 +436,7 @@ class Session:
         self._record = enter(BackgroundTracker(tracker))
         enter(checkpointer)
         group: Any = {"micro_batches": self.micro_batches_per_step, "seed": self.seed, "signals": signals, "tracker": self._record}
+        group["carried"] = self._carried
         self.replicas = enter(ReplicaGroup(runtime, model, checkpointer, **group, **self.options))
         self.checkpointer, self.tracker = checkpointer, tracker
         self._initial_digest = self.replicas.replica.digest()

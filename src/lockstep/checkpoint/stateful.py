@@ -14,10 +14,11 @@ decimals restore its bits.
 import gc
 import json
 import re
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
@@ -31,6 +32,10 @@ from lockstep.units import join_names
 JSON_SUFFIX = ":json"
 GROUPS = "groups"
 MAPPINGS: dict[str, type[dict[Any, Any]]] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
+
+ARRAY_KINDS = (
+    np.bool_, np.int8, np.int16, np.int32, np.int64, np.uint8, np.float16, np.float32, np.float64, np.complex64,
+)  # fmt: skip
 
 
 class Stateful(Protocol):
@@ -66,6 +71,13 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return [_encode(item, f"{path}.{i}", tensors) for i, item in enumerate(value)]
     if kind is tuple:
         return {"tuple": _encode(list(value), path, tensors)}
+    if kind is deque:
+        return {"deque": [value.maxlen, _encode(list(value), path, tensors)]}
+    if kind is np.ndarray:
+        if value.dtype.type not in ARRAY_KINDS:
+            what = f"{path} is an array of {value.dtype}, which a checkpoint cannot hold"
+            raise UsageError(what, "session.state(...) or Checkpointer(state=...)", "use an array of numbers or bools")
+        return {"array": _encode(torch.from_numpy(value.copy()), path, tensors)}
     if MAPPINGS.get(kind.__name__) is kind:
         items = [[_encode(key, f"{path} (a key)", tensors), _encode(item, f"{path}.{key}", tensors)] for key, item in value.items()]
         return {kind.__name__: items}
@@ -98,6 +110,10 @@ def _decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
         return tensor(inner)
     if tag == "tuple":
         return tuple(_decode(inner, tensor))
+    if tag == "deque":
+        return deque(_decode(inner[1], tensor), maxlen=inner[0])
+    if tag == "array":
+        return _decode(inner, tensor).cpu().numpy()
     return MAPPINGS[tag]({_decode(key, tensor): _decode(item, tensor) for key, item in inner})
 
 
@@ -107,7 +123,7 @@ def _leaves(value: Any, path: str, tensors: Mapping[str, Tensor]) -> Iterator[tu
         [(tag, inner)] = value.items()
         if tag == "tensor":
             yield path, safetensors_io.tensor_fingerprint(spec_of("", tensors[inner]), bytes_of(tensors[inner]))
-        for key, item in inner if tag in MAPPINGS else [[tag, inner]] if tag == "tuple" else []:
+        for key, item in inner if tag in MAPPINGS else [[tag, inner]] if tag in ("tuple", "deque", "array") else []:
             yield from _leaves(item, f"{path}.{key}", tensors)
     elif isinstance(value, list):
         for i, item in enumerate(value):

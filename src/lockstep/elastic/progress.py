@@ -17,6 +17,7 @@ class Progress:
     decision: StepDecision | None = None  # the vote on the last committed step, for members that missed it
     divergences: int = 0  # see Divergence
     compare_all: bool = False  # compare all weights at the next vote: a member is new
+    rehearse: bool = True  # compute micro-batch 0 of the next step on all ranks: a member is new
     one_source: bool = False  # a joiner receives its state from one worker only
     first_generation: bool = True  # the worker was in no generation that trained
     ledger: Mapping[str, Any] | None = None  # how the time of the run was spent

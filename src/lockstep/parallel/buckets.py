@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.network.bucket_sizes import group_by_size
+from lockstep.parallel.digest import word_sum
 from lockstep.runtime.torch_private import foreach_copy_
 
 ALIGN_BYTES = 64  # of the first element of a gradient, as of memory that torch allocates
@@ -81,7 +82,8 @@ class GradientBuckets:
         self.buckets = [Bucket(indices, [parameters[i] for i in indices]) for indices in groups]
         self._arrived = [False] * len(parameters)
         self.repeated: list[int] = []  # gradients that arrived twice in one backward pass
-        self._fill = self._send = False
+        self._fill = self._send = self._sum = False
+        self.word_sums: list[Tensor] = []  # of the gradients in this pass, where they were asked for
         self._launched = 0
         self._hooks = [
             p.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket, i, view))
@@ -89,13 +91,15 @@ class GradientBuckets:
             for i, p, view in zip(bucket.indices, bucket.parameters, bucket.views, strict=True)
         ]
 
-    def start_pass(self, *, fill: bool = False, send: bool = False) -> None:
+    def start_pass(self, *, fill: bool = False, send: bool = False, sums: bool = False) -> None:
         """Start a backward pass.
 
         fill  collect the gradients in the buffers
         send  report each complete bucket to `on_ready`
+        sums  add the words of each gradient to `word_sums`
         """
         self._fill, self._send, self._launched = fill, send, 0
+        self._sum, self.word_sums = sums, []
         self._arrived, self.repeated = [False] * len(self._arrived), []
         if len(self.ready_order) < len(self._hooks):
             self.ready_order = []
@@ -129,6 +133,8 @@ class GradientBuckets:
         if len(self.ready_order) < len(self._hooks):
             self.ready_order.append(i)
         gradient = parameter.grad
+        if self._sum and gradient is not None and not gradient.is_sparse:
+            self.word_sums.append(word_sum(gradient))
         if not self._fill or gradient is None or gradient.is_sparse:
             return
         if gradient is not view:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import gcd
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 DIGEST_FACTOR = 0x9E3779B97F4A7C15  # odd, so that multiplication modulo 2**64 is invertible
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 def words_of(parameter: Tensor) -> np.ndarray[Any, Any] | None:
@@ -19,6 +20,20 @@ def words_of(parameter: Tensor) -> np.ndarray[Any, Any] | None:
         return None
     raw = parameter.detach().view(-1).view(torch.uint8).numpy()
     return raw.view(f"u{gcd(raw.nbytes, 8)}")
+
+
+def word_sum(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor's elements, read as integers, modulo 2**64: int64 () on its device.
+
+    It depends neither on the order of the elements nor on zeros beside them, so a whole gradient
+    has the same sum as the flat one of an FSDP unit.
+    """
+    return tensor.detach().view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
+
+
+def total_of(sums: Sequence[Tensor]) -> int:
+    """Return the total of results of `word_sum`, which are copied to the host together."""
+    return int(torch.stack(list(sums)).sum()) if sums else 0
 
 
 def digest_of(tensors: Iterable[Tensor]) -> int:

@@ -25,7 +25,7 @@ from lockstep.errors import PeersLostError, UsageError
 from lockstep.network.subtrees import Subtree, equal_shares, is_one_addition, leaves_of_rank
 from lockstep.network.wire_format import Wire
 from lockstep.parallel.buckets import Bucket, GradientBuckets
-from lockstep.parallel.digest import digest_of
+from lockstep.parallel.digest import digest_of, total_of
 from lockstep.parallel.exchange import Traffic, tree_all_reduce
 from lockstep.parallel.gradient_watch import GradientWatch, hash_of, refuse_different_parameters, refuse_unsupported
 from lockstep.parallel.ordered_sum import SumTree
@@ -100,6 +100,7 @@ class Replica:
         self._slice_sums: list[torch.Tensor] = []  # of the slices that this rank has summed
         self.rehearsed: float | None = None  # loss of the micro-batch in `rehearsal`
         self.rehearsed_finite = True  # its gradient
+        self.first_gradient: int | None = None  # 64 bits over the newest gradient of micro-batch 0
         self._group: dist.ProcessGroup | None = None  # all replicas, once they agree on the buckets
         if init_sync:
             self._join_group()
@@ -194,13 +195,21 @@ class Replica:
     def losses(self) -> list[float]:
         return [float(loss) for loss in torch.stack(self._losses).tolist()] if self._losses else []
 
-    def micro_batches(self, step: int, meanwhile: Callable[[], None] = lambda: None, shares: tuple[int, ...] = ()) -> Iterator[int]:
+    def micro_batches(
+        self,
+        step: int,
+        meanwhile: Callable[[], None] = lambda: None,
+        shares: tuple[int, ...] = (),
+        *,
+        hash_first: bool = False,
+    ) -> Iterator[int]:
         """Collective. Yield this replica's micro-batches of `step`, each for forward and backward.
 
         After the loop .grad is the sum over all K micro-batches of all replicas.
 
         meanwhile  called after the last micro-batch, while gradients are still being sent
         shares     number of micro-batches by rank, the same on all ranks; (): equal shares
+        hash_first  set `first_gradient` on the rank of micro-batch 0
         """
         if self._reducer.start_step() and self.buckets:
             self._collect_parameters(self.buckets.order)
@@ -224,8 +233,11 @@ class Replica:
             seed_generators(splitmix64(self.seed, step, k) >> 1, self.device)
             self._current = Subtree(self._current.first, self._current.leaves + 1) if self._current else leaf
             self._watch.start(step, k)
-            buckets.start_pass(fill=k >= first_filled, send=k == own[-1] or bool(self._wire_sums))
+            sends = k == own[-1] or bool(self._wire_sums)
+            buckets.start_pass(fill=k >= first_filled, send=sends, sums=hash_first and k == 0)
             yield k
+            if hash_first and k == 0:
+                self.first_gradient = total_of(buckets.word_sums)
             if reason := self.waits.generation_error():
                 raise PeersLostError(reason, "Replica.micro_batches")
             self._watch.end()
@@ -253,15 +265,17 @@ class Replica:
         saved = [(m, name, b, b.clone()) for m in self.model.modules() for name, b in own_buffers(m).items() if b is not None]
         for bucket in buckets.buckets:
             for p, view in zip(bucket.parameters, bucket.views, strict=True):
-                p.grad = view.fill_(1)  # so that a zero_grad before the backward pass shows
+                # So that a zero_grad before the backward pass shows; -0.0 + x has the bits of x.
+                p.grad = view.fill_(-0.0)
         self._losses = []
         seed_generators(splitmix64(self.seed, step, k) >> 1, self.device)
         self._watch.start(step, k, thorough=True)
-        buckets.start_pass()
+        buckets.start_pass(sums=True)
         yield k
         if reason := self.waits.generation_error():
             raise PeersLostError(reason, "Replica.rehearsal")
         self._watch.end()
+        self.first_gradient = total_of(buckets.word_sums)
         self.rehearsed_finite = all(bool(p.grad.isfinite().all()) for p in self.parameters if p.grad is not None)
         self.rehearsed = float(self._losses[0])
         for p in self.parameters:

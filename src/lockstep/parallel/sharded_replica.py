@@ -32,7 +32,7 @@ from lockstep.data.order import splitmix64
 from lockstep.errors import PeersLostError, UsageError
 from lockstep.network.subtrees import Subtree, equal_shares, leaves_of_rank
 from lockstep.network.wire_format import Wire
-from lockstep.parallel.digest import digest_of
+from lockstep.parallel.digest import digest_of, total_of, word_sum
 from lockstep.parallel.exchange import Traffic, tree_all_reduce
 from lockstep.parallel.fsdp_comm import CapturedReduceScatter, GroupAllGather
 from lockstep.parallel.grad_norm import norm_squared_of_slices
@@ -118,6 +118,8 @@ class ShardedReplica:
         self._micro_batch_s: float | None = None
         self.rehearsed: float | None = None  # loss of the micro-batch in `rehearsal`
         self.rehearsed_finite = True  # this worker's gradient of it
+        self.first_gradient: int | None = None  # 64 bits over the newest gradient of micro-batch 0
+        self._hash_first, self._word_sums = False, list[Tensor]()  # of the units of micro-batch 0
         self._skipping = False  # the gradients of this pass become zero
         self._backwards, self._scaled = 0, False  # in this pass; by a GradScaler, in this step
         self._is_compared = False  # the trained parameters are those of the other ranks of this generation
@@ -196,14 +198,24 @@ class ShardedReplica:
         reports = reports_losses(self.local.layout.coordinates(dist.get_rank()), self.local.layout)
         return [float(loss) for loss in torch.stack(self._losses).tolist()] if self._losses and reports else []
 
-    def micro_batches(self, step: int, meanwhile: Callable[[], None] = lambda: None, shares: tuple[int, ...] = ()) -> Iterator[int]:
+    def micro_batches(
+        self,
+        step: int,
+        meanwhile: Callable[[], None] = lambda: None,
+        shares: tuple[int, ...] = (),
+        *,
+        hash_first: bool = False,
+    ) -> Iterator[int]:
         """Collective. Yield this worker's micro-batches of `step`, each for a forward and backward.
 
         After the loop .grad is this worker's rows of the sum over all K micro-batches.
 
         meanwhile  called after the last micro-batch, while gradients are still being sent
         shares     number of micro-batches by replica, the same on all ranks; (): equal shares
+        hash_first  set `first_gradient` on the worker of micro-batch 0; not in a pipeline, and with
+                   tensor parallelism only over this worker's part of it
         """
+        self._hash_first, self._word_sums = hash_first, []
         if not self.groups.formed:
             self.groups.form()
         layout = self.groups.current_layout()
@@ -237,6 +249,7 @@ class ShardedReplica:
             self._refuse_missing(f"micro-batch {self._pass.k} of step {step}", () if self.local.stage else self._names)
             if self.local.stage is None:
                 self._compare_with_whole()
+                self._end_first()
                 self.statistics.end_micro_batch(self._pass.k, counts=self._pass.counts and coordinates.tensor == 0)
         if self.local.stage is not None and not self._failure():
             self._run_pipeline(self.local.stage, step, passes)
@@ -282,6 +295,7 @@ class ShardedReplica:
         self.statistics.start_step()
         self._rehearsing = True
         self.rehearsed_finite = True
+        self._word_sums = []
         self._pending, shard_pass = [], ShardPass(k, True, (), False)
         yield self._start_pass(step, shard_pass)
         self._in_step = False
@@ -289,11 +303,21 @@ class ShardedReplica:
             self._refuse_missing(f"micro-batch {k} of step {step}", ())
             self._run_pipeline(self.local.stage, step, [shard_pass])
             self.rehearsed = next(iter(self.losses()), None)
+        self._end_first()
         self._rehearsing = False
         if failure := self._failure():
             raise failure
         self._refuse_missing(f"micro-batch {k} of step {step}", self._names)
         self._compare_with_whole()
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether the gradient of this pass is hashed: that of micro-batch 0."""
+        return self._rehearsing or (self._hash_first and self._pass.k == 0 and self._pass.counts)
+
+    def _end_first(self) -> None:
+        if self._is_first:
+            self.first_gradient = total_of(self._word_sums)
 
     def _failure(self) -> Exception | None:
         return self.groups.failure or self._reducer.failure
@@ -400,6 +424,8 @@ class ShardedReplica:
             hint = "leave it out of the units that are gathered one by one: session.prepare(..., units=...), () for none"
             raise UsageError(what, f"layout {self.local.layout}", hint)
         self._reduced_units.add(unit)
+        if self._is_first:
+            self._word_sums.append(word_sum(sent))
         if self._rehearsing:
             self.rehearsed_finite = self.rehearsed_finite and bool(sent.isfinite().all())
             return

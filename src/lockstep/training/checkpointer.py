@@ -20,7 +20,7 @@ from torch import nn
 
 from lockstep.checkpoint import state_dict, stateful
 from lockstep.checkpoint.async_save import AsyncSaver, do_nothing
-from lockstep.checkpoint.fingerprints import make_run_id, read_run_id, refuse_other_run, tolerated_changes
+from lockstep.checkpoint.fingerprints import fingerprint_changes, make_run_id, read_run_id, refuse_other_run, tolerated_changes
 from lockstep.checkpoint.shards import ShardWriter, parameter_of
 from lockstep.checkpoint.store import Checkpoint, CheckpointStore
 from lockstep.elastic.collectives import assert_equal_on_all_ranks, run_on_rank0
@@ -37,6 +37,7 @@ from lockstep.training import trained_parameters
 from lockstep.training.loading import load_checkpoint
 from lockstep.training.nonfinite import refuse_nonfinite_state
 from lockstep.training.state_transfer import transfer_state
+from lockstep.training.witness import WitnessFile
 from lockstep.units import join_names
 
 log = logging.getLogger("lockstep")
@@ -96,6 +97,7 @@ class Checkpointer:
         self.loaded = False  # a checkpoint, or the state of other workers
         self.facts: dict[str, Any] = {}  # of the checkpoint that was resumed
         self.run_facts: dict[str, Any] = {}  # written to each checkpoint
+        self.differences: list[str] = []  # between this start and the run that was resumed
         self._saved_step = 0
         self._request: SaveRequest | None = None  # the last save on any process, until the state changes
         self._failure: Exception | None = None
@@ -104,6 +106,11 @@ class Checkpointer:
         self._undecided_generation = -1  # the last generation in which the replicas were not found identical
         runtime.register(self)
         self._replicas_identical: Callable[[int], bool] | None = None
+
+    @property
+    def saved_step(self) -> int:
+        """The step of the newest checkpoint that was saved, resumed or asked for; 0: none."""
+        return self._saved_step
 
     @property
     def replica_size(self) -> int:
@@ -232,6 +239,8 @@ class Checkpointer:
             self.facts = checkpoint.facts
         self._saved_step = checkpoint.step if checkpoint else 0
         world = self.runtime.world
+        if world.leader:
+            WitnessFile(run_folder).drop_after(self._saved_step)
         if world.leader and self.runtime.membership:
             append_event(run_folder, "began", generation=world.generation, step=self._saved_step, workers=list(world.members))
         return self._saved_step
@@ -242,6 +251,7 @@ class Checkpointer:
         differences = tolerated_changes(checkpoint.facts, self.run_facts)
         for sentence in differences:
             log.warning("this run may continue with other bits than where it started: %s", sentence)
+        self.differences = [*differences, *fingerprint_changes(checkpoint.facts, self.run_facts, ())]
         if differences and self.runtime.world.leader:
             append_event(self.store.folder.parent, "resumed with differences", step=checkpoint.step, differences=differences)
 

@@ -1,35 +1,59 @@
-"""Run micro-batch 0 of the first step twice, to find loops whose loss depends on more than the step
-and the micro-batch."""
+"""Compute micro-batch 0 once more and compare: loops whose loss depends on more than the step, the
+micro-batch and what a checkpoint holds.
+
+    at a start      every rank computes micro-batch 0: all get the same, and again in the step itself
+    after a resume  as the run that saved the checkpoint (witness.py)
+    at a join       the joiner as the ranks that kept training
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
 
 import torch.distributed as dist
 
 from lockstep.elastic.collectives import all_gather_json
 from lockstep.elastic.runtime import ElasticRuntime
-from lockstep.errors import UsageError
+from lockstep.errors import CheckpointError, UsageError
+from lockstep.log import log
 from lockstep.parallel.replica import Replica
 from lockstep.parallel.sharded_replica import ShardedReplica
 from lockstep.runtime.torch_private import collectives_of
+from lockstep.training.checkpointer import Checkpointer
+from lockstep.training.witness import FirstMicroBatch, WitnessFile, describe_difference
+
+BELONGS = (
+    "state that the loop changes belongs into the checkpoint: session.state(name=...), or buffers of the model; "
+    "data and random numbers must follow from the step and the micro-batch alone (docs/loop.md)"
+)
 
 
 class Rehearsal:
-    """One rehearsal of a replica. A retry of the step does not repeat it, since only some ranks may
-    have rehearsed before the failure."""
+    """The rehearsals of a replica.
 
-    def __init__(self, runtime: ElasticRuntime, replica: Replica | ShardedReplica) -> None:
-        self.runtime, self.replica = runtime, replica
-        self._due = True
-        self._loss: str | None = None
+    checkpointer  whose run folder keeps the witnesses; None: nothing is compared after a resume
+    slices        sizes of the tensor and pipeline axes; gradients are compared where both are 1
+    """
+
+    def __init__(
+        self,
+        runtime: ElasticRuntime,
+        replica: Replica | ShardedReplica,
+        checkpointer: Checkpointer | None,
+        slices: tuple[int, int],
+    ) -> None:
+        self.runtime = runtime
+        self.replica = replica
+        self.checkpointer = checkpointer
+        self.slices = slices
+        self._file = WitnessFile(checkpointer.store.folder.parent) if checkpointer else None
+        self._rehearsed: FirstMicroBatch | None = None  # in this attempt; equal on all ranks
 
     def run(self, step: int) -> Iterator[int]:
-        """Collective. Yield micro-batch 0. UsageError when its loss differs between ranks."""
-        self._loss = None
-        if not self._due:
-            return
-        self._due = False
+        """Collective. Yield micro-batch 0. Errors, on all ranks, when its loss or gradient differs
+        between ranks (UsageError), or from the run that saved this state (CheckpointError)."""
         for k in self.replica.rehearsal(step):
             self.runtime.board.enter("forward", step + 1)
             before = collectives_of(dist.group.WORLD)
@@ -43,28 +67,98 @@ class Rehearsal:
         self.runtime.board.enter("voting")
         self.runtime.board.enter_collective()
         rehearsed = self.replica.rehearsed  # None: a stage without the loss
-        gathered = all_gather_json(self.runtime, None if rehearsed is None else str(rehearsed))
-        losses = {rank: loss for rank, loss in enumerate(gathered) if loss}
-        self._loss = next(iter(losses.values()))
-        if len(set(losses.values())) > 1:
-            listed = ", ".join(f"{loss} on rank {rank}" for rank, loss in losses.items())
-            raise _nondeterministic(f"the loss of micro-batch 0 of step {step} is not the same on all workers: {listed}")
+        row: dict[str, Any] = {"loss": None if rehearsed is None else str(rehearsed)}
+        row["gradient"] = self.replica.first_gradient
+        if self.runtime.world.leader and self._file and self._follows_save(step):
+            record = self._file.read().get(step)
+            row["saved"] = asdict(record) if record else None
+            row["differences"] = self.checkpointer.differences if self.checkpointer else []
+        rows = all_gather_json(self.runtime, row)
+        self._refuse_unequal(step, rows)
+        loss = next(row["loss"] for row in rows if row["loss"] is not None)
+        self._rehearsed = FirstMicroBatch(loss, rows[0]["gradient"] if self._hashes else None, self.slices)
+        if saved := rows[0].get("saved"):
+            self._compare_with_saved(step, FirstMicroBatch.from_json(saved), rows[0]["differences"])
+        elif self._file and "saved" in row:
+            self._file.write(step, self._rehearsed, self._steps())
 
-    def compare(self, step: int) -> None:
-        """Collective in the attempt that rehearsed. UsageError, on all ranks, when micro-batch 0 has
-        another loss now than in the rehearsal."""
-        before, self._loss = self._loss, None
+    def compare(self, step: int, *, skipped: bool) -> None:
+        """Collective in the attempt that rehearsed. UsageError, on all ranks, when micro-batch 0 was
+        another one in the rehearsal. In a step after a save: record it.
+
+        skipped  the step trains without micro-batch 0
+        """
+        before, self._rehearsed = self._rehearsed, None
+        own = None if skipped else self._own()
+        if own and self._file and before is None and self._follows_save(step):
+            self._file.write(step, own, self._steps())
         if before is None:
             return
-        losses = self.replica.losses() if self.replica.own_leaves[0] == 0 else []  # of tensor ranks only the first reports them
-        if changed := [loss for loss in all_gather_json(self.runtime, str(losses[0]) if losses else before) if loss != before]:
-            raise _nondeterministic(f"the loss of micro-batch 0 of step {step} is {before} the first time and {changed[0]} the second time")
+        for values in all_gather_json(self.runtime, asdict(own) if own else None):
+            if values and (difference := describe_difference(before, FirstMicroBatch.from_json(values))):
+                raise _nondeterministic(f"micro-batch 0 of step {step} is not the same the second time: {difference}")
+
+    def hashes_first(self, step: int) -> bool:
+        """Return whether this attempt hashes the gradient of micro-batch 0."""
+        return self._hashes and (self._rehearsed is not None or self._follows_save(step))
+
+    @property
+    def _hashes(self) -> bool:
+        return self.slices == (1, 1)
+
+    def _follows_save(self, step: int) -> bool:
+        return self.checkpointer is not None and self.checkpointer.saved_step == step > 0
+
+    def _steps(self) -> list[int]:
+        return self.checkpointer.store.steps() if self.checkpointer else []
+
+    def _own(self) -> FirstMicroBatch | None:
+        """Return micro-batch 0 of this attempt, on the rank that reports its loss."""
+        losses = self.replica.losses() if self.replica.own_leaves[0] == 0 else []
+        if not losses:
+            return None
+        return FirstMicroBatch(str(losses[0]), self.replica.first_gradient if self._hashes else None, self.slices)
+
+    def _refuse_unequal(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+        """UsageError when ranks got other losses, or other gradients of the same slices."""
+        losses = {rank: row["loss"] for rank, row in enumerate(rows) if row["loss"] is not None}
+        what = "loss" if len(set(losses.values())) > 1 else ""
+        listed = ", ".join(f"{loss} on rank {rank}" for rank, loss in losses.items())
+        size = self.replica.workers_per_replica
+        if not what and any(len({row["gradient"] for row in rows[position::size]}) > 1 for position in range(size)):
+            what = "gradient"
+            listed = ", ".join(f"hash {row['gradient'] % 2**64:016x} on rank {rank}" for rank, row in enumerate(rows))
+        if not what:
+            return
+        unequal = f"the {what} of micro-batch 0 of step {step} is not the same on all workers: {listed}"
+        if self.runtime.first_generation:
+            raise _nondeterministic(unequal)
+        where = "a worker has joined, with everything that a checkpoint holds, and computed it like the others"
+        raise UsageError(unequal, where, f"{BELONGS}; rehearse=False skips the comparison")
+
+    def _compare_with_saved(self, step: int, saved: FirstMicroBatch, differences: Sequence[str]) -> None:
+        """CheckpointError when the step begins otherwise than in the run that saved this state. With
+        `differences` of code or machine, which explain it, a warning."""
+        assert self._rehearsed is not None
+        if not (difference := describe_difference(saved, self._rehearsed)):
+            return
+        what = f"step {step + 1} began otherwise when the checkpoint of step {step} was saved: {difference}"
+        if differences:
+            if self.runtime.shows_progress():
+                log.warning("%s (%s)", what, "; ".join(differences))
+            return
+        raise CheckpointError(
+            f"{what}; something that decides the loss is not in the checkpoint",
+            "micro-batch 0 was computed again with the state of the checkpoint; code and machine are the same: "
+            "data of equal length may have changed, or an attribute, a variable or a draw from before the loop",
+            f"{BELONGS}; to continue with other bits: rehearse=False",
+        )
 
 
 def _nondeterministic(what: str) -> UsageError:
     return UsageError(
         what,
-        "the first step of a start runs micro-batch 0 twice on every worker, to compare the loss",
+        "the first step of a start runs micro-batch 0 twice on every worker, to compare loss and gradient",
         "data and random numbers of a micro-batch must follow from its step and number alone: no DataLoader or iterator consumed in the "
         "loop, no prefetched batch, no unseeded data set, no rank in a seed, only deterministic kernels (docs/loop.md); "
         "ReplicaGroup(rehearse=False) skips the comparison",

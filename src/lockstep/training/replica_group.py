@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lockstep.checkpoint.state_dict import get_state_dict
@@ -29,7 +30,8 @@ from lockstep.elastic.consensus import STOP_REQUEST, StepDecision, Vote, find_di
 from lockstep.elastic.fault_injection import FaultInjectingBoard, flip_bit
 from lockstep.elastic.progress import Progress, decision_before, transfer_roles
 from lockstep.elastic.runtime import ElasticRuntime
-from lockstep.errors import FencedError, PeersLostError, UsageError
+from lockstep.errors import CheckpointError, FencedError, PeersLostError, UsageError
+from lockstep.layout import Layout
 from lockstep.network.wire_format import Wire
 from lockstep.parallel.digest import DIGEST_FACTOR
 from lockstep.parallel.frozen_state import FrozenState
@@ -47,6 +49,7 @@ from lockstep.training.divergence import ALL_WEIGHTS, STATE, WEIGHTS, ReplicaCom
 from lockstep.training.loop_changes import LoopChanges
 from lockstep.training.nonfinite import refuse_nonfinite_gradient
 from lockstep.training.rehearsal import Rehearsal
+from lockstep.training.saved_state import PerMicroBatch
 from lockstep.training.share_balance import ShareBalance
 from lockstep.training.state_transfer import StateMismatchError, transfer_state
 from lockstep.units import format_duration
@@ -71,12 +74,14 @@ class ReplicaGroup:
     verify_every   steps between two comparisons of all replicas' weights; 0: never. At 1 a gradient
                    of a replica whose weights differ is never used; above that all replicas return
                    to a checkpoint when one differs. The state is always compared before a save
-    rehearse       run micro-batch 0 of the first step twice; UsageError when the losses differ
+    rehearse       run micro-batch 0 once more in the first step of a start and after a join; errors when
+                   loss or gradient differ between ranks, or from the run that saved the checkpoint
     on_nonfinite   loss or gradient not finite: "raise" before the update; "ignore", for a GradScaler
     buffers        what forward passes may change besides BatchNorm's statistics: RunningStatistics
     balance        "auto": fast replicas compute more micro-batches than slow ones (ShareBalance)
     rollback       micro-batches to skip, and the rule to find them; None: none
     commit_steps   H: a leaf of the sum is a learner of H steps (diloco.py); 0: it is a micro-batch
+    carried        tensors that each micro-batch passes on to the next step
     """
 
     def __init__(  # many independent options, all by keyword and with defaults
@@ -100,6 +105,7 @@ class ReplicaGroup:
         balance: Literal["auto", "off"] = "auto",
         rollback: Rollback | None = None,
         commit_steps: int = 0,
+        carried: Sequence[PerMicroBatch] = (),
     ) -> None:
         if checkpointer:
             refuse_other_checkpointer(checkpointer, runtime, model)
@@ -112,13 +118,17 @@ class ReplicaGroup:
         self.replica = build_replica(
             runtime, model, micro_batches, seed, self.statistics, reduce, wire, bucket_bytes, reduce_once_per_step, commit_steps > 0
         )
-        self.rehearsal: Rehearsal | None = None  # none in a joiner: the other ranks would not take part
-        if rehearse and runtime.first_generation:
-            self.rehearsal = Rehearsal(runtime, self.replica)
-        unit, even = self.local_model.layout.shard if self.local_model else 1, balance == "off" or reduce == "fast"
+        layout = self.local_model.layout if self.local_model else Layout(1)
+        self.rehearsal: Rehearsal | None = None
+        if rehearse:
+            saves = None if commit_steps else checkpointer  # a learner of DiLoCo has no gradient to record
+            self.rehearsal = Rehearsal(runtime, self.replica, saves, (layout.tensor, layout.pipeline))
+        self.rehearsal_due = True  # a member is new, and has not rehearsed with the others
+        unit, even = layout.shard, balance == "off" or reduce == "fast"
         self.balance = ShareBalance(runtime, self.replica, unit, enabled=not even)
         self._trained, self.frozen_state = self.replica.parameters, self._make_frozen_state()
         self.loop_changes = LoopChanges(nn.Module() if commit_steps or self.local_model else self.module, checkpointer)
+        self.carried = carried
         self.compare_all = True  # the frozen weights of a new member have not been compared yet
         self.grad_norm_squared: torch.Tensor | None = None
         self.gradient = StepGradient((), None, 1, in_slices=False)  # of the last step
@@ -237,12 +247,19 @@ class ReplicaGroup:
 
     def _attempt(self, step: int) -> Generator[int, None, bool]:
         """Collective. Compute `step`, vote and commit. False: replicas differ and were evicted."""
-        if self.rehearsal:
-            yield from self.rehearsal.run(step)
+        if self.rehearsal and self.rehearsal_due:
+            yield from self._rehearse(self.rehearsal, step)
         start_s, skipped = time.monotonic(), self.rollback.start(step) if self.rollback else []
         compared, due = ALL_WEIGHTS if self.compare_all else WEIGHTS, self.comparison.is_due(step)
         self._counts, self._samples, digests = [], [], [0]
-        for k in self.replica.micro_batches(step, lambda: digests.append(self._digest(compared, step) if due else 0), self.balance.shares):
+        hash_first = self.rehearsal is not None and self.rehearsal.hashes_first(step)
+        for carried in self.carried:
+            carried.start_attempt()
+
+        def compute_digest() -> None:
+            digests.append(self._digest(compared, step) if due else 0)
+
+        for k in self.replica.micro_batches(step, compute_digest, self.balance.shares, hash_first=hash_first):
             self._update_trained_parameters()
             if not self._counts:
                 self.loop_changes.start(self.frozen_state)
@@ -253,7 +270,9 @@ class ReplicaGroup:
                 yield next(other for other in range(self.replica.leaves) if other not in skipped)
         self.loop_changes.refuse(self.frozen_state, step)
         if self.rehearsal:
-            self.rehearsal.compare(step)
+            self.rehearsal.compare(step, skipped=0 in skipped)
+        for carried in self.carried:
+            carried.exchange(dist.group.WORLD, self.runtime.group.wait)
         self.grad_norm_squared = self.replica.grad_norm_squared()
         vote = self._vote(digests[-1])
         self.board.enter("voting")
@@ -276,6 +295,29 @@ class ReplicaGroup:
         self._commit(step, decision)
         self.balance.decide(decision, step)
         return True
+
+    def _rehearse(self, rehearsal: Rehearsal, step: int) -> Iterator[int]:
+        """Collective. Rehearse `step`. When a joiner differs, save what the others hold: the error
+        ends the run."""
+        try:
+            yield from rehearsal.run(step)
+        except UsageError:
+            if self.checkpointer and step and not self.runtime.first_generation:
+                self.unfinished = None
+                self.checkpointer.save(step, {"loss": self.loss})
+                self.checkpointer.close()
+            raise
+
+    def leave_witness(self, step: int) -> Iterator[int]:
+        """Collective. Yield micro-batch 0 of `step`, which a resume compares. A failure is logged: the
+        run has been saved, and is about to exit."""
+        if self.rehearsal is None:
+            return
+        try:
+            with self.runtime.catch_peer_loss():
+                yield from self.rehearsal.run(step)
+        except (UsageError, CheckpointError) as error:
+            log.warning("%s", error)
 
     def _update_trained_parameters(self) -> None:
         """Follow frozen and unfrozen layers. UsageError for a parameter in no optimizer."""
@@ -309,7 +351,10 @@ class ReplicaGroup:
         if self.rollback:
             self.rollback.commit(step, decision)
         self.statistics.commit()
+        for carried in self.carried:
+            carried.commit()
         self.compare_all = self.compare_all and not self.comparison.is_due(step)
+        self.rehearsal_due = False
         self.board.enter("updating")
         self.decision = replace(decision, micro_batch_us=())  # all members exchange it when a generation forms
         if self.checkpointer:
@@ -320,7 +365,8 @@ class ReplicaGroup:
         self.gradient = commit_gradient(self.replica.parameters, self.grad_norm_squared, decision.count)
 
     def _progress(self, step: int) -> Progress:
-        return Progress("step", step, self.decision, divergences=self.comparison.divergence.count, compare_all=self.compare_all)
+        divergences = self.comparison.divergence.count
+        return Progress("step", step, self.decision, divergences, self.compare_all, self.rehearsal_due)
 
     def stop_signal(self) -> str:
         """Return the signal that asks to stop the run; "" for none, or to drain the host only."""
@@ -378,6 +424,7 @@ class ReplicaGroup:
         newest, sources, joined = transfer_roles(members)
         # The same on all ranks, so that their digests can be compared.
         compare_all = bool(joined) or any(member.compare_all for member in members)
+        rehearsal_due = bool(joined) or any(member.rehearse for member in members)
         seconds = time.monotonic() - start_s
         runtime.ledger.switch(before, time.monotonic())
         if runtime.shows_progress():
@@ -387,6 +434,7 @@ class ReplicaGroup:
             append_event(runtime.membership.folder, "regrouped", generation=world.generation, **facts)
         if newest == step:
             self.decision, self.compare_all = replace(self.decision, regroup=False), compare_all
+            self.rehearsal_due = rehearsal_due
             if self.checkpointer:
                 self.checkpointer.retry_save(step)
             return False
@@ -395,6 +443,7 @@ class ReplicaGroup:
             raise PeersLostError(f"this worker is at step {step}, the others at {newest}", world.members[world.rank])
         self._commit(step, replace(decision, regroup=False))
         self.compare_all = compare_all
+        self.rehearsal_due = rehearsal_due
         return True
 
     def _form_next_generation(self, step: int, why: str) -> None:
