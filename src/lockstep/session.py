@@ -122,7 +122,6 @@ class Session:
         self._logged: dict[str, Any] = {}
         self._total = 0
         self._collectives: int | None = None  # of the group so far, at the end of the micro-batch loop
-        self._initial_digest: int | None = None  # of the weights, until the first step of this start is checked
         self._warned = False  # of collectives of the loop's own
         self._exit = ExitStack()
 
@@ -266,7 +265,8 @@ class Session:
             log.info("the run is finished: step %d of %d", self.step, total)
         while self.step < total:
             self._logged, start_s = {}, time.monotonic()
-            rate, step = session_checks.highest_rate(self.optimizers), self.step
+            step = self.step
+            self._updates.start()
             self._seed(BEFORE_STEP)
             yield step
             if self.replicas.last_step != step:
@@ -274,9 +274,7 @@ class Session:
                 raise UsageError(what, "for step in session.steps(...)", hint)
             self._warned = self._warned or session_checks.warn_of_collectives(self._collectives, step, self.world.size)
             self.step += 1
-            if self._initial_digest is not None and rate and session_checks.highest_rate(self.optimizers):
-                session_checks.warn_if_unchanged(step, self.replicas, self._initial_digest)
-            self._initial_digest = None
+            self._updates.end(step)
             values = {"loss": self.loss, **self._logged, "seconds": time.monotonic() - start_s, "workers": self.world.size}
             self._record.step(self.step, values)
             stop = self.replicas.decision.stop
@@ -439,7 +437,7 @@ class Session:
         group["carried"] = self._carried
         self.replicas = enter(ReplicaGroup(runtime, model, checkpointer, **group, **self.options))
         self.checkpointer, self.tracker = checkpointer, tracker
-        self._initial_digest = self.replicas.replica.digest()
+        self._updates = session_checks.UpdateWatch(self.replicas, self.optimizers)
 
     def _replicas_in_loop(self) -> Callable[..., Any] | None:
         if self.layout.pipeline > 1 and "replicas" in self.__dict__:

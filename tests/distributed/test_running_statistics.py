@@ -106,10 +106,12 @@ class Declared(nn.Module):
         self.weight = nn.Parameter(torch.ones(1))
         self.register_buffer("newest", torch.zeros(3, dtype=torch.bfloat16))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("average", torch.zeros(3))
 
     def forward(self, rows: Tensor) -> Any:
-        self.get_buffer("newest").add_(rows[0])
+        self.get_buffer("newest").copy_(rows[0])
         self.get_buffer("count").add_(1)
+        self.get_buffer("average").mul_(0.75).add_(0.25 * rows.mean(0))
         return (self.weight * rows).sum()
 
 
@@ -155,13 +157,16 @@ def train_declared(runtime: ElasticRuntime, buffers: Any) -> Any:
     return state_of(model)
 
 
-def test_declared_buffers_follow_the_last_micro_batch_or_stay_local() -> None:
-    both: dict[str, Any] = {"newest": "per_micro_batch", "count": "per_micro_batch"}
-    expected = torch.zeros(3, dtype=torch.bfloat16) + rows_of(0, 3)[0]
-    expected = expected.bfloat16().add_(rows_of(1, 3)[0])
-    for workers in (1, 2, 4):
-        states = run_ranks(train_declared, workers, both)
-        assert states == [{"weight": [1.0], "newest": expected.tolist(), "count": [2]}] * workers
+def test_declared_buffers_follow_all_micro_batches_or_stay_local() -> None:
+    kinds: dict[str, Any] = {"newest": "per_micro_batch", "count": 1.0, "average": 0.75}
+    plain = Declared()
+    for step in range(2):
+        for k in range(4):
+            plain(rows_of(step, k))
+    states = [state for workers in (1, 2, 4) for state in run_ranks(train_declared, workers, kinds)]
+    assert states == states[:1] * 7
+    assert states[0]["newest"] == plain.get_buffer("newest").tolist() and states[0]["count"] == [8]
+    assert torch.allclose(torch.tensor(states[0]["average"]), plain.get_buffer("average"))
     counts = [state["count"] for state in run_ranks(train_declared, 2, {"*": "local"})]
     assert counts == [[4], [4]]
 
@@ -169,9 +174,11 @@ def test_declared_buffers_follow_the_last_micro_batch_or_stay_local() -> None:
 @pytest.mark.parametrize(
     ("buffers", "what"),
     [
-        ({}, "buffers changed in the forward passes of step 1: newest, count (Declared)"),
-        ({"newest": "local"}, "buffers changed in the forward passes of step 1: count (Declared)"),
+        ({}, "buffers changed in the forward passes of step 1: newest, count, average (Declared)"),
+        ({"newest": "local", "average": "local"}, "buffers changed in the forward passes of step 1: count (Declared)"),
         ({"wrong.*": "local"}, "no buffer of Declared matches wrong.*"),
+        ({"*": "per_micro_batch"}, "change otherwise than declared: count (per_micro_batch), average (per_micro_batch)"),
+        ({"newest": 1.0, "count": 1.0, "average": 0.5}, "change otherwise than declared: newest (1.0), average (0.5)"),
     ],
 )
 def test_undeclared_buffers_are_refused_by_name(buffers: dict[str, str], what: str) -> None:

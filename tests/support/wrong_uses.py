@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -539,6 +541,94 @@ class AverageOnRankZero(Loop):
         self.optimizer.step()
         if self.rank == 0:
             self.ema.update_parameters(self.plain)
+
+
+@use("an update in every second step")
+class UpdateEverySecondStep(Loop):
+    warned = r"step 3 changed no trained weight, and its gradient is lost"
+
+    def update(self) -> None:
+        if self.step % 2 == 0:
+            super().update()
+
+
+@use("an optimizer that changes .data")
+class UpdateByData(Loop):
+    def update(self) -> None:
+        for p in self.plain.parameters():
+            p.data.sub_(0.01 * p.grad)
+
+
+class DrawnFactor(Loop):
+    """Draws a number at the top of a step."""
+
+    def draw(self) -> float:
+        raise NotImplementedError
+
+    def before(self) -> None:
+        self.factor = self.draw()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().loss(x, y) * (0.5 + self.factor)
+
+    def update(self) -> None:
+        super().update()
+        with torch.no_grad():
+            self.plain[0].weight.mul_(1 - 0.01 * self.draw())
+
+
+@use("draws of torch before the micro-batches and after the update")
+class DrawnByTorch(DrawnFactor):
+    def draw(self) -> float:
+        return float(torch.rand(()))
+
+
+@use("draws of NumPy before the micro-batches and after the update")
+class DrawnByNumPy(DrawnFactor):
+    def draw(self) -> float:
+        return float(np.random.rand())
+
+
+@use("draws of Python before the micro-batches and after the update")
+class DrawnByPython(DrawnFactor):
+    def draw(self) -> float:
+        return random.random()
+
+
+@use("inputs that differ between ranks by a millionth")
+class SlightlyOtherInputs(Loop):
+    refused, workers = r"the (loss|gradient) of micro-batch 0 of step 0 is not the same on all workers", 2
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().loss(x + 1e-6 * self.rank, y)
+
+
+@use("a value of each micro-batch that the next step uses")
+class CarriedValue(Loop):
+    def wrap(self, model: nn.Module) -> nn.Module:
+        initial = self.session.per_micro_batch(torch.zeros(2))
+        self.saved = self.session.state(offset=initial)
+        return model
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        outputs = self.model(x)
+        loss = mse_loss(outputs + 0.1 * self.saved.offset.value, y)
+        self.saved.offset.value = outputs
+        return loss
+
+
+@use("a best loss and an early stop in session.state")
+class BestLoss(Loop):
+    def wrap(self, model: nn.Module) -> nn.Module:
+        self.saved = self.session.state(best=1e9, bad=0)
+        return model
+
+    def update(self) -> None:
+        super().update()
+        self.saved.bad = 0 if self.session.loss < self.saved.best else self.saved.bad + 1
+        self.saved.best = min(self.saved.best, self.session.loss)
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.05 * 0.5**self.saved.bad
 
 
 @use("another number of micro-batches on each rank")

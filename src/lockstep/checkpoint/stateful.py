@@ -54,6 +54,8 @@ def pack(name: str, tree: Any) -> dict[str, Tensor]:
 
 
 def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value

@@ -59,8 +59,8 @@ class FrozenState:
             raise UsageError(
                 f"buffers changed in the forward passes of step {step + 1}: {join_names(changed)} ({kinds})",
                 "each worker sees different micro-batches, so the bits would depend on the number of workers; no update was made",
-                'declare what they are: buffers={"NAME": "per_micro_batch"} keeps the value after the last micro-batch of each step, '
-                '{"NAME": "local"} accepts other bits for other numbers of workers',
+                'declare what they are: buffers={"NAME": "per_micro_batch"} for a value that each pass overwrites, {"NAME": 0.99} for an '
+                'average with that decay, {"NAME": 1.0} for a count; {"NAME": "local"} accepts other bits for other numbers of workers',
             )
         self.first_step = False
 

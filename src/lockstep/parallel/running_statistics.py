@@ -26,21 +26,23 @@ from lockstep.runtime.tensor_bytes import as_bytes
 from lockstep.runtime.torch_private import foreach_copy_
 from lockstep.units import join_names
 
-BufferKinds = Mapping[str, Literal["local", "per_micro_batch"]]  # by pattern of names, as in fnmatch
+BufferKinds = Mapping[str, Literal["local", "per_micro_batch"] | float]  # by pattern of names, as in fnmatch
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class RunningStatistics:
-    """The running statistics of the BatchNorm layers of `model`, and its "per_micro_batch" buffers.
+    """The running statistics of the BatchNorm layers of `model`, and other buffers that forward
+    passes change.
 
-    kinds  what else forward passes may change. "local": each worker keeps its own value.
-           "per_micro_batch": a step leaves the value after its last micro-batch
+    kinds  of the other buffers. "local": each worker keeps its own value. "per_micro_batch": a pass
+           overwrites the value, and a step leaves that of its last micro-batch. A number d: a pass
+           moves the value b to d * b + c, as an average with decay d does, or a count with 1.0
     UsageError: a pattern that matches no buffer.
     """
 
     def __init__(self, model: nn.Module, micro_batches: int, kinds: BufferKinds) -> None:
-        self.model, self.micro_batches = model, micro_batches
+        self.model, self.micro_batches, self.kinds = model, micro_batches, kinds
         buffers = list(dict(model.named_buffers()))
         if unknown := [pattern for pattern in kinds if not any(fnmatchcase(name, pattern) for name in buffers)]:
             what = f"no buffer of {type(model).__name__} matches {join_names(unknown)}"
@@ -51,7 +53,12 @@ class RunningStatistics:
         self.norms = {tuple(f"{name}.{part}".lstrip(".") for part in STATISTICS): module for name, module in norms.items()}
         self.norms = {names: module for names, module in self.norms.items() if not self.local.intersection(names)}
         followed = [name for names in self.norms for name in names]
-        self.names = [*followed, *(name for name in buffers if kind_of.get(name) == "per_micro_batch" and name not in followed)]
+        self.decays = {
+            name: 0.0 if kind == "per_micro_batch" else float(kind)
+            for name, kind in kind_of.items()
+            if kind != "local" and name not in followed
+        }
+        self.names = [*followed, *(name for name in buffers if name in self.decays)]
         self._start: list[Tensor] | None = None  # the buffers before the step in progress
         self._rows: Tensor | None = None  # uint8 (K, bytes): the buffers after each micro-batch, zero for those of other workers
 
@@ -102,9 +109,40 @@ class RunningStatistics:
             moved = moved_statistics(start, rows.unbind(), before, moves, momentum)
             for i, values in zip(numbers, moved.split([self._start[i].numel() for i in numbers]), strict=True):
                 buffers[i].copy_(values)
-        for i in range(3 * len(self.norms), len(self.names)):
-            buffers[i].copy_(after[i][-1].view_as(buffers[i]))
+        for i, name in enumerate(self.names[3 * len(self.norms) :], 3 * len(self.norms)):
+            values = [row.view_as(self._start[i]) for row in after[i]]
+            decay = self.decays[name]
+            moved = moved_statistics(self._start[i], values, 0, [1] * len(values), 1 - decay) if decay else values[-1]
+            buffers[i].copy_(moved)
         self._start = self._rows = None
+
+    def declared_values(self) -> dict[str, Tensor]:
+        """Return copies of the buffers that `kinds` declares, without local ones."""
+        return {name: self.model.get_buffer(name).detach().clone() for name in self.decays}
+
+    def set_declared(self, values: Mapping[str, Tensor]) -> None:
+        for name, value in values.items():
+            self.model.get_buffer(name).data.copy_(value)
+
+    def refuse_wrong_kinds(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> None:
+        """UsageError when a buffer changes otherwise than its kind says.
+
+        before  the values before a pass; after: those after it
+        again   the values after the same pass, which started from `after`
+        """
+        wrong = []
+        for name, decay in self.decays.items():
+            moved = again[name].double() - after[name].double()
+            expected = decay * (after[name].double() - before[name].double())
+            if not torch.allclose(moved, expected, rtol=1e-2, atol=0.0 if decay == 0.0 else 1e-6, equal_nan=True):
+                wrong.append(f"{name} ({decay or 'per_micro_batch'})")
+        if wrong:
+            raise UsageError(
+                f"these buffers change otherwise than declared: {join_names(wrong)}",
+                f"buffers={dict(self.kinds)}; micro-batch 0 was computed twice, from the value before it and from the one after it",
+                '"per_micro_batch" is for a value that each pass overwrites; a number d for an average b = d * b + c, 1.0 for a count '
+                "or a sum. A queue: collect its rows with session.per_micro_batch, and update it after the micro-batch loop",
+            )
 
     def _buffers(self) -> list[Tensor]:
         return [self.model.get_buffer(name) for name in self.names]

@@ -8,11 +8,12 @@ micro-batch and what a checkpoint holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from lockstep.elastic.collectives import all_gather_json
 from lockstep.elastic.runtime import ElasticRuntime
@@ -54,16 +55,13 @@ class Rehearsal:
     def run(self, step: int) -> Iterator[int]:
         """Collective. Yield micro-batch 0. Errors, on all ranks, when its loss or gradient differs
         between ranks (UsageError), or from the run that saved this state (CheckpointError)."""
-        for k in self.replica.rehearsal(step):
-            self.runtime.board.enter("forward", step + 1)
-            before = collectives_of(dist.group.WORLD)
-            yield k
-            if collectives_of(dist.group.WORLD) != before:
-                raise UsageError(
-                    f"a collective of torch.distributed ran in the micro-batch loop of step {step}",
-                    "workers run different numbers of micro-batches, and gradients are being sent meanwhile",
-                    "remove it, or run it after the loop: gradients are summed, and the loss is averaged, over all workers already",
-                )
+        statistics = self.replica.statistics
+        before = statistics.declared_values()
+        if before and self.slices[1] == 1:  # in a pipeline forward passes follow the loop
+            after = yield from self._pass(step, before)
+            again = yield from self._pass(step, after)
+            statistics.refuse_wrong_kinds(before, after, again)
+        yield from self._pass(step, before)
         self.runtime.board.enter("voting")
         self.runtime.board.enter_collective()
         rehearsed = self.replica.rehearsed  # None: a stage without the loss
@@ -82,6 +80,24 @@ class Rehearsal:
         elif self._file and "saved" in row:
             self._file.write(step, self._rehearsed, self._steps())
 
+    def _pass(self, step: int, buffers: dict[str, Tensor]) -> Generator[int, None, dict[str, Tensor]]:
+        """Collective. Yield micro-batch 0, with these values of declared buffers; return their values
+        after it. UsageError for a collective in the loop."""
+        after = buffers
+        for k in self.replica.rehearsal(step):
+            self.runtime.board.enter("forward", step + 1)
+            self.replica.statistics.set_declared(buffers)
+            before = collectives_of(dist.group.WORLD)
+            yield k
+            after = self.replica.statistics.declared_values()
+            if collectives_of(dist.group.WORLD) != before:
+                raise UsageError(
+                    f"a collective of torch.distributed ran in the micro-batch loop of step {step}",
+                    "workers run different numbers of micro-batches, and gradients are being sent meanwhile",
+                    "remove it, or run it after the loop: gradients are summed, and the loss is averaged, over all workers already",
+                )
+        return after
+
     def compare(self, step: int, *, skipped: bool) -> None:
         """Collective in the attempt that rehearsed. UsageError, on all ranks, when micro-batch 0 was
         another one in the rehearsal. In a step after a save: record it.
@@ -95,8 +111,13 @@ class Rehearsal:
         if before is None:
             return
         for values in all_gather_json(self.runtime, asdict(own) if own else None):
-            if values and (difference := describe_difference(before, FirstMicroBatch.from_json(values))):
-                raise _nondeterministic(f"micro-batch 0 of step {step} is not the same the second time: {difference}")
+            again = FirstMicroBatch.from_json(values) if values else before
+            if again.loss != before.loss:
+                what = f"is {before.loss} the first time and {again.loss} the second time"
+                raise _nondeterministic(f"the loss of micro-batch 0 of step {step} {what}")
+            if again != before:
+                what = "has another gradient the second time, with the same loss"
+                raise _nondeterministic(f"micro-batch 0 of step {step} {what}")
 
     def hashes_first(self, step: int) -> bool:
         """Return whether this attempt hashes the gradient of micro-batch 0."""

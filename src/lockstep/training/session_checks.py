@@ -18,12 +18,13 @@ from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.network.wire_format import Wire
 from lockstep.parallel.running_statistics import BufferKinds
-from lockstep.runtime.torch_private import collectives_of
+from lockstep.runtime.torch_private import collectives_of, version_of
 from lockstep.runtime.worker_env import WorkerEnv
 from lockstep.training.replica_group import ReplicaGroup
 from lockstep.training.trained_parameters import refuse_misplaced_parameters
 
 log = logging.getLogger("lockstep")
+HASHED_STEPS = 10  # after a step that may have changed no weight
 RECORDED = ("step", "seconds", "workers")  # names in metrics.jsonl that session.log cannot set
 
 
@@ -106,8 +107,12 @@ def warn_of_collectives(before: int | None, step: int, workers: int) -> bool:
     """Warn, and return True, if a collective ran after the micro-batch loop. before: their number then."""
     if workers == 1 or before in (None, collectives_of(dist.group.WORLD)):
         return False
-    what = "a collective of torch.distributed ran after the micro-batch loop of step %d: gradients and losses are those of all %d"
-    log.warning(what + " workers already, and a sum over workers would multiply them", step, workers)
+    what = (
+        "a collective of torch.distributed ran after the micro-batch loop of step %d: gradients and losses are those of all %d "
+        "workers already, and a sum over workers would multiply them. What the loop collects has one micro-batch more in the first "
+        "step of a start, and others after a failure: pass it on with session.per_micro_batch, or as an output of session.evaluate"
+    )
+    log.warning(what, step, workers)
     return True
 
 
@@ -117,10 +122,47 @@ def warn_of_other_bits(facts: Mapping[str, Any], layout: Layout) -> None:
         log.warning("tensor is %d, it was %d: from here on other bits, equal to rounding", layout.tensor, before)
 
 
-def warn_if_unchanged(step: int, replicas: ReplicaGroup, digest: int) -> None:
-    """Warn when the first step of a start has changed no trained weight. digest: of those before it."""
-    if replicas.on_nonfinite == "raise" and digest == replicas.replica.digest():
-        log.warning("step %d changed no trained weight: is optimizer.step() missing after the micro-batch loop?", step)
+class UpdateWatch:
+    """Warns once of a step that changes no trained weight: its gradient is lost.
+
+    It hashes the weights around the first step, and around the steps after one without an in-place
+    change that torch has counted. Some optimizers change `p.data`, which torch does not count.
+    """
+
+    def __init__(self, replicas: ReplicaGroup, optimizers: Sequence[Optimizer]) -> None:
+        self.replicas = replicas
+        self.optimizers = optimizers
+        self._is_done = replicas.on_nonfinite == "ignore"  # a GradScaler skips updates
+        self._steps_to_hash = 1
+        self._before: tuple[float, list[int], int | None] | None = None  # rate, versions, digest
+
+    def start(self) -> None:
+        """Note the weights before a step."""
+        if not self._is_done:
+            digest = self.replicas.replica.digest() if self._steps_to_hash else None
+            self._before = highest_rate(self.optimizers), self._versions(), digest
+
+    def end(self, step: int) -> None:
+        """Warn if `step` has changed no trained weight. Without a learning rate that is expected."""
+        if self._is_done or self._before is None:
+            return
+        rate, versions, digest = self._before
+        self._steps_to_hash = max(0, self._steps_to_hash - 1)
+        if not rate or not highest_rate(self.optimizers) or versions != self._versions():
+            return
+        if digest is None:
+            self._steps_to_hash = HASHED_STEPS
+            return
+        self._is_done = True
+        if digest == self.replicas.replica.digest():
+            log.warning(
+                "step %d changed no trained weight, and its gradient is lost: call optimizer.step() once after every "
+                "micro-batch loop. A step sums all micro-batches already; to accumulate more raise micro_batches",
+                step,
+            )
+
+    def _versions(self) -> list[int]:
+        return [version_of(p) for p in self.replicas.replica.parameters]
 
 
 def numbers_to_log(values: Mapping[str, Any], get_loss: Callable[[], float]) -> dict[str, float]:
