@@ -43,6 +43,7 @@ SCRIPTS: dict[str, tuple[str, int, dict[int, float]]] = {
     "gpt": ("Sorting", 24, {1: 0.0}),
     "diffusion": ("make_spiral", 48, {1: 0.0}),
     "dp_sgd": ("make_rows", 48, {1: 0.0}),
+    "contrastive": ("make_pairs", 48, {1: 0.0, 6: 1e-6}),
     "muon": ("make_rows", 48, {1: 0.0, 6: 0.01}),
     "lines_of_text": ("Lines", 24, {1: 0.0, 6: 2e-6}),
     "graphs": ("Rings", 24, {1: 1e-6, 6: 1e-6}),

@@ -88,6 +88,10 @@ class Loader:
             yield batch
             self._batch = None
 
+    def batch(self, step: int, k: int) -> Any:
+        """Return micro-batch `k` of a step on this worker's device, whichever worker trains it."""
+        return to_device(self.batches[step, k], self.runtime.world.device)
+
     def samples_of_mean(self) -> int | None:
         """Return the number of samples of the micro-batch that the loop has now, whose loss is a
         mean; None without one. Warns once when the sizes of micro-batches differ otherwise.

@@ -94,7 +94,8 @@ class Rehearsal:
                 raise UsageError(
                     f"a collective of torch.distributed ran in the micro-batch loop of step {step}",
                     "workers run different numbers of micro-batches, and gradients are being sent meanwhile",
-                    "remove it, or run it after the loop: gradients are summed, and the loss is averaged, over all workers already",
+                    "remove it, or run it after the loop: gradients are summed, and the loss is averaged, over all workers already. "
+                    "A loss over the samples of all workers: examples/gallery/contrastive.py",
                 )
         return after
 
