@@ -142,13 +142,19 @@ def unlisted_files(path: Path, files: Collection[str]) -> list[str]:
 def find_damage(path: Path, step: int) -> list[str]:
     """Return the problems of the committed checkpoint at `path`; empty when it is whole. Reads
     every byte, with one chunk in memory."""
+    files, problems = verify_listed_files(path, step)
+    if files:
+        problems += [f"{name} does not belong here: the manifest does not list it" for name in unlisted_files(path, files)]
+    return problems
+
+
+def verify_listed_files(path: Path, step: int) -> tuple[dict[str, FileRecord], list[str]]:
+    """Return (the files that the manifest lists, the problems of these and of the manifest)."""
     files, problems = read_manifest(path, step)
     for name, record in sorted(files.items()):
         _, problem = read_verified(path / name, record, keep=False)
         problems += [problem] if problem else []
-    if files:
-        problems += [f"{name} does not belong here: the manifest does not list it" for name in unlisted_files(path, files)]
-    return problems
+    return files, problems
 
 
 def exhaust(pieces: Iterator[None]) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from lockstep.agent.hosts import read_hosts
 from lockstep.checkpoint.policy import choose_step
 from lockstep.cli import launch
-from lockstep.errors import CheckpointError, FencedError, LockstepError, UsageError
+from lockstep.errors import CheckpointError, FencedError, LockstepError, StoreError, UsageError
 from lockstep.log import log
 from lockstep.object_store.address import Address, parse_address
 from lockstep.object_store.bucket import RunBucket
@@ -32,7 +32,7 @@ from lockstep.remote.upload import Mirror, steps_of
 from lockstep.remote.working_copy import is_of_several_hosts, owned_copy, temporary_copy
 from lockstep.runtime.environment import read_rank_info
 from lockstep.runtime.processes import PR_SET_PDEATHSIG, die_with_parent, prctl
-from lockstep.runtime.signals import EXIT_INTERRUPTED, STOP_SIGNALS
+from lockstep.runtime.signals import EXIT_INTERRUPTED, STOP_EXIT_CODES, STOP_SIGNALS
 from lockstep.units import format_bytes
 
 WRITE = ("train", "run", "launch", "evaluate")
@@ -117,13 +117,18 @@ def run_mirrored(mirror: Mirror | HostMirror, words: Sequence[str], stop_signal:
 
     def follow() -> None:
         for thread in os.listdir("/proc/self/task"):
-            os.setpriority(os.PRIO_PROCESS, int(thread), LOW_PRIORITY)
+            with suppress(ProcessLookupError):  # it has ended
+                os.setpriority(os.PRIO_PROCESS, int(thread), LOW_PRIORITY)
         try:
             while not ended.wait(POLL_S):
                 mirror.poll()
             mirror.finish()
         except LockstepError as error:
             errors.append(error)
+        except BaseException as error:  # this thread must not end without a word
+            log.error("the mirror failed", exc_info=error)
+            what = f"the mirror failed: {type(error).__name__}: {error}"
+            errors.append(StoreError(what, str(mirror.bucket.address), f"the run is in {mirror.folder}; report this"))
 
     thread = threading.Thread(target=follow, name="mirror", daemon=True)
     thread.start()
@@ -131,7 +136,7 @@ def run_mirrored(mirror: Mirror | HostMirror, words: Sequence[str], stop_signal:
     while child.poll() is None:
         with suppress(subprocess.TimeoutExpired):
             child.wait(POLL_S)
-        if errors and not stopped:  # another owner has the run
+        if errors and not stopped:  # another owner has the run, or nothing mirrors it
             log.error("%s", errors[0].what)
             child.send_signal(stop_signal)
             stopped = True
@@ -146,8 +151,10 @@ def run_mirrored(mirror: Mirror | HostMirror, words: Sequence[str], stop_signal:
     code = child.returncode if child.returncode >= 0 else 128 - child.returncode
     for error in errors:
         print(error, file=sys.stderr)
-        if isinstance(error, FencedError) or not code:
+        if isinstance(error, FencedError):
             code = error.exit_code
+        elif code in STOP_EXIT_CODES.values():  # which say that the run is saved
+            code = StoreError.exit_code
     return code
 
 

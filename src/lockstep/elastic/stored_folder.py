@@ -33,8 +33,14 @@ class StoredFolder:
             return [path.rpartition("/")[2] for path in self.bucket.list(self.path, after=f"{self.path}/{after}" if after else "")]
 
     def read(self, name: str) -> str:
+        path = f"{self.path}/{name}"
         with as_disk_error():
-            return self.bucket.get(f"{self.path}/{name}").decode()
+            content = self.bucket.get(path)
+        try:
+            return content.decode()
+        except UnicodeDecodeError as error:
+            where, hint = f"{self.bucket.address}/{path}", "restore an earlier version of this object"
+            raise DamagedFileError(f"{name} is damaged: {error}", where, hint) from None
 
     def write(self, name: str, text: str) -> None:
         with as_disk_error():

@@ -91,8 +91,13 @@ class RunBucket:
 
     def list(self, folder: str, after: str = "") -> Sequence[str]:
         """Return the names of the objects below `folder`, in order; only those behind the name `after`."""
+        return sorted(self.sizes(folder, after))
+
+    def sizes(self, folder: str, after: str = "") -> dict[str, int]:
+        """Return name -> bytes of the objects below `folder`: one request for 1000 objects."""
         with self._explained(f"{folder} was not listed"):
-            return sorted(item["path"] for batch in self._store.list(f"{folder}/", offset=after or None) for item in batch)
+            batches = self._store.list(f"{folder}/", offset=after or None)
+            return {item["path"]: item["size"] for batch in batches for item in batch}
 
     def names(self, folder: str | None = None) -> Sequence[str]:
         """Return the names of folders and objects directly in `folder`; None: in the prefix."""

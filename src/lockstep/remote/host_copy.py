@@ -26,7 +26,7 @@ from lockstep.data.manifest import locked
 from lockstep.elastic.generation_log import NO_GENERATION, GenerationLog, StoredGenerationLog, open_generation_log
 from lockstep.elastic.link import TOKEN_BYTES
 from lockstep.elastic.stored_folder import MEMBERSHIP, STORE_FILE, store_address
-from lockstep.errors import CheckpointError, DamagedFileError, FencedError, LockstepError, StoreError, UsageError
+from lockstep.errors import CheckpointError, DamagedFileError, FencedError, StoreError, UsageError
 from lockstep.files import open_regular, parse_json, read_bytes, read_text, try_lock, write_if_absent, write_json
 from lockstep.log import log
 from lockstep.object_store.bucket import RunBucket
@@ -41,7 +41,7 @@ from lockstep.remote.snapshots import (
     refuse_unsafe_store,
     wait_until_silent,
 )
-from lockstep.remote.upload import FINAL_BEATS, Mirror, steps_of
+from lockstep.remote.upload import FINAL_BEATS, Mirror, steps_of, warn_of_failure
 from lockstep.remote.working_copy import (
     add_owner,
     has_run,
@@ -56,6 +56,7 @@ from lockstep.remote.working_copy import (
 from lockstep.runtime.worker_env import running_workers, state_folder
 
 IDENTITY, EVENTS = f"{MEMBERSHIP}/identity", "events.jsonl"
+HEX = re.compile(r"[0-9a-f]{8,}")
 OWN = re.compile(r"(checkpoints|data|logs|generations)/")  # not followed: large, or written by each host
 POLL_S = 0.5
 FOLLOW_PAUSE = 20  # times as long as the last download: each one reads metrics.jsonl from its start
@@ -105,7 +106,10 @@ def identity_of(bucket: RunBucket) -> tuple[str, str]:
     new_identity = json.dumps({"token": secrets.token_hex(TOKEN_BYTES), "run_id": secrets.token_hex(8)})
     try:
         identity = parse_json(bucket.put_if_absent(IDENTITY, new_identity.encode()).decode())
-        return str(identity["token"]), str(identity["run_id"])
+        for name in ("token", "run_id"):
+            if not (isinstance(identity[name], str) and HEX.fullmatch(identity[name])):
+                raise ValueError(f"{name} is no text of hexadecimal digits")
+        return identity["token"], identity["run_id"]
     except (ValueError, LookupError, TypeError) as error:
         hint = "restore an earlier version of this object"
         raise DamagedFileError(f"the identity of the run is damaged: {error}", f"{bucket.address}/{IDENTITY}", hint) from None
@@ -140,9 +144,16 @@ def copying_generations(copy: Path) -> Iterator[None]:
     stored.copy_new()
 
     def follow() -> None:
+        problem = ""
         while not ended.wait(POLL_S):
-            with suppress(OSError):
+            try:
                 stored.copy_new()
+            except OSError:
+                pass  # an outage; the mirror warns of it
+            except Exception as error:  # of any type: the agents see no other generation log
+                if problem != str(error):
+                    warn_of_failure(error, "the generation log is tried again")
+                problem = str(error)
 
     thread = threading.Thread(target=follow, name="generations", daemon=True)
     thread.start()
@@ -157,7 +168,7 @@ def refresh_copy(run: Path, *, keep: Collection[str] = ()) -> Files:
     """Bring a copy in which no worker trains to the newest snapshot, unless this host has put that:
     then the copy may be newer. Return its files. Without a store: do nothing. StoreError, CheckpointError.
     keep: names of files that this start has written already"""
-    if (address := store_address(run)) is None or (snapshot := newest(bucket := RunBucket(address))) is None:
+    if (address := store_address(run)) is None or (snapshot := newest(bucket := RunBucket(address), warns=True)) is None:
         return {}
     if snapshot.owner in read_owners(run):
         return snapshot.files
@@ -291,9 +302,9 @@ class HostMirror:
                 self.follow()
         except FencedError:  # the next generation, led by another host, is about to be read
             self.mirror = None
-        except (LockstepError, OSError) as error:
+        except Exception as error:  # of any type: training goes on, and `finish` decides on the exit code
             if not self.problem:
-                log.warning("%s\n  training continues; the store is tried again", error)
+                warn_of_failure(error, "training continues; the store is tried again")
             self.problem = str(error)
         else:
             self.problem = ""
@@ -341,7 +352,7 @@ class HostMirror:
                 return
             except FencedError:
                 return  # another host has continued the run
-            except (LockstepError, OSError) as error:
+            except (StoreError, OSError) as error:
                 if time.monotonic() > until_s:
                     hint = f"this host has its part in {self.folder}; start it again with the same command"
                     raise StoreError(f"the end of the run was not uploaded: {error}", str(self.bucket.address), hint) from None

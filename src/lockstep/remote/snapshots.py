@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import PurePosixPath
 from typing import Any
 
 from lockstep.elastic.stored_folder import MEMBERSHIP
@@ -32,6 +32,11 @@ FOLDER, BLOBS, PROBES = "snapshots", "blobs", "probes"
 FORMAT = 1
 BEAT = "LOCKSTEP_STORE_BEAT_S"  # seconds between two snapshots of a run that trains
 DEFAULT_BEAT_S = 15.0
+BEAT_RANGE_S = 0.1, 3600.0
+NUMBER = re.compile(r"[0-9]{10}")
+BLOB_NAME = re.compile(r"[\w-]+/[\w-]+", re.ASCII)
+EXPIRY = "does a lifecycle rule of the bucket delete objects of the run? see docs/object-store.md"
+READ_TRIES = 3  # of a listing whose snapshots are deleted before they are read
 SILENT_BEATS = 5  # an owner that puts no snapshot for as many beats has lost the run to the next start
 
 Blob = tuple[str, int]  # (OWNER/SHA256, bytes)
@@ -64,15 +69,8 @@ class Snapshot:
     def from_bytes(content: bytes) -> Snapshot | None:
         """Parse a snapshot; None when it is damaged. CheckpointError for a later format."""
         try:
-            value: dict[str, Any] = verify_checksum(parse_json(content.decode()))
-            if (version := value.pop("format")) != FORMAT:
-                what = f"a snapshot has format {version}, this version reads format {FORMAT}"
-                raise CheckpointError(what, "the object store", "use a newer version of lockstep")
-            if any(PurePosixPath(path).is_absolute() or ".." in path.split("/") for path in value["files"]):
-                return None
-            files = {path: tuple((str(name), int(size)) for name, size in blobs) for path, blobs in value["files"].items()}
-            return Snapshot(**value | {"files": files})
-        except (ValueError, KeyError, TypeError, AttributeError):
+            return parse_snapshot(content)
+        except ValueError:
             return None
 
     @property
@@ -80,10 +78,96 @@ class Snapshot:
         return {name for blobs in self.files.values() for name, _ in blobs}
 
 
+class WrongValueError(ValueError):
+    """A snapshot that is a whole JSON text, so no torn upload, and that no owner has put like this."""
+
+
+def parse_snapshot(content: bytes) -> Snapshot:
+    """ValueError for a torn upload, WrongValueError, CheckpointError for a later format."""
+    try:
+        value = verify_checksum(parse_json(content.decode()))
+    except (UnicodeDecodeError, json.JSONDecodeError):
+        raise
+    except ValueError as error:
+        raise WrongValueError(str(error)) from None
+    version = value.pop("format", None)
+    if is_count(version) and version > FORMAT:
+        what = f"a snapshot has format {version}, this version reads format {FORMAT}"
+        raise CheckpointError(what, "the object store", "use a newer version of lockstep")
+    if not is_count(version) or version != FORMAT:
+        raise WrongValueError(f"format is {shorten(version)}")
+    if unknown := sorted(value.keys() - CHECKS.keys()):
+        raise WrongValueError(f"it has a field {shorten(unknown[0])}")
+    for name, is_right in CHECKS.items():
+        if name in value and not is_right(value[name]):
+            raise WrongValueError(f"{name} is {shorten(value[name])}")
+    if missing := sorted({"number", "owner", "beat_s", "files"} - value.keys()):
+        raise WrongValueError(f"it has no {missing[0]}")
+    files = {path: tuple((name, size) for name, size in blobs) for path, blobs in value["files"].items()}
+    return Snapshot(**value | {"files": files})
+
+
+def shorten(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def is_name(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= 255 and value.isprintable()
+
+
+def is_beat(value: Any) -> bool:
+    low_s, high_s = BEAT_RANGE_S
+    return isinstance(value, int | float) and not isinstance(value, bool) and low_s <= value <= high_s
+
+
+def are_files(value: Any) -> bool:
+    """Whether every path stays in the run folder, and no file is the folder of another one."""
+    if not isinstance(value, dict):
+        return False
+    if not all(is_path(path) and are_blobs(blobs) for path, blobs in value.items()):
+        return False
+    folders = {path[: match.start()] for path in value for match in re.finditer("/", path)}
+    return not folders & value.keys()
+
+
+def is_path(path: str) -> bool:
+    names = path.split("/")
+    return "\0" not in path and not any(name in ("", ".", "..") or len(name.encode()) > 255 for name in names)
+
+
+def are_blobs(value: Any) -> bool:
+    return isinstance(value, list) and all(map(is_blob_entry, value))
+
+
+def is_blob_entry(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) != 2:
+        return False
+    name, size = value
+    return isinstance(name, str) and bool(BLOB_NAME.fullmatch(name)) and is_count(size)
+
+
+CHECKS: Mapping[str, Callable[[Any], bool]] = {
+    "number": is_count,
+    "owner": is_name,
+    "beat_s": is_beat,
+    "files": are_files,
+    "released": lambda value: isinstance(value, bool),
+    "host": is_name,
+    "pid": is_count,
+    "generation": is_count,
+}
+
+
 def read_beat_s() -> float:
     text = os.environ.get(BEAT) or str(DEFAULT_BEAT_S)
+    low_s, high_s = BEAT_RANGE_S
     with suppress(ValueError):
-        if 0.1 <= (beat_s := float(text)) <= 3600:
+        if low_s <= (beat_s := float(text)) <= high_s:
             return beat_s
     raise UsageError(f"{BEAT}={text[:40]!r} is not a number of seconds from 0.1 to 3600", "environment", f"unset it: {DEFAULT_BEAT_S:g} s")
 
@@ -93,22 +177,44 @@ def name_of(number: int) -> str:
 
 
 def numbers(bucket: RunBucket) -> list[int]:
-    return [int(name) for path in bucket.list(FOLDER) if (name := path.rpartition("/")[2]).isdecimal()]
+    names = [path.rpartition("/")[2] for path in bucket.list(FOLDER)]
+    return [int(name) for name in names if NUMBER.fullmatch(name)]
 
 
-def newest(bucket: RunBucket) -> Snapshot | None:
-    """Return the newest whole snapshot; None when there is none. CheckpointError: all are damaged."""
-    listed = numbers(bucket)
+def newest(bucket: RunBucket, *, warns: bool = False) -> Snapshot | None:
+    """Return the newest whole snapshot; None when there is none. CheckpointError: all are damaged, the
+    newest is no torn upload and has wrong values, or the store has blobs without a snapshot.
+    warns: about torn uploads that are skipped"""
+    for _ in range(READ_TRIES):
+        if not (listed := numbers(bucket)):
+            if BLOBS not in bucket.names():
+                return None
+            if not numbers(bucket):
+                hint = "restore the snapshots; to train from step 0, delete the blobs, too, or give another --out"
+                raise CheckpointError("the store has blobs of a run and no snapshot: they were deleted", f"{bucket.address}/{FOLDER}", hint)
+            continue
+        with suppress(FileNotFoundError):  # deleted since it was listed: there are newer ones
+            return newest_of(bucket, listed, warns=warns)
+    raise StoreError("snapshots are listed and cannot be read, or deleted at once", f"{bucket.address}/{FOLDER}", EXPIRY)
+
+
+def newest_of(bucket: RunBucket, listed: Sequence[int], *, warns: bool) -> Snapshot:
+    """Return the newest whole snapshot of `listed`, which is not empty. FileNotFoundError, CheckpointError."""
     for number in reversed(listed):
+        where, hint = f"{bucket.address}/{name_of(number)}", "restore an earlier version of this object, or delete it"
         try:
-            if snapshot := Snapshot.from_bytes(bucket.get(name_of(number))):
-                return snapshot
-        except FileNotFoundError:  # deleted since: there are newer ones
-            return newest(bucket)
-    if listed:
-        where = f"{bucket.address}/{name_of(listed[-1])}"
-        raise CheckpointError("every snapshot of the run is damaged", where, "restore an earlier version of these objects")
-    return None
+            snapshot = parse_snapshot(bucket.get(name_of(number)))
+        except WrongValueError as error:
+            raise CheckpointError(f"snapshot {number} is damaged: {error}", where, hint) from None
+        except ValueError as error:
+            if warns:
+                log.warning("snapshot %d is damaged and is skipped: %s\n  %s\n  %s", number, error, where, hint)
+            continue
+        if snapshot.number != number:
+            raise CheckpointError(f"snapshot {number} is damaged: it holds snapshot {snapshot.number}", where, hint)
+        return snapshot
+    where = f"{bucket.address}/{name_of(listed[-1])}"
+    raise CheckpointError("every snapshot of the run is damaged", where, "restore an earlier version of these objects")
 
 
 def refuse_unsafe_store(bucket: RunBucket) -> None:
@@ -170,16 +276,28 @@ class Ownership:
             number += 1
             snapshot = replace(self.newest, number=number, files=files, released=released)
             content = snapshot.to_bytes()
+            self._require_readable(content)
             stored = self.bucket.put_if_absent(name_of(number), content)
             if stored == content:
                 break
             winner = Snapshot.from_bytes(stored)
             if winner and winner.owner != snapshot.owner:
                 self._refuse(winner)
-        # A number that a later owner has put and deleted is free again.
-        if numbers(self.bucket)[-1] > number and (winner := newest(self.bucket)):
+        listed = numbers(self.bucket)
+        # A number that a later owner has put and deleted is free again. Later numbers may also be damaged.
+        if listed and listed[-1] > number and (winner := newest(self.bucket)) and winner.number > number:
             self._refuse(winner)
+        if number not in listed:
+            raise StoreError(f"snapshot {number} was stored, and was gone at once", str(self.bucket.address), EXPIRY)
         self.newest, self.put_s = snapshot, start_s
+
+    def _require_readable(self, content: bytes) -> None:
+        """StoreError when the hosts that read this snapshot would take it for damaged."""
+        try:
+            parse_snapshot(content)
+        except ValueError as error:
+            hint = "rename or move the file that it names, if it names one; else report this"
+            raise StoreError(f"no host could read the next snapshot: {error}", str(self.bucket.address), hint) from None
 
     def _refuse(self, winner: Snapshot) -> None:
         what = f"another start has taken over the run in {self.bucket.address}: {winner.host}, pid {winner.pid}"

@@ -3,6 +3,11 @@
 A snapshot lists checkpoints, which are pinned meanwhile, and data, both as they were at one moment:
 if one of their files changed or vanished, no snapshot is put, and the next attempt reads again. The
 metrics are read after the checkpoints were listed, so they reach at least as far.
+
+A snapshot with a new checkpoint, or the last one, is put after a listing of the store has shown all
+of its blobs, with their sizes. Blobs that the store lacks, such as expired ones, are uploaded again. Files that Lockstep did not write
+are mirrored, too, but none of them can keep a checkpoint out of the store: what cannot be read or
+named there is left out, with one warning.
 """
 
 from __future__ import annotations
@@ -20,13 +25,14 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from lockstep.checkpoint.commit import find_damage
+from lockstep.checkpoint.commit import MANIFEST, unlisted_files, verify_listed_files
 from lockstep.checkpoint.folder import COMMITTED, STEP_FOLDER, committed_steps, folder_name, pinned
-from lockstep.errors import FencedError, LockstepError, StoreError
-from lockstep.files import open_regular
+from lockstep.data.manifest import MANIFEST as DATA_MANIFEST
+from lockstep.errors import CheckpointError, FencedError, LockstepError, StoreError
+from lockstep.files import KINDS, open_regular, read_json
 from lockstep.log import log
 from lockstep.record.events import append_event
-from lockstep.remote.snapshots import BLOBS, Blob, Files, Ownership, name_of, numbers
+from lockstep.remote.snapshots import BLOBS, EXPIRY, Blob, Files, Ownership, name_of, numbers
 from lockstep.units import format_bytes, format_duration
 
 BLOB_BYTES, GROWING_BLOB_BYTES = 2**23, 2**18  # the last blob of a file that grows is uploaded again with each snapshot
@@ -34,8 +40,9 @@ UPLOADS = 4  # at once
 RETENTION_S = 600.0  # a reader may use a snapshot for as long after the next one
 FINAL_BEATS = 40  # how long the last upload is tried again
 # The token is a secret. The others belong to the processes of this host.
-LOCAL = re.compile(r"token|store\.json|run\.lock|waiting|evaluators|state|checkpoints|.*/\..*|\..*")
-CONSISTENT = re.compile(r"(checkpoints|data)/")  # files that must be of one moment
+LOCAL = re.compile(r"token|store\.json|run\.lock|waiting|evaluators|state|checkpoints|.*/\..*|\..*", re.DOTALL)
+LIST_PAUSE = 20  # times as long as the last listing of the blobs, which takes a request for 1000
+UPLOAD_TRIES = 3  # of blobs that are missing in the store after their upload
 
 
 T = TypeVar("T")
@@ -54,16 +61,18 @@ class Mirror:
         self.folder, self.checkpoints, self.ownership, self.bucket = folder, folder / "checkpoints", ownership, ownership.bucket
         self.known = {blob.rpartition("/")[2]: blob for blob in ownership.newest.blobs}  # sha256 -> blob in the store
         self.files: dict[str, tuple[Signature, tuple[Blob, ...]]] = {}  # whose blobs are in the store
-        self.whole: dict[Signature, bool] = {}  # of a marker -> whether its checkpoint is whole
+        self.whole: dict[Signature, list[str]] = {}  # of a marker -> files of its checkpoint; none: it is damaged
+        self.left_out: set[str] = set()  # paths with a warning
         self.uploaded_bytes = 0
         self.superseded: deque[tuple[float, int, set[str]]] = deque()  # when, number and blobs of earlier snapshots
         self.retained_s = -RETENTION_S
+        self.list_s = 0.0  # when the blobs are listed again, at the latest with the next new checkpoint
         self.problem = ""
         self.pool = ThreadPoolExecutor(UPLOADS, "upload")
 
     def poll(self) -> None:
-        """Publish when a checkpoint is new or a beat is due. An outage of the store is a warning.
-        FencedError: the run belongs to another owner."""
+        """Publish when a checkpoint is new or a beat is due. Any failure is a warning, and is tried
+        again. FencedError: the run belongs to another owner."""
         try:
             steps, published = self.steps(), steps_of(self.ownership.newest.files)
             returned = max(published, default=0) > max(steps, default=0)  # to an earlier step
@@ -74,9 +83,9 @@ class Mirror:
                     self.beat()
         except FencedError:
             raise
-        except (LockstepError, OSError) as error:
+        except Exception as error:  # of any type: training goes on, and `finish` decides on the exit code
             if not self.problem:
-                log.warning("%s\n  training continues; uploads are tried again", error)
+                warn_of_failure(error, "training continues; uploads are tried again")
             self.problem = str(error)
         else:
             if self.problem:
@@ -84,56 +93,129 @@ class Mirror:
             self.problem = ""
 
     def finish(self) -> None:
-        """Upload the rest and release the run. StoreError when that fails for FINAL_BEATS."""
+        """Upload the rest and release the run. StoreError when that fails for FINAL_BEATS.
+        CheckpointError: the last checkpoint of this host is damaged, so it is not in the store."""
         until_s = time.monotonic() + FINAL_BEATS * self.ownership.newest.beat_s
         while True:
             try:
-                if self.publish(released=True):
-                    return
+                # Two snapshots with all steps: a run whose last one is damaged later is still whole.
+                if self.publish() and self.publish(released=True):
+                    break
                 raise StoreError("its files kept changing")
-            except StoreError as error:
+            except (StoreError, OSError) as error:
                 if time.monotonic() > until_s:
+                    what = error.what if isinstance(error, LockstepError) else str(error)
+                    where = error.where if isinstance(error, LockstepError) else str(self.bucket.address)
                     hint = f"the run is whole in {self.folder}, and the same command uploads it"
-                    raise StoreError(f"the end of the run was not uploaded: {error.what}", error.where, hint) from None
+                    raise StoreError(f"the end of the run was not uploaded: {what}", where, hint) from None
+                if not self.problem:
+                    warn_of_failure(error, f"the end of the run is uploaded again for up to {format_duration(until_s - time.monotonic())}")
+                self.problem = str(error)
             time.sleep(min(1.0, self.ownership.newest.beat_s))
+        last, published = max(committed_steps(self.checkpoints), default=0), steps_of(self.ownership.newest.files)
+        if last > max(published, default=0):
+            what = f"the checkpoint of step {last} is damaged on this host, so it is not in the store"
+            where = f"{self.checkpoints / folder_name(last)}; newest step in {self.bucket.address}: {max(published, default='none')}"
+            raise CheckpointError(what, where, "see the warnings above; the same command resumes from the checkpoint before it")
 
-    def steps(self) -> list[int]:
-        """Return the steps of the whole checkpoints. Each is verified once; a damaged one is a warning."""
-        steps = []
+    def steps(self) -> dict[int, list[str]]:
+        """Return step -> files of each whole checkpoint, which is verified once. A damaged one is a warning."""
+        steps = {}
         for step in committed_steps(self.checkpoints):
             marker = signature_of(self.checkpoints / folder_name(step) / COMMITTED)
-            with pinned(self.checkpoints, step) as path:
-                if path and marker not in self.whole:
-                    problems = self._result(self.pool.submit(find_damage, path, step))
-                    self.whole[marker] = not problems
-                    if problems:
-                        log.warning("%s is damaged and is not uploaded: %s", path, ", ".join(problems))
-            steps += [step] * self.whole.get(marker, False)
+            try:
+                with pinned(self.checkpoints, step) as path:
+                    if path and marker not in self.whole:
+                        self.whole[marker] = self._result(self.pool.submit(self._verify, path, step))
+            except OSError as error:  # rights; tried again
+                self._leave_out(f"checkpoints/{folder_name(step)}", error.strerror or str(error))
+            if files := self.whole.get(marker):
+                steps[step] = files
         return steps
+
+    def _verify(self, path: Path, step: int) -> list[str]:
+        """Return the files of a checkpoint; none when it is damaged. OSError: it cannot be read."""
+        files, problems = verify_listed_files(path, step)
+        if problems:
+            log.warning("%s is damaged and is not uploaded: %s", path, ", ".join(problems))
+            return []
+        for name in unlisted_files(path, files):
+            self._leave_out(f"checkpoints/{path.name}/{name}", "the manifest of this checkpoint does not list it")
+        return [f"checkpoints/{path.name}/{name}" for name in (*files, MANIFEST, COMMITTED)]
 
     def publish(self, *, released: bool = False) -> bool:
         """Upload what is new, then put a snapshot. False: a file changed meanwhile; try again.
         StoreError: likewise. FencedError."""
         start_s, bytes_before, before = time.monotonic(), self.uploaded_bytes, self.ownership.newest
         with ExitStack() as pins:
-            steps = [step for step in self.steps() if pins.enter_context(pinned(self.checkpoints, step))]
-            listed, files = list_files(self.folder, steps), dict[str, tuple[Signature, tuple[Blob, ...]]]()
-            for path, signature in listed.items():
-                read = self.files.get(path)
-                with suppress(FileNotFoundError):  # a temporary file; one of CONSISTENT is missed below
-                    files[path] = read if read and read[0] == signature else (signature, tuple(self._upload(path)))
-                    self.files[path] = files[path]
-            after = list_files(self.folder, steps)
-        if any(path not in files or after.get(path) != listed[path] for path in listed if CONSISTENT.match(path)):
-            return False
-        self.files = files
-        self.ownership.put({path: blobs for path, (_, blobs) in self.files.items()}, released=released)
+            steps = {step: paths for step, paths in self.steps().items() if pins.enter_context(pinned(self.checkpoints, step))}
+            paths = {path for listed in steps.values() for path in listed}
+            new_steps = set(steps) - set(steps_of(before.files))
+            for _ in range(UPLOAD_TRIES):
+                if (files := self._read(paths)) is None:
+                    return False
+                claims = released or bool(new_steps)
+                if not (lost := self._lost_blobs(files) if claims or time.monotonic() > self.list_s else set()):
+                    break
+                self._forget(lost)
+            else:
+                raise StoreError(f"{len(lost)} blobs are missing right after their upload", str(self.bucket.address), EXPIRY)
+        self.ownership.put(files, released=released)
         self.superseded.append((time.monotonic(), before.number, before.blobs))
-        for step in sorted(set(steps) - set(steps_of(before.files))):
+        for step in sorted(new_steps):
             seconds, size = time.monotonic() - start_s, self.uploaded_bytes - bytes_before
             append_event(self.folder, "uploaded", step=step, seconds=round(seconds, 3), bytes=size)
             log.info("uploaded step %d to %s: %s in %s", step, self.bucket.address, format_bytes(size), format_duration(seconds))
         return True
+
+    def _read(self, checkpoint_paths: set[str]) -> Files | None:
+        """Upload the blobs that are new; return all files of the run, None when they are not of one moment."""
+        data, listed = data_paths(self.folder), self._list(checkpoint_paths)
+        consistent = checkpoint_paths | (data & listed.keys())
+        files: dict[str, tuple[Signature, tuple[Blob, ...]]] = {}
+        for path, signature in listed.items():
+            read = self.files.get(path)
+            try:
+                files[path] = read if read and read[0] == signature else (signature, tuple(self._upload(path)))
+            except FileNotFoundError:  # a temporary file; a consistent one is missed below
+                continue
+            except OSError as error:
+                if path in consistent:
+                    raise
+                self._leave_out(path, error.strerror or str(error))
+                continue
+            self.files[path] = files[path]
+        after = self._list(checkpoint_paths)
+        if any(path not in files or after.get(path) != listed[path] for path in consistent):
+            return None
+        self.files = files
+        return {path: blobs for path, (_, blobs) in files.items()}
+
+    def _list(self, checkpoint_paths: set[str]) -> dict[str, Signature]:
+        listed, left_out = list_files(self.folder)
+        for path, why in left_out.items():
+            self._leave_out(path, why)
+        return listed | {path: signature_of(self.folder / path) for path in checkpoint_paths}
+
+    def _leave_out(self, path: str, why: str) -> None:
+        if path not in self.left_out:
+            self.left_out.add(path)
+            # Escaped: a name may have any bytes.
+            log.warning("%s is left out of the snapshots: %s", ascii(f"{self.folder}/{path}").strip("'"), why)
+
+    def _lost_blobs(self, files: Files) -> set[str]:
+        """Return the blobs that the store lacks, or has with another size. One listing is cheaper than a
+        request for each blob."""
+        start_s = time.monotonic()
+        stored = self.bucket.sizes(BLOBS)
+        self.list_s = time.monotonic() + LIST_PAUSE * (time.monotonic() - start_s)
+        return {blob for blobs in files.values() for blob, size in blobs if stored.get(f"{BLOBS}/{blob}") != size}
+
+    def _forget(self, lost: set[str]) -> None:
+        """Read the files with these blobs again, to upload them."""
+        log.warning("%d blobs of %s are gone from the store, and are uploaded again; %s", len(lost), self.bucket.address, EXPIRY)
+        self.known = {sha256: blob for sha256, blob in self.known.items() if blob not in lost}
+        self.files = {path: read for path, read in self.files.items() if lost.isdisjoint(blob for blob, _ in read[1])}
 
     def beat(self) -> None:
         """Show other starts that this one is alive. StoreError, FencedError."""
@@ -186,6 +268,13 @@ class Mirror:
                 return future.result(timeout=1.0)
 
 
+def warn_of_failure(error: Exception, what_follows: str) -> None:
+    """Log a failure that is tried again; with a traceback if it is a defect of Lockstep."""
+    is_expected = isinstance(error, LockstepError | OSError)
+    text = str(error) if is_expected else f"the mirror failed: {type(error).__name__}: {error}"
+    log.warning("%s\n  %s", text, what_follows, exc_info=None if is_expected else error)
+
+
 def signature_of(path: Path) -> Signature:
     """Return what tells a changed file; zeros for a missing one or another kind."""
     with suppress(FileNotFoundError, NotADirectoryError):
@@ -194,18 +283,55 @@ def signature_of(path: Path) -> Signature:
     return Signature(0, 0, 0)
 
 
-def list_files(folder: Path, steps: list[int]) -> dict[str, Signature]:
-    """Return the files to mirror, by their path in `folder`: all but LOCAL ones and links, and of the
-    checkpoints those of `steps`."""
+def data_paths(folder: Path) -> set[str]:
+    """Return the files of the prepared data: they belong together. None while it is being prepared."""
+    try:
+        names = read_json(folder / "data" / DATA_MANIFEST)["files"]
+        return {f"data/{name}" for name in (DATA_MANIFEST, *names)}
+    except (OSError, ValueError, LookupError, TypeError):
+        return set()
+
+
+def list_files(folder: Path) -> tuple[dict[str, Signature], dict[str, str]]:
+    """Return (the files to mirror without checkpoints, why others are left out), by path in `folder`.
+    LOCAL ones and links are in neither."""
     listed: dict[str, Signature] = {}
-    roots = [folder / "checkpoints" / folder_name(step) for step in steps]
-    for root in [*roots, folder]:
-        for parent, folders, names in os.walk(root):
-            prefix = "" if parent == str(folder) else f"{os.path.relpath(parent, folder)}/"
-            folders[:] = [name for name in folders if not LOCAL.fullmatch(prefix + name)]
-            paths = [prefix + name for name in names if not LOCAL.fullmatch(prefix + name)]
-            listed |= {path: signature for path in paths if (signature := signature_of(folder / path)).inode}
-    return listed
+    left_out: dict[str, str] = {}
+
+    def refuse_folder(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            left_out[os.path.relpath(error.filename, folder)] = error.strerror or str(error)
+
+    for parent, folders, names in os.walk(folder, onerror=refuse_folder):
+        prefix = "" if parent == str(folder) else f"{os.path.relpath(parent, folder)}/"
+        left_out |= {prefix + name: "its name is not UTF-8" for name in (*folders, *names) if not is_utf8(name)}
+        folders[:] = [name for name in folders if not LOCAL.fullmatch(prefix + name) and is_utf8(name)]
+        for path in [prefix + name for name in names if not LOCAL.fullmatch(prefix + name) and is_utf8(name)]:
+            try:
+                signature, kind = signature_of(folder / path), kind_of(folder / path)
+            except OSError as error:
+                left_out[path] = error.strerror or str(error)
+                continue
+            if signature.inode:
+                listed[path] = signature
+            elif kind:
+                left_out[path] = f"it is {kind}"
+    return listed, left_out
+
+
+def is_utf8(name: str) -> bool:
+    try:
+        return bool(name.encode())
+    except UnicodeEncodeError:
+        return False
+
+
+def kind_of(path: Path) -> str:
+    """Return "a named pipe" or the like; "" for a regular file, a link and a missing file."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        letter = stat.filemode(os.lstat(path).st_mode)[0]
+        return KINDS.get(letter, "") if letter != "l" else ""
+    return ""
 
 
 def steps_of(files: Files) -> list[int]:

@@ -42,7 +42,7 @@ def owned_copy(bucket: RunBucket, host: str) -> Iterator[tuple[Path, Ownership]]
             hint = "start it with lockstep launch --hosts, also on a single host, or give another --out"
             raise UsageError(f"the run in {bucket.address} is one of several hosts", f"its generation log, {MEMBERSHIP}/", hint)
         owners = read_owners(copy)
-        before = newest(bucket)
+        before = newest(bucket, warns=True)
         if before is None:
             refuse_other_objects(bucket)
             if owners:

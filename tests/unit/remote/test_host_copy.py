@@ -219,7 +219,8 @@ def test_a_damaged_checkpoint_is_no_start(start: Start, bucket: RunBucket, caplo
     form(a, 1, "a")
     train(a, 10)
     poll(a)
-    bucket.put(f"blobs/{stored(bucket).files['checkpoints/step-00000010/tensors-00000.safetensors'][0][0]}", b"other")
+    name, size = stored(bucket).files["checkpoints/step-00000010/tensors-00000.safetensors"][0]
+    bucket.put(f"blobs/{name}", b"\xff" * size)
     with pytest.raises(CheckpointError, match="no checkpoint in the store is whole"):
         start("b")
     train(a, 20)
