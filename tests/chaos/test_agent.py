@@ -556,6 +556,24 @@ def test_running_workers_of_launch_are_only_adopted_by_the_same_command(start: C
     assert {path.name for path in state_folder(agent.run, "here").iterdir()} == {"agent.lock"}
 
 
+@pytest.mark.parametrize("content", ["", '{"pid": 1, "lives_'])
+def test_workers_keep_training_when_the_record_of_their_agent_is_damaged(start: Callable[..., AgentRun], content: str) -> None:
+    agent = start(lives_on=True)
+    pids = agent.ready()
+    agent.process.kill()
+    agent.process.wait()
+    for path in state_folder(agent.run, "here").glob("agent.*"):
+        path.write_text(content)
+    next_agent = start(lives_on=True)
+    wait_until(lambda: next_agent.process.poll() is not None or not all(map(is_alive, pids)))
+    assert all(map(is_alive, pids))
+    code, _, err = next_agent.wait()
+    assert code == 3 and three_parts(err, f"workers are training in run (pid {pids[0]}, {pids[1]}), and it is unknown")
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not any(map(is_alive, pids)))
+
+
 def test_stale_files_in_the_state_folder_are_ignored(start: Callable[..., AgentRun], tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()
     state = state_folder(tmp_path / "run", "here")

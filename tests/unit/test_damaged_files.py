@@ -384,15 +384,23 @@ def test_status_board_that_its_process_does_not_write_is_ignored(run: Path) -> N
     assert isinstance(original._memory, mmap.mmap) and seat.running_workers(state) == {}
 
 
-def test_damaged_agent_lock_is_ignored(run: Path) -> None:
+def test_damaged_record_of_an_agent_is_ignored(run: Path) -> None:
     state = run / "state"
-    with agent_lock.hold_lock(state / "agent.lock", run, "here") as lock:
-        agent_lock.write_lock(lock, {"pid": 1, "after": 12, "lives_on": True, "mark": ""})
-        assert agent_lock.read_lock(lock)["after"] == 12
-        content = (state / "agent.lock").read_bytes()
-        for damaged in (content.replace(b"12", b"72"), content[:-3], b"[" * 100_000, b"[1]"):
-            (state / "agent.lock").write_bytes(damaged)
-            assert agent_lock.read_lock(lock) == {}
+    agent_lock.write_record(state, {"pid": 1, "after": 12, "lives_on": True, "mark": ""})
+    assert agent_lock.read_record(state)["after"] == 12
+    content = (state / "agent.json").read_bytes()
+    for damaged in (content.replace(b"12", b"72"), content[:-3], b"[" * 100_000, b"[1]"):
+        (state / "agent.json").write_bytes(damaged)
+        assert agent_lock.read_record(state) == {}
+
+
+def test_record_of_an_agent_is_replaced_and_never_torn(run: Path) -> None:
+    state = run / "state"
+    agent_lock.write_record(state, {"pid": 1})
+    with open(state / "agent.json") as opened:
+        agent_lock.write_record(state, {"pid": 2})
+        assert json.load(opened)["pid"] == 1
+    assert agent_lock.read_record(state) == {"pid": 2}
 
 
 def test_checksum_detects_changes_and_is_not_part_of_the_value() -> None:

@@ -1,33 +1,36 @@
 """The lock of the only agent of a host and run, and what an earlier agent left behind.
 
-The agent holds the file lock state/agent.lock, which the kernel releases when the agent dies. The
-file tells the next agent:
+The agent holds the file lock state/agent.lock, which the kernel releases when the agent dies. Before
+it starts a worker, it replaces the record state/agent.json, which tells the next agent:
 
     pid              of the holder
     base_generation  the newest one before the workers were started: an earlier result is not theirs
     lives_on         whether the workers outlive their agent
     folder_id        of the run folder: while workers run, another folder in its place is refused
     command          the settings that the workers were started with, by name
+
+The record is another file than the lock, since a file that is replaced atomically loses its lock.
+Workers whose record is missing or damaged are neither killed nor adopted.
 """
 
-import json
 import os
 import select
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from lockstep.elastic.generation_log import NO_GENERATION, Generation, GenerationLog
 from lockstep.elastic.run_folder import create_run_folder, read_folder_id
-from lockstep.errors import DamagedFileError, UsageError
-from lockstep.files import add_checksum, open_regular, try_lock, verify_checksum
+from lockstep.errors import DamagedFileError, DataError, UsageError
+from lockstep.files import add_checksum, read_json, try_lock, verify_checksum, write_json
 from lockstep.log import log
 from lockstep.runtime.processes import kill_group, open_worker_log
 from lockstep.runtime.worker_env import ProcessIdentity, running_workers
 
 KILL_TIMEOUT_S = 5.0
+RECORD = "agent.json"
 
 
 @dataclass(frozen=True)
@@ -43,9 +46,12 @@ class PriorState:
 @contextmanager
 def agent_lock(folder: Path, state: Path, host: str, command: Mapping[str, str], *, slots: int, lives_on: bool) -> Iterator[PriorState]:
     """Be the agent of `host` for the run in `folder`, which is prepared.
-    UsageError if there is another agent, other workers survived, or the folder cannot be used."""
-    with hold_lock(state / "agent.lock", folder, host) as lock:
-        before, running = read_lock(lock), running_workers(state)
+    UsageError if there is another agent, other workers survived, or the folder cannot be used;
+    DataError if it is unknown how workers that survived were started."""
+    with hold_lock(state, folder, host):
+        before, running = read_record(state), running_workers(state)
+        if running and not before:
+            raise unknown_workers(running, state, folder)
         folder_id = prepare_folder(folder, slots, host, str(before.get("folder_id", "")) if running and before.get("lives_on") else "")
         newest = newest_generation(folder)
         if running and not before.get("lives_on"):
@@ -55,37 +61,54 @@ def agent_lock(folder: Path, state: Path, host: str, command: Mapping[str, str],
             check_adoptable(running, folder, slots, lives_on, before.get("command", {}), command)
         base = int(before["base_generation"]) if running else newest.number
         value = {"pid": os.getpid(), "base_generation": base, "lives_on": lives_on, "folder_id": folder_id, "command": dict(command)}
-        write_lock(lock, value)
+        write_record(state, value)
         yield PriorState(newest, base, running, folder_id)
         remove_stale_files(state)
 
 
 @contextmanager
-def hold_lock(path: Path, folder: Path, host: str) -> Iterator[BinaryIO]:
+def hold_lock(state: Path, folder: Path, host: str) -> Iterator[None]:
+    path = state / "agent.lock"
     descriptor = try_lock(path)
     if descriptor is None:
-        with open(path, "rb", opener=open_regular) as file:
-            holder = read_lock(file).get("pid", "unknown")
+        holder = read_record(state).get("pid", "unknown")
         what = f"another training is already running in {folder}: the agent of {host}, pid {holder}"
         raise UsageError(what, f"it holds {path}", f"wait for it, stop it (kill {holder}), or choose another --out")
-    with open(descriptor, "r+b", buffering=0) as lock:
-        yield lock
-
-
-def read_lock(lock: BinaryIO) -> dict[str, Any]:
-    """Return what the last agent wrote into the lock; {} if it is empty or damaged."""
-    lock.seek(0)
     try:
-        return verify_checksum(json.loads(lock.read() or b"{}"))
-    except (ValueError, RecursionError) as error:
-        log.warning("agent.lock in the state folder of this host is damaged (%s); rewriting it", error)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def read_record(state: Path) -> dict[str, Any]:
+    """Return what the last agent told about its workers; {} if it told nothing, or the file is damaged."""
+    path = state / RECORD
+    try:
+        return verify_checksum(read_json(path))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        log.warning("%s in the state folder of this host is damaged: %s", path.name, error)
         return {}
 
 
-def write_lock(lock: BinaryIO, value: Mapping[str, Any]) -> None:
-    lock.seek(0)
-    lock.truncate()
-    lock.write(json.dumps(add_checksum(value)).encode())
+def write_record(state: Path, value: Mapping[str, Any]) -> None:
+    try:
+        write_json(state / RECORD, add_checksum(value))
+    except OSError as error:
+        where = "state folder of agents and workers, in LOCKSTEP_TMP or /tmp"
+        hint = "free space there, or set LOCKSTEP_TMP to a folder on another local disk"
+        raise UsageError(f"cannot write {state / RECORD}: {error.strerror}", where, hint) from None
+
+
+def unknown_workers(running: Mapping[int, ProcessIdentity], state: Path, folder: Path) -> DataError:
+    """Return the error for workers that cannot be adopted and must not be killed."""
+    pids = ", ".join(str(process.pid) for process in running.values())
+    return DataError(
+        f"workers are training in {folder} (pid {pids}), and it is unknown how they were started",
+        f"{state / RECORD}, which their agent wrote, is missing or damaged",
+        f"they keep training; to start them again, stop them first: lockstep launch --stop {folder}",
+    )
 
 
 def prepare_folder(folder: Path, slots: int, host: str, expected_id: str = "") -> str:
@@ -152,6 +175,6 @@ def kill_all(running: Mapping[int, ProcessIdentity]) -> None:
 def remove_stale_files(state: Path) -> None:
     """Delete the files of exited workers, also partly written ones, from the state folder."""
     if not running_workers(state):
-        for pattern in ("[0-9]*.*", ".[0-9]*.*", "file_digests.*", ".file_digests.*"):
+        for pattern in ("[0-9]*.*", ".[0-9]*.*", "file_digests.*", ".file_digests.*", RECORD, f".{RECORD}.*"):
             for path in state.glob(pattern):
                 path.unlink()

@@ -14,7 +14,8 @@ Files of slot 3 in the state folder:
     3.json         pid and start time of its worker, written before the worker runs
     3.exit_report  how it exited (exit_report.ExitReport), written by the worker
     3.board        its current phase and step (status_board.py)
-    agent.lock     held by the one agent of this host and run, with the command of its workers
+    agent.lock     held by the one agent of this host and run
+    agent.json     how that agent started its workers, for the agent that adopts them
     file_digests.* digests of the prepared data, for all workers of the host (data/manifest.py)
 """
 
