@@ -23,6 +23,7 @@ MISSING = {
     "control group": "" if os.path.exists("/sys/fs/cgroup/memory/cgroup.procs") else "no memory controller of version 1",
     "wrong clock": "" if shutil.which("faketime") else "no faketime: apt-get install faketime",
 }
+ADDRESSES_OF_ONE_HOST = {"a": "127.0.0.1", "b": "localhost"}
 NVIDIA_SMI = "#!/bin/sh\necho 'NVIDIA H100, 550.54, 3 MiB'\n"
 
 
@@ -220,3 +221,13 @@ def test_two_hosts_of_one_name_are_refused(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lockstep", "doctor", "--hosts", "hosts.toml"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "several hosts are named a" in done.stderr
+
+
+def test_two_names_that_share_an_address_are_named(tmp_path: Path) -> None:
+    tables = [f'[[host]]\nname = "{name}"\naddress = "{address}"\nworkers = 1\n' for name, address in ADDRESSES_OF_ONE_HOST.items()]
+    (tmp_path / "hosts.toml").write_text("".join(tables))
+    command = [sys.executable, "-m", "lockstep", "doctor", "--hosts", "hosts.toml", "--host", "a", "--wait", "5", "--out", "run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and ("FAIL", "ports", "b") in named(done.stdout), done.stdout
+    assert "does not answer a: host a answers, so two names share an address, at localhost:" in done.stdout
+    assert not {check for _, check, _ in named(done.stdout)} & {"folder", "group"}, done.stdout

@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from lockstep.agent.hosts import Host
-from lockstep.doctor.findings import HostFacts, PeerFacts
+from lockstep.doctor.findings import SHARED_ADDRESS, HostFacts, PeerFacts
 from lockstep.doctor.gather import form_group, gather, with_error
 from lockstep.doctor.probes import Probes, probes_of
 from lockstep.errors import LockstepError, UsageError
@@ -84,7 +84,11 @@ class Meeting(ThreadingTCPServer):
                 error, has_left = f"no progress for {timeout_s:g} s", False
                 try:
                     answer = self.ask(peer, ASK)
-                    self.known[peer.name] = TypeAdapter(HostFacts).validate_python(answer["facts"])
+                    facts_of_peer = TypeAdapter(HostFacts).validate_python(answer["facts"])
+                    if facts_of_peer.host != peer.name:
+                        self.errors[peer.name] = f"host {facts_of_peer.host} answers, {SHARED_ADDRESS},"
+                        continue
+                    self.known[peer.name] = facts_of_peer
                     self.stages[peer.name] = answer["stage"]
                 except (OSError, ValueError, LookupError) as failure:
                     error = (
