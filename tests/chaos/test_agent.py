@@ -433,6 +433,17 @@ def test_a_generation_with_a_result_ends_all_workers_within_five_seconds(start: 
     assert time.monotonic() - start_s < 5 and not any(map(is_alive, pids))
 
 
+@pytest.mark.parametrize(("code", "hint"), [(75, "\n  the same command resumes from the newest checkpoint"), (0, "")])
+def test_a_host_that_never_trained_says_why_it_exits(start: Callable[..., AgentRun], code: int, hint: str) -> None:
+    agent = start(timeouts={"exit_s": 0.1, "grace_s": 0.1})
+    agent.ready()
+    publish(agent, (Member("there/0/a", "there", 0, os.getpid(), "127.0.0.1:1"),))
+    publish(agent, end=RunResult(code))
+    where = "generation 2: for the test"
+    what = f"the run ended with exit code {code} while the workers of here were starting or waiting: they trained no step"
+    assert agent.wait() == (code, "", f"{what}\n  {where}{hint}\n")
+
+
 def test_a_host_with_another_config_does_not_end_the_run_of_others(start: Callable[..., AgentRun]) -> None:
     agent = start("refuse_its_config", slots=1)
     agent.ready(1)

@@ -112,6 +112,7 @@ class Agent:
         self.generations = GenerationReader(self.folder, prior, self.events)
         self.run_end: RunEnd | None = None
         self.finishers: set[int] = set()  # pids of the local workers that trained until the end of the run
+        self.has_trained = False  # a worker of this agent was a member of a generation
         self.shown_errors: set[str] = set()  # one-line summaries of worker errors that were already logged
         self.start_errors: dict[int, str] = {}  # by slot, `start_error` of its first worker, once that has exited
         self.touched_s = now_s()
@@ -235,9 +236,12 @@ class Agent:
                 leaving = removed.why == EXITED or signal.SIGUSR1 in self.stops.received
                 delay_s = self.timeouts.exit_s if leaving else 0.0
                 slot.worker.kill_at = now_s() + delay_s, f"removed from generation {record.number}: {removed.why}"
+        local_pids = {member.pid for member in (*before.members, *record.members) if member.host == self.host}
+        self.has_trained = self.has_trained or not local_pids.isdisjoint(worker.pid for worker in self.workers)
         if record.end and not self.run_end:
             self.finishers = {member.pid for member in members.values() if member.host == self.host}
-            self.run_end = RunEnd(record.end.code, record.end.text, now_s())
+            text = record.end.text if record.end.text or self.has_trained else restart_policy.describe_missed_run(record, self.host)
+            self.run_end = RunEnd(record.end.code, text, now_s())
             self.stop_starting()
 
     # -- workers --------------------------------------------------------------------------------------------------------------

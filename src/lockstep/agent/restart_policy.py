@@ -19,6 +19,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from lockstep.elastic.generation_log import Generation
 from lockstep.errors import LockstepError
 from lockstep.runtime.exit_report import WorkerExit, describe_early_exit, describe_failure, exit_code_of, exit_kind, signal_name
 
@@ -151,6 +152,14 @@ def fails_at_end(worker_exit: WorkerExit, finishers: Collection[int]) -> bool:
     finished = worker_exit.report and worker_exit.report.finished
     failed = exit_kind(worker_exit) == "failed" and not finished and not worker_exit.signal
     return failed and (worker_exit.pid in finishers or exit_code_of(worker_exit) in FATAL)
+
+
+def describe_missed_run(record: Generation, host: str) -> str:
+    """Describe the end of a run, recorded by `record`, to a host whose workers were in no generation."""
+    assert record.end is not None
+    what = f"the run ended with exit code {record.end.code} while the workers of {host} were starting or waiting: they trained no step"
+    hints = [RESUME_HINT] if record.end.code else []
+    return "\n  ".join([what, f"generation {record.number}: {record.reason}", *hints])
 
 
 def restart_delay(restarts: int, policy: RestartPolicy) -> float:
