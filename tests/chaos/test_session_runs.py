@@ -62,6 +62,28 @@ def test_session_in_another_folder_than_its_run_is_refused(tmp_path: Path) -> No
     assert result.returncode == 2 and f"this Session's folder is elsewhere, the run's is {tmp_path / 'run'}" in result.stderr, result.stderr
 
 
+IMPORT_FAILS = """
+import json, os
+from lockstep import Session
+
+if json.loads(os.environ["LOCKSTEP_WORKER_ENV"])["slot"] == 1:
+    from collections import OrderedDit
+with Session(os.environ["RUN"], micro_batches=2):
+    pass
+"""
+
+
+def test_worker_whose_script_fails_before_its_session_is_not_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUN", str(tmp_path / "run"))
+    loop = tmp_path / "loop.py"
+    loop.write_text(IMPORT_FAILS)
+    result = lockstep("run", "--workers", "2", "--out", tmp_path / "run", loop)
+    assert result.returncode == 1 and "ImportError: cannot import name 'OrderedDit'" in result.stderr, result.stderr
+    assert "failed before it joined the run, and would fail again: ImportError" in result.stderr, result.stderr
+    started = [event["slot"] for event in events.read_events(tmp_path / "run") if event["event"] == "worker started"]
+    assert sorted(started) == [0, 1], result.stderr
+
+
 @pytest.fixture(scope="module")
 def digest(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return the digest of the script with 12 steps on one worker."""

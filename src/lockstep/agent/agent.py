@@ -203,12 +203,13 @@ class Agent:
         for slot in self.slots.values():
             slot.start_at_s = None
 
-    def end_run(self, code: int, text: str, reason: str) -> None:
+    def end_run(self, decision: restart_policy.RestartDecision, reason: str) -> None:
         """End the run: on this host now, on the others through the generation log."""
+        code, text = decision.code, decision.text
         self.run_end = RunEnd(code, text, now_s())
         self.stop_starting()
         self.events.add("run ended", reason)
-        if not restart_policy.fails_only_here(code, self.generations.active_hosts(), self.host):
+        if not restart_policy.fails_only_here(code, self.generations.active_hosts(), self.host, at_start=decision.at_start):
             self.generations.record_end(code, text, reason)
 
     def escalate_signals(self) -> None:
@@ -331,7 +332,7 @@ class Agent:
             self.shown_errors.add(summary)
             slot.start_at_s = now_s() + decision.delay_s
         elif decision.action == "end":
-            self.end_run(decision.code, decision.text, f"{last_exit} on {self.host}: {decision.reason}")
+            self.end_run(decision, f"{last_exit} on {self.host}: {decision.reason}")
 
     def collect_exit(self, slot: Slot, worker: Worker) -> WorkerExit:
         """Reap a worker that has exited, write its log, and return how it exited."""

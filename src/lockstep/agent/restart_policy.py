@@ -5,8 +5,9 @@ progress is delayed longer. A worker's own error, or a signal that it causes its
 not repeat: the step is retried. If workers of one slot fail at the same step several times in a
 row, the run ends with that error. SIGKILL comes from outside and ends no run, unless it repeats in
 the same phase of the same step: the kernel ran out of memory there. Errors that no retry can fix
-(config, damaged data, a loss that is not finite) end the run the first time, as does an error that
-the first workers of all slots raise alike before their first step.
+(config, damaged data, a loss that is not finite) end the run the first time, as does an error in
+the text of the program (ImportError) before a worker has joined the run, and one that the first
+workers of all slots raise alike before their first step.
 
 The steps of a plain script are unknown (cli/restart_all.py). Its errors count as errors in a row if
 the worker lived less than `crash_reset_s` before each. The workers of a static group
@@ -64,6 +65,7 @@ class RestartDecision:
     delay_s: float = 0.0  # before the restart
     code: int = 0  # exit code of a run that ends
     text: str = ""  # to print when the run ends
+    at_start: bool = False  # the worker failed before it joined the run
 
 
 def decide_restart(
@@ -84,6 +86,9 @@ def decide_restart(
     if code in FATAL or not policy.restart:
         return RestartDecision("end", summary, code=code or 1, text=failure_text(worker_exit)), history
 
+    if report and report.program_error and not report.joined:
+        what = f"{worker_exit} failed before it joined the run, and would fail again: {summary}"
+        return end_the_run(worker_exit, what, "fix the error above and give the same command", at_start=True), history
     step = report.step if report else step
     progress = step > history.step
     crashes = (0 if progress or lived_s >= policy.crash_reset_s else history.crashes) + is_own_fault(worker_exit)
@@ -134,16 +139,18 @@ def restart_after(worker_exit: WorkerExit, delay_s: float) -> RestartDecision:
     return RestartDecision("restart", f"{summarize(worker_exit)}; restarting {when}", delay_s)
 
 
-def end_the_run(worker_exit: WorkerExit, what: str, hint: str) -> RestartDecision:
+def end_the_run(worker_exit: WorkerExit, what: str, hint: str, *, at_start: bool = False) -> RestartDecision:
     """Return the decision to end the run, with the worker's failure and why it is not restarted."""
     where = f"log: {worker_exit.log}" if worker_exit.log else ""
     error = LockstepError(what, where, hint)
-    return RestartDecision("end", summarize(worker_exit), code=exit_code_of(worker_exit) or 1, text=f"{failure_text(worker_exit)}\n{error}")
+    code, text = exit_code_of(worker_exit) or 1, f"{failure_text(worker_exit)}\n{error}"
+    return RestartDecision("end", summarize(worker_exit), code=code, text=text, at_start=at_start)
 
 
-def fails_only_here(code: int, active_hosts: Collection[str], host: str) -> bool:
-    """Return whether a config or data error concerns only this host, while others are training."""
-    return code in (2, 3) and bool(active_hosts) and host not in active_hosts
+def fails_only_here(code: int, active_hosts: Collection[str], host: str, *, at_start: bool = False) -> bool:
+    """Return whether an error concerns only this host, while others are training: of the config or
+    data, or at_start, before a worker joined the run."""
+    return (code in (2, 3) or at_start) and bool(active_hosts) and host not in active_hosts
 
 
 def fails_at_end(worker_exit: WorkerExit, finishers: Collection[int]) -> bool:

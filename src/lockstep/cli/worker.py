@@ -52,9 +52,11 @@ def run_under_agent(request: RunRequest, worker_env: WorkerEnv) -> int:
 
     def report_fields() -> dict[str, int | bool]:
         try:
-            return {"step": max(-1, read_status(Path(worker_env.state) / f"{worker_env.slot}.board").step - 1), **drained}
+            status = read_status(Path(worker_env.state) / f"{worker_env.slot}.board")
+            joined = status.pid == os.getpid()  # else it is the board of the slot's previous worker
         except OSError:
-            return {**drained}
+            joined = False
+        return {"step": max(-1, status.step - 1) if joined else -1, "joined": joined, **drained}
 
     return worker_main(run, report_fields)
 

@@ -193,6 +193,15 @@ def test_a_restart_at_the_start_waits_for_the_errors_of_the_other_workers() -> N
         assert decide_at_start(errors, 2).delay_s == 0.0 and decide_at_start(errors, 2).action == "restart"
 
 
+def test_an_error_in_the_program_before_a_worker_joined_ends_the_run_at_once() -> None:
+    decision, _ = decide(make_exit(1, text=TRACE, joined=False, program_error=True), lived_s=100.0)
+    assert (decision.action, decision.code, decision.at_start) == ("end", 1, True)
+    assert "slot 1 (pid 4711) failed before it joined the run, and would fail again: ValueError: fish\n" in decision.text
+    for worker_exit in (make_exit(1, text=TRACE, joined=False), make_exit(1, text=TRACE, program_error=True)):
+        assert decide(worker_exit)[0].action == "restart"
+    assert fails_only_here(1, {"ada"}, "here", at_start=True) and not fails_only_here(1, {"here"}, "here", at_start=True)
+
+
 def test_only_an_early_error_of_the_program_is_an_error_at_the_start() -> None:
     assert start_error(RAISED_AT_START, 1.0, DEFAULT_POLICY) == TRACE
     assert not start_error(RAISED_AT_START, 61.0, DEFAULT_POLICY)
