@@ -71,7 +71,10 @@ def fsync_folder(folder: Path) -> None:
 
 
 def write_atomic(path: Path, content: bytes | str | Iterable[bytes | memoryview]) -> None:
-    """Replace the file at `path` atomically. On an OSError the old file stays, without leftovers."""
+    """Replace the file at `path` atomically. On an OSError the old file stays, without leftovers.
+    DamagedFileError, an OSError, for a device, a pipe or a socket: a rename would replace it."""
+    if path.exists() and not path.is_dir():  # the rename itself refuses a folder
+        require_regular_file(path.stat().st_mode, path)
     with temporary_file(path, content) as temporary:
         os.replace(temporary, path)
 

@@ -110,6 +110,7 @@ WORDS = (
     *(["translate", "pairs", "--step", "-1"], ["generate", "llama", "--file", "nothing"], ["generate", "llama", "--file", "."]),
     *(["generate", "llama", "x", "--seed", "9" * 30], ["generate", "llama", "x", "--tokens", "1" + "0" * 15]),
     *(["generate", "llama", "x", "--tensor", "5000"], ["generate", "/dev/null", "x"], ["generate", "llama", "x", "--temperature", "nan"]),
+    *(["report", "pairs", "--out", "special"], ["report", "pairs", "--out", "/dev/full"]),
     *(["checkpoint", "export", "pairs", "--out", "special"], ["checkpoint", "export", "pairs", "--out", "/dev/null/x"]),
     *(["checkpoint", "export", "llama", "--out", "exported", "--shard-bytes", "inf"], ["checkpoint", "digest", "pairs", "-1"]),
     *(["checkpoint", "verify", "/dev/null"], ["checkpoint", "import", "/dev/null", "--out", "imported"]),

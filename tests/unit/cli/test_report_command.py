@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,20 @@ def test_a_report_of_one_run_and_of_two(tmp_path: Path) -> None:
     assert run_lockstep("report", "a", "--compare", "b", cwd=tmp_path).stdout.startswith("a/compare.html: ")
     assert run_lockstep("report", "a", "--out", "c.html", cwd=tmp_path).returncode == 0
     assert all((tmp_path / name).stat().st_size > 30_000 for name in ("a/report.html", "a/compare.html", "c.html"))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_file_that_is_not_regular_is_never_replaced(tmp_path: Path, kind: str) -> None:
+    run, out = write_run_folder(tmp_path / "run"), tmp_path / "out"
+    if kind == "pipe":
+        os.mkfifo(out)
+    else:
+        out.symlink_to("/dev/full")
+    done = run_lockstep("report", run, "--out", out)
+    assert done.returncode == 2, done.stderr
+    assert f"{out} cannot be written: out is a {'named ' * (kind == 'pipe')}{kind}, not a regular file" in done.stderr
+    assert out.is_fifo() or out.is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
 
 
 def test_a_report_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
